@@ -1,0 +1,65 @@
+# What a newcomer types. Every target does all of its own set-up, and is quick when that is already done.
+#
+#   make demo    watch a real transformer engine prefill a long text once, then never again
+#   make test    the whole test suite
+#   make check   ruff, ruff format, strict mypy, the architecture test
+#   make bench   every benchmark in its quick form
+#   make setup   only the set-up: .venv with the `kvtier` command
+#
+# On a GPU machine:  make setup TORCH=torch EXTRAS=cuda,engine,plot,dev
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.ONESHELL:
+.SILENT:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+EXTRAS ?= engine,plot,dev
+PYTEST_ARGS ?= -n auto --dist loadfile
+DEMO_ARGS ?=
+
+# The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
+STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
+
+.PHONY: help setup demo test check format bench clean
+
+help:
+	sed -n '3,8s/^#  \{0,1\}//p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	PYTHON="$(PYTHON)" .ci/setup "$(VENV)" "$(TORCH)" "$(EXTRAS)"
+	rm -f $(VENV)/.kvtier-*
+	touch $@
+
+demo: setup
+	$(VENV)/bin/kvtier demo $(DEMO_ARGS)
+
+# One torch thread each: the tests run side by side, one worker per core.
+test: setup
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+check: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest tests/test_architecture.py -q -s
+
+format: setup
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: setup
+	.ci/debian-package fio fio
+	for program in benchmarks/[!_]*.py; do
+		echo "== $$program"
+		$(VENV)/bin/python $$program --quick
+	done
+
+clean:
+	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

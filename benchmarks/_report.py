@@ -1,0 +1,171 @@
+"""What every benchmark shares: its command line, the machine it ran on, and the report it prints or saves."""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+_ROOT: Final = Path(__file__).resolve().parent.parent
+RESULTS: Final = _ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One claim: `measured` has to be at most (or, with `at_most=False`, at least) `limit`, in the same unit."""
+
+    name: str
+    limit: float
+    measured: float
+    at_most: bool = True
+
+    @property
+    def met(self) -> bool:
+        return self.measured <= self.limit if self.at_most else self.measured >= self.limit
+
+    def as_dict(self) -> dict[str, object]:
+        """The JSON form: name, target (with its direction), measured, met."""
+        sign = "<=" if self.at_most else ">="
+        return {"name": self.name, "target": f"{sign} {self.limit:g}", "measured": self.measured, "met": self.met}
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """A command line with the options all benchmarks share; `doc` is the program's `__doc__`."""
+    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    options.add_argument("--quick", action="store_true", help="a smaller run: checks that it works, proves no figure")
+    options.add_argument("--save", action="store_true", help="also write benchmarks/results/NAME.json")
+    return options
+
+
+def machine() -> dict[str, object]:
+    """What of the machine decides a figure: processor, cores, memory (GiB), kernel, Python, libraries, GPU."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": _num_cores(),
+        "memory_gib": _memory_gib(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "numpy": _version("numpy"),
+        "torch": _version("torch"),
+        "gpu": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or None,
+    }
+
+
+def commit() -> str:
+    """The checked-out commit, short, with `-dirty` where the code differs from it; `unknown` outside a git checkout.
+
+    Results and pages don't count as code: saving one benchmark would make the next one dirty.
+    """
+    head = _output("git", "-C", str(_ROOT), "rev-parse", "--short=12", "HEAD")
+    code = ("--", ".", ":!benchmarks/results", ":!*.md")
+    changed = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no", *code)
+    return f"{head or 'unknown'}{'-dirty' if head and changed else ''}"
+
+
+def report(
+    name: str, rows: Sequence[Mapping[str, object]], targets: Sequence[Target], as_json: bool, save: bool = False
+) -> int:
+    """Print the results, as tables or as one JSON object; with `save`, also write benchmarks/results/NAME.json.
+
+    Returns the program's exit status: 0 also where a target was missed, since a miss is a result, told as such.
+    """
+    document: dict[str, object] = {
+        "benchmark": name,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "commit": commit(),
+        "results": [dict(row) for row in rows],
+        "targets": [target.as_dict() for target in targets],
+    }
+    if save:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    if as_json:
+        print(json.dumps(document))
+    else:
+        _print_tables(name, rows, targets)
+    return 0
+
+
+def progress(message: str) -> None:
+    """One line on stderr, so that a long run shows it is alive and stdout stays parseable."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def _print_tables(name: str, rows: Sequence[Mapping[str, object]], targets: Sequence[Target]) -> None:
+    console = Console()
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(title=f"{name}  ·  {machine()['cpu']}, {machine()['cores']} cores  ·  {commit()}")
+    for column in columns:
+        numeric = all(isinstance(row.get(column), int | float | None) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left")
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    console.print(table)
+    if not targets:
+        return
+    verdicts = Table("target", "limit", "measured", "met")
+    for target in targets:
+        sign = "≤" if target.at_most else "≥"
+        verdict = "[green]yes[/]" if target.met else "[red]no[/]"
+        verdicts.add_row(target.name, f"{sign} {target.limit:g}", f"{target.measured:.4g}", verdict)
+    console.print(verdicts)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _cpu_model() -> str:
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _memory_gib() -> float:
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemTotal:"):
+            return round(int(line.split()[1]) / 2**20, 1)
+    return 0.0
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,1 @@
+"""What an engine talks to: an engine-neutral scheduler side, a worker side, and the plan that crosses between them."""

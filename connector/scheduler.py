@@ -1,0 +1,232 @@
+"""The scheduler side: what an engine's scheduler asks and tells, request by request. Sans-IO, no torch, never waits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
+from kvtier.tiers.chain import TokenChain
+from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.pool import Lease, Reservation
+from kvtier.tiers.prefetch import PENDING, Pending, Prefetch
+from kvtier.tiers.tier import BlockRecord, Outcome
+
+
+class Request(Protocol):
+    """What the scheduler side reads of an engine's request."""
+
+    @property
+    def request_id(self) -> str:
+        """Unique among the live requests."""
+
+    @property
+    def chain(self) -> TokenChain:
+        """The hashes of its tokens so far, prompt and answer."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has now: at least the last of them is always computed, never loaded."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is remembered of a live request."""
+
+    request: Request
+    epoch: int  # the hierarchy's at admission
+    base: int = 0  # blocks found in L1 when the prefetch started
+    asked: int = 0  # blocks found in L1 at the last lookup
+    prefetch: Prefetch | None = None
+    attributed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorUpdate:
+    """What a worker's report means for the engine."""
+
+    loaded: tuple[str, ...] = ()  # requests whose load has ended well
+    failed: tuple[tuple[str, int], ...] = ()  # requests whose load failed, and from which block of theirs
+    released: tuple[int, ...] = ()  # L1 blocks no copy reads any more; one mention per `store` of it
+
+
+@dataclass(slots=True)
+class _Store:
+    reservation: Reservation
+    records: list[BlockRecord]
+    epoch: int
+    blocks: list[int] = field(default_factory=list)
+
+
+class SchedulerSide:
+    """The hierarchy as one engine's scheduler sees it. Called from that scheduler's thread only.
+
+    Per request: `lookup` (again and again, idempotent) → `allocated` → `store` as blocks fill → `finished`.
+    Per step: `build_plan` → the worker → `update` with its report.
+    """
+
+    def __init__(self, hierarchy: Hierarchy) -> None:
+        self.hierarchy = hierarchy
+        self._requests: dict[str, _Known] = {}
+        self._op_ids = count(1)
+        self._steps = count(1)
+        self._loads: dict[int, tuple[str, int, Lease]] = {}  # op → request, first block, its lease
+        self._stores: dict[int, _Store] = {}
+        self._planned_loads: list[CopyOp] = []
+        self._planned_stores: list[CopyOp] = []
+        self._released: list[int] = []
+
+    def lookup(self, request: Request, num_computed_tokens: int) -> int | Pending:
+        """How many tokens beyond the `num_computed_tokens` in L1 can be loaded, or PENDING: ask again next step.
+
+        A number is a promise: those blocks are in L2, verified and leased. The first call may start a prefetch, later
+        ones renew its lease. The last token of a request is never promised.
+        """
+        block_size = request.chain.block_size
+        in_l1 = num_computed_tokens // block_size
+        known = self._requests.get(request.request_id)
+        if known is None:
+            known = self._requests[request.request_id] = _Known(request, self.hierarchy.epoch)
+        if known.prefetch is not None and in_l1 < known.base:  # L1 lost blocks meanwhile: ask for those too
+            self.hierarchy.cancel(known.prefetch)
+            known.prefetch = None
+        if known.prefetch is None:
+            self._start(known, in_l1)
+        known.asked = in_l1
+        if known.prefetch is None:
+            return 0
+        found = self.hierarchy.poll(known.prefetch)
+        if isinstance(found, Pending):
+            return PENDING
+        return max(0, known.base + found - in_l1) * block_size
+
+    def allocated(
+        self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, *, layerwise: bool = False
+    ) -> None:
+        """The request got its L1 blocks (`block_ids`: its whole table); load the tokens promised, if any are wanted.
+
+        With `layerwise` the request computes in the very step that loads it; without, after `update` names it. Called again for the same request, or with 0, it only lets go of what was promised.
+        """
+        known = self._requests[request_id]
+        prefetch, known.prefetch = known.prefetch, None
+        if prefetch is None:
+            return
+        num_blocks = num_external_tokens // known.request.chain.block_size
+        if not num_blocks:
+            self.hierarchy.cancel(prefetch)
+            return
+        lease = self.hierarchy.claim(prefetch)
+        skip = known.asked - known.base
+        slots = lease.slots[skip : skip + num_blocks].tolist()
+        generations = lease.generations[skip : skip + num_blocks].tolist()
+        blocks = [int(block) for block in block_ids[known.asked : known.asked + len(slots)]]
+        op = CopyOp(next(self._op_ids), request_id, tuple(blocks), tuple(slots), tuple(generations), layerwise)
+        self._loads[op.op_id] = (request_id, known.asked, lease)
+        self._planned_loads.append(op)
+
+    def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
+        """Blocks `first_block…` of the request's table became full in this step; copy those not held yet to L2.
+
+        Every block named here must stay referenced in L1 until an update names it in `released`.
+        """
+        known = self._requests[request_id]
+        chain = known.request.chain
+        hashes = chain.hashes[first_block : first_block + len(block_ids)]
+        blocks = [int(block) for block in block_ids]
+        stale = known.epoch != self.hierarchy.epoch
+        reservation = None if stale else self.hierarchy.reserve(hashes, chain.parent(first_block))
+        if stale:
+            self.hierarchy.metrics.dropped("l2", Outcome.EPOCH, len(blocks))
+        if reservation is None or not reservation.hashes:
+            self._released += blocks
+            return
+        copied = [blocks[i] for i in reservation.indices]
+        kept = set(reservation.indices)
+        self._released += [block for i, block in enumerate(blocks) if i not in kept]
+        records = [
+            BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0)
+            for i in (first_block + index for index in reservation.indices)
+        ]
+        slots, generations = tuple(reservation.slots.tolist()), tuple(reservation.generations.tolist())
+        op = CopyOp(next(self._op_ids), request_id, tuple(copied), slots, generations)
+        self._stores[op.op_id] = _Store(reservation, records, known.epoch, copied)
+        self._planned_stores.append(op)
+
+    def build_plan(self) -> StepPlan:
+        """This step's copies; everything said since the last plan."""
+        plan = StepPlan(
+            next(self._steps), self.hierarchy.host.region.region_id, tuple(self._planned_loads), tuple(self._planned_stores)
+        )
+        self._planned_loads, self._planned_stores = [], []
+        return plan
+
+    def update(self, report: WorkerReport) -> ConnectorUpdate:
+        """Take in what the worker's copies came to: release leases, seal stores, name what failed."""
+        loaded: list[str] = []
+        failed: list[tuple[str, int]] = []
+        for op_id in (*report.finished, *report.failed):
+            well = op_id in report.finished
+            if op_id in self._loads:
+                request_id, first_block, lease = self._loads.pop(op_id)
+                if well:
+                    loaded.append(request_id)
+                else:
+                    failed.append((request_id, first_block))
+                    self.hierarchy.metrics.missed(Outcome.COPY_FAILED, len(lease))
+                lease.release()
+            elif op_id in self._stores:
+                store = self._stores.pop(op_id)
+                self._released += store.blocks
+                if well:
+                    self.hierarchy.seal(store.reservation, store.records, store.epoch)
+                else:
+                    self.hierarchy.abandon(store.reservation, Outcome.COPY_FAILED)
+        released, self._released = self._released, []
+        return ConnectorUpdate(tuple(loaded), tuple(failed), tuple(released))
+
+    def finished(self, request_id: str) -> None:
+        """The request ended or was aborted. Copies under way go on and are still reported by `update`. Idempotent."""
+        known = self._requests.pop(request_id, None)
+        if known is not None and known.prefetch is not None:
+            self.hierarchy.cancel(known.prefetch)
+
+    def wait(self, timeout: float) -> None:
+        """Wait until a pending lookup may have an answer, at most `timeout` seconds: for an engine that is idle."""
+        self.hierarchy.wait_progress(timeout)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no copy is planned or under way."""
+        return not (self._loads or self._stores)
+
+    def close(self) -> None:
+        """Let go of every promise and every copy that was never reported. Idempotent."""
+        for request_id in list(self._requests):
+            self.finished(request_id)
+        for _, _, lease in self._loads.values():
+            lease.release()
+        for store in self._stores.values():
+            self.hierarchy.abandon(store.reservation, Outcome.CLOSED)
+        self._loads.clear()
+        self._stores.clear()
+
+    def _start(self, known: _Known, in_l1: int) -> None:
+        """First ask: say where every block is, decide load or recompute, claim what is worth loading."""
+        request, known.base = known.request, in_l1
+        chain = request.chain
+        usable = min(len(chain.hashes), (request.num_tokens - 1) // chain.block_size)
+        hashes = chain.hashes[:usable]
+        where = self.hierarchy.lookup(hashes, min(in_l1, usable))
+        if not known.attributed:
+            known.attributed = True
+            self.hierarchy.metrics.looked_up(where.l1, where.l2, where.file, where.redis, where.miss)
+            self.hierarchy.metrics.missed(Outcome.ABSENT, where.miss)
+        block_bytes = self.hierarchy.host.region.slot_bytes
+        below = {"file": where.file * block_bytes, "redis": where.redis * block_bytes}
+        num_found = where.l2 + where.file + where.redis
+        if not num_found:
+            return
+        if not self.hierarchy.rates.worth_loading(num_found * chain.block_size, below):
+            self.hierarchy.metrics.missed(Outcome.RECOMPUTE, num_found)
+            return
+        known.prefetch = self.hierarchy.prefetch(hashes[in_l1 : in_l1 + num_found], chain.parent(in_l1))

@@ -1,0 +1,97 @@
+"""The worker side: carries out a plan's copies between L1 and L2 beside the compute, and reports how they ended."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
+from kvtier.tiers.transfer import BlockCopies, CopyEvent, CopyStream
+
+_GROUP_BYTES: Final = 4 << 20  # a layer group is copied in pieces of about this size: large copies, early first layers
+
+
+class WorkerSide:
+    """Copies of one worker. Called from the engine's thread only; no method but `wait_layer` and `close` waits.
+
+    A layerwise load is cut into groups of layers: the first layers compute while the last are still on their way.
+    """
+
+    def __init__(self, loads: CopyStream, stores: CopyStream, num_layers: int, layer_bytes: int, deadline: float) -> None:
+        """`loads` and `stores` are streams of their own, so that a store never delays a load. `deadline` in seconds."""
+        self._load_stream = loads
+        self._store_stream = stores
+        self._num_layers = num_layers
+        self._layer_bytes = layer_bytes
+        self._deadline = deadline
+        self._loads: dict[int, list[tuple[int, CopyEvent]]] = {}  # op → (end layer, event) of each group
+        self._stores: dict[int, CopyEvent] = {}
+        self._layerwise: list[int] = []  # ops of this step's plan that its compute waits for
+
+    def start_load(self, plan: StepPlan) -> None:
+        """Enqueue the plan's L2 → L1 copies."""
+        self._layerwise = [op.op_id for op in plan.loads if op.layerwise]
+        for op in plan.loads:
+            ranges = self._groups(len(op)) if op.layerwise else [(0, self._num_layers)]
+            self._loads[op.op_id] = [(end, self._load_stream.load(_copies(op, (start, end)))) for start, end in ranges]
+
+    def wait_layer(self, layer: int) -> bool:
+        """Wait until every layerwise load of this step has brought layer `layer`; False where one failed or is late.
+
+        False means the step's output is worthless for the requests concerned: `poll` names their ops.
+        """
+        arrived = True
+        for op_id in self._layerwise:
+            event = next(event for end, event in self._loads[op_id] if layer < end)
+            arrived &= event.wait(self._deadline) and event.error is None
+        return arrived
+
+    def start_store(self, plan: StepPlan) -> None:
+        """Enqueue the plan's L1 → L2 copies, behind the compute that fills them."""
+        for op in plan.stores:
+            self._stores[op.op_id] = self._store_stream.store(_copies(op))
+
+    def poll(self) -> WorkerReport:
+        """The ops that have ended since the last poll."""
+        finished: list[int] = []
+        failed: list[int] = []
+        for op_id, events in [
+            *((op_id, [event for _, event in groups]) for op_id, groups in self._loads.items()),
+            *((op_id, [event]) for op_id, event in self._stores.items()),
+        ]:
+            if all(event.done() for event in events):
+                (failed if any(event.error for event in events) else finished).append(op_id)
+        for op_id in (*finished, *failed):
+            self._loads.pop(op_id, None)  # a layerwise op may be polled only after its step's compute
+            self._stores.pop(op_id, None)
+        return WorkerReport(tuple(finished), tuple(failed))
+
+    def wait(self, timeout: float) -> None:
+        """Wait until the oldest load has ended, at most `timeout` seconds: for an engine with nothing else to do."""
+        for groups in self._loads.values():
+            groups[-1][1].wait(timeout)
+            return
+
+    @property
+    def idle(self) -> bool:
+        """Whether no copy is under way."""
+        return not (self._loads or self._stores)
+
+    def close(self, timeout: float) -> WorkerReport:
+        """Drain for up to `timeout` seconds, then stop; reports what ended, counting what did not as failed."""
+        self._load_stream.close(timeout)
+        self._store_stream.close(timeout)
+        report = self.poll()
+        left = (*self._loads, *self._stores)
+        self._loads.clear()
+        self._stores.clear()
+        return WorkerReport(report.finished, (*report.failed, *left))
+
+    def _groups(self, num_blocks: int) -> Sequence[tuple[int, int]]:
+        """Layer ranges of about _GROUP_BYTES each."""
+        size = max(1, _GROUP_BYTES // (num_blocks * self._layer_bytes))
+        return [(start, min(start + size, self._num_layers)) for start in range(0, self._num_layers, size)]
+
+
+def _copies(op: CopyOp, layers: tuple[int, int] | None = None) -> BlockCopies:
+    return BlockCopies(np.array(op.device_blocks, np.int64), np.array(op.host_slots, np.int64), layers)

@@ -1,0 +1,84 @@
+"""A circuit breaker per tier and direction: after k failures in a row the tier is left alone until a probe succeeds."""
+
+from collections.abc import Callable
+from enum import StrEnum
+from threading import Lock
+from typing import Final
+
+_MAX_BACKOFF: Final = 32.0  # times `retry_after`
+
+
+class BreakerState(StrEnum):
+    """closed: in use · open: left alone · half_open: one probe is under way."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Breaker:
+    """Counts consecutive failures of one direction of one tier. Thread-safe.
+
+    closed → open after `failures` in a row; open → half-open when `take_probe` hands out the one probe, no sooner than
+    `retry_after` seconds (doubling per failed probe, up to 32 times); half-open → closed or open by `probed`.
+    Misses, checksum failures and a full disk are no failures: the storage answered.
+    """
+
+    def __init__(self, failures: int, retry_after: float, clock: Callable[[], float]) -> None:
+        self._limit = failures
+        self._retry_after = retry_after
+        self._clock = clock
+        self._lock = Lock()
+        self._failures = 0
+        self._backoff = 1.0
+        self._opened_at = 0.0
+        self._state = BreakerState.CLOSED
+
+    @property
+    def state(self) -> BreakerState:
+        """Where the breaker stands."""
+        return self._state
+
+    @property
+    def closed(self) -> bool:
+        """Whether the tier may be used."""
+        return self._state is BreakerState.CLOSED
+
+    def success(self) -> None:
+        """The storage answered an ordinary operation. Late answers do not close an open breaker: a probe does."""
+        with self._lock:
+            self._failures = 0
+
+    def failure(self) -> None:
+        """The storage failed or kept silent past a deadline."""
+        with self._lock:
+            self._failures += 1
+            if self._state is BreakerState.CLOSED and self._failures >= self._limit:
+                self._open()
+
+    def trip(self) -> None:
+        """Open at once (the tier could not be attached)."""
+        with self._lock:
+            self._open()
+
+    def take_probe(self) -> bool:
+        """Whether the caller should probe now: true once per waiting time, while the breaker is open."""
+        with self._lock:
+            due = self._clock() - self._opened_at >= self._retry_after * self._backoff
+            if self._state is not BreakerState.OPEN or not due:
+                return False
+            self._state = BreakerState.HALF_OPEN
+            return True
+
+    def probed(self, answered: bool) -> None:
+        """The probe's result: close, or open again for twice as long."""
+        with self._lock:
+            if answered:
+                self._state, self._failures, self._backoff = BreakerState.CLOSED, 0, 1.0
+            else:
+                self._backoff = min(2 * self._backoff, _MAX_BACKOFF)
+                self._open()
+
+    def _open(self) -> None:
+        self._state = BreakerState.OPEN
+        self._opened_at = self._clock()

@@ -1,0 +1,134 @@
+"""Demotion: sealed L2 blocks on their way to a lower tier, behind a bounded queue, never in an engine's way."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Final
+
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.metrics import Metrics
+from kvtier.tiers.pool import Lease
+from kvtier.tiers.port import TierPort
+from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+
+_BATCH_BYTES: Final = 4 << 20  # per write: large enough for the disk, small enough for two threads to share a chain
+_MAX_FAILED: Final = 65_536  # remembered failed blocks, whose descendants are refused
+
+Ended = Callable[[Sequence[ChainHash], Sequence[Outcome]], None]
+
+
+class Demoter:
+    """Copies blocks one tier down. One per lower tier. Thread-safe.
+
+    At most `max_bytes` wait here (and a quarter of L2, since what waits is leased); past that the newest tail is refused
+    (`QUEUE_FULL`), never the head. A block that fails takes its queued descendants with it (`PARENT_FAILED`): without
+    their parent nobody could reach them.
+    Lock: `_lock` guards two counters and the failed set; never held across I/O or another lock.
+    """
+
+    def __init__(
+        self, port: TierPort, host: HostTier, max_bytes: int, metrics: Metrics, clock: Callable[[], float]
+    ) -> None:
+        self.port = port
+        self.host = host
+        self.clock = clock
+        self._metrics = metrics
+        self._lock = Lock()
+        self._max_blocks = max(1, min(max_bytes // host.region.slot_bytes, host.pool.num_slots // 4))
+        self._batch = max(1, _BATCH_BYTES // host.region.slot_bytes)
+        self._num_waiting = 0
+        self._failed: OrderedDict[ChainHash, None] = OrderedDict()
+
+    @property
+    def num_waiting(self) -> int:
+        """Blocks queued or being written."""
+        return self._num_waiting
+
+    def offer(self, hashes: Sequence[ChainHash], ended: Ended | None = None) -> int:
+        """Queue consecutive blocks for writing; returns how many leading ones were taken and counts the rest as refused.
+
+        `ended` is told, on an I/O thread, what became of every block taken.
+        """
+        with self._lock:
+            taken = max(0, min(len(hashes), self._max_blocks - self._num_waiting))
+            self._num_waiting += taken
+        if taken < len(hashes):
+            self._metrics.dropped(self.port.name, Outcome.QUEUE_FULL, len(hashes) - taken)
+        for first in range(0, taken, self._batch):
+            batch = list(hashes[first : min(taken, first + self._batch)])
+            job = _WriteJob(self, batch, self.host.pool.lease(batch), ended)
+            if not self.port.queue.submit(job):
+                job.drop(Outcome.QUEUE_FULL)
+        return taken
+
+    def write(self, lease: Lease) -> list[Outcome]:
+        """Re-hash, compare with the checksum taken at seal, and write: on an I/O thread."""
+        slots = [int(slot) for slot in lease.slots]
+        records = [record for slot in slots if (record := self.host.records[slot]) is not None]
+        payloads = [self.host.region.slot(slot) for slot in slots]
+        if self._parent_failed(records[0].parent):
+            return [Outcome.PARENT_FAILED] * len(slots)
+        same = [checksum(p) == r.checksum for p, r in zip(payloads, records, strict=True)]
+        whole = same.index(False) if False in same else len(same)
+        outcomes = self.port.write(records[:whole], payloads[:whole]) if whole else []
+        if whole < len(same):
+            self._metrics.corrupted("l2", 1)
+            outcomes += [Outcome.CHECKSUM] + [Outcome.PARENT_FAILED] * (len(same) - whole - 1)
+        return outcomes
+
+    def settle(self, hashes: Sequence[ChainHash], outcomes: Sequence[Outcome], ended: Ended | None) -> None:
+        """Count what became of a batch."""
+        good = [h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK]
+        with self._lock:
+            self._num_waiting -= len(hashes)
+            for chain_hash, outcome in zip(hashes, outcomes, strict=True):
+                if outcome is Outcome.OK:
+                    self._failed.pop(chain_hash, None)
+                else:
+                    self._failed[chain_hash] = None
+            while len(self._failed) > _MAX_FAILED:
+                self._failed.popitem(last=False)
+        self._metrics.stored(self.port.name, len(good))
+        for outcome in set(outcomes) - {Outcome.OK}:
+            self._metrics.dropped(self.port.name, outcome, list(outcomes).count(outcome))
+        if corrupt := [h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.CHECKSUM]:
+            self.host.pool.evict(corrupt)
+        if ended is not None:
+            ended(hashes, outcomes)
+
+    def _parent_failed(self, parent: ChainHash) -> bool:
+        with self._lock:
+            return parent in self._failed
+
+
+@dataclass(eq=False, slots=True)
+class _WriteJob:
+    """One batch of consecutive blocks; their lease keeps them in L2 until the write has ended. Implements `Job`."""
+
+    demoter: Demoter
+    hashes: list[ChainHash]
+    lease: Lease
+    ended: Ended | None
+    deadline: float = math.inf  # waiting hurts nobody; `run` sets it
+    settled: bool = False
+
+    def run(self) -> None:
+        self.deadline = self.demoter.clock() + self.demoter.port.settings.deadline
+        held = len(self.lease)  # shorter than asked where a reset came in between
+        outcomes = self.demoter.write(self.lease) if held else []
+        self._settle([*outcomes, *[Outcome.EPOCH] * (len(self.hashes) - held)])
+
+    def drop(self, outcome: Outcome) -> None:
+        self._settle([outcome] * len(self.hashes))
+
+    def overdue(self) -> None:
+        self.demoter.port.failed("write")  # the lease stays: the write still reads its slots
+
+    def _settle(self, outcomes: Sequence[Outcome]) -> None:
+        if not self.settled:
+            self.settled = True
+            self.lease.release()
+            self.demoter.settle(self.hashes, outcomes, self.ended)

@@ -1,0 +1,33 @@
+"""The exceptions kvtier raises, at start-up and from tools; never into a running engine.
+
+KVTierError
+├── ConfigError          a value the user gave cannot be used (names the field, the value and the mend)
+├── FormatError          bytes on disk or wire are not in a format this version reads
+├── FingerprintMismatch  the bytes belong to another model, dtype or layout
+├── StoreLocked          another process owns the store (names its pid)
+└── TierUnavailable      a tier could not be opened or reached
+"""
+
+
+class KVTierError(Exception):
+    """Root of every exception raised by kvtier."""
+
+
+class ConfigError(KVTierError):
+    """A value the user gave cannot be used. The message names the field, the value and the mend."""
+
+
+class FormatError(KVTierError):
+    """Bytes on disk or wire are not in a format this version reads; they were left untouched."""
+
+
+class FingerprintMismatch(KVTierError):
+    """The bytes belong to another model, dtype, block size or layout."""
+
+
+class StoreLocked(KVTierError):
+    """Another process owns the store; the message names its pid."""
+
+
+class TierUnavailable(KVTierError):
+    """A tier could not be opened or reached."""

@@ -1,0 +1,309 @@
+"""Which block lies in which slot of a slab: extents filled in chain order, evicted whole. Bookkeeping only, no I/O."""
+
+import heapq
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers.tier import ChainHash
+
+MAX_OPEN: Final = 4  # extents being filled at once: as many chains stay adjacent while they are stored together
+_MAX_CHANCES: Final = 64  # extents passed over per eviction because most of them was hit: bounds the time under the lock
+_KEEP_SHARE: Final = 4  # of an evicted extent at most a quarter is stored again
+
+
+class _State(Enum):
+    FREE = 0  # empty, nobody's
+    CLAIMED = 1  # being emptied by one thread
+    OPEN = 2  # has room behind its fill mark
+    CLOSED = 3  # full, or no longer filled
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Adjacent slots of one extent that one writer fills; given back by `publish` or `abandon`."""
+
+    extent: int
+    first: int
+    count: int
+    epoch: int
+
+    @property
+    def slots(self) -> range:
+        return range(self.first, self.first + self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An extent taken to be filled anew; given back by `opened` or `unclaim`. Its rows on disk go first."""
+
+    extent: int
+    dirty: bool  # its rows on disk may name blocks
+    epoch: int
+    keep: list[int] = field(default_factory=list)  # slots hit since they were stored, to be stored again
+    keep_hashes: list[ChainHash] = field(default_factory=list)
+
+
+class ExtentMap:
+    """The index of a slab and the life of its extents: FREE → (CLAIMED) → OPEN → CLOSED → CLAIMED → …
+
+    Not thread-safe: the store's lock guards it, and is never held across I/O. A slot is findable only between
+    `publish` and the extent's eviction. An extent that a writer is in (`busy`) is no victim.
+    Law (`check`): the index names exactly the ready slots; live + unused + holes == slots of every extent.
+    """
+
+    def __init__(self, num_extents: int, slots_per_extent: int) -> None:
+        self.num_extents = num_extents
+        self.per_extent = slots_per_extent
+        self.index: dict[ChainHash, int] = {}
+        self.epoch = 0
+        self.num_evicted = 0
+        num_slots = num_extents * slots_per_extent
+        self.generations = array("I", bytes(4 * num_slots))
+        self._hash_of: list[ChainHash | None] = [None] * num_slots
+        self._hits = bytearray(num_slots)
+        self._live = [0] * num_extents
+        self._fill = [0] * num_extents
+        self._busy = [0] * num_extents
+        self._dirty = bytearray(num_extents)
+        self._state = [_State.FREE] * num_extents
+        self._free = list(range(num_extents))  # a heap: low extents first, so that a slab can be cut short
+        self._open: OrderedDict[int, ChainHash | None] = OrderedDict()  # extent -> its last block
+        self._order: OrderedDict[int, None] = OrderedDict()  # open and closed extents, next victim first
+
+    def restore(self, slots: NDArray[np.int64], hashes: list[ChainHash], seqs: NDArray[np.uint64]) -> None:
+        """Take over what a recovery found: one distinct hash per slot."""
+        where = slots.tolist()
+        self.index = dict(zip(hashes, where, strict=True))
+        for slot, chain_hash in zip(where, hashes, strict=True):
+            self._hash_of[slot] = chain_hash
+        extents = slots // self.per_extent
+        newest = np.zeros(self.num_extents, np.uint64)
+        fill = np.zeros(self.num_extents, np.int64)
+        np.maximum.at(newest, extents, seqs)
+        np.maximum.at(fill, extents, slots % self.per_extent + 1)
+        self._live = np.bincount(extents, minlength=self.num_extents).tolist()
+        self._fill = fill.tolist()
+        used = [extent for extent in np.argsort(newest, kind="stable").tolist() if self._live[extent]]
+        self._free = [extent for extent in range(self.num_extents) if not self._live[extent]]
+        self._order = OrderedDict.fromkeys(used)
+        for extent in used:
+            self._state[extent] = _State.CLOSED
+        for extent in [extent for extent in used if self._fill[extent] < self.per_extent][-MAX_OPEN:]:
+            self._state[extent] = _State.OPEN
+            self._open[extent] = self._hash_of[extent * self.per_extent + self._fill[extent] - 1]
+
+    def mark_dirty(self, extents: Sequence[int]) -> None:
+        """Their rows on disk are not blank."""
+        for extent in extents:
+            self._dirty[extent] = 1
+
+    def touch(self, slots: Sequence[int]) -> None:
+        """These blocks were used: a second chance when their extent is evicted."""
+        for slot in slots:
+            self._hits[slot] = 1
+
+    def is_current(self, chain_hash: ChainHash, slot: int, generation: int) -> bool:
+        """Whether the block still lies where a reader was told."""
+        return self.index.get(chain_hash) == slot and self.generations[slot] == generation
+
+    def take(self, hashes: Sequence[ChainHash], after: ChainHash) -> Run | None:
+        """Slots for leading `hashes`, behind their parent where that is possible; None: claim an extent first."""
+        for extent, last in self._open.items():
+            if last == after:
+                return self._take_from(extent, hashes)
+        if self._free and len(self._open) < MAX_OPEN:
+            return None
+        return self.take_any(hashes)
+
+    def take_any(self, hashes: Sequence[ChainHash]) -> Run | None:
+        """Slots in the open extent unused for longest; None: there is no open extent."""
+        extent = next(iter(self._open), None)
+        return None if extent is None else self._take_from(extent, hashes)
+
+    def _take_from(self, extent: int, hashes: Sequence[ChainHash]) -> Run:
+        fill = self._fill[extent]
+        count = min(len(hashes), self.per_extent - fill)
+        first = extent * self.per_extent + fill
+        for slot in range(first, first + count):
+            self.generations[slot] = (self.generations[slot] + 1) & 0xFFFFFFFF
+        self._fill[extent] = fill + count
+        self._busy[extent] += 1
+        self._dirty[extent] = 1
+        self._open[extent] = hashes[count - 1]
+        self._open.move_to_end(extent)
+        if fill + count == self.per_extent:
+            self._close(extent)
+        return Run(extent, first, count, self.epoch)
+
+    def claim(self) -> Claim | None:
+        """An extent to fill: a free one, else the next victim, whose blocks are gone at once. None: all are busy."""
+        if self._free:
+            extent = heapq.heappop(self._free)
+            keep: list[int] = []
+        else:
+            victim = self._choose_victim()
+            if victim is None:
+                return None
+            extent, keep = victim
+            del self._order[extent]
+        self._state[extent] = _State.CLAIMED
+        self._busy[extent] += 1
+        kept = [self._hash_of[slot] for slot in keep]
+        self.num_evicted += self._live[extent] - len(keep)
+        for slot in self._slots(extent):
+            self._unlink(slot)
+        self._fill[extent] = 0
+        hashes = [chain_hash for chain_hash in kept if chain_hash is not None]
+        return Claim(extent, bool(self._dirty[extent]), self.epoch, keep, hashes)
+
+    def _choose_victim(self) -> tuple[int, list[int]] | None:
+        """The oldest idle extent that was not mostly hit since it was filled or last passed over."""
+        most = self.per_extent // _KEEP_SHARE
+        chances = _MAX_CHANCES
+        for _ in range(2 * len(self._order)):
+            extent = next(iter(self._order))
+            self._order.move_to_end(extent)
+            if self._busy[extent] or self._state[extent] is not _State.CLOSED:
+                continue
+            slots = self._slots(extent)
+            num_hits = self._hits.count(1, slots.start, slots.stop)
+            if num_hits > most and chances:
+                chances -= 1
+                self._hits[slots.start : slots.stop] = bytes(self.per_extent)
+                continue
+            return extent, [slot for slot in slots if self._hits[slot]][:most] if num_hits else []
+        return None
+
+    def opened(self, claim: Claim, hashes: Sequence[ChainHash]) -> Run | None:
+        """The claimed extent's rows are blank: fill it, first with `hashes`; None where a reset came in between."""
+        extent = claim.extent
+        self._dirty[extent] = 0
+        self._busy[extent] -= 1
+        if claim.epoch != self.epoch:
+            self._state[extent] = _State.CLOSED
+            self._order[extent] = None
+            self._settle(extent)
+            return None
+        self._state[extent] = _State.OPEN
+        self._order[extent] = None
+        return self._take_from(extent, hashes)
+
+    def unclaim(self, claim: Claim) -> None:
+        """The claimed extent could not be emptied: it waits at the end of the line."""
+        extent = claim.extent
+        self._busy[extent] -= 1
+        self._fill[extent] = self.per_extent
+        self._state[extent] = _State.CLOSED
+        self._order[extent] = None
+
+    def publish(self, run: Run, hashes: Sequence[ChainHash]) -> list[int]:
+        """The run's blocks are stored: make them findable. Returns slots of blocks somebody else stored meanwhile.
+
+        The caller blanks those rows and then gives the run back with `leave`.
+        """
+        twins = []
+        for slot, chain_hash in zip(run.slots, hashes, strict=True):
+            if chain_hash in self.index:
+                twins.append(slot)
+                continue
+            self.index[chain_hash] = slot
+            self._hash_of[slot] = chain_hash
+            self._hits[slot] = 0
+            self._live[run.extent] += 1
+        return twins
+
+    def leave(self, extent: int) -> None:
+        """A writer is done with the extent."""
+        self._busy[extent] -= 1
+        self._settle(extent)
+
+    def drop(self, chain_hash: ChainHash) -> int | None:
+        """Forget a block; its slot, now a hole, stays busy until the caller has blanked its row and says `leave`."""
+        slot = self.index.get(chain_hash)
+        if slot is None:
+            return None
+        self._busy[slot // self.per_extent] += 1
+        self._unlink(slot)
+        return slot
+
+    def clear(self) -> list[int]:
+        """Forget everything; returns the idle extents whose rows must be blanked, claimed until `scrubbed`."""
+        self.epoch += 1
+        for slot in self.index.values():
+            self._hash_of[slot] = None
+        self.index.clear()
+        self._hits = bytearray(len(self._hits))
+        self._live = [0] * self.num_extents
+        for extent in list(self._open):
+            self._close(extent)
+        for extent in [extent for extent in self._order if not self._busy[extent]]:
+            self._settle(extent)
+        dirty = [extent for extent in self._free if self._dirty[extent]]
+        self._free = [extent for extent in self._free if not self._dirty[extent]]
+        heapq.heapify(self._free)
+        for extent in dirty:
+            self._state[extent] = _State.CLAIMED
+        return dirty
+
+    def scrubbed(self, extents: Sequence[int], *, blank: bool) -> None:
+        """The extents that `clear` gave out are free again; not `blank`: their rows could not be written."""
+        for extent in extents:
+            self._dirty[extent] = not blank
+            self._state[extent] = _State.FREE
+            heapq.heappush(self._free, extent)
+
+    def _slots(self, extent: int) -> range:
+        return range(extent * self.per_extent, (extent + 1) * self.per_extent)
+
+    def _unlink(self, slot: int) -> None:
+        chain_hash = self._hash_of[slot]
+        if chain_hash is not None:
+            del self.index[chain_hash]
+            self._hash_of[slot] = None
+            self._live[slot // self.per_extent] -= 1
+        self._hits[slot] = 0
+
+    def _close(self, extent: int) -> None:
+        del self._open[extent]
+        self._state[extent] = _State.CLOSED
+
+    def _settle(self, extent: int) -> None:
+        """An idle closed extent without a block is free again."""
+        if not self._busy[extent] and not self._live[extent] and self._state[extent] is _State.CLOSED:
+            del self._order[extent]
+            self._state[extent] = _State.FREE
+            self._fill[extent] = 0
+            heapq.heappush(self._free, extent)
+
+    def counts(self) -> dict[str, int]:
+        """Slots by state: ready, unused (may be filled), holes (free, but only with their whole extent)."""
+        ready = len(self.index)
+        unused = self.per_extent * len(self._free)
+        unused += sum(self.per_extent - self._fill[extent] for extent in self._open)
+        return {"ready": ready, "unused": unused, "holes": self.num_extents * self.per_extent - ready - unused}
+
+    def check(self) -> None:
+        """Raise AssertionError where a law is broken; a full scan."""
+        named = {slot: chain_hash for slot, chain_hash in enumerate(self._hash_of) if chain_hash is not None}
+        assert named == {slot: chain_hash for chain_hash, slot in self.index.items()}, "index and slots disagree"
+        live = [0] * self.num_extents
+        for slot in named:
+            extent, position = divmod(slot, self.per_extent)
+            live[extent] += 1
+            assert position < self._fill[extent], f"slot {slot} is ready beyond its extent's fill mark"
+        assert live == self._live, "live counts are off"
+        assert min(self._busy, default=0) >= 0, "an extent was left more often than entered"
+        free = {extent for extent, state in enumerate(self._state) if state is _State.FREE}
+        opened = {extent for extent, state in enumerate(self._state) if state is _State.OPEN}
+        closed = {extent for extent, state in enumerate(self._state) if state is _State.CLOSED}
+        assert sorted(self._free) == sorted(free), "the free heap is off"
+        assert set(self._open) == opened, "the open extents are off"
+        assert set(self._order) == opened | closed, "the victim order is off"
+        assert not any(live[extent] for extent in free), "a free extent holds blocks"

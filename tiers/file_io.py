@@ -1,0 +1,163 @@
+"""The slab's system calls: whole transfers or OSError, and an object that tests replace to inject faults."""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+PAGE: Final = 4096  # alignment of addresses, lengths and offsets that every O_DIRECT file system accepts
+IOV_MAX: Final = 1024  # iovecs one call may carry (Linux)
+_MAX_STALLS: Final = 16  # calls in a row that moved nothing before we give up
+
+
+class FileIO:
+    """The system calls a slab needs, one method each, each of which may raise OSError.
+
+    `preadv` and `pwritev` are raw: they may move fewer bytes than asked or raise InterruptedError. `read_all` and
+    `write_all` below turn them into whole transfers. Subclass and override to fail, delay, reorder or drop.
+    """
+
+    def open(self, path: Path, flags: int) -> int:
+        """A descriptor (close-on-exec); new files are readable by their owner alone."""
+        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+    def close(self, fd: int) -> None:
+        """Close `fd`, which also gives up its lock."""
+        os.close(fd)
+
+    def size(self, fd: int) -> int:
+        """Length of the file in bytes."""
+        return os.fstat(fd).st_size
+
+    def lock(self, fd: int) -> bool:
+        """Take the exclusive `flock`, without waiting; False when another open file holds it."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def allocate(self, fd: int, offset: int, length: int) -> None:
+        """Reserve disk space for a byte range, extending the file; ENOSPC here means none will follow later."""
+        os.posix_fallocate(fd, offset, length)
+
+    def truncate(self, fd: int, length: int) -> None:
+        """Cut the file to `length` bytes."""
+        os.ftruncate(fd, length)
+
+    def sync(self, fd: int) -> None:
+        """`fdatasync`: what was written before is on stable storage."""
+        os.fdatasync(fd)
+
+    def free_bytes(self, directory: Path) -> int:
+        """Bytes a user may still allocate on the file system of `directory`."""
+        usage = os.statvfs(directory)
+        return usage.f_bavail * usage.f_frsize
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """One scattered read; returns bytes read, 0 at the end of the file."""
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """One gathered write; returns bytes written."""
+        return os.pwritev(fd, buffers, offset)
+
+
+def read_all(io: FileIO, fd: int, buffers: Sequence[memoryview], offset: int, align: int = 1) -> None:
+    """Fill every buffer from `offset` on, or raise OSError (EIO where the file ends first)."""
+    _transfer(io.preadv, fd, buffers, offset, align)
+
+
+def write_all(io: FileIO, fd: int, buffers: Sequence[memoryview], offset: int, align: int = 1) -> None:
+    """Write every buffer from `offset` on, or raise OSError (part of it may then be written)."""
+    _transfer(io.pwritev, fd, buffers, offset, align)
+
+
+def _transfer(
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    buffers: Sequence[memoryview],
+    offset: int,
+    align: int,
+) -> None:
+    pending = list(buffers)
+    stalls = 0
+    while pending:
+        try:
+            moved = call(fd, pending[:IOV_MAX], offset)
+        except InterruptedError:
+            moved = -1
+        # O_DIRECT goes on only from an aligned place: what a short call moved past it is moved again.
+        kept = max(moved, 0) // align * align
+        stalls = 0 if kept else stalls + 1
+        if moved == 0 or stalls > _MAX_STALLS:
+            raise OSError(errno.EIO, f"the file gave out at byte {offset}")
+        offset += kept
+        pending = _rest(pending, kept)
+
+
+def _rest(buffers: list[memoryview], moved: int) -> list[memoryview]:
+    """The buffers less their first `moved` bytes."""
+    for index, buffer in enumerate(buffers):
+        if moved < buffer.nbytes:
+            return [buffer[moved:], *buffers[index + 1 :]]
+        moved -= buffer.nbytes
+    return []
+
+
+def address(buffer: memoryview) -> int:
+    """Where the buffer's first byte lies in memory."""
+    data: tuple[int, bool] = np.frombuffer(buffer, np.uint8).__array_interface__["data"]
+    return data[0]
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+_process_vm_readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
+_process_vm_readv.restype = ctypes.c_ssize_t
+_process_vm_readv.argtypes = (
+    ctypes.c_int,
+    ctypes.POINTER(_IoVec),
+    ctypes.c_ulong,
+    ctypes.POINTER(_IoVec),
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+)
+
+
+class Mapping:
+    """A read-only mapping of a file whose reads fail with EFAULT where a plain copy would die of SIGBUS."""
+
+    def __init__(self, fd: int, length: int) -> None:
+        self._fd = fd
+        self._map = mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._length = length
+        self._base = address(memoryview(self._map))
+
+    def preadv(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Copy out of the mapping, like `os.preadv`; OSError (EFAULT) where the file no longer reaches."""
+        wanted = sum(buffer.nbytes for buffer in buffers)
+        length = min(wanted, self._length - offset)
+        if length <= 0:
+            return 0
+        # Ask for the rest of the run ahead of the copy: one large read instead of a fault per 16 pages.
+        os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_WILLNEED)
+        local = (_IoVec * len(buffers))(*((address(buffer), buffer.nbytes) for buffer in buffers))
+        remote = _IoVec(self._base + offset, length)
+        moved: int = _process_vm_readv(os.getpid(), local, len(buffers), ctypes.byref(remote), 1, 0)
+        if moved < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        return moved
+
+    def close(self) -> None:
+        """Unmap; idempotent."""
+        self._map.close()

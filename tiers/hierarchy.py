@@ -1,0 +1,321 @@
+"""The hierarchy: L2 and the tiers below it as one store. The only module that knows two tiers."""
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Condition
+from typing import Final, Literal
+
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.demote import Demoter
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.io_queue import IoQueue
+from kvtier.tiers.metrics import Metrics
+from kvtier.tiers.pool import Lease, Reservation
+from kvtier.tiers.port import TierPort
+from kvtier.tiers.prefetch import Pending, Prefetch, Prefetcher
+from kvtier.tiers.rates import Rates
+from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+
+_SIGHTINGS_PER_SLOT: Final = 4  # how many blocks not yet admitted are remembered, per L2 slot
+
+WritePolicy = Literal["write_through", "write_back"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """Where the blocks of one lookup were when first asked. The parts sum to `blocks`, or it cannot be built."""
+
+    blocks: int
+    l1: int = 0
+    l2: int = 0
+    file: int = 0
+    redis: int = 0
+    miss: int = 0
+
+    def __post_init__(self) -> None:
+        if self.l1 + self.l2 + self.file + self.redis + self.miss != self.blocks:
+            raise AssertionError(f"attribution does not sum: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class HierarchySettings:
+    """What the hierarchy decides by; see the configuration table in the README."""
+
+    write_policy: WritePolicy = "write_through"
+    admit_after: int = 1  # sightings of a block before it is stored
+    store_queue: int = 256 << 20  # bytes that may wait for each lower tier
+    prefetch_deadline: float = 2.0  # seconds a request waits for lower tiers
+    lease_deadline: float = 60.0  # seconds a promise nobody asks about is kept
+    clean_share: float = 0.25  # WRITE_BACK: the share of L2 kept free or clean for instant eviction
+
+
+class Hierarchy:
+    """Look up, prefetch, lease and store blocks in L2 and every tier below. Thread-safe.
+
+    No method raises for a storage failure and none waits for storage (but `drain` and `close`): a failure is a miss or a
+    dropped store, counted by reason. Lock order: `_lock` → a pool's or a queue's own lock; never held across I/O.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        ports: Sequence[TierPort],
+        settings: HierarchySettings,
+        metrics: Metrics,
+        rates: Rates,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.host = host
+        self.ports = list(ports)
+        self.settings = settings
+        self.metrics = metrics
+        self.rates = rates
+        self.epoch = 0  # counts resets: a store admitted before one never seals after it
+        self._lock = Condition()
+        self.prefetcher = Prefetcher(host, ports, self._lock, metrics, clock, settings.lease_deadline)
+        self._demoters = [Demoter(port, host, settings.store_queue, metrics, clock) for port in ports]
+        self._sealing = IoQueue("seal", 1, 1 << 16, clock)
+        self._sightings: OrderedDict[ChainHash, int] = OrderedDict()
+        self._cleaning: set[ChainHash] = set()  # WRITE_BACK: dirty blocks being written
+        self._closed = False
+
+    # looking up and loading
+
+    def lookup(self, hashes: Sequence[ChainHash], num_l1: int = 0) -> Attribution:
+        """Where each block of the chain is now, leading run only; the first `num_l1` were found in L1. No side effect.
+
+        A run may change tiers on its way, e.g. L2, then file, then L2 again.
+        """
+        found = {"l2": 0, **{port.name: 0 for port in self.ports}}
+        at = num_l1
+        while at < len(hashes):
+            rest = hashes[at:]
+            if n := self.host.pool.lookup(rest):
+                found["l2"] += n
+            else:
+                port, n = next(((p, n) for p in self.ports if (n := p.lookup(rest))), (None, 0))
+                if port is None:
+                    break
+                inside = self.host.pool.holds(rest[:n])
+                n = inside.index(True) if True in inside else n
+                found[port.name] += n
+            at += n
+        return Attribution(blocks=len(hashes), l1=num_l1, miss=len(hashes) - at, **found)
+
+    def prefetch(self, hashes: Sequence[ChainHash], parent: ChainHash) -> Prefetch:
+        """Claim consecutive blocks for a request: lease those in L2, fetch the rest. See `Prefetcher`."""
+        self.tick()
+        return self.prefetcher.start(hashes, parent, self.settings.prefetch_deadline)
+
+    def poll(self, prefetch: Prefetch) -> int | Pending:
+        """How many leading blocks are safe to promise, or PENDING."""
+        self.tick()
+        return self.prefetcher.poll(prefetch)
+
+    def claim(self, prefetch: Prefetch) -> Lease:
+        """The lease of the promised blocks; released by the caller when its copies have ended."""
+        return self.prefetcher.claim(prefetch)
+
+    def cancel(self, prefetch: Prefetch) -> None:
+        """The request went away. Idempotent."""
+        self.prefetcher.cancel(prefetch)
+
+    # storing
+
+    def reserve(self, hashes: Sequence[ChainHash], parent: ChainHash) -> Reservation | None:
+        """L2 slots for consecutive new blocks of one chain: as many of the head as fit, None where not one does.
+
+        Blocks already held need no slot and are left out of the reservation.
+        """
+        admitted = self._admit(hashes)
+        if admitted < len(hashes):
+            self.metrics.dropped("l2", Outcome.NOT_ADMITTED, len(hashes) - admitted)
+        want = admitted
+        while want and not self._closed:
+            if (reservation := self.host.pool.reserve(hashes[:want], parent)) is not None:
+                if want < admitted:
+                    self.metrics.dropped("l2", Outcome.NO_SLOT, admitted - want)
+                return reservation
+            want //= 2
+        if admitted:
+            self.metrics.dropped("l2", Outcome.CLOSED if self._closed else Outcome.NO_SLOT, admitted)
+        return None
+
+    def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
+        """The reservation's slots are filled: hash them, publish them, offer them to the tiers below; in the background.
+
+        `records` are the reservation's blocks in order; their `checksum` is ignored and computed here, once. `epoch` is
+        the hierarchy's when the blocks were computed: older than now, and nothing is published.
+        """
+        job = _SealJob(self, reservation, list(records), epoch)
+        if not self._sealing.submit(job):
+            job.drop(Outcome.CLOSED)
+
+    def abandon(self, reservation: Reservation, reason: Outcome) -> None:
+        """The store failed or was called off: its slots are free again, nothing became visible."""
+        self.metrics.dropped("l2", reason, len(reservation.hashes))
+        self.host.pool.abandon(reservation)
+
+    # whole-store verbs
+
+    def tick(self) -> None:
+        """Let deadlines pass: reclaim stale promises, expire hung I/O, probe open breakers. Called by every lookup."""
+        for port in self.ports:
+            port.tick()
+        self.prefetcher.tick()
+
+    def wait_progress(self, timeout: float) -> None:
+        """Wait until a prefetch moved on, at most `timeout` seconds: for an engine with nothing else to do."""
+        with self._lock:
+            self._lock.wait(timeout)
+
+    def reset(self) -> None:
+        """Forget everything in every tier; stores under way will not become visible."""
+        with self._lock:
+            self.epoch += 1
+            self.host.pool.reset()
+        for port in self.ports:
+            port.reset()
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until every store offered so far is sealed and written, at most `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        if self.settings.write_policy == "write_back":
+            self._sealing.drain(timeout)
+            self._demote_dirty(self.host.pool.num_slots)
+        drained = self._sealing.drain(timeout)
+        for port in self.ports:
+            drained &= port.queue.drain(max(0.0, deadline - time.monotonic()))
+        return drained
+
+    def stats(self) -> dict[str, float]:
+        """Every counter and gauge by its exposition name."""
+        self._show_pools()
+        return self.metrics.snapshot()
+
+    def check(self) -> None:
+        """Raise AssertionError where a conservation law is broken; at idle also where a lease or a slot leaked."""
+        self.prefetcher.check()
+        counts = self.host.pool.check()
+        for port in self.ports:
+            port.check()
+        queues_idle = self._sealing.idle and all(port.queue.idle for port in self.ports)
+        if queues_idle and self.prefetcher.idle and (counts.leased or counts.filling or counts.quarantined):
+            raise AssertionError(f"at idle nothing may be leased, filling or quarantined: {counts}")
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Drain up to `timeout` seconds, drop what is left (counted), close every tier. Idempotent."""
+        if self._closed:
+            return
+        self.drain(timeout)
+        self._closed = True
+        self._sealing.close(timeout)
+        for port in self.ports:
+            port.close(timeout)
+        self.host.close()
+
+    # inside
+
+    def publish(self, reservation: Reservation, records: list[BlockRecord], epoch: int) -> None:
+        """Hash the filled slots and make them findable (on the sealing thread)."""
+        slots = [int(slot) for slot in reservation.slots]
+        hashed = [
+            BlockRecord(r.chain_hash, r.parent, r.tokens, checksum(self.host.region.slot(slot)))
+            for slot, r in zip(slots, records, strict=True)
+        ]
+        with self._lock:
+            if epoch != self.epoch or self._closed:
+                self.abandon(reservation, Outcome.EPOCH if epoch != self.epoch else Outcome.CLOSED)
+                return
+            for slot, record in zip(slots, hashed, strict=True):
+                self.host.records[slot] = record
+            lease = self.host.pool.seal(reservation)
+        with lease:
+            self.metrics.stored("l2", len(hashed))
+            self._pass_down(list(reservation.hashes))
+
+    def _pass_down(self, hashes: list[ChainHash]) -> None:
+        if not self._demoters:
+            return
+        if self.settings.write_policy == "write_through":
+            for demoter in self._demoters:
+                demoter.offer(hashes)
+            return
+        self.host.pool.mark_dirty(hashes)
+        limit = int((1 - self.settings.clean_share) * self.host.pool.num_slots)
+        if (excess := self.host.pool.counts().dirty - len(self._cleaning) - limit) > 0:
+            self._demote_dirty(excess)
+
+    def _demote_dirty(self, num_blocks: int) -> None:
+        """WRITE_BACK: write the blocks next in line for eviction, so that they are clean when their turn comes."""
+        with self._lock:
+            dirty = self.host.pool.oldest_dirty(num_blocks + len(self._cleaning))
+            chosen = [chain_hash for chain_hash in dirty if chain_hash not in self._cleaning]
+            self._cleaning.update(chosen)
+        for chain in _chains(chosen, self._parent_of):
+            for demoter in self._demoters:
+                taken = demoter.offer(chain, self._cleaned)
+                self._cleaning.difference_update(chain[taken:])
+
+    def _cleaned(self, hashes: Sequence[ChainHash], outcomes: Sequence[Outcome]) -> None:
+        self.host.pool.mark_clean([h for h, o in zip(hashes, outcomes, strict=True) if o is Outcome.OK])
+        with self._lock:
+            self._cleaning.difference_update(hashes)
+
+    def _parent_of(self, chain_hash: ChainHash) -> ChainHash | None:
+        with self.host.pool.lease([chain_hash]) as lease:
+            record = self.host.records[int(lease.slots[0])] if len(lease) else None
+            return record.parent if record else None
+
+    def _admit(self, hashes: Sequence[ChainHash]) -> int:
+        """How many leading blocks have been seen often enough to be stored."""
+        if self.settings.admit_after <= 1:
+            return len(hashes)
+        with self._lock:
+            for chain_hash in hashes:
+                self._sightings[chain_hash] = self._sightings.pop(chain_hash, 0) + 1
+            while len(self._sightings) > _SIGHTINGS_PER_SLOT * self.host.pool.num_slots:
+                self._sightings.popitem(last=False)
+            seen = (self._sightings.get(h, 0) >= self.settings.admit_after for h in hashes)
+            return next((i for i, enough in enumerate(seen) if not enough), len(hashes))
+
+    def _show_pools(self) -> None:
+        counts = self.host.pool.counts()
+        for state in ("free", "filling", "ready", "leased", "quarantined"):
+            self.metrics.pool("l2", state, getattr(counts, state))
+
+
+def _chains(
+    hashes: Sequence[ChainHash], parent_of: Callable[[ChainHash], ChainHash | None]
+) -> list[list[ChainHash]]:
+    """Cut a list of blocks into runs of consecutive blocks."""
+    chains: list[list[ChainHash]] = []
+    for chain_hash in hashes:
+        if chains and parent_of(chain_hash) == chains[-1][-1]:
+            chains[-1].append(chain_hash)
+        else:
+            chains.append([chain_hash])
+    return chains
+
+
+@dataclass(eq=False, slots=True)
+class _SealJob:
+    """Hashing and publishing one reservation. Implements `Job`."""
+
+    hierarchy: Hierarchy
+    reservation: Reservation
+    records: list[BlockRecord]
+    epoch: int
+    deadline: float = math.inf  # memory only: it cannot hang
+
+    def run(self) -> None:
+        self.hierarchy.publish(self.reservation, self.records, self.epoch)
+
+    def drop(self, outcome: Outcome) -> None:
+        self.hierarchy.abandon(self.reservation, outcome)
+
+    def overdue(self) -> None:
+        """Never told: there is no deadline."""

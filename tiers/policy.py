@@ -1,0 +1,292 @@
+"""Eviction policies: the order in which a pool's idle blocks go. Slots are numbers here; hashes serve only the ghost.
+
+A pool tells its policy when a slot is named (`admit`), becomes idle (`enter`) and is used again (`leave`), and asks for
+the next victims (`pop`). What it may not evict after all it keeps aside (parks) and later gives back at the front.
+Everything works on batches of slots, in numpy, at amortised O(1) per slot.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import islice
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers.tier import ChainHash
+
+Slots = NDArray[np.int64]
+
+_NO_TICKET: Final = -1
+_FIRST_TICKET: Final = 1 << 40  # room below for `push_front`
+_MIN_WINDOW: Final = 256  # entries looked at per step: stale ones are skipped in bulk even when one victim is asked
+_SMALL_SHARE: Final = 10  # S3-FIFO: one slot in so many belongs to the small queue
+_HOT: Final = 2  # S3-FIFO: uses in the small queue that earn a place in the main one
+_MAX_USES: Final = 3
+
+
+class EvictionPolicy(Protocol):
+    """The order of idle blocks. Not thread-safe: the pool calls it under its lock. Slots in a batch are distinct."""
+
+    def admit(self, slots: Slots, hashes: Sequence[ChainHash]) -> None:
+        """Note that these slots were just given to these blocks; they are in use, not yet victims."""
+
+    def enter(self, slots: Slots) -> None:
+        """Make idle slots victims, the first of them to go first. They are not victims already."""
+
+    def leave(self, slots: Slots) -> None:
+        """Count a use of the slots and make them no victims, until they `enter` again. Fine if they are none already."""
+
+    def pop(self, count: int) -> Slots:
+        """Remove and return the next victims, at most `count`; fewer only when nothing is left."""
+
+    def give_back(self, slots: Slots) -> None:
+        """Put slots that were popped back at the front, in this order."""
+
+    def evicted(self, slots: Slots, hashes: Sequence[ChainHash]) -> None:
+        """Note that popped slots lost these blocks."""
+
+    def ranks(self, slots: Slots) -> NDArray[np.int64]:
+        """Where each slot stands: lower goes earlier, -1 is no victim now. No side effect."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+
+
+class SlotQueue:
+    """A queue of slots on one ring: append and take in bulk, remove from the middle in O(1).
+
+    A slot's ticket is the number of its entry. Removing a slot only tears its ticket up; the entry is skipped when it
+    reaches the front. Entry number n lies at ring place n modulo capacity, so a ticket is also an address.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        # Twice the slots: a compaction (O(slots)) happens at most once per `num_slots` entries added.
+        self._capacity = 1 << max(6, (2 * num_slots).bit_length())
+        self._ring = np.zeros(self._capacity, np.int64)
+        self._tickets = np.full(num_slots, _NO_TICKET, np.int64)
+        self._head = self._tail = _FIRST_TICKET
+
+    def append(self, slots: Slots) -> None:
+        """Add slots that are not in the queue, in order, at the end."""
+        self._make_space(len(slots))
+        self._write(self._tail, slots)
+        self._tail += len(slots)
+
+    def push_front(self, slots: Slots) -> None:
+        """Add slots that are not in the queue so that the first of them is taken next."""
+        self._make_space(len(slots))
+        self._head -= len(slots)
+        self._write(self._head, slots)
+
+    def remove(self, slots: Slots) -> None:
+        """Drop slots from the queue, wherever they are; fine if they are not in it."""
+        self._tickets[slots] = _NO_TICKET
+
+    def take(self, count: int) -> Slots:
+        """Remove and return the first `count` slots, or all there are."""
+        taken: list[Slots] = []
+        while count > 0 and self._head < self._tail:
+            place = self._head & (self._capacity - 1)
+            window = min(max(count, _MIN_WINDOW), self._tail - self._head, self._capacity - place)
+            slots = self._ring[place : place + window]
+            valid = self._valid(self._head, slots)
+            if len(valid) > count:
+                valid = valid[:count]
+            self._head += int(valid[-1]) + 1 if len(valid) == count else window
+            taken.append(slots[valid])
+            count -= len(valid)
+        result = np.concatenate(taken) if taken else np.zeros(0, np.int64)
+        self._tickets[result] = _NO_TICKET
+        return result
+
+    def tickets(self, slots: Slots) -> NDArray[np.int64]:
+        """The slots' places in line, lower first; -1 where a slot is not in the queue."""
+        return self._tickets[slots]
+
+    def reset(self) -> None:
+        """Empty the queue."""
+        self._tickets[:] = _NO_TICKET
+        self._head = self._tail = _FIRST_TICKET
+
+    def _valid(self, first_ticket: int, slots: Slots) -> NDArray[np.intp]:
+        return np.flatnonzero(self._tickets[slots] == np.arange(first_ticket, first_ticket + len(slots)))
+
+    def _write(self, first_ticket: int, slots: Slots) -> None:
+        tickets = np.arange(first_ticket, first_ticket + len(slots))
+        place = first_ticket & (self._capacity - 1)
+        if place + len(slots) <= self._capacity:
+            self._ring[place : place + len(slots)] = slots
+        else:
+            self._ring[tickets & (self._capacity - 1)] = slots
+        self._tickets[slots] = tickets
+
+    def _make_space(self, count: int) -> None:
+        if self._tail - self._head + count <= self._capacity:
+            return
+        entries = self._ring[np.arange(self._head, self._tail) & (self._capacity - 1)]
+        slots = entries[self._valid(self._head, entries)]
+        self._head = _FIRST_TICKET
+        self._tail = _FIRST_TICKET + len(slots)
+        self._write(self._head, slots)
+
+
+class LRU:
+    """Least recently used first: a block's last use ends when its last lease is released."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._queue = SlotQueue(num_slots)
+
+    def admit(self, slots: Slots, hashes: Sequence[ChainHash]) -> None:
+        """Nothing to note."""
+
+    def enter(self, slots: Slots) -> None:
+        """Append: the newest idle blocks go last."""
+        self._queue.append(slots)
+
+    def leave(self, slots: Slots) -> None:
+        """Take the slots out of the line."""
+        self._queue.remove(slots)
+
+    def pop(self, count: int) -> Slots:
+        """Take the slots that have been idle longest."""
+        return self._queue.take(count)
+
+    def give_back(self, slots: Slots) -> None:
+        """Put the slots back where they were: in front."""
+        self._queue.push_front(slots)
+
+    def evicted(self, slots: Slots, hashes: Sequence[ChainHash]) -> None:
+        """Nothing to note."""
+
+    def ranks(self, slots: Slots) -> NDArray[np.int64]:
+        """The slots' places in the one line."""
+        return self._queue.tickets(slots)
+
+    def reset(self) -> None:
+        """Empty the line."""
+        self._queue.reset()
+
+
+class S3FIFO:
+    """S3-FIFO (Yang et al., SOSP 2023): a small queue filters one-hit wonders, a main queue keeps what was used again.
+
+    New blocks enter the small queue, a tenth of the pool, and leave it for the main one if used twice meanwhile, else
+    they go. Hashes of the gone are remembered (`ghost`): a block that returns enters the main queue at once. The main
+    queue gives a block as many further rounds as it had uses, at most three.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._small = SlotQueue(num_slots)
+        self._main = SlotQueue(num_slots)
+        self._small_target = max(1, num_slots // _SMALL_SHARE)
+        self._num_small = 0
+        self._uses = np.zeros(num_slots, np.uint8)
+        self._in_use = np.zeros(num_slots, np.bool_)
+        self._in_main = np.zeros(num_slots, np.bool_)
+        self._ghost: OrderedDict[ChainHash, None] = OrderedDict()
+        self._ghost_size = num_slots
+
+    def admit(self, slots: Slots, hashes: Sequence[ChainHash]) -> None:
+        """Choose each block's queue: main if its hash is remembered, small if not."""
+        self._num_small -= int(np.count_nonzero(self._small.tickets(slots) != _NO_TICKET))
+        self._small.remove(slots)
+        self._main.remove(slots)
+        self._uses[slots] = 0
+        self._in_use[slots] = True
+        remembered = np.fromiter(map(self._ghost.__contains__, hashes), np.bool_, len(hashes))
+        self._in_main[slots] = remembered
+        for position in np.flatnonzero(remembered).tolist():
+            self._ghost.pop(hashes[position], None)
+
+    def enter(self, slots: Slots) -> None:
+        """A block still in its queue keeps its place there; others go to the end of the queue chosen for them."""
+        self._in_use[slots] = False
+        out = slots[(self._small.tickets(slots) == _NO_TICKET) & (self._main.tickets(slots) == _NO_TICKET)]
+        to_main = self._in_main[out]
+        self._main.append(out[to_main])
+        self._small.append(out[~to_main])
+        self._num_small += int(np.count_nonzero(~to_main))
+
+    def leave(self, slots: Slots) -> None:
+        """Count the use. The slots keep their places: `pop` passes over slots in use."""
+        self._uses[slots] = np.minimum(self._uses[slots] + 1, _MAX_USES)
+        self._in_use[slots] = True
+
+    def pop(self, count: int) -> Slots:
+        """Take victims from the small queue while it is above its share or the main one has none, else from the main."""
+        victims: list[Slots] = []
+        while count > 0:
+            excess = self._num_small - self._small_target
+            batch = self._pop_small(min(count, excess)) if excess > 0 else self._pop_main(count)
+            if batch is None:  # that queue is empty
+                batch = self._pop_main(count) if excess > 0 else self._pop_small(count)
+            if batch is None:
+                break
+            victims.append(batch)
+            count -= len(batch)
+        return np.concatenate(victims) if victims else np.zeros(0, np.int64)
+
+    def _pop_small(self, count: int) -> Slots | None:
+        batch = self._small.take(count)
+        if not len(batch):
+            self._num_small = 0
+            return None
+        self._num_small -= len(batch)
+        in_use = self._in_use[batch]
+        self._in_main[batch[in_use]] = True  # used while at the end of the queue: worth keeping when it comes back
+        batch = batch[~in_use]
+        hot = self._uses[batch] >= _HOT
+        promoted = batch[hot]
+        self._in_main[promoted] = True
+        self._uses[promoted] = 0
+        self._main.append(promoted)
+        return batch[~hot]
+
+    def _pop_main(self, count: int) -> Slots | None:
+        batch = self._main.take(count)
+        if not len(batch):
+            return None
+        batch = batch[~self._in_use[batch]]
+        again = self._uses[batch] > 0
+        self._uses[batch[again]] -= 1
+        self._main.append(batch[again])
+        return batch[~again]
+
+    def give_back(self, slots: Slots) -> None:
+        """Put each slot in front of the queue it came from."""
+        from_main = self._in_main[slots]
+        self._main.push_front(slots[from_main])
+        self._small.push_front(slots[~from_main])
+        self._num_small += int(np.count_nonzero(~from_main))
+
+    def evicted(self, slots: Slots, hashes: Sequence[ChainHash]) -> None:
+        """Remember the hashes that left the small queue, as many as the pool has slots."""
+        for position in np.flatnonzero(~self._in_main[slots]).tolist():
+            self._ghost[hashes[position]] = None
+        for forgotten in list(islice(self._ghost, max(0, len(self._ghost) - self._ghost_size))):
+            del self._ghost[forgotten]
+
+    def ranks(self, slots: Slots) -> NDArray[np.int64]:
+        """Small queue before main queue, each by place in line: an estimate, as uses decide who gets another round."""
+        small, main = self._small.tickets(slots), self._main.tickets(slots)
+        ranks = np.where(small != _NO_TICKET, small, np.where(main != _NO_TICKET, main + (1 << 61), _NO_TICKET))
+        return np.where(self._in_use[slots], _NO_TICKET, ranks)
+
+    def reset(self) -> None:
+        """Empty both queues and forget the ghosts."""
+        self._small.reset()
+        self._main.reset()
+        self._num_small = 0
+        self._ghost.clear()
+
+
+POLICIES: Final = {"lru": LRU, "s3fifo": S3FIFO}
+
+
+def make_policy(name: str, num_slots: int) -> EvictionPolicy:
+    """The policy called `name` for slots 0 … num_slots - 1. ValueError for a name that is not in POLICIES."""
+    if name not in POLICIES:
+        raise ValueError(f"policy {name!r}: use one of {', '.join(POLICIES)}")
+    policy: EvictionPolicy = POLICIES[name](num_slots)
+    return policy

@@ -1,0 +1,331 @@
+"""The slab's format on disk: superblock, entry table, payload; encode, decode, validate. No I/O (docs/format.md)."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvtier.tiers.errors import FingerprintMismatch, FormatError
+from kvtier.tiers.file_io import PAGE
+from kvtier.tiers.tier import BlockRecord
+
+MAGIC: Final = b"KVTIER01"
+VERSION: Final = 1
+HEADER_BYTES: Final = 2 * PAGE  # the superblock and its copy
+OWNER_OFFSET: Final = 2048  # u64 pid of the process that holds the lock, outside the superblock's checksum
+READY: Final = 1  # the only state other than free (0) that reaches the disk
+EXTENT_BYTES: Final = 8 << 20
+MAX_SEGMENTS: Final = 32
+
+_SUPERBLOCK_BYTES: Final = 2048
+_FIXED = struct.Struct("<8sII32sQQIIIIQ")
+_SEGMENT = struct.Struct("<QQQQ")
+_CHECKSUM = struct.Struct("<Q")
+_CHECKSUM_OFFSET: Final = _SUPERBLOCK_BYTES - _CHECKSUM.size
+_ENTRY_FIXED_BYTES: Final = 112
+_MIN_EXTENTS: Final = 8  # a small slab gets smaller extents, so that eviction does not empty it
+
+Rows = NDArray[np.void]
+
+
+def round_up(value: int, unit: int) -> int:
+    """The least multiple of `unit` that is not below `value`."""
+    return -(-value // unit) * unit
+
+
+@lru_cache(maxsize=16)
+def entry_dtype(block_size: int) -> np.dtype[Any]:
+    """One row of the entry table; byte strings are void, not `S`, because `S` loses trailing NULs."""
+    fields = [
+        ("checksum", "<u8"),  # xxh3-64 of the rest of the row, seeded by the fingerprint
+        ("state", "<u4"),
+        ("generation", "<u4"),
+        ("seq", "<u8"),
+        ("slot", "<u8"),
+        ("chain_hash", "V32"),
+        ("parent", "V32"),
+        ("payload_checksum", "<u8"),
+        ("payload_bytes", "<u4"),
+        ("num_tokens", "<u4"),
+        ("tokens", f"V{4 * block_size}"),
+    ]
+    size = round_up(_ENTRY_FIXED_BYTES + 4 * block_size, 64)
+    padding = size - _ENTRY_FIXED_BYTES - 4 * block_size
+    return np.dtype([*fields, ("padding", f"V{padding}")] if padding else fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of the file: an entry table of `capacity` rows, then `num_slots` payload slots (whole extents)."""
+
+    table_offset: int
+    payload_offset: int
+    num_slots: int
+    capacity: int
+
+
+@dataclass(frozen=True)
+class Superblock:
+    """What a slab is: whose, and where its extents lie. Offsets and sizes in bytes."""
+
+    fingerprint: bytes
+    slot_bytes: int
+    block_size: int
+    slots_per_extent: int
+    segments: tuple[Segment, ...]
+    update: int = 1  # grows with every rewrite; of two good copies the higher is the newer
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one payload slot to the next: slot_bytes padded to 4 KiB."""
+        return round_up(self.slot_bytes, PAGE)
+
+    @property
+    def entry_bytes(self) -> int:
+        return entry_dtype(self.block_size).itemsize
+
+    @property
+    def extent_bytes(self) -> int:
+        return self.slots_per_extent * self.stride
+
+    @property
+    def num_slots(self) -> int:
+        return sum(segment.num_slots for segment in self.segments)
+
+    @property
+    def num_extents(self) -> int:
+        return self.num_slots // self.slots_per_extent
+
+    @property
+    def file_bytes(self) -> int:
+        """How long the file must be."""
+        last = self.segments[-1]
+        return last.payload_offset + last.num_slots * self.stride
+
+    @property
+    def seed(self) -> int:
+        """Seeds the rows' checksums, so that a row of another slab is no row of this one."""
+        return int.from_bytes(self.fingerprint[:8], "little")
+
+    @cached_property
+    def table_offsets(self) -> list[int]:
+        """Where each extent's rows start."""
+        step = self.slots_per_extent * self.entry_bytes
+        return [
+            segment.table_offset + index * step
+            for segment in self.segments
+            for index in range(segment.num_slots // self.slots_per_extent)
+        ]
+
+    @cached_property
+    def payload_offsets(self) -> list[int]:
+        """Where each extent's payload starts."""
+        return [
+            segment.payload_offset + index * self.extent_bytes
+            for segment in self.segments
+            for index in range(segment.num_slots // self.slots_per_extent)
+        ]
+
+    def row_offset(self, slot: int) -> int:
+        """Where the slot's entry lies in the file."""
+        extent, position = divmod(slot, self.slots_per_extent)
+        return self.table_offsets[extent] + position * self.entry_bytes
+
+    def payload_offset(self, slot: int) -> int:
+        """Where the slot's payload lies in the file."""
+        extent, position = divmod(slot, self.slots_per_extent)
+        return self.payload_offsets[extent] + position * self.stride
+
+    def resized(self, num_bytes: int) -> "Superblock":
+        """The largest slab of at most `num_bytes` that keeps this one's first extents where they are.
+
+        Growing fills the last segment up to its table's capacity and then appends a segment; shrinking cuts whole
+        extents off the end. `segments` is empty where not even one extent fits.
+        """
+        kept: list[Segment] = []
+        for index, segment in enumerate(self.segments):
+            is_last = index == len(self.segments) - 1
+            most = segment.capacity if is_last else segment.num_slots
+            fits = max(0, num_bytes - segment.payload_offset) // self.extent_bytes * self.slots_per_extent
+            num_slots = min(most, fits)
+            if num_slots:
+                kept.append(replace(segment, num_slots=num_slots))
+            if num_slots < most:
+                break
+        resized = replace(self, segments=tuple(kept), update=self.update + 1)
+        end = resized.file_bytes if kept else HEADER_BYTES
+        whole = len(kept) == len(self.segments) and (not kept or kept[-1].num_slots == kept[-1].capacity)
+        if whole and len(kept) < MAX_SEGMENTS and (added := self._segment(end, num_bytes - end)):
+            resized = replace(resized, segments=(*kept, added))
+        return resized
+
+    def _segment(self, offset: int, num_bytes: int) -> Segment | None:
+        """The largest new segment that starts at `offset`; None where not one extent fits."""
+        rows_bytes = self.slots_per_extent * self.entry_bytes
+        extents = max(0, num_bytes) // (rows_bytes + self.extent_bytes)
+        while extents and round_up(extents * rows_bytes, PAGE) + extents * self.extent_bytes > num_bytes:
+            extents -= 1
+        num_slots = extents * self.slots_per_extent
+        payload = offset + round_up(extents * rows_bytes, PAGE)
+        return Segment(offset, payload, num_slots, num_slots) if extents else None
+
+
+def plan(fingerprint: bytes, slot_bytes: int, block_size: int, num_bytes: int) -> Superblock:
+    """The superblock of a fresh slab of at most `num_bytes`; without segments where not one slot fits."""
+    per_slot = round_up(slot_bytes, PAGE) + entry_dtype(block_size).itemsize
+    slots = max(1, (num_bytes - HEADER_BYTES) // per_slot)
+    per_extent = max(1, min(EXTENT_BYTES // round_up(slot_bytes, PAGE), slots // _MIN_EXTENTS))
+    return Superblock(fingerprint, slot_bytes, block_size, per_extent, (), update=0).resized(num_bytes)
+
+
+def smallest(slot_bytes: int, block_size: int) -> int:
+    """Bytes of the smallest slab there is: one slot."""
+    return HEADER_BYTES + round_up(entry_dtype(block_size).itemsize, PAGE) + round_up(slot_bytes, PAGE)
+
+
+def encode(superblock: Superblock) -> bytes:
+    """The 2,048 bytes of one superblock copy."""
+    fixed = _FIXED.pack(
+        MAGIC,
+        VERSION,
+        HEADER_BYTES,
+        superblock.fingerprint,
+        superblock.slot_bytes,
+        superblock.stride,
+        superblock.block_size,
+        superblock.entry_bytes,
+        superblock.slots_per_extent,
+        len(superblock.segments),
+        superblock.update,
+    )
+    segments = b"".join(
+        _SEGMENT.pack(segment.table_offset, segment.payload_offset, segment.num_slots, segment.capacity)
+        for segment in superblock.segments
+    )
+    body = (fixed + segments).ljust(_CHECKSUM_OFFSET, b"\0")
+    return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def decode(header: bytes, name: str) -> Superblock:
+    """The newer intact copy of the superblock in a file's first 8 KiB; FormatError says why there is none."""
+    copies = [header[start : start + _SUPERBLOCK_BYTES] for start in (0, PAGE)]
+    magic, version = struct.unpack_from("<8sI", header.ljust(12, b"\0"))
+    is_kvtier = magic[:6] == MAGIC[:6]
+    if is_kvtier and (magic != MAGIC or version != VERSION) and _is_intact(copies[0]):
+        raise FormatError(_other_version(name, version))
+    found = [copy for copy in map(_decode_copy, copies) if copy]
+    if found:
+        return max(found, key=lambda copy: copy.update)
+    if is_kvtier and version != VERSION:
+        raise FormatError(_other_version(name, version))
+    if is_kvtier:
+        raise FormatError(f"{name}: its superblock is damaged; it was left untouched: delete it to start anew")
+    raise FormatError(f"{name}: not a kvtier slab; it was left untouched: move it away or choose another [file] path")
+
+
+def _other_version(name: str, version: int) -> str:
+    return (
+        f"{name}: format version {version}, this kvtier reads version {VERSION}; it was left untouched: "
+        "use the kvtier that wrote it, move it away, or choose another [file] path"
+    )
+
+
+def _is_intact(copy: bytes) -> bool:
+    if len(copy) < _SUPERBLOCK_BYTES:
+        return False
+    (stored,) = _CHECKSUM.unpack_from(copy, _CHECKSUM_OFFSET)
+    return bool(stored == xxhash.xxh3_64_intdigest(copy[:_CHECKSUM_OFFSET]))
+
+
+def _decode_copy(copy: bytes) -> Superblock | None:
+    if not _is_intact(copy):
+        return None
+    magic, version, _, fingerprint, slot_bytes, stride, block_size, entry_bytes, per_extent, count, update = (
+        _FIXED.unpack_from(copy)
+    )
+    if magic != MAGIC or version != VERSION or not 1 <= count <= MAX_SEGMENTS or not block_size or not per_extent:
+        return None
+    segments = tuple(Segment(*_SEGMENT.unpack_from(copy, _FIXED.size + i * _SEGMENT.size)) for i in range(count))
+    found = Superblock(fingerprint, slot_bytes, block_size, per_extent, segments, update)
+    return found if (found.stride, found.entry_bytes) == (stride, entry_bytes) else None
+
+
+def require_identity(superblock: Superblock, wanted: Superblock, name: str) -> None:
+    """Raise FingerprintMismatch unless the slab found holds blocks of the model and shape wanted."""
+    for field in ("fingerprint", "slot_bytes", "block_size"):
+        there, here = getattr(superblock, field), getattr(wanted, field)
+        if there != here:
+            there, here = (value.hex() if isinstance(value, bytes) else value for value in (there, here))
+            raise FingerprintMismatch(
+                f"{name}: holds {field} {there}, this model has {here}; it was left untouched: "
+                "move it away or choose another [file] path"
+            )
+
+
+def voids(values: Sequence[bytes], width: int) -> Rows:
+    """Byte strings as an array of void `width`, right-padded with NULs."""
+    return np.frombuffer(b"".join(value.ljust(width, b"\0") for value in values), f"V{width}")
+
+
+def make_rows(superblock: Superblock, slots: Sequence[int], records: Sequence[BlockRecord]) -> Rows:
+    """Rows for records stored at slots; `seal_rows` makes them valid once seq and generation are set."""
+    rows = np.zeros(len(slots), entry_dtype(superblock.block_size))
+    rows["state"] = READY
+    rows["slot"] = slots
+    rows["chain_hash"] = voids([record.chain_hash for record in records], 32)
+    rows["parent"] = voids([record.parent for record in records], 32)
+    rows["payload_checksum"] = [record.checksum for record in records]
+    rows["payload_bytes"] = superblock.slot_bytes
+    rows["num_tokens"] = [len(record.tokens) // 4 for record in records]
+    rows["tokens"] = voids([record.tokens for record in records], 4 * superblock.block_size)
+    return rows
+
+
+def seal_rows(rows: Rows, superblock: Superblock) -> None:
+    """Give every row its checksum."""
+    rows["checksum"] = _row_checksums(rows, range(len(rows)), superblock)
+
+
+def find_valid(rows: Rows, slots: NDArray[np.int64], superblock: Superblock) -> NDArray[np.bool_]:
+    """Which rows are whole, meant for their slot, and of this slab: one vectorised pass, one xxh3 per used row."""
+    valid = (
+        (rows["state"] == READY)
+        & (rows["slot"] == slots)
+        & (rows["payload_bytes"] == superblock.slot_bytes)
+        & (rows["num_tokens"] <= superblock.block_size)
+    )
+    used = np.flatnonzero(valid)
+    computed = np.array(_row_checksums(rows, used.tolist(), superblock), np.uint64)
+    valid[used] = rows["checksum"][used] == computed
+    return valid
+
+
+def _row_checksums(rows: Rows, indices: Sequence[int], superblock: Superblock) -> list[int]:
+    view, size, seed = byte_view(rows), superblock.entry_bytes, superblock.seed
+    digest = xxhash.xxh3_64_intdigest
+    return [digest(view[index * size + 8 : index * size + size], seed) for index in indices]
+
+
+def byte_view(rows: Rows) -> memoryview:
+    """The rows' own bytes, writable where the rows are."""
+    return memoryview(rows.view(np.uint8).reshape(-1))
+
+
+def to_records(rows: Rows) -> list[BlockRecord]:
+    """The records that rows hold."""
+    return [
+        BlockRecord(chain_hash, parent, tokens[: 4 * num_tokens], checksum)
+        for chain_hash, parent, tokens, num_tokens, checksum in zip(
+            rows["chain_hash"].tolist(),
+            rows["parent"].tolist(),
+            rows["tokens"].tolist(),
+            rows["num_tokens"].tolist(),
+            rows["payload_checksum"].tolist(),
+            strict=True,
+        )
+    ]

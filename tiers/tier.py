@@ -1,0 +1,86 @@
+"""What the hierarchy asks of a tier below host memory: look up, read, write, all in batches, all verified."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, Protocol
+
+ChainHash = bytes
+"""32 bytes naming a block and everything before it (`chain.py`). Never truncated."""
+
+
+Direction = Literal["read", "write"]
+
+
+class Outcome(StrEnum):
+    """What became of one block in a batch. Everything but OK is a miss or a dropped store, counted under this name."""
+
+    OK = "ok"
+    ABSENT = "absent"  # nobody holds it
+    EVICTED = "evicted"  # was there at lookup, gone at read
+    KEY_MISMATCH = "key_mismatch"  # the record found is another block's
+    CHECKSUM = "checksum"  # the bytes are not those stored
+    IO_ERROR = "io_error"  # the storage said no, or returned fewer bytes
+    TIMEOUT = "timeout"  # the deadline passed first
+    FULL = "full"  # no room and nothing evictable, or the disk is full
+    QUEUE_FULL = "queue_full"  # the bounded store queue refused it
+    NO_SLOT = "no_slot"  # no L2 slot to read into: all leased or filling
+    PARENT_FAILED = "parent_failed"  # an earlier block of its chain failed, so it could never be reached
+    BREAKER_OPEN = "breaker_open"  # the tier is detached for now
+    NOT_ADMITTED = "not_admitted"  # seen fewer times than the admission threshold
+    RECOMPUTE = "recompute"  # computing it again is faster than loading it
+    ABORTED = "aborted"  # its request went away first
+    COPY_FAILED = "copy_failed"  # a d2h or h2d copy failed
+    EPOCH = "epoch"  # admitted before the last reset
+    CLOSED = "closed"  # the tier is shutting down
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRecord:
+    """What is known of a stored block besides its bytes: enough to verify it and to rebuild its chain."""
+
+    chain_hash: ChainHash
+    parent: ChainHash
+    tokens: bytes  # u32 little-endian, one per token
+    checksum: int  # xxh3-64 of the payload (`checksum.py`)
+
+
+class Tier(Protocol):
+    """A tier below host memory. Thread-safe. No method raises for a storage failure: failures are outcomes.
+
+    `lookup` and `holds` are index-only, without I/O, and may be asked from the scheduler's thread.
+    `read` and `write` block; the hierarchy calls them from its I/O threads and holds the deadline.
+    """
+
+    name: str
+
+    def lookup(self, hashes: Sequence[ChainHash]) -> int:
+        """How many leading blocks of the chain are held."""
+
+    def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
+        """Which of the blocks are held, each by itself."""
+
+    def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
+        """Read each block into its buffer (slot_bytes each, writable) and verify its whole key and checksum.
+
+        A BlockRecord means the buffer holds exactly the bytes stored under that key; an Outcome says why not, and
+        the buffer then holds rubbish.
+        """
+
+    def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
+        """Store consecutive blocks of one chain; evicts as its size demands. OK also for a block already held whole."""
+
+    def discard(self, hashes: Sequence[ChainHash]) -> None:
+        """Forget blocks (found bad, or asked to)."""
+
+    def reset(self) -> None:
+        """Forget every block."""
+
+    def probe(self, direction: Direction) -> bool:
+        """One small operation on the storage itself: does it answer, and is it still ours? Asked by an open breaker."""
+
+    def check(self) -> None:
+        """Raise AssertionError where the tier's conservation law does not hold."""
+
+    def close(self) -> None:
+        """Release files and locks once the last running operation has ended; returns at once; idempotent."""
