@@ -22,16 +22,16 @@ PYTEST_ARGS ?= -n auto --dist loadfile
 DEMO_ARGS ?=
 
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
-STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
+STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
 .PHONY: help setup demo test check format bench clean
 
 help:
-	sed -n '3,8s/^#  \{0,1\}//p' Makefile
+	sed -n '3,7s/^# *//p' Makefile
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP):
 	PYTHON="$(PYTHON)" .ci/setup "$(VENV)" "$(TORCH)" "$(EXTRAS)"
 	rm -f $(VENV)/.kvtier-*
 	touch $@

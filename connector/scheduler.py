@@ -1,5 +1,6 @@
 """The scheduler side: what an engine's scheduler asks and tells, request by request. Sans-IO, no torch, never waits."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -8,6 +9,7 @@ from typing import Protocol
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.tiers.chain import TokenChain
 from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.metrics import LOOKUP_TIERS
 from kvtier.tiers.pool import Lease, Reservation
 from kvtier.tiers.prefetch import PENDING, Pending, Prefetch
 from kvtier.tiers.tier import BlockRecord, Outcome
@@ -51,6 +53,15 @@ class ConnectorUpdate:
 
 
 @dataclass(slots=True)
+class _Load:
+    request_id: str
+    first_block: int
+    num_blocks: int
+    lease: Lease
+    planned_at: float
+
+
+@dataclass(slots=True)
 class _Store:
     reservation: Reservation
     records: list[BlockRecord]
@@ -68,9 +79,10 @@ class SchedulerSide:
     def __init__(self, hierarchy: Hierarchy) -> None:
         self.hierarchy = hierarchy
         self._requests: dict[str, _Known] = {}
+        self._region_id = hierarchy.host.region.region_id
         self._op_ids = count(1)
         self._steps = count(1)
-        self._loads: dict[int, tuple[str, int, Lease]] = {}  # op → request, first block, its lease
+        self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
         self._planned_loads: list[CopyOp] = []
         self._planned_stores: list[CopyOp] = []
@@ -121,7 +133,7 @@ class SchedulerSide:
         generations = lease.generations[skip : skip + num_blocks].tolist()
         blocks = [int(block) for block in block_ids[known.asked : known.asked + len(slots)]]
         op = CopyOp(next(self._op_ids), request_id, tuple(blocks), tuple(slots), tuple(generations), layerwise)
-        self._loads[op.op_id] = (request_id, known.asked, lease)
+        self._loads[op.op_id] = _Load(request_id, known.asked, len(op), lease, time.monotonic())
         self._planned_loads.append(op)
 
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
@@ -154,11 +166,9 @@ class SchedulerSide:
 
     def build_plan(self) -> StepPlan:
         """This step's copies; everything said since the last plan."""
-        plan = StepPlan(
-            next(self._steps), self.hierarchy.host.region.region_id, tuple(self._planned_loads), tuple(self._planned_stores)
-        )
+        loads, stores = tuple(self._planned_loads), tuple(self._planned_stores)
         self._planned_loads, self._planned_stores = [], []
-        return plan
+        return StepPlan(next(self._steps), self._region_id, loads, stores)
 
     def update(self, report: WorkerReport) -> ConnectorUpdate:
         """Take in what the worker's copies came to: release leases, seal stores, name what failed."""
@@ -167,17 +177,19 @@ class SchedulerSide:
         for op_id in (*report.finished, *report.failed):
             well = op_id in report.finished
             if op_id in self._loads:
-                request_id, first_block, lease = self._loads.pop(op_id)
+                load = self._loads.pop(op_id)
                 if well:
-                    loaded.append(request_id)
+                    loaded.append(load.request_id)
+                    self._moved("load", load.num_blocks, time.monotonic() - load.planned_at)
                 else:
-                    failed.append((request_id, first_block))
-                    self.hierarchy.metrics.missed(Outcome.COPY_FAILED, len(lease))
-                lease.release()
+                    failed.append((load.request_id, load.first_block))
+                    self.hierarchy.metrics.missed(Outcome.COPY_FAILED, load.num_blocks)
+                load.lease.release()
             elif op_id in self._stores:
                 store = self._stores.pop(op_id)
                 self._released += store.blocks
                 if well:
+                    self._moved("store", len(store.records), 0.0)
                     self.hierarchy.seal(store.reservation, store.records, store.epoch)
                 else:
                     self.hierarchy.abandon(store.reservation, Outcome.COPY_FAILED)
@@ -203,12 +215,16 @@ class SchedulerSide:
         """Let go of every promise and every copy that was never reported. Idempotent."""
         for request_id in list(self._requests):
             self.finished(request_id)
-        for _, _, lease in self._loads.values():
-            lease.release()
+        for load in self._loads.values():
+            load.lease.release()
         for store in self._stores.values():
             self.hierarchy.abandon(store.reservation, Outcome.CLOSED)
         self._loads.clear()
         self._stores.clear()
+
+    def _moved(self, direction: str, num_blocks: int, seconds: float) -> None:
+        num_bytes = num_blocks * self.hierarchy.host.region.slot_bytes
+        self.hierarchy.metrics.moved("l2", direction, num_bytes, seconds)
 
     def _start(self, known: _Known, in_l1: int) -> None:
         """First ask: say where every block is, decide load or recompute, claim what is worth loading."""
@@ -219,7 +235,8 @@ class SchedulerSide:
         where = self.hierarchy.lookup(hashes, min(in_l1, usable))
         if not known.attributed:
             known.attributed = True
-            self.hierarchy.metrics.looked_up(where.l1, where.l2, where.file, where.redis, where.miss)
+            for tier in LOOKUP_TIERS:
+                self.hierarchy.metrics.looked_up(tier, getattr(where, tier))
             self.hierarchy.metrics.missed(Outcome.ABSENT, where.miss)
         block_bytes = self.hierarchy.host.region.slot_bytes
         below = {"file": where.file * block_bytes, "redis": where.redis * block_bytes}

@@ -17,10 +17,9 @@ class WorkerSide:
     A layerwise load is cut into groups of layers: the first layers compute while the last are still on their way.
     """
 
-    def __init__(self, loads: CopyStream, stores: CopyStream, num_layers: int, layer_bytes: int, deadline: float) -> None:
-        """`loads` and `stores` are streams of their own, so that a store never delays a load. `deadline` in seconds."""
-        self._load_stream = loads
-        self._store_stream = stores
+    def __init__(self, stream: CopyStream, num_layers: int, layer_bytes: int, deadline: float) -> None:
+        """`layer_bytes` are one layer's in one block; `deadline` is how many seconds a layer may wait for its load."""
+        self._stream = stream
         self._num_layers = num_layers
         self._layer_bytes = layer_bytes
         self._deadline = deadline
@@ -33,7 +32,7 @@ class WorkerSide:
         self._layerwise = [op.op_id for op in plan.loads if op.layerwise]
         for op in plan.loads:
             ranges = self._groups(len(op)) if op.layerwise else [(0, self._num_layers)]
-            self._loads[op.op_id] = [(end, self._load_stream.load(_copies(op, (start, end)))) for start, end in ranges]
+            self._loads[op.op_id] = [(end, self._stream.load(_copies(op, (start, end)))) for start, end in ranges]
 
     def wait_layer(self, layer: int) -> bool:
         """Wait until every layerwise load of this step has brought layer `layer`; False where one failed or is late.
@@ -43,13 +42,13 @@ class WorkerSide:
         arrived = True
         for op_id in self._layerwise:
             event = next(event for end, event in self._loads[op_id] if layer < end)
-            arrived &= event.wait(self._deadline) and event.error is None
+            arrived &= self._stream.fence(event, self._deadline) and event.error is None
         return arrived
 
     def start_store(self, plan: StepPlan) -> None:
         """Enqueue the plan's L1 → L2 copies, behind the compute that fills them."""
         for op in plan.stores:
-            self._stores[op.op_id] = self._store_stream.store(_copies(op))
+            self._stores[op.op_id] = self._stream.store(_copies(op))
 
     def poll(self) -> WorkerReport:
         """The ops that have ended since the last poll."""
@@ -79,8 +78,7 @@ class WorkerSide:
 
     def close(self, timeout: float) -> WorkerReport:
         """Drain for up to `timeout` seconds, then stop; reports what ended, counting what did not as failed."""
-        self._load_stream.close(timeout)
-        self._store_stream.close(timeout)
+        self._stream.close(timeout)
         report = self.poll()
         left = (*self._loads, *self._stores)
         self._loads.clear()

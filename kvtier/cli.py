@@ -6,7 +6,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -68,15 +67,31 @@ def _toml(value: object) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False).replace("[", r"\[")
 
 
-def main() -> None:
-    """Run the command line. Mistakes of the user's end as one line on stderr and status 2, other failures as status 1."""
+@app.command("demo")
+def run_demo(
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A local checkpoint directory instead of random weights.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prefill a long text once, then find it again in every tier, also after the process was killed."""
     try:
-        status = app(standalone_mode=False)
+        from kvtier.engine.demo import DemoOptions, demo  # torch and transformers take seconds to import
+    except ModuleNotFoundError as error:
+        if error.name not in ("transformers", "tokenizers", "safetensors"):
+            raise
+        raise KVTierError(f"the demo needs {error.name}: install kvtier[engine]") from None
+    raise typer.Exit(demo(DemoOptions(model=model, as_json=as_json)))
+
+
+def main() -> None:
+    """Run the command line. A user's mistake ends as one line on stderr and status 2, another failure as status 1."""
+    try:
+        app()
     except ConfigError as error:
         sys.exit(_complain(str(error), Exit.USAGE))
     except KVTierError as error:
         sys.exit(_complain(str(error), Exit.FAILED))
-    sys.exit(status)
 
 
 def _complain(message: str, status: Exit) -> Exit:

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from kvtier.tiers.tier import ChainHash
 
 MAX_OPEN: Final = 4  # extents being filled at once: as many chains stay adjacent while they are stored together
-_MAX_CHANCES: Final = 64  # extents passed over per eviction because most of them was hit: bounds the time under the lock
+_MAX_CHANCES: Final = (
+    64  # extents passed over per eviction because most of them was hit: bounds the time under the lock
+)
 _KEEP_SHARE: Final = 4  # of an evicted extent at most a quarter is stored again
 
 
@@ -27,7 +29,7 @@ class _State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Adjacent slots of one extent that one writer fills; given back by `publish` or `abandon`."""
+    """Adjacent slots of one extent that one writer fills and, published or not, gives back by `leave`."""
 
     extent: int
     first: int
@@ -36,6 +38,7 @@ class Run:
 
     @property
     def slots(self) -> range:
+        """The run's slot numbers."""
         return range(self.first, self.first + self.count)
 
 
@@ -181,18 +184,22 @@ class ExtentMap:
             return extent, [slot for slot in slots if self._hits[slot]][:most] if num_hits else []
         return None
 
-    def opened(self, claim: Claim, hashes: Sequence[ChainHash]) -> Run | None:
-        """The claimed extent's rows are blank: fill it, first with `hashes`; None where a reset came in between."""
+    def opened(self, claim: Claim) -> bool:
+        """The claimed extent's rows are blank: it can be filled. False where a reset came in between."""
         extent = claim.extent
         self._dirty[extent] = 0
         self._busy[extent] -= 1
+        self._order[extent] = None
         if claim.epoch != self.epoch:
             self._state[extent] = _State.CLOSED
-            self._order[extent] = None
             self._settle(extent)
-            return None
+            return False
         self._state[extent] = _State.OPEN
-        self._order[extent] = None
+        self._open[extent] = None
+        return True
+
+    def take_in(self, extent: int, hashes: Sequence[ChainHash]) -> Run:
+        """Slots for leading hashes in an open extent."""
         return self._take_from(extent, hashes)
 
     def unclaim(self, claim: Claim) -> None:
@@ -206,7 +213,7 @@ class ExtentMap:
     def publish(self, run: Run, hashes: Sequence[ChainHash]) -> list[int]:
         """The run's blocks are stored: make them findable. Returns slots of blocks somebody else stored meanwhile.
 
-        The caller blanks those rows and then gives the run back with `leave`.
+        The caller blanks those rows. It gives the run back with `leave`, as it does one it could not fill.
         """
         twins = []
         for slot, chain_hash in zip(run.slots, hashes, strict=True):

@@ -150,7 +150,7 @@ class Mapping:
             return 0
         # Ask for the rest of the run ahead of the copy: one large read instead of a fault per 16 pages.
         os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_WILLNEED)
-        local = (_IoVec * len(buffers))(*((address(buffer), buffer.nbytes) for buffer in buffers))
+        local = (_IoVec * len(buffers))(*[_IoVec(address(buffer), buffer.nbytes) for buffer in buffers])
         remote = _IoVec(self._base + offset, length)
         moved: int = _process_vm_readv(os.getpid(), local, len(buffers), ctypes.byref(remote), 1, 0)
         if moved < 0:

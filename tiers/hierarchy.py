@@ -9,14 +9,18 @@ from threading import Condition
 from typing import Final, Literal
 
 from kvtier.tiers.checksum import checksum
+from kvtier.tiers.config import Config
 from kvtier.tiers.demote import Demoter
-from kvtier.tiers.host import HostTier
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.file_store import FileStore
+from kvtier.tiers.host import HostRegion, HostTier, slot_stride
 from kvtier.tiers.io_queue import IoQueue
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.pool import Lease, Reservation
-from kvtier.tiers.port import TierPort
+from kvtier.tiers.port import PortSettings, TierPort
 from kvtier.tiers.prefetch import Pending, Prefetch, Prefetcher
 from kvtier.tiers.rates import Rates
+from kvtier.tiers.shape import KVShape
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 _SIGHTINGS_PER_SLOT: Final = 4  # how many blocks not yet admitted are remembered, per L2 slot
@@ -81,6 +85,40 @@ class Hierarchy:
         self._sightings: OrderedDict[ChainHash, int] = OrderedDict()
         self._cleaning: set[ChainHash] = set()  # WRITE_BACK: dirty blocks being written
         self._closed = False
+
+    @classmethod
+    def open(cls, config: Config, fingerprint: bytes, shape: KVShape) -> "Hierarchy":
+        """The hierarchy a configuration describes, for the blocks of one model (`ModelIdentity.fingerprint`, 32 bytes).
+
+        Raises ConfigError where memory or disk are too small, StoreLocked, FormatError and FingerprintMismatch; a
+        directory that cannot be used is one warning, and the tier attaches when it can.
+        """
+        metrics, rates = Metrics(), Rates(config.cache.load_or_recompute)
+        if config.host.size < shape.block_bytes:
+            raise ConfigError(
+                f'[host] size "{config.host.size}": one block of this model takes {shape.block_bytes} bytes; raise it'
+            )
+        region = HostRegion.allocate(
+            max(1, config.host.size // slot_stride(shape.block_bytes)),
+            shape.block_bytes,
+            shared=config.host.shared,
+            huge_pages=config.host.huge_pages,
+        )
+        host = HostTier(region, policy=config.cache.policy)
+        try:
+            if config.host.pin:
+                region.pin()
+            ports = [_file_port(config, fingerprint, shape, metrics, rates)] if config.file.path else []
+        except BaseException:
+            host.close()
+            raise
+        settings = HierarchySettings(
+            write_policy=config.cache.write_policy,
+            admit_after=config.cache.admit_after,
+            store_queue=config.cache.store_queue,
+            prefetch_deadline=config.cache.prefetch_deadline,
+        )
+        return cls(host, ports, settings, metrics, rates)
 
     # looking up and loading
 
@@ -183,12 +221,12 @@ class Hierarchy:
     def drain(self, timeout: float) -> bool:
         """Wait until every store offered so far is sealed and written, at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        if self.settings.write_policy == "write_back":
-            self._sealing.drain(timeout)
-            self._demote_dirty(self.host.pool.num_slots)
-        drained = self._sealing.drain(timeout)
-        for port in self.ports:
-            drained &= port.queue.drain(max(0.0, deadline - time.monotonic()))
+        drained = self._drain_queues(deadline)
+        before = self.host.pool.num_slots + 1
+        while drained and (dirty := self.host.pool.counts().dirty) and dirty < before:  # WRITE_BACK, while it helps
+            before = dirty
+            self._demote_dirty(dirty)
+            drained = self._drain_queues(deadline)
         return drained
 
     def stats(self) -> dict[str, float]:
@@ -236,6 +274,10 @@ class Hierarchy:
         with lease:
             self.metrics.stored("l2", len(hashed))
             self._pass_down(list(reservation.hashes))
+
+    def _drain_queues(self, deadline: float) -> bool:
+        queues = (self._sealing, *(port.queue for port in self.ports))
+        return all([queue.drain(max(0.0, deadline - time.monotonic())) for queue in queues])
 
     def _pass_down(self, hashes: list[ChainHash]) -> None:
         if not self._demoters:
@@ -299,6 +341,25 @@ def _chains(
         else:
             chains.append([chain_hash])
     return chains
+
+
+def _file_port(
+    config: Config, fingerprint: bytes, shape: KVShape, metrics: Metrics, rates: Rates
+) -> TierPort:
+    def open_file() -> FileStore:
+        assert config.file.path is not None
+        return FileStore.open(
+            config.file.path,
+            fingerprint,
+            slot_bytes=shape.block_bytes,
+            block_size=shape.block_size,
+            size=config.file.size,
+            mode=config.file.mode,
+            durable=config.file.durable,
+        )
+
+    patience = PortSettings(config.file.deadline, config.breaker.failures, config.breaker.retry_after)
+    return TierPort("file", open_file, patience, metrics, rates)
 
 
 @dataclass(eq=False, slots=True)

@@ -10,7 +10,7 @@ _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
 
 
 class Metrics:
-    """The counters of one hierarchy. Thread-safe; callers count whole batches, one call costs about a microsecond.
+    """The counters of one hierarchy. Thread-safe; callers count whole batches, one call costs a microsecond or two.
 
     `tier` is "l1", "l2", "file" or "redis". Reasons are `Outcome` values. Directions are "read" and "write" between L2
     and the tiers below it, "load" and "store" between L2 and L1.
@@ -21,9 +21,13 @@ class Metrics:
         self._lookup = Counter(
             "kvtier_lookup_blocks", "Blocks asked for, by where they were found", ["tier"], registry=registry
         )
-        self._miss = Counter("kvtier_miss", "Blocks not served from the cache, by reason", ["reason"], registry=registry)
+        self._miss = Counter(
+            "kvtier_miss", "Blocks not served from the cache, by reason", ["reason"], registry=registry
+        )
         self._store = Counter("kvtier_store_blocks", "Blocks stored", ["tier"], registry=registry)
-        self._drop = Counter("kvtier_store_dropped", "Blocks not stored, by reason", ["tier", "reason"], registry=registry)
+        self._drop = Counter(
+            "kvtier_store_dropped", "Blocks not stored, by reason", ["tier", "reason"], registry=registry
+        )
         self._bytes = Counter("kvtier_bytes", "Payload bytes moved", ["tier", "direction"], registry=registry)
         self._corruption = Counter("kvtier_corruption", "Blocks that failed verification", ["tier"], registry=registry)
         self._evict = Counter("kvtier_evicted", "Blocks evicted", ["tier"], registry=registry)
@@ -32,7 +36,11 @@ class Metrics:
         )
         self._slots = Gauge("kvtier_pool_slots", "Slots by state", ["tier", "state"], registry=registry)
         self._load_seconds = Histogram(
-            "kvtier_load_seconds", "Time of one batch moved towards the engine", ["tier"], buckets=_SECONDS, registry=registry
+            "kvtier_load_seconds",
+            "Time of one batch moved towards the engine",
+            ["tier"],
+            buckets=_SECONDS,
+            registry=registry,
         )
         for tier in LOOKUP_TIERS:  # a rate over a series that does not exist yet is no rate
             self._lookup.labels(tier)

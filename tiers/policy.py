@@ -6,7 +6,7 @@ Everything works on batches of slots, in numpy, at amortised O(1) per slot.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Final, Protocol
 
@@ -35,7 +35,7 @@ class EvictionPolicy(Protocol):
         """Make idle slots victims, the first of them to go first. They are not victims already."""
 
     def leave(self, slots: Slots) -> None:
-        """Count a use of the slots and make them no victims, until they `enter` again. Fine if they are none already."""
+        """Count a use of the slots and make them no victims until they `enter` again; fine if they are none."""
 
     def pop(self, count: int) -> Slots:
         """Remove and return the next victims, at most `count`; fewer only when nothing is left."""
@@ -214,7 +214,7 @@ class S3FIFO:
         self._in_use[slots] = True
 
     def pop(self, count: int) -> Slots:
-        """Take victims from the small queue while it is above its share or the main one has none, else from the main."""
+        """Take from the small queue while it is above its share or the main one is empty, else from the main one."""
         victims: list[Slots] = []
         while count > 0:
             excess = self._num_small - self._small_target
@@ -281,12 +281,11 @@ class S3FIFO:
         self._ghost.clear()
 
 
-POLICIES: Final = {"lru": LRU, "s3fifo": S3FIFO}
+POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {"lru": LRU, "s3fifo": S3FIFO}
 
 
 def make_policy(name: str, num_slots: int) -> EvictionPolicy:
     """The policy called `name` for slots 0 … num_slots - 1. ValueError for a name that is not in POLICIES."""
     if name not in POLICIES:
         raise ValueError(f"policy {name!r}: use one of {', '.join(POLICIES)}")
-    policy: EvictionPolicy = POLICIES[name](num_slots)
-    return policy
+    return POLICIES[name](num_slots)

@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Final
 
 from kvtier.tiers.breaker import Breaker
-from kvtier.tiers.errors import KVTierError
+from kvtier.tiers.errors import KVTierError, TierUnavailable
 from kvtier.tiers.io_queue import IoQueue
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.rates import Rates
@@ -34,8 +34,8 @@ class PortSettings:
 class TierPort:
     """One lower tier behind its breakers. While it is detached or a breaker is open, everything is a miss or a drop.
 
-    `open` makes the tier; it raises a KVTierError or OSError where that fails, and is asked again by the probes, so a
-    tier that is absent at start attaches later without a restart.
+    `open` makes the tier. A tier that is absent at start (TierUnavailable, OSError) attaches later without a restart: the
+    probes ask `open` again. What the user has to mend (ConfigError, FormatError, StoreLocked…) is raised, at start only.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class TierPort:
         self.breakers = {
             direction: Breaker(settings.failures, settings.retry_after, clock) for direction in _DIRECTIONS
         }
-        self.queue = IoQueue(name, settings.num_threads, _MAX_QUEUED, clock)
         self.tier: Tier | None = None
-        self._attach()
+        self._attach((TierUnavailable, OSError))
+        self.queue = IoQueue(name, settings.num_threads, _MAX_QUEUED, clock)
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
         """Leading blocks held, and readable now."""
@@ -140,14 +140,14 @@ class TierPort:
         if corrupt := sum(outcome in _CORRUPTION for outcome in outcomes):
             self._metrics.corrupted(self.name, corrupt)
 
-    def _attach(self) -> bool:
+    def _attach(self, expected: tuple[type[Exception], ...]) -> bool:
         """Open the tier if it is not open. False, with one warning, where that fails."""
         with self._lock:
             if self.tier is not None or self._closed:
                 return self.tier is not None
             try:
                 self.tier = self._open()
-            except (KVTierError, OSError) as error:
+            except expected as error:
                 if self.breakers["read"].closed:
                     _log.warning("%s tier is off for now, the engine runs on without it: %s", self.name, error)
                 for breaker in self.breakers.values():
@@ -164,7 +164,7 @@ class TierPort:
     def probe(self, direction: Direction) -> None:
         """Ask the storage whether it answers again; on this port's threads."""
         tier = self.tier
-        answered = self._attach() if tier is None else tier.probe(direction)
+        answered = self._attach((KVTierError, OSError)) if tier is None else tier.probe(direction)
         if not answered:
             with self._lock:
                 self._detach()  # the next probe opens it anew: the file may have been replaced

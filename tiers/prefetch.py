@@ -238,7 +238,6 @@ class Prefetcher:
                 self.host.records[int(flight.reservation.slots[position])] = result
                 good.append(position)
             else:
-                self._metrics.missed(result, 1)
                 bad.append(position)
         return good, bad
 
@@ -268,7 +267,7 @@ class Prefetcher:
             elif flight := self._flights.get(rest[0]):
                 self._join(prefetch, flight, rest)
             elif not self._launch(prefetch, rest):
-                self._shorten(prefetch, start, prefetch.reason or Outcome.ABSENT)
+                self._shorten(prefetch, start, prefetch.reason or Outcome.EVICTED)
         if not prefetch.flights:
             self._finish(prefetch)
 
@@ -315,6 +314,7 @@ class Prefetcher:
         if keep_arrived:
             end = self.host.pool.lookup(prefetch.hashes[: prefetch.end])
         if end < prefetch.end:
+            self._metrics.missed(reason, prefetch.end - end)
             prefetch.end, prefetch.next, prefetch.reason = end, min(prefetch.next, end), reason
 
     def _finish(self, prefetch: Prefetch) -> None:

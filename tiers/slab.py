@@ -87,18 +87,22 @@ class Superblock:
 
     @property
     def entry_bytes(self) -> int:
+        """Bytes of one row of the table."""
         return entry_dtype(self.block_size).itemsize
 
     @property
     def extent_bytes(self) -> int:
+        """Bytes of one extent's payload."""
         return self.slots_per_extent * self.stride
 
     @property
     def num_slots(self) -> int:
+        """Slots of all segments."""
         return sum(segment.num_slots for segment in self.segments)
 
     @property
     def num_extents(self) -> int:
+        """Extents of all segments."""
         return self.num_slots // self.slots_per_extent
 
     @property
@@ -293,7 +297,7 @@ def seal_rows(rows: Rows, superblock: Superblock) -> None:
 
 def find_valid(rows: Rows, slots: NDArray[np.int64], superblock: Superblock) -> NDArray[np.bool_]:
     """Which rows are whole, meant for their slot, and of this slab: one vectorised pass, one xxh3 per used row."""
-    valid = (
+    valid: NDArray[np.bool_] = (
         (rows["state"] == READY)
         & (rows["slot"] == slots)
         & (rows["payload_bytes"] == superblock.slot_bytes)

@@ -11,7 +11,6 @@ from itertools import repeat
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvtier.tiers.policy import SlotQueue, Slots, make_policy
 from kvtier.tiers.tier import ChainHash
@@ -148,7 +147,7 @@ class SlotTable:
         self._withdraw(slots)
 
     def unref(self, slots: Slots) -> None:
-        """One reference fewer. Ready slots without any become idle, the last of the chain to go first; unnamed are freed."""
+        """One reference fewer. Ready slots left without any become idle, the chain's tail first; unnamed ones are free."""
         refs = self.refs[slots] - 1
         self.refs[slots] = refs
         idle = slots[refs == 0][::-1]
@@ -338,14 +337,18 @@ class SlotTable:
         ready, filling = state == READY, state == FILLING
         free = self._free[: self.num_free]
         assert len(np.unique(free)) == self.num_free, "a slot is free twice"
-        assert (state[free] == FREE).all() and np.count_nonzero(state == FREE) == self.num_free, "free list"
+        assert (state[free] == FREE).all(), "a slot in use is in the free list"
+        assert np.count_nonzero(state == FREE) == self.num_free, "free count"
         assert np.count_nonzero(state == QUARANTINED) == self.num_quarantined, "quarantined count"
         named = np.fromiter(self.index.values(), np.int64, len(self.index))
         assert len(np.unique(named)) == len(named) == np.count_nonzero(ready), "index and ready slots differ in number"
-        assert ready[named].all() and self.names[named].tolist() == list(self.index), "index names other slots"
-        assert (refs >= 0).all() and not refs[~(ready | filling)].any(), "references to slots that are not in use"
+        assert ready[named].all(), "index names slots that are not ready"
+        assert self.names[named].tolist() == list(self.index), "index and slots disagree on names"
+        assert (refs >= 0).all(), "negative references"
+        assert not refs[~(ready | filling)].any(), "references to slots that are not in use"
         assert np.count_nonzero(ready & (refs > 0)) == self.num_leased, "leased count"
-        assert not (self.dirty[:size] & ~ready).any() and np.count_nonzero(self.dirty) == self.num_dirty, "dirty count"
+        assert not (self.dirty[:size] & ~ready).any(), "a slot that is not ready is dirty"
+        assert np.count_nonzero(self.dirty) == self.num_dirty, "dirty count"
         self._check_places(np.flatnonzero(ready & (refs == 0)))
         resident = np.flatnonzero(ready | filling)
         parents = self._living_parents(resident)

@@ -1,0 +1,37 @@
+"""Both sides in one process: a hierarchy of its own, and copies between it and one engine's L1."""
+
+from typing import TYPE_CHECKING
+
+from kvtier.connector.scheduler import SchedulerSide
+from kvtier.connector.worker import WorkerSide
+from kvtier.tiers.config import Config
+from kvtier.tiers.cuda_transfer import CudaCopyStream
+from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.shape import KVShape
+from kvtier.tiers.transfer import HostCopyStream
+
+if TYPE_CHECKING:
+    import torch
+
+_COPY_DEADLINE = 30.0  # seconds a layer may wait for its load: memory to memory, so only a dead device takes longer
+
+
+class LocalConnector:
+    """What an engine in this process plugs in.
+
+    `tensor` is its L1 pool, `[num_blocks, *shape.block_shape]`; `fingerprint` the model's (`ModelIdentity.fingerprint`).
+    Raises ConfigError where the configured memory or disk is not there, FormatError and StoreLocked from the slab.
+    """
+
+    def __init__(self, config: Config, fingerprint: bytes, shape: KVShape, tensor: "torch.Tensor") -> None:
+        self.hierarchy = Hierarchy.open(config, fingerprint, shape)
+        self.scheduler = SchedulerSide(self.hierarchy)
+        region = self.hierarchy.host.region
+        stream = CudaCopyStream(tensor, region) if tensor.is_cuda else HostCopyStream(tensor, region)
+        self.worker = WorkerSide(stream, shape.num_layers, shape.layer_bytes, _COPY_DEADLINE)
+
+    def close(self) -> None:
+        """End copies, flush stores, close the tiers. Idempotent."""
+        self.scheduler.update(self.worker.close(timeout=_COPY_DEADLINE))
+        self.scheduler.close()
+        self.hierarchy.close()

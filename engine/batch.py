@@ -1,0 +1,63 @@
+"""What passes between the scheduler, the pool and the runner: blocks, and one step's chunks."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import ArrayLike, NDArray
+
+from kvtier.connector.plan import StepPlan
+from kvtier.engine.sequence import Sequence
+from kvtier.tiers.tier import ChainHash
+
+
+class Blocks(Protocol):
+    """What the scheduler asks of L1; `tiers.device.BlockPool` is the real one."""
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks `allocate` can hand out now."""
+
+    def lookup(self, hashes: list[ChainHash]) -> int:
+        """Leading blocks held; no side effect."""
+
+    def match(self, hashes: list[ChainHash]) -> NDArray[Any]:
+        """Ids of the leading blocks held, each with one reference more."""
+
+    def allocate(self, n: int) -> NDArray[Any] | None:
+        """`n` blocks with one reference each; None: no room."""
+
+    def publish(self, block_ids: ArrayLike, hashes: list[ChainHash], parent: ChainHash | None) -> None:
+        """Name full blocks: from now on they are found."""
+
+    def hold(self, block_ids: ArrayLike) -> None:
+        """One reference more to each."""
+
+    def free(self, block_ids: ArrayLike) -> None:
+        """One reference less to each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start … end` of a sequence, computed in this step."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether its last row brings the next token. Valid until that token is appended."""
+        return self.end == self.sequence.num_tokens
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step's work. Empty where everybody waits."""
+
+    chunks: list[Chunk]
+    plan: StepPlan
+    arrived: bool = True  # set by the runner: False where a layerwise load failed or was late
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.end - chunk.start for chunk in self.chunks)

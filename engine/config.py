@@ -1,0 +1,80 @@
+"""The engine's settings: one frozen object, checked where it is made."""
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from kvtier.tiers.errors import ConfigError
+
+TILE: Final = 16  # tokens: the absolute attention tile of `exact` mode
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How one engine schedules and computes. Raises ConfigError naming the field, the value and the mend.
+
+    In `exact` mode every forward is padded to `exact_rows` rows and attention runs in absolute 16-token tiles: logits
+    are then the same bits however a prompt is cut, packed with others or loaded, for engines of equal `exact_rows` and
+    `max_num_seqs`. Otherwise they are the same bits as a cache-off run's with equal chunk boundaries and batch shape.
+    """
+
+    block_size: int = 16  # tokens per KV block
+    num_blocks: int | None = None  # L1's size in blocks; None: as many as fit `l1_bytes`
+    l1_bytes: int = 256 << 20
+    enable_prefix_caching: bool = True  # False: L1 neither hashes nor looks up
+    max_num_seqs: int = 16  # sequences that run or load at once
+    max_num_batched_tokens: int = 512  # per step: longer prompts are prefilled in chunks of this
+    max_model_len: int | None = None  # tokens, prompt and answer; None: the model's
+    preemption: Literal["recompute", "offload"] = "recompute"
+    loading: Literal["async", "layerwise"] = "async"  # wait for a whole load, or compute each layer as it arrives
+    max_passed_over: int = 8  # how often a longer cached prefix may go before an earlier request
+    store_generated: bool = True  # False: only prompt blocks are cached
+    exact: bool = False
+    exact_rows: int = 256
+    hash_scheme: Literal["sha256", "xxh3"] = "sha256"
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("block_size", "l1_bytes", "max_num_seqs", "max_num_batched_tokens", "exact_rows"):
+            _at_least(field, getattr(self, field), 1)
+        for field in ("num_blocks", "max_model_len"):
+            if getattr(self, field) is not None:
+                _at_least(field, getattr(self, field), 1)
+        for field in ("max_passed_over", "epoch"):
+            _at_least(field, getattr(self, field), 0)
+        for field, choices in _CHOICES.items():
+            if getattr(self, field) not in choices:
+                raise ConfigError(f"{field} {getattr(self, field)!r}: use one of {', '.join(choices)}")
+        if self.token_budget < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_seqs {self.max_num_seqs}: more than the {self.token_budget} tokens of a step; "
+                f"lower it or raise {'exact_rows' if self.exact else 'max_num_batched_tokens'}"
+            )
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens a step may compute."""
+        return min(self.max_num_batched_tokens, self.exact_rows) if self.exact else self.max_num_batched_tokens
+
+    def blocks_for(self, block_bytes: int) -> int:
+        """L1's size in blocks of `block_bytes` each."""
+        num_blocks = self.num_blocks if self.num_blocks is not None else self.l1_bytes // block_bytes
+        if num_blocks < 1:
+            raise ConfigError(f"l1_bytes {self.l1_bytes}: one block of this model takes {block_bytes} bytes; raise it")
+        return num_blocks
+
+    def num_blocks_of(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return math.ceil(num_tokens / self.block_size)
+
+
+_CHOICES: Final = {
+    "preemption": ("recompute", "offload"),
+    "loading": ("async", "layerwise"),
+    "hash_scheme": ("sha256", "xxh3"),
+}
+
+
+def _at_least(field: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{field} {value!r}: use a whole number of at least {least}")

@@ -1,0 +1,382 @@
+"""Decides what each step computes: continuous batching over a paged pool, longest cached prefix first. Sans-IO, no torch."""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+from kvtier.connector.plan import WorkerReport
+from kvtier.connector.scheduler import ConnectorUpdate
+from kvtier.engine.batch import Batch, Blocks, Chunk
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.offload import NoOffload, SchedulerConnector
+from kvtier.engine.sequence import FinishReason, Output, Sample, Sequence, State
+from kvtier.tiers.prefetch import Pending
+from kvtier.tiers.tier import ChainHash
+
+_WINDOW: Final = 16  # waiting requests that are looked up and ranked in one step
+
+
+class Scheduler:
+    """Who computes what, in which blocks.
+
+    Per step: `schedule` → the runner → `postprocess`; `give_up` instead if the runner raised. Nothing is named in L1
+    before it was computed or loaded: a request whose next block another one is computing waits for it instead.
+    Under pressure the latest request that runs is preempted; an answer under way goes before a new prompt.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: Blocks,
+        connector: SchedulerConnector | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.waiting: list[Sequence] = []  # by arrival
+        self.loading: dict[str, Sequence] = {}
+        self.running: list[Sequence] = []  # by admission
+        self.stats: Counter[str] = Counter()
+        self._live: dict[str, Sequence] = {}
+        self._config = config
+        self._pool = pool
+        self._offloads = connector is not None
+        self._connector = connector or NoOffload()
+        self._eos_token_ids = eos_token_ids
+        self._computing: dict[ChainHash, str] = {}  # block that is being computed or loaded → request that does it
+        self._held: Counter[int] = Counter()  # block → stores under way that hold it
+        self._draining: set[int] = set()  # blocks their request has let go, but a store still holds
+        self._orphans: dict[str, list[int]] = {}  # aborted request → blocks its load is still writing to
+        self._ended: list[Output] = []  # aborts not told yet
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step has anything to do or to tell."""
+        return bool(self.waiting or self.loading or self.running or self._ended)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a copy under way holds blocks."""
+        return bool(self.loading or self._held or self._orphans)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the id is in use: by a live request, or by an aborted one whose load has not ended."""
+        return request_id in self._orphans or request_id in self._live
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new request."""
+        self._live[sequence.request_id] = sequence
+        self.waiting.append(sequence)
+
+    def schedule(self, report: WorkerReport) -> Batch:
+        """Take in which copies have ended; choose what the step computes, loads and stores."""
+        self.take_in(report)
+        num_preempted = self.stats["preempted"]
+        chunks = self._continue()
+        if self.stats["preempted"] == num_preempted:
+            chunks += self._admit(self._config.token_budget - sum(chunk.end - chunk.start for chunk in chunks))
+        for chunk in chunks:
+            if not chunk.sequence.num_loading:  # what a layerwise load has yet to confirm is stored a step later
+                self._store(chunk.sequence, self._cacheable(chunk.sequence, chunk.end))
+        self.stats["steps"] += 1
+        return Batch(chunks, self._connector.build_plan())
+
+    def postprocess(self, batch: Batch, samples: Iterable[Sample]) -> list[Output]:
+        """Take in what the step computed; `samples` holds one for each chunk that samples, in order."""
+        outputs, self._ended = self._ended, []
+        left = iter(samples)
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            sample = next(left) if chunk.samples else None
+            if sequence.num_loading and not batch.arrived:
+                self._await_load(sequence)
+                continue
+            self._count_loaded(sequence)
+            sequence.num_computed = chunk.end
+            self.stats["computed_tokens"] += chunk.end - chunk.start
+            self._name(sequence)
+            if sample is not None:
+                outputs.append(self._append(sequence, sample))
+        return outputs
+
+    def give_up(self, batch: Batch) -> None:
+        """The step raised: nothing it computed counts, none of its stores was started; its requests wait again."""
+        self.take_in(WorkerReport(failed=tuple(op.op_id for op in batch.plan.stores)))
+        for chunk in batch.chunks:
+            if chunk.sequence.num_loading:
+                self._await_load(chunk.sequence)
+            else:
+                self._requeue(chunk.sequence)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in whatever state it is; the next step's outputs tell it. False: there is no such request."""
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return False
+        if sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.state is State.LOADING:
+            del self.loading[request_id]
+        else:
+            self.running.remove(sequence)
+        self._end(sequence)
+        self.stats["aborted"] += 1
+        self._ended.append(Output(request_id, None, FinishReason.ABORT))
+        return True
+
+    def take_in(self, report: WorkerReport) -> None:
+        """Act on ended copies: loaded requests run, released blocks lose the reference their store held."""
+        update: ConnectorUpdate = self._connector.update(report)
+        for request_id in update.loaded:
+            self._loaded(request_id, None)
+        for request_id, first_block in update.failed:
+            self._loaded(request_id, first_block)
+        distinct = len(set(update.released)) == len(update.released)
+        for blocks in [update.released] if distinct else [(block,) for block in update.released]:
+            self._pool.free(blocks)
+            self._held.subtract(blocks)
+        for block in update.released:
+            if not self._held[block]:
+                del self._held[block]
+                self._draining.discard(block)
+
+    # Running: every sequence computes its next tokens, answers before prompts.
+
+    def _continue(self) -> list[Chunk]:
+        budget = self._config.token_budget
+        chunks: list[Chunk] = []
+        for sequence in sorted(self.running, key=lambda sequence: sequence.num_uncomputed > 1):
+            if sequence.state is not State.RUNNING or not budget or not self._grow(sequence, chunks):
+                continue
+            chunks.append(_chunk(sequence, budget))
+            budget -= chunks[-1].end - chunks[-1].start
+        return chunks
+
+    def _grow(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
+        """Have a block for every token, preempting the latest that is not in this step's chunks. False: not this step."""
+        num_missing = self._config.num_blocks_of(sequence.num_tokens) - len(sequence.block_table)
+        if not num_missing:
+            return True
+        scheduled = {chunk.sequence.request_id for chunk in chunks}
+        while (blocks := self._pool.allocate(num_missing)) is None:
+            if self._draining:  # their copies end soon, and then there is room
+                return False
+            victim = next(other for other in reversed(self.running) if other.request_id not in scheduled)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.block_table += blocks.tolist()
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        if self._config.preemption == "offload":
+            self._store(sequence, sequence.num_computed // self._config.block_size)
+        self._requeue(sequence)
+        sequence.num_preempted += 1
+        self.stats["preempted"] += 1
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.state = State.WAITING
+        sequence.num_passed_over = self._config.max_passed_over
+        insort(self.waiting, sequence, key=lambda sequence: sequence.order)
+
+    # Admission: the longest cached prefix first, unless an earlier request was passed over too often.
+
+    def _admit(self, budget: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        if not self.waiting or not self._has_seat or budget <= 0:
+            return chunks
+        for sequence, num_l1, num_external in self._rank():
+            if not self._has_seat or not budget:
+                break
+            cached = self._allocate(sequence, num_l1, num_external)
+            if cached is None:
+                break  # nobody overtakes a request because it is large
+            if not cached:
+                continue
+            if sequence.state is State.RUNNING:
+                chunks.append(_chunk(sequence, budget))
+                budget -= chunks[-1].end - chunks[-1].start
+        return chunks
+
+    @property
+    def _has_seat(self) -> bool:
+        return len(self.running) + len(self.loading) < self._config.max_num_seqs
+
+    def _rank(self) -> list[tuple[Sequence, int, int]]:
+        """Waiting requests in the order of admission, with the blocks L1 holds and the tokens that can be loaded."""
+        ranked = []
+        for sequence in self.waiting[:_WINDOW]:
+            usable = self._usable(sequence)
+            num_l1 = self._pool.lookup(usable)
+            if num_l1 < len(usable) and usable[num_l1] in self._computing:
+                continue  # soon it is in L1
+            num_external = self._connector.lookup(sequence, num_l1 * self._config.block_size)
+            if isinstance(num_external, Pending):
+                continue
+            overdue = sequence.num_passed_over >= self._config.max_passed_over
+            cached = num_l1 * self._config.block_size + num_external
+            ranked.append(((not overdue, 0 if overdue else -cached, sequence.order), (sequence, num_l1, num_external)))
+        return [entry for _, entry in sorted(ranked, key=lambda pair: pair[0])]
+
+    def _allocate(self, sequence: Sequence, num_l1: int, num_external: int) -> bool | None:
+        """Give a waiting request its blocks and start its load. None: no room; False: ask again next step."""
+        block_size = self._config.block_size
+        usable = self._usable(sequence)
+        if len(usable) > num_l1 and usable[num_l1] in self._computing:
+            return False  # by one admitted in this very step
+        matched = self._pool.match(usable)
+        if len(matched) != num_l1:  # an admission before this one took some of them
+            answer = self._connector.lookup(sequence, len(matched) * block_size)
+            if isinstance(answer, Pending):
+                self._pool.free(matched)
+                return False
+            num_external = answer
+        num_fresh = self._config.num_blocks_of(sequence.num_tokens) - len(matched)
+        room_to_grow = len(self.running) + len(self.loading)  # a block for each, lest they preempt it at once
+        has_room = self._pool.num_free_blocks - num_fresh >= room_to_grow
+        fresh = self._pool.allocate(num_fresh) if has_room else None
+        if fresh is None:
+            self._pool.free(matched)
+            return None
+        sequence.block_table = matched.tolist() + fresh.tolist()
+        self._seat(sequence, len(matched), min(num_external // block_size, len(usable) - len(matched)))
+        return True
+
+    def _seat(self, sequence: Sequence, num_l1: int, num_external: int) -> None:
+        """A request with blocks leaves the queue; `num_l1` blocks are there, `num_external` are to be loaded."""
+        block_size, layerwise = self._config.block_size, self._config.loading == "layerwise"
+        self._connector.allocated(
+            sequence.request_id, sequence.block_table, num_external * block_size, layerwise=layerwise
+        )
+        self.waiting.remove(sequence)
+        for other in self.waiting:
+            if other.order > sequence.order:
+                break
+            other.num_passed_over += 1
+        sequence.num_named = num_l1
+        sequence.num_stored = num_l1 + num_external
+        sequence.num_computed = num_l1 * block_size
+        sequence.num_loading = num_external * block_size
+        if not sequence.num_preempted:
+            sequence.num_l1_tokens = sequence.num_computed
+            self.stats["prompt_tokens"] += sequence.num_prompt_tokens
+            self.stats["l1_tokens"] += sequence.num_computed
+        if self._config.enable_prefix_caching:
+            for chain_hash in sequence.hashes[num_l1:]:
+                self._computing.setdefault(chain_hash, sequence.request_id)
+        if num_external and not layerwise:
+            sequence.state = State.LOADING
+            self.loading[sequence.request_id] = sequence
+        else:
+            sequence.state = State.RUNNING
+            sequence.num_computed += sequence.num_loading
+            self.running.append(sequence)
+
+    def _usable(self, sequence: Sequence) -> list[ChainHash]:
+        """The blocks a request may find: at least its last token is always computed."""
+        return list(sequence.hashes[: (sequence.num_tokens - 1) // self._config.block_size])
+
+    # Loads.
+
+    def _loaded(self, request_id: str, first_failed: int | None) -> None:
+        """A load has ended; from block `first_failed` on, the request computes."""
+        if (orphaned := self._orphans.pop(request_id, None)) is not None:
+            self._pool.free(orphaned)
+            return
+        sequence = self.loading.pop(request_id, None)
+        if sequence is None:  # a layerwise load, confirmed by the step that waited for it
+            return
+        end = sequence.num_computed + sequence.num_loading
+        if first_failed is not None:
+            end = min(end, first_failed * self._config.block_size)
+            self.stats["failed_loads"] += 1
+        sequence.num_loading = end - sequence.num_computed
+        sequence.num_computed = end
+        sequence.num_stored = end // self._config.block_size
+        self._count_loaded(sequence)
+        self._name(sequence)
+        sequence.state = State.RUNNING
+        self.running.append(sequence)
+
+    def _count_loaded(self, sequence: Sequence) -> None:
+        if sequence.num_loading and not sequence.num_preempted:
+            sequence.num_external_tokens = sequence.num_loading
+        self.stats["external_tokens"] += sequence.num_loading
+        sequence.num_loading = 0
+
+    def _await_load(self, sequence: Sequence) -> None:
+        """A layerwise load did not arrive in time: its request waits for the report like any other load."""
+        self.running.remove(sequence)
+        sequence.num_computed = min(sequence.num_computed, sequence.num_named * self._config.block_size)
+        sequence.state = State.LOADING
+        self.loading[sequence.request_id] = sequence
+
+    # A block's way: computed or loaded → named in L1 → stored; released at the end.
+
+    def _cacheable(self, sequence: Sequence, end: int) -> int:
+        """Full blocks among the first `end` tokens that may be found by others."""
+        if not self._config.store_generated:
+            end = min(end, sequence.num_prompt_tokens)
+        return end // self._config.block_size
+
+    def _name(self, sequence: Sequence) -> None:
+        start, end = sequence.num_named, self._cacheable(sequence, sequence.num_computed)
+        if end <= start or not self._config.enable_prefix_caching:
+            return
+        hashes = list(sequence.hashes[start:end])
+        self._pool.publish(sequence.block_table[start:end], hashes, sequence.chain.parent(start) if start else None)
+        sequence.num_named = end
+        self._forget(sequence, hashes)
+
+    def _store(self, sequence: Sequence, end: int) -> None:
+        start = sequence.num_stored
+        if not self._offloads or end <= start:
+            return
+        blocks = sequence.block_table[start:end]
+        self._pool.hold(blocks)
+        self._held.update(blocks)
+        self._connector.store(sequence.request_id, start, blocks)
+        sequence.num_stored = end
+
+    def _append(self, sequence: Sequence, sample: Sample) -> Output:
+        sequence.append(sample.token_id)
+        self.stats["generated_tokens"] += 1
+        reason = None
+        params = sequence.params
+        ends = sample.token_id in self._eos_token_ids and not params.ignore_eos
+        if ends or sample.token_id in params.stop_token_ids:
+            reason = FinishReason.STOP
+        elif sequence.num_generated >= params.max_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self.running.remove(sequence)
+            self._end(sequence)
+            self.stats["finished"] += 1
+        return Output(sequence.request_id, sample.token_id, reason, sample.logits)
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.num_loading and sequence.block_table:  # a copy is still writing: the blocks stay until it ends
+            self._orphans[sequence.request_id], sequence.block_table = sequence.block_table, []
+        self._release(sequence)
+        del self._live[sequence.request_id]
+        self._connector.finished(sequence.request_id)
+        sequence.state = State.FINISHED
+
+    def _release(self, sequence: Sequence) -> None:
+        self._forget(sequence, sequence.hashes[sequence.num_named :])
+        self._draining.update(block for block in sequence.block_table if block in self._held)
+        self._pool.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed = sequence.num_named = sequence.num_stored = sequence.num_loading = 0
+
+    def _forget(self, sequence: Sequence, hashes: Iterable[ChainHash]) -> None:
+        for chain_hash in hashes:
+            if self._computing.get(chain_hash) == sequence.request_id:
+                del self._computing[chain_hash]
+
+
+def _chunk(sequence: Sequence, budget: int) -> Chunk:
+    start = sequence.num_computed
+    return Chunk(sequence, start, start + min(budget, sequence.num_uncomputed))

@@ -1,0 +1,169 @@
+"""One request as the engine sees it: its tokens, its blocks, how far it is computed, and how to sample the next token."""
+
+import math
+import secrets
+import time
+from collections import abc
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers.chain import TokenChain
+from kvtier.tiers.errors import KVTierError
+from kvtier.tiers.tier import ChainHash
+
+_SEED_RANGE: Final = 2**64
+
+
+class RequestError(KVTierError, ValueError):
+    """A request cannot be served as asked. The engine goes on serving the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to continue a prompt. Temperature 0 is greedy. Raises RequestError for values out of range.
+
+    With a `seed` the answer depends on prompt, parameters and logits alone, whatever else is in the batch.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0  # keep the likeliest tokens that together reach this probability
+    top_k: int = 0  # keep the k likeliest tokens; 0: all
+    seed: int | None = None  # None: another one for each request
+    stop_token_ids: abc.Collection[int] = ()
+    ignore_eos: bool = False
+    keep_logits: bool = False  # every Output carries its row of logits
+
+    def __post_init__(self) -> None:
+        for name, least, most in _INTEGERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise RequestError(f"{name} {value!r}: use a whole number from {least} to {most}")
+        if not _is_number(self.temperature) or not 0.0 <= self.temperature < math.inf:
+            raise RequestError(f"temperature {self.temperature!r}: use 0 (greedy) or a positive number")
+        if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
+            raise RequestError(f"top_p {self.top_p!r}: use a number above 0 and up to 1")
+        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < _SEED_RANGE):
+            raise RequestError(f"seed {self.seed!r}: use a whole number from 0 to 2**64 - 1, or None")
+        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
+
+
+_INTEGERS: Final = (("max_tokens", 1, 2**31), ("top_k", 0, 2**31))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class State(Enum):
+    """WAITING → (LOADING →) RUNNING → FINISHED; preemption leads back to WAITING, an abort to FINISHED from anywhere."""
+
+    WAITING = "waiting"  # holds no block
+    LOADING = "loading"  # holds its blocks; a copy from L2 is under way
+    RUNNING = "running"  # holds its blocks; computed chunk by chunk, then token by token
+    FINISHED = "finished"  # holds no block
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # an end-of-sequence or stop token
+    LENGTH = "length"  # max_tokens
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A sampled token, and the row of logits it was drawn from where the request keeps it ([vocab], fp32)."""
+
+    token_id: int
+    logits: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step brought one request: a token, its end, or both."""
+
+    request_id: str
+    token_id: int | None  # None only for an abort
+    finish_reason: FinishReason | None = None
+    logits: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)  # [vocab], if asked for
+
+
+class Sequence:
+    """A request's tokens and the blocks that hold their KV.
+
+    While it runs, its block table covers all of its tokens; num_named and num_stored only grow until it is preempted.
+    """
+
+    def __init__(
+        self, request_id: str, prompt: list[int], params: SamplingParams, chain: TokenChain | None, order: int
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.seed = secrets.randbelow(_SEED_RANGE) if params.seed is None else params.seed
+        self.order = order  # of arrival
+        self.token_ids = prompt  # prompt, then answer
+        self.num_prompt_tokens = len(prompt)
+        self.state = State.WAITING
+        self.block_table: list[int] = []
+        self.num_computed = 0  # tokens whose KV is in the blocks
+        self.num_named = 0  # leading blocks offered to L1's index
+        self.num_stored = 0  # leading blocks handed to the connector, or that came from it
+        self.num_loading = 0  # tokens of the load under way
+        self.num_passed_over = 0  # later requests admitted before this one
+        self.num_preempted = 0
+        self.num_l1_tokens = 0  # cached tokens at the first admission, by where they were
+        self.num_external_tokens = 0
+        self.arrived = time.monotonic()
+        self.first_token: float | None = None
+        self._chain = chain
+        if chain is not None:
+            chain.extend(prompt)
+
+    @property
+    def chain(self) -> TokenChain:
+        """The hashes of its tokens so far. Only where something is cached."""
+        if self._chain is None:
+            raise LookupError("this engine caches nothing: its sequences have no chain")
+        return self._chain
+
+    @property
+    def hashes(self) -> abc.Sequence[ChainHash]:
+        """Chain hashes of its full blocks; empty where nothing is cached."""
+        return () if self._chain is None else self._chain.hashes
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def generated(self) -> list[int]:
+        """The answer so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens the next chunks must compute: at least 1 while it lives."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token; None before it."""
+        return None if self.first_token is None else self.first_token - self.arrived
+
+    def append(self, token_id: int) -> None:
+        """One more generated token; its KV is computed by the next step."""
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+        self.token_ids.append(token_id)
+        if self._chain is not None:
+            self._chain.extend((token_id,))

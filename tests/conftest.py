@@ -1,0 +1,81 @@
+"""What tests share: chains of integers, payloads derived from their keys, a directory on a real disk."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvtier.tiers.tier import ChainHash
+
+
+class Chain(Protocol):
+    """`chain(1, 2, 3)`: the hashes of a chain whose blocks hold 1, 2, 3. A common prefix gives common hashes."""
+
+    def __call__(self, *blocks: int) -> list[ChainHash]: ...
+
+
+class Payload(Protocol):
+    """`payload(key, num_bytes)`: the bytes a block of that key must hold. Any mix-up of keys shows."""
+
+    def __call__(self, key: ChainHash, num_bytes: int) -> NDArray[np.uint8]: ...
+
+
+def _chain(*blocks: int) -> list[ChainHash]:
+    hashes: list[ChainHash] = []
+    parent = b"root"
+    for block in blocks:
+        parent = hashlib.sha256(parent + block.to_bytes(8, "little")).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def _payload(key: ChainHash, num_bytes: int) -> NDArray[np.uint8]:
+    seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "little")
+    return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+
+
+@pytest.fixture
+def chain() -> Chain:
+    return _chain
+
+
+@pytest.fixture
+def payload() -> Payload:
+    return _payload
+
+
+@pytest.fixture
+def disk_dir() -> Iterator[Path]:
+    """An empty directory on a real disk: /tmp may be a tmpfs, which refuses O_DIRECT."""
+    home = Path(__file__).resolve().parent.parent
+    directory = Path(tempfile.mkdtemp(prefix=".test-disk-", dir=home))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A KVTIER_ variable of the developer's shell decides no test."""
+    for name in [name for name in os.environ if name.upper().startswith("KVTIER_")]:
+        monkeypatch.delenv(name)
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Everything under tests/gpu needs a CUDA device; without one it is skipped, and says so."""
+    gpu = [item for item in items if "gpu" in item.path.parent.parts or item.get_closest_marker("gpu")]
+    if gpu and not _has_cuda():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _has_cuda() -> bool:
+    import torch  # only where a GPU test was collected
+
+    return torch.cuda.is_available()

@@ -1,0 +1,179 @@
+"""Test doubles and builders shared by the stories: a clock, a lower tier in memory, blocks whose bytes derive from keys."""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from threading import Event, Lock
+
+
+from kvtier.tiers.chain import TokenChain, root_hash
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
+from kvtier.tiers.host import HostRegion, HostTier
+from kvtier.tiers.metrics import Metrics
+from kvtier.tiers.port import PortSettings, TierPort
+from kvtier.tiers.rates import LoadPolicy, Rates
+from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome
+
+BLOCK_SIZE = 4
+SLOT_BYTES = 4096
+
+
+class FakeClock:
+    """Time that moves when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def chain_of(num_blocks: int, first_token: int = 0, salt: str | None = None) -> TokenChain:
+    """A chain of `num_blocks` blocks of consecutive token ids."""
+    chain = TokenChain(root_hash(b"f" * 32, cache_salt=salt), BLOCK_SIZE)
+    chain.extend(list(range(first_token, first_token + num_blocks * BLOCK_SIZE)))
+    return chain
+
+
+def payload_of(chain_hash: ChainHash, num_bytes: int = SLOT_BYTES) -> bytes:
+    """The bytes of a block, derived from its key: any mix-up shows."""
+    return hashlib.shake_128(chain_hash).digest(num_bytes)
+
+
+def record_of(chain: TokenChain, i: int) -> BlockRecord:
+    chain_hash = chain.hashes[i]
+    return BlockRecord(chain_hash, chain.parent(i), chain.block_tokens(i), checksum(memoryview(payload_of(chain_hash))))
+
+
+class MemoryTier:
+    """A lower tier in a dict, whose every read and write can be counted, held back, failed or corrupted by the test."""
+
+    name = "file"
+
+    def __init__(self) -> None:
+        self.blocks: dict[ChainHash, tuple[BlockRecord, bytes]] = {}
+        self.reads: list[ChainHash] = []
+        self.writes: list[ChainHash] = []
+        self.gate = Event()  # reads and writes wait here
+        self.gate.set()
+        self.read_fails: dict[ChainHash, Outcome] = {}
+        self.write_fails: dict[ChainHash, Outcome] = {}
+        self.broken = False  # every operation is an I/O error, probes too
+        self.closed = False
+        self._lock = Lock()
+
+    def fill(self, chain: TokenChain, *positions: int) -> None:
+        for i in positions or range(len(chain.hashes)):
+            record = record_of(chain, i)
+            self.blocks[record.chain_hash] = (record, payload_of(record.chain_hash))
+
+    def lookup(self, hashes: Sequence[ChainHash]) -> int:
+        return next((i for i, h in enumerate(hashes) if h not in self.blocks), len(hashes))
+
+    def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
+        return [h in self.blocks for h in hashes]
+
+    def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
+        self.gate.wait(30)
+        with self._lock:
+            self.reads += hashes
+        return [self._read(h, buffer) for h, buffer in zip(hashes, into, strict=True)]
+
+    def _read(self, chain_hash: ChainHash, buffer: memoryview) -> BlockRecord | Outcome:
+        if self.broken:
+            return Outcome.IO_ERROR
+        if chain_hash in self.read_fails:
+            return self.read_fails[chain_hash]
+        if chain_hash not in self.blocks:
+            return Outcome.EVICTED
+        record, data = self.blocks[chain_hash]
+        buffer[:] = data
+        return record if checksum(buffer) == record.checksum else Outcome.CHECKSUM
+
+    def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
+        self.gate.wait(30)
+        outcomes = []
+        for record, payload in zip(records, payloads, strict=True):
+            outcome = Outcome.IO_ERROR if self.broken else self.write_fails.get(record.chain_hash, Outcome.OK)
+            with self._lock:
+                self.writes.append(record.chain_hash)
+                if outcome is Outcome.OK:
+                    self.blocks[record.chain_hash] = (record, bytes(payload))
+            outcomes.append(outcome)
+        return outcomes
+
+    def discard(self, hashes: Sequence[ChainHash]) -> None:
+        for chain_hash in hashes:
+            self.blocks.pop(chain_hash, None)
+
+    def reset(self) -> None:
+        self.blocks.clear()
+
+    def probe(self, direction: Direction) -> bool:
+        return not self.broken
+
+    def check(self) -> None:
+        for chain_hash, (record, data) in self.blocks.items():
+            assert record.chain_hash == chain_hash
+            assert data == payload_of(chain_hash, len(data)), "a block's bytes are not those of its key"
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def hierarchy_of(
+    slots: int = 8,
+    tier: MemoryTier | None = None,
+    settings: HierarchySettings | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    load_policy: LoadPolicy = "load",
+    port_settings: PortSettings | None = None,
+) -> Hierarchy:
+    """A hierarchy of `slots` L2 slots over at most one lower tier."""
+    metrics, rates = Metrics(), Rates(load_policy)
+    region = HostRegion.allocate(slots, SLOT_BYTES, huge_pages=False, prefault=False)
+    host = HostTier(region)
+    ports = []
+    if tier is not None:
+        settings_of_port = port_settings or PortSettings(deadline=5.0, failures=2, retry_after=1.0, num_threads=1)
+        ports = [TierPort("file", lambda: tier, settings_of_port, metrics, rates, clock)]
+    return Hierarchy(host, ports, settings or HierarchySettings(), metrics, rates, clock)
+
+
+def fill_slots(hierarchy: Hierarchy, slots: Sequence[int], hashes: Sequence[ChainHash]) -> None:
+    """What a worker's d2h copies do."""
+    for slot, chain_hash in zip(slots, hashes, strict=True):
+        hierarchy.host.region.slot(int(slot))[:] = payload_of(chain_hash)
+
+
+def store(hierarchy: Hierarchy, chain: TokenChain, first: int = 0, last: int | None = None) -> int:
+    """Reserve, fill and seal the blocks `first:last` of a chain; returns how many were taken. Waits for the sealing."""
+    hashes = chain.hashes[first:last]
+    reservation = hierarchy.reserve(hashes, chain.parent(first))
+    if reservation is None:
+        return 0
+    fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)
+    records = [
+        BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0)
+        for i in (first + index for index in reservation.indices)
+    ]
+    hierarchy.seal(reservation, records, hierarchy.epoch)
+    assert hierarchy._sealing.drain(5)
+    return len(records)
+
+
+def bytes_in_l2(hierarchy: Hierarchy, chain_hash: ChainHash) -> bytes | None:
+    with hierarchy.host.pool.lease([chain_hash]) as lease:
+        return bytes(hierarchy.host.region.slot(int(lease.slots[0]))) if len(lease) else None
+
+
+def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:
+    """Poll until the condition holds; fails the test when `timeout` seconds pass first."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.002)

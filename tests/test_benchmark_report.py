@@ -1,0 +1,51 @@
+"""What benchmarks print and save: one JSON object, a table for people, the verdict on every target."""
+
+import json
+from pathlib import Path
+
+import _report
+import pytest
+from _report import Target, parser, report
+
+ROWS = [{"size": "128 KiB", "gb_per_s": 1.23456, "ok": True}, {"size": "1 MiB", "gb_per_s": None, "ok": False}]
+TARGETS = [Target("time", 1.6, 1.2), Target("bandwidth", 0.9, 0.8, at_most=False)]
+
+
+def test_a_target_has_a_direction() -> None:
+    assert Target("time", 1.6, 1.6).met
+    assert not Target("time", 1.6, 1.61).met
+    assert Target("bandwidth", 0.9, 0.9, at_most=False).met
+    assert not Target("bandwidth", 0.9, 0.89, at_most=False).met
+    assert not Target("nothing measured", 0.9, float("nan")).met
+
+
+def test_json_is_one_object_and_what_is_saved(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_report, "RESULTS", tmp_path)
+    assert report("copy", ROWS, TARGETS, as_json=True, save=True) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["benchmark"] == "copy"
+    assert printed["results"] == ROWS
+    assert printed["targets"] == [
+        {"name": "time", "target": "<= 1.6", "measured": 1.2, "met": True},
+        {"name": "bandwidth", "target": ">= 0.9", "measured": 0.8, "met": False},
+    ]
+    assert printed["machine"]["cores"] >= 1
+    assert printed["commit"]
+    assert json.loads((tmp_path / "copy.json").read_text()) == printed
+
+
+def test_the_table_shows_rows_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    report("copy", ROWS, TARGETS, as_json=False)
+    output = capsys.readouterr().out
+    assert "128 KiB" in output
+    assert "1.235" in output
+    verdicts = [line for line in output.splitlines() if "time" in line or "bandwidth" in line]
+    assert "yes" in verdicts[0]
+    assert "no" in verdicts[1]
+
+
+def test_every_program_has_the_same_options() -> None:
+    options = parser(__doc__).parse_args(["--json", "--quick"])
+    assert (options.json, options.quick, options.save) == (True, True, False)

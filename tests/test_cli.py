@@ -1,0 +1,89 @@
+"""The command line: statuses, one line per mistake, `--json`, and that importing kvtier stays light."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvtier
+from kvtier import cli
+from kvtier.tiers.errors import StoreLocked
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The status `kvtier ARGUMENTS` ends with."""
+    monkeypatch.setattr(sys, "argv", ["kvtier", *arguments])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return int(stopped.value.code or 0)
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--version") == cli.Exit.OK
+    assert capsys.readouterr().out == f"kvtier {kvtier.__version__}\n"
+
+
+def test_config_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "kvtier.toml"
+    path.write_text('[host]\nsize = "2GiB"\n')
+    monkeypatch.setenv("KVTIER_FILE__DEADLINE", "50ms")
+    assert run(monkeypatch, "config", "--config", str(path), "--json") == cli.Exit.OK
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["host"]["size"] == "2GiB"
+    assert shown["file"]["deadline"] == "50ms"
+    assert shown["l1"]["num_blocks"] is None
+
+
+def test_config_as_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("KVTIER_HOST__SIZE", "3GiB")
+    assert run(monkeypatch, "config") == cli.Exit.OK
+    line = next(line for line in capsys.readouterr().out.splitlines() if "[host] size" in line)
+    assert "3GiB" in line  # in force
+    assert "1GiB" in line  # the default
+
+
+def test_a_mistake_is_one_line_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "kvtier.toml"
+    path.write_text('[host]\nsise = "2GiB"\n')
+    assert run(monkeypatch, "config", "--config", str(path)) == cli.Exit.USAGE
+    output = capsys.readouterr()
+    assert output.err == 'kvtier: [host] sise "2GiB": unknown option; did you mean size?\n'
+    assert output.out == ""
+
+
+def test_other_failures_are_one_line_and_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def locked() -> None:
+        raise StoreLocked('[file] path "/kv": pid 7 has it open; stop it or choose another path')
+
+    monkeypatch.setattr(cli, "app", locked)
+    assert run(monkeypatch) == cli.Exit.FAILED
+    assert capsys.readouterr().err == 'kvtier: [file] path "/kv": pid 7 has it open; stop it or choose another path\n'
+
+
+@pytest.mark.parametrize("arguments", [["bogus"], ["config", "--bogus"], ["demo", "--bogus"]])
+def test_usage_errors_are_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert run(monkeypatch, *arguments) == cli.Exit.USAGE
+    assert "bogus" in capsys.readouterr().err
+
+
+def test_every_public_name_is_there() -> None:
+    for name in kvtier.__all__:
+        assert getattr(kvtier, name) is not None
+    assert set(dir(kvtier)) == set(kvtier.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = kvtier.Nothing  # type: ignore[attr-defined]
+
+
+def test_import_is_light() -> None:
+    program = "import sys, kvtier; print(sorted({'torch', 'numpy', 'pydantic', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,208 @@
+"""The configuration: what it reads, in which order, and one line for every way to get it wrong (FAULTS 38)."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from kvtier.tiers.config import Config, format_size, format_time, options, parse_size, parse_time
+from kvtier.tiers.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def toml(directory: Path, text: str) -> Path:
+    path = directory / "kvtier.toml"
+    path.write_text(text)
+    return path
+
+
+def test_arguments_win_over_environment_wins_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = toml(tmp_path, '[host]\nsize = "2GiB"\nshared = true\n[cache]\nadmit_after = 2\nepoch = 7')
+    monkeypatch.setenv("KVTIER_HOST__SIZE", "3GiB")
+    monkeypatch.setenv("KVTIER_CACHE__ADMIT_AFTER", "3")
+
+    config = Config.load(path, cache={"admit_after": 4})
+
+    assert config.cache.admit_after == 4  # the argument
+    assert config.host.size == 3 << 30  # the variable
+    assert config.host.shared is True  # the file, beside a variable of the same section
+    assert config.cache.epoch == 7
+    assert config.l1 == Config().l1  # untouched sections keep their defaults
+
+
+def test_the_constructor_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_HOST__SIZE", "3GiB")
+    assert Config().host.size == 1 << 30
+
+
+def test_frozen() -> None:
+    config = Config()
+    with pytest.raises(ValidationError):
+        config.host.size = 1
+    with pytest.raises(ValidationError):
+        config.host = Config().host
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("4GiB", 4 << 30), ("4GB", 4 * 10**9), ("1.5 MiB", 3 << 19), ("512", 512), (512, 512), ("1PiB", 1 << 50)],
+)
+def test_sizes(text: object, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+    assert parse_size(format_size(num_bytes)) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("50ms", 0.05), ("2s", 2.0), ("1.5", 1.5), (3, 3.0), ("10us", 1e-5), ("2min", 120.0), ("24h", 86400.0)],
+)
+def test_times(text: object, seconds: float) -> None:
+    assert parse_time(text) == pytest.approx(seconds)
+    assert parse_time(format_time(seconds)) == pytest.approx(seconds)
+
+
+def test_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert Config.load(file={"path": "~/kv"}).file.path == Path("/home/ada/kv")
+
+
+# Every bad value: section and options given, and the whole line the user sees.
+BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
+    # wrong type
+    ({"host": {"size": True}}, '[host] size true: not a size; write a number of bytes, or a text such as "4GiB"'),
+    ({"host": {"size": [1]}}, '[host] size [1]: not a size; write a number of bytes, or a text such as "4GiB"'),
+    ({"host": {"pin": "maybe"}}, '[host] pin "maybe": not a yes or no; write true or false'),
+    ({"host": {"pin": 2}}, "[host] pin 2: not a yes or no; write true or false"),
+    ({"host": {"pin": []}}, "[host] pin []: not a yes or no; write true or false"),
+    ({"cache": {"block_size": "x"}}, '[cache] block_size "x": not a whole number; write one, as in 16'),
+    ({"cache": {"block_size": True}}, "[cache] block_size true: not a whole number; write one, as in 16"),
+    ({"cache": {"block_size": 1.5}}, "[cache] block_size 1.5: not a whole number; write one, as in 16"),
+    ({"cache": {"block_size": None}}, "[cache] block_size null: not a whole number; write one, as in 16"),
+    ({"cache": {"policy": "lfu"}}, "[cache] policy \"lfu\": not one of its values; write 'lru' or 's3fifo'"),
+    ({"cache": {"hash": 5}}, "[cache] hash 5: not one of its values; write 'sha256' or 'xxh3'"),
+    ({"cache": {"cache_salt": ""}}, '[cache] cache_salt "": not a text of one character or more; leave the option out for none'),
+    ({"file": {"path": 3}}, "[file] path 3: not a directory's name; write one, or leave the option out to switch the tier off"),
+    ({"file": {"deadline": "soon"}}, '[file] deadline "soon": not a time; write seconds, or a number with a unit, as in "50ms"'),
+    ({"file": {"deadline": float("nan")}}, '[file] deadline NaN: not a time; write seconds, or a text such as "50ms"'),
+    ({"host": 3}, "[host] 3: not a section; write [host] with options under it"),
+    # unknown unit
+    ({"host": {"size": "16XB"}}, "[host] size \"16XB\": no unit 'XB'; use one of B, KiB, MiB, GiB, TiB, PiB, KB, MB, GB, TB, PB"),
+    ({"file": {"deadline": "2m"}}, "[file] deadline \"2m\": no unit 'm'; use one of us, ms, s, min, h"),
+    # zero, negative
+    ({"host": {"size": 0}}, "[host] size 0: outside 1 byte to 1PiB; choose a size in that range"),
+    ({"host": {"size": -1}}, "[host] size -1: outside 1 byte to 1PiB; choose a size in that range"),
+    ({"host": {"size": "-1GiB"}}, '[host] size "-1GiB": not a size; write a number of bytes, or one with a unit, as in "4GiB"'),
+    ({"file": {"deadline": 0}}, "[file] deadline 0: outside 0 to 24h; choose a time in that range"),
+    ({"cache": {"block_size": 0}}, "[cache] block_size 0: too small; write 1 or more"),
+    ({"cache": {"epoch": -1}}, "[cache] epoch -1: too small; write 0 or more"),
+    ({"l1": {"num_blocks": 0}}, "[l1] num_blocks 0: too small; write 1 or more"),
+    ({"breaker": {"failures": 0}}, "[breaker] failures 0: too small; write 1 or more"),
+    # huge
+    ({"host": {"size": "2PiB"}}, '[host] size "2PiB": outside 1 byte to 1PiB; choose a size in that range'),
+    ({"host": {"size": 10**30}}, f"[host] size {10**30}: outside 1 byte to 1PiB; choose a size in that range"),
+    ({"cache": {"block_size": 10**9}}, "[cache] block_size 1000000000: too large; write 4096 or less"),
+    ({"l1": {"num_blocks": 2**31}}, "[l1] num_blocks 2147483648: too large; write less than 2147483648"),
+    ({"breaker": {"retry_after": "25h"}}, '[breaker] retry_after "25h": outside 0 to 24h; choose a time in that range'),
+    # unknown names, nearest match
+    ({"host": {"sise": "1GiB"}}, '[host] sise "1GiB": unknown option; did you mean size?'),
+    ({"cache": {"num_blocks": 3}}, "[cache] num_blocks 3: unknown option; did you mean [l1] num_blocks?"),
+    ({"breaker": {"xyz": 3}}, "[breaker] xyz 3: unknown option; known are failures, retry_after"),
+    ({"hots": {"size": 1}}, "[hots]: unknown section; did you mean [host]?"),
+    ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, file, host, l1"),
+    ({"block_size": 16}, "block_size 16: belongs in a section; write it as [cache] block_size"),
+    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, l1, breaker"),
+    # clash
+    ({"l1": {"size": "1GiB", "num_blocks": 3}}, "[l1] num_blocks 3: size 1GiB is given too; remove one of them"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "line"), BAD_VALUES, ids=[line.split(":")[0] for _, line in BAD_VALUES])
+def test_bad_value_is_one_line_with_the_mend(given: dict[str, Mapping[str, object]], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.load(None, **given)
+    assert str(caught.value) == line
+
+
+def test_long_and_many_line_values_stay_on_one_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.load(file={"mode": "direct\n" * 100})
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+def test_option_of_two_places_clashes_too(tmp_path: Path) -> None:
+    path = toml(tmp_path, '[l1]\nsize = "1GiB"')
+    with pytest.raises(ConfigError, match="num_blocks 5: size 1GiB is given too; remove one of them"):
+        Config.load(path, l1={"num_blocks": 5})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("KVTIER_HOST__SISE", "1GiB", 'KVTIER_HOST__SISE "1GiB": unknown variable; did you mean KVTIER_HOST__SIZE?'),
+        ("KVTIER_HOST_SIZE", "1GiB", 'KVTIER_HOST_SIZE "1GiB": unknown variable; did you mean KVTIER_HOST__SIZE?'),
+        ("KVTIER_HOST", "{}", 'KVTIER_HOST "{}": unknown variable; did you mean'),
+        ("KVTIER_HOST__SIZE", "lots", '[host] size "lots": not a size; write'),
+        ("KVTIER_HOST__PIN", "perhaps", '[host] pin "perhaps": not a yes or no; write true or false'),
+        ("KVTIER_CACHE__BLOCK_SIZE", "", '[cache] block_size "": not a whole number; write one, as in 16'),
+    ],
+)
+def test_bad_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str, line: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as caught:
+        Config.load()
+    assert str(caught.value).startswith(line)
+
+
+def test_every_option_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_HOST__HUGE_PAGES", "off")
+    monkeypatch.setenv("KVTIER_FILE__PATH", "/kv")
+    monkeypatch.setenv("kvtier_file__deadline", "50ms")  # case does not matter
+    monkeypatch.setenv("KVTIER_L1__NUM_BLOCKS", "64")
+    monkeypatch.setenv("KVTIER_CACHE__CACHE_SALT", "12")
+    config = Config.load()
+    assert config.host.huge_pages is False
+    assert config.file.path == Path("/kv")
+    assert config.file.deadline == 0.05
+    assert config.l1.num_blocks == 64
+    assert config.cache.cache_salt == "12"  # a text, whatever it looks like
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file or directory; name a TOML file"):
+        Config.load(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match="Is a directory; name a TOML file"):
+        Config.load(tmp_path)
+    with pytest.raises(ConfigError, match=r"not TOML, .*line 1.*; mend that line"):
+        Config.load(toml(tmp_path, "[host\nsize"))
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not TOML"):
+        Config.load(tmp_path / "bytes.toml")
+    with pytest.raises(ConfigError, match=r"\[host\] sise 3: unknown option; did you mean size"):
+        Config.load(toml(tmp_path, "[host]\nsise = 3"))
+
+
+def test_what_is_shown_can_be_read_back(tmp_path: Path) -> None:
+    config = Config.load(
+        host={"size": "1536MiB"}, file={"path": tmp_path, "deadline": "5ms"}, cache={"policy": "s3fifo"}
+    )
+    shown = {
+        section: {
+            name: value for name, value in values.items() if value is not None and (section, name) != ("l1", "size")
+        }
+        for section, values in config.model_dump(mode="json").items()
+    }
+    assert shown["host"]["size"] == "1536MiB"
+    assert Config.load(None, **shown) == config
+
+
+def test_readme_lists_every_option_with_its_default() -> None:
+    readme = (ROOT / "README.md").read_text()
+    defaults = Config().model_dump(mode="json")
+    for section, name, field in options():
+        default = defaults[section][name]
+        shown = default if isinstance(default, str) else json.dumps(default).replace("null", "none")
+        assert f"| `[{section}] {name}` | `{shown}` | {field.description} |" in readme

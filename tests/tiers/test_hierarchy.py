@@ -1,0 +1,395 @@
+"""Stories of the hierarchy: what is stored, found, fetched, passed down, refused, forgotten, and how it is counted."""
+
+from collections.abc import Iterator
+
+import pytest
+from doubles import (
+    FakeClock,
+    MemoryTier,
+    bytes_in_l2,
+    chain_of,
+    fill_slots,
+    hierarchy_of,
+    payload_of,
+    record_of,
+    store,
+    wait_until,
+)
+
+from kvtier.tiers.hierarchy import Attribution, Hierarchy, HierarchySettings
+from kvtier.tiers.port import PortSettings
+from kvtier.tiers.prefetch import PENDING
+from kvtier.tiers.tier import Outcome
+
+
+class Stories:
+    """Opens hierarchies and, at teardown, drains, checks and closes them: I1 and I3 after every story."""
+
+    def __init__(self) -> None:
+        self.opened: list[Hierarchy] = []
+
+    def open(self, *args: object, **kwargs: object) -> Hierarchy:
+        self.opened.append(hierarchy_of(*args, **kwargs))  # type: ignore[arg-type]
+        return self.opened[-1]
+
+
+@pytest.fixture
+def stories() -> Iterator[Stories]:
+    stories = Stories()
+    yield stories
+    for hierarchy in stories.opened:
+        assert hierarchy.drain(10)
+        hierarchy.check()
+        hierarchy.close()
+
+
+def drops(hierarchy: Hierarchy, tier: str, reason: Outcome) -> float:
+    return hierarchy.stats().get(f'kvtier_store_dropped_total{{tier="{tier}",reason="{reason}"}}', 0)
+
+
+def misses(hierarchy: Hierarchy, reason: Outcome) -> float:
+    return hierarchy.stats().get(f'kvtier_miss_total{{reason="{reason}"}}', 0)
+
+
+def test_a_sealed_block_is_found_and_an_unsealed_one_is_not(stories: Stories) -> None:
+    hierarchy = stories.open(slots=8)
+    chain = chain_of(3)
+    reservation = hierarchy.reserve(chain.hashes, chain.root)  # filling …
+    assert reservation is not None
+    assert hierarchy.lookup(chain.hashes) == Attribution(3, miss=3)  # … is invisible
+    fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)
+    hierarchy.seal(reservation, [record_of(chain, i) for i in range(3)], hierarchy.epoch)
+    assert hierarchy.drain(5)
+    assert hierarchy.lookup(chain.hashes) == Attribution(3, l2=3)
+    assert bytes_in_l2(hierarchy, chain.hashes[1]) == payload_of(chain.hashes[1])
+
+
+def test_an_abandoned_store_leaves_nothing_and_is_counted(stories: Stories) -> None:
+    hierarchy = stories.open(slots=8)
+    chain = chain_of(3)
+    reservation = hierarchy.reserve(chain.hashes, chain.root)
+    assert reservation is not None
+    hierarchy.abandon(reservation, Outcome.COPY_FAILED)
+    assert hierarchy.lookup(chain.hashes) == Attribution(3, miss=3)
+    assert hierarchy.host.pool.counts().free == 8
+    assert drops(hierarchy, "l2", Outcome.COPY_FAILED) == 3
+
+
+def test_write_through_reaches_the_lower_tier_and_comes_back(stories: Stories) -> None:
+    tier = MemoryTier()
+    hierarchy = stories.open(slots=16, tier=tier)
+    chain, other = chain_of(4), chain_of(16, first_token=1000)
+    store(hierarchy, chain)
+    assert hierarchy.drain(5)
+    assert set(tier.blocks) == set(chain.hashes)  # written at seal
+    store(hierarchy, other)  # L2 has sixteen slots: the first chain is overwritten
+    assert hierarchy.lookup(chain.hashes) == Attribution(4, file=4)
+    prefetch = hierarchy.prefetch(chain.hashes, chain.root)
+    wait_until(lambda: hierarchy.poll(prefetch) is not PENDING)
+    assert hierarchy.poll(prefetch) == 4
+    with hierarchy.claim(prefetch) as lease:
+        assert lease.hashes == chain.hashes
+        for slot, chain_hash in zip(lease.slots, lease.hashes, strict=True):
+            assert bytes(hierarchy.host.region.slot(int(slot))) == payload_of(chain_hash)
+    tier.check()
+
+
+def test_attribution_follows_a_run_through_the_tiers_and_always_sums(stories: Stories) -> None:
+    tier = MemoryTier()
+    chain = chain_of(6)
+    tier.fill(chain, 1, 2, 3)
+    hierarchy = stories.open(slots=8, tier=tier)
+    store(hierarchy, chain, 2, 3)  # block 2 is in both: L2 counts
+    assert hierarchy.lookup(chain.hashes, num_l1=1) == Attribution(6, l1=1, l2=1, file=2, miss=2)
+    with pytest.raises(AssertionError, match="does not sum"):
+        Attribution(6, l1=1, l2=2)
+
+
+def test_a_hole_ends_the_run(stories: Stories) -> None:
+    tier = MemoryTier()
+    chain = chain_of(4)
+    tier.fill(chain, 0, 1, 3)
+    hierarchy = stories.open(slots=8, tier=tier)
+    prefetch = hierarchy.prefetch(chain.hashes, chain.root)
+    wait_until(lambda: hierarchy.poll(prefetch) is not PENDING)
+    assert hierarchy.poll(prefetch) == 2  # 3 is there, but nobody can use it without 2
+    hierarchy.cancel(prefetch)
+
+
+def test_sixty_four_requests_read_a_cold_prefix_once(stories: Stories) -> None:
+    """FAULTS 40."""
+    tier = MemoryTier()
+    chain = chain_of(8)
+    tier.fill(chain)
+    tier.gate.clear()
+    hierarchy = stories.open(slots=1024, tier=tier)
+    prefetches = [hierarchy.prefetch(chain.hashes, chain.root) for _ in range(64)]
+    assert all(hierarchy.poll(p) is PENDING for p in prefetches)
+    tier.gate.set()
+    wait_until(lambda: all(hierarchy.poll(p) == 8 for p in prefetches))
+    assert sorted(tier.reads) == sorted(chain.hashes)  # each block once
+    for prefetch in prefetches:
+        hierarchy.claim(prefetch).release()
+
+
+def test_one_waiter_leaves_and_the_flight_goes_on_for_the_other(stories: Stories) -> None:
+    tier = MemoryTier()
+    chain = chain_of(4)
+    tier.fill(chain)
+    tier.gate.clear()
+    hierarchy = stories.open(slots=16, tier=tier)
+    leaver, stayer = (hierarchy.prefetch(chain.hashes, chain.root) for _ in range(2))
+    hierarchy.cancel(leaver)
+    tier.gate.set()
+    wait_until(lambda: hierarchy.poll(stayer) == 4)
+    hierarchy.cancel(stayer)
+
+
+def test_a_request_that_starts_inside_another_ones_flight_gets_its_part(stories: Stories) -> None:
+    tier = MemoryTier()
+    chain = chain_of(6)
+    tier.fill(chain)
+    tier.gate.clear()
+    hierarchy = stories.open(slots=64, tier=tier)
+    whole = hierarchy.prefetch(chain.hashes, chain.root)
+    inner = hierarchy.prefetch(chain.hashes[2:5], chain.parent(2))  # blocks 0 and 1 it has in L1
+    tier.read_fails[chain.hashes[1]] = Outcome.IO_ERROR  # a hole before its part is none of its business
+    tier.gate.set()
+    wait_until(lambda: hierarchy.poll(inner) is not PENDING and hierarchy.poll(whole) is not PENDING)
+    assert hierarchy.poll(whole) == 1
+    assert hierarchy.poll(inner) == 3
+    hierarchy.cancel(whole)
+    hierarchy.cancel(inner)
+
+
+def test_at_the_deadline_a_request_gets_what_has_arrived(stories: Stories) -> None:
+    tier, clock = MemoryTier(), FakeClock()
+    chain = chain_of(4)
+    tier.fill(chain, 2, 3)
+    hierarchy = stories.open(slots=16, tier=tier, clock=clock, settings=HierarchySettings(prefetch_deadline=0.5))
+    store(hierarchy, chain, 0, 2)  # 0 and 1 are in L2; 2 and 3 hang below
+    tier.gate.clear()
+    prefetch = hierarchy.prefetch(chain.hashes, chain.root)
+    assert hierarchy.poll(prefetch) is PENDING
+    clock.advance(0.6)
+    assert hierarchy.poll(prefetch) == 2
+    hierarchy.claim(prefetch).release()
+    tier.gate.set()
+
+
+def test_a_hung_read_is_quarantined_and_opens_the_breaker_until_a_probe_answers(stories: Stories) -> None:
+    """FAULTS 11: the request misses at its deadline, the pool is not exhausted, the tier comes back by itself."""
+    tier, clock = MemoryTier(), FakeClock()
+    chain = chain_of(4)
+    tier.fill(chain)
+    tier.gate.clear()
+    settings = PortSettings(deadline=1.0, failures=1, retry_after=1.0, num_threads=1)
+    hierarchy = stories.open(
+        slots=16, tier=tier, clock=clock, port_settings=settings, settings=HierarchySettings(prefetch_deadline=10)
+    )
+    prefetch = hierarchy.prefetch(chain.hashes, chain.root)
+    wait_until(lambda: hierarchy.ports[0].queue._running)
+    clock.advance(1.5)
+    assert hierarchy.poll(prefetch) == 0  # long before its own deadline: there is nothing to wait for
+    hierarchy.cancel(prefetch)
+    assert hierarchy.host.pool.counts().quarantined == 4  # the read may still write there
+    assert hierarchy.lookup(chain.hashes).file == 0  # breaker open: not even looked up
+    assert misses(hierarchy, Outcome.TIMEOUT) == 4
+    tier.gate.set()  # the disk wakes up
+    wait_until(lambda: hierarchy.host.pool.counts().free == 16)
+    clock.advance(1.5)
+    hierarchy.tick()  # sends the probe
+    wait_until(lambda: hierarchy.lookup(chain.hashes).file == 4)
+
+
+def test_a_corrupt_block_is_a_miss_and_is_counted(stories: Stories) -> None:
+    tier = MemoryTier()
+    chain = chain_of(3)
+    tier.fill(chain)
+    record, data = tier.blocks[chain.hashes[1]]
+    tier.blocks[chain.hashes[1]] = (record, bytes([data[0] ^ 1]) + data[1:])  # one bit
+    hierarchy = stories.open(slots=8, tier=tier)
+    prefetch = hierarchy.prefetch(chain.hashes, chain.root)
+    wait_until(lambda: hierarchy.poll(prefetch) is not PENDING)
+    assert hierarchy.poll(prefetch) == 1
+    hierarchy.cancel(prefetch)
+    assert misses(hierarchy, Outcome.CHECKSUM) == 2  # the block and the one behind it
+    assert hierarchy.stats()['kvtier_corruption_total{tier="file"}'] == 1
+    tier.discard(chain.hashes)  # as a real tier does with a block it found bad
+
+
+def test_bytes_that_changed_in_l2_are_never_passed_down(stories: Stories) -> None:
+    tier = MemoryTier()
+    tier.gate.clear()  # the write waits …
+    hierarchy = stories.open(slots=32, tier=tier, port_settings=PortSettings(num_threads=1))
+    blocker, chain = chain_of(1, first_token=500), chain_of(2)
+    store(hierarchy, blocker)
+    store(hierarchy, chain)
+    with hierarchy.host.pool.lease(chain.hashes) as lease:  # … while a stray write hits block 0
+        hierarchy.host.region.slot(int(lease.slots[0]))[7] ^= 1
+    tier.gate.set()
+    assert hierarchy.drain(5)
+    assert chain.hashes[0] not in tier.blocks
+    assert chain.hashes[1] not in tier.blocks  # without its parent nobody could reach it
+    assert hierarchy.lookup(chain.hashes) == Attribution(2, miss=2)  # nor is it served from L2 any more
+    assert drops(hierarchy, "file", Outcome.CHECKSUM) == 1
+    assert drops(hierarchy, "file", Outcome.PARENT_FAILED) == 1
+
+
+def test_under_store_pressure_the_newest_tail_is_refused_never_the_head(stories: Stories) -> None:
+    tier = MemoryTier()
+    tier.gate.clear()
+    hierarchy = stories.open(slots=32, tier=tier, settings=HierarchySettings(store_queue=4 * 4096))  # four blocks
+    chain = chain_of(7)
+    store(hierarchy, chain)
+    tier.gate.set()
+    assert hierarchy.drain(5)
+    assert set(tier.blocks) == set(chain.hashes[:4])
+    assert drops(hierarchy, "file", Outcome.QUEUE_FULL) == 3
+    assert hierarchy.lookup(chain.hashes).l2 == 7  # L2 keeps them all
+
+
+def test_a_pool_without_room_takes_the_head_and_refuses_the_tail(stories: Stories) -> None:
+    """FAULTS 22: no wait, no exception."""
+    hierarchy = stories.open(slots=4)
+    pinned = chain_of(3)
+    store(hierarchy, pinned)
+    with hierarchy.host.pool.lease(pinned.hashes):
+        chain = chain_of(2, first_token=100)
+        assert store(hierarchy, chain) == 1
+        assert hierarchy.lookup(chain.hashes) == Attribution(2, l2=1, miss=1)
+        assert drops(hierarchy, "l2", Outcome.NO_SLOT) == 1
+
+
+def test_admission_stores_a_block_on_its_second_sighting(stories: Stories) -> None:
+    hierarchy = stories.open(slots=8, settings=HierarchySettings(admit_after=2))
+    chain = chain_of(2)
+    assert store(hierarchy, chain) == 0
+    assert drops(hierarchy, "l2", Outcome.NOT_ADMITTED) == 2
+    assert store(hierarchy, chain) == 2
+
+
+def test_reset_forgets_everything_and_a_store_from_before_never_appears(stories: Stories) -> None:
+    """FAULTS 37."""
+    tier = MemoryTier()
+    hierarchy = stories.open(slots=8, tier=tier)
+    old, late = chain_of(2), chain_of(2, first_token=50)
+    store(hierarchy, old)
+    assert hierarchy.drain(5)
+    epoch = hierarchy.epoch
+    reservation = hierarchy.reserve(late.hashes, late.root)  # computed with the old weights …
+    assert reservation is not None
+    hierarchy.reset()
+    fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)
+    hierarchy.seal(reservation, [record_of(late, i) for i in range(2)], epoch)  # … and copied after the reset
+    assert hierarchy.drain(5)
+    assert hierarchy.lookup(old.hashes) == Attribution(2, miss=2)
+    assert hierarchy.lookup(late.hashes) == Attribution(2, miss=2)
+    assert not tier.blocks
+    assert drops(hierarchy, "l2", Outcome.EPOCH) == 2
+
+
+def test_waiting_requests_lease_at_most_half_of_l2(stories: Stories) -> None:
+    hierarchy = stories.open(slots=8)
+    chain = chain_of(8)
+    store(hierarchy, chain)
+    first = hierarchy.prefetch(chain.hashes, chain.root)
+    second = hierarchy.prefetch(chain.hashes, chain.root)
+    assert hierarchy.poll(first) == 4
+    assert hierarchy.poll(second) == 0
+    hierarchy.cancel(first)
+    third = hierarchy.prefetch(chain.hashes, chain.root)
+    assert hierarchy.poll(third) == 4
+    hierarchy.cancel(second)
+    hierarchy.cancel(third)
+
+
+def test_a_promise_nobody_asks_about_is_reclaimed_at_its_deadline(stories: Stories) -> None:
+    """FAULTS 21: and a claim that comes too late finds nothing, harmlessly."""
+    clock = FakeClock()
+    hierarchy = stories.open(slots=8, clock=clock, settings=HierarchySettings(lease_deadline=30))
+    chain = chain_of(2)
+    store(hierarchy, chain)
+    prefetch = hierarchy.prefetch(chain.hashes, chain.root)
+    assert hierarchy.poll(prefetch) == 2
+    clock.advance(20)
+    assert hierarchy.poll(prefetch) == 2  # renewed
+    clock.advance(31)
+    hierarchy.tick()
+    assert hierarchy.host.pool.counts().leased == 0
+    assert len(hierarchy.claim(prefetch)) == 0
+
+
+def test_a_long_prefix_comes_in_windows_of_a_quarter_of_l2(stories: Stories) -> None:
+    tier = MemoryTier()
+    chain = chain_of(8)
+    tier.fill(chain)
+    tier.gate.clear()
+    hierarchy = stories.open(slots=16, tier=tier)
+    prefetch = hierarchy.prefetch(chain.hashes, chain.root)
+    assert hierarchy.host.pool.counts().filling == 4
+    tier.gate.set()
+    wait_until(lambda: hierarchy.poll(prefetch) == 8)
+    hierarchy.cancel(prefetch)
+
+
+class TestWriteBack:
+    SETTINGS = HierarchySettings(write_policy="write_back", clean_share=0.5)
+
+    def test_a_block_goes_down_when_the_clean_share_shrinks_and_at_close(self, stories: Stories) -> None:
+        tier = MemoryTier()
+        hierarchy = stories.open(slots=16, tier=tier, settings=self.SETTINGS)
+        first, second = chain_of(6), chain_of(4, first_token=200)
+        store(hierarchy, first)
+        assert not tier.blocks  # six dirty of sixteen: nothing to do yet
+        store(hierarchy, second)  # ten dirty: two more than half
+        wait_until(lambda: len(tier.blocks) == 2)
+        wait_until(lambda: hierarchy.host.pool.counts().dirty == 8)
+        hierarchy.close()  # flushes
+        assert set(tier.blocks) == {*first.hashes, *second.hashes}
+        tier.check()
+
+    def test_a_dirty_victim_is_dropped_and_counted_and_never_waited_for(self, stories: Stories) -> None:
+        tier = MemoryTier()
+        tier.gate.clear()
+        hierarchy = stories.open(slots=8, tier=tier, settings=HierarchySettings("write_back", clean_share=0.0))
+        store(hierarchy, chain_of(8))
+        assert store(hierarchy, chain_of(3, first_token=300)) == 3
+        assert hierarchy.host.pool.num_dirty_dropped == 3
+        tier.gate.set()
+
+
+def test_a_dead_lower_tier_costs_misses_and_nothing_else(stories: Stories) -> None:
+    """FAULTS 10: after k errors it is detached, and attached again when it answers."""
+    tier, clock = MemoryTier(), FakeClock()
+    chain = chain_of(3)
+    tier.fill(chain)
+    tier.broken = True
+    hierarchy = stories.open(slots=16, tier=tier, clock=clock)
+    for _ in range(2):  # two failures open the breaker
+        prefetch = hierarchy.prefetch(chain.hashes, chain.root)
+        wait_until(lambda p=prefetch: hierarchy.poll(p) == 0)
+        hierarchy.cancel(prefetch)
+    assert hierarchy.lookup(chain.hashes) == Attribution(3, miss=3)
+    store(hierarchy, chain_of(2, first_token=77))  # stores go on, in L2
+    assert hierarchy.drain(5)
+    assert hierarchy.stats()['kvtier_breaker_open{tier="file",direction="read"}'] == 1
+    tier.broken = False
+    clock.advance(2)
+    hierarchy.tick()
+    wait_until(lambda: hierarchy.lookup(chain.hashes).file == 3)
+
+
+def test_close_with_reads_under_way_ends_in_time(stories: Stories) -> None:
+    """FAULTS 25."""
+    tier = MemoryTier()
+    chain = chain_of(4)
+    tier.fill(chain)
+    tier.gate.clear()
+    hierarchy = hierarchy_of(slots=16, tier=tier)
+    prefetch = hierarchy.prefetch(chain.hashes, chain.root)
+    hierarchy.close(timeout=0.2)
+    assert tier.closed
+    hierarchy.cancel(prefetch)
+    assert hierarchy.reserve(chain.hashes, chain.root) is None  # a closed store takes nothing, and says so
+    tier.gate.set()

@@ -1,0 +1,135 @@
+"""BlockPool, L1: the device tensor of KV blocks, shared by reference counts between the sequences that run."""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from kvtier.tiers.policy import Slots
+from kvtier.tiers.shape import KVShape
+from kvtier.tiers.slots import FILLING, READY, SlotTable, no_slots
+from kvtier.tiers.tier import ChainHash
+
+
+class BlockPool:
+    """Fixed-size KV blocks on a device, and which of them hold which block of a chain. Thread-safe.
+
+    A block is free (no references), or referenced by sequences and copies in flight, once for each. A full block gets
+    its name by `publish` and keeps it when its last reference goes, until it is taken again: unnamed free blocks are
+    taken first, then the named one that has been free longest. Block ids in one call are distinct, in chain order.
+    `tensor` is `[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]`, zeroed once at the start: a
+    taken block holds old bytes, but never NaNs of uninitialised memory, which masked attention would spread.
+    """
+
+    def __init__(
+        self, shape: KVShape, num_blocks: int, *, device: str = "cpu", enable_prefix_caching: bool = True
+    ) -> None:
+        dtype: torch.dtype = getattr(torch, shape.dtype)
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.enable_prefix_caching = enable_prefix_caching
+        self._table = SlotTable(num_blocks, "lru")
+        self._lock = threading.Lock()
+        self.tensor = torch.zeros((num_blocks, *shape.block_shape), dtype=dtype, device=device)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks `allocate` can hand out now: unnamed free ones and named ones without references."""
+        table = self._table
+        return table.num_free + table.num_ready - table.num_leased
+
+    def generation(self, block_id: int) -> int:
+        """How often the block was taken."""
+        return int(self._table.generation[block_id])
+
+    def lookup(self, hashes: Sequence[ChainHash]) -> int:
+        """How many leading blocks are held. No side effect."""
+        with self._lock:
+            return len(self._table.find_run(hashes))
+
+    def match(self, hashes: Sequence[ChainHash]) -> NDArray[np.int64]:
+        """The ids of the leading blocks held, each with one reference more; the caller `free`s them."""
+        with self._lock:
+            block_ids = self._table.find_run(hashes)
+            self._table.ref(block_ids)
+            return block_ids
+
+    def allocate(self, n: int) -> NDArray[np.int64] | None:
+        """Take `n` blocks, unnamed, with one reference each; all or nothing. None: fewer are free, nobody waits."""
+        with self._lock:
+            block_ids = self._table.take(n, spare_parents=False)
+            if block_ids is not None:
+                self._table.refs[block_ids] = 1
+            return block_ids
+
+    def publish(self, block_ids: ArrayLike, hashes: Sequence[ChainHash], parent: ChainHash | None) -> None:
+        """Name full blocks, consecutive in a chain after `parent`. Their bytes must not change from now on.
+
+        A hash that is held already keeps its block, and the duplicate stays unnamed; so does a block that has a name.
+        ValueError where a block has no reference, or the numbers of blocks and hashes differ.
+        """
+        slots = _ids(block_ids)
+        if len(slots) != len(hashes):
+            raise ValueError(f"publish: {len(slots)} blocks and {len(hashes)} hashes")
+        if not self.enable_prefix_caching:
+            return
+        with self._lock:
+            self._require_refs(slots, "publish")
+            table = self._table
+            held = table.find(hashes)
+            new = np.flatnonzero((held < 0) & (table.state[slots] == FILLING))
+            if not len(new):
+                return
+            held[new] = slots[new]
+            parents = np.empty_like(held)
+            parents[0] = -1 if parent is None else table.index.get(parent, -1)
+            parents[1:] = held[:-1]
+            parents = parents[new]
+            table.name(slots[new], [hashes[i] for i in new.tolist()])
+            table.link(slots[new], np.where(parents < 0, self.num_blocks, parents))
+
+    def free(self, block_ids: ArrayLike) -> None:
+        """Give one reference to each block back. A chain's tail will be taken again before its head.
+
+        ValueError, and nothing changes, where a block has no reference.
+        """
+        slots = _ids(block_ids)
+        with self._lock:
+            self._require_refs(slots, "free")
+            self._table.unref(slots)
+
+    def hold(self, block_ids: ArrayLike) -> None:
+        """One reference more to each block: a copy in flight keeps its block until it gives it back by `free`.
+
+        ValueError, and nothing changes, where a block has no reference: it may hold another block by now.
+        """
+        slots = _ids(block_ids)
+        with self._lock:
+            self._require_refs(slots, "hold")
+            self._table.refs[slots] += 1
+
+    def reset(self) -> None:
+        """Forget every name. Blocks in use stay in use, unnamed."""
+        with self._lock:
+            self._table.reset()
+
+    def check(self) -> None:
+        """Raise AssertionError where a law of the pool is broken. A full scan: at idle, in tests."""
+        with self._lock:
+            table = self._table
+            table.check()
+            state, refs = table.state[: self.num_blocks], table.refs[: self.num_blocks]
+            assert ((state == FILLING) <= (refs > 0)).all(), "a block is neither free nor referenced"
+            assert np.count_nonzero(refs == 0) == self.num_free_blocks, "free count"
+            assert self.enable_prefix_caching or not (state == READY).any(), "named without prefix caching"
+
+    def _require_refs(self, slots: Slots, verb: str) -> None:
+        refs = self._table.refs[slots]
+        if len(slots) and not refs.all():
+            raise ValueError(f"{verb}: blocks {slots[refs == 0].tolist()} have no reference")
+
+
+def _ids(block_ids: ArrayLike) -> Slots:
+    return np.asarray(block_ids, np.int64) if np.size(block_ids) else no_slots()

@@ -1,0 +1,338 @@
+"""L3 on a local disk: a preallocated slab of verified blocks that survives the process (format: docs/format.md)."""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from kvtier.tiers import slab
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.errors import ConfigError, TierUnavailable
+from kvtier.tiers.extents import ExtentMap
+from kvtier.tiers.file_io import FileIO
+from kvtier.tiers.group_sync import GroupSync
+from kvtier.tiers.payload_io import CALL_BYTES, Mode, PayloadIO, probe_mode
+from kvtier.tiers.slab_file import SlabFile, blank_slots, open_slab, read_rows, release
+from kvtier.tiers.slab_writer import SlabWriter
+from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+
+_log = logging.getLogger(__name__)
+_CLOSE_SECONDS: Final = 5.0  # how long `close` waits for calls under way
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a whole read of a slab found (`FileStore.verify`)."""
+
+    num_slots: int
+    num_blocks: int
+    bad_payloads: list[ChainHash]  # the bytes are not those stored
+    bad_rows: list[ChainHash]  # the entry on disk is not the one in memory: lost at the next start
+    unreadable: list[ChainHash]  # the disk said no
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every block is whole."""
+        return not (self.bad_payloads or self.bad_rows or self.unreadable)
+
+
+class FileStore:
+    """A `Tier` over one slab file. Thread-safe; several I/O threads may read and write at once.
+
+    A block is findable from the moment its entry is written until its extent is evicted. The entry table is mirrored
+    in memory: a lookup costs no I/O, and a read one call per run of adjacent slots, verified after it. One lock
+    guards index and mirror; it is never held across I/O, so a read that an eviction overtook finds out afterwards.
+    """
+
+    name = "file"
+
+    def __init__(self, io: FileIO, file: SlabFile, payload: PayloadIO, *, durable: bool) -> None:
+        """Recover an open slab's index by one pass over its table. Use `FileStore.open`; raises OSError."""
+        self.path = file.path
+        self.superblock = file.superblock
+        self.num_recovered = 0
+        self._io = io
+        self._file = file
+        self._payload = payload
+        self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)
+        self._num_inside = 0
+        self._closed = False
+        self._counts: Counter[str] = Counter()
+        self._rows = read_rows(io, file.fd, file.superblock)
+        self._blocks = ExtentMap(file.superblock.num_extents, file.superblock.slots_per_extent)
+        self._writer = SlabWriter(io, file, payload, self._blocks, self._rows, self._lock)
+        if durable:
+            self._writer.sync = GroupSync(lambda: io.sync(file.fd))
+        self._recover()
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        fingerprint: bytes,
+        *,
+        slot_bytes: int,
+        block_size: int,
+        size: int,
+        mode: Mode = "auto",
+        durable: bool = False,
+        io: FileIO | None = None,
+    ) -> "FileStore":
+        """Open or create the slab of `fingerprint` (32 bytes) in `directory`, whose slabs take at most `size` bytes.
+
+        The directory is created if need be. Raises ConfigError where the size cannot be had, StoreLocked,
+        FormatError, FingerprintMismatch, and TierUnavailable for anything the file system refuses.
+        More parameters than our habit: they are the tier's whole configuration, and every caller names them.
+        """
+        if len(fingerprint) != 32 or slot_bytes < 1 or block_size < 1:
+            raise ValueError("fingerprint must be 32 bytes; slot_bytes and block_size at least 1")
+        wanted = slab.plan(fingerprint, slot_bytes, block_size, size)
+        if not wanted.segments:
+            least = slab.smallest(slot_bytes, block_size)
+            raise ConfigError(f'kvtier: [file] size "{size}": too small for one block; use at least {least} bytes')
+        directory, io = Path(directory), io or FileIO()
+        file = open_slab(io, directory, wanted, size)
+        payload: PayloadIO | None = None
+        try:
+            chosen = probe_mode(io, directory) if mode == "auto" else mode
+            payload = PayloadIO(io, file.path, file.fd, slot_bytes=slot_bytes, mode=chosen)
+            return cls(io, file, payload, durable=durable)
+        except OSError as error:
+            if payload is not None:
+                payload.close()
+            release(io, file)
+            raise TierUnavailable(f"kvtier: [file] path {str(directory)!r}: {error}; the file tier is off") from error
+
+    def _recover(self) -> None:
+        """Index every valid row; of two rows for one block the one with the highest seq."""
+        rows, blocks = self._rows, self._blocks
+        valid = slab.find_valid(rows, np.arange(len(rows)), self.superblock)
+        slots = np.flatnonzero(valid)
+        hashes: list[ChainHash] = rows["chain_hash"][slots].tolist()
+        losers: list[int] = []
+        if len(set(hashes)) < len(hashes):
+            order = np.argsort(rows["seq"][slots], kind="stable").tolist()
+            newest = {hashes[position]: position for position in order}
+            winners = np.zeros(len(slots), np.bool_)
+            winners[list(newest.values())] = True
+            losers = slots[~winners].tolist()
+            hashes = [chain_hash for chain_hash, wins in zip(hashes, winners.tolist(), strict=True) if wins]
+            slots = slots[winners]
+        blocks.restore(slots, hashes, rows["seq"][slots])
+        blocks.generations[:] = type(blocks.generations)("I", rows["generation"].astype("<u4").tobytes())
+        touched = (rows["state"] != 0) | (rows["checksum"] != 0)
+        blocks.mark_dirty(np.unique(np.flatnonzero(touched) // self.superblock.slots_per_extent).tolist())
+        self._writer.next_seq = int(rows["seq"][slots].max()) + 1 if len(slots) else 1
+        self.num_recovered = len(slots)
+        blank_slots(self._io, self._file.fd, self.superblock, losers)
+
+    # Lookup: the index alone.
+
+    def lookup(self, hashes: Sequence[ChainHash]) -> int:
+        """How many leading blocks of the chain are held."""
+        with self._lock:
+            index = self._blocks.index
+            for count, chain_hash in enumerate(hashes):
+                if chain_hash not in index:
+                    return count
+        return len(hashes)
+
+    def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
+        """Which of the blocks are held, each by itself."""
+        with self._lock:
+            index = self._blocks.index
+            return [chain_hash in index for chain_hash in hashes]
+
+    # Reading.
+
+    def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
+        """Read each block into its buffer (slot_bytes each, writable) and verify it; see `Tier.read`."""
+        self._require_buffers(len(hashes), into)
+        results: list[BlockRecord | Outcome] = [Outcome.ABSENT] * len(hashes)
+        with self._inside() as is_open:
+            if not is_open:
+                return [Outcome.CLOSED] * len(hashes)
+            with self._lock:
+                slots = [self._blocks.index.get(chain_hash, -1) for chain_hash in hashes]
+                generations = [self._blocks.generations[slot] if slot >= 0 else 0 for slot in slots]
+                found = [position for position, slot in enumerate(slots) if slot >= 0]
+                stored = slab.to_records(self._rows[[slots[position] for position in found]])
+            expected = dict(zip(found, stored, strict=True))
+            for offset, positions in self._runs(slots, found):
+                try:
+                    self._payload.read(offset, [into[position] for position in positions])
+                except OSError as error:
+                    _log.debug("kvtier: [file] %s: %s while reading", self.path, error)
+                    for position in positions:
+                        results[position] = Outcome.IO_ERROR
+                else:
+                    for position in positions:
+                        results[position] = _verified(expected[position], hashes[position], into[position])
+            self._settle(hashes, slots, generations, results)
+        return results
+
+    def _runs(self, slots: Sequence[int], found: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+        """(file offset, positions) of blocks that lie next to each other, at most CALL_BYTES together."""
+        stride = self.superblock.stride
+        run: list[int] = []
+        start = 0
+        for offset, position in sorted((self.superblock.payload_offset(slots[place]), place) for place in found):
+            if run and (offset != start + len(run) * stride or (len(run) + 1) * stride > CALL_BYTES):
+                yield start, run
+                run = []
+            if not run:
+                start = offset
+            run.append(position)
+        if run:
+            yield start, run
+
+    def _settle(
+        self,
+        hashes: Sequence[ChainHash],
+        slots: Sequence[int],
+        generations: Sequence[int],
+        results: list[BlockRecord | Outcome],
+    ) -> None:
+        """Mark hits; tell bad blocks from those evicted under the read, and forget the bad."""
+        bad = []
+        with self._lock:
+            for position, result in enumerate(results):
+                if result is Outcome.ABSENT or result is Outcome.IO_ERROR:
+                    continue
+                is_current = self._blocks.is_current(hashes[position], slots[position], generations[position])
+                if isinstance(result, BlockRecord):
+                    if is_current:
+                        self._blocks.touch((slots[position],))
+                elif is_current:
+                    bad.append(hashes[position])
+                else:
+                    results[position] = Outcome.EVICTED
+            self._count("read", results)
+        if bad:
+            _log.warning("kvtier: [file] %s: dropped %d corrupt blocks, first %s", self.path, len(bad), bad[0].hex())
+            self._writer.discard(bad)
+
+    # Writing and forgetting.
+
+    def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
+        """Store consecutive blocks of one chain; see `Tier.write`. Each payload is slot_bytes and has its checksum.
+
+        After a failure the rest of the chain is PARENT_FAILED or FULL, unwritten: nobody could reach it.
+        """
+        self._require_buffers(len(records), payloads)
+        for record in records:
+            if len(record.chain_hash) != 32 or len(record.parent) != 32:
+                raise ValueError("chain_hash and parent must be 32 bytes")
+            if len(record.tokens) > 4 * self.superblock.block_size or len(record.tokens) % 4:
+                raise ValueError(f"tokens must be at most {self.superblock.block_size} u32")
+        with self._inside() as is_open:
+            if not is_open:
+                return [Outcome.CLOSED] * len(records)
+            outcomes = self._writer.write(records, payloads)
+            with self._lock:
+                self._count("write", outcomes)
+        return outcomes
+
+    def discard(self, hashes: Sequence[ChainHash]) -> None:
+        """Forget blocks (found bad, or asked to)."""
+        with self._inside() as is_open:
+            if is_open:
+                self._writer.discard(hashes)
+
+    def reset(self) -> None:
+        """Forget every block, on disk too; writes under way end as EPOCH."""
+        with self._inside() as is_open:
+            if is_open:
+                self._writer.reset()
+
+    # Looking after it.
+
+    def stats(self) -> Mapping[str, int]:
+        """Counts since open: read_{outcome}, write_{outcome}, evicted, recovered; and slots by state now."""
+        with self._lock:
+            slots = {f"slots_{state}": count for state, count in self._blocks.counts().items()}
+            counts = {**self._counts, **slots, "evicted": self._blocks.num_evicted}
+        return {**counts, "recovered": self.num_recovered, "slots": self.superblock.num_slots}
+
+    def check(self) -> None:
+        """Raise AssertionError where index, slots and mirrored table disagree; a full scan, no I/O. For idle stores."""
+        with self._lock:
+            self._blocks.check()
+            counts = self._blocks.counts()
+            assert min(counts.values()) >= 0, f"slot counts: {counts}"
+            slots = list(self._blocks.index.values())
+            assert self._rows["chain_hash"][slots].tolist() == list(self._blocks.index), "the mirror names other blocks"
+
+    def verify(self) -> VerifyReport:
+        """Read the whole slab and compare it with what is believed of it; repairs nothing. For tools, when idle."""
+        with self._lock:
+            held = sorted(self._blocks.index.items(), key=lambda item: item[1])
+        bad_payloads, unreadable = [], []
+        buffer = memoryview(bytearray(self.superblock.slot_bytes))
+        for chain_hash, slot in held:
+            try:
+                self._payload.read(self.superblock.payload_offset(slot), [buffer])
+            except OSError:
+                unreadable.append(chain_hash)
+            else:
+                if checksum(buffer) != int(self._rows["payload_checksum"][slot]):
+                    bad_payloads.append(chain_hash)
+        try:
+            on_disk = read_rows(self._io, self._file.fd, self.superblock)
+            bad_rows = [
+                chain_hash for chain_hash, slot in held if on_disk[slot].tobytes() != self._rows[slot].tobytes()
+            ]
+        except OSError:
+            bad_rows = [chain_hash for chain_hash, _ in held]
+        return VerifyReport(self.superblock.num_slots, len(held), bad_payloads, bad_rows, unreadable)
+
+    def close(self) -> None:
+        """Wait for calls under way, then release file and lock; idempotent. A call that hangs keeps both."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if not self._left.wait_for(lambda: self._num_inside == 0, _CLOSE_SECONDS):
+                # Closing now could hand the descriptor's number to another file under a call that still uses it.
+                _log.warning("kvtier: [file] %s: %d calls hang; its file stays open", self.path, self._num_inside)
+                return
+        self._payload.close()
+        release(self._io, self._file)
+
+    @contextmanager
+    def _inside(self) -> Iterator[bool]:
+        """Whether the store is open; it then stays so until the block ends."""
+        with self._lock:
+            if self._closed:
+                is_open = False
+            else:
+                is_open = True
+                self._num_inside += 1
+        try:
+            yield is_open
+        finally:
+            if is_open:
+                with self._lock:
+                    self._num_inside -= 1
+                    self._left.notify_all()
+
+    def _count(self, direction: str, results: Sequence[BlockRecord | Outcome]) -> None:
+        for result in results:
+            self._counts[f"{direction}_{Outcome.OK if isinstance(result, BlockRecord) else result}"] += 1
+
+    def _require_buffers(self, count: int, buffers: Sequence[memoryview]) -> None:
+        if len(buffers) != count or any(buffer.nbytes != self.superblock.slot_bytes for buffer in buffers):
+            raise ValueError(f"one buffer of {self.superblock.slot_bytes} bytes per block")
+
+
+def _verified(record: BlockRecord, chain_hash: ChainHash, payload: memoryview) -> BlockRecord | Outcome:
+    if record.chain_hash != chain_hash:
+        return Outcome.KEY_MISMATCH
+    return record if checksum(payload) == record.checksum else Outcome.CHECKSUM

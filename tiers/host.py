@@ -1,0 +1,257 @@
+"""L2: one region of host memory cut into slots, pre-faulted in the background and pinned where CUDA is there."""
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers import memory
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.pool import SlotPool
+from kvtier.tiers.tier import BlockRecord
+
+logger = logging.getLogger(__name__)
+
+_PREFAULT_PIECE: Final = 32 << 20  # bytes per madvise: some 10 ms, so that close() need not wait longer
+_REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class PinRuntime(Protocol):
+    """The two calls of the CUDA runtime that pinning needs; `cupy.cuda.runtime` is one."""
+
+    def hostRegister(self, ptr: int, size: int, flags: int) -> None:
+        """Page-lock [ptr, ptr + size) and make it known to the device; raises where it cannot."""
+
+    def hostUnregister(self, ptr: int) -> None:
+        """Undo `hostRegister`."""
+
+
+class HostRegion:
+    """`num_slots` slots of `slot_bytes` in one mapping, each starting on a 4 KiB boundary.
+
+    Private regions are anonymous with huge pages advised and absent from forked children; shared ones are a memfd
+    sealed against shrinking and growing, so that no process can make another's reads fault.
+    """
+
+    def __init__(self, mapping: mmap.mmap, num_slots: int, slot_bytes: int, fd: int | None) -> None:
+        """Take a mapping over; use `allocate` or `attach`."""
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self.slot_stride = slot_stride(slot_bytes)
+        self.fd = fd
+        self._mapping = mapping
+        self._view = memoryview(mapping)
+        flat = np.frombuffer(mapping, np.uint8, num_slots * self.slot_stride)
+        self.array: NDArray[np.uint8] = flat.reshape(num_slots, self.slot_stride)
+        self._pinned_by: PinRuntime | None = None
+        self._closing = threading.Event()
+        self._prefault_thread: threading.Thread | None = None
+
+    @classmethod
+    def allocate(
+        cls, num_slots: int, slot_bytes: int, *, shared: bool = False, huge_pages: bool = True, prefault: bool = True
+    ) -> "HostRegion":
+        """Map `num_slots` slots of `slot_bytes`, rounded up to 4 KiB (`slot_stride`).
+
+        Pre-faulting goes on in a thread; the region is usable at once. Raises ConfigError where memory is too small.
+        """
+        if num_slots < 1 or slot_bytes < 1:
+            raise ConfigError(f"[host] size holds {num_slots} slots of {slot_bytes} bytes: raise it to a block or more")
+        size = num_slots * slot_stride(slot_bytes)
+        _require_memory(size)
+        fd = _create_memfd(size) if shared else None
+        try:
+            region = cls(_map(size, fd, huge_pages), num_slots, slot_bytes, fd)
+        except OSError as error:
+            if fd is not None:
+                os.close(fd)
+            raise _too_large(size, available_bytes()) from error
+        if huge_pages:
+            memory.advise_huge_pages(region.address, size)
+        if not shared:
+            memory.advise_no_fork(region.address, size)
+        if prefault:
+            region._prefault_thread = threading.Thread(target=region._prefault, name="kvtier-prefault", daemon=True)
+            region._prefault_thread.start()
+        return region
+
+    @classmethod
+    def attach(cls, fd: int, num_slots: int, slot_bytes: int) -> "HostRegion":
+        """Map another process's shared region by its file descriptor, which stays the caller's.
+
+        Raises ConfigError if the file is not sealed or not exactly as large as the slots need.
+        """
+        size, actual = num_slots * slot_stride(slot_bytes), os.fstat(fd).st_size
+        if actual != size or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            needed = f"{num_slots} slots of {slot_bytes} bytes need a sealed {size}"
+            raise ConfigError(f"shared region of {actual} bytes: {needed}")
+        return cls(_map(size, fd, huge_pages=False), num_slots, slot_bytes, os.dup(fd))
+
+    @property
+    def region_id(self) -> int:
+        """Names the region across processes: the shared file's inode, 0 for a private region."""
+        return os.fstat(self.fd).st_ino if self.fd is not None else 0
+
+    @property
+    def address(self) -> int:
+        """Where slot 0 starts in this process."""
+        return int(self.array.ctypes.data)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the device may copy from and to the region asynchronously."""
+        return self._pinned_by is not None
+
+    def slot(self, index: int) -> memoryview:
+        """The writable bytes of one slot, exactly `slot_bytes` long. IndexError outside the region."""
+        if not 0 <= index < self.num_slots:
+            raise IndexError(f"slot {index}: the region has {self.num_slots}")
+        start = index * self.slot_stride
+        return self._view[start : start + self.slot_bytes]
+
+    def pin(self, runtime: PinRuntime | None = None) -> bool:
+        """Register the region with CUDA at its exact size; True if it is pinned now.
+
+        Without a CUDA device a no-op. Where registering fails the region stays pageable, with one warning: copies
+        then work, but block the thread that makes them.
+        """
+        runtime = runtime or cuda_runtime()
+        if self.pinned or runtime is None:
+            return self.pinned
+        self.wait_prefaulted(None)  # pinning faults pages one by one; populated ones it only takes
+        try:
+            runtime.hostRegister(self.address, self.array.nbytes, _REGISTER_PORTABLE)
+        except RuntimeError as error:  # CuPy's CUDARuntimeError is one
+            logger.warning(
+                "[host] %s could not be pinned, copies stay pageable and slow (%s); lower [host] size or raise `ulimit -l`",
+                _gib(self.array.nbytes),
+                error,
+            )
+            return False
+        self._pinned_by = runtime
+        return True
+
+    def wait_prefaulted(self, timeout: float | None = None) -> bool:
+        """Wait until every page was faulted in or the attempt ended; False if `timeout` seconds passed first."""
+        if self._prefault_thread is None:
+            return True
+        self._prefault_thread.join(timeout)
+        return not self._prefault_thread.is_alive()
+
+    def close(self) -> None:
+        """Unpin and unmap; idempotent. Memory still seen through a slot's view goes with the last such view."""
+        self._closing.set()
+        self.wait_prefaulted(None)
+        if self._pinned_by is not None:
+            with contextlib.suppress(RuntimeError):  # the driver may be shutting down, or its context be broken
+                self._pinned_by.hostUnregister(self.address)
+            self._pinned_by = None
+        self.array = np.empty((0, self.slot_stride), np.uint8)
+        self.num_slots = 0
+        with contextlib.suppress(BufferError):
+            self._view.release()
+            self._mapping.close()
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+    def _prefault(self) -> None:
+        """Thread: fault the region in, piece by piece, without the GIL."""
+        start, size = self.address, self.array.nbytes
+        for offset in range(0, size, _PREFAULT_PIECE):
+            if self._closing.is_set():
+                return
+            try:
+                memory.populate(start + offset, min(_PREFAULT_PIECE, size - offset))
+            except OSError as error:
+                logger.warning("[host] pre-fault stopped at %s: %s; first copies will be slower", _gib(offset), error)
+                return
+
+
+class HostTier:
+    """L2: the region's bytes, the pool that names its slots, and what is known of the block in each slot."""
+
+    def __init__(self, region: HostRegion, *, policy: str = "lru") -> None:
+        """Take the region over; `policy` is the pool's."""
+        self.region = region
+        self.pool = SlotPool(region.num_slots, policy=policy)
+        self.records: list[BlockRecord | None] = [None] * region.num_slots
+
+    def check(self) -> None:
+        """Raise AssertionError where the pool's conservation laws do not hold."""
+        self.pool.check()
+
+    def close(self) -> None:
+        """Give the memory back; idempotent."""
+        self.region.close()
+
+
+def cuda_runtime() -> PinRuntime | None:
+    """CuPy's CUDA runtime if it is installed and has a device, else None."""
+    try:
+        from cupy.cuda import runtime
+    except ImportError:
+        return None
+    try:
+        return runtime if runtime.getDeviceCount() > 0 else None
+    except RuntimeError:  # no driver
+        return None
+
+
+def available_bytes() -> int:
+    """Memory this process may still take: the kernel's estimate, bounded by its control group's limit."""
+    fields = dict(_meminfo())
+    limits = [fields.get("MemAvailable", 0)]
+    with contextlib.suppress(OSError, ValueError):  # no control group, or its limit is "max"
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limits)
+
+
+def _meminfo() -> Iterator[tuple[str, int]]:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if value.endswith(" kB"):
+            yield name, int(value[:-3]) * 1024
+
+
+def _require_memory(size: int) -> None:
+    available = available_bytes()
+    if size > available:
+        raise _too_large(size, available)
+
+
+def _too_large(size: int, available: int) -> ConfigError:
+    return ConfigError(f"[host] size {_gib(size)}: only {_gib(available)} of memory is available; lower [host] size")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
+
+
+def slot_stride(slot_bytes: int) -> int:
+    """Bytes from one slot to the next: `slot_bytes` rounded up to 4 KiB."""
+    return -(-slot_bytes // memory.PAGE) * memory.PAGE
+
+
+def _map(size: int, fd: int | None, huge_pages: bool) -> mmap.mmap:
+    if fd is not None:
+        return mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
+    if huge_pages and size >= memory.HUGE_PAGE:  # only whole huge pages are placed on their boundary
+        size = -(-size // memory.HUGE_PAGE) * memory.HUGE_PAGE
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _create_memfd(size: int) -> int:
+    fd = os.memfd_create("kvtier-l2", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd

@@ -1,0 +1,160 @@
+"""What a model's KV depends on, and its fingerprint: blocks under different fingerprints never meet."""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Final
+
+import msgpack
+
+from kvtier.tiers.errors import ConfigError
+
+FORMAT_VERSION: Final = 1  # of the canonical block layout and of how blocks are named
+
+_KINDS: Final = ("full", "sliding", "mla", "state")
+_REVISION: Final = re.compile(r"([a-z0-9]+:)?[0-9a-f]{16,128}")
+_CONFIG_DIGEST: Final = re.compile(r"(length-rope:)?[0-9a-f]{64}")
+_LENGTH_ROPE: Final = "length-rope:"
+
+# RoPE whose frequencies are fixed when the model is built. Any other kind ("dynamic", "longrope", one yet unknown) may
+# depend on the length of the sequence: then equal tokens don't mean equal KV.
+_STATIC_ROPE: Final = frozenset({"default", "linear", "llama3", "mrope", "proportional", "yarn"})
+
+# Of a model's configuration: names and switches that leave KV alone, and the dtype, which is a field of its own and
+# changed its name between transformers 4 and 5.
+_NOT_KV: Final = frozenset(
+    {"dtype", "name_or_path", "output_attentions", "output_hidden_states", "return_dict", "torch_dtype"}
+    | {"transformers_version", "use_cache"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIdentity:
+    """Everything that changes the bytes of one KV group's blocks. ConfigError where a field cannot be right.
+
+    Ranges are half-open. None means "does not apply" and is left out of the fingerprint, so that a field added later
+    with None as its default keeps old fingerprints valid.
+    """
+
+    model: str  # its name, for people; the next two say what it is
+    revision: str  # commit or digest of the weights, in hex, an "algorithm:" before it allowed; never a branch's name
+    config_digest: str  # `config_digest()` of the model's configuration
+    dtype: str  # of the weights
+    kv_dtype: str  # of the stored KV
+    compute_dtype: str
+    num_kv_heads: int  # in one block: those of the ranks in `tp_ranks` together
+    head_dim: int
+    block_size: int  # tokens
+    layers: tuple[int, ...]  # global indices of this group's layers, ascending
+    kv_scales: tuple[float, ...] | None = None  # of a quantised kv_dtype, K and V per layer
+    quantization: str | None = None  # of the weights: method and its settings
+    rope_factor: float | None = None  # the chosen factor, where RoPE depends on the length
+    kind: str = "full"  # or "sliding", "mla", "state"
+    window: int | None = None  # tokens, of a sliding group
+    tp_ranks: tuple[int, int] = (0, 1)  # the tensor-parallel ranks whose parts make up a block, in this order
+    tp_size: int = 1
+    pp_stages: tuple[int, int] = (0, 1)  # the pipeline stages that hold `layers`
+    pp_size: int = 1
+    layout: str = "block-first"  # [layers, 2, block_size, num_kv_heads, head_dim], C-contiguous
+    hash_scheme: str = "sha256"  # "xxh3", or a foreign scheme's name (`key_schemes.py`)
+    format_version: int = FORMAT_VERSION
+    epoch: int = 0  # bump it to leave everything stored so far behind
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        self._check_numbers()
+        if self.kind not in _KINDS:
+            raise _bad("kind", self.kind, f"use one of {', '.join(_KINDS)}")
+        if (self.kind == "sliding") != (self.window is not None):
+            raise _bad("window", self.window, f"kind {self.kind!r}: only a sliding group has one, and always")
+        if not self.layers or self.layers[0] < 0 or any(a >= b for a, b in pairwise(self.layers)):
+            raise _bad("layers", self.layers, "name the group's global layer indices in ascending order")
+        for field, size in (("tp_ranks", self.tp_size), ("pp_stages", self.pp_size)):
+            first, stop = getattr(self, field)
+            if not 0 <= first < stop <= size:
+                raise _bad(field, (first, stop), f"give a half-open range within the {size} there are")
+
+    def fingerprint(self) -> bytes:
+        """32 bytes: SHA-256 of the fields as a msgpack map, its keys sorted, None left out, 2.0 as 2."""
+        return hashlib.sha256(msgpack.packb(_normal(asdict(self), "identity"))).digest()
+
+    def _check_names(self) -> None:
+        for field in ("model", "dtype", "kv_dtype", "compute_dtype", "layout", "hash_scheme"):
+            if not getattr(self, field):
+                raise _bad(field, "", "give its name")
+        if not _REVISION.fullmatch(self.revision):
+            mend = "give the commit or the digest of the weights in hex (16 digits or more): a branch's name may move"
+            raise _bad("revision", self.revision, mend)
+        if not _CONFIG_DIGEST.fullmatch(self.config_digest):
+            raise _bad("config_digest", self.config_digest, "give the result of config_digest()")
+        if self.config_digest.startswith(_LENGTH_ROPE) and self.rope_factor is None:
+            mend = "this model's RoPE depends on the sequence's length; name the one factor in use, or don't cache it"
+            raise _bad("rope_factor", None, mend)
+
+    def _check_numbers(self) -> None:
+        fields = ("num_kv_heads", "head_dim", "block_size", "tp_size", "pp_size", "format_version")
+        for field, least in (*((field, 1) for field in fields), ("window", 1), ("epoch", 0)):
+            value = getattr(self, field)
+            if value is not None and value < least:
+                raise _bad(field, value, f"must be at least {least}")
+
+
+def config_digest(config: Mapping[str, object]) -> str:
+    """SHA-256 (hex) of a model's configuration, with "length-rope:" before it where RoPE depends on the length.
+
+    `config` is what `config.json` or `PretrainedConfig.to_dict()` holds. Order, tuples for lists, 1.0 for 1 and None
+    for nothing make no difference, nor do names and switches that leave KV alone. TypeError names a value it cannot
+    digest.
+    """
+    digest = hashlib.sha256(msgpack.packb(_normal(_kv_part(config), "config"))).hexdigest()
+    return f"{_LENGTH_ROPE}{digest}" if any(kind not in _STATIC_ROPE for kind in _rope_kinds(config)) else digest
+
+
+def _bad(field: str, value: object, mend: str) -> ConfigError:
+    return ConfigError(f"model identity, {field} {value!r}: {mend}")
+
+
+def _kv_part(config: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in config.items() if key not in _NOT_KV and not key.startswith("_")}
+
+
+def _normal(value: object, path: str) -> object:
+    """The value in the one form that all ways to write it share."""
+    if isinstance(value, Mapping):
+        named = {str(key): item for key, item in value.items()}
+        named = _kv_part(named) if "model_type" in named else named  # a model inside a model
+        return {key: _normal(named[key], f"{path}.{key}") for key in sorted(named) if named[key] is not None}
+    if isinstance(value, set | frozenset):
+        return sorted(str(item) for item in value)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_normal(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) >= 2**63:
+        return float(value)  # 64 bits are what msgpack has
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise TypeError(f"{path}: no way to digest a {type(value).__name__}; convert the configuration to plain values")
+
+
+def _rope_kinds(config: Mapping[str, object]) -> set[str]:
+    """Every kind of RoPE the configuration names, in parts of a composite model and per layer kind too."""
+    kinds: set[str] = set()
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            if key in ("rope_scaling", "rope_parameters"):
+                kinds |= _scaling_kinds(value)
+            else:
+                kinds |= _rope_kinds(value)
+    return kinds
+
+
+def _scaling_kinds(scaling: Mapping[str, object]) -> set[str]:
+    kind = scaling.get("rope_type", scaling.get("type"))
+    kinds = {str(kind)} if kind is not None else set()
+    for value in scaling.values():
+        if isinstance(value, Mapping):  # transformers 5: one for each kind of layer
+            kinds |= _scaling_kinds(value)
+    return kinds

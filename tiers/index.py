@@ -1,0 +1,152 @@
+"""HashIndex: which slot holds which chain hash, for whole batches at a time, in numpy.
+
+A dict of a million 32-byte keys costs one or more cache misses per key, one after the other, and 160 bytes per entry.
+Here a batch's misses overlap: a bucket is one cache line of eight entries, and one gather fetches all buckets at once.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers.tier import ChainHash
+
+Slots = NDArray[np.int64]
+Words = NDArray[np.uint64]
+
+HASH_BYTES: Final = 32
+_WAYS: Final = 4
+_SLOT_BITS: Final = np.uint64(32)
+_SLOT_MASK: Final = np.uint64((1 << 32) - 1)
+_EMPTY: Final = np.uint64(0)
+_ALL_EQUAL: Final = np.uint32(0x01010101)  # four True bytes
+# Odd constants: keys that are no good hashes (a counter, zero padding) must spread over the buckets all the same.
+_MIX: Final = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
+
+
+def to_words(hashes: Sequence[ChainHash]) -> Words:
+    """Chain hashes as `[n, 4]` uint64. ValueError if they are not 32 bytes each."""
+    joined = b"".join(hashes)
+    if len(joined) != HASH_BYTES * len(hashes):
+        raise ValueError(f"chain hashes of {sorted(set(map(len, hashes)))} bytes: must be {HASH_BYTES}")
+    return np.frombuffer(joined, np.uint64).reshape(-1, 4)
+
+
+class HashIndex:
+    """Names of slots: at most one per slot, and one slot per name. Amortised O(1) per name; takes no lock.
+
+    An entry is the low half of the name's mixed word (the tag) above slot + 1; a match is verified against the
+    whole name. Names whose bucket is full live in a dict, with a count per bucket that says when to look there.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        bits = max(1, (num_slots - 1).bit_length())  # one to two entries per bucket in a full pool
+        self._shift = np.uint64(64 - bits)
+        self._entries = np.zeros(_WAYS << bits, np.uint64)
+        self._buckets = self._entries.reshape(-1, _WAYS)
+        self._names = np.zeros((num_slots, 4), np.uint64)
+        self._where = np.full(num_slots, -1, np.int64)  # a slot's entry, -1 if it has none
+        self._stash: dict[ChainHash, int] = {}
+        self._num_stashed = np.zeros(1 << bits, np.int32)  # per bucket
+        self.num_names = 0
+
+    def find(self, words: Words) -> Slots:
+        """The slot of each name, -1 where there is none."""
+        mixed = words @ _MIX
+        buckets = (mixed >> self._shift).astype(np.int64)
+        rows = self._buckets.take(buckets, 0)
+        matches = np.flatnonzero((rows >> _SLOT_BITS) == (mixed & _SLOT_MASK)[:, None])
+        slots = (rows.reshape(-1)[matches] & _SLOT_MASK).astype(np.int64) - 1
+        at = matches // _WAYS
+        same = (self._names.take(slots, 0, mode="wrap") == words.take(at, 0)).view(np.uint32).reshape(-1) == _ALL_EQUAL
+        same &= slots >= 0  # a tag of 0 matches empty entries
+        if len(slots) == len(words) and same.all():
+            return slots
+        found = np.full(len(words), -1, np.int64)
+        found[at[same]] = slots[same]
+        if self._stash:
+            for i in np.flatnonzero((found < 0) & (self._num_stashed[buckets] > 0)).tolist():
+                found[i] = self._stash.get(words[i].tobytes(), -1)
+        return found
+
+    def add(self, words: Words, slots: Slots) -> bool:
+        """Name slots that have no name. The names are not in the index; False, and no change, if one comes twice."""
+        self._names[slots] = words
+        mixed = words @ _MIX
+        buckets = (mixed >> self._shift).astype(np.int64)
+        entries = ((mixed & _SLOT_MASK) << _SLOT_BITS) | (slots + 1).astype(np.uint64)
+        places = buckets * _WAYS + (self._buckets.take(buckets, 0) == _EMPTY).argmax(1)
+        vacant = self._entries.take(places) == _EMPTY
+        if not vacant.all():  # a full bucket: argmax pointed at its first entry
+            self._entries[places[vacant]] = entries[vacant]
+        else:
+            self._entries[places] = entries
+        entered = self._entries.take(places) == entries  # of two names that chose the same entry one lost
+        self._where[slots] = np.where(entered, places, -1)
+        left = np.flatnonzero(~entered).tolist()
+        for n, i in enumerate(left):
+            if not self._add_one(words[i], int(slots[i]), int(buckets[i]), entries[i]):
+                self._clear(np.delete(slots, left[n:]))
+                return False
+        self.num_names += len(slots)
+        return True
+
+    def remove(self, slots: Slots) -> None:
+        """Take the slots' names away; each has one."""
+        self._clear(slots)
+        self.num_names -= len(slots)
+
+    def names(self, slots: Slots) -> list[ChainHash]:
+        """The names of slots that have one, or had one last."""
+        joined = self._names[slots].tobytes()
+        return [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]
+
+    def words(self, slots: Slots) -> Words:
+        """The names of slots as `[n, 4]` uint64."""
+        return self._names.take(slots, 0)
+
+    def reset(self) -> None:
+        """Forget every name."""
+        self._entries[:] = _EMPTY
+        self._where[:] = -1
+        self._stash.clear()
+        self._num_stashed[:] = 0
+        self.num_names = 0
+
+    def check(self, named: Slots) -> None:
+        """Raise AssertionError unless exactly these slots have names, each found by its name."""
+        assert self.num_names == len(named), f"{self.num_names} names for {len(named)} slots"
+        assert np.count_nonzero(self._entries) + len(self._stash) == len(named), "entries left over"
+        assert (self.find(self._names[named]) == named).all(), "a name leads to another slot"
+        assert self._num_stashed.sum() == len(self._stash), "stash count"
+
+    def _clear(self, slots: Slots) -> None:
+        where = self._where[slots]
+        if self._stash and where.min() < 0:
+            stashed = slots[where < 0]
+            for name in self.names(stashed):
+                del self._stash[name]
+            buckets = ((self._names[stashed] @ _MIX) >> self._shift).astype(np.int64)
+            np.subtract.at(self._num_stashed, buckets, np.ones(1, np.int32))
+            slots, where = slots[where >= 0], where[where >= 0]
+        self._entries[where] = _EMPTY
+        self._where[slots] = -1
+
+    def _add_one(self, words: Words, slot: int, bucket: int, entry: np.uint64) -> bool:
+        """Enter one name. False if the bucket or the stash has it already."""
+        row: list[int] = self._buckets[bucket].tolist()
+        for other in row:
+            if other and other >> 32 == int(entry) >> 32 and (self._names[(other & 0xFFFFFFFF) - 1] == words).all():
+                return False
+        if 0 in row:
+            place = bucket * _WAYS + row.index(0)
+            self._entries[place] = entry
+            self._where[slot] = place
+            return True
+        name = words.tobytes()
+        if name in self._stash:
+            return False
+        self._stash[name] = slot
+        self._num_stashed[bucket] += 1
+        return True

@@ -1,0 +1,161 @@
+"""The dialects in which other engines name blocks: Dynamo's xxh3-64, vLLM's sha256_cbor, SGLang's pages.
+
+Each is held to golden vectors of the engine itself. Tokens as in `chain.py`, with its errors; only full blocks count.
+Under such an engine its own hashes are the keys, in our fingerprint's namespace: name the scheme in `hash_scheme`.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, TypeAlias
+
+import xxhash
+
+from kvtier.tiers.chain import Tokens, pack_tokens, token_array
+
+# --- Dynamo: a local hash of each block by itself, and a sequence hash chained over the local ones -------------------
+
+_DYNAMO_SEED: Final = 1337
+_U64: Final = 2**64 - 1
+
+
+def dynamo_seed(lora_name: str | None = None, namespace: str | None = None) -> int:
+    """The seed of local hashes: 1337 plus what the adapter and the namespace add, modulo 2**64."""
+    lora = 0 if lora_name is None else xxhash.xxh3_64_intdigest(lora_name.encode(), 0)
+    tenant = 0 if namespace is None else xxhash.xxh3_64_intdigest(namespace.encode(), 1)
+    return (_DYNAMO_SEED + lora + tenant) & _U64
+
+
+def dynamo_local_hashes(tokens: Tokens, block_size: int, seed: int = _DYNAMO_SEED) -> list[int]:
+    """Each full block's hash by itself, unsigned 64-bit; `seed` from `dynamo_seed`."""
+    return [xxhash.xxh3_64_intdigest(block, seed) for block in _packed_blocks(tokens, block_size)]
+
+
+def dynamo_sequence_hashes(local_hashes: Sequence[int]) -> list[int]:
+    """The chained hashes of a prefix, from its first block on: the first equals its local hash."""
+    hashes = list(local_hashes[:1])
+    for local in local_hashes[1:]:
+        hashes.append(xxhash.xxh3_64_intdigest(struct.pack("<QQ", hashes[-1], local), _DYNAMO_SEED))
+    return hashes
+
+
+# --- vLLM: SHA-256 of the canonical CBOR of (parent, tokens, extra keys) ---------------------------------------------
+
+CborItem: TypeAlias = "None | int | str | bytes | Sequence[CborItem]"
+"""What vLLM's keys are made of. Other types are a TypeError."""
+
+VLLM_DEFAULT_SEED: Final = "vllm-none-hash"
+
+
+class VllmKeys:
+    """vLLM's `sha256_cbor` block hashes, 32 bytes each.
+
+    `seed` is the engine's `$PYTHONHASHSEED`, or None where that is not set. Releases before mid-2026 then took random
+    bytes: such keys name nothing in another process, so that engine must be given the variable.
+    """
+
+    def __init__(self, seed: str | None = None) -> None:
+        self.none_hash: Final = _cbor_digest(VLLM_DEFAULT_SEED if seed is None else seed)
+
+    @property
+    def scheme(self) -> str:
+        """For `ModelIdentity.hash_scheme`: the algorithm and what its chains begin with."""
+        return f"vllm-sha256_cbor-{self.none_hash.hex()}"
+
+    def hashes(
+        self, tokens: Tokens, block_size: int, extra_keys: Mapping[int, Sequence[CborItem]] | None = None
+    ) -> list[bytes]:
+        """Hashes of the full blocks; `extra_keys` maps a block's index to its keys in vLLM's order.
+
+        That order is LoRA, images, cache salt, prompt embeddings. Releases before mid-2026 had the keys untagged:
+        `("t1",)` for `(("cache_salt", "t1"),)`.
+        """
+        _check_block_size(block_size)
+        ids = token_array(tokens)
+        extra = extra_keys or {}
+        parent, hashes = self.none_hash, []
+        for block in range(len(ids) // block_size):
+            words = ids[block * block_size : (block + 1) * block_size]
+            parent = _cbor_digest((parent, words, extra.get(block) or None))
+            hashes.append(parent)
+        return hashes
+
+
+def vllm_event_hash(digest: bytes) -> int:
+    """How vLLM's KV events name a block: the last 8 bytes, big-endian, unsigned."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+def _cbor_digest(item: CborItem) -> bytes:
+    return hashlib.sha256(cbor(item)).digest()
+
+
+def cbor(item: CborItem) -> bytes:
+    """Canonical CBOR (RFC 8949 §4.2.1) of the few types vLLM hashes: None, integers, text, bytes, arrays of these."""
+    if item is None:
+        return b"\xf6"
+    if isinstance(item, bool):
+        raise TypeError("cbor: no bool in a block's keys")
+    if isinstance(item, int):
+        return _cbor_head(0, item) if item >= 0 else _cbor_head(1, -1 - item)
+    if isinstance(item, bytes):
+        return _cbor_head(2, len(item)) + item
+    if isinstance(item, str):
+        text = item.encode()
+        return _cbor_head(3, len(text)) + text
+    if isinstance(item, Sequence):
+        return _cbor_head(4, len(item)) + b"".join(map(cbor, item))
+    raise TypeError(f"cbor: no {type(item).__name__} in a block's keys")
+
+
+def _cbor_head(major: int, value: int) -> bytes:
+    """Major type and value in as few bytes as it takes."""
+    if value < 24:
+        return bytes((major << 5 | value,))
+    for code, num_bytes in ((24, 1), (25, 2), (26, 4), (27, 8)):
+        if value < 1 << 8 * num_bytes:
+            return bytes((major << 5 | code,)) + value.to_bytes(num_bytes, "big")
+    raise ValueError(f"cbor: {value} does not fit in 64 bits")
+
+
+# --- SGLang: SHA-256 of (prior digest ‖ tokens), without a prior for the first page ----------------------------------
+
+_SGLANG_NAMESPACE: Final = b"sglang-cache-namespace-v1"
+
+
+def sglang_prior(extra_key: str | None = None, cache_salt: str | None = None) -> bytes:
+    """What comes before the first page's tokens: nothing, or 32 bytes that stand for the key and the salt."""
+    if extra_key is None and cache_salt is None:
+        return b""
+    digest = hashlib.sha256(_SGLANG_NAMESPACE)
+    for text in (extra_key, cache_salt):
+        value = None if text is None else text.encode()
+        digest.update(b"\x00" if value is None else b"\x01" + struct.pack("<Q", len(value)) + value)
+    return digest.digest()
+
+
+def sglang_hashes(tokens: Tokens, page_size: int, prior: bytes = b"") -> list[bytes]:
+    """Hashes of the full pages, 32 bytes each; SGLang writes them as hex. `prior` from `sglang_prior`."""
+    hashes = []
+    for page in _packed_blocks(tokens, page_size):
+        prior = hashlib.sha256(prior + page).digest()
+        hashes.append(prior)
+    return hashes
+
+
+def sglang_event_hash(digest: bytes) -> int:
+    """How SGLang's KV events name a page: the first 8 bytes, big-endian, signed."""
+    return int.from_bytes(digest[:8], "big", signed=True)
+
+
+def _packed_blocks(tokens: Tokens, block_size: int) -> Iterator[bytes]:
+    """The full blocks' tokens, u32 little-endian."""
+    _check_block_size(block_size)
+    packed = pack_tokens(tokens)
+    num_bytes = 4 * block_size
+    return (packed[i : i + num_bytes] for i in range(0, len(packed) - num_bytes + 1, num_bytes))
+
+
+def _check_block_size(block_size: int) -> None:
+    if block_size < 1:
+        raise ValueError(f"block_size {block_size}: must be at least 1")

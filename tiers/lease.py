@@ -1,0 +1,117 @@
+"""What a pool hands out: a `Reservation` of slots to fill, a `Lease` that protects blocks, and counts of its slots."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers.tier import ChainHash
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    """How many slots are in each state: free + filling + ready + quarantined is the pool's size."""
+
+    free: int
+    filling: int
+    ready: int
+    leased: int  # of the ready ones: those somebody holds a lease on
+    quarantined: int
+    dirty: int  # of the ready ones: those no lower tier holds
+
+
+@dataclass(eq=False)
+class Reservation:
+    """Slots taken for blocks that are not held yet, invisible until `SlotPool.seal`.
+
+    All lists run parallel, in chain order. As a context manager, and when it is dropped, it abandons what was neither
+    sealed nor quarantined. It is empty if every block asked for was held already.
+    """
+
+    hashes: list[ChainHash]
+    indices: list[int]  # positions in the hashes `reserve` was asked for
+    slots: NDArray[np.int64]
+    generations: NDArray[np.int64]
+    parents: list[ChainHash | None]
+    epoch: int = field(repr=False)  # the pool's count of resets when the slots were taken
+    num_open: int = field(repr=False)  # slots still filling
+    on_drop: "Callable[[Reservation], None]" = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def __enter__(self) -> "Reservation":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._drop()
+
+    def __del__(self) -> None:
+        self._drop()
+
+    def _drop(self) -> None:
+        if self.num_open and not sys.is_finalizing():
+            self.on_drop(self)
+
+
+class Lease:
+    """Protection of blocks from eviction: while it lives, its slots keep their bytes. Made by `SlotPool`.
+
+    `release` may be called any number of times, by any thread; a lease that is dropped instead counts as leaked.
+    """
+
+    __slots__ = ("_on_release", "generations", "hashes", "slots")
+
+    def __init__(
+        self,
+        hashes: list[ChainHash],
+        slots: NDArray[np.int64],
+        generations: NDArray[np.int64],
+        on_release: "Callable[[Lease, bool], None]",
+    ) -> None:
+        self.hashes = hashes
+        self.slots = slots  # in chain order
+        self.generations = generations
+        self._on_release: Callable[[Lease, bool], None] | None = on_release
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def __repr__(self) -> str:
+        return f"Lease({len(self)} blocks, {'released' if self.released else 'held'})"
+
+    @property
+    def released(self) -> bool:
+        """Whether the protection is over."""
+        return self._on_release is None
+
+    def release(self) -> None:
+        """End the protection: the chain's tail becomes evictable before its head. Idempotent."""
+        self._finish(leaked=False)
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._finish(leaked=len(self.hashes) > 0)
+
+    def _finish(self, *, leaked: bool) -> None:
+        on_release = self._on_release
+        if on_release is not None:
+            on_release(self, leaked)
+
+    def disarm(self) -> bool:
+        """Mark it released. True for the first caller only; the pool calls this under its lock."""
+        armed, self._on_release = self._on_release is not None, None
+        return armed

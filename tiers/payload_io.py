@@ -1,0 +1,155 @@
+"""Moves payloads between slab slots and scattered host slots in large calls: direct, buffered or mapped."""
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from kvtier.tiers.file_io import PAGE, FileIO, Mapping, address, read_all, write_all
+from kvtier.tiers.slab import round_up
+
+Mode = Literal["auto", "direct", "buffered", "mmap"]
+
+CALL_BYTES: Final = 8 << 20  # largest coalesced transfer
+_PROBE_BYTES: Final = 1 << 20
+_PROBE_SECONDS: Final = 0.1  # after this no further probe step is begun
+_WORTH: Final = 0.7  # O_DIRECT stays the choice unless buffered I/O is clearly faster
+
+
+class PayloadIO:
+    """Payload transfers of one slab file. Thread-safe; each thread has its own scratch memory.
+
+    Slots in the file are `slot_bytes` padded to 4 KiB, host slots are memoryviews of `slot_bytes` anywhere. In direct
+    mode a 4 KiB-aligned host slot is read and written in place, but for a last partial page; any other one goes
+    through scratch memory.
+    """
+
+    def __init__(self, io: FileIO, path: Path, table_fd: int, *, slot_bytes: int, mode: Mode) -> None:
+        """Raises OSError where the file cannot be opened; direct falls back to buffered where O_DIRECT is refused."""
+        self.mode = mode
+        self.slot_bytes = slot_bytes
+        self.stride = round_up(slot_bytes, PAGE)
+        self._io = io
+        self._fd = table_fd
+        self._own_fd: int | None = None
+        self._mapping: Mapping | None = None
+        self._scratch = threading.local()
+        if mode == "direct":
+            try:
+                self._fd = self._own_fd = io.open(path, os.O_RDWR | os.O_DIRECT)
+            except OSError:
+                self.mode = "buffered"
+        elif mode == "mmap":
+            self._mapping = Mapping(table_fd, io.size(table_fd))
+
+    def read(self, offset: int, into: Sequence[memoryview]) -> None:
+        """Read adjacent slots from `offset` on, one per buffer; OSError leaves the buffers in any state."""
+        iovecs, late = self._iovecs(into)
+        if self._mapping is not None:
+            mapping = self._mapping
+            read_all(_Mapped(mapping), self._fd, iovecs, offset)
+        else:
+            read_all(self._io, self._fd, iovecs, offset, PAGE if self.mode == "direct" else 1)
+        for scratch, place in late:
+            place[:] = scratch[: place.nbytes]
+
+    def write(self, offset: int, payloads: Sequence[memoryview]) -> None:
+        """Write adjacent slots from `offset` on; OSError leaves those slots in any state."""
+        iovecs, early = self._iovecs(payloads)
+        for scratch, place in early:
+            scratch[: place.nbytes] = place
+        write_all(self._io, self._fd, iovecs, offset, PAGE if self.mode == "direct" else 1)
+
+    def close(self) -> None:
+        """Give up the descriptor and the mapping; idempotent."""
+        if self._mapping is not None:
+            self._mapping.close()
+        if self._own_fd is not None:
+            self._io.close(self._own_fd)
+            self._own_fd = None
+
+    def _iovecs(self, buffers: Sequence[memoryview]) -> tuple[list[memoryview], list[tuple[memoryview, memoryview]]]:
+        """The iovecs of adjacent slots, and the (scratch, place) pairs whose bytes must be copied."""
+        if self.mode == "direct":
+            in_place = [address(buffer) % PAGE == 0 for buffer in buffers]
+            whole = self.slot_bytes // PAGE * PAGE
+        else:
+            in_place = [True] * len(buffers)
+            whole = self.slot_bytes
+        if whole == self.stride and all(in_place):
+            return list(buffers), []
+        scratch = self._scratch_of(len(buffers) * self.stride)
+        iovecs: list[memoryview] = []
+        copies: list[tuple[memoryview, memoryview]] = []
+        for index, buffer in enumerate(buffers):
+            kept = whole if in_place[index] else 0
+            spare = scratch[index * self.stride : (index + 1) * self.stride]
+            if kept:
+                iovecs.append(buffer[:kept])
+            if kept < self.stride:
+                iovecs.append(spare[kept:])
+            if kept < self.slot_bytes:
+                copies.append((spare[kept:], buffer[kept:]))
+        return iovecs, copies
+
+    def _scratch_of(self, num_bytes: int) -> memoryview:
+        """This thread's page-aligned scratch memory."""
+        memory: mmap.mmap | None = getattr(self._scratch, "memory", None)
+        if memory is None or len(memory) < num_bytes:
+            memory = mmap.mmap(-1, max(num_bytes, CALL_BYTES))
+            self._scratch.memory = memory
+        return memoryview(memory)
+
+
+class _Mapped(FileIO):
+    """Reads that come out of the mapping instead of the file."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        self._mapping = mapping
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return self._mapping.preadv(buffers, offset)
+
+
+def probe_mode(io: FileIO, directory: Path) -> Mode:
+    """`direct`, or `buffered` where O_DIRECT is refused or measures clearly slower; some 0.1 s, leaves nothing behind.
+
+    Buffered writes are measured with their fdatasync, buffered reads with the page cache dropped: what the disk does.
+    """
+    path = directory / f".kvtier-probe-{os.getpid()}"
+    try:
+        fd = io.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    except OSError:
+        return "direct"
+    direct_fd = None
+    try:
+        direct_fd = io.open(path, os.O_RDWR | os.O_DIRECT)
+        return _faster(io, fd, direct_fd)
+    except OSError:
+        return "buffered" if direct_fd is None else "direct"
+    finally:
+        path.unlink(missing_ok=True)
+        for opened in (fd, direct_fd):
+            if opened is not None:
+                io.close(opened)
+
+
+def _faster(io: FileIO, fd: int, direct_fd: int) -> Mode:
+    buffer = [memoryview(mmap.mmap(-1, _PROBE_BYTES))]
+    took = {fd: 0.0, direct_fd: 0.0}
+    begin = time.perf_counter()
+    io.allocate(fd, 0, _PROBE_BYTES)
+    write_all(io, direct_fd, buffer, 0, PAGE)  # not timed: the first write also converts the allocation
+    for round_fd in (direct_fd, fd, direct_fd, fd):
+        start = time.perf_counter()
+        if start - begin > _PROBE_SECONDS:
+            return "direct"
+        write_all(io, round_fd, buffer, 0, PAGE)
+        io.sync(round_fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        read_all(io, round_fd, buffer, 0, PAGE)
+        took[round_fd] += time.perf_counter() - start
+    return "buffered" if took[fd] < _WORTH * took[direct_fd] else "direct"

@@ -1,0 +1,278 @@
+"""The slab's write path: reserve → invalidate → payload → (sync) → entry → (sync) → findable; and forgetting."""
+
+import logging
+import mmap
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from kvtier.tiers import slab
+from kvtier.tiers.extents import Claim, ExtentMap, Run
+from kvtier.tiers.file_io import FileIO, write_all
+from kvtier.tiers.group_sync import GroupSync
+from kvtier.tiers.payload_io import CALL_BYTES, PayloadIO
+from kvtier.tiers.slab_file import FULL_ERRNOS, SlabFile, blank_rows, blank_slots
+from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+
+_log = logging.getLogger(__name__)
+_SCRUB_EXTENTS: Final = 64  # extents blanked per call of a reset
+
+
+class SlabWriter:
+    """Stores and forgets blocks of one open slab. Thread-safe: several threads write at once, each its own slots.
+
+    `blocks` and `rows` (the entry table in memory) change only under `lock`, which is never held across I/O.
+    """
+
+    def __init__(
+        self, io: FileIO, file: SlabFile, payload: PayloadIO, blocks: ExtentMap, rows: slab.Rows, lock: threading.Lock
+    ) -> None:
+        self._io = io
+        self._file = file
+        self._superblock = file.superblock
+        self._payload = payload
+        self._blocks = blocks
+        self._rows = rows
+        self._lock = lock
+        self.sync: GroupSync | None = None  # set: durable
+        self.next_seq = 1
+
+    def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
+        """`FileStore.write`, its arguments checked."""
+        outcomes = self._skip_held(records)
+        todo = [position for position, outcome in enumerate(outcomes) if outcome is Outcome.ABSENT]
+        runs, failure = self._reserve_all([records[position] for position in todo])
+        try:
+            stored, failed = self._store(
+                runs, [records[position] for position in todo], [payloads[position] for position in todo]
+            )
+        finally:
+            with self._lock:
+                for run in runs:
+                    self._blocks.leave(run.extent)
+        failure = failed or failure
+        for position, outcome in zip(todo, stored, strict=False):
+            outcomes[position] = outcome
+        for position in todo[len(stored) :]:
+            outcomes[position] = failure
+            # Nobody can reach the rest of the chain.
+            failure = Outcome.FULL if failure is Outcome.FULL else Outcome.PARENT_FAILED
+        return _answer_twins(records, outcomes)
+
+    def discard(self, hashes: Sequence[ChainHash]) -> None:
+        """Forget blocks, on disk too; where the disk refuses, they are found again at the next start."""
+        with self._lock:
+            dropped = (self._blocks.drop(chain_hash) for chain_hash in hashes)
+            slots = [slot for slot in dropped if slot is not None]
+        try:
+            blank_slots(self._io, self._file.fd, self._superblock, slots)
+        except OSError as error:
+            _log.warning("kvtier: [file] %s: %s while forgetting %d blocks", self._file.path, error, len(slots))
+        finally:
+            with self._lock:
+                for slot in slots:
+                    self._blocks.leave(slot // self._superblock.slots_per_extent)
+
+    def reset(self) -> None:
+        """Forget every block, on disk too; writes under way end as EPOCH."""
+        with self._lock:
+            extents = self._blocks.clear()
+        blank = True
+        for start in range(0, len(extents), _SCRUB_EXTENTS):
+            piece = extents[start : start + _SCRUB_EXTENTS]
+            try:
+                blank_rows(self._io, self._file.fd, self._superblock, piece)
+            except OSError as error:
+                _log.warning("kvtier: [file] %s: %s while forgetting every block", self._file.path, error)
+                blank = False
+            with self._lock:
+                self._blocks.scrubbed(piece, blank=blank)
+
+    def _skip_held(self, records: Sequence[BlockRecord]) -> list[Outcome]:
+        """OK for a block whose stored entry says the same, ABORTED for a twin within the batch, else ABSENT.
+
+        A block stored with other bytes is dropped: what is asked now is what will be found.
+        """
+        outcomes = [Outcome.ABSENT] * len(records)
+        differing: list[ChainHash] = []
+        with self._lock:
+            slots = [self._blocks.index.get(record.chain_hash, -1) for record in records]
+            held = [position for position, slot in enumerate(slots) if slot >= 0]
+            stored = slab.to_records(self._rows[[slots[position] for position in held]])
+            for position, entry in zip(held, stored, strict=True):
+                if entry == records[position]:
+                    outcomes[position] = Outcome.OK
+                    self._blocks.touch((slots[position],))
+                else:
+                    differing.append(entry.chain_hash)
+        if differing:
+            self.discard(differing)
+        seen: set[ChainHash] = set()
+        for position, record in enumerate(records):
+            if outcomes[position] is Outcome.ABSENT and record.chain_hash in seen:
+                outcomes[position] = Outcome.ABORTED
+            seen.add(record.chain_hash)
+        return outcomes
+
+    def _reserve_all(self, records: Sequence[BlockRecord]) -> tuple[list[Run], Outcome]:
+        """Slots for leading records, the head of the chain first; and why there are no more."""
+        runs: list[Run] = []
+        done = 0
+        hashes = [record.chain_hash for record in records]
+        try:
+            while done < len(records):
+                run = self._reserve(hashes[done:], records[done].parent)
+                if run is None:
+                    break
+                runs.append(run)
+                done += run.count
+        except OSError as error:
+            _log.debug("kvtier: [file] %s: %s while emptying an extent", self._file.path, error)
+            return runs, _outcome_of(error)
+        return runs, Outcome.FULL
+
+    def _reserve(self, hashes: Sequence[ChainHash], parent: ChainHash) -> Run | None:
+        """Slots for leading hashes; None: every extent is being written. OSError: an extent could not be emptied."""
+        while True:
+            with self._lock:
+                run = self._blocks.take(hashes, parent)
+                claim = None if run else self._blocks.claim()
+                if claim is None:
+                    return run or self._blocks.take_any(hashes)
+            kept = self._empty(claim)
+            with self._lock:
+                if not self._blocks.opened(claim):
+                    continue  # a reset took it back
+                again = self._blocks.take_in(claim.extent, claim.keep_hashes) if kept else None
+                run = self._blocks.take_in(claim.extent, hashes)
+            if again:
+                self._store_again(again, *kept)
+            return run
+
+    def _empty(self, claim: Claim) -> tuple[list[BlockRecord], list[memoryview]] | tuple[()]:
+        """Blank a claimed extent's rows; returns the blocks to be stored again, their bytes in memory."""
+        try:
+            kept = self._read_kept(claim) if claim.keep else ()
+            if claim.dirty:
+                blank_rows(self._io, self._file.fd, self._superblock, [claim.extent])
+        except OSError:
+            with self._lock:
+                self._blocks.unclaim(claim)
+            raise
+        return kept
+
+    def _read_kept(self, claim: Claim) -> tuple[list[BlockRecord], list[memoryview]] | tuple[()]:
+        stride = self._superblock.stride
+        memory = memoryview(mmap.mmap(-1, len(claim.keep) * stride))
+        buffers = [memory[i * stride : i * stride + self._superblock.slot_bytes] for i in range(len(claim.keep))]
+        try:
+            for slot, buffer in zip(claim.keep, buffers, strict=True):
+                self._payload.read(self._superblock.payload_offset(slot), [buffer])
+        except OSError:
+            return ()  # a second chance is a favour; the extent goes all the same
+        return slab.to_records(self._rows[claim.keep]), buffers
+
+    def _store_again(self, run: Run, records: list[BlockRecord], buffers: list[memoryview]) -> None:
+        try:
+            self._store([run], records, buffers)
+        finally:
+            with self._lock:
+                self._blocks.leave(run.extent)
+
+    def _store(
+        self, runs: Sequence[Run], records: Sequence[BlockRecord], payloads: Sequence[memoryview]
+    ) -> tuple[list[Outcome], Outcome | None]:
+        """Payloads, then entries, of leading records; outcomes of those stored, and what stopped the rest."""
+        done: list[Run] = []
+        count = 0
+        failure: Outcome | None = None
+        try:
+            for group in self._adjacent(runs):
+                size = sum(run.count for run in group)
+                self._payload.write(self._superblock.payload_offset(group[0].first), payloads[count : count + size])
+                done, count = [*done, *group], count + size
+        except OSError as error:
+            _log.debug("kvtier: [file] %s: %s while writing payloads", self._file.path, error)
+            failure = _outcome_of(error)
+        try:
+            return self._commit(done, records[:count]), failure
+        except OSError as error:
+            _log.debug("kvtier: [file] %s: %s while writing entries", self._file.path, error)
+            return [], _outcome_of(error)
+
+    def _commit(self, runs: Sequence[Run], records: Sequence[BlockRecord]) -> list[Outcome]:
+        """Write the entries of stored payloads and make them findable."""
+        if not runs:
+            return []
+        if self.sync:
+            self.sync()
+        slots = [slot for run in runs for slot in run.slots]
+        rows = slab.make_rows(self._superblock, slots, records)
+        with self._lock:
+            rows["seq"] = range(self.next_seq, self.next_seq + len(slots))
+            rows["generation"] = [self._blocks.generations[slot] for slot in slots]
+            self.next_seq += len(slots)
+        slab.seal_rows(rows, self._superblock)
+        done = 0
+        for group in self._adjacent(runs):
+            size = sum(run.count for run in group)
+            self._write_rows(group[0].first, rows[done : done + size])
+            done += size
+        if self.sync:
+            self.sync()
+        return self._publish(runs, records, rows)
+
+    def _publish(self, runs: Sequence[Run], records: Sequence[BlockRecord], rows: slab.Rows) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        late: list[int] = []
+        twins: list[int] = []
+        with self._lock:
+            done = 0
+            for run in runs:
+                part = slice(done, done + run.count)
+                done += run.count
+                if run.epoch != self._blocks.epoch:
+                    late.append(run.extent)
+                    outcomes += [Outcome.EPOCH] * run.count
+                    continue
+                self._rows[run.first : run.first + run.count] = rows[part]
+                twins += self._blocks.publish(run, [record.chain_hash for record in records[part]])
+                outcomes += [Outcome.OK] * run.count
+        if late:  # no writer of the new epoch is in these extents before we leave them
+            blank_rows(self._io, self._file.fd, self._superblock, sorted(set(late)))
+        blank_slots(self._io, self._file.fd, self._superblock, twins)
+        return outcomes
+
+    def _adjacent(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
+        """Runs that lie next to each other in the file, together at most CALL_BYTES."""
+        superblock = self._superblock
+        group: list[Run] = []
+        for run in runs:
+            last = group[-1] if group else None
+            size = sum(member.count for member in group) + run.count
+            if last and (
+                superblock.payload_offset(last.first) + last.count * superblock.stride
+                != superblock.payload_offset(run.first)
+                or last.first + last.count != run.first
+                or size * superblock.stride > CALL_BYTES
+            ):
+                yield group
+                group = []
+            group.append(run)
+        if group:
+            yield group
+
+    def _write_rows(self, first: int, rows: slab.Rows) -> None:
+        write_all(self._io, self._file.fd, [slab.byte_view(rows)], self._superblock.row_offset(first))
+
+
+def _outcome_of(error: OSError) -> Outcome:
+    return Outcome.FULL if error.errno in FULL_ERRNOS else Outcome.IO_ERROR
+
+
+def _answer_twins(records: Sequence[BlockRecord], outcomes: list[Outcome]) -> list[Outcome]:
+    """A block named twice in a batch was stored once: the second naming ends as the first did."""
+    first: dict[ChainHash, Outcome] = {}
+    for position, record in enumerate(records):
+        outcomes[position] = first.setdefault(record.chain_hash, outcomes[position])
+    return outcomes

@@ -1,0 +1,309 @@
+"""Asynchronous copies of blocks between L1 and L2: what a copy stream promises, its CPU twin and its test twin.
+
+Every stream keeps two queues, loads (L2 → L1) and stores (L1 → L2). Copies of one direction complete in the order they
+were given; the directions are independent. A call only enqueues; a failure is the event's `error`, never an exception.
+`CudaCopyStream` (cuda_transfer.py) is the third twin.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers.block_copier import CANCELLED, BlockCopier, BlockCopies, Direction
+from kvtier.tiers.host import HostRegion
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BlockCopies", "CopyEvent", "CopyStream", "HostCopyStream", "HostEvent", "ManualCopyStream"]
+
+MAX_QUEUED: Final = 1024  # copies per direction
+_LOOK_AGAIN: Final = 0.005  # seconds between looks at another stream's event that a copy waits for
+
+
+@runtime_checkable
+class CopyEvent(Protocol):
+    """The completion of one enqueued batch of copies, successful or not."""
+
+    @property
+    def error(self) -> str | None:
+        """Why the copy failed, its targets then hold rubbish; None while it is pending and after it succeeded."""
+
+    def done(self) -> bool:
+        """Whether the copy has ended."""
+
+    def wait(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for the end; False if it has not come."""
+
+
+class CopyStream(Protocol):
+    """Copies between the L1 tensor and the L2 region it was made with. Thread-safe."""
+
+    def load(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
+        """Enqueue L2 → L1 copies, to start after `after` (an event of this stream, or the device's own kind).
+
+        Without `after` they start after all compute the calling thread has issued so far (on a CPU that is over).
+        """
+
+    def store(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
+        """Enqueue L1 → L2 copies; `after` as in `load`. The blocks must stay unchanged until the event is done."""
+
+    def fence(self, event: CopyEvent, timeout: float) -> bool:
+        """Make compute that the calling thread issues from now on see the event's copy.
+
+        A device waits by itself and this returns True at once; a CPU waits here, up to `timeout` seconds.
+        """
+
+    def drain(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds until everything enqueued has ended; False if something has not."""
+
+    def close(self, timeout: float) -> None:
+        """Drain, then cancel what is left: its events fail. Later copies fail at once. Idempotent."""
+
+
+class HostEvent:
+    """A `CopyEvent` that a thread completes."""
+
+    __slots__ = ("_ended", "error")
+
+    def __init__(self) -> None:
+        """Start pending."""
+        self.error: str | None = None
+        self._ended = threading.Event()
+
+    def done(self) -> bool:
+        """Whether the copy has ended."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for the end; False if it has not come."""
+        return self._ended.wait(timeout)
+
+    def end(self, error: str | None = None) -> None:
+        """Complete, or fail with `error`."""
+        self.error = error
+        self._ended.set()
+
+
+@dataclass(slots=True)
+class _Task:
+    direction: Direction
+    copies: BlockCopies
+    after: CopyEvent | None
+    event: HostEvent
+
+    def ready(self) -> bool:
+        return self.after is None or self.after.done()
+
+    def run(self, copier: BlockCopier, cancelled: Callable[[], bool] = bool) -> str | None:
+        if self.after is not None and self.after.error is not None:
+            return f"what it waited for failed: {self.after.error}"
+        return copier.copy(self.direction, self.copies, cancelled)
+
+
+class HostCopyStream:
+    """The twin for an L1 in host memory: threads that copy without the GIL. Loads overtake queued stores.
+
+    Lock: `_changed` guards the queues and counters; never held during a copy.
+    """
+
+    def __init__(
+        self,
+        device: "torch.Tensor | NDArray[np.generic]",
+        region: HostRegion,
+        num_threads: int = 1,
+        *,
+        max_queued: int = MAX_QUEUED,
+    ) -> None:
+        """Start the threads. One keeps the order of each direction; more only pay with several memory channels."""
+        self._copier = BlockCopier(device, region)
+        self._max_queued = max_queued
+        self._changed = threading.Condition()
+        self._queues: dict[Direction, deque[_Task]] = {"load": deque(), "store": deque()}
+        self._num_running = 0
+        self._closed = False
+        self._cancelled = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"kvtier-copy-{i}", daemon=True) for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def load(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
+        """Enqueue L2 → L1 copies."""
+        return self._enqueue("load", copies, after)
+
+    def store(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
+        """Enqueue L1 → L2 copies."""
+        return self._enqueue("store", copies, after)
+
+    def fence(self, event: CopyEvent, timeout: float) -> bool:
+        """Wait for the event: compute on a CPU cannot wait by itself."""
+        return event.wait(timeout)
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until nothing is queued or running."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_pending(), timeout)
+
+    def close(self, timeout: float) -> None:
+        """Drain, then cancel; a copy under way ends within 32 MiB. Idempotent."""
+        with self._changed:
+            self._closed = True
+        self.drain(timeout)
+        with self._changed:
+            self._cancelled = True
+            for queue in self._queues.values():
+                while queue:
+                    queue.popleft().event.end(CANCELLED)
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _num_pending(self) -> int:
+        return self._num_running + sum(map(len, self._queues.values()))
+
+    def _enqueue(self, direction: Direction, copies: BlockCopies, after: object | None) -> CopyEvent:
+        event = HostEvent()
+        task = _Task(direction, copies, _predecessor(after), event)
+        error = self._copier.invalid(copies)
+        with self._changed:
+            queue = self._queues[direction]
+            error = error or _refusal(self._closed, len(queue), self._max_queued)
+            if error is None:
+                queue.append(task)
+                self._changed.notify()
+        if error is not None:
+            event.end(error)
+        return event
+
+    def _work(self) -> None:
+        while (task := self._take()) is not None:
+            try:
+                error = task.run(self._copier, lambda: self._cancelled)
+            except Exception as failure:  # top of a worker loop: the thread must live on for the others
+                error = f"{type(failure).__name__}: {failure}"
+            with self._changed:
+                self._num_running -= 1
+                task.event.end(error)  # under the lock, so that drain() never returns before the event is done
+                self._changed.notify_all()
+
+    def _take(self) -> _Task | None:
+        """Wait for a copy that may start; None once the stream is cancelled."""
+        with self._changed:
+            while not self._cancelled:
+                for queue in (self._queues["load"], self._queues["store"]):
+                    if queue and queue[0].ready():
+                        self._num_running += 1
+                        return queue.popleft()
+                # events of this stream notify; those of another have to be looked at
+                self._changed.wait(_LOOK_AGAIN if any(self._queues.values()) else None)
+        return None
+
+
+class ManualCopyStream:
+    """The test twin: copies complete, or fail, when the test says so. Single-threaded use, but `drain` may wait."""
+
+    def __init__(
+        self, device: "torch.Tensor | NDArray[np.generic]", region: HostRegion, *, max_queued: int = MAX_QUEUED
+    ) -> None:
+        """As `HostCopyStream`, without threads."""
+        self._copier = BlockCopier(device, region)
+        self._max_queued = max_queued
+        self._changed = threading.Condition()
+        self._pending: deque[_Task] = deque()
+        self._closed = False
+
+    @property
+    def num_pending(self) -> int:
+        """Copies enqueued and not ended."""
+        return len(self._pending)
+
+    def load(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
+        """Enqueue L2 → L1 copies."""
+        return self._enqueue("load", copies, after)
+
+    def store(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
+        """Enqueue L1 → L2 copies."""
+        return self._enqueue("store", copies, after)
+
+    def fence(self, event: CopyEvent, timeout: float) -> bool:
+        """Wait for the event."""
+        return event.wait(timeout)
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until the test has ended every copy (from another thread)."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending, timeout)
+
+    def close(self, timeout: float) -> None:
+        """Drain, then cancel. Idempotent."""
+        with self._changed:
+            self._closed = True
+        self.drain(timeout)
+        with self._changed:
+            while self._pending:
+                self._pending.popleft().event.end(CANCELLED)
+            self._changed.notify_all()
+
+    def complete_next(self) -> CopyEvent:
+        """Make the oldest copy that may start, and end it. IndexError if none may."""
+        task = self._take()
+        return self._end(task, task.run(self._copier))
+
+    def fail_next(self, error: str = "the test failed this copy") -> CopyEvent:
+        """End the oldest copy that may start with `error`, leaving its targets as they are. IndexError if none may."""
+        return self._end(self._take(), error)
+
+    def complete_all(self) -> int:
+        """Make every copy, in order; returns how many."""
+        count = self.num_pending
+        for _ in range(count):
+            self.complete_next()
+        return count
+
+    def _take(self) -> _Task:
+        with self._changed:
+            waiting: set[Direction] = set()  # a direction whose head waits holds back what is behind it
+            for task in self._pending:
+                if task.direction not in waiting and task.ready():
+                    self._pending.remove(task)
+                    return task
+                waiting.add(task.direction)
+        raise IndexError(f"no copy may start: {len(waiting)} of 2 directions wait for an event")
+
+    def _end(self, task: _Task, error: str | None) -> CopyEvent:
+        with self._changed:
+            task.event.end(error)
+            self._changed.notify_all()
+        return task.event
+
+    def _enqueue(self, direction: Direction, copies: BlockCopies, after: object | None) -> CopyEvent:
+        event = HostEvent()
+        task = _Task(direction, copies, _predecessor(after), event)
+        error = self._copier.invalid(copies)
+        with self._changed:
+            queued = sum(other.direction == direction for other in self._pending)
+            error = error or _refusal(self._closed, queued, self._max_queued)
+            if error is None:
+                self._pending.append(task)
+        if error is not None:
+            event.end(error)
+        return event
+
+
+def _predecessor(after: object | None) -> CopyEvent | None:
+    if after is None or isinstance(after, CopyEvent):
+        return after
+    raise TypeError(f"after: a CopyEvent, not {type(after).__name__}")
+
+
+def _refusal(closed: bool, num_queued: int, max_queued: int) -> str | None:
+    if closed:
+        return "the stream is closed"
+    return "the copy queue is full" if num_queued >= max_queued else None
