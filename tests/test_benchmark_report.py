@@ -7,7 +7,10 @@ import _report
 import pytest
 from _report import Target, parser, report
 
-ROWS = [{"size": "128 KiB", "gb_per_s": 1.23456, "ok": True}, {"size": "1 MiB", "gb_per_s": None, "ok": False}]
+ROWS: list[dict[str, object]] = [
+    {"size": "128 KiB", "gb_per_s": 1.23456, "ok": True},
+    {"size": "1 MiB", "gb_per_s": None, "ok": False},
+]
 TARGETS = [Target("time", 1.6, 1.2), Target("bandwidth", 0.9, 0.8, at_most=False)]
 
 

@@ -1,7 +1,7 @@
 """HashIndex: which slot holds which chain hash, for whole batches at a time, in numpy.
 
-A dict of a million 32-byte keys costs one or more cache misses per key, one after the other, and 160 bytes per entry.
-Here a batch's misses overlap: a bucket is one cache line of eight entries, and one gather fetches all buckets at once.
+A dict of a million 32-byte keys costs several cache misses per key, one after the other: 0.2 us where this takes 0.06.
+Here a batch's misses overlap: a bucket is half a cache line, and one gather fetches the buckets of all names at once.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _SLOT_MASK: Final = np.uint64((1 << 32) - 1)
 _EMPTY: Final = np.uint64(0)
 _ALL_EQUAL: Final = np.uint32(0x01010101)  # four True bytes
 # Odd constants: keys that are no good hashes (a counter, zero padding) must spread over the buckets all the same.
-_MIX: Final = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
+NAME_MIX: Final = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
 
 
 def to_words(hashes: Sequence[ChainHash]) -> Words:
@@ -41,7 +41,7 @@ class HashIndex:
     """
 
     def __init__(self, num_slots: int) -> None:
-        bits = max(1, (num_slots - 1).bit_length())  # one to two entries per bucket in a full pool
+        bits = (2 * num_slots - 1).bit_length()  # at most half an entry per bucket: next to none overflows
         self._shift = np.uint64(64 - bits)
         self._entries = np.zeros(_WAYS << bits, np.uint64)
         self._buckets = self._entries.reshape(-1, _WAYS)
@@ -53,7 +53,7 @@ class HashIndex:
 
     def find(self, words: Words) -> Slots:
         """The slot of each name, -1 where there is none."""
-        mixed = words @ _MIX
+        mixed = words @ NAME_MIX
         buckets = (mixed >> self._shift).astype(np.int64)
         rows = self._buckets.take(buckets, 0)
         matches = np.flatnonzero((rows >> _SLOT_BITS) == (mixed & _SLOT_MASK)[:, None])
@@ -73,7 +73,7 @@ class HashIndex:
     def add(self, words: Words, slots: Slots) -> bool:
         """Name slots that have no name. The names are not in the index; False, and no change, if one comes twice."""
         self._names[slots] = words
-        mixed = words @ _MIX
+        mixed = words @ NAME_MIX
         buckets = (mixed >> self._shift).astype(np.int64)
         entries = ((mixed & _SLOT_MASK) << _SLOT_BITS) | (slots + 1).astype(np.uint64)
         places = buckets * _WAYS + (self._buckets.take(buckets, 0) == _EMPTY).argmax(1)
@@ -93,7 +93,7 @@ class HashIndex:
         return True
 
     def remove(self, slots: Slots) -> None:
-        """Take the slots' names away; each has one."""
+        """Take the slots' names away; each has one. `names` still tells it until the slot is named again."""
         self._clear(slots)
         self.num_names -= len(slots)
 
@@ -127,7 +127,7 @@ class HashIndex:
             stashed = slots[where < 0]
             for name in self.names(stashed):
                 del self._stash[name]
-            buckets = ((self._names[stashed] @ _MIX) >> self._shift).astype(np.int64)
+            buckets = ((self._names[stashed] @ NAME_MIX) >> self._shift).astype(np.int64)
             np.subtract.at(self._num_stashed, buckets, np.ones(1, np.int32))
             slots, where = slots[where >= 0], where[where >= 0]
         self._entries[where] = _EMPTY

@@ -1,21 +1,19 @@
-"""Eviction policies: the order in which a pool's idle blocks go. Slots are numbers here; hashes serve only the ghost.
+"""Eviction policies: the order in which a pool's idle blocks go. They know slots; names serve only the ghost.
 
 A pool tells its policy when a slot is named (`admit`), becomes idle (`enter`) and is used again (`leave`), and asks for
 the next victims (`pop`). What it may not evict after all it keeps aside (parks) and later gives back at the front.
 Everything works on batches of slots, in numpy, at amortised O(1) per slot.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers.index import NAME_MIX, Slots, Words
 
-Slots = NDArray[np.int64]
+WordsOf = Callable[[Slots], Words]
 
 _NO_TICKET: Final = -1
 _FIRST_TICKET: Final = 1 << 40  # room below for `push_front`
@@ -28,8 +26,8 @@ _MAX_USES: Final = 3
 class EvictionPolicy(Protocol):
     """The order of idle blocks. Not thread-safe: the pool calls it under its lock. Slots in a batch are distinct."""
 
-    def admit(self, slots: Slots, hashes: Sequence[ChainHash]) -> None:
-        """Note that these slots were just given to these blocks; they are in use, not yet victims."""
+    def admit(self, slots: Slots) -> None:
+        """Note that these slots were just given to new blocks; they are in use, not yet victims."""
 
     def enter(self, slots: Slots) -> None:
         """Make idle slots victims, the first of them to go first. They are not victims already."""
@@ -43,8 +41,8 @@ class EvictionPolicy(Protocol):
     def give_back(self, slots: Slots) -> None:
         """Put slots that were popped back at the front, in this order."""
 
-    def evicted(self, slots: Slots, hashes: Sequence[ChainHash]) -> None:
-        """Note that popped slots lost these blocks."""
+    def evicted(self, slots: Slots) -> None:
+        """Note that popped slots lose their blocks."""
 
     def ranks(self, slots: Slots) -> NDArray[np.int64]:
         """Where each slot stands: lower goes earlier, -1 is no victim now. No side effect."""
@@ -134,10 +132,10 @@ class SlotQueue:
 class LRU:
     """Least recently used first: a block's last use ends when its last lease is released."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, words_of: WordsOf) -> None:
         self._queue = SlotQueue(num_slots)
 
-    def admit(self, slots: Slots, hashes: Sequence[ChainHash]) -> None:
+    def admit(self, slots: Slots) -> None:
         """Nothing to note."""
 
     def enter(self, slots: Slots) -> None:
@@ -156,7 +154,7 @@ class LRU:
         """Put the slots back where they were: in front."""
         self._queue.push_front(slots)
 
-    def evicted(self, slots: Slots, hashes: Sequence[ChainHash]) -> None:
+    def evicted(self, slots: Slots) -> None:
         """Nothing to note."""
 
     def ranks(self, slots: Slots) -> NDArray[np.int64]:
@@ -168,15 +166,44 @@ class LRU:
         self._queue.reset()
 
 
+class Ghosts:
+    """The last names evicted, about as many as the pool has slots. Names that share a place in it push each other out."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._mask = np.uint64((1 << (4 * num_slots - 1).bit_length()) - 1)
+        self._tags = np.zeros(int(self._mask) + 1, np.uint64)
+        self._times = np.zeros(int(self._mask) + 1, np.int64)  # in names added; 0 is never
+        self._size = self._now = num_slots
+
+    def add(self, words: Words) -> None:
+        """Remember names."""
+        tags = words @ NAME_MIX
+        places = tags & self._mask
+        self._tags[places] = tags
+        self._times[places] = np.arange(self._now, self._now + len(tags)) + 1
+        self._now += len(tags)
+
+    def holds(self, words: Words) -> NDArray[np.bool_]:
+        """Which names are remembered."""
+        tags = words @ NAME_MIX
+        places = tags & self._mask
+        known: NDArray[np.bool_] = (self._tags[places] == tags) & (self._times[places] > self._now - self._size)
+        return known
+
+    def reset(self) -> None:
+        """Forget them all."""
+        self._times[:] = 0
+
+
 class S3FIFO:
     """S3-FIFO (Yang et al., SOSP 2023): a small queue filters one-hit wonders, a main queue keeps what was used again.
 
     New blocks enter the small queue, a tenth of the pool, and leave it for the main one if used twice meanwhile, else
-    they go. Hashes of the gone are remembered (`ghost`): a block that returns enters the main queue at once. The main
-    queue gives a block as many further rounds as it had uses, at most three.
+    they go. The names of the gone are remembered: a block that returns enters the main queue at once. The main queue
+    gives a block as many further rounds as it had uses, at most three.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, words_of: WordsOf) -> None:
         self._small = SlotQueue(num_slots)
         self._main = SlotQueue(num_slots)
         self._small_target = max(1, num_slots // _SMALL_SHARE)
@@ -184,20 +211,17 @@ class S3FIFO:
         self._uses = np.zeros(num_slots, np.uint8)
         self._in_use = np.zeros(num_slots, np.bool_)
         self._in_main = np.zeros(num_slots, np.bool_)
-        self._ghost: OrderedDict[ChainHash, None] = OrderedDict()
-        self._ghost_size = num_slots
+        self._ghosts = Ghosts(num_slots)
+        self._words_of = words_of
 
-    def admit(self, slots: Slots, hashes: Sequence[ChainHash]) -> None:
-        """Choose each block's queue: main if its hash is remembered, small if not."""
+    def admit(self, slots: Slots) -> None:
+        """Choose each block's queue: main if its name is remembered, small if not."""
         self._num_small -= int(np.count_nonzero(self._small.tickets(slots) != _NO_TICKET))
         self._small.remove(slots)
         self._main.remove(slots)
         self._uses[slots] = 0
         self._in_use[slots] = True
-        remembered = np.fromiter(map(self._ghost.__contains__, hashes), np.bool_, len(hashes))
-        self._in_main[slots] = remembered
-        for position in np.flatnonzero(remembered).tolist():
-            self._ghost.pop(hashes[position], None)
+        self._in_main[slots] = self._ghosts.holds(self._words_of(slots))
 
     def enter(self, slots: Slots) -> None:
         """A block still in its queue keeps its place there; others go to the end of the queue chosen for them."""
@@ -260,12 +284,9 @@ class S3FIFO:
         self._small.push_front(slots[~from_main])
         self._num_small += int(np.count_nonzero(~from_main))
 
-    def evicted(self, slots: Slots, hashes: Sequence[ChainHash]) -> None:
-        """Remember the hashes that left the small queue, as many as the pool has slots."""
-        for position in np.flatnonzero(~self._in_main[slots]).tolist():
-            self._ghost[hashes[position]] = None
-        for forgotten in list(islice(self._ghost, max(0, len(self._ghost) - self._ghost_size))):
-            del self._ghost[forgotten]
+    def evicted(self, slots: Slots) -> None:
+        """Remember the blocks that leave from the small queue."""
+        self._ghosts.add(self._words_of(slots[~self._in_main[slots]]))
 
     def ranks(self, slots: Slots) -> NDArray[np.int64]:
         """Small queue before main queue, each by place in line: an estimate, as uses decide who gets another round."""
@@ -278,14 +299,17 @@ class S3FIFO:
         self._small.reset()
         self._main.reset()
         self._num_small = 0
-        self._ghost.clear()
+        self._ghosts.reset()
 
 
-POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {"lru": LRU, "s3fifo": S3FIFO}
+POLICIES: Final[dict[str, Callable[[int, WordsOf], EvictionPolicy]]] = {"lru": LRU, "s3fifo": S3FIFO}
 
 
-def make_policy(name: str, num_slots: int) -> EvictionPolicy:
-    """The policy called `name` for slots 0 … num_slots - 1. ValueError for a name that is not in POLICIES."""
+def make_policy(name: str, num_slots: int, words_of: WordsOf) -> EvictionPolicy:
+    """The policy called `name` for slots 0 … num_slots - 1, whose names `words_of` tells.
+
+    ValueError for a policy that is not in POLICIES.
+    """
     if name not in POLICIES:
         raise ValueError(f"policy {name!r}: use one of {', '.join(POLICIES)}")
-    return POLICIES[name](num_slots)
+    return POLICIES[name](num_slots, words_of)

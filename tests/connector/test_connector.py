@@ -1,0 +1,298 @@
+"""Stories of the two connector sides together: promised, loaded, stored, aborted, failed; the copies are the test's to end."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from doubles import BLOCK_SIZE, SLOT_BYTES, FakeClock, MemoryTier, chain_of, hierarchy_of, payload_of, store, wait_until
+
+from kvtier.connector.plan import StepPlan
+from kvtier.connector.scheduler import ConnectorUpdate, SchedulerSide
+from kvtier.connector.worker import WorkerSide
+from kvtier.tiers.chain import TokenChain
+from kvtier.tiers.hierarchy import HierarchySettings
+from kvtier.tiers.prefetch import PENDING
+from kvtier.tiers.transfer import ManualCopyStream
+
+NUM_LAYERS = 4
+LAYER_BYTES = SLOT_BYTES // NUM_LAYERS
+
+
+@dataclass
+class Request:
+    request_id: str
+    chain: TokenChain
+    num_tokens: int
+
+
+def request_of(num_blocks: int, name: str = "a", first_token: int = 0) -> Request:
+    """A prompt of `num_blocks` full blocks and one token more."""
+    return Request(name, chain_of(num_blocks, first_token), num_blocks * BLOCK_SIZE + 1)
+
+
+class Bench:
+    """A hierarchy, an L1 of sixteen blocks in numpy, both sides, and a stream the test completes."""
+
+    def __init__(self, tier: MemoryTier | None = None, clock: FakeClock | None = None, slots: int = 32) -> None:
+        settings = HierarchySettings(prefetch_deadline=0.5)
+        self.tier = tier
+        self.hierarchy = hierarchy_of(slots, tier, settings, **({"clock": clock} if clock else {}))
+        self.l1 = np.zeros((16, NUM_LAYERS, LAYER_BYTES), np.uint8)
+        self.stream = ManualCopyStream(self.l1, self.hierarchy.host.region)
+        self.scheduler = SchedulerSide(self.hierarchy)
+        self.worker = WorkerSide(self.stream, NUM_LAYERS, LAYER_BYTES, deadline=0.01)
+
+    def step(self) -> StepPlan:
+        """One scheduling step: the plan crosses as bytes, as it would between processes."""
+        plan = StepPlan.decode(self.scheduler.build_plan().encode())
+        self.worker.start_load(plan)
+        self.worker.start_store(plan)
+        return plan
+
+    def update(self) -> ConnectorUpdate:
+        return self.scheduler.update(self.worker.poll())
+
+    def compute(self, request: Request, first: int, block_ids: list[int]) -> None:
+        """What the engine's forward does: fill L1 blocks with the KV of their tokens."""
+        for i, block in enumerate(block_ids):
+            self.l1[block] = np.frombuffer(payload_of(request.chain.hashes[first + i]), np.uint8).reshape(NUM_LAYERS, -1)
+
+    def close(self) -> None:
+        self.scheduler.update(self.worker.close(0.01))
+        self.scheduler.close()
+        assert self.hierarchy.drain(10)
+        self.hierarchy.check()
+        counts = self.hierarchy.host.pool.counts()
+        assert (counts.leased, counts.filling, counts.quarantined) == (0, 0, 0)
+        assert self.hierarchy.host.pool.num_leaked == 0
+        self.hierarchy.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+def test_what_one_request_computed_the_next_one_loads(bench: Bench) -> None:
+    first = request_of(3)
+    assert bench.scheduler.lookup(first, 0) == 0  # cold
+    bench.scheduler.allocated("a", [0, 1, 2, 3], 0)
+    bench.compute(first, 0, [0, 1, 2])
+    bench.scheduler.store("a", 0, [0, 1, 2])
+    bench.step()
+    assert bench.update() == ConnectorUpdate()  # still copying: blocks 0, 1, 2 must stay
+    bench.stream.complete_all()
+    assert bench.update() == ConnectorUpdate(released=(0, 1, 2))
+    bench.scheduler.finished("a")
+    assert bench.hierarchy.drain(5)
+
+    second = request_of(3, "b")
+    assert bench.scheduler.lookup(second, 0) == 3 * BLOCK_SIZE
+    bench.scheduler.allocated("b", [7, 8, 9, 10], 3 * BLOCK_SIZE)
+    bench.step()
+    assert bench.update().loaded == ()
+    bench.stream.complete_all()
+    assert bench.update().loaded == ("b",)
+    for i, block in enumerate([7, 8, 9]):
+        assert bench.l1[block].tobytes() == payload_of(second.chain.hashes[i])
+    bench.scheduler.finished("b")
+
+
+def test_at_least_the_last_token_is_computed(bench: Bench) -> None:
+    chain = chain_of(3)
+    store(bench.hierarchy, chain)
+    exact = Request("a", chain, 3 * BLOCK_SIZE)  # the prompt ends with block 2: its last token lies in it
+    assert bench.scheduler.lookup(exact, 0) == 2 * BLOCK_SIZE
+    bench.scheduler.finished("a")
+
+
+def test_lookup_is_idempotent_counted_once_and_relative_to_l1(bench: Bench) -> None:
+    request = request_of(4)
+    store(bench.hierarchy, request.chain)
+    for _ in range(100):
+        assert bench.scheduler.lookup(request, BLOCK_SIZE) == 3 * BLOCK_SIZE
+    stats = bench.hierarchy.stats()
+    assert stats['kvtier_lookup_blocks_total{tier="l1"}'] == 1
+    assert stats['kvtier_lookup_blocks_total{tier="l2"}'] == 3
+    assert bench.scheduler.lookup(request, 2 * BLOCK_SIZE) == 2 * BLOCK_SIZE  # L1 learned a block meanwhile
+    assert bench.scheduler.lookup(request, 0) == 4 * BLOCK_SIZE  # L1 lost them all
+    bench.scheduler.allocated("a", [5, 6, 7, 8, 9], 4 * BLOCK_SIZE)
+    assert [op.device_blocks for op in bench.step().loads] == [(5, 6, 7, 8)]
+    bench.stream.complete_all()
+    bench.update()
+    bench.scheduler.finished("a")
+
+
+def test_the_load_starts_behind_what_l1_has(bench: Bench) -> None:
+    request = request_of(4)
+    store(bench.hierarchy, request.chain)
+    assert bench.scheduler.lookup(request, 0) == 4 * BLOCK_SIZE
+    assert bench.scheduler.lookup(request, BLOCK_SIZE) == 3 * BLOCK_SIZE
+    bench.scheduler.allocated("a", [3, 4, 5, 6, 7], 2 * BLOCK_SIZE)  # room for two of the three
+    (op,) = bench.step().loads
+    assert op.device_blocks == (4, 5)
+    bench.stream.complete_all()
+    assert bench.l1[4].tobytes() == payload_of(request.chain.hashes[1])
+    assert bench.l1[5].tobytes() == payload_of(request.chain.hashes[2])
+    bench.update()
+    bench.scheduler.finished("a")
+
+
+def test_pending_until_the_blocks_arrive_or_the_deadline_passes() -> None:
+    tier, clock = MemoryTier(), FakeClock()
+    request, slow = request_of(3), request_of(3, "slow", first_token=100)
+    tier.fill(request.chain)
+    tier.fill(slow.chain)
+    tier.gate.clear()
+    bench = Bench(tier, clock)
+    assert bench.scheduler.lookup(request, 0) is PENDING
+    assert bench.scheduler.lookup(slow, 0) is PENDING
+    clock.advance(1)
+    assert bench.scheduler.lookup(slow, 0) == 0  # its deadline: nothing had arrived
+    tier.gate.set()
+    wait_until(lambda: bench.hierarchy.prefetcher.idle or bench.hierarchy.lookup(request.chain.hashes).l2 == 3)
+    assert bench.scheduler.lookup(request, 0) == 3 * BLOCK_SIZE or clock.now > 1000.5  # in time, or late and cold
+    for name in ("a", "slow"):
+        bench.scheduler.finished(name)
+    wait_until(lambda: bench.hierarchy.prefetcher.idle)
+    bench.close()
+
+
+@pytest.mark.parametrize("point", ["looked up", "pending", "allocated", "planned", "copied"])
+def test_an_abort_at_any_point_leaks_nothing(point: str) -> None:
+    """FAULTS 18."""
+    tier = MemoryTier()
+    bench = Bench(tier)
+    request = request_of(3)
+    tier.fill(request.chain) if point == "pending" else store(bench.hierarchy, request.chain)
+    if point == "pending":
+        tier.gate.clear()
+    bench.scheduler.lookup(request, 0)
+    if point in ("allocated", "planned", "copied"):
+        bench.scheduler.allocated("a", [0, 1, 2, 3], 3 * BLOCK_SIZE)
+    if point in ("planned", "copied"):
+        bench.step()
+    if point == "copied":
+        bench.stream.complete_all()
+    bench.scheduler.finished("a")
+    bench.scheduler.finished("a")  # idempotent
+    tier.gate.set()
+    bench.step()
+    bench.stream.complete_all()
+    update = bench.update()
+    assert update.loaded == (() if point in ("looked up", "pending") else ("a",))  # its L1 blocks may go only now
+    wait_until(lambda: bench.hierarchy.prefetcher.idle)
+    bench.close()
+
+
+def test_a_failed_load_is_named_with_its_first_block_and_counted(bench: Bench) -> None:
+    """FAULTS 24."""
+    request = request_of(4)
+    store(bench.hierarchy, request.chain)
+    assert bench.scheduler.lookup(request, BLOCK_SIZE) == 3 * BLOCK_SIZE
+    bench.scheduler.allocated("a", [0, 1, 2, 3, 4], 3 * BLOCK_SIZE)
+    bench.step()
+    bench.stream.fail_next()
+    assert bench.update().failed == (("a", 1),)
+    assert bench.hierarchy.stats()['kvtier_miss_total{reason="copy_failed"}'] == 3
+    bench.scheduler.finished("a")
+
+
+def test_a_failed_store_leaves_nothing_visible(bench: Bench) -> None:
+    request = request_of(2)
+    bench.scheduler.lookup(request, 0)
+    bench.scheduler.allocated("a", [0, 1, 2], 0)
+    bench.compute(request, 0, [0, 1])
+    bench.scheduler.store("a", 0, [0, 1])
+    bench.step()
+    bench.stream.fail_next()
+    assert bench.update().released == (0, 1)
+    assert bench.hierarchy.drain(5)
+    assert bench.hierarchy.lookup(request.chain.hashes).miss == 2
+    bench.scheduler.finished("a")
+
+
+def test_blocks_already_held_are_released_without_a_copy(bench: Bench) -> None:
+    request = request_of(4)
+    store(bench.hierarchy, request.chain, 0, 2)
+    bench.scheduler.lookup(request, 0)
+    bench.scheduler.allocated("a", [0, 1, 2, 3, 4], 0)
+    bench.compute(request, 0, [0, 1, 2, 3])
+    bench.scheduler.store("a", 0, [0, 1, 2, 3])
+    assert [op.device_blocks for op in bench.step().stores] == [(2, 3)]
+    assert bench.update().released == (0, 1)
+    bench.stream.complete_all()
+    assert bench.update().released == (2, 3)
+    bench.scheduler.finished("a")
+
+
+def test_a_request_from_before_a_reset_never_stores_again(bench: Bench) -> None:
+    request = request_of(2)
+    bench.scheduler.lookup(request, 0)
+    bench.scheduler.allocated("a", [0, 1, 2], 0)
+    bench.hierarchy.reset()  # the weights changed
+    bench.scheduler.store("a", 0, [0, 1])
+    assert not bench.step().stores
+    assert bench.update().released == (0, 1)
+    bench.scheduler.finished("a")
+
+
+def test_layerwise_each_layer_is_waited_for_by_itself(bench: Bench) -> None:
+    request = request_of(2)
+    store(bench.hierarchy, request.chain)
+    bench.worker._groups = lambda num_blocks: [(0, 1), (1, 4)]  # type: ignore[method-assign]
+    bench.scheduler.lookup(request, 0)
+    bench.scheduler.allocated("a", [0, 1, 2], 2 * BLOCK_SIZE, layerwise=True)
+    bench.step()
+    assert not bench.worker.wait_layer(0)  # nothing has arrived: late
+    bench.stream.complete_next()
+    assert bench.worker.wait_layer(0)
+    assert not bench.worker.wait_layer(3)
+    bench.stream.complete_next()
+    assert bench.worker.wait_layer(3)
+    assert bench.update().loaded == ("a",)
+    bench.scheduler.finished("a")
+
+
+def test_compute_never_waits_for_another_requests_asynchronous_load(bench: Bench) -> None:
+    request = request_of(2)
+    store(bench.hierarchy, request.chain)
+    bench.scheduler.lookup(request, 0)
+    bench.scheduler.allocated("a", [0, 1, 2], 2 * BLOCK_SIZE)
+    bench.step()
+    assert bench.worker.wait_layer(0)
+    bench.stream.complete_all()
+    bench.update()
+    bench.scheduler.finished("a")
+
+
+def test_recompute_when_it_is_faster() -> None:
+    tier = MemoryTier()
+    bench = Bench(tier)
+    bench.hierarchy.rates._policy = "auto"
+    request = request_of(3)
+    tier.fill(request.chain)
+    bench.hierarchy.rates.loaded("file", 1000, 1.0)  # a slow disk: 1 kB/s
+    bench.hierarchy.rates.computed(1000, 1.0)
+    assert bench.scheduler.lookup(request, 0) == 0
+    assert not tier.reads
+    assert bench.hierarchy.stats()['kvtier_miss_total{reason="recompute"}'] == 3
+    bench.scheduler.finished("a")
+    bench.close()
+
+
+def test_shutdown_with_copies_in_flight_leaks_nothing() -> None:
+    """FAULTS 25."""
+    bench = Bench()
+    loading, storing = request_of(2), request_of(2, "b", first_token=100)
+    store(bench.hierarchy, loading.chain)
+    bench.scheduler.lookup(loading, 0)
+    bench.scheduler.allocated("a", [0, 1, 2], 2 * BLOCK_SIZE)
+    bench.scheduler.lookup(storing, 0)
+    bench.scheduler.allocated("b", [3, 4, 5], 0)
+    bench.scheduler.store("b", 0, [3, 4])
+    bench.step()
+    bench.close()  # neither copy was ever completed

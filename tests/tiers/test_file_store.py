@@ -1,0 +1,538 @@
+"""FileStore: what is stored is found again, by this process and the next; sizes, locks and modes."""
+
+import logging
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pytest
+
+from kvtier.tiers import slab
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.errors import ConfigError, FingerprintMismatch, StoreLocked, TierUnavailable
+from kvtier.tiers.file_io import FileIO
+from kvtier.tiers.file_store import FileStore
+from kvtier.tiers.payload_io import Mode
+from kvtier.tiers.tier import BlockRecord, Outcome
+
+MODEL, OTHER = b"model".ljust(32, b"."), b"other".ljust(32, b".")
+SLOT = 8192
+
+
+def hash_of(key: int) -> bytes:
+    return key.to_bytes(4, "big") * 8
+
+
+def payload_of(key: int, num_bytes: int = SLOT) -> memoryview:
+    return memoryview(np.random.default_rng(key).bytes(num_bytes))
+
+
+def record_of(key: int, num_bytes: int = SLOT) -> BlockRecord:
+    return BlockRecord(hash_of(key), hash_of(key - 1) if key else bytes(32), key.to_bytes(4, "little") * 4,
+                       checksum(payload_of(key, num_bytes)))  # fmt: skip
+
+
+def put(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
+    num_bytes = store.superblock.slot_bytes
+    return store.write([record_of(key, num_bytes) for key in keys], [payload_of(key, num_bytes) for key in keys])
+
+
+def slots(count: int, num_bytes: int, shift: int = 0) -> list[memoryview]:
+    """Host slots as L2 has them: padded to pages and aligned, or `shift` bytes off."""
+    stride = slab.round_up(num_bytes, 4096)
+    region = memoryview(mmap.mmap(-1, (count + 1) * stride))
+    return [region[i * stride + shift : i * stride + shift + num_bytes] for i in range(count)]
+
+
+def get(store: FileStore, keys: Sequence[int], shift: int = 0) -> list[Outcome]:
+    """Read blocks; what comes back as a record must be exactly what was stored under that key."""
+    num_bytes = store.superblock.slot_bytes
+    buffers = slots(len(keys), num_bytes, shift)
+    results = store.read([hash_of(key) for key in keys], buffers)
+    outcomes = []
+    for key, buffer, result in zip(keys, buffers, results, strict=True):
+        if isinstance(result, BlockRecord):
+            assert result == record_of(key, num_bytes)
+            assert buffer == payload_of(key, num_bytes)
+        outcomes.append(Outcome.OK if isinstance(result, BlockRecord) else result)
+    return outcomes
+
+
+class OpenStore(Protocol):
+    def __call__(self, size: int = ..., fingerprint: bytes = ..., slot_bytes: int = ..., mode: Mode = ...,
+                 durable: bool = ..., io: FileIO | None = ...) -> FileStore: ...  # fmt: skip
+
+
+@pytest.fixture
+def open_store(disk_dir: Path) -> Iterator[OpenStore]:
+    opened: list[FileStore] = []
+
+    def factory(
+        size: int = 1 << 20,
+        fingerprint: bytes = MODEL,
+        slot_bytes: int = SLOT,
+        mode: Mode = "direct",
+        durable: bool = False,
+        io: FileIO | None = None,
+    ) -> FileStore:
+        store = FileStore.open(disk_dir, fingerprint, slot_bytes=slot_bytes, block_size=4, size=size, mode=mode,
+                               durable=durable, io=io)  # fmt: skip
+        opened.append(store)
+        return store
+
+    yield factory
+    for store in opened:
+        store.check()
+        store.close()
+
+
+@pytest.mark.parametrize("slot_bytes", [1, 4096, 5000, 8192, 131_072])
+@pytest.mark.parametrize("mode", ["direct", "buffered", "mmap", "auto"])
+def test_stored_blocks_come_back_now_and_after_a_restart(
+    open_store: OpenStore, mode: Mode, slot_bytes: int
+) -> None:
+    store = open_store(4 << 20, slot_bytes=slot_bytes, mode=mode)
+    assert get(store, range(20)) == [Outcome.ABSENT] * 20
+    assert put(store, range(20)) == [Outcome.OK] * 20
+    assert store.lookup([hash_of(key) for key in range(25)]) == 20
+    assert store.holds([hash_of(19), hash_of(20)]) == [True, False]
+    assert get(store, range(20)) == [Outcome.OK] * 20
+    # Host memory that is not aligned goes through a bounce buffer; order and gaps don't matter.
+    assert get(store, [7, 3, 99, 4, 3], shift=16) == [Outcome.OK, Outcome.OK, Outcome.ABSENT, Outcome.OK, Outcome.OK]
+    assert store.verify().is_clean
+    store.close()
+    again = open_store(4 << 20, slot_bytes=slot_bytes, mode=mode)
+    assert again.num_recovered == 20
+    assert get(again, range(20)) == [Outcome.OK] * 20
+
+
+def test_the_padding_of_a_neighbouring_slot_is_never_written(open_store: OpenStore) -> None:
+    store = open_store(slot_bytes=5000, mode="direct")
+    put(store, range(3))
+    region = np.full(4 * 8192, 0xEE, np.uint8)
+    offset = -region.ctypes.data % 4096
+    view = memoryview(region)
+    buffers = [view[offset + i * 8192 : offset + i * 8192 + 5000] for i in range(3)]
+    store.read([hash_of(key) for key in range(3)], buffers)
+    for i in range(3):
+        assert (region[offset + i * 8192 + 5000 : offset + (i + 1) * 8192] == 0xEE).all()
+
+
+def test_adjacent_blocks_travel_in_one_call(open_store: OpenStore) -> None:
+    class Counting(FileIO):
+        def __init__(self) -> None:
+            self.calls: list[tuple[int, int]] = []
+
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            self.calls.append((len(buffers), offset))
+            return super().preadv(fd, buffers, offset)
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            self.calls.append((len(buffers), offset))
+            return super().pwritev(fd, buffers, offset)
+
+    io = Counting()
+    store = open_store(64 << 20, io=io, slot_bytes=65_536)
+    io.calls.clear()
+    put(store, range(64))
+    assert [count for count, _ in io.calls] == [64, 1]  # the payloads, then all their entries
+    put(store, range(64, 128))  # the next blocks of the chain lie behind them
+    assert io.calls[2][1] == io.calls[0][1] + 64 * 65_536
+    io.calls.clear()
+    get(store, range(128))
+    assert [count for count, _ in io.calls] == [128]  # 8 MiB
+
+
+def test_a_skipped_write_needs_an_entry_that_says_the_same(open_store: OpenStore) -> None:
+    store = open_store()
+    put(store, range(4))
+    before = store.stats()
+    assert put(store, range(4)) == [Outcome.OK] * 4
+    assert store.stats()["slots_ready"] == before["slots_ready"] == 4
+    # The same key with other bytes (another kernel, another batch): the new bytes replace the old.
+    other = payload_of(77)
+    record = BlockRecord(hash_of(2), hash_of(1), b"\2\0\0\0" * 4, checksum(other))
+    assert store.write([record], [other]) == [Outcome.OK]
+    buffer = slots(1, SLOT)
+    assert store.read([hash_of(2)], buffer) == [record]
+    assert buffer[0] == other
+    store.check()
+    # After a restart as well, though the old entry had lain on the disk.
+    store.close()
+    assert open_store().read([hash_of(2)], buffer) == [record]
+
+
+def test_a_block_named_twice_in_a_batch_is_stored_once(open_store: OpenStore) -> None:
+    store = open_store()
+    assert put(store, [1, 2, 1, 3]) == [Outcome.OK] * 4
+    assert store.stats()["slots_ready"] == 3
+    assert get(store, [1, 2, 3]) == [Outcome.OK] * 3
+
+
+def test_the_size_is_a_hard_bound_and_old_blocks_make_room(open_store: OpenStore, disk_dir: Path) -> None:
+    store = open_store(1 << 20)
+    for begin in range(0, 2000, 10):
+        assert put(store, range(begin, begin + 10)) == [Outcome.OK] * 10
+        assert sum(path.stat().st_blocks * 512 for path in disk_dir.iterdir()) <= 1 << 20
+    num_slots = store.superblock.num_slots
+    assert store.stats()["evicted"] >= 2000 - num_slots
+    # The newest are there, most of the slab is in use.
+    assert get(store, range(1950, 2000)) == [Outcome.OK] * 50
+    assert store.stats()["slots_ready"] >= num_slots - 2 * store.superblock.slots_per_extent
+    store.close()
+    assert open_store(1 << 20).num_recovered == store.stats()["slots_ready"]
+
+
+def test_a_batch_larger_than_the_slab_keeps_its_head(open_store: OpenStore) -> None:
+    store = open_store(200_000)
+    num_slots = store.superblock.num_slots
+    outcomes = put(store, range(num_slots + 5))
+    assert outcomes == [Outcome.OK] * num_slots + [Outcome.FULL] * 5
+    assert get(store, range(num_slots)) == [Outcome.OK] * num_slots
+
+
+def test_blocks_in_use_survive_others(open_store: OpenStore) -> None:
+    store = open_store(2 << 20)
+    put(store, range(10))
+    for begin in range(100, 3000, 10):
+        get(store, [0, 1, 2])  # somebody keeps asking for these
+        put(store, range(begin, begin + 10))
+    assert get(store, [0, 1, 2]) == [Outcome.OK] * 3
+    assert get(store, [9]) == [Outcome.ABSENT]
+
+
+def test_discard_and_reset_are_final(open_store: OpenStore) -> None:
+    store = open_store()
+    put(store, range(10))
+    store.discard([hash_of(3), hash_of(99)])
+    assert store.lookup([hash_of(key) for key in range(10)]) == 3
+    store.close()
+    store = open_store()
+    assert store.num_recovered == 9
+    store.reset()
+    assert store.lookup([hash_of(0)]) == 0
+    store.check()
+    assert put(store, range(5)) == [Outcome.OK] * 5  # it works on
+    store.close()
+    assert open_store().num_recovered == 5
+
+
+def test_a_reset_under_a_write_wins(open_store: OpenStore) -> None:
+    class ResetsDuringPayload(FileIO):
+        action: Callable[[], None] | None = None
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            action, self.action = self.action, None
+            if action:
+                action()
+            return super().pwritev(fd, buffers, offset)
+
+    io = ResetsDuringPayload()
+    store = open_store(io=io)
+    put(store, range(4))
+    io.action = store.reset
+    assert put(store, range(4, 8)) == [Outcome.EPOCH] * 4
+    assert store.holds([hash_of(key) for key in range(8)]) == [False] * 8
+    store.check()
+    store.close()
+    assert open_store().num_recovered == 0
+
+
+def test_a_read_overtaken_by_eviction_says_so(open_store: OpenStore) -> None:
+    class EvictsDuringRead(FileIO):
+        action: Callable[[], None] | None = None
+
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            action, self.action = self.action, None
+            if action:
+                action()
+            return super().preadv(fd, buffers, offset)
+
+    io = EvictsDuringRead()
+    store = open_store(200_000, io=io)
+    num_slots = store.superblock.num_slots
+    put(store, range(num_slots))
+    io.action = lambda: assert_all_ok(put(store, range(1000, 1000 + num_slots)))  # the whole slab turns over
+    assert get(store, [0, 1]) == [Outcome.EVICTED] * 2
+    assert store.stats().get("read_checksum", 0) == 0
+    assert get(store, [1000]) == [Outcome.OK]
+
+
+def assert_all_ok(outcomes: list[Outcome]) -> None:
+    assert set(outcomes) == {Outcome.OK}
+
+
+@pytest.mark.parametrize("mode", ["direct", "buffered", "mmap"])
+def test_threads_reading_and_writing_under_eviction(open_store: OpenStore, mode: Mode) -> None:
+    store = open_store(1 << 20, mode=mode)
+    failures: list[BaseException] = []
+    allowed = {Outcome.OK, Outcome.ABSENT, Outcome.EVICTED, Outcome.FULL}
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(120):
+                begin = int(rng.integers(0, 300))
+                if rng.random() < 0.5:
+                    assert set(put(store, range(begin, begin + 8))) <= allowed
+                elif rng.random() < 0.9:
+                    assert set(get(store, range(begin, begin + 8))) <= allowed
+                else:
+                    store.discard([hash_of(begin)])
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures, failures
+    store.check()
+    assert store.verify().is_clean
+    held = store.stats()["slots_ready"]
+    store.close()
+    assert open_store(1 << 20, mode=mode).num_recovered == held
+
+
+def test_growing_keeps_every_block(open_store: OpenStore, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_store(1 << 20)
+    num_slots = store.superblock.num_slots
+    put(store, range(num_slots))
+    store.close()
+    with caplog.at_level(logging.WARNING):
+        store = open_store(3 << 20)
+    assert "grows from" in caplog.text
+    assert "every block is kept" in caplog.text
+    assert get(store, range(num_slots)) == [Outcome.OK] * num_slots
+    assert store.superblock.num_slots > 2 * num_slots
+    put(store, range(num_slots, 2 * num_slots))  # the new room is used before anything goes
+    assert get(store, range(2 * num_slots)) == [Outcome.OK] * 2 * num_slots
+    store.close()
+    # As often as one likes.
+    for size in (4 << 20, 6 << 20):
+        store = open_store(size)
+        assert get(store, range(2 * num_slots)) == [Outcome.OK] * 2 * num_slots
+        store.close()
+
+
+def test_shrinking_keeps_what_was_stored_last(
+    open_store: OpenStore, disk_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(2 << 20)
+    num_slots = store.superblock.num_slots
+    put(store, range(num_slots))
+    store.close()
+    with caplog.at_level(logging.WARNING):
+        store = open_store(1 << 20)
+    assert "shrinks from" in caplog.text
+    assert "the blocks stored last are kept" in caplog.text
+    left = store.superblock.num_slots
+    assert get(store, range(num_slots - left, num_slots)) == [Outcome.OK] * left
+    assert store.path.stat().st_size <= 1 << 20
+    put(store, range(5000, 5010))
+    store.check()
+    store.close()
+    # To less than one extent: refused, and told what to do; nothing is lost.
+    with pytest.raises(ConfigError, match=r"\[file\] size .*cannot shrink below .*; raise size or delete it"):
+        open_store(slab.smallest(SLOT, 4))
+    assert open_store(1 << 20).num_recovered >= left
+
+
+def test_a_part_filled_slab_shrinks_without_loss(open_store: OpenStore) -> None:
+    store = open_store(2 << 20)
+    put(store, range(40))
+    store.close()
+    assert get(open_store(1 << 20), range(40)) == [Outcome.OK] * 40
+
+
+def test_another_model_gets_its_own_slab_beside_it(open_store: OpenStore, disk_dir: Path) -> None:
+    store = open_store(1 << 20)
+    put(store, range(20))
+    store.close()
+    other = open_store(1 << 20, OTHER)
+    assert other.lookup([hash_of(0)]) == 0  # no hit across
+    put(other, range(20, 30))
+    other.close()
+    assert len(list(disk_dir.glob("*.slab"))) == 2
+    assert sum(path.stat().st_size for path in disk_dir.iterdir()) <= 1 << 20
+    # Both are whole: only room nobody used changed hands.
+    assert get(open_store(1 << 20), range(20)) == [Outcome.OK] * 20
+    assert get(open_store(1 << 20, OTHER), range(20, 30)) == [Outcome.OK] * 10
+
+
+def test_a_full_directory_gives_up_its_least_recently_used_unlocked_slab(
+    open_store: OpenStore, disk_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    third = b"third".ljust(32, b".")
+    for fingerprint in (MODEL, OTHER):
+        store = open_store(1 << 20, fingerprint)
+        for begin in range(0, 200, 10):
+            put(store, range(begin, begin + 10))  # full
+        store.close()
+    os.utime(disk_dir / f"{MODEL.hex()}.slab", ns=(1, 1))
+    with caplog.at_level(logging.WARNING):
+        open_store(1 << 20, third)
+    assert f"removed the least recently used slab {MODEL.hex()}" in caplog.text
+    assert sum(path.stat().st_size for path in disk_dir.iterdir()) <= 1 << 20
+
+
+def test_a_slab_in_use_is_never_taken_away(open_store: OpenStore, disk_dir: Path) -> None:
+    store = open_store(1 << 20)
+    put(store, range(100))
+    with pytest.raises(ConfigError, match=r"\[file\] size: .* are left of it .* raise size or choose another path"):
+        open_store(1 << 20, OTHER)
+    assert get(store, range(100)) == [Outcome.OK] * 100
+    assert get(open_store(2 << 20, OTHER), [0]) == [Outcome.ABSENT]
+
+
+def test_two_openers_the_second_is_told_whose_it_is(open_store: OpenStore, disk_dir: Path) -> None:
+    store = open_store()
+    with pytest.raises(StoreLocked, match=f"in use by process {os.getpid()};"):
+        open_store()
+    # From another process, and again after it is free.
+    code = (
+        "import sys; from pathlib import Path; from kvtier.tiers.file_store import FileStore\n"
+        f"FileStore.open(Path(sys.argv[1]), {MODEL!r}, slot_bytes={SLOT}, block_size=4, size={1 << 20})"
+    )
+    root = Path(__file__).parents[2]
+    run = [sys.executable, "-c", code, str(disk_dir)]
+    refused = subprocess.run(run, cwd=root, capture_output=True, text=True, check=False)
+    assert f"in use by process {os.getpid()}" in refused.stderr
+    store.close()
+    assert subprocess.run(run, cwd=root, check=False).returncode == 0
+
+
+def test_closed_is_closed(open_store: OpenStore) -> None:
+    store = open_store()
+    put(store, range(3))
+    store.close()
+    store.close()
+    assert get(store, [0]) == [Outcome.CLOSED]
+    assert put(store, [0]) == [Outcome.CLOSED]
+    store.discard([hash_of(0)])
+    store.reset()
+    assert open_store().num_recovered == 3
+
+
+def test_close_waits_for_calls_under_way(open_store: OpenStore) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow(FileIO):
+        closed: list[int]
+
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if threading.current_thread() is not threading.main_thread():
+                inside.set()
+                assert go_on.wait(10)
+            return super().preadv(fd, buffers, offset)
+
+        def close(self, fd: int) -> None:
+            assert go_on.is_set()
+            super().close(fd)
+
+    store = open_store(io=Slow(), mode="buffered")
+    put(store, [1])
+    outcomes: list[Outcome] = []
+    reader = threading.Thread(target=lambda: outcomes.extend(get(store, [1])))
+    reader.start()
+    assert inside.wait(10)
+    closer = threading.Thread(target=store.close)
+    closer.start()
+    go_on.set()
+    reader.join(10)
+    closer.join(10)
+    assert outcomes == [Outcome.OK]
+
+
+def test_durable_syncs_before_and_after_the_entry(open_store: OpenStore) -> None:
+    class Trace(FileIO):
+        def __init__(self) -> None:
+            self.steps: list[str] = []
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            self.steps.append("write")
+            return super().pwritev(fd, buffers, offset)
+
+        def sync(self, fd: int) -> None:
+            self.steps.append("sync")
+            super().sync(fd)
+
+    for durable, steps in ((True, ["write", "sync", "write", "sync"]), (False, ["write", "write"])):
+        io = Trace()
+        store = open_store(io=io, durable=durable)
+        io.steps.clear()
+        put(store, range(20 * (2 - durable), 20 * (3 - durable)))
+        assert io.steps == steps  # grouped: once per batch
+        store.close()
+
+
+@pytest.mark.parametrize("size", [1, 8192, slab.smallest(SLOT, 4) - 1])
+def test_a_size_too_small_for_a_block_is_named(open_store: OpenStore, size: int) -> None:
+    with pytest.raises(ConfigError, match=r"\[file\] size .*too small for one block; use at least \d+ bytes"):
+        open_store(size)
+
+
+def test_more_than_the_disk_has_is_refused_at_open(open_store: OpenStore, disk_dir: Path) -> None:
+    class SmallDisk(FileIO):
+        def free_bytes(self, directory: Path) -> int:
+            return 412 << 30
+
+    message = (
+        r'kvtier: \[file\] size "16TB": the directory has 412 GiB free; lower size or choose another path'
+    )
+    with pytest.raises(ConfigError, match=message):
+        open_store(16 * 10**12, io=SmallDisk())
+    assert list(disk_dir.iterdir()) == []
+
+
+def test_wrong_arguments_are_the_callers_fault(open_store: OpenStore, disk_dir: Path) -> None:
+    store = open_store()
+    with pytest.raises(ValueError, match="one buffer of 8192 bytes per block"):
+        store.read([hash_of(0)], [memoryview(bytearray(100))])
+    with pytest.raises(ValueError, match="one buffer"):
+        store.write([record_of(0)], [])
+    with pytest.raises(ValueError, match="32 bytes"):
+        store.write([BlockRecord(b"short", bytes(32), b"", 0)], [payload_of(0)])
+    with pytest.raises(ValueError, match="at most 4 u32"):
+        store.write([BlockRecord(hash_of(0), bytes(32), bytes(20), 0)], [payload_of(0)])
+    with pytest.raises(ValueError, match="fingerprint must be 32 bytes"):
+        FileStore.open(disk_dir, b"", slot_bytes=1, block_size=1, size=1 << 20)
+
+
+def test_a_slab_of_other_blocks_under_this_name_is_refused(open_store: OpenStore, disk_dir: Path) -> None:
+    store = open_store()
+    put(store, range(3))
+    store.close()
+    with pytest.raises(FingerprintMismatch, match=r"slot_bytes 8192, this model has 4096"):
+        open_store(slot_bytes=4096)
+    # A slab renamed to another model's name.
+    store.path.rename(disk_dir / f"{OTHER.hex()}.slab")
+    with pytest.raises(FingerprintMismatch, match="left untouched"):
+        open_store(fingerprint=OTHER)
+
+
+def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not ours")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(TierUnavailable, match=r"\[file\] path .*the file tier is off"):
+            FileStore.open(path, MODEL, slot_bytes=SLOT, block_size=4, size=1 << 20)
+    # A missing one is made, with its parents.
+    FileStore.open(tmp_path / "a" / "b", MODEL, slot_bytes=SLOT, block_size=4, size=1 << 20).close()
+
+
+def test_extents_are_filled_in_chain_order(open_store: OpenStore) -> None:
+    store = open_store(64 << 20)
+    for begin in range(0, 400, 20):
+        put(store, range(begin, begin + 20))
+        put(store, range(10_000 + begin, 10_020 + begin))  # another chain at the same time
+    slot_of = store._blocks.index
+    breaks = sum(slot_of[hash_of(b)] != slot_of[hash_of(a)] + 1 for a, b in pairwise(range(400)))
+    assert breaks <= 1

@@ -1,0 +1,253 @@
+"""The slab's format: what is encoded is decoded, and anything else is refused or detected."""
+
+import random
+import struct
+
+import numpy as np
+import pytest
+
+from kvtier.tiers import slab
+from kvtier.tiers.errors import FingerprintMismatch, FormatError
+from kvtier.tiers.extents import ExtentMap
+from kvtier.tiers.slab import Superblock
+from kvtier.tiers.tier import BlockRecord
+
+FINGERPRINT = bytes(range(32))
+PLAN = slab.plan(FINGERPRINT, slot_bytes=10_000, block_size=16, num_bytes=4 << 20)
+
+
+def header_of(superblock: Superblock) -> bytes:
+    copy = slab.encode(superblock).ljust(slab.PAGE, b"\0")
+    return copy + copy
+
+
+def records(count: int) -> list[BlockRecord]:
+    # Trailing NULs in hashes and token ids must survive: they are legal digests and the padding token.
+    return [
+        BlockRecord(bytes([number]) + bytes(31), bytes([number, 1]) + bytes(30), struct.pack("<3I", number, 7, 0), number)
+        for number in range(count)
+    ]
+
+
+def test_a_slab_uses_its_size_and_never_more() -> None:
+    for slot_bytes in (1, 4096, 4097, 131_072, 9 << 20):
+        for num_bytes in (1 << 16, 1 << 20, 10_000_000, 1 << 30):
+            planned = slab.plan(FINGERPRINT, slot_bytes, 16, num_bytes)
+            if not planned.segments:
+                assert num_bytes < slab.smallest(slot_bytes, 16)
+                continue
+            assert planned.file_bytes <= num_bytes
+            # At most an extent and the rounding of its table are left over.
+            assert num_bytes - planned.file_bytes <= planned.extent_bytes + planned.slots_per_extent * 192 + 2 * slab.PAGE
+            assert planned.extent_bytes <= max(slab.EXTENT_BYTES, planned.stride)
+            # Payload slots are page-aligned and apart from the table.
+            assert planned.payload_offset(planned.num_slots - 1) + planned.stride == planned.file_bytes
+            assert all(offset % slab.PAGE == 0 for offset in planned.payload_offsets)
+            assert planned.row_offset(planned.num_slots - 1) + planned.entry_bytes <= planned.payload_offsets[0]
+
+
+def test_the_smallest_slab_holds_one_block() -> None:
+    least = slab.smallest(10_000, 16)
+    assert slab.plan(FINGERPRINT, 10_000, 16, least).num_slots == 1
+    assert not slab.plan(FINGERPRINT, 10_000, 16, least - 1).segments
+
+
+def test_resizing_keeps_the_first_extents_in_place() -> None:
+    small = PLAN.resized(PLAN.file_bytes // 2)
+    assert small.payload_offsets == PLAN.payload_offsets[: small.num_extents]
+    assert small.table_offsets == PLAN.table_offsets[: small.num_extents]
+    # Back within the table's capacity: the slab is as before.
+    assert small.resized(PLAN.file_bytes).segments == PLAN.segments
+    # Beyond it a segment is appended, and old offsets hold.
+    large = PLAN.resized(16 << 20)
+    assert len(large.segments) == 2
+    assert large.file_bytes <= 16 << 20
+    assert large.payload_offsets[: PLAN.num_extents] == PLAN.payload_offsets
+    # Shrinking cuts the new segment off again.
+    assert large.resized(PLAN.file_bytes).segments == PLAN.segments
+    assert not PLAN.resized(slab.HEADER_BYTES).segments
+
+
+def test_superblock_round_trip() -> None:
+    for superblock in (PLAN, PLAN.resized(16 << 20)):
+        assert slab.decode(header_of(superblock), "x.slab") == superblock
+
+
+def test_the_documented_bytes() -> None:
+    # docs/format.md, byte by byte: whoever changes these writes another format version.
+    encoded = slab.encode(PLAN)
+    assert len(encoded) == 2048
+    assert encoded[:8] == b"KVTIER01"
+    assert struct.unpack_from("<II", encoded, 8) == (1, 8192)
+    assert encoded[16:48] == FINGERPRINT
+    assert struct.unpack_from("<QQ", encoded, 48) == (10_000, 12_288)
+    assert struct.unpack_from("<IIII", encoded, 64) == (16, 192, PLAN.slots_per_extent, 1)
+    assert struct.unpack_from("<Q", encoded, 80) == (PLAN.update,)
+    assert struct.unpack_from("<QQQQ", encoded, 88) == (8192, PLAN.payload_offsets[0], PLAN.num_slots, PLAN.num_slots)
+    offsets = {name: field[1] for name, field in (slab.entry_dtype(16).fields or {}).items()}
+    assert offsets == {
+        "checksum": 0, "state": 8, "generation": 12, "seq": 16, "slot": 24, "chain_hash": 32, "parent": 64,
+        "payload_checksum": 96, "payload_bytes": 104, "num_tokens": 108, "tokens": 112, "padding": 176,
+    }  # fmt: skip
+
+
+def test_of_two_copies_the_newer_intact_one_counts() -> None:
+    older, newer = slab.encode(PLAN), slab.encode(PLAN.resized(2 << 20))
+    pad = bytes(slab.PAGE - len(older))
+    # The copy is written first: a crash between the two leaves it newer.
+    assert slab.decode(older + pad + newer + pad, "x").update == PLAN.update + 1
+    # A torn one is passed over.
+    assert slab.decode(older + pad + newer[:700] + bytes(1348) + pad, "x") == PLAN
+    assert slab.decode(older[:700] + bytes(1348) + pad + newer + pad, "x").update == PLAN.update + 1
+
+
+def test_every_bit_flip_in_a_copy_is_detected() -> None:
+    encoded = slab.encode(PLAN)
+    for bit in range(len(encoded) * 8):
+        flipped = bytearray(encoded)
+        flipped[bit // 8] ^= 1 << bit % 8
+        # The other copy serves; without it the file is refused.
+        pad = bytes(slab.PAGE - len(encoded))
+        assert slab.decode(bytes(flipped) + pad + encoded + pad, "x") == PLAN
+        if bit % 61 == 0:
+            with pytest.raises(FormatError):
+                slab.decode(bytes(flipped) + pad + bytes(flipped) + pad, "x")
+
+
+@pytest.mark.parametrize("version", [0, 2, 99])
+def test_another_format_version_is_named(version: int) -> None:
+    import xxhash  # a whole superblock of the other version, its checksum right
+
+    body = bytearray(slab.encode(PLAN)[:-8])
+    body[8:12] = struct.pack("<I", version)
+    other = bytes(body) + struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(body)))
+    pad = bytes(slab.PAGE - len(other))
+    with pytest.raises(FormatError, match=rf"format version {version}, this kvtier reads version 1.*untouched"):
+        slab.decode((other + pad) * 2, "x.slab")
+
+
+@pytest.mark.parametrize("content", [b"", b"K", b"\0" * 8192, b"SQLite format 3\0" * 512, b"KVTIER01", b"KVTIER01" * 1024])
+def test_a_foreign_file_is_refused(content: bytes) -> None:
+    with pytest.raises(FormatError, match="left untouched"):
+        slab.decode(content, "x.slab")
+
+
+def test_random_bytes_never_decode() -> None:
+    rng = random.Random(3)
+    for _ in range(300):
+        content = bytearray(header_of(PLAN))
+        for _ in range(rng.randrange(1, 40)):
+            position = rng.randrange(len(content))
+            content[position : position + 9] = rng.randbytes(9)
+        try:
+            assert slab.decode(bytes(content[: rng.randrange(8192)]), "x") == PLAN
+        except FormatError:
+            pass
+
+
+def test_another_models_slab_is_refused() -> None:
+    other = slab.plan(bytes(32), 10_000, 16, 4 << 20)
+    with pytest.raises(FingerprintMismatch, match="fingerprint 0000.*left untouched"):
+        slab.require_identity(other, PLAN, "x.slab")
+    with pytest.raises(FingerprintMismatch, match="slot_bytes 9999, this model has 10000"):
+        slab.require_identity(slab.plan(FINGERPRINT, 9999, 16, 4 << 20), PLAN, "x.slab")
+
+
+def test_rows_round_trip() -> None:
+    rows = slab.make_rows(PLAN, range(5), records(5))
+    slab.seal_rows(rows, PLAN)
+    assert slab.find_valid(rows, np.arange(5), PLAN).all()
+    assert slab.to_records(rows) == records(5)
+
+
+def test_a_row_is_valid_in_its_slot_of_its_slab_only() -> None:
+    rows = slab.make_rows(PLAN, range(5), records(5))
+    assert not slab.find_valid(rows, np.arange(5), PLAN).any()  # not sealed
+    slab.seal_rows(rows, PLAN)
+    # Moved to the neighbouring slot.
+    assert not slab.find_valid(rows, np.arange(1, 6), PLAN).any()
+    # Copied into the slab of another model.
+    other = slab.plan(bytes(32), 10_000, 16, 4 << 20)
+    assert not slab.find_valid(rows, np.arange(5), other).any()
+    # Blank rows are free slots.
+    assert not slab.find_valid(np.zeros(5, rows.dtype), np.arange(5), PLAN).any()
+
+
+def test_every_bit_flip_in_a_row_is_detected() -> None:
+    rows = slab.make_rows(PLAN, [3], records(1))
+    slab.seal_rows(rows, PLAN)
+    view = slab.byte_view(rows)
+    for bit in range(len(view) * 8):
+        view[bit // 8] ^= 1 << bit % 8
+        assert not slab.find_valid(rows, np.array([3]), PLAN).any()
+        view[bit // 8] ^= 1 << bit % 8
+    assert slab.find_valid(rows, np.array([3]), PLAN).all()
+
+
+# The bookkeeping of extents, traced with one-letter blocks.
+
+
+def fill(extents: ExtentMap, *names: str, after: str = "-") -> list[int]:
+    """Store blocks the way the writer does; returns their slots."""
+    hashes = [name.encode() for name in names]
+    slots: list[int] = []
+    while hashes:
+        run = extents.take(hashes, after.encode())
+        if run is None:
+            claim = extents.claim()
+            assert claim
+            assert extents.opened(claim)
+            kept = extents.take_in(claim.extent, claim.keep_hashes) if claim.keep else None
+            run = extents.take_in(claim.extent, hashes)
+            if kept:
+                extents.publish(kept, claim.keep_hashes)
+                extents.leave(kept.extent)
+        assert extents.publish(run, hashes[: run.count]) == []
+        extents.leave(run.extent)
+        slots += run.slots
+        hashes, after = hashes[run.count :], hashes[run.count - 1].decode()
+        extents.check()
+    return slots
+
+
+def test_a_chain_goes_on_behind_its_parent() -> None:
+    extents = ExtentMap(num_extents=4, slots_per_extent=8)
+    assert fill(extents, "a", "b", "c") == [0, 1, 2]
+    assert fill(extents, "x", "y") == [8, 9]  # another chain opens another extent
+    assert fill(extents, "d", "e", after="c") == [3, 4]  # and the first goes on where it was
+    assert fill(extents, *"fghijk", after="e") == [5, 6, 7, 16, 17, 18]
+
+
+def test_the_oldest_extent_goes_whole_but_for_what_was_hit() -> None:
+    extents = ExtentMap(num_extents=2, slots_per_extent=8)
+    fill(extents, *"abcdefghijklmnop")
+    extents.touch([extents.index[b"b"], extents.index[b"e"]])
+    fill(extents, "q", after="p")  # needs an extent: a…h go, b and e are stored again
+    assert sorted(extents.index) == [bytes([byte]) for byte in b"beijklmnopq"]
+    assert extents.num_evicted == 6
+    fill(extents, *"rstuvw", after="q")  # i…p go: nobody asked for them
+    assert sorted(extents.index) == [bytes([byte]) for byte in b"beqrstuvw"]
+
+
+def test_an_extent_mostly_hit_is_passed_over_once() -> None:
+    extents = ExtentMap(num_extents=2, slots_per_extent=4)
+    fill(extents, *"abcdefgh")
+    extents.touch([extents.index[name] for name in (b"a", b"b", b"c")])
+    fill(extents, "i")  # e…h go instead
+    assert sorted(extents.index) == [b"a", b"b", b"c", b"d", b"i"]
+    fill(extents, *"jklm", after="i")  # not hit since: a…d go now
+    assert sorted(extents.index) == [b"i", b"j", b"k", b"l", b"m"]
+
+
+def test_an_extent_being_written_is_no_victim() -> None:
+    extents = ExtentMap(num_extents=1, slots_per_extent=2)
+    claim = extents.claim()
+    assert claim
+    assert extents.claim() is None  # being emptied
+    assert extents.opened(claim)
+    run = extents.take([b"a", b"b"], b"-")
+    assert run
+    assert extents.claim() is None  # being written
+    extents.publish(run, [b"a", b"b"])
+    extents.leave(run.extent)
+    assert extents.claim()

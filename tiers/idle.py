@@ -1,0 +1,188 @@
+"""IdleSlots: the slots that could be evicted, and the choice of those that are."""
+
+import numpy as np
+
+from kvtier.tiers.index import Slots
+from kvtier.tiers.links import ChainLinks
+from kvtier.tiers.policy import EvictionPolicy, SlotQueue
+
+
+def no_slots() -> Slots:
+    """An empty batch."""
+    return np.zeros(0, np.int64)
+
+
+class IdleSlots:
+    """Ready slots without references. It takes no lock.
+
+    Each is in exactly one place: the policy; `deferred`, dirty ones that the policy offered while it had clean ones; or
+    parked, those it offered although they have a resident child. A parked slot goes back to the front of the policy
+    when its last child leaves. So whatever blocks a slot, it is looked at once, not at every eviction.
+    """
+
+    def __init__(self, links: ChainLinks, policy: EvictionPolicy) -> None:
+        rows = links.nobody + 1
+        self._links = links
+        self._policy = policy
+        self._deferred = SlotQueue(links.nobody)
+        self._parked = np.zeros(rows, np.bool_)
+        self._num_parked = 0
+        self.dirty = np.zeros(rows, np.bool_)
+        self.num_dirty = 0
+        self._places = np.zeros(rows, np.int64)  # scratch of `_split`
+
+    def add(self, slots: Slots) -> None:
+        """Slots became idle; the first of them goes first."""
+        self._policy.enter(slots)
+
+    def withdraw(self, slots: Slots) -> None:
+        """Slots are used, or leave by force: they are not idle any more. Fine if they were not."""
+        self._policy.leave(slots)
+        if self._num_parked:
+            self._num_parked -= int(np.count_nonzero(self._parked[slots]))
+            self._parked[slots] = False
+        if self.num_dirty:
+            self._deferred.remove(slots)
+
+    def choose(self, count: int, *, spare_parents: bool) -> Slots | None:
+        """Take `count` victims out, unlinked from their parents, clean ones first; None if there are fewer.
+
+        With `spare_parents` no slot that has a resident child goes; without, such slots go when nothing else is left.
+        """
+        batches: list[Slots] = []
+        found = 0
+        while found < count:
+            batch = self._candidates(count - found)
+            going = self._split(batch)
+            if not len(batch):
+                going = no_slots() if spare_parents else self._unpark_any(count - found)
+                if not len(going):
+                    break
+            self.unlink(going)
+            batches.append(going)
+            found += len(going)
+        victims = np.concatenate(batches) if batches else no_slots()
+        if found < count:
+            self._links.add_children(self._links.living_parents(victims))
+            self._policy.give_back(victims)
+            return None
+        self._policy.evicted(victims)
+        return victims
+
+    def unlink(self, slots: Slots) -> None:
+        """Slots leave their chains: their parents have a child fewer."""
+        self.release_parents(self._links.living_parents(slots))
+
+    def release_parents(self, parents: Slots) -> None:
+        """One child fewer for each (repeats count); a parked one left without children can go again."""
+        self._links.remove_children(parents)
+        if self._num_parked:
+            lonely = parents[self._parked[parents] & (self._links.children[parents] == 0)]
+            for slot in dict.fromkeys(lonely.tolist()):
+                self._unpark(slot)
+
+    def mark_dirty(self, slots: Slots) -> None:
+        """Ready slots hold what no lower tier has."""
+        self.num_dirty += len(slots) - int(np.count_nonzero(self.dirty[slots]))
+        self.dirty[slots] = True
+
+    def mark_clean(self, slots: Slots) -> int:
+        """Slots may go like any other; those passed over for being dirty are next. Returns how many were dirty."""
+        num_cleaned = int(np.count_nonzero(self.dirty[slots]))
+        self.num_dirty -= num_cleaned
+        self.dirty[slots] = False
+        waiting = slots[self._deferred.tickets(slots) >= 0][::-1]
+        self._deferred.remove(waiting)
+        self._policy.give_back(waiting)
+        return num_cleaned
+
+    def dirty_slots(self) -> Slots:
+        """All dirty slots, next victims first; those that cannot go now come last."""
+        slots = np.flatnonzero(self.dirty)
+        deferred, ranks = self._deferred.tickets(slots), self._policy.ranks(slots)
+        group = np.where(deferred >= 0, 1, np.where(ranks >= 0, 0, 2))
+        group[deferred >= 0] = 0
+        group[(deferred < 0) & (ranks >= 0)] = 1
+        return slots[np.lexsort((np.where(deferred >= 0, deferred, ranks), group))]
+
+    def reset(self) -> None:
+        """Forget every slot."""
+        self._policy.reset()
+        self._deferred.reset()
+        self._parked[:] = False
+        self.dirty[:] = False
+        self._num_parked = self.num_dirty = 0
+
+    def check(self, idle: Slots) -> None:
+        """Raise AssertionError unless exactly these slots are idle, each in one place."""
+        everyone = np.arange(self._links.nobody)
+        queued, deferred = self._policy.ranks(everyone) >= 0, self._deferred.tickets(everyone) >= 0
+        parked = self._parked[everyone]
+        expected = np.zeros(len(everyone), np.int64)
+        expected[idle] = 1
+        assert (queued.astype(np.int64) + deferred + parked == expected).all(), "idle slots in no place, or in two"
+        assert np.count_nonzero(parked) == self._num_parked, "parked count"
+        assert (self._links.children[everyone][parked] > 0).all(), "parked without children"
+        assert np.count_nonzero(self.dirty) == self.num_dirty, "dirty count"
+
+    # --- choosing -----------------------------------------------------------------------------------------------
+
+    def _candidates(self, count: int) -> Slots:
+        """The policy's next victims: clean ones while there are any, then the dirty ones passed over before."""
+        while len(batch := self._policy.pop(count)):
+            if not self.num_dirty:
+                return batch
+            dirty = self.dirty[batch]
+            self._deferred.append(batch[dirty])
+            if not dirty.all():
+                return batch[~dirty]
+        return self._deferred.take(count) if self.num_dirty else batch
+
+    def _split(self, batch: Slots) -> Slots:
+        """The slots of `batch` all of whose resident children go before them in it. The others are parked."""
+        children, size = self._links.children[batch], len(batch)
+        if not children.any():
+            return batch
+        parents, alive = self._links.parents(batch)
+        self._places[batch] = np.arange(size)
+        places = np.minimum(self._places[parents], size - 1)  # scratch: may hold older, larger places
+        before = alive & (batch[places] == parents) & (places > np.arange(size))
+        if (children == np.bincount(places[before], minlength=size)).all():
+            return batch
+        return self._split_one_by_one(batch)
+
+    def _split_one_by_one(self, batch: Slots) -> Slots:
+        going: list[int] = []
+        gone: dict[int, int] = {}  # parent → its children that go
+        parked: list[int] = []
+        parents, alive = self._links.parents(batch)
+        rows = zip(batch.tolist(), self._links.children[batch].tolist(), parents.tolist(), alive.tolist(), strict=True)
+        for slot, num_children, parent, is_alive in rows:
+            if num_children != gone.get(slot, 0):
+                parked.append(slot)
+                continue
+            going.append(slot)
+            if is_alive:
+                gone[parent] = gone.get(parent, 0) + 1
+        self._parked[parked] = True
+        self._num_parked += len(parked)
+        return np.array(going, np.int64)
+
+    def _unpark(self, slot: int) -> None:
+        """Give a parked slot back to the policy, and with it the parked ancestors that wait for it alone."""
+        links, run = self._links, [slot]
+        parent = int(links.parent[slot])
+        while self._parked[parent] and links.children[parent] == 1 and links.is_child(run[-1], parent):
+            run.append(parent)
+            parent = int(links.parent[parent])
+        slots = np.array(run, np.int64)
+        self._parked[slots] = False
+        self._num_parked -= len(run)
+        self._policy.give_back(slots)
+
+    def _unpark_any(self, count: int) -> Slots:
+        """Parked slots, to go although they have children."""
+        slots = np.flatnonzero(self._parked)[:count] if self._num_parked else no_slots()
+        self._parked[slots] = False
+        self._num_parked -= len(slots)
+        return slots
