@@ -1,4 +1,4 @@
-"""The seam where kvtier plugs into the engine: what the engine asks of a connector, and the twin that offloads nothing."""
+"""The seam where kvtier plugs into the engine: what it asks of a connector, and the twin that offloads nothing."""
 
 from collections.abc import Sequence
 from typing import Final, Protocol

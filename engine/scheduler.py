@@ -1,4 +1,4 @@
-"""Decides what each step computes: continuous batching over a paged pool, longest cached prefix first. Sans-IO, no torch."""
+"""Decides what each step computes: continuous batching over a paged pool, longest cached prefix first. No torch."""
 
 from bisect import insort
 from collections import Counter
@@ -40,7 +40,7 @@ class Scheduler:
         self._config = config
         self._pool = pool
         self._offloads = connector is not None
-        self._connector = connector or NoOffload()
+        self._connector: SchedulerConnector = NoOffload() if connector is None else connector
         self._eos_token_ids = eos_token_ids
         self._computing: dict[ChainHash, str] = {}  # block that is being computed or loaded → request that does it
         self._held: Counter[int] = Counter()  # block → stores under way that hold it
@@ -152,7 +152,7 @@ class Scheduler:
         return chunks
 
     def _grow(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
-        """Have a block for every token, preempting the latest that is not in this step's chunks. False: not this step."""
+        """Have a block for every token, preempting the latest request that is not in `chunks`. False: not this step."""
         num_missing = self._config.num_blocks_of(sequence.num_tokens) - len(sequence.block_table)
         if not num_missing:
             return True

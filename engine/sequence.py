@@ -1,4 +1,4 @@
-"""One request as the engine sees it: its tokens, its blocks, how far it is computed, and how to sample the next token."""
+"""One request as the engine sees it: its tokens, its blocks, how far it is computed, how to continue it."""
 
 import math
 import secrets
@@ -60,7 +60,7 @@ def _is_number(value: object) -> bool:
 
 
 class State(Enum):
-    """WAITING → (LOADING →) RUNNING → FINISHED; preemption leads back to WAITING, an abort to FINISHED from anywhere."""
+    """WAITING → (LOADING →) RUNNING → FINISHED; preemption leads back to WAITING, an abort to FINISHED."""
 
     WAITING = "waiting"  # holds no block
     LOADING = "loading"  # holds its blocks; a copy from L2 is under way

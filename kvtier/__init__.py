@@ -16,30 +16,59 @@ from kvtier.tiers.errors import (
 )
 
 if TYPE_CHECKING:
+    from kvtier.connector.plan import StepPlan
+    from kvtier.connector.scheduler import SchedulerSide
+    from kvtier.connector.worker import WorkerSide
+    from kvtier.engine.sequence import Output, SamplingParams
+    from kvtier.tiers.chain import TokenChain
     from kvtier.tiers.config import Config
+    from kvtier.tiers.file_store import FileStore
+    from kvtier.tiers.hierarchy import Hierarchy
+    from kvtier.tiers.identity import ModelIdentity
     from kvtier.tiers.metrics import Metrics
+    from kvtier.tiers.pool import SlotPool
     from kvtier.tiers.shape import KVLayout, KVShape
 
 __version__ = "0.1.0"
 
 _LAZY: Final = {
     "Config": "kvtier.tiers.config",
+    "FileStore": "kvtier.tiers.file_store",
+    "Hierarchy": "kvtier.tiers.hierarchy",
     "KVLayout": "kvtier.tiers.shape",
     "KVShape": "kvtier.tiers.shape",
     "Metrics": "kvtier.tiers.metrics",
+    "ModelIdentity": "kvtier.tiers.identity",
+    "Output": "kvtier.engine.sequence",
+    "SamplingParams": "kvtier.engine.sequence",
+    "SchedulerSide": "kvtier.connector.scheduler",
+    "SlotPool": "kvtier.tiers.pool",
+    "StepPlan": "kvtier.connector.plan",
+    "TokenChain": "kvtier.tiers.chain",
+    "WorkerSide": "kvtier.connector.worker",
 }
 
 __all__ = [
     "Config",
     "ConfigError",
+    "FileStore",
     "FingerprintMismatch",
     "FormatError",
+    "Hierarchy",
     "KVLayout",
     "KVShape",
     "KVTierError",
     "Metrics",
+    "ModelIdentity",
+    "Output",
+    "SamplingParams",
+    "SchedulerSide",
+    "SlotPool",
+    "StepPlan",
     "StoreLocked",
     "TierUnavailable",
+    "TokenChain",
+    "WorkerSide",
     "__version__",
 ]
 

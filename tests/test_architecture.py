@@ -22,11 +22,11 @@ PACKAGES: Final = ("tiers", "connector", "engine")
 
 GROUPS: Final = {
     "basics": {"__init__", "errors", "shape", "tier", "checksum", "chain", "identity", "key_schemes", "config"},
-    "pool": {"metrics", "policy", "index", "slots", "lease", "pool"},
+    "pool": {"metrics", "policy", "index", "links", "idle", "slots", "lease", "pool"},
     "device": {"device"},
     "host": {"host", "memory"},
     "file": {"file_io", "slab", "slab_file", "slab_writer", "extents", "payload_io", "group_sync", "file_store"},
-    "transfer": {"transfer", "cuda_transfer", "kernels"},
+    "transfer": {"transfer", "block_copier", "cuda_transfer", "kernels"},
     "hierarchy": {"hierarchy", "prefetch", "demote", "port", "breaker", "io_queue", "rates"},
 }
 # Tiers never import each other; copies know L2's region; the hierarchy alone knows them all.

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from kvtier.tiers.policy import Slots
+from kvtier.tiers.idle import no_slots
+from kvtier.tiers.index import Slots, to_words
 from kvtier.tiers.shape import KVShape
-from kvtier.tiers.slots import FILLING, READY, SlotTable, no_slots
+from kvtier.tiers.slots import FILLING, READY, SlotTable
 from kvtier.tiers.tier import ChainHash
 
 
@@ -77,18 +78,19 @@ class BlockPool:
             return
         with self._lock:
             self._require_refs(slots, "publish")
-            table = self._table
-            held = table.find(hashes)
+            table, words = self._table, to_words(hashes)
+            held = table.index.find(words)
             new = np.flatnonzero((held < 0) & (table.state[slots] == FILLING))
             if not len(new):
                 return
+            if not table.name(slots[new], words[new]):
+                raise ValueError(f"publish: a hash comes twice among {len(hashes)}")
             held[new] = slots[new]
-            parents = np.empty_like(held)
-            parents[0] = -1 if parent is None else table.index.get(parent, -1)
-            parents[1:] = held[:-1]
-            parents = parents[new]
-            table.name(slots[new], [hashes[i] for i in new.tolist()])
-            table.link(slots[new], np.where(parents < 0, self.num_blocks, parents))
+            before = np.empty_like(held)
+            before[0] = -1 if parent is None else table.index.find(to_words([parent]))[0]
+            before[1:] = held[:-1]
+            table.publish(slots[new])
+            table.links.link(slots[new], before[new])
 
     def free(self, block_ids: ArrayLike) -> None:
         """Give one reference to each block back. A chain's tail will be taken again before its head.

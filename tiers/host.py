@@ -53,6 +53,7 @@ class HostRegion:
         flat = np.frombuffer(mapping, np.uint8, num_slots * self.slot_stride)
         self.array: NDArray[np.uint8] = flat.reshape(num_slots, self.slot_stride)
         self._pinned_by: PinRuntime | None = None
+        self._pin_failed = False
         self._closing = threading.Event()
         self._prefault_thread: threading.Thread | None = None
 
@@ -125,17 +126,18 @@ class HostRegion:
         then work, but block the thread that makes them.
         """
         runtime = runtime or cuda_runtime()
-        if self.pinned or runtime is None:
+        if self.pinned or self._pin_failed or runtime is None:
             return self.pinned
         self.wait_prefaulted(None)  # pinning faults pages one by one; populated ones it only takes
         try:
             runtime.hostRegister(self.address, self.array.nbytes, _REGISTER_PORTABLE)
         except RuntimeError as error:  # CuPy's CUDARuntimeError is one
             logger.warning(
-                "[host] %s could not be pinned, copies stay pageable and slow (%s); lower [host] size or raise `ulimit -l`",
+                "[host] %s stays pageable, copies will be slow: %s; lower [host] size or raise `ulimit -l`",
                 _gib(self.array.nbytes),
                 error,
             )
+            self._pin_failed = True
             return False
         self._pinned_by = runtime
         return True

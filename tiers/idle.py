@@ -100,9 +100,7 @@ class IdleSlots:
         """All dirty slots, next victims first; those that cannot go now come last."""
         slots = np.flatnonzero(self.dirty)
         deferred, ranks = self._deferred.tickets(slots), self._policy.ranks(slots)
-        group = np.where(deferred >= 0, 1, np.where(ranks >= 0, 0, 2))
-        group[deferred >= 0] = 0
-        group[(deferred < 0) & (ranks >= 0)] = 1
+        group = np.where(deferred >= 0, 0, np.where(ranks >= 0, 1, 2))
         return slots[np.lexsort((np.where(deferred >= 0, deferred, ranks), group))]
 
     def reset(self) -> None:
@@ -171,10 +169,8 @@ class IdleSlots:
     def _unpark(self, slot: int) -> None:
         """Give a parked slot back to the policy, and with it the parked ancestors that wait for it alone."""
         links, run = self._links, [slot]
-        parent = int(links.parent[slot])
-        while self._parked[parent] and links.children[parent] == 1 and links.is_child(run[-1], parent):
+        while self._parked[parent := links.parent_of(run[-1])] and links.children[parent] == 1:
             run.append(parent)
-            parent = int(links.parent[parent])
         slots = np.array(run, np.int64)
         self._parked[slots] = False
         self._num_parked -= len(run)

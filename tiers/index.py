@@ -114,12 +114,14 @@ class HashIndex:
         self._num_stashed[:] = 0
         self.num_names = 0
 
-    def check(self, named: Slots) -> None:
-        """Raise AssertionError unless exactly these slots have names, each found by its name."""
+    def check(self) -> Slots:
+        """All named slots. Raises AssertionError unless each is found by its name, and nothing else is."""
+        named = np.concatenate([np.flatnonzero(self._where >= 0), np.fromiter(self._stash.values(), np.int64)])
         assert self.num_names == len(named), f"{self.num_names} names for {len(named)} slots"
-        assert np.count_nonzero(self._entries) + len(self._stash) == len(named), "entries left over"
+        assert np.count_nonzero(self._entries) == len(named) - len(self._stash), "entries left over"
         assert (self.find(self._names[named]) == named).all(), "a name leads to another slot"
         assert self._num_stashed.sum() == len(self._stash), "stash count"
+        return named
 
     def _clear(self, slots: Slots) -> None:
         where = self._where[slots]

@@ -41,7 +41,7 @@ def dynamo_sequence_hashes(local_hashes: Sequence[int]) -> list[int]:
 
 # --- vLLM: SHA-256 of the canonical CBOR of (parent, tokens, extra keys) ---------------------------------------------
 
-CborItem: TypeAlias = "None | int | str | bytes | Sequence[CborItem]"
+CborItem: TypeAlias = "int | str | bytes | Sequence[CborItem] | None"
 """What vLLM's keys are made of. Other types are a TypeError."""
 
 VLLM_DEFAULT_SEED: Final = "vllm-none-hash"

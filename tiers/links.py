@@ -57,9 +57,10 @@ class ChainLinks:
         """One child fewer for each (repeats count)."""
         np.subtract.at(self.children, parents, _ONE)
 
-    def is_child(self, slot: int, parent: int) -> bool:
-        """Whether `parent` is the slot's parent by a link that is not stale."""
-        return bool(self.parent[slot] == parent and self.generation[parent] == self._parent_generation[slot])
+    def parent_of(self, slot: int) -> int:
+        """The slot's parent; `nobody` without one, or where the link is stale."""
+        parent = int(self.parent[slot])
+        return parent if self.generation[parent] == self._parent_generation[slot] else self.nobody
 
     def reset(self) -> None:
         """Forget every link."""

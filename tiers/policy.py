@@ -167,7 +167,7 @@ class LRU:
 
 
 class Ghosts:
-    """The last names evicted, about as many as the pool has slots. Names that share a place in it push each other out."""
+    """The last names evicted, about as many as the pool has slots. Two names that share a place push each other out."""
 
     def __init__(self, num_slots: int) -> None:
         self._mask = np.uint64((1 << (4 * num_slots - 1).bit_length()) - 1)

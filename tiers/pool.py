@@ -3,15 +3,18 @@
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.tiers.idle import no_slots
+from kvtier.tiers.index import Slots, Words, to_words
 from kvtier.tiers.lease import Lease, PoolCounts, Reservation
-from kvtier.tiers.policy import Slots
-from kvtier.tiers.slots import FILLING, QUARANTINED, SlotTable, consume, no_slots
+from kvtier.tiers.slots import FILLING, QUARANTINED, READY, SlotTable
 from kvtier.tiers.tier import ChainHash
+
+T = TypeVar("T")
 
 __all__ = ["Lease", "PoolCounts", "Reservation", "SlotPool", "replay"]
 
@@ -33,7 +36,6 @@ class SlotPool:
         self._table = SlotTable(num_slots, policy)
         self._lock = threading.Lock()
         self._epoch = 0  # resets so far
-        self._filling: dict[ChainHash, int] = {}
         # `__del__` may run anywhere, even inside this pool's own methods: it only leaves a note here.
         self._dropped: deque[Lease | Reservation] = deque()
 
@@ -51,11 +53,14 @@ class SlotPool:
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
         """How many leading blocks are ready."""
-        return len(list(takewhile(self._table.index.__contains__, hashes)))
+        with self._lock:
+            return len(self._table.find_run(hashes))
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         """Which of the blocks are ready, each by itself."""
-        return list(map(self._table.index.__contains__, hashes))
+        with self._lock:
+            held: list[bool] = (self._table.find(hashes) >= 0).tolist()
+            return held
 
     def generation(self, slot: int) -> int:
         """How often the slot was taken: a copy planned for an older generation must not be made."""
@@ -78,32 +83,15 @@ class SlotPool:
         """
         with self._lock:
             self._settle_dropped()
-            table = self._table
-            held = self._held(hashes)
+            words = to_words(hashes)
+            held = self._table.index.find(words)
             missing = np.flatnonzero(held < 0)
             if not len(missing):
                 return self._reservation([], [], no_slots(), [])
-            indices: list[int] = missing.tolist()
-            names = [hashes[i] for i in indices]
-            if len(set(names)) != len(names):
-                raise ValueError(f"reserve: {len(names) - len(set(names))} of {len(hashes)} hashes are given twice")
-            gaps = np.flatnonzero((held[:-1] < 0) & (held[1:] >= 0)) + 1  # held blocks whose parent comes back now
-            parent_slot = self._slot(parent)
-            anchors = _shifted(held, parent_slot)[missing]
-            anchors = anchors[anchors >= 0]
-            table.children[anchors] += 1  # the blocks these hang on must not go to make room for them
-            slots = table.take(len(indices))
-            if slots is not None:
-                held[missing] = slots
-                parents = _shifted(held, parent_slot)[missing]
-                table.link(slots, np.where(parents < 0, self.num_slots, parents))
-                table.names[slots] = names
-                self._filling.update(zip(names, slots.tolist(), strict=True))
-                self._adopt(hashes, held, gaps)
-            table.release_parents(anchors)
-            if slots is None:
+            if not self._take_into(held, missing, words, self._slot(parent)):
                 return None
-            return self._reservation(names, indices, slots, [hashes[i - 1] if i else parent for i in indices])
+            parents = [parent, *hashes[:-1]]
+            return self._reservation(_pick(hashes, missing), missing.tolist(), held[missing], _pick(parents, missing))
 
     def seal(self, reservation: Reservation, positions: Sequence[int] | None = None) -> Lease:
         """Publish the reservation's blocks, at `positions` in its hashes or all still filling, and lease them.
@@ -121,8 +109,7 @@ class SlotPool:
             slots, names = reservation.slots[at], _pick(reservation.hashes, at)
             self._table.refs[slots] = 1
             if reservation.epoch == self._epoch:
-                consume(map(self._filling.__delitem__, names))
-                self._table.name(slots, names)
+                self._table.publish(slots)
             reservation.num_open -= len(at)
             return Lease(names, slots, reservation.generations[at], self._on_release)
 
@@ -175,29 +162,27 @@ class SlotPool:
     def mark_dirty(self, hashes: Sequence[ChainHash]) -> None:
         """Note that no lower tier holds these blocks: clean ones are evicted first."""
         with self._lock:
-            self._table.mark_dirty(self._ready(hashes))
+            self._table.idle.mark_dirty(self._ready(hashes))
 
     def mark_clean(self, hashes: Sequence[ChainHash]) -> None:
         """Note that a lower tier holds these blocks now."""
         with self._lock:
-            self._table.mark_clean(self._ready(hashes))
+            self._table.idle.mark_clean(self._ready(hashes))
 
     def oldest_dirty(self, n: int) -> list[ChainHash]:
         """Up to `n` dirty blocks, those the policy would evict next first, but each after its dirty parents."""
         with self._lock:
             self._settle_dropped()
-            table = self._table
-            chosen: dict[int, None] = {}
-            for slot in table.dirty_slots().tolist():
+            table, chosen = self._table, dict[int, None]()
+            for slot in table.idle.dirty_slots().tolist():
                 if len(chosen) >= n:
                     break
                 branch = []
-                while slot not in chosen and table.dirty[slot]:
+                while slot not in chosen and table.idle.dirty[slot]:  # nobody's row is clean: that ends a chain
                     branch.append(slot)
-                    slot = self.num_slots if table.is_orphan(slot) else int(table.parent[slot])
+                    slot = table.links.parent_of(slot)
                 chosen.update(dict.fromkeys(reversed(branch)))
-            names: list[ChainHash] = table.names[list(chosen)[:n]].tolist()
-            return names
+            return table.index.names(np.array(list(chosen)[:n], np.int64))
 
     # --- the whole ----------------------------------------------------------------------------------------------
 
@@ -206,7 +191,6 @@ class SlotPool:
         with self._lock:
             self._settle_dropped()
             self._epoch += 1
-            self._filling.clear()
             self._table.reset()
 
     def check(self) -> PoolCounts:
@@ -218,11 +202,6 @@ class SlotPool:
             assert counts.free + counts.filling + counts.ready + counts.quarantined == self.num_slots, counts
             assert counts.filling == np.count_nonzero(table.state == FILLING), "filling count"
             assert 0 <= counts.leased <= counts.ready, counts
-            filling = list(self._filling.values())
-            assert (table.state[filling] == FILLING).all(), "filling index names slots in other states"
-            assert not table.refs[filling].any(), "a filling slot is leased"
-            assert table.names[filling].tolist() == list(self._filling), "filling index names other slots"
-            assert self._filling.keys().isdisjoint(table.index), "a block is ready and filling"
             return counts
 
     # --- under the lock -----------------------------------------------------------------------------------------
@@ -231,32 +210,42 @@ class SlotPool:
         table = self._table
         filling = self.num_slots - table.num_free - table.num_ready - table.num_quarantined
         return PoolCounts(
-            table.num_free, filling, table.num_ready, table.num_leased, table.num_quarantined, table.num_dirty
+            table.num_free, filling, table.num_ready, table.num_leased, table.num_quarantined, table.idle.num_dirty
         )
 
     def _ready(self, hashes: Sequence[ChainHash]) -> Slots:
         slots = self._table.find(hashes)
         return slots[slots >= 0]
 
-    def _held(self, hashes: Sequence[ChainHash]) -> Slots:
-        """The slot of each block, ready or filling; -1 where there is none."""
-        slots = self._table.find(hashes)
-        if self._filling:
-            missing = np.flatnonzero(slots < 0)
-            slots[missing] = [self._filling.get(hashes[i], -1) for i in missing.tolist()]
-        return slots
-
     def _slot(self, name: ChainHash | None) -> int:
-        if name is None:
-            return -1
-        return self._table.index.get(name, self._filling.get(name, -1))
+        """The slot of a block, ready or filling; -1 where there is none."""
+        return -1 if name is None else int(self._table.index.find(to_words([name]))[0])
 
-    def _adopt(self, hashes: Sequence[ChainHash], held: Slots, gaps: NDArray[np.intp]) -> None:
-        """Link held blocks that had lost their parent to the slot reserved for it now."""
-        for i in gaps.tolist():
-            slot = int(held[i])
-            if self._slot(hashes[i]) == slot and self._table.is_orphan(slot):  # it may just have been evicted
-                self._table.link(held[i : i + 1], held[i - 1 : i])
+    def _take_into(self, held: Slots, missing: Slots, words: Words, parent: int) -> bool:
+        """Take slots for the missing positions of `held`, name them and link them to their chain. False: no room."""
+        table, links = self._table, self._table.links
+        orphans = np.flatnonzero((held[:-1] < 0) & (held[1:] >= 0)) + 1  # held blocks whose parent comes back now
+        anchors = _before(held, parent)[missing]
+        anchors = anchors[anchors >= 0]
+        links.add_children(anchors)  # the blocks these hang on must not go to make room for them
+        slots = table.take(len(missing))
+        if slots is not None:
+            if not table.name(slots, words[missing]):
+                table.free(slots)
+                table.idle.release_parents(anchors)
+                raise ValueError(f"reserve: a hash comes twice among {len(held)}")
+            held[missing] = slots
+            links.link(slots, _before(held, parent)[missing])
+            for i in orphans.tolist():
+                # It may just have been evicted, or its link may live: only its parent's index entry was missing.
+                if table.index.find(words[i : i + 1])[0] == held[i] and self._is_orphan(int(held[i])):
+                    links.link(held[i : i + 1], held[i - 1 : i])
+        table.idle.release_parents(anchors)
+        return slots is not None
+
+    def _is_orphan(self, slot: int) -> bool:
+        parent = self._table.links.parent_of(slot)
+        return parent == self.num_slots or self._table.state[parent] not in (FILLING, READY)
 
     def _reservation(
         self, names: list[ChainHash], indices: list[int], slots: Slots, parents: list[ChainHash | None]
@@ -277,8 +266,8 @@ class SlotPool:
         at = self._in_state(reservation, positions, FILLING)
         slots = reservation.slots[at]
         if reservation.epoch == self._epoch:
-            consume(map(self._filling.__delitem__, _pick(reservation.hashes, at)))
-        self._table.unlink(slots)
+            self._table.index.remove(slots)
+        self._table.idle.unlink(slots)
         reservation.num_open -= len(at)
         return slots
 
@@ -314,15 +303,15 @@ class SlotPool:
                 self._table.unref(dropped.slots)
 
 
-def _shifted(held: Slots, first: int) -> Slots:
+def _before(held: Slots, first: int) -> Slots:
     """For each position, the slot of the block before it."""
     before = np.empty_like(held)
     before[0], before[1:] = first, held[:-1]
     return before
 
 
-def _pick(names: list[ChainHash], at: NDArray[np.intp]) -> list[ChainHash]:
-    return names.copy() if len(at) == len(names) else [names[i] for i in at.tolist()]
+def _pick(items: Sequence[T], at: NDArray[np.intp]) -> list[T]:
+    return list(items) if len(at) == len(items) else [items[i] for i in at.tolist()]
 
 
 def replay(trace: Iterable[Sequence[ChainHash]], num_slots: int, *, policy: str = "lru") -> float:

@@ -168,3 +168,8 @@ class SlotTable:
         self.idle.check(np.flatnonzero(ready & (refs == 0)))
         self.links.check(np.flatnonzero(ready | filling))
         assert self.state[self.num_slots] == FREE, "nobody's row is taken"
+        named = self.index.check()
+        assert np.count_nonzero(ready[named]) == self.num_ready, "a ready slot has no name"
+        assert (ready | (filling & (refs == 0)))[named].all(), (
+            "a name leads to a slot that is neither ready nor reserved"
+        )

@@ -1,0 +1,263 @@
+"""`kvtier demo`: ask questions over long documents, lose L1, lose the process, and see what is never prefilled again.
+
+This process only directs: an engine runs in a child process (`demo_worker.py`), which is killed with SIGKILL half-way.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from pydoc_data.topics import topics
+from threading import Timer
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from kvtier.tiers.errors import ConfigError, KVTierError
+
+VOCABULARY: Final = 8192
+_DOCUMENT_TOKENS: Final = 1500
+_ANSWER_TOKENS: Final = 16
+_REPLY_DEADLINE: Final = 300.0  # seconds; past it the child is killed and the demo fails
+_DOCUMENTS: Final = (
+    ("The Python data model", ("specialnames", "typesmapping", "objects")),
+    ("Compound statements", ("compound", "class", "function")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What `kvtier demo` was asked for."""
+
+    model: Path | None = None  # a checkpoint directory; None: a random Llama of some 50 M parameters
+    as_json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One question asked of the engine, and the tier its answer's prefix must come from."""
+
+    name: str
+    document: int
+    question: str
+    expect: str | None  # "l1", "l2", "file", or None for a cold run
+    after: str = ""  # an earlier stage whose prompt and answer come first: a second turn
+
+
+@dataclass(slots=True)
+class Run:
+    """What one stage came to. `identical`: equal greedy text and bit-equal logits to the run without kvtier."""
+
+    name: str
+    ttft_ms: float
+    prompt_tokens: int
+    cached_tokens: dict[str, int]
+    identical: bool
+    bytes_moved: dict[str, int] = field(default_factory=dict)
+
+
+_BEFORE_THE_KILL: Final = (
+    Stage("cold prefill", 0, "What does __getattr__ do?", None),
+    Stage("L1: same document, new question", 0, "When is __hash__ called?", "l1"),
+    Stage("cold prefill of another document", 1, "What does a finally clause do?", None),
+    Stage("L2: after L1 was overwritten", 0, "What does __getattr__ do?", "l2"),
+    Stage("second turn of that conversation", 0, "And if it raises?", "l1", after="L2: after L1 was overwritten"),
+)
+_AFTER_THE_KILL: Final = (
+    Stage("L3: after SIGKILL and restart", 0, "What does __getattr__ do?", "file"),
+    Stage("L3: the other document, new question", 1, "How do decorators nest?", "file"),
+    Stage(
+        "L3: third turn of the conversation", 0, "Give an example.", "file", after="second turn of that conversation"
+    ),
+)
+
+
+def demo(options: DemoOptions) -> int:
+    """Run the demo; returns the exit status: 0 only if every answer was identical and every expected tier was hit."""
+    console = Console(stderr=options.as_json)
+    if options.model is not None and not (options.model / "config.json").is_file():
+        raise ConfigError(f'--model "{options.model}": no config.json there; name a local checkpoint directory')
+    with tempfile.TemporaryDirectory(prefix="kvtier-demo-", dir=_disk()) as home, _progress(console) as progress:
+        story = _Story(Path(home), options, progress)
+        runs = story.tell()
+    identical = all(run.identical for run in runs)
+    hit = all(
+        stage.expect is None or run.cached_tokens[stage.expect] > 0
+        for stage, run in zip((*_BEFORE_THE_KILL, *_AFTER_THE_KILL), runs, strict=True)
+    )
+    if options.as_json:
+        print(json.dumps({"identical": identical, "every_tier_hit": hit, "runs": [asdict(run) for run in runs]}))
+    else:
+        _show(console, runs, identical, hit)
+    return 0 if identical and hit else 1
+
+
+class _Story:
+    """The stages in order, over one directory that survives the kill."""
+
+    def __init__(self, home: Path, options: DemoOptions, progress: Progress) -> None:
+        self._home = home
+        self._options = options
+        self._progress = progress
+        self._total = progress.add_task("the demo", total=len(_BEFORE_THE_KILL) + len(_AFTER_THE_KILL))
+        self._tokenizer = self._train_tokenizer()
+        self._documents = [self._document(title, names) for title, names in _DOCUMENTS]
+        self._conversations: dict[str, list[int]] = {}  # stage → prompt and answer
+
+    def tell(self) -> list[Run]:
+        with _Child(self._home, self._options.model, self._progress) as child:
+            runs = [self._ask(child, stage) for stage in _BEFORE_THE_KILL]
+            child.call("settle", {}, "writing to NVMe")
+            child.kill()
+        with _Child(self._home, self._options.model, self._progress) as child:
+            return runs + [self._ask(child, stage) for stage in _AFTER_THE_KILL]
+
+    def _ask(self, child: "_Child", stage: Stage) -> Run:
+        question = self._tokenizer.encode(f"\n\nQuestion: {stage.question}\nAnswer:").ids
+        before = self._conversations[stage.after] if stage.after else self._documents[stage.document]
+        prompt = [*before, *question]
+        reply = child.call("ask", {"prompt": prompt, "max_tokens": _ANSWER_TOKENS}, stage.name, len(prompt))
+        reference = child.call(
+            "ask_without_kvtier",
+            {"prompt": prompt, "max_tokens": _ANSWER_TOKENS},
+            "  the same without kvtier",
+            len(prompt),
+        )
+        self._conversations[stage.name] = [*prompt, *reply["tokens"]]
+        self._progress.advance(self._total)
+        return Run(
+            name=stage.name,
+            ttft_ms=reply["ttft_ms"],
+            prompt_tokens=len(prompt),
+            cached_tokens=reply["cached_tokens"],
+            identical=(reply["tokens"], reply["logits"]) == (reference["tokens"], reference["logits"]),
+            bytes_moved=reply["bytes_moved"],
+        )
+
+    def _train_tokenizer(self) -> Tokenizer:
+        task = self._progress.add_task("training a BPE tokenizer on the Python manual", total=None)
+        if self._options.model is not None:
+            if not (self._options.model / "tokenizer.json").is_file():
+                raise ConfigError(
+                    f'--model "{self._options.model}": no tokenizer.json there; save the tokenizer with it'
+                )
+            tokenizer = Tokenizer.from_file(str(self._options.model / "tokenizer.json"))
+        else:
+            tokenizer = train_tokenizer()
+        self._progress.update(task, total=1, completed=1)
+        return tokenizer
+
+    def _document(self, title: str, names: tuple[str, ...]) -> list[int]:
+        text = "\n\n".join([title, *(topics[name] for name in names)])
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids[:_DOCUMENT_TOKENS]
+
+
+class _Child:
+    """The engine's process, spoken to in JSON lines. Its stderr is ours."""
+
+    def __init__(self, home: Path, model: Path | None, progress: Progress) -> None:
+        self._progress = progress
+        arguments = [sys.executable, "-m", "kvtier.engine.demo_worker", str(home), *([str(model)] if model else [])]
+        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._replies = self._read()
+        self.call("open", {}, "loading the model, opening the tiers")
+
+    def call(self, verb: str, arguments: dict[str, object], title: str, total: int | None = None) -> dict[str, Any]:
+        """One request and its reply, with a progress bar of tokens. Raises KVTierError where the child failed."""
+        task = self._progress.add_task(title, total=total)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
+        self._process.stdin.flush()
+        watchdog = Timer(_REPLY_DEADLINE, self._process.kill)
+        watchdog.start()
+        try:
+            return self._reply(task, title.strip(), total)
+        finally:
+            watchdog.cancel()
+
+    def _reply(self, task: TaskID, title: str, total: int | None) -> dict[str, Any]:
+        for reply in self._replies:
+            if "done" in reply:
+                self._progress.update(task, completed=reply["done"])
+            elif "error" in reply:
+                raise KVTierError(f"{title}: {reply['error']}")
+            else:
+                self._end(task, total)
+                return reply
+        raise KVTierError(f"{title}: the engine's process ended with status {self._process.wait(timeout=10)}")
+
+    def kill(self) -> None:
+        """SIGKILL: no handler runs, nothing is flushed."""
+        task = self._progress.add_task("kill -9", total=None)
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait(timeout=10)
+        self._end(task, None)
+
+    def _end(self, task: TaskID, total: int | None) -> None:
+        self._progress.update(task, total=total or 1, completed=total or 1)
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            yield json.loads(line)
+
+    def __enter__(self) -> "_Child":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(timeout=10)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def train_tokenizer() -> Tokenizer:
+    """A byte-level BPE tokenizer, trained in seconds on the manual every Python carries."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([topics[name] for name in sorted(topics)], trainer)
+    return tokenizer
+
+
+def _disk() -> str | None:
+    """Where the slab lies: beside the caller if that can be written, since /tmp may be memory."""
+    return os.getcwd() if os.access(os.getcwd(), os.W_OK) else None
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}"), TimeElapsedColumn())
+    return Progress(*columns, console=console)
+
+
+def _show(console: Console, runs: list[Run], identical: bool, hit: bool) -> None:
+    table = Table(title="Time to first token, and where the prompt's KV came from", title_justify="left")
+    for column in ("run", "TTFT", "prompt", "L1", "L2", "L3 file", "MB moved", "text and logits"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for run in runs:
+        cached = [str(run.cached_tokens[tier] or "·") for tier in ("l1", "l2", "file")]
+        moved = sum(run.bytes_moved.values()) / 1e6
+        verdict = "identical" if run.identical else "[red]DIFFERENT"
+        table.add_row(run.name, f"{run.ttft_ms:,.0f} ms", str(run.prompt_tokens), *cached, f"{moved:,.1f}", verdict)
+    console.print(table)
+    if not identical:
+        console.print("[red]An answer differs from the one without kvtier: this is a bug, please report it.")
+    if not hit:
+        console.print("[red]A tier that should have been hit was not.")

@@ -1,0 +1,301 @@
+"""The engine: requests in, tokens out. `step` is schedule → load → run → store → postprocess."""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from transformers import PretrainedConfig
+
+from kvtier.engine.batch import Batch
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.model import Model
+from kvtier.engine.model_runner import ModelRunner
+from kvtier.engine.offload import EngineConnector, NoOffload
+from kvtier.engine.scheduler import Scheduler
+from kvtier.engine.sequence import FinishReason, Output, RequestError, SamplingParams
+from kvtier.engine.sequence import Sequence as Request
+from kvtier.tiers.chain import TokenChain, root_hash
+from kvtier.tiers.device import BlockPool
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.identity import ModelIdentity
+
+_WAIT: Final = 0.01  # seconds an engine with nothing to compute waits for a copy or a lookup before it looks again
+_POLL: Final = 0.0005  # seconds between looks at copies that cannot be waited for
+_CLOSE_DEADLINE: Final = 5.0  # seconds for copies in flight at close
+
+Connect = Callable[[ModelIdentity, BlockPool], EngineConnector]
+"""Makes the connector once the model and its pool are known."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """A finished answer."""
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    logits: list[NDArray[np.float32]] = field(default_factory=list, repr=False)  # one row per token, if asked for
+    num_prompt_tokens: int = 0
+    num_l1_tokens: int = 0  # of the prompt: found in L1
+    num_external_tokens: int = 0  # of the prompt: loaded from the tiers below
+    ttft: float | None = None  # seconds from arrival to the first token
+
+
+class Engine:
+    """Continuous batching over one model and one L1 pool. Token ids in, token ids out; not thread-safe.
+
+    Requests wait, load, run and finish inside `step`; `generate` and `stream` call it for you. RequestError refuses one
+    request and leaves the others alone.
+    """
+
+    def __init__(self, model: Model, config: EngineConfig | None = None, connect: Connect | None = None) -> None:
+        self.model = model
+        self.config = config or EngineConfig()
+        self.identity = model.identity(self.config)
+        self.shape = model.shape(self.config.block_size)
+        if self.config.preemption == "offload" and connect is None:
+            raise ConfigError('preemption "offload": there is no tier to offload to; use "recompute"')
+        self.pool = BlockPool(
+            self.shape,
+            self.config.blocks_for(self.shape.block_bytes),
+            device=str(model.device),
+            enable_prefix_caching=self.config.enable_prefix_caching,
+        )
+        self.max_model_len = min(self.config.max_model_len or model.max_model_len, model.max_model_len)
+        self.connector: EngineConnector = NoOffload() if connect is None else connect(self.identity, self.pool)
+        self.worker = self.connector.worker
+        scheduler_side = None if connect is None else self.connector.scheduler
+        self.scheduler = Scheduler(self.config, self.pool, scheduler_side, model.eos_token_ids)
+        self.runner = ModelRunner(model, self.pool.tensor, self.config, self.worker.wait_layer)
+        self._fingerprint = self.identity.fingerprint()
+        self._caches = self.config.enable_prefix_caching or connect is not None
+        self._ids = itertools.count()
+        self._order = itertools.count()
+        self._requests: dict[str, Request] = {}
+        self._inboxes: dict[str, deque[Output]] = {}  # of requests that `generate` or `stream` serves
+        self._unclaimed: list[Output] = []  # what those met of other requests: the next `step` tells it
+        self._closed = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        config: EngineConfig | None = None,
+        connect: Connect | None = None,
+        *,
+        dtype: str = "auto",
+        device: str = "cpu",
+    ) -> Self:
+        """An engine over a local checkpoint directory. ConfigError where it cannot be served."""
+        return cls(Model.from_pretrained(path, dtype=dtype, device=device), config, connect)
+
+    @classmethod
+    def from_config(
+        cls,
+        hf_config: PretrainedConfig,
+        config: EngineConfig | None = None,
+        connect: Connect | None = None,
+        *,
+        seed: int = 0,
+        dtype: str = "auto",
+        device: str = "cpu",
+    ) -> Self:
+        """An engine over random weights: equal ones for equal config, seed and dtype."""
+        return cls(Model.from_config(hf_config, seed=seed, dtype=dtype, device=device), config, connect)
+
+    def add_request(
+        self,
+        prompt: ArrayLike,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> str:
+        """Queue a prompt (token ids) and return its id. Requests of different `cache_salt` share no KV.
+
+        RequestError: empty prompt, token id out of range, more context than the model or L1 has, id in use.
+        """
+        params = params or SamplingParams()
+        token_ids = self._checked(prompt, params)
+        if request_id is None:
+            request_id = next(name for name in map(str, self._ids) if not self.scheduler.knows(name))
+        if self.scheduler.knows(request_id):
+            raise RequestError(f"request id {request_id!r}: a live request has it; choose another")
+        chain = None
+        if self._caches:
+            root = root_hash(self._fingerprint, cache_salt=cache_salt)
+            chain = TokenChain(root, self.config.block_size, self.config.hash_scheme)
+        request = Request(request_id, token_ids, params, chain, next(self._order))
+        self._requests[request_id] = request
+        self.scheduler.add(request)
+        return request_id
+
+    def step(self) -> list[Output]:
+        """Compute one batch; what it brought, one entry per request that got a token or ended. Empty: all wait."""
+        outputs, self._unclaimed = self._unclaimed, []
+        return outputs + self._deliver(self._step())
+
+    def generate(
+        self,
+        prompts: Sequence[ArrayLike],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> list[Completion]:
+        """Answer all prompts, in their order. RequestError before anything is computed if one cannot be served."""
+        chosen = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(chosen) != len(prompts):
+            raise RequestError(f"{len(chosen)} sampling parameters for {len(prompts)} prompts: give one, or one each")
+        for prompt, one in zip(prompts, chosen, strict=True):
+            self._checked(prompt, one)
+        streams = [self._open(prompt, one, cache_salt) for prompt, one in zip(prompts, chosen, strict=True)]
+        return [self._complete(request) for request in streams]
+
+    def stream(
+        self, prompt: ArrayLike, params: SamplingParams | None = None, *, cache_salt: str | None = None
+    ) -> Iterator[Output]:
+        """The answer token by token; several streams may be read in turns. Closing the iterator aborts the request."""
+        return self._follow(self._open(prompt, params or SamplingParams(), cache_salt))
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; its last output says so. False: no such request is live."""
+        return self.scheduler.abort(request_id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything left to do or to tell."""
+        return self.scheduler.has_unfinished or bool(self._unclaimed)
+
+    @property
+    def stats(self) -> Mapping[str, int]:
+        """Counts since the start (steps, tokens by how they were had, preemptions …) and requests by state."""
+        scheduler = self.scheduler
+        return {
+            **scheduler.stats,
+            "waiting": len(scheduler.waiting),
+            "loading": len(scheduler.loading),
+            "running": len(scheduler.running),
+            "free_blocks": self.pool.num_free_blocks,
+        }
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until every copy under way has ended, at most `timeout` seconds: then only live requests hold blocks."""
+        deadline = time.monotonic() + timeout
+        while self.scheduler.has_copies and time.monotonic() < deadline:
+            self.scheduler.take_in(self.worker.poll())
+            time.sleep(_POLL)
+        return not self.scheduler.has_copies
+
+    def close(self) -> None:
+        """Abort what is live, drain copies in flight up to a deadline, close the connector. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for request_id in list(self._requests):
+            self.scheduler.abort(request_id)
+        self.scheduler.take_in(self.worker.close(_CLOSE_DEADLINE))
+        self.connector.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _step(self) -> list[Output]:
+        batch = self.scheduler.schedule(self.worker.poll())  # admits what L1, L2 and L3 already hold
+        self.worker.start_load(batch.plan)  # h2d on the load stream
+        logits = self._run(batch)  # each layer waits for its own load
+        self.worker.start_store(batch.plan)  # d2h after compute, on the store stream
+        return self.scheduler.postprocess(batch, self.runner.sample(batch, logits))
+
+    def _run(self, batch: Batch) -> torch.Tensor:
+        if not batch.chunks:
+            self._wait()
+            return torch.empty(0)
+        try:
+            return self.runner.run(batch)
+        except BaseException:
+            self.scheduler.give_up(batch)  # out of memory, an interrupt: the engine stays whole, the caller decides
+            raise
+
+    def _wait(self) -> None:
+        """Nobody can compute: wait a little for whatever the requests wait for."""
+        if self.scheduler.loading:
+            self.worker.wait(_WAIT)
+        elif self.scheduler.has_copies:
+            time.sleep(_POLL)
+        elif self.scheduler.waiting:
+            self.connector.scheduler.wait(_WAIT)
+
+    def _checked(self, prompt: ArrayLike, params: SamplingParams) -> list[int]:
+        """The prompt as a list of token ids; RequestError says what is wrong with it."""
+        if self._closed:
+            raise RequestError("the engine is closed; make a new one")
+        tokens: NDArray[Any] = np.asarray(prompt)
+        if tokens.size == 0:
+            raise RequestError("the prompt is empty; give at least one token id")
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise RequestError(f"the prompt is a {tokens.ndim}-dimensional {tokens.dtype}; give a list of token ids")
+        vocab_size = self.model.vocab_size
+        if (bad := np.flatnonzero((tokens < 0) | (tokens >= vocab_size))).size:
+            token, position = int(tokens[bad[0]]), int(bad[0])
+            raise RequestError(f"token id {token} at position {position}: this model's are 0 to {vocab_size - 1}")
+        room = min(self.max_model_len, self.pool.num_blocks * self.config.block_size)
+        if tokens.size + params.max_tokens > room:
+            limit = f"the model's context of {room}" if room == self.max_model_len else f"the {room} that fit L1"
+            asked = f"{tokens.size} prompt tokens and max_tokens {params.max_tokens}"
+            raise RequestError(f"{asked}: together more than {limit}; shorten one of them")
+        listed: list[int] = tokens.tolist()
+        return listed
+
+    def _open(self, prompt: ArrayLike, params: SamplingParams, cache_salt: str | None) -> Request:
+        request_id = self.add_request(prompt, params, cache_salt=cache_salt)
+        self._inboxes[request_id] = deque()
+        return self._requests[request_id]
+
+    def _follow(self, request: Request) -> Iterator[Output]:
+        inbox = self._inboxes[request.request_id]
+        try:
+            while True:
+                while not inbox:
+                    self._unclaimed += self._deliver(self._step())
+                yield (output := inbox.popleft())
+                if output.finish_reason is not None:
+                    return
+        finally:
+            if self._inboxes.pop(request.request_id, None) is not None and request.finished:
+                self.abort(request.request_id)
+
+    def _complete(self, request: Request) -> Completion:
+        completion = Completion(request.request_id, num_prompt_tokens=request.num_prompt_tokens)
+        for output in self._follow(request):
+            if output.token_id is not None:
+                completion.token_ids.append(output.token_id)
+            if output.logits is not None:
+                completion.logits.append(output.logits)
+            completion.finish_reason = output.finish_reason
+        completion.num_l1_tokens = request.num_l1_tokens
+        completion.num_external_tokens = request.num_external_tokens
+        completion.ttft = request.ttft
+        return completion
+
+    def _deliver(self, outputs: list[Output]) -> list[Output]:
+        """Sort outputs into the inboxes of their requests; the rest is returned."""
+        rest = []
+        for output in outputs:
+            if output.finish_reason is not None:
+                del self._requests[output.request_id]
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is None:
+                rest.append(output)
+            else:
+                inbox.append(output)
+        return rest

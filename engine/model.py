@@ -1,0 +1,176 @@
+"""A causal language model by transformers, its attention redirected to our paged pool by one registered function."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final, Protocol, Self
+
+import torch
+import xxhash
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from kvtier.engine.config import EngineConfig
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.identity import ModelIdentity, config_digest
+from kvtier.tiers.shape import DTYPE_BYTES, KVShape
+
+SUPPORTED: Final = ("llama", "mistral", "qwen2", "qwen3")  # config.model_type
+
+_ATTENTION: Final = "kvtier-paged"  # its name among transformers' attention functions
+
+
+class Attention(Protocol):
+    """One step's attention over the paged pool."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Write this step's K and V ([1, kv heads, T, head dim]) and attend; returns [1, T, heads, head dim]."""
+
+
+def _paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    paged: Attention,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every layer; `paged` came with the forward's keyword arguments."""
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return paged.attend(layer, query, key, value, scaling, sliding_window), None
+
+
+# The function only, no mask function: transformers then builds no mask at all.
+AttentionInterface.register(_ATTENTION, _paged_attention)
+
+
+class Model:
+    """Weights and config on one device, in inference mode. The families of `SUPPORTED`, dense and unquantised."""
+
+    def __init__(self, module: PreTrainedModel, name: str) -> None:
+        self.module = module.eval().requires_grad_(False)
+        self.config: PretrainedConfig = module.config
+        self.name = name
+        self.dtype: torch.dtype = module.dtype
+        self.device: torch.device = module.device
+        self.vocab_size: int = self.config.vocab_size
+        self.num_layers: int = self.config.num_hidden_layers
+        self.num_heads: int = self.config.num_attention_heads
+        self.num_kv_heads: int = self.config.num_key_value_heads or self.num_heads
+        self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
+        self.max_model_len: int = self.config.max_position_embeddings
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *, dtype: str = "auto", device: str = "cpu") -> Self:
+        """Load a local checkpoint directory; nothing is ever fetched. ConfigError where it cannot be served."""
+        directory = Path(path)
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"model {str(path)!r}: no config.json there; give a local checkpoint directory")
+        try:
+            config = AutoConfig.from_pretrained(directory, local_files_only=True)
+            _require_supported(config)
+            module, info = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=_dtype_of(config, dtype),
+                attn_implementation=_ATTENTION,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"model {str(path)!r}: {error}") from error
+        if missing := sorted(info["missing_keys"]):
+            raise ConfigError(f"model {str(path)!r}: the checkpoint lacks {len(missing)} weights, {missing[0]} first")
+        return cls(module.to(device), directory.resolve().name)
+
+    @classmethod
+    def from_config(cls, config: PretrainedConfig, *, seed: int = 0, dtype: str = "auto", device: str = "cpu") -> Self:
+        """Random weights: equal for equal config, seed and dtype. ConfigError for an unsupported model kind."""
+        _require_supported(config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = AutoModelForCausalLM.from_config(
+                config, dtype=_dtype_of(config, dtype), attn_implementation=_ATTENTION
+            )
+        return cls(module.to(device), f"{config.model_type}-random-{seed}")
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        generation = getattr(self.module, "generation_config", None)
+        ids = getattr(generation, "eos_token_id", None)
+        ids = self.config.eos_token_id if ids is None else ids
+        return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+
+    def shape(self, block_size: int) -> KVShape:
+        """The shape of this model's KV blocks."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return KVShape(self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
+
+    def identity(self, config: EngineConfig) -> ModelIdentity:
+        """What this model's KV depends on. Reads all weights once. ConfigError for RoPE that depends on the length.
+
+        KV computed in `exact` mode has other last bits: it is another group, so that no mixture breaks its promise.
+        """
+        dtype = str(self.dtype).removeprefix("torch.")
+        return ModelIdentity(
+            model=self.name,
+            revision=f"xxh3:{_digest(self.module.state_dict(keep_vars=False).items())}",
+            config_digest=config_digest(self.config.to_dict()),
+            dtype=dtype,
+            kv_dtype=dtype,
+            compute_dtype=f"{dtype}/exact-{config.exact_rows}" if config.exact else dtype,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=config.block_size,
+            layers=tuple(range(self.num_layers)),
+            hash_scheme=config.hash_scheme,
+            epoch=config.epoch,
+        )
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, paged: Attention
+    ) -> torch.Tensor:
+        """Logits `[len(rows), vocab]` of those rows; `token_ids` and `positions` are `[1, T]`, packed sequences."""
+        output = self.module(
+            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows, paged=paged
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+def _require_supported(config: PretrainedConfig) -> None:
+    if config.model_type not in SUPPORTED:
+        raise ConfigError(f"model kind {config.model_type!r}: this engine runs {', '.join(SUPPORTED)}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError("quantization_config: this engine runs unquantised weights; choose such a checkpoint")
+
+
+def _dtype_of(config: PretrainedConfig, dtype: str) -> torch.dtype:
+    if dtype == "auto":
+        return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype {dtype!r}: use one of auto, {', '.join(DTYPE_BYTES)}")
+    chosen: torch.dtype = getattr(torch, dtype)
+    return chosen
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """xxh3-128 (hex) over names, shapes and bytes of the weights; weights that share memory are read once."""
+    digest, seen = xxhash.xxh3_128(), set[int]()
+    for name, tensor in sorted(tensors):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            digest.update(memoryview(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()))
+    return digest.hexdigest()

@@ -1,0 +1,249 @@
+"""Runs one batch: packs its chunks into tensors, attends over the paged pool, samples."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvtier.engine.batch import Batch, Chunk
+from kvtier.engine.config import TILE, EngineConfig
+from kvtier.engine.model import Model
+from kvtier.engine.sampler import sample
+from kvtier.engine.sequence import Sample
+
+_TILE_KEYS: Final = 256  # an exact tile sees its keys rounded up to this: few shapes, little waste
+
+
+class PagedKV:
+    """The pool's tensor seen as rows, and the scratch its blocks are gathered into.
+
+    `tensor` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, contiguous.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.num_layers, _, self.block_size, self.num_kv_heads, self.head_dim = tensor.shape[1:]
+        self._token_rows = tensor.view(-1, self.num_kv_heads * self.head_dim)
+        self._block_rows = tensor.view(-1, self.block_size * self.num_kv_heads * self.head_dim)
+        self._scratch = (tensor.new_empty(0), tensor.new_empty(0))
+
+    def slots(self, table: list[int], start: int, end: int) -> NDArray[np.int64]:
+        """Row of K of layer 0 for tokens `start … end` of a sequence with this block table."""
+        position = np.arange(start, end)
+        blocks = np.asarray(table, np.int64)[position // self.block_size]
+        return blocks * (self.num_layers * 2 * self.block_size) + position % self.block_size
+
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put the first `len(slots)` tokens of K and V ([1, kv heads, T, head dim]) where `slots` says."""
+        for half, states in enumerate((key, value)):
+            tokens = states[0, :, : len(slots)].transpose(0, 1).reshape(len(slots), -1)
+            self._token_rows.index_copy_(0, slots + (layer * 2 + half) * self.block_size, tokens)
+
+    def gather(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of these blocks, `[num_tokens, kv heads, head dim]` each; good until the next gather.
+
+        `num_tokens` may lie beyond the blocks: those rows hold rubbish.
+        """
+        rows, width = -(-max(num_tokens, len(blocks) * self.block_size) // self.block_size), self._block_rows.shape[1]
+        if len(self._scratch[0]) < rows:
+            self._scratch = (self._block_rows.new_zeros(rows * 2, width), self._block_rows.new_zeros(rows * 2, width))
+        for half, scratch in enumerate(self._scratch):
+            index = blocks * (self.num_layers * 2) + (layer * 2 + half)
+            torch.index_select(self._block_rows, 0, index, out=scratch[: len(blocks)])
+        key, value = (scratch[:rows].view(-1, self.num_kv_heads, self.head_dim) for scratch in self._scratch)
+        return key[:num_tokens], value[:num_tokens]
+
+
+@dataclass(slots=True)
+class _Span:
+    """One chunk's rows in the packed batch, `first … last`, and where its context lies."""
+
+    first: int
+    last: int
+    start: int  # position of its first token
+    end: int
+    blocks: torch.Tensor  # its block table, up to `end`
+    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)  # of this step, by window
+
+
+class PackedAttention:
+    """One step's attention: every chunk by itself, so that no bit depends on what it is packed with."""
+
+    def __init__(self, kv: PagedKV, spans: list[_Span], slots: torch.Tensor, wait_layer: Callable[[int], bool]) -> None:
+        self.kv = kv
+        self.spans = spans
+        self.arrived = True
+        self._slots = slots
+        self._wait_layer = wait_layer
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See `model.Attention`."""
+        self.arrived &= self._wait_layer(layer)
+        self.kv.write(layer, self._slots, key, value)
+        if len(self.spans) == 1 and query.shape[2] == self.spans[0].last:
+            span = self.spans[0]
+            return self._span(layer, span, (query[0], key[0], value[0]), scaling, window).transpose(0, 1)[None]
+        out = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
+        for span in self.spans:
+            rows = slice(span.first, span.last)
+            fresh = (query[0, :, rows], key[0, :, rows], value[0, :, rows])
+            out[0, rows] = self._span(layer, span, fresh, scaling, window).transpose(0, 1)
+        return out
+
+    def _span(
+        self, layer: int, span: _Span, fresh: tuple[torch.Tensor, ...], scaling: float, window: int | None
+    ) -> torch.Tensor:
+        """`fresh`: the chunk's own Q, K, V, [heads, T, head dim] each. Returns [heads, T, head dim]."""
+        query, key, value = fresh
+        lowest = 0 if window is None else max(0, span.start - window + 1)  # the first key anybody sees
+        if span.start:
+            first_block = lowest // self.kv.block_size
+            origin = first_block * self.kv.block_size
+            key, value = self.kv.gather(layer, span.blocks[first_block:], span.end - origin)
+            key, value = (states[lowest - origin :].transpose(0, 1) for states in (key, value))
+        if query.shape[1] == 1:  # the heads of a group become rows: one pass over their keys
+            grouped = query.view(1, self.kv.num_kv_heads, -1, self.kv.head_dim)
+            return scaled_dot_product_attention(grouped, key[None], value[None], scale=scaling).reshape(query.shape)
+        grouped = query.unflatten(0, (self.kv.num_kv_heads, -1))
+        key, value = (states[:, None].expand(-1, grouped.shape[1], -1, -1) for states in (key, value))
+        causal = not span.start and (window is None or span.end <= window)
+        mask = None if causal else _mask(span, window, lowest, query.device)
+        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
+        return out.flatten(0, 1)
+
+
+class TiledAttention(PackedAttention):
+    """The same in absolute tiles of 16 tokens: a token's bits depend on its position and the tokens before it alone.
+
+    A tile's queries are padded to 16 rows and its keys to a length its position determines, so every token meets the
+    same shapes, and the same arithmetic, in whichever chunk it comes.
+    """
+
+    def _span(
+        self, layer: int, span: _Span, fresh: tuple[torch.Tensor, ...], scaling: float, window: int | None
+    ) -> torch.Tensor:
+        query = fresh[0]
+        first_tile, last_tile = span.start // TILE, (span.end - 1) // TILE
+        key, value = self.kv.gather(layer, span.blocks, _tile_keys(last_tile))
+        key[span.end :] = 0
+        value[span.end :] = 0
+        tiles = query.new_zeros((last_tile - first_tile + 1) * TILE, query.shape[0], query.shape[2])
+        offset = span.start - first_tile * TILE
+        tiles[offset : offset + query.shape[1]] = query.transpose(0, 1)
+        outs = []
+        for num_keys, group in itertools.groupby(range(first_tile, last_tile + 1), _tile_keys):
+            members = list(group)
+            rows = slice((members[0] - first_tile) * TILE, (members[-1] - first_tile + 1) * TILE)
+            queries = tiles[rows].unflatten(0, (-1, TILE)).transpose(1, 2)
+            keys, values = (
+                states[:num_keys].transpose(0, 1)[None].expand(len(members), -1, -1, -1) for states in (key, value)
+            )
+            mask = _tile_mask(span, window, members, num_keys, query.device)
+            out = scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=keys.shape[1] != queries.shape[1]
+            )
+            outs.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outs)[offset : offset + query.shape[1]].transpose(0, 1)
+
+
+class ModelRunner:
+    """A model over a paged pool. `run` returns when the logits are enqueued; `sample` waits for them."""
+
+    def __init__(
+        self, model: Model, pool: torch.Tensor, config: EngineConfig, wait_layer: Callable[[int], bool]
+    ) -> None:
+        self._model = model
+        self._kv = PagedKV(pool)
+        self._config = config
+        self._wait_layer = wait_layer
+        self._attention = TiledAttention if config.exact else PackedAttention
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Logits `[chunks that sample, vocab]`, on the model's device. Sets `batch.arrived`."""
+        device, chunks = self._model.device, batch.chunks
+        token_ids = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
+        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
+        slots = np.concatenate([self._kv.slots(chunk.sequence.block_table, chunk.start, chunk.end) for chunk in chunks])
+        ends = itertools.accumulate(chunk.end - chunk.start for chunk in chunks)
+        rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
+        num_rows = len(rows)
+        if self._config.exact:  # one constant shape for every matrix product
+            padding = self._config.exact_rows - len(token_ids)
+            token_ids += [0] * padding
+            positions = np.concatenate([positions, np.zeros(padding, np.int64)])
+            rows += [0] * (self._config.max_num_seqs - num_rows)
+        attention = self._attention(self._kv, self._spans(chunks), torch.from_numpy(slots).to(device), self._wait_layer)
+        logits = self._model.forward(
+            torch.tensor([token_ids], device=device),
+            torch.from_numpy(positions).to(device)[None],
+            torch.tensor(rows, dtype=torch.int64, device=device),
+            attention,
+        )
+        batch.arrived = attention.arrived
+        return logits[:num_rows]
+
+    def sample(self, batch: Batch, logits: torch.Tensor) -> list[Sample]:
+        """One token for each chunk that samples, in order."""
+        sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
+        if not sampling:
+            return []
+        greedy: list[int] = logits.argmax(-1).tolist()
+        samples = []
+        for row, (sequence, token_id) in enumerate(zip(sampling, greedy, strict=True)):
+            params = sequence.params
+            values = logits[row].float().cpu().numpy() if params.temperature or params.keep_logits else None
+            if params.temperature and values is not None:
+                token_id = sample(values, params, sequence.seed, sequence.num_generated)
+            samples.append(Sample(token_id, values if params.keep_logits else None))
+        return samples
+
+    def _spans(self, chunks: list[Chunk]) -> list[_Span]:
+        spans, first = [], 0
+        for chunk in chunks:
+            last = first + chunk.end - chunk.start
+            table = chunk.sequence.block_table[: self._config.num_blocks_of(chunk.end)]
+            blocks = torch.tensor(table, dtype=torch.int64, device=self._model.device)
+            spans.append(_Span(first, last, chunk.start, chunk.end, blocks))
+            first = last
+        return spans
+
+
+def _mask(span: _Span, window: int | None, lowest: int, device: torch.device) -> torch.Tensor:
+    """Who sees whom, [T, keys from position `lowest`], True: sees. Built once per step and window."""
+    mask = span.masks.get((window, 0))
+    if mask is None:
+        queries = torch.arange(span.start, span.end, device=device)[:, None]
+        mask = span.masks[window, 0] = _sees(queries, torch.arange(lowest, span.end, device=device), window)
+    return mask
+
+
+def _tile_mask(span: _Span, window: int | None, tiles: list[int], num_keys: int, device: torch.device) -> torch.Tensor:
+    """Who sees whom in consecutive tiles, [tiles, 1, 16, num_keys]."""
+    mask = span.masks.get((window, num_keys))
+    if mask is None:
+        queries = torch.arange(tiles[0] * TILE, (tiles[-1] + 1) * TILE, device=device).view(-1, 1, TILE, 1)
+        mask = span.masks[window, num_keys] = _sees(queries, torch.arange(num_keys, device=device), window)
+    return mask
+
+
+def _sees(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    sees = keys <= queries
+    return sees if window is None else sees & (keys > queries - window)
+
+
+def _tile_keys(tile: int) -> int:
+    """Keys that the tile attends to, rounded up."""
+    return -(-(tile + 1) * TILE // _TILE_KEYS) * _TILE_KEYS

@@ -1,0 +1,245 @@
+"""The L2 region: slots, sealing, pre-faulting, pinning and what happens when memory is short."""
+
+import fcntl
+import logging
+import mmap
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier.tiers import host, memory
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.host import HostRegion, HostTier
+
+MIB = 1 << 20
+
+
+class FakeRuntime:
+    """The CUDA runtime's two pinning calls; refuses when told to."""
+
+    def __init__(self, refuse: bool = False) -> None:
+        self.refuse = refuse
+        self.registered: dict[int, int] = {}
+
+    def hostRegister(self, ptr: int, size: int, flags: int) -> None:
+        if self.refuse:
+            raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+        self.registered[ptr] = size
+
+    def hostUnregister(self, ptr: int) -> None:
+        del self.registered[ptr]
+
+
+def resident_bytes(region: HostRegion) -> int:
+    """How much of the region the kernel has in memory, from the mappings that lie within it."""
+    start, end, total = region.address, region.address + region.array.nbytes, 0
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) < end and int(found[2], 16) > start
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.fixture(params=[False, True], ids=["anonymous", "memfd"])
+def shared(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def test_slots_are_page_aligned_and_separate(shared: bool) -> None:
+    region = HostRegion.allocate(5, 5000, shared=shared)  # 5000 B take two pages
+    assert region.slot_stride == 8192
+    assert region.array.shape == (5, 8192)
+    assert region.address % memory.PAGE == 0
+    for index in range(5):
+        region.slot(index)[:] = bytes([index + 1]) * 5000
+    # each slot reads its own bytes, and the padding after it was left alone
+    for index in range(5):
+        assert set(region.slot(index)) == {index + 1}
+        assert not region.array[index, 5000:].any()
+    region.close()
+
+
+@pytest.mark.parametrize("index", [-1, 3, 1 << 40])
+def test_a_slot_outside_the_region_is_refused(index: int) -> None:
+    region = HostRegion.allocate(3, 4096)
+    with pytest.raises(IndexError, match="the region has 3"):
+        region.slot(index)
+    region.close()
+
+
+def test_close_is_idempotent_and_spares_views_in_use(shared: bool) -> None:
+    region = HostRegion.allocate(2, 4096, shared=shared)
+    view = region.slot(1)
+    view[:4] = b"kept"
+    region.close()
+    region.close()
+    assert bytes(view[:4]) == b"kept"  # the memory goes with its last view, not under it
+    assert region.fd is None
+    with pytest.raises(IndexError):
+        region.slot(0)
+
+
+def test_prefault_makes_every_page_resident_without_changing_a_byte(shared: bool) -> None:
+    region = HostRegion.allocate(64, MIB // 2, shared=shared)
+    region.array[:, 100] = 7  # written while the thread is at work
+    assert region.wait_prefaulted(60)
+    assert resident_bytes(region) >= region.array.nbytes
+    assert (region.array[:, 100] == 7).all()
+    assert not region.array[:, 101:].any()
+    region.close()
+
+
+def test_without_prefault_memory_is_taken_on_first_use() -> None:
+    region = HostRegion.allocate(64, MIB // 2, prefault=False)
+    assert region.wait_prefaulted(0)  # nothing to wait for
+    assert resident_bytes(region) < region.array.nbytes // 2
+    region.close()
+
+
+def test_prefault_on_an_old_kernel_locks_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_populate(address: int, num_bytes: int, advice: int) -> int:
+        memory.ctypes.set_errno(memory.errno.EINVAL)
+        return -1
+
+    region = HostRegion.allocate(16, MIB // 2, prefault=False, huge_pages=False)
+    region.slot(3)[:5] = b"hello"
+    before = resident_bytes(region)
+    monkeypatch.setattr(memory, "_madvise", no_populate)
+    memory.populate(region.address, region.array.nbytes)
+    assert before < region.array.nbytes // 2 < resident_bytes(region)
+    assert bytes(region.slot(3)[:6]) == b"hello\0"
+    region.close()
+
+
+def test_prefault_that_fails_warns_once_and_the_region_works(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_memory(address: int, num_bytes: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(memory, "populate", no_memory)
+    region = HostRegion.allocate(64, MIB)
+    region.wait_prefaulted(60)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    region.slot(63)[:2] = b"ok"
+    region.close()
+
+
+def test_close_stops_a_prefault_under_way() -> None:
+    region = HostRegion.allocate(512, MIB)
+    region.close()
+    assert region.wait_prefaulted(0)
+
+
+def test_a_private_region_is_absent_from_forked_children() -> None:
+    region = HostRegion.allocate(4, MIB, huge_pages=True)
+    smaps = Path("/proc/self/smaps").read_text()
+    flags = re.search(rf"^{region.address:x}-.*?^VmFlags: ([a-z ]+)$", smaps, re.MULTILINE | re.DOTALL)
+    assert flags is not None
+    assert {"dc", "hg"} <= set(flags[1].split())  # MADV_DONTFORK, MADV_HUGEPAGE
+    region.close()
+
+
+def test_a_shared_region_cannot_shrink_or_grow_and_is_seen_by_who_maps_it() -> None:
+    region = HostRegion.allocate(4, 4096, shared=True)
+    assert region.fd is not None
+    for size in (0, 8 * 4096):
+        with pytest.raises(PermissionError):
+            os.ftruncate(region.fd, size)
+    # a second mapping, as a worker process makes it, sees writes both ways
+    other = HostRegion.attach(region.fd, 4, 4096)
+    region.slot(2)[:3] = b"ab\0"
+    other.slot(2)[2:3] = b"c"
+    assert bytes(region.slot(2)[:3]) == b"abc"
+    region.close()
+    assert bytes(other.slot(2)[:3]) == b"abc"  # it outlives the first
+    other.close()
+
+
+def test_attach_refuses_a_file_of_another_size_or_unsealed() -> None:
+    region = HostRegion.allocate(4, 4096, shared=True)
+    assert region.fd is not None
+    with pytest.raises(ConfigError, match="16384 bytes: 5 slots"):
+        HostRegion.attach(region.fd, 5, 4096)
+    region.close()
+    unsealed = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 4096)
+    assert fcntl.fcntl(unsealed, fcntl.F_GET_SEALS) == 0
+    with pytest.raises(ConfigError, match="sealed"):
+        HostRegion.attach(unsealed, 1, 4096)
+    os.close(unsealed)
+
+
+def test_too_little_memory_names_the_size_asked_the_size_there_and_the_option(shared: bool) -> None:
+    with pytest.raises(ConfigError, match=r"\[host\] size 1\.05e\+06 GiB: only .* GiB .* lower \[host\] size"):
+        HostRegion.allocate(1 << 30, MIB, shared=shared)
+
+
+def test_a_mapping_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(size: int, fd: int | None, huge_pages: bool) -> mmap.mmap:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(host, "_map", refuse)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match="lower"):
+        HostRegion.allocate(4, 4096, shared=True)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("slots", "slot_bytes"), [(0, 4096), (4, 0)])
+def test_a_size_below_one_block_is_refused(slots: int, slot_bytes: int) -> None:
+    with pytest.raises(ConfigError, match=r"\[host\] size"):
+        HostRegion.allocate(slots, slot_bytes)
+
+
+def test_pinning_registers_the_exact_size_once_and_close_undoes_it() -> None:
+    runtime = FakeRuntime()
+    region = HostRegion.allocate(3, 5000)
+    assert region.pin(runtime)
+    assert region.pin(runtime)
+    assert region.pinned
+    assert runtime.registered == {region.address: 3 * 8192}  # not rounded up to a power of two
+    region.close()
+    assert not runtime.registered
+
+
+def test_pinning_that_fails_warns_once_and_stays_pageable(caplog: pytest.LogCaptureFixture) -> None:
+    region = HostRegion.allocate(3, 4096)
+    assert not region.pin(FakeRuntime(refuse=True))
+    assert not region.pin(FakeRuntime(refuse=True))
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "pageable" in caplog.text
+    region.slot(0)[:2] = b"ok"
+    region.close()
+
+
+def test_without_cuda_pinning_is_silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(host, "cuda_runtime", lambda: None)
+    region = HostRegion.allocate(1, 4096)
+    assert not region.pin()
+    assert not caplog.records
+    region.close()
+
+
+def test_the_tier_has_a_record_and_a_pool_slot_for_every_slot() -> None:
+    tier = HostTier(HostRegion.allocate(6, 4096))
+    assert len(tier.records) == tier.pool.num_slots == 6
+    reservation = tier.pool.reserve([bytes([n]) * 32 for n in range(6)])
+    assert reservation is not None
+    assert sorted(reservation.slots.tolist()) == list(range(6))
+    tier.pool.abandon(reservation)
+    tier.check()
+    tier.close()
+
+
+def test_scattered_copies_report_an_unmapped_address_instead_of_dying() -> None:
+    region = HostRegion.allocate(1, 4096)
+    one = np.array([4096], np.int64)
+    with pytest.raises(OSError, match="process_vm_readv"):
+        memory.copy_scattered(np.array([region.address]), np.array([8], np.int64), one)
+    region.close()
