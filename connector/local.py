@@ -1,19 +1,22 @@
 """Both sides in one process: a hierarchy of its own, and copies between it and one engine's L1."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.config import Config
 from kvtier.tiers.cuda_transfer import CudaCopyStream
+from kvtier.tiers.device import BlockPool
 from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.identity import ModelIdentity
 from kvtier.tiers.shape import KVShape
 from kvtier.tiers.transfer import HostCopyStream
 
 if TYPE_CHECKING:
     import torch
 
-_COPY_DEADLINE = 30.0  # seconds a layer may wait for its load: memory to memory, so only a dead device takes longer
+_COPY_DEADLINE: Final = 30.0  # seconds a layer may wait for its load: memory to memory, so only a dead device takes longer
 
 
 class LocalConnector:
@@ -29,6 +32,11 @@ class LocalConnector:
         region = self.hierarchy.host.region
         stream = CudaCopyStream(tensor, region) if tensor.is_cuda else HostCopyStream(tensor, region)
         self.worker = WorkerSide(stream, shape.num_layers, shape.layer_bytes, _COPY_DEADLINE)
+
+    @classmethod
+    def connect(cls, config: Config) -> "Callable[[ModelIdentity, BlockPool], LocalConnector]":
+        """What `Engine` takes as `connect`: opens the tiers once model and L1 are known."""
+        return lambda identity, pool: cls(config, identity.fingerprint(), pool.shape, pool.tensor)
 
     def close(self) -> None:
         """End copies, flush stores, close the tiers. Idempotent."""

@@ -19,7 +19,7 @@ from kvtier.engine.model import Model
 from kvtier.engine.model_runner import ModelRunner
 from kvtier.engine.offload import EngineConnector, NoOffload
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.sequence import FinishReason, Output, RequestError, SamplingParams
+from kvtier.engine.sequence import FinishReason, Output, RequestError, SamplingParams, State
 from kvtier.engine.sequence import Sequence as Request
 from kvtier.tiers.chain import TokenChain, root_hash
 from kvtier.tiers.device import BlockPool
@@ -125,8 +125,8 @@ class Engine:
         params = params or SamplingParams()
         token_ids = self._checked(prompt, params)
         if request_id is None:
-            request_id = next(name for name in map(str, self._ids) if not self.scheduler.knows(name))
-        if self.scheduler.knows(request_id):
+            request_id = next(name for name in map(str, self._ids) if not self._knows(name))
+        if self._knows(request_id):
             raise RequestError(f"request id {request_id!r}: a live request has it; choose another")
         chain = None
         if self._caches:
@@ -155,8 +155,12 @@ class Engine:
             raise RequestError(f"{len(chosen)} sampling parameters for {len(prompts)} prompts: give one, or one each")
         for prompt, one in zip(prompts, chosen, strict=True):
             self._checked(prompt, one)
-        streams = [self._open(prompt, one, cache_salt) for prompt, one in zip(prompts, chosen, strict=True)]
-        return [self._complete(request) for request in streams]
+        requests = [self._open(prompt, one, cache_salt) for prompt, one in zip(prompts, chosen, strict=True)]
+        try:
+            return [self._complete(request) for request in requests]
+        finally:
+            for request in requests:  # all have ended, unless a step raised
+                self._leave(request)
 
     def stream(
         self, prompt: ArrayLike, params: SamplingParams | None = None, *, cache_salt: str | None = None
@@ -256,6 +260,9 @@ class Engine:
         listed: list[int] = tokens.tolist()
         return listed
 
+    def _knows(self, request_id: str) -> bool:
+        return request_id in self._requests or self.scheduler.knows(request_id)
+
     def _open(self, prompt: ArrayLike, params: SamplingParams, cache_salt: str | None) -> Request:
         request_id = self.add_request(prompt, params, cache_salt=cache_salt)
         self._inboxes[request_id] = deque()
@@ -271,8 +278,13 @@ class Engine:
                 if output.finish_reason is not None:
                     return
         finally:
-            if self._inboxes.pop(request.request_id, None) is not None and request.finished:
-                self.abort(request.request_id)
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """Nobody reads this request's outputs any more."""
+        self._inboxes.pop(request.request_id, None)
+        if request.state is not State.FINISHED:
+            self.abort(request.request_id)
 
     def _complete(self, request: Request) -> Completion:
         completion = Completion(request.request_id, num_prompt_tokens=request.num_prompt_tokens)
@@ -292,7 +304,7 @@ class Engine:
         rest = []
         for output in outputs:
             if output.finish_reason is not None:
-                del self._requests[output.request_id]
+                self._requests.pop(output.request_id, None)
             inbox = self._inboxes.get(output.request_id)
             if inbox is None:
                 rest.append(output)

@@ -1,5 +1,6 @@
 """A causal language model by transformers, its attention redirected to our paged pool by one registered function."""
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
@@ -58,7 +59,7 @@ class Model:
     """Weights and config on one device, in inference mode. The families of `SUPPORTED`, dense and unquantised."""
 
     def __init__(self, module: PreTrainedModel, name: str) -> None:
-        self.module = module.eval().requires_grad_(False)
+        self.module = module.train(False).requires_grad_(False)
         self.config: PretrainedConfig = module.config
         self.name = name
         self.dtype: torch.dtype = module.dtype
@@ -79,7 +80,7 @@ class Model:
         try:
             config = AutoConfig.from_pretrained(directory, local_files_only=True)
             _require_supported(config)
-            module, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
                 config=config,
                 dtype=_dtype_of(config, dtype),
@@ -89,6 +90,7 @@ class Model:
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"model {str(path)!r}: {error}") from error
+        module, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(f"model {str(path)!r}: the checkpoint lacks {len(missing)} weights, {missing[0]} first")
         return cls(module.to(device), directory.resolve().name)
@@ -97,11 +99,11 @@ class Model:
     def from_config(cls, config: PretrainedConfig, *, seed: int = 0, dtype: str = "auto", device: str = "cpu") -> Self:
         """Random weights: equal for equal config, seed and dtype. ConfigError for an unsupported model kind."""
         _require_supported(config)
+        config = copy.deepcopy(config)  # the caller's next model would switch our attention off
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            module = AutoModelForCausalLM.from_config(
-                config, dtype=_dtype_of(config, dtype), attn_implementation=_ATTENTION
-            )
+            auto: Any = AutoModelForCausalLM  # untyped
+            module = auto.from_config(config, dtype=_dtype_of(config, dtype), attn_implementation=_ATTENTION)
         return cls(module.to(device), f"{config.model_type}-random-{seed}")
 
     @property

@@ -116,7 +116,7 @@ class PackedAttention:
         if query.shape[1] == 1:  # the heads of a group become rows: one pass over their keys
             grouped = query.view(1, self.kv.num_kv_heads, -1, self.kv.head_dim)
             return scaled_dot_product_attention(grouped, key[None], value[None], scale=scaling).reshape(query.shape)
-        grouped = query.unflatten(0, (self.kv.num_kv_heads, -1))
+        grouped = query.view(self.kv.num_kv_heads, -1, *query.shape[1:])
         key, value = (states[:, None].expand(-1, grouped.shape[1], -1, -1) for states in (key, value))
         causal = not span.start and (window is None or span.end <= window)
         mask = None if causal else _mask(span, window, lowest, query.device)
@@ -146,7 +146,7 @@ class TiledAttention(PackedAttention):
         for num_keys, group in itertools.groupby(range(first_tile, last_tile + 1), _tile_keys):
             members = list(group)
             rows = slice((members[0] - first_tile) * TILE, (members[-1] - first_tile + 1) * TILE)
-            queries = tiles[rows].unflatten(0, (-1, TILE)).transpose(1, 2)
+            queries = tiles[rows].view(-1, TILE, *query.shape[::2]).transpose(1, 2)
             keys, values = (
                 states[:num_keys].transpose(0, 1)[None].expand(len(members), -1, -1, -1) for states in (key, value)
             )

@@ -1,4 +1,4 @@
-"""Chooses the next token from one row of logits. Stateless: the draw depends on the request's seed and position alone."""
+"""Chooses the next token from one row of logits. Stateless: a draw depends on the request's seed and position alone."""
 
 import struct
 

@@ -185,7 +185,7 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []
-        if not self.waiting or not self._has_seat or budget <= 0:
+        if budget <= 0 or not self.waiting:
             return chunks
         for sequence, num_l1, num_external in self._rank():
             if not self._has_seat or not budget:

@@ -55,16 +55,7 @@ class BlockCopier:
 
     def invalid(self, copies: BlockCopies) -> str | None:
         """Why the copies may not be made: an index or a layer outside its tier."""
-        first, last = copies.layers or (0, self.num_layers)
-        if not 0 <= first < last <= self.num_layers:
-            return f"layers {first}..{last}: L1 has {self.num_layers}"
-        for name, index, limit in (
-            ("L1 block", copies.device_blocks, self.num_blocks),
-            ("L2 slot", copies.host_slots, self._region.num_slots),
-        ):
-            if len(index) and (index.min() < 0 or index.max() >= limit):
-                return f"{name} outside 0..{limit - 1}: {index.min()}..{index.max()}"
-        return None
+        return invalid_copies(copies, self.num_blocks, self.num_layers, self._region.num_slots)
 
     def copy(self, direction: Direction, copies: BlockCopies, cancelled: Callable[[], bool] = bool) -> str | None:
         """Copy now. Returns why it failed, or None. `cancelled` is asked before every 32 MiB."""
@@ -112,6 +103,20 @@ class BlockCopier:
         step = max(1, _STAGING_BYTES // length)
         for start in range(0, len(into), step):
             target[into[start : start + step]] = source[out_of[start : start + step]]
+
+
+def invalid_copies(copies: BlockCopies, num_blocks: int, num_layers: int, num_slots: int) -> str | None:
+    """Why the copies may not be made between tiers of that size; None if they may."""
+    first, last = copies.layers or (0, num_layers)
+    if not 0 <= first < last <= num_layers:
+        return f"layers {first}..{last}: L1 has {num_layers}"
+    for name, index, limit in (
+        ("L1 block", copies.device_blocks, num_blocks),
+        ("L2 slot", copies.host_slots, num_slots),
+    ):
+        if len(index) and (index.min() < 0 or index.max() >= limit):
+            return f"{name} outside 0..{limit - 1}: {index.min()}..{index.max()}"
+    return None
 
 
 def block_bytes_view(device: "torch.Tensor | NDArray[np.generic]") -> NDArray[np.uint8]:

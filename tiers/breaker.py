@@ -63,6 +63,8 @@ class Breaker:
 
     def take_probe(self) -> bool:
         """Whether the caller should probe now: true once per waiting time, while the breaker is open."""
+        if self.closed:
+            return False
         with self._lock:
             due = self._clock() - self._opened_at >= self._retry_after * self._backoff
             if self._state is not BreakerState.OPEN or not due:
@@ -71,8 +73,10 @@ class Breaker:
             return True
 
     def probed(self, answered: bool) -> None:
-        """The probe's result: close, or open again for twice as long."""
+        """The probe's result: close, or open again for twice as long. Ignored where no probe is under way."""
         with self._lock:
+            if self._state is not BreakerState.HALF_OPEN:
+                return
             if answered:
                 self._state, self._failures, self._backoff = BreakerState.CLOSED, 0, 1.0
             else:

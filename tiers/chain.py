@@ -13,6 +13,7 @@ against somebody who looks for collisions. Nothing here depends on `hash()`, on 
 
 import hashlib
 import struct
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -51,7 +52,7 @@ def token_array(tokens: Tokens) -> "array[int]":
 
 def pack_tokens(tokens: Tokens) -> bytes:
     """The ids as u32 little-endian, back to back; errors as `token_array`."""
-    return np.frombuffer(token_array(tokens), np.uintc).astype("<u4", copy=False).tobytes()
+    return _little_endian(token_array(tokens))
 
 
 def root_hash(
@@ -133,7 +134,7 @@ class TokenChain:
     def block_tokens(self, block: int) -> bytes:
         """The tokens of a full block, u32 little-endian, as they were hashed."""
         self._check(block, len(self.hashes))
-        return pack_tokens(self._tokens[block * self.block_size : (block + 1) * self.block_size])
+        return _little_endian(self._tokens[block * self.block_size : (block + 1) * self.block_size])
 
     def _frames(self, first: int, count: int) -> Iterable[tuple[bytes]]:
         """What is hashed after the parent, for `count` blocks from `first`: u32 token count ‖ tokens ‖ extra keys.
@@ -175,6 +176,13 @@ def _encode_extra(keys: Sequence[tuple[str, bytes]]) -> bytes:
     """Each pair as u32 length ‖ tag ‖ u64 length ‖ value: no two lists of pairs share an encoding."""
     tagged = ((tag.encode(), value) for tag, value in keys)
     return b"".join(struct.pack("<I", len(tag)) + tag + struct.pack("<Q", len(value)) + value for tag, value in tagged)
+
+
+def _little_endian(words: "array[int]") -> bytes:
+    if sys.byteorder == "big":
+        words = words[:]
+        words.byteswap()
+    return words.tobytes()
 
 
 def _from_buffer(tokens: "NDArray[np.integer[Any]] | array[int]") -> "array[int]":

@@ -12,7 +12,7 @@ from kvtier.tiers.host import HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.pool import Lease
 from kvtier.tiers.port import TierPort
-from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+from kvtier.tiers.tier import ChainHash, Outcome
 
 _BATCH_BYTES: Final = 4 << 20  # per write: large enough for the disk, small enough for two threads to share a chain
 _MAX_FAILED: Final = 65_536  # remembered failed blocks, whose descendants are refused
@@ -23,10 +23,10 @@ Ended = Callable[[Sequence[ChainHash], Sequence[Outcome]], None]
 class Demoter:
     """Copies blocks one tier down. One per lower tier. Thread-safe.
 
-    At most `max_bytes` wait here (and a quarter of L2, since what waits is leased); past that the newest tail is refused
-    (`QUEUE_FULL`), never the head. A block that fails takes its queued descendants with it (`PARENT_FAILED`): without
-    their parent nobody could reach them.
-    Lock: `_lock` guards two counters and the failed set; never held across I/O or another lock.
+    At most `max_bytes` wait here (and a quarter of L2, since what waits is leased); past that the newest tail is
+    refused (`QUEUE_FULL`), never the head. A block that fails or is refused takes its descendants with it
+    (`PARENT_FAILED`): without their parent nobody could reach them.
+    Lock: `_lock` guards the counter and the failed set; never held across I/O or another lock.
     """
 
     def __init__(
@@ -48,24 +48,32 @@ class Demoter:
         return self._num_waiting
 
     def offer(self, hashes: Sequence[ChainHash], ended: Ended | None = None) -> int:
-        """Queue consecutive blocks for writing; returns how many leading ones were taken and counts the rest as refused.
+        """Queue consecutive blocks for writing; returns how many leading ones were taken, counts the rest as refused.
 
         `ended` is told, on an I/O thread, what became of every block taken.
         """
+        epoch = self.port.epoch  # before the leases: what they name was stored in this epoch or a later one
         with self._lock:
             taken = max(0, min(len(hashes), self._max_blocks - self._num_waiting))
             self._num_waiting += taken
+            for chain_hash in hashes[:taken]:  # tried anew
+                self._failed.pop(chain_hash, None)
+            self._remember_failed(hashes[taken:])
         if taken < len(hashes):
             self._metrics.dropped(self.port.name, Outcome.QUEUE_FULL, len(hashes) - taken)
         for first in range(0, taken, self._batch):
             batch = list(hashes[first : min(taken, first + self._batch)])
-            job = _WriteJob(self, batch, self.host.pool.lease(batch), ended)
+            job = _WriteJob(self, batch, self.host.pool.lease(batch), epoch, ended)
             if not self.port.queue.submit(job):
                 job.drop(Outcome.QUEUE_FULL)
         return taken
 
-    def write(self, lease: Lease) -> list[Outcome]:
+    def write(self, lease: Lease, epoch: int) -> list[Outcome]:
         """Re-hash, compare with the checksum taken at seal, and write: on an I/O thread."""
+        if epoch != self.port.epoch:
+            return [Outcome.EPOCH] * len(lease)
+        if not self.port.writable:
+            return [Outcome.BREAKER_OPEN] * len(lease)
         slots = [int(slot) for slot in lease.slots]
         records = [record for slot in slots if (record := self.host.records[slot]) is not None]
         payloads = [self.host.region.slot(slot) for slot in slots]
@@ -73,7 +81,7 @@ class Demoter:
             return [Outcome.PARENT_FAILED] * len(slots)
         same = [checksum(p) == r.checksum for p, r in zip(payloads, records, strict=True)]
         whole = same.index(False) if False in same else len(same)
-        outcomes = self.port.write(records[:whole], payloads[:whole]) if whole else []
+        outcomes = self.port.write(records[:whole], payloads[:whole], epoch) if whole else []
         if whole < len(same):
             self._metrics.corrupted("l2", 1)
             outcomes += [Outcome.CHECKSUM] + [Outcome.PARENT_FAILED] * (len(same) - whole - 1)
@@ -84,13 +92,11 @@ class Demoter:
         good = [h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK]
         with self._lock:
             self._num_waiting -= len(hashes)
-            for chain_hash, outcome in zip(hashes, outcomes, strict=True):
-                if outcome is Outcome.OK:
-                    self._failed.pop(chain_hash, None)
-                else:
-                    self._failed[chain_hash] = None
-            while len(self._failed) > _MAX_FAILED:
-                self._failed.popitem(last=False)
+            for chain_hash in good:
+                self._failed.pop(chain_hash, None)
+            self._remember_failed(
+                [h for h, o in zip(hashes, outcomes, strict=True) if o not in (Outcome.OK, Outcome.EPOCH)]
+            )
         self._metrics.stored(self.port.name, len(good))
         for outcome in set(outcomes) - {Outcome.OK}:
             self._metrics.dropped(self.port.name, outcome, list(outcomes).count(outcome))
@@ -98,6 +104,11 @@ class Demoter:
             self.host.pool.evict(corrupt)
         if ended is not None:
             ended(hashes, outcomes)
+
+    def _remember_failed(self, hashes: Sequence[ChainHash]) -> None:
+        self._failed.update(dict.fromkeys(hashes))
+        while len(self._failed) > _MAX_FAILED:
+            self._failed.popitem(last=False)
 
     def _parent_failed(self, parent: ChainHash) -> bool:
         with self._lock:
@@ -111,15 +122,16 @@ class _WriteJob:
     demoter: Demoter
     hashes: list[ChainHash]
     lease: Lease
+    epoch: int  # the port's when they were offered
     ended: Ended | None
     deadline: float = math.inf  # waiting hurts nobody; `run` sets it
     settled: bool = False
 
     def run(self) -> None:
         self.deadline = self.demoter.clock() + self.demoter.port.settings.deadline
-        held = len(self.lease)  # shorter than asked where a reset came in between
-        outcomes = self.demoter.write(self.lease) if held else []
-        self._settle([*outcomes, *[Outcome.EPOCH] * (len(self.hashes) - held)])
+        held = len(self.lease)  # shorter than asked where an eviction or a reset came before the lease
+        outcomes = self.demoter.write(self.lease, self.epoch) if held else []
+        self._settle([*outcomes, *[Outcome.EVICTED] * (len(self.hashes) - held)])
 
     def drop(self, outcome: Outcome) -> None:
         self._settle([outcome] * len(self.hashes))

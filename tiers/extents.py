@@ -80,12 +80,27 @@ class ExtentMap:
         self._open: OrderedDict[int, ChainHash | None] = OrderedDict()  # extent -> its last block
         self._order: OrderedDict[int, None] = OrderedDict()  # open and closed extents, next victim first
 
-    def restore(self, slots: NDArray[np.int64], hashes: list[ChainHash], seqs: NDArray[np.uint64]) -> None:
-        """Take over what a recovery found: one distinct hash per slot."""
-        where = slots.tolist()
-        self.index = dict(zip(hashes, where, strict=True))
-        for slot, chain_hash in zip(where, hashes, strict=True):
+    def restore(
+        self, slots: NDArray[np.int64], hashes: list[ChainHash], seqs: NDArray[np.uint64], dirty: list[int]
+    ) -> list[int]:
+        """Take over what a recovery found, and the extents whose rows on disk are not blank.
+
+        Where two slots hold one block the higher seq counts; returns the other slots, whose rows must be blanked.
+        """
+        losers: list[int] = []
+        self.index = dict(zip(hashes, slots.tolist(), strict=True))
+        if len(self.index) < len(hashes):
+            order = np.argsort(seqs, kind="stable")
+            self.index = dict(
+                zip([hashes[position] for position in order.tolist()], slots[order].tolist(), strict=True)
+            )
+            wins = np.isin(slots, list(self.index.values()))
+            losers = slots[~wins].tolist()
+            slots, seqs = slots[wins], seqs[wins]
+        for chain_hash, slot in self.index.items():
             self._hash_of[slot] = chain_hash
+        for extent in dirty:
+            self._dirty[extent] = 1
         extents = slots // self.per_extent
         newest = np.zeros(self.num_extents, np.uint64)
         fill = np.zeros(self.num_extents, np.int64)
@@ -101,11 +116,7 @@ class ExtentMap:
         for extent in [extent for extent in used if self._fill[extent] < self.per_extent][-MAX_OPEN:]:
             self._state[extent] = _State.OPEN
             self._open[extent] = self._hash_of[extent * self.per_extent + self._fill[extent] - 1]
-
-    def mark_dirty(self, extents: Sequence[int]) -> None:
-        """Their rows on disk are not blank."""
-        for extent in extents:
-            self._dirty[extent] = 1
+        return losers
 
     def touch(self, slots: Sequence[int]) -> None:
         """These blocks were used: a second chance when their extent is evicted."""
@@ -116,21 +127,21 @@ class ExtentMap:
         """Whether the block still lies where a reader was told."""
         return self.index.get(chain_hash) == slot and self.generations[slot] == generation
 
-    def take(self, hashes: Sequence[ChainHash], after: ChainHash) -> Run | None:
-        """Slots for leading `hashes`, behind their parent where that is possible; None: claim an extent first."""
+    def take(self, hashes: Sequence[ChainHash], after: ChainHash | None) -> Run | None:
+        """Slots for leading `hashes`, behind their parent where that is possible; None: claim an extent first.
+
+        `after` None: anywhere, rather than claim.
+        """
         for extent, last in self._open.items():
-            if last == after:
-                return self._take_from(extent, hashes)
-        if self._free and len(self._open) < MAX_OPEN:
+            if last == after and after is not None:
+                return self.take_in(extent, hashes)
+        if after is not None and self._free and len(self._open) < MAX_OPEN:
             return None
-        return self.take_any(hashes)
+        extent_or_none = next(iter(self._open), None)
+        return None if extent_or_none is None else self.take_in(extent_or_none, hashes)
 
-    def take_any(self, hashes: Sequence[ChainHash]) -> Run | None:
-        """Slots in the open extent unused for longest; None: there is no open extent."""
-        extent = next(iter(self._open), None)
-        return None if extent is None else self._take_from(extent, hashes)
-
-    def _take_from(self, extent: int, hashes: Sequence[ChainHash]) -> Run:
+    def take_in(self, extent: int, hashes: Sequence[ChainHash]) -> Run:
+        """Slots for leading `hashes` in an open extent."""
         fill = self._fill[extent]
         count = min(len(hashes), self.per_extent - fill)
         first = extent * self.per_extent + fill
@@ -197,10 +208,6 @@ class ExtentMap:
         self._state[extent] = _State.OPEN
         self._open[extent] = None
         return True
-
-    def take_in(self, extent: int, hashes: Sequence[ChainHash]) -> Run:
-        """Slots for leading hashes in an open extent."""
-        return self._take_from(extent, hashes)
 
     def unclaim(self, claim: Claim) -> None:
         """The claimed extent could not be emptied: it waits at the end of the line."""

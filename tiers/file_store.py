@@ -116,21 +116,12 @@ class FileStore:
         valid = slab.find_valid(rows, np.arange(len(rows)), self.superblock)
         slots = np.flatnonzero(valid)
         hashes: list[ChainHash] = rows["chain_hash"][slots].tolist()
-        losers: list[int] = []
-        if len(set(hashes)) < len(hashes):
-            order = np.argsort(rows["seq"][slots], kind="stable").tolist()
-            newest = {hashes[position]: position for position in order}
-            winners = np.zeros(len(slots), np.bool_)
-            winners[list(newest.values())] = True
-            losers = slots[~winners].tolist()
-            hashes = [chain_hash for chain_hash, wins in zip(hashes, winners.tolist(), strict=True) if wins]
-            slots = slots[winners]
-        blocks.restore(slots, hashes, rows["seq"][slots])
+        written = (rows["state"] != 0) | (rows["checksum"] != 0)
+        dirty = np.unique(np.flatnonzero(written) // self.superblock.slots_per_extent).tolist()
+        losers = blocks.restore(slots, hashes, rows["seq"][slots], dirty)
         blocks.generations[:] = type(blocks.generations)("I", rows["generation"].astype("<u4").tobytes())
-        touched = (rows["state"] != 0) | (rows["checksum"] != 0)
-        blocks.mark_dirty(np.unique(np.flatnonzero(touched) // self.superblock.slots_per_extent).tolist())
         self._writer.next_seq = int(rows["seq"][slots].max()) + 1 if len(slots) else 1
-        self.num_recovered = len(slots)
+        self.num_recovered = len(blocks.index)
         blank_slots(self._io, self._file.fd, self.superblock, losers)
 
     # Lookup: the index alone.

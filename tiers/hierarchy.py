@@ -59,8 +59,9 @@ class HierarchySettings:
 class Hierarchy:
     """Look up, prefetch, lease and store blocks in L2 and every tier below. Thread-safe.
 
-    No method raises for a storage failure and none waits for storage (but `drain` and `close`): a failure is a miss or a
-    dropped store, counted by reason. Lock order: `_lock` → a pool's or a queue's own lock; never held across I/O.
+    No method raises for a storage failure and none waits for storage (but `drain`, `reset` and `close`): a failure is a
+    miss or a dropped store, counted by reason. Lock order: `_lock` → the pool's, a port's, a queue's or a tier's index
+    lock; never held across I/O.
     """
 
     def __init__(
@@ -127,21 +128,20 @@ class Hierarchy:
 
         A run may change tiers on its way, e.g. L2, then file, then L2 again.
         """
+        self.tick()  # an open breaker hides its tier from every lookup: this is what sends its probe
         found = {"l2": 0, **{port.name: 0 for port in self.ports}}
-        at = num_l1
-        while at < len(hashes):
-            rest = hashes[at:]
-            if n := self.host.pool.lookup(rest):
-                found["l2"] += n
-            else:
-                port, n = next(((p, n) for p in self.ports if (n := p.lookup(rest))), (None, 0))
-                if port is None:
+        num_l2 = self.host.pool.lookup(hashes[num_l1:] if num_l1 else hashes)
+        found["l2"] = num_l2
+        at = num_l1 + num_l2
+        rest = hashes[at:]
+        if any(port.lookup(rest[:1]) for port in self.ports):  # a run through several tiers: one pass over all
+            held = {"l2": self.host.pool.holds(rest), **{port.name: port.holds(rest) for port in self.ports}}
+            for where in zip(*held.values(), strict=True):
+                tier = next((name for name, holds in zip(held, where, strict=True) if holds), None)
+                if tier is None:
                     break
-                inside = self.host.pool.holds(rest[:n])
-                n = inside.index(True) if True in inside else n
-                found[port.name] += n
-            at += n
-        return Attribution(blocks=len(hashes), l1=num_l1, miss=len(hashes) - at, **found)
+                found[tier] += 1
+        return Attribution(blocks=len(hashes), l1=num_l1, miss=len(hashes) - num_l1 - sum(found.values()), **found)
 
     def prefetch(self, hashes: Sequence[ChainHash], parent: ChainHash) -> Prefetch:
         """Claim consecutive blocks for a request: lease those in L2, fetch the rest. See `Prefetcher`."""
@@ -183,7 +183,7 @@ class Hierarchy:
         return None
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
-        """The reservation's slots are filled: hash them, publish them, offer them to the tiers below; in the background.
+        """The reservation's slots are filled: hash, publish and offer them to the tiers below; in the background.
 
         `records` are the reservation's blocks in order; their `checksum` is ignored and computed here, once. `epoch` is
         the hierarchy's when the blocks were computed: older than now, and nothing is published.
@@ -200,23 +200,32 @@ class Hierarchy:
     # whole-store verbs
 
     def tick(self) -> None:
-        """Let deadlines pass: reclaim stale promises, expire hung I/O, probe open breakers. Called by every lookup."""
+        """Let deadlines pass: reclaim stale promises, expire hung I/O, probe open breakers. Lookups and polls do it."""
         for port in self.ports:
             port.tick()
         self.prefetcher.tick()
 
     def wait_progress(self, timeout: float) -> None:
-        """Wait until a prefetch moved on, at most `timeout` seconds: for an engine with nothing else to do."""
+        """Wait until a prefetch moved on, at most `timeout` seconds: for an engine with nothing else to do.
+
+        Returns at once where a prefetch has ended that no `poll` has reported yet.
+        """
         with self._lock:
-            self._lock.wait(timeout)
+            if not self.prefetcher.has_news():
+                self._lock.wait(timeout)
 
     def reset(self) -> None:
-        """Forget everything in every tier; stores under way will not become visible."""
+        """Forget everything in every tier; stores and reads under way will not become visible.
+
+        A request that was promised blocks before keeps its lease on them: it was admitted before.
+        """
         with self._lock:
             self.epoch += 1
-            self.host.pool.reset()
+            self.host.pool.reset()  # first, so that nothing old is passed down from here on
         for port in self.ports:
             port.reset()
+        with self._lock:
+            self.host.pool.reset()  # again, for what was read meanwhile from tiers that had not forgotten yet
 
     def drain(self, timeout: float) -> bool:
         """Wait until every store offered so far is sealed and written, at most `timeout` seconds."""
@@ -237,11 +246,12 @@ class Hierarchy:
     def check(self) -> None:
         """Raise AssertionError where a conservation law is broken; at idle also where a lease or a slot leaked."""
         self.prefetcher.check()
+        queues_idle = self._sealing.idle and all(port.queue.idle for port in self.ports)
+        idle = queues_idle and self.prefetcher.idle  # asked before counting: what ends in between is no leak
         counts = self.host.pool.check()
         for port in self.ports:
             port.check()
-        queues_idle = self._sealing.idle and all(port.queue.idle for port in self.ports)
-        if queues_idle and self.prefetcher.idle and (counts.leased or counts.filling or counts.quarantined):
+        if idle and (counts.leased or counts.filling or counts.quarantined):
             raise AssertionError(f"at idle nothing may be leased, filling or quarantined: {counts}")
 
     def close(self, timeout: float = 5.0) -> None:
@@ -300,7 +310,8 @@ class Hierarchy:
         for chain in _chains(chosen, self._parent_of):
             for demoter in self._demoters:
                 taken = demoter.offer(chain, self._cleaned)
-                self._cleaning.difference_update(chain[taken:])
+                with self._lock:
+                    self._cleaning.difference_update(chain[taken:])
 
     def _cleaned(self, hashes: Sequence[ChainHash], outcomes: Sequence[Outcome]) -> None:
         self.host.pool.mark_clean([h for h, o in zip(hashes, outcomes, strict=True) if o is Outcome.OK])
@@ -330,9 +341,7 @@ class Hierarchy:
             self.metrics.pool("l2", state, getattr(counts, state))
 
 
-def _chains(
-    hashes: Sequence[ChainHash], parent_of: Callable[[ChainHash], ChainHash | None]
-) -> list[list[ChainHash]]:
+def _chains(hashes: Sequence[ChainHash], parent_of: Callable[[ChainHash], ChainHash | None]) -> list[list[ChainHash]]:
     """Cut a list of blocks into runs of consecutive blocks."""
     chains: list[list[ChainHash]] = []
     for chain_hash in hashes:
@@ -343,9 +352,7 @@ def _chains(
     return chains
 
 
-def _file_port(
-    config: Config, fingerprint: bytes, shape: KVShape, metrics: Metrics, rates: Rates
-) -> TierPort:
+def _file_port(config: Config, fingerprint: bytes, shape: KVShape, metrics: Metrics, rates: Rates) -> TierPort:
     def open_file() -> FileStore:
         assert config.file.path is not None
         return FileStore.open(

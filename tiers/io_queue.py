@@ -4,7 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 from typing import Protocol
 
 from kvtier.tiers.tier import Outcome
@@ -21,7 +21,7 @@ class Job(Protocol):
         """Do the I/O and settle its outcome; called on an I/O thread."""
 
     def drop(self, outcome: Outcome) -> None:
-        """It will never run, or `run` raised: settle with `outcome`."""
+        """It will never run, or `run` raised: settle with `outcome`. Must not raise."""
 
     def overdue(self) -> None:
         """It runs past its deadline: nobody waits for it any more; its late completion still ends in `run`."""
@@ -30,13 +30,16 @@ class Job(Protocol):
 class IoQueue:
     """`num_threads` threads over two bounded queues, urgent first.
 
-    Lock: `_cond`'s, held only around the queues, never while a job runs or is told anything.
+    Lock: `_lock`, held only around the queues, never while a job runs or is told anything. Workers and drainers wait on
+    conditions of their own: a `notify` meant for a worker must not wake a drainer instead.
     """
 
     def __init__(self, name: str, num_threads: int, max_queued: int, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._max_queued = max_queued
-        self._cond = Condition()
+        self._lock = Lock()
+        self._work_came = Condition(self._lock)
+        self._work_ended = Condition(self._lock)
         self._urgent: deque[Job] = deque()
         self._normal: deque[Job] = deque()
         self._running: dict[int, tuple[Job, bool]] = {}  # thread number → job, told overdue
@@ -49,17 +52,17 @@ class IoQueue:
 
     def submit(self, job: Job, *, urgent: bool = False) -> bool:
         """Enqueue; False when the queue is full or closed (the job is not touched)."""
-        with self._cond:
+        with self._lock:
             if self._closed or len(self._urgent) + len(self._normal) >= self._max_queued:
                 return False
             (self._urgent if urgent else self._normal).append(job)
-            self._cond.notify()
+            self._work_came.notify()
             return True
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
-        with self._cond:
+        with self._lock:
             return not (self._urgent or self._normal or self._running)
 
     def expire(self) -> None:
@@ -67,10 +70,12 @@ class IoQueue:
         if not (self._running or self._urgent or self._normal):
             return
         now = self._clock()
-        with self._cond:
+        with self._lock:
             late = [job for queue in (self._urgent, self._normal) for job in queue if now >= job.deadline]
-            for job in late:
-                (self._urgent if job in self._urgent else self._normal).remove(job)
+            if late:
+                self._urgent = deque(job for job in self._urgent if now < job.deadline)
+                self._normal = deque(job for job in self._normal if now < job.deadline)
+                self._work_ended.notify_all()
             hung = [(n, job) for n, (job, told) in self._running.items() if not told and now >= job.deadline]
             for n, job in hung:
                 self._running[n] = (job, True)
@@ -82,22 +87,23 @@ class IoQueue:
     def drain(self, timeout: float) -> bool:
         """Wait until idle; False when `timeout` seconds (real time) pass first."""
         deadline = time.monotonic() + timeout
-        with self._cond:
+        with self._lock:
             while self._urgent or self._normal or self._running:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
-                self._cond.wait(min(left, 0.05))
+                self._work_ended.wait(left)
         return True
 
     def close(self, timeout: float) -> bool:
         """Drop what waits with CLOSED and join the threads; False where one still hangs in its I/O. Idempotent."""
-        with self._cond:
+        with self._lock:
             self._closed = True
             waiting = [*self._urgent, *self._normal]
             self._urgent.clear()
             self._normal.clear()
-            self._cond.notify_all()
+            self._work_came.notify_all()
+            self._work_ended.notify_all()
         for job in waiting:
             job.drop(Outcome.CLOSED)
         deadline = time.monotonic() + timeout
@@ -116,16 +122,16 @@ class IoQueue:
                 _log.exception("an I/O job failed; counted as %s", Outcome.IO_ERROR)
                 job.drop(Outcome.IO_ERROR)
             finally:
-                with self._cond:
+                with self._lock:
                     del self._running[number]
-                    self._cond.notify_all()
+                    self._work_ended.notify_all()
 
     def _next(self, number: int) -> Job | None:
-        with self._cond:
+        with self._lock:
             while not (self._urgent or self._normal):
                 if self._closed:
                     return None
-                self._cond.wait()
+                self._work_came.wait()
             job = (self._urgent or self._normal).popleft()
             self._running[number] = (job, False)
             return job

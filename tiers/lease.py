@@ -38,7 +38,7 @@ class Reservation:
     parents: list[ChainHash | None]
     epoch: int = field(repr=False)  # the pool's count of resets when the slots were taken
     num_open: int = field(repr=False)  # slots still filling
-    on_drop: "Callable[[Reservation], None]" = field(repr=False)
+    on_end: "Callable[[Reservation, bool], None]" = field(repr=False)  # (itself, whether it was dropped)
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -49,14 +49,11 @@ class Reservation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._drop()
+        self.on_end(self, False)
 
     def __del__(self) -> None:
-        self._drop()
-
-    def _drop(self) -> None:
         if self.num_open and not sys.is_finalizing():
-            self.on_drop(self)
+            self.on_end(self, True)
 
 
 class Lease:

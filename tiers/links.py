@@ -27,8 +27,7 @@ class ChainLinks:
         self._parent_generation = np.zeros(rows, np.int64)
 
     def clear(self, slots: Slots) -> None:
-        """These slots were taken: no parent, no children."""
-        self.children[slots] = 0
+        """These slots lost their blocks: no parent. Children they still have count them down until they are taken."""
         self.parent[slots] = self.nobody
         self._parent_generation[slots] = 0
 

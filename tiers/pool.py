@@ -103,9 +103,8 @@ class SlotPool:
             self._settle_dropped()
             at = self._in_state(reservation, positions, FILLING)
             if positions is not None and len(at) != len(positions):
-                raise ValueError(
-                    f"seal: positions {sorted(set(positions) - set(at.tolist()))} are not filling any more"
-                )
+                gone = sorted(set(positions) - set(at.tolist()))
+                raise ValueError(f"seal: positions {gone} are not filling any more, or one is given twice")
             slots, names = reservation.slots[at], _pick(reservation.hashes, at)
             self._table.refs[slots] = 1
             if reservation.epoch == self._epoch:
@@ -251,7 +250,7 @@ class SlotPool:
         self, names: list[ChainHash], indices: list[int], slots: Slots, parents: list[ChainHash | None]
     ) -> Reservation:
         generations = self._table.generation[slots]
-        return Reservation(names, indices, slots, generations, parents, self._epoch, len(names), self._on_drop)
+        return Reservation(names, indices, slots, generations, parents, self._epoch, len(names), self._on_end)
 
     def _in_state(self, reservation: Reservation, positions: Sequence[int] | None, state: int) -> NDArray[np.intp]:
         """Those of the positions whose slot is still this reservation's, in `state` and not leased."""
@@ -268,6 +267,7 @@ class SlotPool:
         if reservation.epoch == self._epoch:
             self._table.index.remove(slots)
         self._table.idle.unlink(slots)
+        self._table.links.clear(slots)
         reservation.num_open -= len(at)
         return slots
 
@@ -282,8 +282,11 @@ class SlotPool:
             if lease.disarm():
                 self._table.unref(lease.slots)
 
-    def _on_drop(self, reservation: Reservation) -> None:
-        self._note_dropped(reservation)
+    def _on_end(self, reservation: Reservation, dropped: bool) -> None:
+        if dropped:
+            self._note_dropped(reservation)
+        else:
+            self.abandon(reservation)
 
     def _note_dropped(self, dropped: Lease | Reservation) -> None:
         self._dropped.append(dropped)

@@ -34,8 +34,9 @@ class PortSettings:
 class TierPort:
     """One lower tier behind its breakers. While it is detached or a breaker is open, everything is a miss or a drop.
 
-    `open` makes the tier. A tier that is absent at start (TierUnavailable, OSError) attaches later without a restart: the
-    probes ask `open` again. What the user has to mend (ConfigError, FormatError, StoreLocked…) is raised, at start only.
+    `open` makes the tier. A tier that is absent at start (TierUnavailable, OSError) attaches later without a restart:
+    the probes ask `open` again. What the user has to mend (ConfigError, FormatError, StoreLocked…) is raised, at start
+    only.
     """
 
     def __init__(
@@ -53,8 +54,12 @@ class TierPort:
         self._metrics = metrics
         self._rates = rates
         self._clock = clock
-        self._lock = Lock()  # attach and detach
+        self._attaching = Lock()  # held while `open` runs, by the constructor and by probes only
+        self._lock = Lock()  # guards what follows; innermost, never held across I/O
         self._closed = False
+        self._epoch = 0  # counts resets
+        self._num_writing = 0  # writes under way that began in this epoch …
+        self._num_stale = 0  # … and in an earlier one
         self.breakers = {
             direction: Breaker(settings.failures, settings.retry_after, clock) for direction in _DIRECTIONS
         }
@@ -64,33 +69,72 @@ class TierPort:
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
         """Leading blocks held, and readable now."""
-        tier = self.tier
-        return tier.lookup(hashes) if tier is not None and self.breakers["read"].closed else 0
+        tier = self._readable()
+        return tier.lookup(hashes) if tier is not None else 0
+
+    def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
+        """Which of the blocks are held, and readable now, each by itself."""
+        tier = self._readable()
+        return tier.holds(hashes) if tier is not None else [False] * len(hashes)
+
+    @property
+    def writable(self) -> bool:
+        """Whether a write would be tried at all."""
+        return self.tier is not None and self.breakers["write"].closed
+
+    @property
+    def epoch(self) -> int:
+        """How many resets there were: a write offered before one never lands after it."""
+        return self._epoch
 
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         """`Tier.read`, timed, counted, and reported to the read breaker. Called on this port's threads."""
         tier = self.tier
         if tier is None or not self.breakers["read"].closed:
             return [Outcome.BREAKER_OPEN] * len(hashes)
-        start = time.perf_counter()
+        began, start = self._clock(), time.perf_counter()
         results = tier.read(hashes, into)
         seconds = time.perf_counter() - start
         num_bytes = sum(into[i].nbytes for i, r in enumerate(results) if isinstance(r, BlockRecord))
         self._rates.loaded(self.name, num_bytes, seconds)
         self._metrics.moved(self.name, "read", num_bytes, seconds)
-        self._judge("read", [r if isinstance(r, Outcome) else Outcome.OK for r in results])
+        self._judge("read", [r if isinstance(r, Outcome) else Outcome.OK for r in results], began)
+        if corrupt := [h for h, r in zip(hashes, results, strict=True) if r in _CORRUPTION]:
+            self._metrics.corrupted(self.name, len(corrupt))
+            tier.discard(corrupt)  # or every request would be promised them anew
         return results
 
-    def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
-        """`Tier.write`, timed, counted, and reported to the write breaker. Called on this port's threads."""
-        tier = self.tier
-        if tier is None or not self.breakers["write"].closed:
-            return [Outcome.BREAKER_OPEN] * len(records)
-        start = time.perf_counter()
+    def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], epoch: int) -> list[Outcome]:
+        """`Tier.write`, timed, counted, and reported to the write breaker. Called on this port's threads.
+
+        `epoch` is the port's when the blocks were offered. A write that a reset overtakes is undone: until then
+        `lookup` finds nothing.
+        """
+        with self._lock:
+            tier = self.tier
+            if epoch != self._epoch:
+                return [Outcome.EPOCH] * len(records)
+            if tier is None or not self.breakers["write"].closed:
+                return [Outcome.BREAKER_OPEN] * len(records)
+            self._num_writing += 1
+        try:
+            outcomes = self._write(tier, records, payloads)
+        finally:
+            with self._lock:
+                stale = epoch != self._epoch
+                self._num_writing -= not stale
+            if stale:
+                tier.discard([record.chain_hash for record in records])
+                with self._lock:
+                    self._num_stale -= 1
+        return [Outcome.EPOCH] * len(records) if stale else outcomes
+
+    def _write(self, tier: Tier, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
+        began, start = self._clock(), time.perf_counter()
         outcomes = tier.write(records, payloads)
         num_bytes = sum(p.nbytes for p, o in zip(payloads, outcomes, strict=True) if o is Outcome.OK)
         self._metrics.moved(self.name, "write", num_bytes, time.perf_counter() - start)
-        self._judge("write", outcomes)
+        self._judge("write", outcomes, began)
         return outcomes
 
     def failed(self, direction: Direction) -> None:
@@ -108,14 +152,14 @@ class TierPort:
                     probe.drop(Outcome.QUEUE_FULL)
 
     def reset(self) -> None:
-        """Forget every block of the tier."""
-        if self.tier is not None:
-            self.tier.reset()
-
-    def discard(self, hashes: Sequence[ChainHash]) -> None:
-        """Forget these blocks."""
-        if self.tier is not None:
-            self.tier.discard(hashes)
+        """Forget every block of the tier, and every write offered so far."""
+        with self._lock:
+            self._epoch += 1
+            self._num_stale += self._num_writing
+            self._num_writing = 0
+            tier = self.tier
+        if tier is not None:
+            tier.reset()
 
     def check(self) -> None:
         """The tier's conservation law."""
@@ -128,49 +172,82 @@ class TierPort:
             _log.warning("%s: an operation still hangs at close", self.name)
         with self._lock:
             self._closed = True
-            self._detach()
+        self._detach(self.tier)
 
-    def _judge(self, direction: Direction, outcomes: Sequence[Outcome]) -> None:
+    def probe(self, direction: Direction) -> bool:
+        """Whether the storage answers again; on this port's threads.
+
+        A tier that does not is opened anew at once: its file may have been replaced. Where that fails both directions
+        are off until it succeeds.
+        """
+        tier = self.tier
+        if tier is not None:
+            if tier.probe(direction):
+                return True
+            self._detach(tier)
+        fresh = self._attach((KVTierError, OSError))
+        return fresh is not None and fresh.probe(direction)
+
+    def probed(self, direction: Direction, answered: bool) -> None:
+        """What became of the probe `tick` sent."""
+        self.breakers[direction].probed(answered)
+        self._show_breakers()
+        if answered:
+            _log.info("%s tier is back (%s)", self.name, direction)
+
+    def _readable(self) -> Tier | None:
+        return self.tier if self.breakers["read"].closed and not self._num_stale else None
+
+    def _judge(self, direction: Direction, outcomes: Sequence[Outcome], began: float) -> None:
         breaker = self.breakers[direction]
         if any(outcome in _FAILURES for outcome in outcomes):
             breaker.failure()
             self._show_breakers()
-        elif outcomes:
+        elif outcomes and self._clock() - began < self.settings.deadline:  # a late answer was counted by `failed`
             breaker.success()
-        if corrupt := sum(outcome in _CORRUPTION for outcome in outcomes):
-            self._metrics.corrupted(self.name, corrupt)
 
-    def _attach(self, expected: tuple[type[Exception], ...]) -> bool:
-        """Open the tier if it is not open. False, with one warning, where that fails."""
-        with self._lock:
-            if self.tier is not None or self._closed:
-                return self.tier is not None
-            try:
-                self.tier = self._open()
-            except expected as error:
-                if self.breakers["read"].closed:
-                    _log.warning("%s tier is off for now, the engine runs on without it: %s", self.name, error)
-                for breaker in self.breakers.values():
-                    if breaker.closed:
-                        breaker.trip()
-            self._show_breakers()
-            return self.tier is not None
+    def _attach(self, expected: tuple[type[Exception], ...]) -> Tier | None:
+        """The tier, opened if it is not open. None, with one warning, where that fails."""
+        with self._attaching:
+            if self.tier is None and not self._closed:
+                try:
+                    tier = self._open()
+                except expected as error:
+                    self._trip(error)
+                    return None
+                self._adopt(tier)
+                self._show_breakers()
+            return self.tier
 
-    def _detach(self) -> None:
-        if self.tier is not None:
-            self.tier.close()
-            self.tier = None
-
-    def probe(self, direction: Direction) -> None:
-        """Ask the storage whether it answers again; on this port's threads."""
-        tier = self.tier
-        answered = self._attach((KVTierError, OSError)) if tier is None else tier.probe(direction)
-        if not answered:
+    def _adopt(self, tier: Tier) -> None:
+        """Put a fresh tier to use, unless closed meanwhile. It may remember blocks that a reset could not reach."""
+        forgot_at = 0
+        while True:
             with self._lock:
-                self._detach()  # the next probe opens it anew: the file may have been replaced
-        if answered and not self.breakers[direction].closed:
-            _log.info("%s tier is back (%s)", self.name, direction)
-        self.breakers[direction].probed(answered)
+                if self._closed:
+                    break
+                if forgot_at == self._epoch:
+                    self.tier = tier
+                    return
+                forgot_at = self._epoch
+            tier.reset()
+        tier.close()
+
+    def _detach(self, tier: Tier | None) -> None:
+        """Close `tier`, unless somebody did."""
+        with self._lock:
+            mine = tier is not None and self.tier is tier
+            if mine:
+                self.tier = None
+        if mine and tier is not None:
+            tier.close()
+
+    def _trip(self, error: Exception) -> None:
+        if any(breaker.closed for breaker in self.breakers.values()):
+            _log.warning("%s tier is off for now, the engine runs on without it: %s", self.name, error)
+        for breaker in self.breakers.values():
+            if breaker.closed:
+                breaker.trip()
         self._show_breakers()
 
     def _show_breakers(self) -> None:
@@ -181,19 +258,25 @@ class TierPort:
 _DIRECTIONS: Final[tuple[Direction, Direction]] = ("read", "write")
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Probe:
-    """The one operation an open breaker lets through."""
+    """The one operation an open breaker lets through. Only its first word counts. Implements `Job`."""
 
     port: TierPort
     direction: Direction
     deadline: float
+    settled: bool = False
 
     def run(self) -> None:
-        self.port.probe(self.direction)
+        self._settle(self.port.probe(self.direction))
 
     def drop(self, outcome: Outcome) -> None:
-        self.port.breakers[self.direction].probed(False)
+        self._settle(False)
 
     def overdue(self) -> None:
-        self.port.breakers[self.direction].probed(False)
+        self._settle(False)
+
+    def _settle(self, answered: bool) -> None:
+        if not self.settled:
+            self.settled = True
+            self.port.probed(self.direction, answered)

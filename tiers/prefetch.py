@@ -35,7 +35,7 @@ class Prefetch:
     """
 
     __slots__ = (
-        "deadline", "done", "end", "flights", "hashes", "leases", "next", "parent", "polled_at", "position", "reason",
+        "deadline", "done", "end", "flights", "hashes", "leases", "next", "parent", "polled_at", "position", "told",
     )  # fmt: skip
 
     def __init__(self, hashes: Sequence[ChainHash], parent: ChainHash, deadline: float, now: float) -> None:
@@ -49,7 +49,7 @@ class Prefetch:
         self.leases: list[Lease] = []
         self.flights: set[_Flight] = set()
         self.done = False
-        self.reason: Outcome | None = None  # why the run ended early, if it did
+        self.told = False  # a poll has returned the number
 
 
 @dataclass(eq=False, slots=True)
@@ -70,6 +70,7 @@ class _Flight:
         return self.reservation.hashes[self.positions.start : self.positions.stop]
 
     def run(self) -> None:
+        self.deadline = self.owner.clock() + self.port.settings.deadline  # the wait in the queue had its own
         slots = self.reservation.slots[self.positions.start : self.positions.stop]
         results = self.port.read(self.hashes, [self.owner.host.region.slot(int(slot)) for slot in slots])
         self.owner.landed(self, results)
@@ -85,7 +86,8 @@ class _Flight:
 class Prefetcher:
     """All promotions of one hierarchy: single flight per block, windows of at most a quarter of L2 per request.
 
-    Lock: `lock` (the hierarchy's) is held around this bookkeeping and may take the pool's inside; never held across I/O.
+    Lock: `lock` (the hierarchy's) is held around this bookkeeping; inside it the pool's, a port's, a queue's or a
+    tier's index lock may be taken, never the other way round; never held across I/O.
     Law (`check`): every unsettled flight is in the index, every waiter of a flight knows it, at idle there is neither.
     """
 
@@ -102,7 +104,7 @@ class Prefetcher:
         self._ports = ports
         self._lock = lock
         self._metrics = metrics
-        self._clock = clock
+        self.clock = clock
         self._lease_deadline = lease_deadline
         self._window = max(1, host.pool.num_slots // 4)
         self._max_waiting = max(1, host.pool.num_slots // 2)
@@ -114,8 +116,8 @@ class Prefetcher:
     # what the connector asks
 
     def start(self, hashes: Sequence[ChainHash], parent: ChainHash, deadline: float) -> Prefetch:
-        """Claim a run of consecutive blocks, all of it or as much as waiting requests may hold (half of L2 together)."""
-        now = self._clock()
+        """Claim a run of consecutive blocks, as many as waiting requests may hold: half of L2 together."""
+        now = self.clock()
         with self._lock:
             waiting = sum(p.end for p in self._active)
             prefetch = Prefetch(hashes, parent, now + deadline, now)
@@ -127,23 +129,23 @@ class Prefetcher:
 
     def poll(self, prefetch: Prefetch) -> int | Pending:
         """How many leading blocks are in L2, verified and leased; PENDING while more may come before the deadline."""
-        now = self._clock()
+        now = self.clock()
         with self._lock:
             prefetch.polled_at = now
             if not prefetch.done and now >= prefetch.deadline:
                 self._shorten(prefetch, 0, Outcome.TIMEOUT, keep_arrived=True)
                 self._finish(prefetch)
+            prefetch.told = prefetch.done
             return sum(map(len, prefetch.leases)) if prefetch.done else PENDING
 
     def claim(self, prefetch: Prefetch) -> Lease:
-        """Take over the lease of the promised blocks. The copy that follows must release it."""
+        """Take over the lease of the promised blocks; empty once taken. The copy that follows must release it."""
         with self._lock:
             if not prefetch.done:
                 self._shorten(prefetch, 0, Outcome.TIMEOUT, keep_arrived=True)
                 self._finish(prefetch)
             self._active.discard(prefetch)
-            lease, prefetch.leases = prefetch.leases[0], []
-            return lease
+            return prefetch.leases.pop() if prefetch.leases else self.host.pool.lease([])
 
     def cancel(self, prefetch: Prefetch) -> None:
         """The request went away. Flights others wait for go on; so does their I/O. Idempotent."""
@@ -156,7 +158,7 @@ class Prefetcher:
 
     def tick(self) -> None:
         """Reclaim promises nobody has asked about for `lease_deadline` seconds; no copy was submitted for them."""
-        now = self._clock()
+        now = self.clock()
         with self._lock:
             late = [p for p in self._active if now - p.polled_at >= self._lease_deadline]
             for prefetch in late:
@@ -164,7 +166,7 @@ class Prefetcher:
                 self._finish(prefetch)
                 for lease in prefetch.leases:
                     lease.release()
-                prefetch.leases = [self.host.pool.lease([])]
+                prefetch.leases = []
                 prefetch.end = 0
             self._active.difference_update(late)
 
@@ -172,6 +174,10 @@ class Prefetcher:
     def idle(self) -> bool:
         """Whether no request waits or holds a promise, and no read is under way."""
         return not (self._active or self._flights or self._given_up)
+
+    def has_news(self) -> bool:
+        """Whether some request's answer is there and no poll has returned it yet. The caller holds the lock."""
+        return any(prefetch.done and not prefetch.told for prefetch in self._active)
 
     def check(self) -> None:
         """The bookkeeping law."""
@@ -266,8 +272,8 @@ class Prefetcher:
                 prefetch.next += len(lease)
             elif flight := self._flights.get(rest[0]):
                 self._join(prefetch, flight, rest)
-            elif not self._launch(prefetch, rest):
-                self._shorten(prefetch, start, prefetch.reason or Outcome.EVICTED)
+            elif reason := self._launch(prefetch, rest):
+                self._shorten(prefetch, prefetch.next, reason)
         if not prefetch.flights:
             self._finish(prefetch)
 
@@ -277,12 +283,12 @@ class Prefetcher:
         ahead = flight.hashes[flight.hashes.index(rest[0]) :]
         prefetch.next += sum(1 for a, b in zip(ahead, rest, strict=False) if a == b)
 
-    def _launch(self, prefetch: Prefetch, rest: list[ChainHash]) -> bool:
-        """Start reading the leading blocks of `rest` from the first tier that holds them."""
+    def _launch(self, prefetch: Prefetch, rest: list[ChainHash]) -> Outcome | None:
+        """Start reading the leading blocks of `rest` from the first tier that holds them, or say why not."""
         pool = self.host.pool
         port, held = next(((p, n) for p in self._ports if (n := p.lookup(rest))), (None, 0))
         if port is None:
-            return False
+            return Outcome.EVICTED
         rest = rest[: next((i for i, h in enumerate(rest[:held]) if h in self._flights), held)]
         parent = prefetch.hashes[prefetch.next - 1] if prefetch.next else prefetch.parent
         reservation = pool.reserve(rest, parent)
@@ -290,24 +296,22 @@ class Prefetcher:
             rest = rest[: len(rest) // 2]
             reservation = pool.reserve(rest, parent)
         if reservation is None:
-            prefetch.reason = Outcome.NO_SLOT
-            return False
+            return Outcome.NO_SLOT
         run = next((i for i, index in enumerate(reservation.indices) if index != i), len(reservation.indices))
         pool.abandon(reservation, range(run, len(reservation.indices)))
-        if not run:  # somebody is storing the first one right now
-            return False
-        deadline = self._clock() + port.settings.deadline
+        if not run:  # somebody is storing the first one right now, or just has
+            return None if pool.lookup(rest[:1]) else Outcome.NO_SLOT
+        deadline = self.clock() + port.settings.deadline
         for first in range(0, run, self._batch):
             flight = _Flight(self, port, reservation, range(first, min(run, first + self._batch)), deadline)
             if not port.queue.submit(flight, urgent=True):
                 pool.abandon(reservation, range(first, run))
-                prefetch.reason = Outcome.QUEUE_FULL
-                return first > 0
+                return Outcome.QUEUE_FULL
             self._flights.update(dict.fromkeys(flight.hashes, flight))
             flight.waiters.add(prefetch)
             prefetch.flights.add(flight)
             prefetch.next += len(flight.positions)
-        return True
+        return None
 
     def _shorten(self, prefetch: Prefetch, end: int, reason: Outcome, *, keep_arrived: bool = False) -> None:
         """The run ends at block `end` (or, with keep_arrived, where the arrived blocks end)."""
@@ -315,7 +319,14 @@ class Prefetcher:
             end = self.host.pool.lookup(prefetch.hashes[: prefetch.end])
         if end < prefetch.end:
             self._metrics.missed(reason, prefetch.end - end)
-            prefetch.end, prefetch.next, prefetch.reason = end, min(prefetch.next, end), reason
+            prefetch.end, prefetch.next = end, min(prefetch.next, end)
+            for flight in [f for f in prefetch.flights if self._first_wanted(prefetch, f) >= end]:
+                flight.waiters.discard(prefetch)  # it would bring nothing that can be used
+                prefetch.flights.discard(flight)
+
+    @staticmethod
+    def _first_wanted(prefetch: Prefetch, flight: _Flight) -> int:
+        return next((i for h in flight.hashes if (i := prefetch.position.get(h)) is not None), prefetch.end)
 
     def _finish(self, prefetch: Prefetch) -> None:
         """Settle on the leading run that is leased, under one lease, and let go of everything beyond it."""

@@ -21,8 +21,8 @@ class Rates:
         self._refused = 0
 
     def loaded(self, tier: str, num_bytes: int, seconds: float) -> None:
-        """A tier delivered `num_bytes` in `seconds`."""
-        if seconds > 0:
+        """A tier delivered `num_bytes` in `seconds`. A read that delivered nothing says nothing about the rate."""
+        if seconds > 0 and num_bytes > 0:
             with self._lock:
                 self._bytes_per_second[tier] = _average(self._bytes_per_second.get(tier), num_bytes / seconds)
 

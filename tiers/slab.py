@@ -4,6 +4,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import repeat
 from typing import Any, Final
 
 import numpy as np
@@ -28,6 +29,7 @@ _SEGMENT = struct.Struct("<QQQQ")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET: Final = _SUPERBLOCK_BYTES - _CHECKSUM.size
 _ENTRY_FIXED_BYTES: Final = 112
+_CHUNK_ROWS: Final = 16_384  # rows whose bytes are in Python's hands at once
 _MIN_EXTENTS: Final = 8  # a small slab gets smaller extents, so that eviction does not empty it
 
 Rows = NDArray[np.void]
@@ -292,7 +294,7 @@ def make_rows(superblock: Superblock, slots: Sequence[int], records: Sequence[Bl
 
 def seal_rows(rows: Rows, superblock: Superblock) -> None:
     """Give every row its checksum."""
-    rows["checksum"] = _row_checksums(rows, range(len(rows)), superblock)
+    rows["checksum"] = _row_checksums(rows, superblock)
 
 
 def find_valid(rows: Rows, slots: NDArray[np.int64], superblock: Superblock) -> NDArray[np.bool_]:
@@ -303,16 +305,20 @@ def find_valid(rows: Rows, slots: NDArray[np.int64], superblock: Superblock) -> 
         & (rows["payload_bytes"] == superblock.slot_bytes)
         & (rows["num_tokens"] <= superblock.block_size)
     )
-    used = np.flatnonzero(valid)
-    computed = np.array(_row_checksums(rows, used.tolist(), superblock), np.uint64)
-    valid[used] = rows["checksum"][used] == computed
+    for start in range(0, len(rows), _CHUNK_ROWS):
+        chunk = slice(start, start + _CHUNK_ROWS)
+        used = start + np.flatnonzero(valid[chunk])
+        if len(used):
+            # A slice where all are used costs no copy.
+            found = rows[chunk] if len(used) == len(rows[chunk]) else rows[used]
+            valid[used] = found["checksum"] == np.array(_row_checksums(found, superblock), np.uint64)
     return valid
 
 
-def _row_checksums(rows: Rows, indices: Sequence[int], superblock: Superblock) -> list[int]:
-    view, size, seed = byte_view(rows), superblock.entry_bytes, superblock.seed
-    digest = xxhash.xxh3_64_intdigest
-    return [digest(view[index * size + 8 : index * size + size], seed) for index in indices]
+def _row_checksums(rows: Rows, superblock: Superblock) -> list[int]:
+    size, digest = superblock.entry_bytes, xxhash.xxh3_64_intdigest
+    bodies = np.ndarray(rows.shape, f"V{size - 8}", rows.view(np.uint8), 8, (size,))
+    return list(map(digest, bodies.tolist(), repeat(superblock.seed)))
 
 
 def byte_view(rows: Rows) -> memoryview:

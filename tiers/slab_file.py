@@ -146,13 +146,11 @@ def _open_existing(io: FileIO, path: Path, wanted: Superblock | None) -> SlabFil
         raise FormatError(f"{path}: not a regular file; it was left untouched: choose another [file] path")
     fd = io.open(path, os.O_RDWR)
     try:
-        header = bytearray(min(slab.HEADER_BYTES, io.size(fd)))
-        read_all(io, fd, [memoryview(header)], 0)
+        header = _read_header(io, fd)
         if not io.lock(fd):
             owner = int.from_bytes(header[slab.OWNER_OFFSET : slab.OWNER_OFFSET + 8], "little")
             raise StoreLocked(f"{path}: in use by process {owner or 'unknown'}; stop it or choose another [file] path")
-        read_all(io, fd, [memoryview(header)], 0)  # again: its owner may just have resized it
-        superblock = slab.decode(bytes(header), str(path))
+        superblock = slab.decode(_read_header(io, fd), str(path))  # read again: its owner may just have resized it
         if wanted is not None:
             slab.require_identity(superblock, wanted, str(path))
         if io.size(fd) < superblock.file_bytes:
@@ -164,6 +162,14 @@ def _open_existing(io: FileIO, path: Path, wanted: Superblock | None) -> SlabFil
         io.close(fd)
         raise
     return SlabFile(path, fd, superblock)
+
+
+def _read_header(io: FileIO, fd: int) -> bytes:
+    """The superblock and its copy, or what there is of them."""
+    header = bytearray(min(slab.HEADER_BYTES, io.size(fd)))
+    if header:
+        read_all(io, fd, [memoryview(header)], 0)
+    return bytes(header)
 
 
 def _room_for(io: FileIO, path: Path, size: int, existing: SlabFile | None) -> int:

@@ -138,7 +138,7 @@ class SlabWriter:
                 run = self._blocks.take(hashes, parent)
                 claim = None if run else self._blocks.claim()
                 if claim is None:
-                    return run or self._blocks.take_any(hashes)
+                    return run or self._blocks.take(hashes, None)
             kept = self._empty(claim)
             with self._lock:
                 if not self._blocks.opened(claim):

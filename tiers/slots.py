@@ -78,7 +78,7 @@ class SlotTable:
         slots = self._free[self.num_free : self.num_free + count][::-1].copy()
         self.generation[slots] += 1
         self.state[slots] = FILLING
-        self.links.clear(slots)
+        self.links.children[slots] = 0
         return slots
 
     def name(self, slots: Slots, words: Words) -> bool:
@@ -122,6 +122,7 @@ class SlotTable:
         if self.idle.num_dirty:
             self.num_dirty_dropped += self.idle.mark_clean(slots)
         self.num_ready -= len(slots)
+        self.links.clear(slots)
         self.free(slots)
 
     # --- references ---------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """The L2 region: slots, sealing, pre-faulting, pinning and what happens when memory is short."""
 
+import ctypes
+import errno
 import fcntl
 import logging
 import mmap
@@ -103,7 +105,7 @@ def test_without_prefault_memory_is_taken_on_first_use() -> None:
 
 def test_prefault_on_an_old_kernel_locks_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_populate(address: int, num_bytes: int, advice: int) -> int:
-        memory.ctypes.set_errno(memory.errno.EINVAL)
+        ctypes.set_errno(errno.EINVAL)
         return -1
 
     region = HostRegion.allocate(16, MIB // 2, prefault=False, huge_pages=False)

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import fields, replace
+from typing import Any
 
 import msgpack
 import pytest
@@ -32,7 +33,7 @@ IDENTITY = ModelIdentity(
 GOLDEN_CONFIG = "154b4d5d18a6f2ea3211bf24d9243f84d6cc8c01bb08c890d280f8d788c3a295"
 GOLDEN = "7919c13a0c79769afc5d9cc1e39538c966d1858ee7c2a2cb659fbeb8e737f437"
 
-CHANGES: dict[str, dict[str, object]] = {
+CHANGES: dict[str, dict[str, Any]] = {
     "model": {"model": "tiny2"},
     "revision": {"revision": "sha256:" + "ab" * 32},
     "config_digest": {"config_digest": "0" * 64},
@@ -101,7 +102,7 @@ def test_equal_identities_agree() -> None:
         ({"pp_stages": (1, 1), "pp_size": 2}, r"pp_stages \(1, 1\): give"),
     ],
 )
-def test_what_cannot_be_right_is_refused_by_name(change: dict[str, object], message: str) -> None:
+def test_what_cannot_be_right_is_refused_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(IDENTITY, **change)
 

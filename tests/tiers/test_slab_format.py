@@ -24,7 +24,9 @@ def header_of(superblock: Superblock) -> bytes:
 def records(count: int) -> list[BlockRecord]:
     # Trailing NULs in hashes and token ids must survive: they are legal digests and the padding token.
     return [
-        BlockRecord(bytes([number]) + bytes(31), bytes([number, 1]) + bytes(30), struct.pack("<3I", number, 7, 0), number)
+        BlockRecord(
+            bytes([number]) + bytes(31), bytes([number, 1]) + bytes(30), struct.pack("<3I", number, 7, 0), number
+        )
         for number in range(count)
     ]
 
@@ -38,7 +40,9 @@ def test_a_slab_uses_its_size_and_never_more() -> None:
                 continue
             assert planned.file_bytes <= num_bytes
             # At most an extent and the rounding of its table are left over.
-            assert num_bytes - planned.file_bytes <= planned.extent_bytes + planned.slots_per_extent * 192 + 2 * slab.PAGE
+            assert (
+                num_bytes - planned.file_bytes <= planned.extent_bytes + planned.slots_per_extent * 192 + 2 * slab.PAGE
+            )
             assert planned.extent_bytes <= max(slab.EXTENT_BYTES, planned.stride)
             # Payload slots are page-aligned and apart from the table.
             assert planned.payload_offset(planned.num_slots - 1) + planned.stride == planned.file_bytes
@@ -126,7 +130,9 @@ def test_another_format_version_is_named(version: int) -> None:
         slab.decode((other + pad) * 2, "x.slab")
 
 
-@pytest.mark.parametrize("content", [b"", b"K", b"\0" * 8192, b"SQLite format 3\0" * 512, b"KVTIER01", b"KVTIER01" * 1024])
+@pytest.mark.parametrize(
+    "content", [b"", b"K", b"\0" * 8192, b"SQLite format 3\0" * 512, b"KVTIER01", b"KVTIER01" * 1024]
+)
 def test_a_foreign_file_is_refused(content: bytes) -> None:
     with pytest.raises(FormatError, match="left untouched"):
         slab.decode(content, "x.slab")

@@ -298,15 +298,22 @@ def test_batches_larger_than_one_system_call_are_split(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(memory, "copy_scattered", counted)
     monkeypatch.setattr(memory, "pieces_per_call", lambda piece_bytes: 5)
-    rig = Rig(*TWINS["manual"])  # type: ignore[arg-type]
-    rig.fill_l1(list(range(NUM_BLOCKS)))
-    rig.finish(rig.stream.store(pairs(list(range(12)), list(range(12)))))
-    # blocks are three pages, so neighbours touch: each call of five became one piece
+    l1 = np.random.default_rng(1).integers(0, 256, (12, 3, 4096), np.uint8)
+    region = HostRegion.allocate(16, 3 * 4096)
+    stream = ManualCopyStream(l1, region)
+    # blocks of three whole pages: neighbours touch, and each call of five blocks is one piece
+    stream.store(pairs(list(range(12)), list(range(2, 14))))
+    stream.complete_all()
     assert calls == [1, 1, 1]
-    for block in range(12):
-        assert np.array_equal(rig.slot(block), block_of(block))
-    rig.stream.close(0)
-    rig.region.close()
+    assert np.array_equal(region.array[2:14], l1.reshape(12, -1))
+    # a slot missed out splits a piece; so does a layer range, which is not whole blocks
+    calls.clear()
+    stream.store(pairs([0, 1, 2], [3, 4, 6]))
+    stream.store(pairs([0, 1, 2], [3, 4, 5], (0, 2)))
+    stream.complete_all()
+    assert calls == [2, 3]
+    stream.close(0)
+    region.close()
 
 
 def test_a_kernel_error_fails_the_copy_and_spares_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

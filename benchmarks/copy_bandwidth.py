@@ -1,0 +1,200 @@
+"""L1 ↔ L2 copies of scattered blocks, against the fastest plain copy of as many bytes in the same run.
+
+On a CPU: HostCopyStream, from enqueue to event, against the better of one `np.take(out=)` (scattered blocks into one
+contiguous run, an easier task) and a loop of `numpy.copyto` (block by block). On a GPU: CudaCopyStream against one big
+pinned cudaMemcpyAsync. Ratios are of medians over interleaved rounds; GB = 1e9 bytes.
+"""
+
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+import _report
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvtier.tiers.block_copier import block_bytes_view
+from kvtier.tiers.cuda_transfer import CudaCopyStream
+from kvtier.tiers.device import BlockPool
+from kvtier.tiers.host import HostRegion
+from kvtier.tiers.shape import KVShape
+from kvtier.tiers.transfer import BlockCopies, CopyStream, HostCopyStream
+
+KIB: Final = 1024
+POOL_BYTES: Final = 512 << 20  # of L1 and of L2: far more than the processor's caches
+BATCH_BYTES: Final = 32 << 20
+BLOCK_SIZES: Final = [size * KIB for size in (64, 128, 256, 512, 1024, 2048, 4096, 8192)]
+DIRECTIONS: Final = ("load", "store")
+RATIO: Final = 0.9
+RATIO_FROM: Final = 128 * KIB
+BUSY_GBPS: Final = 0.8
+
+Copy = Callable[[NDArray[np.int64], NDArray[np.int64]], None]
+
+
+@dataclass
+class Pools:
+    """L1, L2 and the stream between them, for one block size."""
+
+    block_bytes: int
+    device: str
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
+
+    def __post_init__(self) -> None:
+        heads = self.block_bytes // (4 * 2 * 16 * 64 * 2)  # 4 layers, K and V, 16 tokens, head_dim 64, bfloat16
+        shape = KVShape(num_layers=4, num_kv_heads=heads, head_dim=64, block_size=16, dtype="bfloat16")
+        self.num_blocks = POOL_BYTES // self.block_bytes
+        self.l1 = BlockPool(shape, self.num_blocks, device=self.device).tensor
+        self.region = HostRegion.allocate(self.num_blocks, self.block_bytes)
+        self.region.wait_prefaulted()
+        self.stream: CopyStream
+        if self.device == "cpu":
+            self.stream = HostCopyStream(self.l1, self.region)
+        else:
+            self.region.pin()
+            self.stream = CudaCopyStream(self.l1, self.region)
+
+    def scattered(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """A batch of random distinct L1 blocks and L2 slots."""
+        count = BATCH_BYTES // self.block_bytes
+        blocks, slots = (self.rng.permutation(self.num_blocks)[:count] for _ in range(2))
+        return blocks.astype(np.int64), slots.astype(np.int64)
+
+    def close(self) -> None:
+        self.stream.close(10)
+        self.region.close()
+
+
+def stream_copy(stream: CopyStream, direction: str) -> Copy:
+    enqueue = stream.load if direction == "load" else stream.store
+
+    def copy(blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        event = enqueue(BlockCopies(blocks, slots))
+        if not event.wait(60) or event.error:
+            raise RuntimeError(event.error or "the copy hangs")
+
+    return copy
+
+
+def cpu_limits(pools: Pools, direction: str) -> dict[str, Copy]:
+    """The plain numpy copies of the same blocks."""
+    l1 = block_bytes_view(pools.l1).reshape(pools.num_blocks, -1)
+    l2 = pools.region.array
+    target, source = (l1, l2) if direction == "load" else (l2, l1)
+
+    def take(blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        start = int(pools.rng.integers(0, pools.num_blocks - len(blocks) + 1))
+        index = slots if direction == "load" else blocks
+        np.take(source, index, axis=0, out=target[start : start + len(index)], mode="clip")  # "raise" would buffer
+
+    def copyto(blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        into, out_of = (blocks, slots) if direction == "load" else (slots, blocks)
+        for i, j in zip(into.tolist(), out_of.tolist(), strict=True):
+            np.copyto(target[i], source[j])
+
+    return {"np.take": take, "np.copyto": copyto}
+
+
+def gpu_limits(pools: Pools, direction: str) -> dict[str, Copy]:
+    """One big cudaMemcpyAsync of as many bytes, from or into pinned memory."""
+    l1 = pools.l1.view(torch.uint8).reshape(-1)
+    l2 = torch.from_numpy(pools.region.array).reshape(-1)
+    target, source = (l1, l2) if direction == "load" else (l2, l1)
+
+    def big_copy(blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        start = int(pools.rng.integers(0, POOL_BYTES - BATCH_BYTES)) // 4096 * 4096
+        target[start : start + BATCH_BYTES].copy_(source[start : start + BATCH_BYTES], non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+
+    return {"cudaMemcpyAsync": big_copy}
+
+
+def rates(pools: Pools, variants: dict[str, Copy], rounds: int) -> dict[str, float]:
+    """Median GB/s of each variant, interleaved, each on its own scattered batch; the first round warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for warm in range(rounds + 1):
+        for name, copy in variants.items():
+            blocks, slots = pools.scattered()
+            started = time.perf_counter()
+            copy(blocks, slots)
+            if warm:
+                seconds[name].append(time.perf_counter() - started)
+    moved = BATCH_BYTES // pools.block_bytes * pools.block_bytes
+    return {name: moved / statistics.median(times) / 1e9 for name, times in seconds.items()}
+
+
+def measure(block_bytes: int, device: str, rounds: int) -> Iterator[dict[str, object]]:
+    """One row per direction."""
+    pools = Pools(block_bytes, device)
+    try:
+        for direction in DIRECTIONS:
+            limits = (cpu_limits if device == "cpu" else gpu_limits)(pools, direction)
+            found = rates(pools, {"kvtier": stream_copy(pools.stream, direction), **limits}, rounds)
+            row: dict[str, object] = {"device": device, "block_kib": block_bytes // KIB, "direction": direction}
+            row |= {f"{name}_gbps": round(rate, 2) for name, rate in found.items()}
+            row["ratio"] = round(found["kvtier"] / max(found[name] for name in limits), 3)
+            yield row
+    finally:
+        pools.close()
+
+
+@contextmanager
+def busy_python() -> Iterator[None]:
+    """A pure-Python thread that never lets go of the GIL by itself, as an engine's scheduler at its worst."""
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def measure_busy(rounds: int) -> float:
+    """GB/s of 128 KiB loads beside a busy Python thread."""
+    pools = Pools(128 * KIB, "cpu")
+    try:
+        with busy_python():
+            return rates(pools, {"kvtier": stream_copy(pools.stream, "load")}, rounds)["kvtier"]
+    finally:
+        pools.close()
+
+
+def main() -> int:
+    """Measure, print, and say whether the targets were met."""
+    options = _report.parser(__doc__).parse_args()
+    rounds = 5 if options.quick else 31
+    sizes = [128 * KIB, 2048 * KIB] if options.quick else BLOCK_SIZES
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows: list[dict[str, object]] = []
+    for block_bytes in sizes:
+        _report.progress(f"{device}: blocks of {block_bytes // KIB} KiB")
+        rows += measure(block_bytes, device, rounds)
+    targets = [
+        _report.Target(
+            f"{row['direction']} {row['block_kib']} KiB / best plain copy", RATIO, float(str(row["ratio"])), False
+        )
+        for row in rows
+        if int(str(row["block_kib"])) * KIB >= RATIO_FROM
+    ]
+    if device == "cpu":
+        busy = round(measure_busy(rounds), 2)
+        rows.append({"device": device, "block_kib": 128, "direction": "load, busy thread", "kvtier_gbps": busy})
+        targets.append(_report.Target("GB/s beside a busy Python thread", BUSY_GBPS, busy, False))
+    return _report.report("copy_bandwidth", rows, targets, options.json, options.save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Naming the blocks of a long prompt and looking them all up, beside the least that any Python program must do.
+
+The prompt is a Python list of 131,072 token ids in blocks of 16, every block held by a full `SlotPool` of 65,536.
+The limit, timed in the same round: the list into an array of u32 (`array('I', list)`) and a bare `hashlib.sha256`
+loop over parent ‖ tokens, in its fastest spelling known to us. Medians over interleaved rounds, per-round ratios.
+"""
+
+import gc
+import hashlib
+import random
+import struct
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from statistics import median
+from unittest import mock
+
+from _report import Target, parser, progress, report
+
+from kvtier.tiers.chain import TokenChain, chain_hashes, root_hash
+from kvtier.tiers.pool import SlotPool
+from kvtier.tiers.tier import ChainHash
+
+BLOCK_SIZE = 16
+ROOT = root_hash(b"f" * 32)
+MAX_RATIO = 1.6
+
+
+def convert(tokens: list[int]) -> "array[int]":
+    return array("I", tokens)
+
+
+def bare_loop(tokens: list[int]) -> list[ChainHash]:
+    """The limit: nothing but the hash calls a SHA-256 chain cannot do without."""
+    sha256, parent = hashlib.sha256, ROOT
+    pieces = struct.iter_unpack(f"{4 * BLOCK_SIZE}s", array("I", tokens))
+    return [parent := sha256(parent + piece).digest() for (piece,) in pieces]
+
+
+def filled_pool(hashes: list[list[ChainHash]], num_slots: int) -> SlotPool:
+    """A full pool that holds the given chains among blocks nobody asks for."""
+    pool = SlotPool(num_slots)
+    strangers = [random.Random(i).randbytes(32) for i in range(num_slots - sum(map(len, hashes)))]
+    for chain in (strangers, *hashes):
+        reservation = pool.reserve(chain)
+        assert reservation is not None
+        pool.seal(reservation).release()
+    return pool
+
+
+def count_hashed(chain: TokenChain, token: int) -> int:
+    """Blocks hashed while the chain grows by one block, as decoding grows it: token by token."""
+    with mock.patch.object(hashlib, "sha256", wraps=hashlib.sha256) as counted:
+        for _ in range(BLOCK_SIZE):
+            chain.extend((token,))
+    return counted.call_count
+
+
+def grow(chain: TokenChain, tokens: list[int]) -> None:
+    """One block more, at once."""
+    chain.extend(tokens)
+
+
+def timed(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def main() -> int:
+    options = parser(__doc__).parse_args()
+    num_tokens, rounds = (16_384, 15) if options.quick else (131_072, 101)
+    draw = random.Random(0)
+    tokens = [draw.randrange(150_000) for _ in range(num_tokens)]
+    one_block = tokens[:BLOCK_SIZE]
+    chain = TokenChain(ROOT, BLOCK_SIZE)
+    chain.extend(tokens)
+    hashes = {"sha256": list(chain.hashes), "xxh3": chain_hashes(ROOT, tokens, BLOCK_SIZE, "xxh3")}
+    num_blocks = len(chain.hashes)
+    progress(f"{num_tokens} tokens, {rounds} rounds")
+    pool = filled_pool([*hashes.values()], 8 * num_blocks)
+
+    def whole(scheme: str) -> None:
+        assert pool.lookup(chain_hashes(ROOT, tokens, BLOCK_SIZE, scheme)) == num_blocks
+
+    steps: dict[str, Callable[[], object]] = {
+        "limit: list conversion + bare sha256 loop": lambda: bare_loop(tokens),
+        "list conversion alone": lambda: convert(tokens),
+        "sha256 hashing": lambda: chain_hashes(ROOT, tokens, BLOCK_SIZE),
+        "lookup of known hashes": lambda: pool.lookup(hashes["sha256"]),
+        "sha256 hashing + lookup": lambda: whole("sha256"),
+        "xxh3 hashing + lookup": lambda: whole("xxh3"),
+        "grow by one block (list of 16 ids)": lambda: grow(chain, one_block),
+        "one block, from nothing": lambda: chain_hashes(ROOT, one_block, BLOCK_SIZE),
+    }
+    num_hashed = count_hashed(chain, 7)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    gc.disable()  # its pauses belong to whoever made the garbage
+    for _ in range(rounds):
+        for name, run in steps.items():
+            times[name].append(timed(run))
+    gc.enable()
+
+    limit = times["limit: list conversion + bare sha256 loop"]
+    ratios = {name: median(a / b for a, b in zip(taken, limit, strict=True)) for name, taken in times.items()}
+    rows = [
+        {
+            "step": name,
+            "tokens": BLOCK_SIZE if "one block" in name else num_tokens,
+            "median_ms": median(taken) * 1e3,
+            "best_ms": min(taken) * 1e3,
+            "of_limit": ratios[name],
+        }
+        for name, taken in times.items()
+    ]
+    targets = [
+        Target("sha256 hashing + lookup, all hits, × limit", MAX_RATIO, ratios["sha256 hashing + lookup"]),
+        Target("blocks hashed when a sequence grows by one", 1, num_hashed),
+    ]
+    return report("lookup_latency", rows, targets, options.json, options.save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

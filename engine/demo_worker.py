@@ -1,0 +1,163 @@
+"""The engine's process in `kvtier demo`: answers JSON lines on stdin until it is killed."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import LlamaConfig
+
+from kvtier.connector.local import LocalConnector
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.llm import Engine
+from kvtier.engine.model import Model
+from kvtier.engine.sequence import SamplingParams
+from kvtier.tiers.config import Config
+from kvtier.tiers.errors import KVTierError
+
+BLOCK_SIZE: Final = 16
+_L1_BLOCKS: Final = 112  # one document and its conversation; the next document overwrites it
+_STORE_DEADLINE: Final = 60.0  # seconds for the background writes to reach the disk
+_TIERS: Final = ("l1", "l2", "file", "redis")
+_OPTIONS: Final = EngineConfig(block_size=BLOCK_SIZE, num_blocks=_L1_BLOCKS, exact=True)
+
+
+def demo_model() -> LlamaConfig:
+    """A Llama of some 50 M parameters: large enough that prefilling a long prompt takes seconds on two cores."""
+    return LlamaConfig(
+        vocab_size=8192,
+        hidden_size=640,
+        intermediate_size=1792,
+        num_hidden_layers=10,
+        num_attention_heads=10,
+        num_key_value_heads=5,
+        max_position_embeddings=16384,
+        tie_word_embeddings=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answered prompt: tokens, a digest of every logit behind them, and where the prompt's KV was."""
+
+    tokens: list[int]
+    logits: str
+    ttft_ms: float
+    cached_tokens: dict[str, int]
+    bytes_moved: dict[str, int]
+
+
+class Desk:
+    """One model, an engine with kvtier, and one without that shares nothing with it but the weights."""
+
+    def __init__(self, model: Model, config: Config, options: EngineConfig) -> None:
+        self.engine = Engine(model, options, LocalConnector.connect(config))
+        bare = {name: getattr(options, name) for name in ("block_size", "num_blocks", "exact", "exact_rows")}
+        self.bare = Engine(model, EngineConfig(**bare, enable_prefix_caching=False))
+
+    @property
+    def connector(self) -> LocalConnector:
+        """The engine's connector."""
+        assert isinstance(self.engine.connector, LocalConnector)
+        return self.engine.connector
+
+    def ask(
+        self, prompt: list[int], max_tokens: int, *, bare: bool = False, progress: Callable[[int], None] = int
+    ) -> Answer:
+        """Answer greedily; `progress` is told how many tokens of the prompt are computed or loaded."""
+        engine = self.bare if bare else self.engine
+        before = {} if bare else self.connector.hierarchy.stats()
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, keep_logits=True)
+        request_id = engine.add_request(prompt, params)
+        request = engine.request(request_id)
+        tokens: list[int] = []
+        digest = hashlib.sha256()
+        while engine.has_unfinished:
+            for output in engine.step():
+                assert output.token_id is not None and output.logits is not None
+                tokens.append(output.token_id)
+                digest.update(output.logits.tobytes())
+            progress(min(request.num_computed, len(prompt)))
+        engine.drain(_STORE_DEADLINE)
+        after = {} if bare else self.connector.hierarchy.stats()
+        assert request.ttft is not None
+        return Answer(
+            tokens,
+            digest.hexdigest(),
+            request.ttft * 1000,
+            _cached_tokens(before, after, request.num_l1_tokens, request.num_external_tokens),
+            _bytes_moved(before, after),
+        )
+
+    def settle(self) -> bool:
+        """Wait until everything computed so far is on the disk."""
+        return self.connector.hierarchy.drain(_STORE_DEADLINE)
+
+
+def _cached_tokens(
+    before: Mapping[str, float], after: Mapping[str, float], num_l1: int, num_external: int
+) -> dict[str, int]:
+    """What the request did find, split by tier as its lookup attributed it."""
+    found = {}
+    for tier in _TIERS:
+        series = f'kvtier_lookup_blocks_total{{tier="{tier}"}}'
+        found[tier] = int(after.get(series, 0) - before.get(series, 0)) * BLOCK_SIZE
+    if found["l1"] != num_l1 or sum(found.values()) - found["l1"] != num_external:
+        return {"l1": num_l1, "l2": num_external, "file": 0, "redis": 0}  # loaded less than was found: the table shows it
+    return found
+
+
+def _bytes_moved(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:
+    """Payload bytes by series, as in `l2 load`."""
+    moved = {}
+    for series, value in after.items():
+        if series.startswith("kvtier_bytes_total{") and (count := int(value - before.get(series, 0))):
+            tier, direction = (part.split('"')[1] for part in series.split(","))
+            moved[f"{tier} {direction}"] = count
+    return moved
+
+
+def main(home: Path, model_dir: Path | None) -> None:
+    """Serve requests until stdin ends."""
+    desk: Desk | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            if request["verb"] == "open":
+                desk = _open(home, model_dir)
+                _reply({"opened": True})
+            elif request["verb"] == "settle":
+                assert desk is not None
+                _reply({"settled": desk.settle()})
+            else:
+                assert desk is not None
+                bare = request["verb"] == "ask_without_kvtier"
+                answer = desk.ask(
+                    request["prompt"], request["max_tokens"], bare=bare, progress=lambda done: _reply({"done": done})
+                )
+                _reply({field: getattr(answer, field) for field in Answer.__slots__})
+        except KVTierError as error:
+            _reply({"error": str(error)})
+    if desk is not None:
+        desk.engine.close()
+
+
+def _open(home: Path, model_dir: Path | None) -> Desk:
+    model = Model.from_pretrained(model_dir) if model_dir else Model.from_config(demo_model(), seed=0)
+    config = Config.load(
+        host={"size": "512MiB"},
+        file={"path": str(home), "size": "1GiB"},
+        cache={"load_or_recompute": "load", "prefetch_deadline": "30s"},
+    )
+    return Desk(model, config, _OPTIONS)
+
+
+def _reply(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)

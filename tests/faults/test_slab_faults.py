@@ -1,0 +1,589 @@
+"""Faults 5-15 and 39 on a slab: damage is detected or harmless, failures are outcomes, other people's files are safe."""
+
+import errno
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.errors import FingerprintMismatch, FormatError, TierUnavailable
+from kvtier.tiers.file_io import FileIO
+from kvtier.tiers.file_store import FileStore
+from kvtier.tiers.payload_io import Mode
+from kvtier.tiers.tier import BlockRecord, Outcome
+
+FINGERPRINT = b"fault-tests".ljust(32, b".")
+SLOT, BLOCK_SIZE, SIZE = 4096, 4, 160 * 1024
+MISSES = {Outcome.ABSENT, Outcome.CHECKSUM, Outcome.EVICTED, Outcome.IO_ERROR, Outcome.KEY_MISMATCH}
+
+
+def hash_of(key: int) -> bytes:
+    return key.to_bytes(4, "big") * 8
+
+
+def payload_of(key: int) -> memoryview:
+    return memoryview(random.Random(key).randbytes(SLOT))
+
+
+def record_of(key: int) -> BlockRecord:
+    return BlockRecord(hash_of(key), hash_of(key + 1), key.to_bytes(4, "little") * 4, checksum(payload_of(key)))
+
+
+NUM_KEYS = 40
+PAYLOADS = [payload_of(key) for key in range(NUM_KEYS)]
+RECORDS = [record_of(key) for key in range(NUM_KEYS)]
+
+
+def open_store(directory: Path, io: FileIO | None = None, mode: Mode = "buffered", size: int = SIZE) -> FileStore:
+    return FileStore.open(directory, FINGERPRINT, slot_bytes=SLOT, block_size=BLOCK_SIZE, size=size, mode=mode, io=io)
+
+
+def put(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
+    return store.write([RECORDS[key] for key in keys], [PAYLOADS[key] for key in keys])
+
+
+def get(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
+    """Read blocks; whatever comes back as a record is exactly what was stored under that key (I1)."""
+    buffers = [memoryview(bytearray(SLOT)) for _ in keys]
+    results = store.read([hash_of(key) for key in keys], buffers)
+    for key, buffer, result in zip(keys, buffers, results, strict=True):
+        if isinstance(result, BlockRecord):
+            assert result == RECORDS[key]
+            assert buffer == PAYLOADS[key]
+        else:
+            assert result in MISSES
+    return [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
+
+
+KEYS = range(20)
+
+
+@pytest.fixture
+def slab_path(tmp_path: Path) -> Path:
+    """A closed slab that holds KEYS."""
+    store = open_store(tmp_path)
+    assert put(store, KEYS) == [Outcome.OK] * len(KEYS)
+    store.close()
+    return store.path
+
+
+# Fault 5: truncation.
+
+
+def test_cut_short_before_open_is_a_clear_error(slab_path: Path) -> None:
+    whole = slab_path.read_bytes()
+    for length in [*range(0, 8192, 517), *range(8192, len(whole), 4801), len(whole) - 1]:
+        slab_path.write_bytes(whole[:length])
+        with pytest.raises(FormatError, match="it was left untouched"):
+            open_store(slab_path.parent)
+        assert slab_path.read_bytes() == whole[:length]
+    # Restored, it is as good as new.
+    slab_path.write_bytes(whole)
+    store = open_store(slab_path.parent)
+    assert get(store, KEYS) == [Outcome.OK] * len(KEYS)
+    store.close()
+
+
+@pytest.mark.parametrize("mode", ["direct", "buffered", "mmap"])
+def test_cut_short_while_open_is_a_miss_and_no_sigbus(slab_path: Path, mode: Mode) -> None:
+    whole = slab_path.read_bytes()
+    for length in [*range(len(whole) - 4096, 8192, -20_011), 4096, 0]:
+        slab_path.write_bytes(whole)
+        store = open_store(slab_path.parent, mode=mode)
+        os.truncate(slab_path, length)
+        # What is still there is read, when asked for by itself; a call that runs past the end fails as a whole.
+        assert get(store, [0]) == [Outcome.OK if length >= store.superblock.payload_offset(1) else Outcome.IO_ERROR]
+        reaches = length >= store.superblock.payload_offset(len(KEYS))
+        assert get(store, KEYS) == [Outcome.OK if reaches else Outcome.IO_ERROR] * len(KEYS)
+        # Stores may succeed (the file grows again) or not; nothing raises, nothing is served wrong.
+        put(store, range(20, 30))
+        get(store, range(30))
+        store.verify()
+        store.check()
+        store.close()
+
+
+# Faults 6, 7, 8 and 39: damage on the disk.
+
+
+def test_ten_thousand_bit_flips_are_detected_or_harmless(slab_path: Path) -> None:
+    rng = random.Random(6)
+    store = open_store(slab_path.parent)
+    payload_start, size = store.superblock.payload_offset(0), store.superblock.file_bytes
+    used = payload_start + len(KEYS) * SLOT
+    table = store.superblock.table_offsets[0]
+    used_rows = table + len(KEYS) * store.superblock.entry_bytes
+    fd = os.open(slab_path, os.O_RDWR)
+
+    def flip(position: int, bit: int) -> None:
+        (byte,) = os.pread(fd, 1, position)
+        os.pwrite(fd, bytes([byte ^ 1 << bit]), position)
+
+    # 8,000 in payloads, of an open store: exactly the flipped block is a miss, and is forgotten; put back, it is whole.
+    for _ in range(8000):
+        position, bit = rng.randrange(payload_start, used), rng.randrange(8)
+        key = (position - payload_start) // SLOT
+        flip(position, bit)
+        assert get(store, [key]) == [Outcome.CHECKSUM]
+        assert get(store, [key]) == [Outcome.ABSENT]
+        slot = store.superblock.payload_offset(key)
+        os.pwrite(fd, PAYLOADS[key], slot)
+        # The block is stored anew elsewhere; start over once the slab is used up.
+        store._blocks.index[hash_of(key)] = key
+        store._blocks._hash_of[key] = hash_of(key)
+        store._blocks._live[key // store.superblock.slots_per_extent] += 1
+    store.close()
+    os.close(fd)
+    # 2,000 in superblock, table and unused space, each before an opening.
+    store = open_store(slab_path.parent)
+    store.reset()
+    put(store, KEYS)
+    store.close()
+    whole = slab_path.read_bytes()
+    for index in range(2000):
+        position = rng.randrange(used_rows) if index % 8 else rng.randrange(size)
+        with slab_path.open("r+b") as file:
+            file.seek(position)
+            file.write(bytes([whole[position] ^ 1 << rng.randrange(8)]))
+        store = open_store(slab_path.parent)  # either copy of the superblock serves
+        outcomes = get(store, KEYS)
+        assert outcomes.count(Outcome.OK) >= len(KEYS) - 1
+        store.close()
+        with slab_path.open("r+b") as file:
+            file.write(whole)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pages_zeroed_duplicated_or_swapped(slab_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    content = bytearray(slab_path.read_bytes())
+    num_pages = len(content) // 4096
+
+    def page(number: int) -> slice:
+        return slice(number * 4096, (number + 1) * 4096)
+
+    for _ in range(rng.randrange(1, 6)):
+        one, two = rng.randrange(num_pages), rng.randrange(num_pages)
+        kind = rng.choice(("zero", "duplicate", "swap"))
+        if kind == "zero":
+            content[page(one)] = bytes(4096)
+        elif kind == "duplicate":
+            content[page(one)] = content[page(two)]
+        else:
+            content[page(one)], content[page(two)] = content[page(two)], content[page(one)]
+    slab_path.write_bytes(content)
+    try:
+        store = open_store(slab_path.parent)
+    except FormatError:
+        assert slab_path.read_bytes() == content  # refused, untouched
+        return
+    get(store, KEYS)
+    put(store, KEYS)
+    get(store, KEYS)
+    store.check()
+    store.close()
+
+
+def test_the_record_of_one_block_under_anothers_key(slab_path: Path) -> None:
+    content = bytearray(slab_path.read_bytes())
+    store = open_store(slab_path.parent)
+    row, payload, size = store.superblock.row_offset, store.superblock.payload_offset, store.superblock.entry_bytes
+    # While open: the payload of 1 lies where 0 should.
+    fd = os.open(slab_path, os.O_RDWR)
+    os.pwrite(fd, PAYLOADS[1], payload(0))
+    os.close(fd)
+    assert get(store, [0, 1]) == [Outcome.CHECKSUM, Outcome.OK]
+    store.close()
+    # Before opening: rows of 2 and 3 swapped, payloads not; a row says its slot, so both are misses.
+    content[row(2) : row(2) + size], content[row(3) : row(3) + size] = (
+        content[row(3) : row(3) + size],
+        content[row(2) : row(2) + size],
+    )
+    # Payloads of 4 and 5 swapped, rows not.
+    content[payload(4) : payload(4) + SLOT], content[payload(5) : payload(5) + SLOT] = (
+        content[payload(5) : payload(5) + SLOT],
+        content[payload(4) : payload(4) + SLOT],
+    )
+    slab_path.write_bytes(content)
+    store = open_store(slab_path.parent)
+    assert get(store, range(2, 7)) == [Outcome.ABSENT, Outcome.ABSENT, Outcome.CHECKSUM, Outcome.CHECKSUM, Outcome.OK]
+    # What was bad was forgotten, so it can be stored again.
+    assert put(store, range(2, 6)) == [Outcome.OK] * 4
+    assert get(store, range(2, 6)) == [Outcome.OK] * 4
+    store.check()
+    store.close()
+
+
+def test_verify_names_what_is_bad(slab_path: Path) -> None:
+    store = open_store(slab_path.parent)
+    assert store.verify().is_clean
+    fd = os.open(slab_path, os.O_RDWR)
+    os.pwrite(fd, b"x", store.superblock.payload_offset(3) + 100)
+    os.pwrite(fd, bytes(64), store.superblock.row_offset(7))
+    os.close(fd)
+    report = store.verify()
+    assert (report.bad_payloads, report.bad_rows, report.unreadable) == ([hash_of(3)], [hash_of(7)], [])
+    os.truncate(slab_path, store.superblock.payload_offset(15))
+    report = store.verify()
+    assert not report.is_clean
+    assert report.unreadable == [hash_of(key) for key in range(15, 20)]
+    assert report.num_blocks == 20
+    store.close()
+
+
+def test_of_two_entries_for_one_block_the_newer_counts(slab_path: Path) -> None:
+    # A crash between writing a block anew and blanking its old entry leaves both: played here by putting the old back.
+    store = open_store(slab_path.parent)
+    old_row = slab_path.read_bytes()[store.superblock.row_offset(5) :][: store.superblock.entry_bytes]
+    newer = payload_of(777)
+    record = BlockRecord(hash_of(5), hash_of(6), bytes(16), checksum(newer))
+    assert store.write([record], [newer]) == [Outcome.OK]
+    offset = store.superblock.row_offset(5)
+    store.close()
+    fd = os.open(slab_path, os.O_RDWR)
+    os.pwrite(fd, old_row, offset)
+    os.close(fd)
+    for _ in range(2):  # the loser is blanked, the second opening finds no duplicate
+        store = open_store(slab_path.parent)
+        buffer = memoryview(bytearray(SLOT))
+        assert store.num_recovered == len(KEYS)
+        assert store.read([hash_of(5)], [buffer]) == [record]
+        assert buffer == newer
+        store.check()
+        store.close()
+    assert slab_path.read_bytes()[offset:][: len(old_row)] == bytes(len(old_row))
+
+
+# Faults 9 and 15: no room.
+
+
+class FailingIO(FileIO):
+    """Fails calls that `fails(name, count)` picks, with `code`; or makes them short, or interrupts them."""
+
+    def __init__(self, code: int = errno.EIO) -> None:
+        self.code = code
+        self.calls = 0
+        self.fails: Callable[[str, int], bool] = lambda name, count: False
+        self.short = False
+        self.interrupt = False
+
+    def _maybe_fail(self, name: str) -> None:
+        self.calls += 1
+        if self.fails(name, self.calls):
+            raise OSError(self.code, os.strerror(self.code))
+
+    def open(self, path: Path, flags: int) -> int:
+        self._maybe_fail("open")
+        return super().open(path, flags)
+
+    def size(self, fd: int) -> int:
+        self._maybe_fail("size")
+        return super().size(fd)
+
+    def lock(self, fd: int) -> bool:
+        self._maybe_fail("lock")
+        return super().lock(fd)
+
+    def allocate(self, fd: int, offset: int, length: int) -> None:
+        self._maybe_fail("allocate")
+        super().allocate(fd, offset, length)
+
+    def truncate(self, fd: int, length: int) -> None:
+        self._maybe_fail("truncate")
+        super().truncate(fd, length)
+
+    def sync(self, fd: int) -> None:
+        self._maybe_fail("sync")
+        super().sync(fd)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._maybe_fail("preadv")
+        return super().preadv(fd, self._some(buffers), offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._maybe_fail("pwritev")
+        return super().pwritev(fd, self._some(buffers), offset)
+
+    def _some(self, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
+        if self.interrupt and self.calls % 2:
+            raise InterruptedError
+        return [buffers[0][: max(1, buffers[0].nbytes // 2)]] if self.short else buffers
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_drops_the_store_and_the_tier_stays_up(tmp_path: Path, code: int) -> None:
+    io = FailingIO(code)
+    store = open_store(tmp_path, io)
+    put(store, range(10))
+    io.fails = lambda name, count: name == "pwritev"
+    assert put(store, range(10, 15)) == [Outcome.FULL] * 5
+    assert get(store, range(10)) == [Outcome.OK] * 10
+    io.fails = lambda name, count: False
+    assert put(store, range(10, 15)) == [Outcome.OK] * 5
+    assert store.stats()["write_full"] == 5
+    store.check()
+    store.close()
+
+
+CHILD = """
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+if sys.argv[3] != "-":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.file_store import FileStore
+try:
+    FileStore.open(Path(sys.argv[2]), bytes(32), slot_bytes=4096, block_size=4, size=int(sys.argv[4]), mode="buffered")
+except ConfigError as error:
+    print(error)
+print(*(path.name for path in Path(sys.argv[2]).iterdir()))
+"""
+
+
+def test_a_file_size_limit_is_named_at_open(tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", CHILD, root, str(tmp_path), "100000", str(1 << 20)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 'kvtier: [file] size "' in done.stdout
+    assert "ulimit -f" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY  # only the child's
+
+
+@pytest.mark.skipif(not shutil.which("unshare"), reason="unshare is not installed")
+def test_a_full_file_system_is_named_at_open(tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    mount = f'mount -t tmpfs -o size=1m tmpfs "{tmp_path}" && exec "$@"'
+    command = ["unshare", "-Urm", "sh", "-c", mount, "sh", sys.executable, "-c", CHILD, root, str(tmp_path), "-"]
+    done = subprocess.run([*command, str(4 << 20)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no user namespaces here: {done.stderr.strip()[-100:]}")
+    assert '[file] size "4MiB": the directory has 1 MiB free; lower size or choose another path' in done.stdout
+    assert ".slab" not in done.stdout
+    # What fits, fits.
+    done = subprocess.run([*command, str(900_000)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [f"{bytes(32).hex()}.slab"]
+
+
+# Faults 10 and 12: the disk says no.
+
+
+@pytest.mark.parametrize("mode", ["direct", "buffered"])
+def test_an_error_at_the_nth_call(disk_dir: Path, mode: Mode) -> None:
+    # Count the calls of a story that creates, writes, evicts, reads, discards, resets, closes and opens again;
+    # then tell it once for every call, that call failing.
+    def story(directory: Path, io: FailingIO) -> None:
+        for _ in range(2):
+            store = open_store(directory, io, mode)
+            for begin in range(0, NUM_KEYS, 8):
+                assert set(put(store, range(begin, begin + 8))) <= {Outcome.OK, Outcome.IO_ERROR, Outcome.PARENT_FAILED}
+                get(store, range(begin, begin + 3))
+            get(store, range(NUM_KEYS))
+            put(store, range(10))
+            store.discard([hash_of(9)])
+            store.reset()
+            put(store, range(8))
+            store.check()
+            store.close()
+
+    io = FailingIO()
+    story(disk_dir / "plain", io)
+    total = io.calls
+    assert total > 30
+    for n in range(1, total + 1):
+        directory = disk_dir / str(n)
+        io = FailingIO()
+        io.fails = lambda name, count, n=n: count == n  # type: ignore[misc]
+        try:
+            story(directory, io)
+        except TierUnavailable as error:
+            assert "the file tier is off" in str(error)
+        # Whatever happened: the next start is clean, and nothing it serves is wrong.
+        store = open_store(directory, None, mode)
+        get(store, range(NUM_KEYS))
+        assert put(store, range(8)) == [Outcome.OK] * 8
+        assert get(store, range(8)) == [Outcome.OK] * 8
+        store.check()
+        store.close()
+        shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("mode", ["direct", "buffered"])
+def test_short_and_interrupted_calls_are_continued(disk_dir: Path, mode: Mode) -> None:
+    io = FailingIO()
+    io.interrupt = True
+    store = open_store(disk_dir, io, mode)
+    io.short = mode == "buffered"  # half a page is no place O_DIRECT can go on from
+    assert put(store, KEYS) == [Outcome.OK] * len(KEYS)
+    assert get(store, KEYS) == [Outcome.OK] * len(KEYS)
+    store.check()
+    store.close()
+    io.short = False
+    store = open_store(disk_dir, io, mode)
+    assert store.num_recovered == len(KEYS)
+    store.close()
+
+
+def test_direct_calls_that_stop_between_pages_go_on_from_the_page(disk_dir: Path) -> None:
+    class Ragged(FileIO):
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            moved = super().preadv(fd, buffers, offset)
+            return moved - 1000 if moved > 8192 else moved
+
+    store = open_store(disk_dir, Ragged(), "direct")
+    assert put(store, KEYS) == [Outcome.OK] * len(KEYS)
+    assert get(store, KEYS) == [Outcome.OK] * len(KEYS)
+    store.close()
+
+
+def test_a_disk_that_only_fails_gives_outcomes_and_recovers(tmp_path: Path) -> None:
+    io = FailingIO()
+    store = open_store(tmp_path, io)
+    put(store, range(10))
+    io.fails = lambda name, count: True
+    for _ in range(5):
+        assert get(store, range(12)) == [Outcome.IO_ERROR] * 10 + [Outcome.ABSENT] * 2
+        assert put(store, range(10, 13)) == [Outcome.IO_ERROR, Outcome.PARENT_FAILED, Outcome.PARENT_FAILED]
+    store.discard([hash_of(0)])
+    store.check()
+    io.fails = lambda name, count: False
+    assert get(store, range(10)) == [Outcome.ABSENT] + [Outcome.OK] * 9
+    assert put(store, range(10, 13)) == [Outcome.OK] * 3
+    store.check()
+    store.close()
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOENT, errno.EIO])
+def test_a_directory_that_cannot_be_used(tmp_path: Path, code: int) -> None:
+    io = FailingIO(code)
+    io.fails = lambda name, count: name == "open"
+    with pytest.raises(TierUnavailable, match=rf"\[file\] path .*: {os.strerror(code)}; the file tier is off"):
+        open_store(tmp_path, io)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_that_turns_read_only_still_serves(slab_path: Path) -> None:
+    io = FailingIO(errno.EROFS)
+    store = open_store(slab_path.parent, io)
+    io.fails = lambda name, count: name in ("pwritev", "sync")
+    assert put(store, [30]) == [Outcome.IO_ERROR]
+    assert get(store, KEYS) == [Outcome.OK] * len(KEYS)
+    store.close()  # says so in the log, and closes
+    # Opened again read-only: the tier is off, with a reason.
+    with pytest.raises(TierUnavailable, match="Read-only file system"):
+        open_store(slab_path.parent, io)
+
+
+def test_a_directory_deleted_under_an_open_store(slab_path: Path) -> None:
+    store = open_store(slab_path.parent)
+    shutil.rmtree(slab_path.parent)
+    assert get(store, KEYS) == [Outcome.OK] * len(KEYS)  # the file lives as long as it is open
+    put(store, range(20, 30))
+    get(store, range(30))
+    store.check()
+    store.close()
+    store = open_store(slab_path.parent)  # made anew, empty
+    assert store.num_recovered == 0
+    store.close()
+
+
+def test_descriptors_do_not_leak(slab_path: Path) -> None:
+    def num_open() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = num_open()
+    for count in range(1, 12):
+        io = FailingIO()
+        io.fails = lambda name, calls, count=count: calls == count  # type: ignore[misc]
+        try:
+            open_store(slab_path.parent, io, "direct").close()
+        except TierUnavailable:
+            continue
+    assert num_open() == before
+
+
+# Fault 14: not ours.
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"hello", b"\0" * 200_000, b"SQLite format 3\0" + bytes(200_000), b"KVTIER01"]
+)
+def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / f"{FINGERPRINT.hex()}.slab"
+    path.write_bytes(content)
+    with pytest.raises(FormatError, match="it was left untouched"):
+        open_store(tmp_path)
+    assert path.read_bytes() == content
+    # Beside it, under another model's name, nothing hinders us, and it is never removed to make room.
+    FileStore.open(tmp_path, bytes(32), slot_bytes=SLOT, block_size=4, size=SIZE * 2).close()
+    assert path.read_bytes() == content
+
+
+def test_a_slab_of_another_format_version_is_refused_and_left_alone(slab_path: Path) -> None:
+    import xxhash
+
+    content = bytearray(slab_path.read_bytes())
+    for start in (0, 4096):
+        content[start + 8] = 2
+        content[start + 2040 : start + 2048] = xxhash.xxh3_64_intdigest(bytes(content[start : start + 2040])).to_bytes(
+            8, "little"
+        )
+    slab_path.write_bytes(content)
+    with pytest.raises(FormatError, match=r"format version 2, this kvtier reads version 1; it was left untouched"):
+        open_store(slab_path.parent)
+    assert slab_path.read_bytes() == content
+
+
+def test_links_devices_and_directories_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / f"{FINGERPRINT.hex()}.slab"
+    path.mkdir()
+    with pytest.raises(FormatError, match="not a regular file"):
+        open_store(tmp_path)
+    path.rmdir()
+    os.mkfifo(path)
+    with pytest.raises(FormatError, match="not a regular file"):
+        open_store(tmp_path)
+    path.unlink()
+    path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(TierUnavailable, match="No such file"):
+        open_store(tmp_path)
+
+
+def test_a_budget_never_removes_files_that_only_look_like_slabs(tmp_path: Path) -> None:
+    foreign = tmp_path / f"{'ab' * 32}.slab"
+    foreign.write_bytes(bytes(SIZE // 2))
+    notes = tmp_path / "notes.slab"
+    notes.write_bytes(bytes(SIZE * 3))
+    store = open_store(tmp_path)  # the first counts against the budget, the second is not ours at all
+    assert store.superblock.file_bytes <= SIZE // 2
+    store.close()
+    assert foreign.read_bytes() == bytes(SIZE // 2)
+    assert notes.read_bytes() == bytes(SIZE * 3)
+
+
+def test_random_rows_and_superblocks_are_bounded_and_typed(slab_path: Path) -> None:
+    # Fault 39: rubbish of any kind in header and table is a typed error or a miss.
+    rng = random.Random(39)
+    whole = slab_path.read_bytes()
+    for _ in range(150):
+        content = bytearray(whole)
+        for _ in range(rng.randrange(1, 8)):
+            begin = rng.randrange(20_000)
+            piece = rng.randbytes(rng.randrange(1, 600))
+            content[begin : begin + len(piece)] = piece
+        slab_path.write_bytes(content)
+        try:
+            store = open_store(slab_path.parent)
+        except (FormatError, FingerprintMismatch):
+            continue
+        get(store, KEYS)
+        store.check()
+        store.close()

@@ -1,0 +1,464 @@
+"""SlotPool as scripted stories: what is stored, who is protected, what goes and when."""
+
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from conftest import Chain
+
+from kvtier.tiers.pool import PoolCounts, Reservation, SlotPool, replay
+from kvtier.tiers.tier import ChainHash
+
+PoolOf = Callable[..., SlotPool]
+
+
+@pytest.fixture(params=["lru", "s3fifo"])
+def policy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pool_of() -> Iterator[PoolOf]:
+    """Makes pools whose laws are checked when the test is over."""
+    pools: list[SlotPool] = []
+
+    def make(slots: int, policy: str = "lru") -> SlotPool:
+        pools.append(SlotPool(slots, policy=policy))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.check()
+
+
+def reserved(pool: SlotPool, hashes: Sequence[ChainHash], parent: ChainHash | None = None) -> Reservation:
+    reservation = pool.reserve(hashes, parent)
+    assert reservation is not None
+    return reservation
+
+
+def store(pool: SlotPool, hashes: Sequence[ChainHash], parent: ChainHash | None = None) -> None:
+    pool.seal(reserved(pool, hashes, parent)).release()
+
+
+def test_nothing_unsealed_is_found(pool_of: PoolOf, chain: Chain, policy: str) -> None:
+    pool, blocks = pool_of(4, policy), chain(1, 2, 3)
+    reservation = reserved(pool, blocks)
+    assert reservation.hashes == blocks
+    assert reservation.indices == [0, 1, 2]
+    assert reservation.parents == [None, blocks[0], blocks[1]]
+    assert pool.lookup(blocks) == 0
+    assert pool.holds(blocks) == [False] * 3
+    assert len(pool.lease(blocks)) == 0
+    assert pool.counts() == PoolCounts(free=1, filling=3, ready=0, leased=0, quarantined=0, dirty=0)
+    # Sealed, they are found, and leased until the caller is done with them.
+    lease = pool.seal(reservation)
+    assert lease.slots.tolist() == reservation.slots.tolist()
+    assert pool.lookup(blocks) == 3
+    assert pool.check() == PoolCounts(free=1, filling=0, ready=3, leased=3, quarantined=0, dirty=0)
+    lease.release()
+    assert pool.check().leased == 0
+
+
+def test_lookup_counts_the_leading_run_and_holds_each_by_itself(pool_of: PoolOf, chain: Chain, policy: str) -> None:
+    pool, blocks = pool_of(4, policy), chain(1, 2, 3, 4)
+    store(pool, blocks)
+    assert pool.evict([blocks[1]]) == 1
+    assert pool.lookup(blocks) == 1
+    assert pool.lookup(blocks[2:]) == 2
+    assert pool.holds(blocks) == [True, False, True, True]
+    assert pool.lookup([]) == 0
+    assert pool.holds([]) == []
+    # Its return links its child again: the policy spares it while the child stays.
+    store(pool, [blocks[1]], blocks[0])
+    assert pool.lookup(blocks) == 4
+
+
+def test_leased_blocks_survive_pressure(pool_of: PoolOf, chain: Chain) -> None:
+    """FAULTS 19: a block being promoted is leased, so it is not evicted."""
+    pool = pool_of(4)
+    blocks = chain(1, 2, 3, 4)
+    store(pool, blocks)  # full
+    lease = pool.lease(blocks[:2])  # 1 and 2 are being read
+    others = chain(5, 6)
+    store(pool, others)  # 4 goes, then 3: tails first
+    assert pool.lookup(blocks) == 2
+    assert pool.reserve(chain(7, 8, 9)) is None  # only 5 and 6 could go: all or nothing
+    assert pool.lookup(others) == 2  # and nothing went
+    lease.release()
+    store(pool, chain(7, 8, 9))
+    assert pool.num_evicted == 5
+
+
+def test_lru_evicts_the_oldest_chain_tail_first(pool_of: PoolOf, chain: Chain) -> None:
+    pool, old, new = pool_of(6), chain(1, 2, 3), chain(11, 12, 13)
+    store(pool, old)
+    store(pool, new)
+    store(pool, chain(21))
+    assert (pool.lookup(old), pool.lookup(new)) == (2, 3)
+    pool.touch(old)  # now the new chain is the older one
+    store(pool, chain(31, 32))
+    assert (pool.lookup(old), pool.lookup(new)) == (2, 1)
+    with pool.lease(new):  # a lease is a use as well
+        pass
+    store(pool, chain(41, 42))  # 21 goes and then 31's tail, or 2: whichever was used longest ago
+    assert pool.lookup(new) == 1
+    assert pool.holds(chain(21)) == [False]
+
+
+def test_no_block_goes_before_its_resident_children(pool_of: PoolOf, chain: Chain, policy: str) -> None:
+    pool = pool_of(6, policy)
+    trunk, left, right = chain(1, 2), chain(1, 2, 3)[2:], chain(1, 2, 4)[2:]
+    store(pool, trunk)
+    store(pool, left, trunk[-1])
+    store(pool, right, trunk[-1])
+    pool.touch(left)
+    pool.touch(right)  # the trunk was used longest ago, yet both branches hang on it
+    lease = pool.lease(right)
+    store(pool, chain(10, 11, 12))  # two slots are free; the third comes from the left branch
+    assert pool.lookup([*trunk, *right]) == 3
+    assert pool.holds(left) == [False]
+    # Only 10, 11 and 12 could go now; the trunk carries a leased branch.
+    assert pool.reserve(chain(20, 21, 22, 23)) is None
+    lease.release()
+    store(pool, chain(20, 21, 22, 23))
+    assert pool.check().ready == 6
+
+
+def test_a_parked_run_of_parents_comes_back_when_its_last_child_goes(
+    pool_of: PoolOf, chain: Chain, policy: str
+) -> None:
+    pool, blocks = pool_of(8, policy), chain(*range(8))
+    store(pool, blocks[:6])
+    store(pool, blocks[6:], blocks[5])
+    lease = pool.lease(blocks[6:])
+    assert pool.reserve(chain(100)) is None  # the policy offers 5, 4, … and all carry the leased tail
+    pool.check()
+    lease.release()
+    store(pool, chain(100, 101, 102, 103, 104))  # the tail goes, and after it the run that waited for it
+    assert pool.lookup(blocks) == 3
+
+
+def test_held_and_filling_blocks_are_not_reserved_twice(pool_of: PoolOf, chain: Chain, policy: str) -> None:
+    """FAULTS 20: the same key stored twice at once has one winner, and readers see a whole value."""
+    pool, blocks = pool_of(6, policy), chain(1, 2, 3, 4)
+    store(pool, blocks[:1])
+    first = reserved(pool, blocks[:3])
+    second = reserved(pool, blocks)
+    assert (first.indices, second.indices) == ([1, 2], [3])
+    assert second.parents == [blocks[2]]
+    third = reserved(pool, blocks)
+    assert len(third) == 0
+    assert len(pool.seal(third)) == 0
+    # The tail alone is sealed: no prefix yet. Then the middle arrives.
+    pool.seal(second).release()
+    assert pool.lookup(blocks) == 1
+    pool.seal(first).release()
+    assert pool.lookup(blocks) == 4
+
+
+def test_making_room_never_takes_the_blocks_the_new_ones_hang_on(pool_of: PoolOf, chain: Chain, policy: str) -> None:
+    pool, blocks = pool_of(4, policy), chain(1, 2, 3, 4)
+    store(pool, blocks[:2])  # oldest
+    store(pool, chain(11, 12))
+    store(pool, blocks[2:], blocks[1])  # hangs on 2 by `parent`
+    assert pool.lookup(blocks) == 4
+    assert pool.reserve([*blocks, *chain(1, 2, 3, 4, 5)[4:]]) is None  # its own prefix is all there is
+
+
+def test_partial_seal_abandon_and_drop(pool_of: PoolOf, chain: Chain, policy: str) -> None:
+    pool, blocks = pool_of(4, policy), chain(1, 2, 3, 4)
+    reservation = reserved(pool, blocks)
+    pool.seal(reservation, [1, 0]).release()
+    assert pool.lookup(blocks) == 2
+    pool.abandon(reservation, [2])
+    pool.abandon(reservation, [2])  # idempotent
+    pool.abandon(reservation, [0])  # sealed: not its to abandon any more
+    assert pool.check() == PoolCounts(free=1, filling=1, ready=2, leased=0, quarantined=0, dirty=0)
+    with pytest.raises(ValueError, match=r"positions \[1, 2\] are not filling"):
+        pool.seal(reservation, [1, 2, 3])
+    with pytest.raises(ValueError, match="given twice"):
+        pool.seal(reservation, [3, 3])
+    # The slot given back is another reservation's now: the first one cannot touch it.
+    other = reserved(pool, chain(9))
+    pool.abandon(reservation, [2])
+    pool.seal(other).release()
+    assert pool.lookup(chain(9)) == 1
+    # Dropping what is left abandons it, and so does leaving the context.
+    del reservation
+    assert pool.check().filling == 0
+    with reserved(pool, chain(5)) as unused:
+        assert len(unused) == 1
+    assert pool.check() == PoolCounts(free=1, filling=0, ready=3, leased=0, quarantined=0, dirty=0)
+
+
+def test_a_slot_counts_its_generations(pool_of: PoolOf, chain: Chain) -> None:
+    pool = pool_of(1)
+    first = reserved(pool, chain(1))
+    slot = int(first.slots[0])
+    assert pool.generation(slot) == first.generations[0] == 1
+    lease = pool.seal(first)
+    assert lease.generations.tolist() == [1]
+    lease.release()
+    second = reserved(pool, chain(2))
+    assert second.slots.tolist() == [slot]
+    assert pool.generation(slot) == second.generations[0] == 2
+
+
+def test_a_hanging_operation_keeps_its_slot_until_it_completes(pool_of: PoolOf, chain: Chain, policy: str) -> None:
+    pool, blocks = pool_of(3, policy), chain(1, 2)
+    reservation = reserved(pool, blocks)
+    pool.quarantine(reservation, [1])
+    pool.quarantine(reservation, [1])
+    assert pool.check() == PoolCounts(free=1, filling=1, ready=0, leased=0, quarantined=1, dirty=0)
+    # The block can be stored again meanwhile, elsewhere.
+    again = reserved(pool, blocks)
+    assert again.indices == [1]
+    assert again.slots[0] != reservation.slots[1]
+    pool.seal(again).release()
+    pool.seal(reservation).release()  # what still fills of it: position 0
+    assert pool.lookup(blocks) == 2
+    # Nothing but the operation's end frees the slot: neither reset nor abandon.
+    pool.abandon(reservation)
+    pool.reset()
+    assert pool.check() == PoolCounts(free=2, filling=0, ready=0, leased=0, quarantined=1, dirty=0)
+    pool.settle(reservation)
+    pool.settle(reservation)
+    assert pool.check().free == 3
+
+
+def test_a_lease_is_released_exactly_once(pool_of: PoolOf, chain: Chain, policy: str) -> None:
+    """FAULTS 21: released twice is idempotent, never is noticed; a release after somebody reclaimed it does nothing."""
+    pool, blocks = pool_of(2, policy), chain(1, 2)
+    store(pool, blocks)
+    first, second = pool.lease(blocks), pool.lease(blocks)
+    assert "held" in repr(first)
+    first.release()
+    first.release()  # twice: the second lease still stands
+    assert first.released
+    assert pool.counts().leased == 2
+    assert pool.reserve(chain(3)) is None
+    assert pool.num_leaked == 0
+    # Whoever holds the deadline releases it; its holder, late, releases again.
+    second.release()
+    store(pool, chain(3, 4))
+    with second:
+        pass
+    assert pool.check().leased == 0
+    # Dropped without a release: reclaimed and counted. An empty lease is nothing to leak.
+    pool.lease(chain(3))
+    pool.lease(chain(99))
+    assert pool.check().leased == 0
+    assert pool.num_leaked == 1
+
+
+def test_a_lease_dropped_inside_the_pool_itself_is_reclaimed_later(pool_of: PoolOf, chain: Chain) -> None:
+    pool = pool_of(2)
+    store(pool, chain(1, 2))
+    lease = pool.lease(chain(1, 2))
+    # The garbage collector may run `__del__` while this very thread is in the pool.
+    with pool._lock:
+        del lease
+        gc.collect()
+        assert pool.num_leaked == 0
+    assert pool.counts().leased == 0
+    assert pool.num_leaked == 1
+
+
+def test_exhaustion_is_an_answer_not_a_wait(pool_of: PoolOf, chain: Chain, policy: str) -> None:
+    """FAULTS 22: all leased: a store is refused at once, nothing moves."""
+    pool, blocks = pool_of(3, policy), chain(1, 2, 3)
+    store(pool, blocks)
+    with pool.lease(blocks):
+        assert pool.reserve(chain(4)) is None
+        assert pool.evict(blocks) == 0
+        assert pool.lookup(blocks) == 3
+    assert pool.reserve(chain(4, 5, 6, 7)) is None  # more than there are slots
+    assert pool.check() == PoolCounts(free=0, filling=0, ready=3, leased=0, quarantined=0, dirty=0)
+    assert pool.num_evicted == 0
+
+
+def test_evict_drops_what_is_not_leased_parents_too(pool_of: PoolOf, chain: Chain, policy: str) -> None:
+    pool, blocks = pool_of(4, policy), chain(1, 2, 3)
+    store(pool, blocks)
+    with pool.lease(blocks[2:]):
+        assert pool.evict([*blocks, *chain(9)]) == 2
+        assert pool.holds(blocks) == [False, False, True]
+        store(pool, chain(8, 9))  # the slots go to others while 3 still points at its old parent
+        pool.check()
+    assert pool.evict(blocks) == 1
+    assert pool.num_evicted == 0  # nobody was pushed out
+
+
+def test_reset_forgets_everything_but_bytes_in_use(pool_of: PoolOf, chain: Chain, policy: str) -> None:
+    pool, blocks = pool_of(5, policy), chain(1, 2, 3)
+    store(pool, blocks)
+    lease = pool.lease(blocks[:2])
+    filling = reserved(pool, chain(7))
+    pool.mark_dirty(blocks)
+    pool.reset()
+    assert pool.lookup(blocks) == 0
+    assert pool.check() == PoolCounts(free=2, filling=3, ready=0, leased=0, quarantined=0, dirty=0)
+    # The same blocks arrive anew, beside the old bytes that are still being read.
+    store(pool, blocks[:1])
+    assert pool.lookup(blocks) == 1
+    # What began filling before the reset is never named, and goes with its lease.
+    again = reserved(pool, chain(7))
+    late = pool.seal(filling)
+    assert len(late) == 1
+    assert pool.lookup(chain(7)) == 0
+    pool.abandon(filling)  # too late: the slot is leased
+    late.release()
+    pool.seal(again).release()
+    assert pool.lookup(chain(7)) == 1
+    lease.release()
+    assert pool.check() == PoolCounts(free=3, filling=0, ready=2, leased=0, quarantined=0, dirty=0)
+
+
+def test_a_reservation_from_before_a_reset_is_abandoned_like_any(pool_of: PoolOf, chain: Chain) -> None:
+    pool = pool_of(3)
+    old = reserved(pool, chain(1, 2))
+    pool.reset()
+    new = reserved(pool, chain(1))
+    pool.abandon(old)
+    pool.seal(new).release()
+    assert pool.check() == PoolCounts(free=2, filling=0, ready=1, leased=0, quarantined=0, dirty=0)
+
+
+def test_clean_blocks_are_evicted_before_dirty_ones(pool_of: PoolOf, chain: Chain, policy: str) -> None:
+    pool, dirty, clean = pool_of(4, policy), chain(1, 2), chain(11, 12)
+    store(pool, dirty)  # older
+    store(pool, clean)
+    pool.mark_dirty([*dirty, *chain(99)])
+    assert pool.counts().dirty == 2
+    assert pool.oldest_dirty(9) == dirty  # parents before children
+    assert pool.oldest_dirty(1) == dirty[:1]
+    store(pool, chain(21, 22))
+    assert (pool.lookup(dirty), pool.lookup(clean)) == (2, 0)
+    # Written at last, they are the oldest again.
+    pool.mark_clean(dirty[:1])
+    pool.mark_clean(dirty[1:])
+    assert pool.oldest_dirty(9) == []
+    store(pool, chain(31, 32))
+    assert pool.lookup(dirty) == 0
+    assert pool.num_dirty_dropped == 0
+
+
+def test_a_dirty_block_goes_when_nothing_else_is_left_and_is_counted(
+    pool_of: PoolOf, chain: Chain, policy: str
+) -> None:
+    pool, blocks = pool_of(3, policy), chain(1, 2, 3)
+    store(pool, blocks)
+    pool.mark_dirty(blocks)
+    pool.mark_dirty(blocks)
+    store(pool, chain(9))
+    assert pool.lookup(blocks) == 2  # the tail
+    assert pool.num_dirty_dropped == 1
+    assert pool.check().dirty == 2
+    # A leased dirty block is no victim, but it is still to be written: it comes last.
+    store(pool, chain(9))
+    with pool.lease(blocks[:1]):
+        assert set(pool.oldest_dirty(9)) == set(blocks[:2])
+        assert pool.oldest_dirty(9)[0] == blocks[0]
+    assert pool.evict(blocks) == 2
+    assert pool.num_dirty_dropped == 3
+
+
+def test_dirty_parents_come_first_across_branches(pool_of: PoolOf, chain: Chain) -> None:
+    pool = pool_of(8)
+    trunk, left, right = chain(1, 2), chain(1, 2, 3), chain(1, 2, 4)
+    store(pool, left)
+    store(pool, right)
+    pool.mark_dirty([*left, *right[2:]])
+    order = pool.oldest_dirty(9)
+    assert sorted(order) == sorted({*left, *right})
+    assert order[:2] == trunk
+
+
+def test_a_hash_given_twice_or_of_another_length_is_refused(pool_of: PoolOf, chain: Chain) -> None:
+    pool, one = pool_of(4), chain(1)
+    with pytest.raises(ValueError, match="comes twice among 3"):
+        pool.reserve([*one, *chain(2), *one])
+    with pytest.raises(ValueError, match="must be 32"):
+        pool.lookup([b"short"])
+    assert pool.check().free == 4  # and nothing changed
+    with pytest.raises(ValueError, match="at least 1"):
+        SlotPool(0)
+    with pytest.raises(ValueError, match="'mru': use one of lru, s3fifo"):
+        SlotPool(1, policy="mru")
+
+
+def test_leased_blocks_at_the_old_end_cost_one_look_each(pool_of: PoolOf, chain: Chain) -> None:
+    pool, old = pool_of(3000), chain(*range(2000))
+    store(pool, old)
+    lease = pool.lease(old)
+    looks = 0
+    pop = pool._table.policy.pop
+
+    def counting_pop(count: int) -> object:
+        nonlocal looks
+        looks += 1
+        return pop(count)
+
+    pool._table.policy.pop = counting_pop  # type: ignore[method-assign, assignment]
+    for i in range(1500):
+        store(pool, chain(10_000 + i))
+    assert looks == 500  # one for each store that found no free slot, however many blocks are leased
+    lease.release()
+
+
+def test_replay_prefers_what_comes_back(chain: Chain) -> None:
+    # A system prompt used by every other request, among prompts that never return.
+    system = chain(*range(20))
+    trace = []
+    for i in range(200):
+        trace.append(system if i % 4 == 0 else chain(*range(1000 + 30 * i, 1030 + 30 * i)))
+    shares = {name: replay(trace, 64, policy=name) for name in ("lru", "s3fifo")}
+    assert shares["lru"] < 0.01  # three strangers in between push it out
+    assert shares["s3fifo"] > 0.1  # of at most 20 × 49 / (20 × 50 + 30 × 150) = 0.178
+    assert replay([], 4) == 0.0
+
+
+def test_threads_storing_and_reading_the_same_chains(pool_of: PoolOf, chain: Chain, policy: str) -> None:
+    """FAULTS 20: whoever seals a block writes its own key into the slot; a lease always finds the key it asked for."""
+    pool = pool_of(64, policy)
+    content: list[ChainHash | None] = [None] * 64
+    chains = [chain(1, *range(10 * i, 10 * i + 12)) for i in range(12)]
+    failures: list[str] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(300):
+            blocks = rng.choice(chains)[: rng.randint(1, 13)]
+            with pool.lease(blocks) as lease:
+                if [content[slot] for slot in lease.slots.tolist()] != lease.hashes:
+                    failures.append("a leased slot holds another block")
+                reservation = pool.reserve(blocks)
+                if reservation is None:
+                    continue
+                for slot, name in zip(reservation.slots.tolist(), reservation.hashes, strict=True):
+                    content[slot] = name
+                verb = rng.randrange(8)
+                if verb == 0:
+                    pool.abandon(reservation)
+                elif verb == 1:
+                    pool.quarantine(reservation)
+                    pool.settle(reservation)
+                elif verb == 2:
+                    del reservation
+                else:
+                    pool.seal(reservation).release()
+            if rng.random() < 0.05:
+                pool.evict(rng.choice(chains))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not failures
+    counts = pool.check()
+    assert (counts.filling, counts.leased, counts.quarantined) == (0, 0, 0)
+    assert pool.num_leaked == 0

@@ -1,0 +1,230 @@
+"""The copy stream of a GPU: torch streams and events both ways, neighbours merged, a kernel for small pieces."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvtier.tiers.block_copier import CANCELLED, BlockCopies, Direction, invalid_copies
+from kvtier.tiers.host import HostRegion
+from kvtier.tiers.kernels import Canonical, Geometry, LayoutKernels
+from kvtier.tiers.transfer import MAX_QUEUED, CopyEvent
+
+logger = logging.getLogger(__name__)
+
+# Mean bytes of a merged piece below which one kernel reads and writes the pinned slots itself: a torch copy costs some
+# 6 us of Python, in which PCIe 5 moves 300 KB. To be calibrated on the device.
+KERNEL_BELOW: Final = 512 << 10
+_POLL: Final = 50e-6  # seconds between looks at a device event in `wait`
+
+
+class CudaEvent:
+    """A `CopyEvent` of the device: done once it was issued and the device's event has passed."""
+
+    __slots__ = ("_event", "_issued", "error")
+
+    def __init__(self) -> None:
+        """Start pending and not issued."""
+        self.error: str | None = None
+        self._event: torch.cuda.Event | None = None
+        self._issued = threading.Event()
+
+    def done(self) -> bool:
+        """Whether the copy has ended; a driver error is found here and becomes `error`."""
+        if not self._issued.is_set():
+            return False
+        if self.error is not None or self._event is None:
+            return True
+        try:
+            return bool(self._event.query())
+        except RuntimeError as failure:
+            self.error = str(failure)
+            return True
+
+    def wait(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for the end; False if it has not come. Gives up the GIL, spins on nothing."""
+        deadline = time.monotonic() + timeout
+        if not self._issued.wait(timeout):
+            return False
+        while not self.done():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL)
+        return True
+
+    def issued(self, event: torch.cuda.Event) -> None:
+        """The device now knows the copy; `event` is recorded behind it."""
+        self._event = event
+        self._issued.set()
+
+    def fail(self, error: str) -> None:
+        """The copy was not made."""
+        self.error = error
+        self._issued.set()
+
+    def fence(self, stream: torch.cuda.Stream, timeout: float) -> bool:
+        """Make `stream` wait for the copy; False if it was not issued within `timeout` seconds."""
+        if not self._issued.wait(timeout):
+            return False
+        if self._event is not None and self.error is None:
+            stream.wait_event(self._event)
+        return True
+
+
+class CudaCopyStream:
+    """Copies between an L1 tensor on a GPU and a region, on one stream per direction. Thread-safe.
+
+    Fences: a copy without `after` waits for all that the calling thread's current stream was given before it (so a
+    store sees finished blocks and a load overwrites none still read); `fence` makes that stream wait for a copy.
+    What the device was given cannot be cancelled: after `close` such a copy still ends, and until its event is done
+    its L1 block and L2 slot must stay out of use. With a pageable region a thread makes the copies, since they block.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, region: HostRegion, *, max_queued: int = MAX_QUEUED, cupy: Any = None
+    ) -> None:
+        """`tensor` is L1, contiguous `[num_blocks, num_layers, …]`. ValueError if its blocks are not the slots' size."""
+        self._l1 = tensor.view(torch.uint8).view(tensor.shape[0], tensor.shape[1], -1)
+        self._num_blocks, self._num_layers, self._layer_bytes = self._l1.shape
+        if self._num_layers * self._layer_bytes != region.slot_bytes:
+            raise ValueError(f"blocks of {self._num_layers * self._layer_bytes} bytes, slots of {region.slot_bytes}")
+        self._region = region
+        self._l2 = torch.from_numpy(region.array)
+        self._max_queued = max_queued
+        self._streams: dict[Direction, torch.cuda.Stream] = {
+            "load": torch.cuda.Stream(tensor.device),
+            "store": torch.cuda.Stream(tensor.device),
+        }
+        self._kernels: LayoutKernels | None = None
+        self._issuer: ThreadPoolExecutor | None = None
+        if region.pinned:
+            geometry = Geometry.block_first(tensor.data_ptr(), self._num_layers, self._layer_bytes)
+            with contextlib.suppress(ImportError), torch.cuda.device(tensor.device):  # without CuPy: copies only
+                self._kernels = LayoutKernels(geometry, cupy)
+        else:
+            self._issuer = ThreadPoolExecutor(1, "kvtier-copy")
+        self._lock = threading.Lock()  # guards the two fields below and the order of issue; never held in a wait
+        self._pending: dict[Direction, deque[CudaEvent]] = {"load": deque(), "store": deque()}
+        self._closed = False
+
+    def load(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
+        """Enqueue L2 → L1 copies; `after` is a torch.cuda.Event or an event of this stream."""
+        return self._enqueue("load", copies, after)
+
+    def store(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
+        """Enqueue L1 → L2 copies; `after` is a torch.cuda.Event or an event of this stream."""
+        return self._enqueue("store", copies, after)
+
+    def fence(self, event: CopyEvent, timeout: float) -> bool:
+        """Make the calling thread's current stream wait for the copy; the thread itself does not."""
+        if isinstance(event, CudaEvent):
+            return event.fence(torch.cuda.current_stream(self._l1.device), timeout)
+        return event.wait(timeout)
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until every copy has ended."""
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            pending = [event for events in self._pending.values() for event in events]
+        return all(event.wait(max(0.0, deadline - time.monotonic())) for event in pending)
+
+    def close(self, timeout: float) -> None:
+        """Drain; copies no device knows of yet are cancelled, those it knows of run on. Idempotent."""
+        with self._lock:
+            self._closed = True
+        if not self.drain(timeout):
+            logger.warning("closed with copies in flight after %.1f s; the device will end them", timeout)
+        if self._issuer is not None:
+            self._issuer.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            for event in [*self._pending["load"], *self._pending["store"]]:
+                if self._issuer is not None and not event.done():
+                    event.fail(CANCELLED)
+
+    def _enqueue(self, direction: Direction, copies: BlockCopies, after: object | None) -> CopyEvent:
+        event = CudaEvent()
+        error = invalid_copies(copies, self._num_blocks, self._num_layers, self._region.num_slots)
+        before = self._predecessor(after)
+        with self._lock:
+            pending = self._pending[direction]
+            while pending and pending[0].done():
+                pending.popleft()
+            if error is None and self._closed:
+                error = "the stream is closed"
+            if error is None and len(pending) >= self._max_queued:
+                error = "the copy queue is full"
+            if error is not None:
+                event.fail(error)
+                return event
+            pending.append(event)
+            if self._issuer is None:
+                self._issue(direction, copies, before, event)
+            else:
+                self._issuer.submit(self._issue, direction, copies, before, event)
+        return event
+
+    def _predecessor(self, after: object | None) -> "torch.cuda.Event | CudaEvent":
+        if after is None:
+            now = torch.cuda.Event()
+            now.record(torch.cuda.current_stream(self._l1.device))
+            return now
+        if isinstance(after, torch.cuda.Event | CudaEvent):
+            return after
+        raise TypeError(f"after: a torch.cuda.Event or an event of this stream, not {type(after).__name__}")
+
+    def _issue(
+        self, direction: Direction, copies: BlockCopies, before: "torch.cuda.Event | CudaEvent", event: CudaEvent
+    ) -> None:
+        """Give the device the copies. A failure ends in the event, also on the issuing thread."""
+        stream = self._streams[direction]
+        try:
+            if isinstance(before, torch.cuda.Event):
+                stream.wait_event(before)
+            elif before.error is not None:
+                return event.fail(f"what it waited for failed: {before.error}")
+            elif not before.fence(stream, 0):
+                return event.fail("what it waits for was not enqueued")
+            with torch.cuda.device(self._l1.device), torch.cuda.stream(stream):
+                self._copy(direction, copies, stream)
+                ended = torch.cuda.Event()
+                ended.record(stream)
+            event.issued(ended)
+        except RuntimeError as failure:  # the driver's errors
+            event.fail(str(failure))
+        return None
+
+    def _copy(self, direction: Direction, copies: BlockCopies, stream: torch.cuda.Stream) -> None:
+        first, last = copies.layers or (0, self._num_layers)
+        order = np.argsort(copies.host_slots)
+        blocks, slots = copies.device_blocks[order], copies.host_slots[order]
+        starts = self._runs(blocks, slots, last - first)
+        if not len(starts):
+            return
+        mean = len(blocks) * (last - first) * self._layer_bytes // len(starts)
+        if self._kernels is not None and mean < KERNEL_BELOW:
+            indices = torch.from_numpy(np.stack((blocks, slots))).pin_memory().to(self._l1.device, non_blocking=True)
+            canonical = Canonical(self._region.address, self._region.slot_stride, copies.layers)
+            launch = self._kernels.scatter if direction == "load" else self._kernels.gather
+            launch(indices[0].data_ptr(), indices[1].data_ptr(), len(blocks), canonical, stream.cuda_stream)
+            return
+        span = slice(first * self._layer_bytes, last * self._layer_bytes)
+        l1, l2 = self._l1.flatten(1)[:, span], self._l2[:, span]
+        target, source, into, out_of = (l1, l2, blocks, slots) if direction == "load" else (l2, l1, slots, blocks)
+        ends = np.append(starts[1:], len(blocks))
+        for i, j, length in zip(into[starts].tolist(), out_of[starts].tolist(), (ends - starts).tolist(), strict=True):
+            target[i : i + length].copy_(source[j : j + length], non_blocking=True)
+
+    def _runs(self, blocks: NDArray[np.int64], slots: NDArray[np.int64], num_layers: int) -> NDArray[np.int64]:
+        """Where a new piece starts: whole blocks join where both sides go on without a gap, parts of blocks never."""
+        whole = num_layers == self._num_layers and self._region.slot_stride == self._region.slot_bytes
+        if not whole or not len(blocks):
+            return np.arange(len(blocks))
+        breaks = (np.diff(blocks) != 1) | (np.diff(slots) != 1)
+        return np.flatnonzero(np.concatenate(([True], breaks)))

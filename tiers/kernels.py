@@ -1,0 +1,197 @@
+"""Copies between an engine's own KV layout and canonical blocks: one CUDA kernel each way, and its numpy reference.
+
+A layout is data (`KVLayout`), so one kernel serves vLLM's per-layer tensors in any dimension order as well as our own
+block-first L1. CuPy compiles it at first use (NVRTC); nothing here needs CuPy to be imported.
+"""
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers import memory
+from kvtier.tiers.shape import DTYPE_BYTES, KVLayout, KVShape
+
+# One CUDA block of threads takes a (block, slot) pair, or a slice of it (blockIdx.y); consecutive threads take
+# consecutive units, so canonical accesses always coalesce and layout accesses do within a run.
+SOURCE: Final = r"""
+#define KV_KERNEL(NAME, COPY)                                                                                  \
+extern "C" __global__ void NAME(                                                                               \
+    const unsigned long long* bases, const long long* blocks, const long long* slots, unsigned char* canonical, \
+    long long slot_stride, long long block_stride, long long kv_stride, long long token_stride,                \
+    long long head_stride, unsigned first_layer, unsigned num_layers, unsigned num_kv, unsigned num_tokens,    \
+    unsigned num_heads, unsigned run_units, unsigned num_pairs)                                                \
+{                                                                                                              \
+    const unsigned layer_units = num_kv * num_tokens * num_heads * run_units;                                  \
+    const unsigned units = num_layers * layer_units;                                                           \
+    for (unsigned pair = blockIdx.x; pair < num_pairs; pair += gridDim.x) {                                    \
+        UNIT* slot = (UNIT*)(canonical + slots[pair] * slot_stride) + (long long)first_layer * layer_units;    \
+        for (unsigned u = blockIdx.y * blockDim.x + threadIdx.x; u < units; u += gridDim.y * blockDim.x) {     \
+            unsigned rest = u / run_units;                                                                     \
+            const unsigned head = rest % num_heads; rest /= num_heads;                                         \
+            const unsigned token = rest % num_tokens; rest /= num_tokens;                                      \
+            const unsigned kv = rest % num_kv;                                                                 \
+            const unsigned layer = rest / num_kv;                                                              \
+            UNIT* run = (UNIT*)(bases[first_layer + layer] + blocks[pair] * block_stride + kv * kv_stride      \
+                                + token * token_stride + head * head_stride);                                  \
+            COPY(slot[u], run[u % run_units]);                                                                 \
+        }                                                                                                      \
+    }                                                                                                          \
+}
+#define KV_TAKE(canonical, own) canonical = own
+#define KV_GIVE(canonical, own) own = canonical
+KV_KERNEL(kv_gather, KV_TAKE)
+KV_KERNEL(kv_scatter, KV_GIVE)
+"""
+UNIT_TYPES: Final = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
+THREADS: Final = 512
+MAX_GRID: Final = 64  # blocks of threads: enough to fill PCIe, and most multiprocessors stay with the model
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A layout with its inner dimensions merged as far as they are contiguous: runs of `run_bytes` at strides.
+
+    A layer of a block is `num_kv × num_tokens × num_heads` runs; strides are in bytes.
+    """
+
+    bases: tuple[int, ...]
+    block_stride: int
+    kv_stride: int
+    token_stride: int
+    head_stride: int
+    num_kv: int
+    num_tokens: int
+    num_heads: int
+    run_bytes: int
+
+    @classmethod
+    def of(cls, layout: KVLayout, shape: KVShape) -> "Geometry":
+        """Merge heads into tokens, tokens into K and V, K and V into a layer, where they lie next to each other."""
+        run = shape.head_dim * DTYPE_BYTES[shape.dtype]
+        num_kv, num_tokens, num_heads = 2, shape.block_size, shape.num_kv_heads
+        if num_heads == 1 or layout.head_stride == run:
+            run, num_heads = run * num_heads, 1
+            if num_tokens == 1 or layout.token_stride == run:
+                run, num_tokens = run * num_tokens, 1
+                if layout.kv_stride == run:
+                    run, num_kv = run * 2, 1
+        strides = layout.block_stride, layout.kv_stride, layout.token_stride, layout.head_stride
+        return cls(tuple(layout.bases), *strides, num_kv, num_tokens, num_heads, run)
+
+    @classmethod
+    def block_first(cls, address: int, num_layers: int, layer_bytes: int) -> "Geometry":
+        """Our own L1, `[num_blocks, num_layers, layer_bytes]` at an address."""
+        bases = tuple(address + layer * layer_bytes for layer in range(num_layers))
+        return cls(bases, num_layers * layer_bytes, 0, 0, 0, 1, 1, 1, layer_bytes)
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.num_kv * self.num_tokens * self.num_heads * self.run_bytes
+
+    def unit_bytes(self, canonical: int, slot_stride: int) -> int:
+        """The widest access (16 bytes at most) that every address of both sides allows."""
+        strides = (self.block_stride, self.kv_stride, self.token_stride, self.head_stride)
+        return math.gcd(16, self.run_bytes, canonical, slot_stride, *self.bases, *strides)
+
+
+class LayoutKernels:
+    """Enqueues gathers (layout → canonical) and scatters (canonical → layout) on a CUDA stream.
+
+    Not thread-safe. Index arrays are device pointers to int64; canonical memory is an address the device may use:
+    device memory or a pinned region.
+    """
+
+    def __init__(self, geometry: Geometry, cupy: Any = None) -> None:
+        """Upload the layers' addresses. Raises ImportError without CuPy."""
+        self.geometry = geometry
+        self._cupy = cupy or importlib.import_module("cupy")
+        self._bases = self._cupy.asarray(np.array(geometry.bases, np.uint64))
+        self._kernels: dict[tuple[str, int], Any] = {}
+
+    def gather(self, blocks: int, slots: int, count: int, canonical: "Canonical", stream: int) -> None:
+        """Copy `count` blocks of the layout into canonical slots, in stream order."""
+        self._launch("kv_gather", blocks, slots, count, canonical, stream)
+
+    def scatter(self, blocks: int, slots: int, count: int, canonical: "Canonical", stream: int) -> None:
+        """Copy `count` canonical slots into blocks of the layout, in stream order."""
+        self._launch("kv_scatter", blocks, slots, count, canonical, stream)
+
+    def _launch(self, name: str, blocks: int, slots: int, count: int, canonical: "Canonical", stream: int) -> None:
+        geometry = self.geometry
+        unit = geometry.unit_bytes(canonical.address, canonical.slot_stride)
+        first, last = canonical.layers or (0, len(geometry.bases))
+        units = (last - first) * geometry.layer_bytes // unit
+        if units >= 1 << 31:
+            raise ValueError(f"{units} units of {unit} bytes per block: the kernel counts in 32 bits")
+        if count < 1:
+            return
+        columns = min(count, MAX_GRID)
+        rows = min(MAX_GRID // columns, -(-units // THREADS))
+        arguments = (
+            *(np.uint64(self._bases.data.ptr), np.uint64(blocks), np.uint64(slots), np.uint64(canonical.address)),
+            *(np.int64(canonical.slot_stride), np.int64(geometry.block_stride), np.int64(geometry.kv_stride)),
+            *(np.int64(geometry.token_stride), np.int64(geometry.head_stride), np.uint32(first)),
+            *(np.uint32(last - first), np.uint32(geometry.num_kv), np.uint32(geometry.num_tokens)),
+            *(np.uint32(geometry.num_heads), np.uint32(geometry.run_bytes // unit), np.uint32(count)),
+        )
+        with self._cupy.cuda.ExternalStream(stream):
+            self._kernel(name, unit)((columns, rows), (THREADS,), arguments)
+
+    def _kernel(self, name: str, unit: int) -> Any:
+        if (name, unit) not in self._kernels:
+            options = (f"-DUNIT={UNIT_TYPES[unit]}",)
+            self._kernels[name, unit] = self._cupy.RawKernel(SOURCE, name, options=options)
+        return self._kernels[name, unit]
+
+
+@dataclass(frozen=True, slots=True)
+class Canonical:
+    """Canonical blocks in memory: where slot 0 starts, bytes from slot to slot, and which layers to copy (None: all)."""
+
+    address: int
+    slot_stride: int
+    layers: tuple[int, int] | None = None
+
+
+def gather_reference(
+    layout: KVLayout,
+    shape: KVShape,
+    blocks: Sequence[int] | NDArray[np.int64],
+    slots: NDArray[np.uint8],
+    layers: tuple[int, int] | None = None,
+) -> None:
+    """Copy blocks of a layout in host memory into `slots`, `[len(blocks), block_bytes]`; `layers` half-open."""
+    for layer in range(*(layers or (0, shape.num_layers))):
+        part = slots[:, layer * shape.layer_bytes : (layer + 1) * shape.layer_bytes]
+        part[:] = _layer_view(layout, shape, layer, blocks)[np.asarray(blocks)].reshape(len(blocks), -1)
+
+
+def scatter_reference(
+    layout: KVLayout,
+    shape: KVShape,
+    blocks: Sequence[int] | NDArray[np.int64],
+    slots: NDArray[np.uint8],
+    layers: tuple[int, int] | None = None,
+) -> None:
+    """Copy `slots`, `[len(blocks), block_bytes]`, into blocks of a layout in host memory; `layers` half-open."""
+    for layer in range(*(layers or (0, shape.num_layers))):
+        view = _layer_view(layout, shape, layer, blocks)
+        part = slots[:, layer * shape.layer_bytes : (layer + 1) * shape.layer_bytes]
+        view[np.asarray(blocks)] = part.reshape(len(blocks), *view.shape[1:])
+
+
+def _layer_view(
+    layout: KVLayout, shape: KVShape, layer: int, blocks: Sequence[int] | NDArray[np.int64]
+) -> NDArray[np.uint8]:
+    """One layer's bytes in place, `[num_blocks, 2, block_size, num_kv_heads, head_bytes]`."""
+    head_bytes = shape.head_dim * DTYPE_BYTES[shape.dtype]
+    dimensions = (max(blocks, default=-1) + 1, 2, shape.block_size, shape.num_kv_heads, head_bytes)
+    strides = (layout.block_stride, layout.kv_stride, layout.token_stride, layout.head_stride, 1)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(dimensions, strides, strict=True))
+    flat = memory.bytes_at(layout.bases[layer], max(0, extent))
+    return np.lib.stride_tricks.as_strided(flat, dimensions, strides)
