@@ -20,7 +20,7 @@ import numpy as np
 from _report import Target, parser, progress, report
 
 from kvtier.tiers import slab
-from kvtier.tiers.file_io import FileIO, write_all
+from kvtier.tiers.file_io import PAGE, FileIO, write_all
 from kvtier.tiers.file_store import FileStore
 from kvtier.tiers.slab_file import open_slab, release
 
@@ -30,7 +30,7 @@ SLOT_BYTES, BLOCK_SIZE = 4096, 16
 
 def size_of(num_entries: int) -> int:
     row = slab.entry_dtype(BLOCK_SIZE).itemsize
-    return num_entries * (SLOT_BYTES + row) + 8 * (slab.EXTENT_BYTES + slab.PAGE)
+    return num_entries * (SLOT_BYTES + row) + 8 * (slab.EXTENT_BYTES + PAGE)
 
 
 def build(directory: Path, num_entries: int) -> None:

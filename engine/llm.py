@@ -168,6 +168,13 @@ class Engine:
         """The answer token by token; several streams may be read in turns. Closing the iterator aborts the request."""
         return self._follow(self._open(prompt, params or SamplingParams(), cache_salt))
 
+    def request(self, request_id: str) -> Request:
+        """A request whose end was not told yet: its state, tokens and progress, to read. LookupError: no such one."""
+        request = self._requests.get(request_id)
+        if request is None:
+            raise LookupError(f"request {request_id!r}: not live")
+        return request
+
     def abort(self, request_id: str) -> bool:
         """End a request now; its last output says so. False: no such request is live."""
         return self.scheduler.abort(request_id)

@@ -51,6 +51,7 @@ TORCH_FILES: Final = {
 }
 # Past the budget, with the reason. The keys are the places that `test_style_budget` prints.
 EXPLAINED: Final = {
+    "tiers/file_store.py:open": "the tier's whole configuration; every caller names each",
     "kvtier/cli.py:kvtier.engine.demo": "torch and transformers take seconds to import; no other verb needs them",
     "tiers/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
     "tiers/io_queue.py:_work:except": "top of the worker loop: a failed job is counted, the thread lives on",

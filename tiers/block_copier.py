@@ -65,13 +65,12 @@ class BlockCopier:
         first, last = copies.layers or (0, self.num_layers)
         length = (last - first) * self.layer_bytes
         device, host = copies.device_blocks, copies.host_slots
-        order = np.argsort(device if direction == "load" else host)  # ascending targets: 5 % faster, and runs merge
         per_call = memory.pieces_per_call(length)
         copy = self._copy_addresses if memory.can_copy_scattered() else self._copy_staged
-        for start in range(0, len(order), per_call):
+        for start in range(0, len(copies), per_call):
             if cancelled():
                 return CANCELLED
-            part = order[start : start + per_call]
+            part = slice(start, start + per_call)
             try:
                 copy(direction, device[part], host[part], (first * self.layer_bytes, length))
             except OSError as failure:
@@ -83,6 +82,10 @@ class BlockCopier:
     ) -> None:
         """Scattered to scattered in one pass and one release of the GIL, neighbours merged."""
         offset, length = span
+        if length == self._region.slot_stride and self._copy_whole_run(direction, blocks, slots):
+            return
+        order = np.argsort(blocks if direction == "load" else slots)  # ascending targets: 5 % faster, and runs merge
+        blocks, slots = blocks[order], slots[order]
         device = self._device.ctypes.data + offset + blocks * self._device.strides[0]
         host = self._region.address + offset + slots * self._region.slot_stride
         targets, sources = (device, host) if direction == "load" else (host, device)
@@ -90,6 +93,20 @@ class BlockCopier:
         starts = np.flatnonzero(np.concatenate(([True], ~joined)))
         lengths = np.diff(np.append(starts, len(blocks))) * length
         memory.copy_scattered(targets[starts], sources[starts], lengths)
+
+    def _copy_whole_run(self, direction: Direction, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> bool:
+        """Whole rows of which one side is a run: numpy is then a tenth faster below 1 MiB. False: not such a batch."""
+        device, host = self._device.reshape(self.num_blocks, -1), self._region.array
+        target, source = (device, host) if direction == "load" else (host, device)
+        into, out_of = (blocks, slots) if direction == "load" else (slots, blocks)
+        count = len(into)
+        if (np.diff(into) == 1).all():
+            np.take(source, out_of, axis=0, out=target[into[0] : into[0] + count], mode="clip")  # "raise" would buffer
+            return True
+        if (np.diff(out_of) == 1).all():
+            target[into] = source[out_of[0] : out_of[0] + count]
+            return True
+        return False
 
     def _copy_staged(
         self, direction: Direction, blocks: NDArray[np.int64], slots: NDArray[np.int64], span: tuple[int, int]

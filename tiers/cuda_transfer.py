@@ -43,7 +43,7 @@ class CudaEvent:
         if self.error is not None or self._event is None:
             return True
         try:
-            return bool(self._event.query())
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
         except RuntimeError as failure:
             self.error = str(failure)
             return True
@@ -90,7 +90,7 @@ class CudaCopyStream:
     def __init__(
         self, tensor: torch.Tensor, region: HostRegion, *, max_queued: int = MAX_QUEUED, cupy: Any = None
     ) -> None:
-        """`tensor` is L1, contiguous `[num_blocks, num_layers, …]`. ValueError if its blocks are not the slots' size."""
+        """`tensor` is L1, contiguous `[num_blocks, num_layers, …]`. ValueError if its blocks don't fit the slots."""
         self._l1 = tensor.view(torch.uint8).view(tensor.shape[0], tensor.shape[1], -1)
         self._num_blocks, self._num_layers, self._layer_bytes = self._l1.shape
         if self._num_layers * self._layer_bytes != region.slot_bytes:
@@ -99,8 +99,8 @@ class CudaCopyStream:
         self._l2 = torch.from_numpy(region.array)
         self._max_queued = max_queued
         self._streams: dict[Direction, torch.cuda.Stream] = {
-            "load": torch.cuda.Stream(tensor.device),
-            "store": torch.cuda.Stream(tensor.device),
+            "load": _stream(tensor.device),
+            "store": _stream(tensor.device),
         }
         self._kernels: LayoutKernels | None = None
         self._issuer: ThreadPoolExecutor | None = None
@@ -172,7 +172,7 @@ class CudaCopyStream:
 
     def _predecessor(self, after: object | None) -> "torch.cuda.Event | CudaEvent":
         if after is None:
-            now = torch.cuda.Event()
+            now = _device_event()
             now.record(torch.cuda.current_stream(self._l1.device))
             return now
         if isinstance(after, torch.cuda.Event | CudaEvent):
@@ -193,7 +193,7 @@ class CudaCopyStream:
                 return event.fail("what it waits for was not enqueued")
             with torch.cuda.device(self._l1.device), torch.cuda.stream(stream):
                 self._copy(direction, copies, stream)
-                ended = torch.cuda.Event()
+                ended = _device_event()
                 ended.record(stream)
             event.issued(ended)
         except RuntimeError as failure:  # the driver's errors
@@ -228,3 +228,11 @@ class CudaCopyStream:
             return np.arange(len(blocks))
         breaks = (np.diff(blocks) != 1) | (np.diff(slots) != 1)
         return np.flatnonzero(np.concatenate(([True], breaks)))
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _device_event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,5 +1,6 @@
 """BlockPool, L1: the device tensor of KV blocks, shared by reference counts between the sequences that run."""
 
+import math
 import threading
 from collections.abc import Sequence
 
@@ -34,10 +35,7 @@ class BlockPool:
         self.enable_prefix_caching = enable_prefix_caching
         self._table = SlotTable(num_blocks, "lru")
         self._lock = threading.Lock()
-        self.tensor = torch.empty((num_blocks, *shape.block_shape), dtype=dtype, device=device)
-        if self.tensor.device.type == "cpu":  # copies to and from L2 are half as fast again on huge pages
-            memory.advise_huge_pages(self.tensor.data_ptr(), self.tensor.nbytes)
-        self.tensor.zero_()
+        self.tensor = _zeros((num_blocks, *shape.block_shape), dtype, device)
 
     @property
     def num_free_blocks(self) -> int:
@@ -139,3 +137,14 @@ class BlockPool:
 
 def _ids(block_ids: ArrayLike) -> Slots:
     return np.asarray(block_ids, np.int64) if np.size(block_ids) else no_slots()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Zeros; on a CPU from a huge page's boundary: copies between L1 and L2 are then half as fast again."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = torch.empty(num_bytes + memory.HUGE_PAGE, dtype=torch.uint8)
+    start = -raw.data_ptr() % memory.HUGE_PAGE
+    memory.advise_huge_pages(raw.data_ptr() + start, num_bytes)
+    return raw[start : start + num_bytes].zero_().view(dtype).view(shape)

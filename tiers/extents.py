@@ -118,14 +118,13 @@ class ExtentMap:
             self._open[extent] = self._hash_of[extent * self.per_extent + self._fill[extent] - 1]
         return losers
 
-    def touch(self, slots: Sequence[int]) -> None:
-        """These blocks were used: a second chance when their extent is evicted."""
-        for slot in slots:
-            self._hits[slot] = 1
+    def touch(self, slot: int) -> None:
+        """This block was used: a second chance when its extent is evicted."""
+        self._hits[slot] = 1
 
-    def is_current(self, chain_hash: ChainHash, slot: int, generation: int) -> bool:
-        """Whether the block still lies where a reader was told."""
-        return self.index.get(chain_hash) == slot and self.generations[slot] == generation
+    def enter(self, extent: int) -> None:
+        """Keep an extent from being evicted until `leave`."""
+        self._busy[extent] += 1
 
     def take(self, hashes: Sequence[ChainHash], after: ChainHash | None) -> Run | None:
         """Slots for leading `hashes`, behind their parent where that is possible; None: claim an extent first.

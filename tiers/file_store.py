@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 
@@ -18,12 +17,11 @@ from kvtier.tiers.extents import ExtentMap
 from kvtier.tiers.file_io import FileIO
 from kvtier.tiers.group_sync import GroupSync
 from kvtier.tiers.payload_io import CALL_BYTES, Mode, PayloadIO, probe_mode
-from kvtier.tiers.slab_file import SlabFile, blank_slots, open_slab, read_rows, release
+from kvtier.tiers.slab_file import SlabFile, blank_slots, is_ours, open_slab, read_rows, release, write_owner
 from kvtier.tiers.slab_writer import SlabWriter
-from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome
 
 _log = logging.getLogger(__name__)
-_CLOSE_SECONDS: Final = 5.0  # how long `close` waits for calls under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,6 @@ class FileStore:
         self._file = file
         self._payload = payload
         self._lock = threading.Lock()
-        self._left = threading.Condition(self._lock)
         self._num_inside = 0
         self._closed = False
         self._counts: Counter[str] = Counter()
@@ -197,10 +194,14 @@ class FileStore:
             for position, result in enumerate(results):
                 if result is Outcome.ABSENT or result is Outcome.IO_ERROR:
                     continue
-                is_current = self._blocks.is_current(hashes[position], slots[position], generations[position])
+                slot = slots[position]
+                is_current = (
+                    self._blocks.index.get(hashes[position]) == slot
+                    and self._blocks.generations[slot] == generations[position]
+                )
                 if isinstance(result, BlockRecord):
                     if is_current:
-                        self._blocks.touch((slots[position],))
+                        self._blocks.touch(slot)
                 elif is_current:
                     bad.append(hashes[position])
                 else:
@@ -265,58 +266,82 @@ class FileStore:
         """Read the whole slab and compare it with what is believed of it; repairs nothing. For tools, when idle."""
         with self._lock:
             held = sorted(self._blocks.index.items(), key=lambda item: item[1])
-        bad_payloads, unreadable = [], []
+        bad_payloads, bad_rows, unreadable = [], [], []
         buffer = memoryview(bytearray(self.superblock.slot_bytes))
-        for chain_hash, slot in held:
+        with self._inside() as is_open:
+            if not is_open:
+                raise TierUnavailable(f"{self.path}: closed")
+            for chain_hash, slot in held:
+                try:
+                    self._payload.read(self.superblock.payload_offset(slot), [buffer])
+                except OSError:
+                    unreadable.append(chain_hash)
+                else:
+                    if checksum(buffer) != int(self._rows["payload_checksum"][slot]):
+                        bad_payloads.append(chain_hash)
             try:
-                self._payload.read(self.superblock.payload_offset(slot), [buffer])
+                rows = read_rows(self._io, self._file.fd, self.superblock)
+                bad_rows = [name for name, slot in held if rows[slot].tobytes() != self._rows[slot].tobytes()]
             except OSError:
-                unreadable.append(chain_hash)
-            else:
-                if checksum(buffer) != int(self._rows["payload_checksum"][slot]):
-                    bad_payloads.append(chain_hash)
-        try:
-            on_disk = read_rows(self._io, self._file.fd, self.superblock)
-            bad_rows = [
-                chain_hash for chain_hash, slot in held if on_disk[slot].tobytes() != self._rows[slot].tobytes()
-            ]
-        except OSError:
-            bad_rows = [chain_hash for chain_hash, _ in held]
+                bad_rows = [name for name, _ in held]
         return VerifyReport(self.superblock.num_slots, len(held), bad_payloads, bad_rows, unreadable)
 
+    def probe(self, direction: Direction) -> bool:
+        """Whether the disk answers in that direction, and the slab at our path is still the one we hold."""
+        with self._inside() as is_open:
+            if not is_open:
+                return False
+            try:
+                if not is_ours(self._io, self._file):
+                    return False
+                if direction == "read":
+                    self._payload.read(
+                        self.superblock.payload_offset(0), [memoryview(bytearray(self._payload.slot_bytes))]
+                    )
+                else:
+                    write_owner(self._io, self._file.fd)
+                    self._io.sync(self._file.fd)
+            except OSError as error:
+                _log.debug("kvtier: [file] %s: %s while probing", self.path, error)
+                return False
+        return True
+
     def close(self) -> None:
-        """Wait for calls under way, then release file and lock; idempotent. A call that hangs keeps both."""
+        """Refuse new calls; file and lock are released once the last call under way has ended. Idempotent."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            if not self._left.wait_for(lambda: self._num_inside == 0, _CLOSE_SECONDS):
-                # Closing now could hand the descriptor's number to another file under a call that still uses it.
-                _log.warning("kvtier: [file] %s: %d calls hang; its file stays open", self.path, self._num_inside)
-                return
-        self._payload.close()
-        release(self._io, self._file)
+            is_last = self._num_inside == 0
+        if is_last:
+            self._release()
 
     @contextmanager
     def _inside(self) -> Iterator[bool]:
-        """Whether the store is open; it then stays so until the block ends."""
+        """Whether the store is open; its file then stays open until the block ends.
+
+        A descriptor closed under a call could be another file's by the time the call uses it.
+        """
         with self._lock:
-            if self._closed:
-                is_open = False
-            else:
-                is_open = True
-                self._num_inside += 1
+            is_open = not self._closed
+            self._num_inside += is_open
         try:
             yield is_open
         finally:
-            if is_open:
-                with self._lock:
-                    self._num_inside -= 1
-                    self._left.notify_all()
+            with self._lock:
+                self._num_inside -= is_open
+                is_last = is_open and self._closed and self._num_inside == 0
+            if is_last:
+                self._release()
+
+    def _release(self) -> None:
+        self._payload.close()
+        release(self._io, self._file)
 
     def _count(self, direction: str, results: Sequence[BlockRecord | Outcome]) -> None:
-        for result in results:
-            self._counts[f"{direction}_{Outcome.OK if isinstance(result, BlockRecord) else result}"] += 1
+        others = [result for result in results if isinstance(result, Outcome) and result is not Outcome.OK]
+        self._counts[f"{direction}_ok"] += len(results) - len(others)
+        self._counts.update(f"{direction}_{other}" for other in others)
 
     def _require_buffers(self, count: int, buffers: Sequence[memoryview]) -> None:
         if len(buffers) != count or any(buffer.nbytes != self.superblock.slot_bytes for buffer in buffers):

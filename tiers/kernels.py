@@ -91,6 +91,7 @@ class Geometry:
 
     @property
     def layer_bytes(self) -> int:
+        """Bytes of one layer in one block."""
         return self.num_kv * self.num_tokens * self.num_heads * self.run_bytes
 
     def unit_bytes(self, canonical: int, slot_stride: int) -> int:
@@ -139,7 +140,7 @@ class LayoutKernels:
             *(np.uint32(last - first), np.uint32(geometry.num_kv), np.uint32(geometry.num_tokens)),
             *(np.uint32(geometry.num_heads), np.uint32(geometry.run_bytes // unit), np.uint32(count)),
         )
-        with self._cupy.cuda.ExternalStream(stream):
+        with self._cupy.cuda.Stream.from_external(_StreamPointer(stream)):
             self._kernel(name, unit)((columns, rows), (THREADS,), arguments)
 
     def _kernel(self, name: str, unit: int) -> Any:
@@ -151,11 +152,21 @@ class LayoutKernels:
 
 @dataclass(frozen=True, slots=True)
 class Canonical:
-    """Canonical blocks in memory: where slot 0 starts, bytes from slot to slot, and which layers to copy (None: all)."""
+    """Canonical blocks in memory: where slot 0 starts, bytes from slot to slot, which layers to copy (None: all)."""
 
     address: int
     slot_stride: int
     layers: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _StreamPointer:
+    """A stream of somebody else's, in the form CuPy (14 and later) takes it."""
+
+    pointer: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.pointer)  # version of the protocol, cudaStream_t
 
 
 def gather_reference(

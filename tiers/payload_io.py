@@ -1,14 +1,15 @@
 """Moves payloads between slab slots and scattered host slots in large calls: direct, buffered or mapped."""
 
+import errno
 import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from kvtier.tiers.file_io import PAGE, FileIO, Mapping, address, read_all, write_all
+from kvtier.tiers.file_io import PAGE, FileIO, Mapping, read_all, write_all
 from kvtier.tiers.slab import round_up
 
 Mode = Literal["auto", "direct", "buffered", "mmap"]
@@ -23,7 +24,7 @@ class PayloadIO:
     """Payload transfers of one slab file. Thread-safe; each thread has its own scratch memory.
 
     Slots in the file are `slot_bytes` padded to 4 KiB, host slots are memoryviews of `slot_bytes` anywhere. In direct
-    mode a 4 KiB-aligned host slot is read and written in place, but for a last partial page; any other one goes
+    mode an aligned host slot is read and written in place, but for a last partial page; batches with any other one go
     through scratch memory.
     """
 
@@ -47,21 +48,37 @@ class PayloadIO:
 
     def read(self, offset: int, into: Sequence[memoryview]) -> None:
         """Read adjacent slots from `offset` on, one per buffer; OSError leaves the buffers in any state."""
-        iovecs, late = self._iovecs(into)
-        if self._mapping is not None:
-            mapping = self._mapping
-            read_all(_Mapped(mapping), self._fd, iovecs, offset)
-        else:
-            read_all(self._io, self._fd, iovecs, offset, PAGE if self.mode == "direct" else 1)
-        for scratch, place in late:
-            place[:] = scratch[: place.nbytes]
+        self._transfer(self._read, offset, into)
 
     def write(self, offset: int, payloads: Sequence[memoryview]) -> None:
         """Write adjacent slots from `offset` on; OSError leaves those slots in any state."""
-        iovecs, early = self._iovecs(payloads)
+        self._transfer(self._write, offset, payloads)
+
+    def _transfer(
+        self, move: Callable[[int, Sequence[memoryview], bool], None], offset: int, buffers: Sequence[memoryview]
+    ) -> None:
+        try:
+            move(offset, buffers, False)
+        except OSError as error:
+            # The kernel knows what alignment the device needs; asking it costs nothing where all is well.
+            if error.errno != errno.EINVAL or self.mode != "direct":
+                raise
+            move(offset, buffers, True)
+
+    def _read(self, offset: int, into: Sequence[memoryview], bounce: bool) -> None:
+        iovecs, late = self._iovecs(into, bounce)
+        if self._mapping is not None:
+            read_all(_Mapped(self._mapping), self._fd, iovecs, offset)
+        else:
+            read_all(self._io, self._fd, iovecs, offset, self._align)
+        for scratch, place in late:
+            place[:] = scratch[: place.nbytes]
+
+    def _write(self, offset: int, payloads: Sequence[memoryview], bounce: bool) -> None:
+        iovecs, early = self._iovecs(payloads, bounce)
         for scratch, place in early:
             scratch[: place.nbytes] = place
-        write_all(self._io, self._fd, iovecs, offset, PAGE if self.mode == "direct" else 1)
+        write_all(self._io, self._fd, iovecs, offset, self._align)
 
     def close(self) -> None:
         """Give up the descriptor and the mapping; idempotent."""
@@ -71,28 +88,27 @@ class PayloadIO:
             self._io.close(self._own_fd)
             self._own_fd = None
 
-    def _iovecs(self, buffers: Sequence[memoryview]) -> tuple[list[memoryview], list[tuple[memoryview, memoryview]]]:
+    @property
+    def _align(self) -> int:
+        return PAGE if self.mode == "direct" else 1
+
+    def _iovecs(
+        self, buffers: Sequence[memoryview], bounce: bool
+    ) -> tuple[list[memoryview], list[tuple[memoryview, memoryview]]]:
         """The iovecs of adjacent slots, and the (scratch, place) pairs whose bytes must be copied."""
-        if self.mode == "direct":
-            in_place = [address(buffer) % PAGE == 0 for buffer in buffers]
-            whole = self.slot_bytes // PAGE * PAGE
-        else:
-            in_place = [True] * len(buffers)
-            whole = self.slot_bytes
-        if whole == self.stride and all(in_place):
+        whole = 0 if bounce else self.slot_bytes // self._align * self._align
+        if whole == self.stride:
             return list(buffers), []
         scratch = self._scratch_of(len(buffers) * self.stride)
         iovecs: list[memoryview] = []
         copies: list[tuple[memoryview, memoryview]] = []
         for index, buffer in enumerate(buffers):
-            kept = whole if in_place[index] else 0
             spare = scratch[index * self.stride : (index + 1) * self.stride]
-            if kept:
-                iovecs.append(buffer[:kept])
-            if kept < self.stride:
-                iovecs.append(spare[kept:])
-            if kept < self.slot_bytes:
-                copies.append((spare[kept:], buffer[kept:]))
+            if whole:
+                iovecs.append(buffer[:whole])
+            iovecs.append(spare[whole:])
+            if whole < self.slot_bytes:
+                copies.append((spare[whole:], buffer[whole:]))
         return iovecs, copies
 
     def _scratch_of(self, num_bytes: int) -> memoryview:

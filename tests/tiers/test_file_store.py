@@ -41,7 +41,10 @@ def record_of(key: int, num_bytes: int = SLOT) -> BlockRecord:
 
 def put(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
     num_bytes = store.superblock.slot_bytes
-    return store.write([record_of(key, num_bytes) for key in keys], [payload_of(key, num_bytes) for key in keys])
+    payloads = slots(len(keys), num_bytes)
+    for key, payload in zip(keys, payloads, strict=True):
+        payload[:] = payload_of(key, num_bytes)
+    return store.write([record_of(key, num_bytes) for key in keys], payloads)
 
 
 def slots(count: int, num_bytes: int, shift: int = 0) -> list[memoryview]:
@@ -102,13 +105,14 @@ def test_stored_blocks_come_back_now_and_after_a_restart(open_store: OpenStore, 
     assert store.lookup([hash_of(key) for key in range(25)]) == 20
     assert store.holds([hash_of(19), hash_of(20)]) == [True, False]
     assert get(store, range(20)) == [Outcome.OK] * 20
+    store.write([record_of(20, slot_bytes)], [payload_of(20, slot_bytes)])
     # Host memory that is not aligned goes through a bounce buffer; order and gaps don't matter.
     assert get(store, [7, 3, 99, 4, 3], shift=16) == [Outcome.OK, Outcome.OK, Outcome.ABSENT, Outcome.OK, Outcome.OK]
     assert store.verify().is_clean
     store.close()
     again = open_store(4 << 20, slot_bytes=slot_bytes, mode=mode)
-    assert again.num_recovered == 20
-    assert get(again, range(20)) == [Outcome.OK] * 20
+    assert again.num_recovered == 21
+    assert get(again, range(21)) == [Outcome.OK] * 21
 
 
 def test_the_padding_of_a_neighbouring_slot_is_never_written(open_store: OpenStore) -> None:
@@ -284,7 +288,7 @@ def test_threads_reading_and_writing_under_eviction(open_store: OpenStore, mode:
                     assert set(get(store, range(begin, begin + 8))) <= allowed
                 else:
                     store.discard([hash_of(begin)])
-        except BaseException as error:  # noqa: BLE001 - handed to the test
+        except BaseException as error:  # handed to the test
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
@@ -422,34 +426,43 @@ def test_closed_is_closed(open_store: OpenStore) -> None:
     assert open_store().num_recovered == 3
 
 
-def test_close_waits_for_calls_under_way(open_store: OpenStore) -> None:
+def test_close_returns_at_once_and_the_last_call_releases_the_file(open_store: OpenStore) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     class Slow(FileIO):
-        closed: list[int]
-
         def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             if threading.current_thread() is not threading.main_thread():
                 inside.set()
                 assert go_on.wait(10)
             return super().preadv(fd, buffers, offset)
 
-        def close(self, fd: int) -> None:
-            assert go_on.is_set()
-            super().close(fd)
-
     store = open_store(io=Slow(), mode="buffered")
     put(store, [1])
     outcomes: list[Outcome] = []
     reader = threading.Thread(target=lambda: outcomes.extend(get(store, [1])))
     reader.start()
-    assert inside.wait(10)
-    closer = threading.Thread(target=store.close)
-    closer.start()
+    assert inside.wait(10)  # a read hangs
+    store.close()
+    assert get(store, [1]) == [Outcome.CLOSED]
+    with pytest.raises(StoreLocked):  # its file cannot be released yet
+        open_store()
     go_on.set()
     reader.join(10)
-    closer.join(10)
     assert outcomes == [Outcome.OK]
+    assert get(open_store(), [1]) == [Outcome.OK]
+
+
+def test_a_probe_tells_whether_the_slab_is_still_there(open_store: OpenStore) -> None:
+    store = open_store()
+    assert store.probe("read")
+    assert store.probe("write")
+    moved = store.path.with_suffix(".moved")
+    store.path.rename(moved)
+    assert not store.probe("read")
+    moved.rename(store.path)
+    assert store.probe("write")
+    store.close()
+    assert not store.probe("read")
 
 
 def test_durable_syncs_before_and_after_the_entry(open_store: OpenStore) -> None:

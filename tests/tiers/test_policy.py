@@ -122,8 +122,9 @@ def test_s3fifo_remembers_whom_it_sent_away() -> None:
     assert evict(policy, 2) == [0, 1]
     names.put(policy, 0, 100)  # comes back: into the main queue
     names.put(policy, 1, 999)  # a stranger
-    assert evict(policy, 19) == [*range(2, 20), 0]  # 18 from the small queue down to its share, then …
-    assert evict(policy, 1) == [1]
+    assert evict(policy, 17) == list(range(2, 19))  # the small queue, down to its share of two
+    assert evict(policy, 1) == [0]  # then the main one
+    assert evict(policy, 2) == [19, 1]
 
 
 def test_s3fifo_forgets_old_ghosts() -> None:

@@ -1,0 +1,338 @@
+"""Stories of the engine: requests in, tokens out, in whatever order they come, through L1 and the tiers below."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import VOCAB, config_of, plain, plain_logits, prompt
+
+from kvtier.connector.local import LocalConnector
+from kvtier.connector.plan import WorkerReport
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.llm import Engine
+from kvtier.engine.sequence import FinishReason, RequestError, SamplingParams, State
+from kvtier.tiers.config import Config
+
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+KEEP = SamplingParams(max_tokens=8, ignore_eos=True, keep_logits=True)
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """`make(tiers=True, **options)`: an engine; at the end every one is closed and its laws are checked."""
+    engines: list[Engine] = []
+
+    def build(family: str = "llama", dtype: str = "float32", tiers: bool = False, **options: Any) -> Engine:
+        settings = EngineConfig(**{"num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 8, **options})
+        cache = {"block_size": settings.block_size, "load_or_recompute": "load"}
+        connect = LocalConnector.connect(Config(host={"size": "4MiB"}, cache=cache)) if tiers else None  # type: ignore[arg-type]
+        engines.append(Engine.from_config(config_of(family), settings, connect, dtype=dtype))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        assert engine.drain(5)
+        if isinstance(engine.connector, LocalConnector):
+            engine.connector.hierarchy.drain(5)
+            engine.connector.hierarchy.check()
+        engine.close()
+        engine.close()
+        engine.pool.check()
+        assert engine.pool.num_free_blocks == engine.pool.num_blocks
+
+
+def settled(engine: Engine) -> None:
+    """Every block computed so far is in L2."""
+    assert engine.drain(5)
+    assert isinstance(engine.connector, LocalConnector)
+    assert engine.connector.hierarchy.drain(5)
+
+
+def test_a_batch_answers_each_prompt_as_if_alone(make: Make) -> None:
+    engine, module = make(), plain("llama")
+    prompts = [prompt(seed, 3 + 13 * seed) for seed in range(8)]
+    for tokens, answer in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+        logits = plain_logits(module, tokens + answer.token_ids[:-1])[len(tokens) - 1 :]
+        assert answer.token_ids == logits.argmax(-1).tolist()
+        assert answer.finish_reason is FinishReason.LENGTH
+        assert answer.ttft is not None and answer.ttft > 0
+
+
+def test_the_next_turn_hits_prompt_and_answer(make: Make) -> None:
+    engine = make()
+    [first] = engine.generate([prompt(1, 40)], SamplingParams(max_tokens=25, ignore_eos=True))
+    [second] = engine.generate([[*prompt(1, 40), *first.token_ids, *prompt(2, 9)]], GREEDY)
+    assert second.num_l1_tokens == 64  # 40 + 24 with KV: four full blocks
+
+
+def test_salts_separate_tenants(make: Make) -> None:
+    engine = make()
+    engine.generate([prompt(1, 40)], GREEDY, cache_salt="a")
+    assert engine.generate([prompt(1, 40)], GREEDY, cache_salt="b")[0].num_l1_tokens == 0
+    assert engine.generate([prompt(1, 40)], GREEDY)[0].num_l1_tokens == 0
+    assert engine.generate([prompt(1, 40)], GREEDY, cache_salt="a")[0].num_l1_tokens == 32
+
+
+def test_caching_off_hashes_and_finds_nothing(make: Make) -> None:
+    engine = make(enable_prefix_caching=False)
+    first, second = (engine.generate([prompt(1, 40)], KEEP)[0] for _ in range(2))
+    assert second.num_l1_tokens == 0
+    assert np.array_equal(first.logits, second.logits)
+
+
+def test_seeded_draws_do_not_depend_on_the_batch(make: Make) -> None:
+    params = [
+        SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=seed, ignore_eos=True) for seed in range(6)
+    ]
+    prompts = [prompt(seed, 10 + 5 * seed) for seed in range(6)]
+    packed = [answer.token_ids for answer in make().generate(prompts, params)]
+    alone = make(max_num_batched_tokens=9)
+    assert [alone.generate([one], [how])[0].token_ids for one, how in zip(prompts, params, strict=True)] == packed
+    # Nor on preemption.
+    tight = make(num_blocks=9, block_size=8, enable_prefix_caching=False)
+    assert [answer.token_ids for answer in tight.generate(prompts, params)] == packed
+    assert tight.stats["preempted"] > 0
+    # Other seeds, other text; no seed, another text each time.
+    assert make().generate(prompts[:1], [params[1]])[0].token_ids != packed[0]
+    unseeded = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
+    answers = make().generate([prompts[0]] * 3, unseeded)
+    assert len({tuple(answer.token_ids) for answer in answers}) == 3
+
+
+def test_stop_tokens_end_an_answer(make: Make) -> None:
+    engine = make()
+    [full] = engine.generate([prompt(5, 20)], GREEDY)
+    stop = full.token_ids[3]
+    [cut] = engine.generate([prompt(5, 20)], SamplingParams(max_tokens=8, ignore_eos=True, stop_token_ids=[stop]))
+    assert cut.token_ids == full.token_ids[: full.token_ids.index(stop) + 1]
+    assert cut.finish_reason is FinishReason.STOP
+
+
+def test_streams_are_read_in_turns_and_closing_one_aborts_it(make: Make) -> None:
+    engine = make()
+    expected = [answer.token_ids for answer in make().generate([prompt(1, 30), prompt(2, 50)], GREEDY)]
+    left, right = engine.stream(prompt(1, 30), GREEDY), engine.stream(prompt(2, 50), GREEDY)
+    dropped = engine.stream(prompt(3, 40), SamplingParams(max_tokens=500, ignore_eos=True))
+    assert next(dropped).token_id is not None
+    pairs = list(zip(left, right, strict=True))
+    assert [[a.token_id for a, _ in pairs], [b.token_id for _, b in pairs]] == expected
+    assert pairs[-1][0].finish_reason is FinishReason.LENGTH
+    dropped.close()  # type: ignore[attr-defined]
+    assert [output.finish_reason for output in engine.step()] == [FinishReason.ABORT]
+    assert not engine.has_unfinished
+
+
+def test_generate_keeps_what_step_has_to_tell_others(make: Make) -> None:
+    engine = make()
+    other = engine.add_request(prompt(9, 12), SamplingParams(max_tokens=3, ignore_eos=True), request_id="other")
+    engine.generate([prompt(1, 30)], GREEDY)
+    told = []
+    while engine.has_unfinished:
+        told += engine.step()
+    assert [output.request_id for output in told] == [other] * 3
+    assert told[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("bad", "params", "message"),
+    [
+        ([], GREEDY, "the prompt is empty"),
+        ([1, VOCAB], GREEDY, f"token id {VOCAB} at position 1: this model's are 0 to {VOCAB - 1}"),
+        ([1, -1], GREEDY, "token id -1 at position 1"),
+        ([0.5], GREEDY, "1-dimensional float64"),
+        ([[1, 2]], GREEDY, "2-dimensional int64"),
+        ([1] * 1020, GREEDY, "together more than the model's context of 1024"),
+        ([1] * 500, SamplingParams(max_tokens=600), "together more than the model's context of 1024"),
+    ],
+)
+def test_bad_input_is_refused_and_the_others_go_on(make: Make, bad: Any, params: SamplingParams, message: str) -> None:
+    engine = make()
+    good = engine.stream(prompt(1, 30), GREEDY)
+    first = next(good)
+    with pytest.raises(RequestError, match=message):
+        engine.add_request(bad, params)
+    with pytest.raises(ValueError, match=message):
+        engine.generate([[1, 2, 3], bad], params)
+    tokens = [first.token_id, *(output.token_id for output in good)]
+    assert tokens == make().generate([prompt(1, 30)], GREEDY)[0].token_ids
+    assert not engine.has_unfinished
+
+
+def test_more_than_l1_holds_and_ids_in_use_are_refused(make: Make) -> None:
+    engine = make(num_blocks=4)
+    with pytest.raises(RequestError, match="more than the 64 that fit L1"):
+        engine.add_request(prompt(1, 60), GREEDY)
+    engine.add_request(prompt(1, 20), GREEDY, request_id="x")
+    with pytest.raises(RequestError, match="request id 'x'"):
+        engine.add_request(prompt(1, 20), GREEDY, request_id="x")
+    engine.abort("x")
+    with pytest.raises(RequestError, match="request id 'x'"):  # its end was not told yet
+        engine.add_request(prompt(1, 20), GREEDY, request_id="x")
+    engine.step()
+    engine.add_request(prompt(1, 20), GREEDY, request_id="x")
+    engine.close()
+    with pytest.raises(RequestError, match="the engine is closed"):
+        engine.add_request(prompt(1, 20), GREEDY)
+
+
+def test_a_forward_that_raises_leaves_the_engine_whole(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(tiers=True)
+    expected = make().generate([prompt(1, 100)], GREEDY)[0].token_ids
+    run, calls = engine.runner.run, iter(range(100))
+
+    def failing(batch: Any) -> torch.Tensor:
+        if next(calls) in (1, 4):  # in the middle of the prefill, and of decoding
+            raise torch.OutOfMemoryError("no memory")
+        return run(batch)
+
+    monkeypatch.setattr(engine.runner, "run", failing)
+    request_id = engine.add_request(prompt(1, 100), GREEDY)
+    tokens: list[int | None] = []
+    failures = 0
+    while engine.has_unfinished:
+        try:
+            tokens += [output.token_id for output in engine.step()]
+        except torch.OutOfMemoryError:
+            failures += 1
+            assert engine.request(request_id).state is State.WAITING
+    assert failures == 2
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("loading", ["async", "layerwise"])
+def test_what_l1_forgot_comes_back_from_l2_bit_for_bit(make: Make, family: str, dtype: str, loading: str) -> None:
+    tokens = prompt(1, 90)
+    bare = make(family, dtype, exact=True, exact_rows=64, enable_prefix_caching=False)
+    [cold] = bare.generate([tokens], KEEP)
+    engine = make(family, dtype, tiers=True, exact=True, exact_rows=64, loading=loading)
+    engine.generate([tokens], KEEP)
+    settled(engine)
+    stored = {bytes(engine.pool.tensor[block].view(torch.uint8).numpy().tobytes()) for block in range(64)}
+    # L1 loses everything, names and bytes.
+    engine.pool.reset()
+    engine.pool.tensor.fill_(torch.nan)
+    [warm] = engine.generate([tokens], KEEP)
+    assert (warm.num_l1_tokens, warm.num_external_tokens) == (0, 80)
+    assert np.array_equal(warm.logits, cold.logits)
+    assert warm.token_ids == cold.token_ids
+    # The loaded bytes are the stored bytes.
+    found = {
+        bytes(engine.pool.tensor[block].view(torch.uint8).numpy().tobytes())
+        for block in engine.pool.match(_hashes(engine, tokens)).tolist()
+    }
+    assert len(found) == 5
+    assert found <= stored
+    engine.pool.free(np.flatnonzero(engine.pool._table.refs[:64]))
+    # And L1 has them again.
+    [hot] = engine.generate([tokens], KEEP)
+    assert hot.num_l1_tokens == 80
+
+
+def _hashes(engine: Engine, tokens: list[int]) -> list[bytes]:
+    request_id = engine.add_request(tokens, SamplingParams(max_tokens=1))
+    hashes = list(engine.request(request_id).hashes)
+    engine.abort(request_id)
+    engine.step()
+    return hashes
+
+
+def test_a_corrupted_block_changes_the_logits(make: Make) -> None:
+    """The comparisons above can fail."""
+    engine = make(tiers=True, exact=True, exact_rows=64)
+    [cold] = engine.generate([prompt(1, 90)], KEEP)
+    settled(engine)
+    assert isinstance(engine.connector, LocalConnector)
+    engine.connector.hierarchy.host.region.array[:, 1000:1200] ^= 0x11  # behind everybody's back
+    engine.pool.reset()
+    [warm] = engine.generate([prompt(1, 90)], KEEP)
+    assert warm.num_external_tokens == 80
+    assert not np.array_equal(warm.logits, cold.logits)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "offload"])
+def test_preemption_with_tiers_below_changes_no_text(make: Make, preemption: str) -> None:
+    prompts = [prompt(seed, 20 + 7 * seed) for seed in range(5)]
+    params = SamplingParams(max_tokens=40, ignore_eos=True, keep_logits=True)
+    exact: dict[str, Any] = {"exact": True, "exact_rows": 64}
+    cold = make(enable_prefix_caching=False, **exact).generate(prompts, params)
+    tight = make(tiers=True, num_blocks=9, preemption=preemption, **exact)
+    answers = tight.generate(prompts, params)
+    assert tight.stats["preempted"] > 0
+    assert tight.stats["external_tokens"] > 0
+    for found, expected in zip(answers, cold, strict=True):
+        assert np.array_equal(found.logits, expected.logits)
+
+
+def test_abort_at_every_step_leaks_nothing(make: Make) -> None:
+    engine = make(tiers=True, num_blocks=24)
+    engine.generate([prompt(1, 90)], GREEDY)
+    settled(engine)
+    met = set()
+    for num_steps in range(12):
+        engine.pool.reset()  # so that the request has to load
+        request_id = engine.add_request(prompt(1, 90), SamplingParams(max_tokens=50, ignore_eos=True))
+        engine.add_request(prompt(7, 30), SamplingParams(max_tokens=3, ignore_eos=True))
+        for _ in range(num_steps):
+            engine.step()
+        met.add(engine.request(request_id).state)
+        assert engine.abort(request_id)
+        while engine.has_unfinished:
+            engine.step()
+        assert engine.drain(5)
+        engine.pool.check()
+        assert engine.pool.num_free_blocks == 24
+    assert State.WAITING in met
+    assert State.RUNNING in met
+
+
+def test_everything_at_once(make: Make) -> None:
+    """Chunked prefill, sharing, preemption, loads, aborts, in one tight engine; every answer is the cold one."""
+    random = np.random.default_rng(0)
+    exact: dict[str, Any] = {"exact": True, "exact_rows": 64}
+    bare = make(enable_prefix_caching=False, **exact)
+    engine = make(tiers=True, num_blocks=9, max_num_batched_tokens=21, max_num_seqs=5, preemption="offload", **exact)
+    prompts: dict[str, list[int]] = {}
+    answers: dict[str, list[int]] = {}
+    for i in range(24):
+        tokens = [*prompt(int(random.integers(3)), int(random.integers(8, 90))), int(random.integers(3, VOCAB))]
+        params = SamplingParams(max_tokens=int(random.integers(1, 40)), ignore_eos=True)
+        prompts[engine.add_request(tokens, params, request_id=f"r{i}")] = tokens
+    aborted = set()
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.token_id is not None:
+                answers.setdefault(output.request_id, []).append(output.token_id)
+        if random.random() < 0.05 and (live := [name for name in prompts if engine.scheduler.knows(name)]):
+            name = str(random.choice(live))
+            if engine.abort(name):
+                aborted.add(name)
+    whole = [name for name in prompts if name not in aborted]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    cold = bare.generate([prompts[name] for name in whole], params)
+    assert engine.stats["preempted"] > 0
+    assert engine.stats["external_tokens"] > 0
+    for name, expected in zip(whole, cold, strict=True):
+        assert answers[name] == expected.token_ids[: len(answers[name])]
+        assert answers[name]
+
+
+def test_waiting_for_a_load_does_not_spin(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(tiers=True)
+    engine.generate([prompt(1, 90)], GREEDY)
+    settled(engine)
+    engine.pool.reset()
+    # The copy's report is late by 50 ms.
+    poll, start = engine.worker.poll, time.monotonic()
+    steps_before = engine.stats["steps"]
+    monkeypatch.setattr(engine.worker, "poll", lambda: poll() if time.monotonic() - start > 0.05 else WorkerReport())
+    monkeypatch.setattr(engine.worker, "wait", time.sleep)
+    [answer] = engine.generate([prompt(1, 90)], SamplingParams(max_tokens=1))
+    assert answer.num_external_tokens == 80
+    assert engine.stats["steps"] - steps_before < 12

@@ -1,0 +1,427 @@
+"""Scripted stories of the scheduler: who computes which tokens in each step, in which blocks. No model runs."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvtier.connector.plan import StepPlan, WorkerReport
+from kvtier.connector.scheduler import ConnectorUpdate, Request
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.offload import NoOffload
+from kvtier.engine.scheduler import Scheduler
+from kvtier.engine.sequence import FinishReason, Output, Sample, SamplingParams, State
+from kvtier.engine.sequence import Sequence as Live
+from kvtier.tiers.chain import TokenChain, root_hash
+from kvtier.tiers.device import BlockPool
+from kvtier.tiers.prefetch import PENDING, Pending
+from kvtier.tiers.shape import KVShape
+
+BLOCK = 4
+ROOT = root_hash(b"f" * 32)
+
+
+class ScriptedConnector(NoOffload):
+    """Finds what the test says, and ends copies when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, int | Pending] = {}  # request → tokens beyond L1
+        self.log: list[tuple[object, ...]] = []
+        self.news = ConnectorUpdate()
+
+    def lookup(self, request: Request, num_computed_tokens: int) -> int | Pending:
+        return self.found.get(request.request_id, 0)
+
+    def allocated(
+        self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, *, layerwise: bool = False
+    ) -> None:
+        if num_external_tokens:
+            self.log.append(("load", request_id, num_external_tokens))
+
+    def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
+        self.log.append(("store", request_id, first_block, len(block_ids)))
+
+    def update(self, report: WorkerReport) -> ConnectorUpdate:
+        news, self.news = self.news, ConnectorUpdate()
+        return news
+
+    def finished(self, request_id: str) -> None:
+        self.log.append(("finished", request_id))
+
+
+class Story:
+    """A scheduler over a pool of real bookkeeping; "computing" is believing."""
+
+    def __init__(self, num_blocks: int, connector: ScriptedConnector | None = None, **options: object) -> None:
+        settings = {"block_size": BLOCK, "max_num_batched_tokens": 8, "max_num_seqs": 4, **options}
+        self.config = EngineConfig(**settings)  # type: ignore[arg-type]
+        self.pool = BlockPool(KVShape(1, 1, 1, BLOCK, "float32"), num_blocks)
+        self.connector = connector
+        self.scheduler = Scheduler(self.config, self.pool, connector, frozenset({0}))
+        self.live: dict[str, Live] = {}
+        self.ended: dict[str, FinishReason] = {}
+        self.arrived = True
+
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 1, **params: object) -> Live:
+        chain = TokenChain(ROOT, BLOCK)
+        sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
+        self.live[name] = Live(name, list(prompt), sampling, chain, len(self.live))
+        self.scheduler.add(self.live[name])
+        return self.live[name]
+
+    def step(self, token: int = 7) -> list[tuple[str, int, int]]:
+        """One step; who computed which tokens. Every sampled token is `token`."""
+        batch = self.scheduler.schedule(WorkerReport())
+        done = [(chunk.sequence.request_id, chunk.start, chunk.end) for chunk in batch.chunks]
+        batch.arrived = self.arrived
+        assert batch.num_tokens <= self.config.token_budget
+        for chunk in batch.chunks:
+            assert len(chunk.sequence.block_table) * BLOCK >= chunk.end
+        outputs = self.scheduler.postprocess(batch, [Sample(token) for chunk in batch.chunks if chunk.samples])
+        self._note(outputs)
+        self.pool.check()
+        return done
+
+    def run(self, limit: int = 200) -> list[list[tuple[str, int, int]]]:
+        """Step until all is done."""
+        steps = []
+        while self.scheduler.has_unfinished:
+            steps.append(self.step())
+            assert len(steps) < limit, "the scheduler makes no progress"
+        return steps
+
+    def release(self, name: str, count: int | None = None) -> None:
+        """The copies of a request's stored blocks end."""
+        assert self.connector is not None
+        blocks = self.live[name].block_table[:count]
+        self.connector.news = ConnectorUpdate(released=tuple(blocks))
+
+    def idle(self) -> None:
+        """Nothing lives, every block is free, all laws hold."""
+        assert not self.scheduler.has_unfinished
+        assert not self.scheduler.has_copies
+        assert self.pool.num_free_blocks == self.pool.num_blocks
+        assert not self.scheduler._computing, "a hash is still claimed"
+        self.pool.check()
+
+    def _note(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if output.finish_reason is not None:
+                assert output.request_id not in self.ended
+                self.ended[output.request_id] = output.finish_reason
+
+
+@pytest.fixture
+def stories() -> Iterator[list[Story]]:
+    """Stories whose laws are checked at the end."""
+    told: list[Story] = []
+    yield told
+    for story in told:
+        story.idle()
+
+
+def tokens(first: int, count: int) -> list[int]:
+    return list(range(first, first + count))
+
+
+def test_long_prompts_are_cut_to_the_budget_and_answers_go_first(stories: list[Story]) -> None:
+    stories.append(story := Story(16))
+    story.add("a", tokens(1, 5), max_tokens=4)
+    story.add("b", tokens(100, 18), max_tokens=2)
+    assert story.step() == [("a", 0, 5), ("b", 0, 3)]  # 8 tokens a step: b gets what a leaves
+    assert story.step() == [("a", 5, 6), ("b", 3, 10)]
+    assert story.step() == [("a", 6, 7), ("b", 10, 17)]
+    assert story.step() == [("a", 7, 8), ("b", 17, 18)]  # a's last, b's first token
+    assert story.ended == {"a": FinishReason.LENGTH}
+    assert story.step() == [("b", 18, 19)]
+    assert story.ended["b"] == FinishReason.LENGTH
+
+
+def test_stop_tokens_end_an_answer(stories: list[Story]) -> None:
+    stories.append(story := Story(16))
+    story.add("eos", tokens(1, 3), max_tokens=9)
+    story.add("stop", tokens(50, 3), max_tokens=9, stop_token_ids=[0, 9], ignore_eos=True)
+    story.step(token=7)
+    story.step(token=9)  # a stop token of the second alone
+    assert story.ended == {"stop": FinishReason.STOP}
+    story.add("deaf", tokens(80, 3), max_tokens=2, ignore_eos=True)
+    story.step(token=0)  # the end-of-sequence token
+    assert story.ended == {"stop": FinishReason.STOP, "eos": FinishReason.STOP}
+    story.step(token=0)
+    assert story.ended["deaf"] == FinishReason.LENGTH
+
+
+def test_a_finished_request_leaves_its_blocks_to_the_next_turn(stories: list[Story]) -> None:
+    stories.append(story := Story(16))
+    first = story.add("a", tokens(1, 6), max_tokens=7)
+    story.run()
+    assert story.step() == []
+    # Turn two: prompt, answer (12 of 13 tokens have KV: three full blocks), and a question.
+    story.add("b", [*first.token_ids, 33, 34])
+    assert story.step() == [("b", 12, 15)]
+    assert story.live["b"].num_l1_tokens == 12
+
+
+def test_the_last_token_is_always_computed(stories: list[Story]) -> None:
+    stories.append(story := Story(16))
+    story.add("a", tokens(1, 8))
+    story.run()
+    story.add("b", tokens(1, 8))  # all of it is in L1
+    assert story.step() == [("b", 4, 8)]  # a whole block is computed, not loaded
+
+
+def test_generated_blocks_stay_private_when_asked(stories: list[Story]) -> None:
+    stories.append(story := Story(16, store_generated=False))
+    first = story.add("a", tokens(1, 6), max_tokens=7)
+    story.run()
+    story.add("b", [*first.token_ids, 33])
+    assert story.step() == [("b", 4, 12)]  # only the prompt's one full block is found
+    story.run()
+
+
+def test_a_shared_prefix_is_computed_once_within_a_batch(stories: list[Story]) -> None:
+    stories.append(story := Story(16))
+    story.add("a", [*tokens(1, 8), 50], max_tokens=3)
+    story.add("b", [*tokens(1, 8), 60], max_tokens=1)
+    story.add("c", tokens(200, 3), max_tokens=1)
+    # b's first block is being computed by a: b waits, and c, later, does not.
+    assert story.step() == [("a", 0, 8)]
+    assert story.step() == [("a", 8, 9), ("b", 8, 9), ("c", 0, 3)]
+    assert story.live["a"].block_table[:2] != []
+    assert story.live["b"].num_l1_tokens == 8
+    story.run()
+
+
+def test_sharers_use_the_same_blocks(stories: list[Story]) -> None:
+    stories.append(story := Story(6))  # 2 shared + 2 tails, and one to grow for each
+    story.add("a", [*tokens(1, 8), 50], max_tokens=4)
+    story.add("b", [*tokens(1, 8), 60], max_tokens=4)
+    story.step()
+    story.step()
+    a, b = story.live["a"].block_table, story.live["b"].block_table
+    assert a[:2] == b[:2]
+    assert a[2] != b[2]
+    story.run()
+
+
+def test_longest_cached_prefix_first_within_an_aging_bound(stories: list[Story]) -> None:
+    stories.append(story := Story(64, max_num_seqs=1, max_passed_over=2))
+    story.add("warm", tokens(1, 8))
+    story.run()
+    story.add("cold", tokens(500, 8))
+    for i in range(4):
+        story.add(f"hit{i}", [*tokens(1, 8), 90 + i])
+    # Two cached ones pass the cold one, then its age counts.
+    order = [chunk[0] for step in story.run() for chunk in step]
+    assert order == ["hit0", "hit1", "cold", "hit2", "hit3"]
+
+
+def test_pressure_preempts_the_latest_and_recomputes_it(stories: list[Story]) -> None:
+    stories.append(story := Story(5))
+    story.add("a", tokens(1, 7), max_tokens=9)
+    story.add("b", tokens(100, 4), max_tokens=8)
+    story.run()
+    assert story.scheduler.stats["preempted"] >= 1
+    assert story.live["a"].num_preempted == 0
+    assert story.live["b"].num_preempted >= 1
+    assert story.live["a"].num_generated == 9
+    assert story.live["b"].num_generated == 8
+
+
+def test_offload_stores_what_it_preempts_and_waits_for_the_copies() -> None:
+    connector = ScriptedConnector()
+    story = Story(5, connector, preemption="offload", store_generated=False)
+    story.add("a", tokens(1, 7), max_tokens=9)
+    story.add("b", tokens(100, 4), max_tokens=8)
+    story.step()
+    while not story.live["b"].num_preempted:
+        held = list(story.live["b"].block_table)
+        story.step()
+    # b's two full blocks are handed to the connector, the generated one too; they stay taken until the copies end.
+    stores = [entry for entry in connector.log if entry[:2] == ("store", "b")]
+    assert stores[0] == ("store", "b", 0, 1)
+    assert story.live["b"].state is State.WAITING
+    stalled = story.step()
+    assert not any(name == "b" for name, _, _ in stalled)
+    # The copies end: there is room again.
+    blocks = [*held, *story.live["a"].block_table]
+    connector.news = ConnectorUpdate(released=tuple(block for block in blocks if story.scheduler._held[block]))
+    while story.scheduler.has_unfinished:
+        story.step()
+        released = tuple(story.scheduler._held.elements())
+        connector.news = ConnectorUpdate(released=released)
+    story.step()
+    story.idle()
+
+
+def test_a_request_too_large_for_now_is_not_overtaken(stories: list[Story]) -> None:
+    stories.append(story := Story(6))
+    story.add("a", tokens(1, 8), max_tokens=9)
+    story.step()
+    story.add("large", tokens(100, 16))
+    story.add("small", tokens(200, 3))
+    steps = story.run()
+    order = [name for step in steps for name, _, _ in step]
+    assert order.index("large") < order.index("small")
+
+
+def test_lookups_under_way_hold_up_only_their_own_request() -> None:
+    connector = ScriptedConnector()
+    story = Story(16, connector)
+    connector.found["a"] = PENDING
+    story.add("a", tokens(1, 9))
+    story.add("b", tokens(100, 5))
+    assert story.step() == [("b", 0, 5)]
+    assert story.step() == []
+    # The answer: 8 tokens can be loaded. It waits for them, and computes the last one.
+    connector.found["a"] = 8
+    assert story.step() == []
+    assert story.live["a"].state is State.LOADING
+    assert ("load", "a", 8) in connector.log
+    assert story.step() == []
+    connector.news = ConnectorUpdate(loaded=("a",), released=tuple(story.scheduler._held.elements()))
+    assert story.step() == [("a", 8, 9)]
+    assert story.live["a"].num_external_tokens == 8
+    assert ("store", "a", 0, 2) not in connector.log  # what came from L2 is not stored again
+    # Loaded blocks are named in L1.
+    story.add("c", [*tokens(1, 8), 99])
+    assert story.step() == [("c", 8, 9)]
+    story.idle()
+
+
+def test_no_promise_covers_the_whole_prompt() -> None:
+    connector = ScriptedConnector()
+    story = Story(16, connector)
+    connector.found["a"] = 8  # a connector that promises too much
+    story.add("a", tokens(1, 8))
+    story.step()
+    assert ("load", "a", 4) in connector.log
+    connector.news = ConnectorUpdate(loaded=("a",))
+    assert story.step() == [("a", 4, 8)]
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    story.step()
+    story.idle()
+
+
+def test_failed_blocks_are_computed(stories: list[Story]) -> None:
+    connector = ScriptedConnector()
+    stories.append(story := Story(16, connector))
+    connector.found["a"] = 12
+    story.add("a", tokens(1, 14))
+    story.step()
+    connector.news = ConnectorUpdate(failed=(("a", 1),))  # the second block's copy failed
+    assert story.step() == [("a", 4, 12)]
+    assert story.step() == [("a", 12, 14)]
+    assert story.live["a"].num_external_tokens == 4
+    assert [entry for entry in connector.log if entry[0] == "store"] == [("store", "a", 1, 2)]
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    story.step()
+
+
+def test_full_blocks_are_stored_once_and_held_until_copied() -> None:
+    connector = ScriptedConnector()
+    story = Story(8, connector)
+    story.add("a", tokens(1, 7), max_tokens=3)
+    story.step()
+    assert connector.log == [("store", "a", 0, 1)]
+    story.step()  # the eighth token has KV now
+    assert connector.log[-1] == ("store", "a", 1, 1)
+    story.step()
+    assert story.ended == {"a": FinishReason.LENGTH}
+    # The request is gone, its copies are not: two blocks are still taken.
+    assert story.pool.num_free_blocks == 6
+    assert story.scheduler.has_copies
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    story.step()
+    story.idle()
+
+
+def test_a_layerwise_load_computes_at_once_and_stores_a_step_later(stories: list[Story]) -> None:
+    connector = ScriptedConnector()
+    stories.append(story := Story(16, connector, loading="layerwise"))
+    connector.found["a"] = 4
+    story.add("a", tokens(1, 9), max_tokens=2)
+    assert story.step() == [("a", 4, 9)]
+    assert ("store", "a", 1, 1) not in connector.log
+    story.step()
+    assert ("store", "a", 1, 1) in connector.log
+    connector.news = ConnectorUpdate(loaded=("a",), released=tuple(story.scheduler._held.elements()))
+    story.step()
+
+
+def test_a_layerwise_load_that_is_late_leaves_no_trace(stories: list[Story]) -> None:
+    connector = ScriptedConnector()
+    stories.append(story := Story(16, connector, loading="layerwise"))
+    connector.found["a"] = 4
+    story.add("a", tokens(1, 9))
+    story.arrived = False
+    assert story.step() == [("a", 4, 9)]  # computed on rubbish
+    assert story.ended == {}
+    assert story.live["a"].state is State.LOADING
+    story.arrived = True
+    assert story.step() == []  # its blocks may still be written
+    connector.news = ConnectorUpdate(failed=(("a", 0),))
+    assert story.step() == [("a", 0, 8)]
+    assert story.step() == [("a", 8, 9)]
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    story.step()
+
+
+def test_abort_in_every_state() -> None:
+    connector = ScriptedConnector()
+    story = Story(8, connector)
+    connector.found["loading"] = 4
+    story.add("loading", tokens(1, 6))
+    story.add("running", tokens(100, 6), max_tokens=50)
+    story.step()
+    story.step()
+    story.add("waiting", tokens(300, 6))
+    states = {name: story.live[name].state for name in story.live}
+    assert states == {"loading": State.LOADING, "running": State.RUNNING, "waiting": State.WAITING}
+    for name in states:
+        assert story.scheduler.abort(name)
+        assert not story.scheduler.abort(name)
+        assert ("finished", name) in connector.log
+    assert not story.scheduler.abort("nobody")
+    # The aborted load still writes: its blocks stay, and its name cannot be used, until the report.
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    story.step()
+    assert set(story.ended.values()) == {FinishReason.ABORT}
+    assert story.scheduler.knows("loading")
+    assert story.pool.num_free_blocks == 6
+    connector.news = ConnectorUpdate(loaded=("loading",))
+    story.step()
+    assert not story.scheduler.knows("loading")
+    story.idle()
+
+
+def test_an_aborted_owner_hands_its_prefix_on(stories: list[Story]) -> None:
+    stories.append(story := Story(16))
+    story.add("a", tokens(1, 20))
+    story.add("b", tokens(1, 20))
+    assert story.step() == [("a", 0, 8)]
+    story.scheduler.abort("a")
+    assert story.step() == [("b", 8, 16)]  # what a computed counts
+    story.run()
+
+
+def test_a_step_that_raised_counts_for_nothing(stories: list[Story]) -> None:
+    stories.append(story := Story(16))
+    story.add("a", tokens(1, 12), max_tokens=2)
+    batch = story.scheduler.schedule(WorkerReport())
+    assert isinstance(batch.plan, StepPlan)
+    story.scheduler.give_up(batch)
+    assert story.live["a"].state is State.WAITING
+    assert story.pool.num_free_blocks == 16
+    assert story.pool.lookup(story.live["a"].chain.hashes) == 0  # nothing of it is findable
+    assert story.step() == [("a", 0, 8)]
+    story.run()
+
+
+def test_hundreds_of_requests_through_a_tiny_pool(stories: list[Story]) -> None:
+    stories.append(story := Story(8, max_passed_over=3))
+    for i in range(300):
+        story.add(str(i), [*tokens(1 + i % 3 * 50, 4 + i % 7), i], max_tokens=1 + i % 9)
+    story.run(limit=5000)
+    assert set(story.ended) == set(story.live)
+    assert all(live.num_generated == live.params.max_tokens for live in story.live.values())

@@ -1,0 +1,51 @@
+"""Gather and scatter kernels on a real device against the numpy reference on the host."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.tiers.kernels import Canonical, Geometry, LayoutKernels, gather_reference, scatter_reference
+from kvtier.tiers.shape import KVLayout, KVShape
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SHAPE = KVShape(num_layers=3, num_kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")
+NUM_BLOCKS, NUM_SLOTS = 40, 50
+
+
+def layout_of(layers: list[torch.Tensor], dims: str) -> KVLayout:
+    strides = dict(zip(dims, (stride * 2 for stride in layers[0].stride()), strict=False))
+    bases = [layer.data_ptr() for layer in layers]
+    return KVLayout(bases, strides["b"], strides["k"], strides["t"], strides["h"])
+
+
+@pytest.fixture(params=["bkth", "kbth", "bhtk", "kbht"])
+def dims(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("layers", [None, (1, 3)])
+def test_kernels_equal_the_reference(dims: str, layers: tuple[int, int] | None) -> None:
+    pytest.importorskip("cupy")
+    sizes = {"b": NUM_BLOCKS, "k": 2, "t": 16, "h": 4}
+    torch.manual_seed(7)
+    host = [torch.randn(*(sizes[dim] for dim in dims), 64).to(torch.bfloat16) for _ in range(3)]
+    device = [layer.cuda() for layer in host]
+    rng = np.random.default_rng(3)
+    blocks, slots = rng.permutation(NUM_BLOCKS)[:17], rng.permutation(NUM_SLOTS)[:17]
+    on_device = torch.from_numpy(np.stack((blocks, slots)).astype(np.int64)).cuda()
+    kernels = LayoutKernels(Geometry.of(layout_of(device, dims), SHAPE))
+    canonical = torch.zeros(NUM_SLOTS, SHAPE.block_bytes, dtype=torch.uint8, device="cuda")
+    target = Canonical(canonical.data_ptr(), SHAPE.block_bytes, layers)
+    stream = torch.cuda.current_stream().cuda_stream
+    # gather: the slots hold what the reference reads on the host
+    kernels.gather(on_device[0].data_ptr(), on_device[1].data_ptr(), 17, target, stream)
+    expected = np.zeros((17, SHAPE.block_bytes), np.uint8)
+    gather_reference(layout_of(host, dims), SHAPE, blocks, expected, layers)
+    assert np.array_equal(canonical.cpu().numpy()[slots], expected)
+    # scatter other bytes: every layer equals the reference's
+    canonical.random_(0, 256)
+    kernels.scatter(on_device[0].data_ptr(), on_device[1].data_ptr(), 17, target, stream)
+    scatter_reference(layout_of(host, dims), SHAPE, blocks, canonical.cpu().numpy()[slots], layers)
+    for mine, wanted in zip(device, host, strict=True):
+        assert torch.equal(mine.cpu().view(torch.uint8), wanted.view(torch.uint8))

@@ -1,0 +1,304 @@
+"""The CUDA stream's logic on a CPU: fences, errors, closing and pieces, with the device's streams and events faked.
+
+What a real device does with the same calls is in tests/gpu/test_cuda_transfer.py.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.tiers import cuda_transfer
+from kvtier.tiers.cuda_transfer import CudaCopyStream, CudaEvent
+from kvtier.tiers.host import HostRegion
+from kvtier.tiers.transfer import BlockCopies, HostEvent
+
+NUM_BLOCKS, NUM_LAYERS, LAYER_BYTES, NUM_SLOTS = 12, 3, 4096, 16
+BLOCK_BYTES = NUM_LAYERS * LAYER_BYTES
+
+
+class FakeEvent(torch.cuda.Event):
+    """A device event that passes when the test's device says so."""
+
+    def __new__(cls, device: "FakeDevice") -> "FakeEvent":
+        return object.__new__(cls)
+
+    def __init__(self, device: "FakeDevice") -> None:
+        self.fake = device
+        self.recorded_on: object = None
+
+    def record(self, stream: object = None) -> None:
+        self.recorded_on = stream
+        self.fake.log.append(("record", stream))
+
+    def query(self) -> bool:
+        if self.fake.error:
+            raise RuntimeError(self.fake.error)
+        return not self.fake.busy
+
+
+class FakeStream:
+    def __init__(self, device: "FakeDevice", name: str) -> None:
+        self.device, self.name, self.cuda_stream = device, name, 0
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.device.log.append(("wait", self, event.recorded_on))
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class FakeDevice:
+    """Copies are made at once; their events pass while not `busy`; `error` is what the driver then answers."""
+
+    def __init__(self) -> None:
+        self.busy = False
+        self.error = ""
+        self.log: list[tuple[object, ...]] = []
+        self.compute = FakeStream(self, "compute")
+        self.named = iter(("loads", "stores"))
+
+
+class PinRuntime:
+    def hostRegister(self, ptr: int, size: int, flags: int) -> None:
+        pass
+
+    def hostUnregister(self, ptr: int) -> None:
+        pass
+
+
+class Launches:
+    """Stands for LayoutKernels: notes which kernel was launched, for how many blocks."""
+
+    def __init__(self, geometry: object, cupy: object) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def gather(self, blocks: int, slots: int, count: int, canonical: object, stream: int) -> None:
+        self.calls.append(("gather", count))
+
+    def scatter(self, blocks: int, slots: int, count: int, canonical: object, stream: int) -> None:
+        self.calls.append(("scatter", count))
+
+
+def no_cupy(geometry: object, cupy: object) -> None:
+    raise ImportError("No module named 'cupy'")
+
+
+def pairs(blocks: list[int], slots: list[int], layers: tuple[int, int] | None = None) -> BlockCopies:
+    return BlockCopies(np.array(blocks, np.int64), np.array(slots, np.int64), layers)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    device = FakeDevice()
+    monkeypatch.setattr(cuda_transfer, "_stream", lambda _: FakeStream(device, next(device.named)))
+    monkeypatch.setattr(cuda_transfer, "_device_event", lambda: FakeEvent(device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: device.compute)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(cuda_transfer, "LayoutKernels", no_cupy)
+    return device
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    region = HostRegion.allocate(NUM_SLOTS, BLOCK_BYTES)
+    region.pin(PinRuntime())
+    yield region
+    region.close()
+
+
+@pytest.fixture
+def l1() -> torch.Tensor:
+    return torch.arange(NUM_BLOCKS * BLOCK_BYTES).reshape(NUM_BLOCKS, NUM_LAYERS, 2, -1).to(torch.uint8)
+
+
+def test_copies_arrive_and_pieces_are_merged(
+    device: FakeDevice, region: HostRegion, l1: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = CudaCopyStream(l1, region)
+    before = l1.clone()
+    copied: list[int] = []
+    real = torch.Tensor.copy_
+
+    def counted(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        assert non_blocking
+        copied.append(len(target))
+        return real(target, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+    event = stream.store(pairs([4, 9, 5, 6, 0], [8, 2, 9, 10, 1]))
+    assert copied == [1, 1, 3]  # slots 8, 9 and 10 are blocks 4, 5 and 6: one copy
+    assert event.wait(0)
+    assert event.error is None
+    for block, slot in ((4, 8), (9, 2), (5, 9), (6, 10), (0, 1)):
+        assert np.array_equal(region.array[slot], before[block].reshape(-1).numpy())
+    # loads of a layer range: never merged, and only those layers
+    copied.clear()
+    stream.load(pairs([1, 2], [8, 9], (1, 2)))
+    assert copied == [1, 1]
+    assert torch.equal(l1[1, 1], before[4, 1])
+    assert torch.equal(l1[1, [0, 2]], before[1, [0, 2]])
+    stream.close(1)
+
+
+def test_without_an_event_a_copy_follows_the_callers_compute(
+    device: FakeDevice, region: HostRegion, l1: torch.Tensor
+) -> None:
+    stream = CudaCopyStream(l1, region)
+    stream.store(pairs([0], [0]))
+    # compute so far is marked, the store stream waits for the mark, and only then marks its own end
+    assert repr(device.log) == "[('record', compute), ('wait', stores, compute), ('record', stores)]"
+    device.log.clear()
+    event = stream.load(pairs([0], [0]))
+    assert repr(device.log) == "[('record', compute), ('wait', loads, compute), ('record', loads)]"
+    # compute waits for the load by itself; the calling thread does not
+    device.busy = True
+    assert stream.fence(event, 0)
+    assert repr(device.log[-1]) == "('wait', compute, loads)"
+    device.busy = False
+    stream.close(1)
+
+
+def test_a_copy_waits_for_the_event_given(device: FakeDevice, region: HostRegion, l1: torch.Tensor) -> None:
+    stream = CudaCopyStream(l1, region)
+    layer_done = FakeEvent(device)
+    layer_done.record(device.compute)
+    device.log.clear()
+    stored = stream.store(pairs([0], [0]), after=layer_done)
+    stream.load(pairs([1], [0]), after=stored)
+    assert [entry for entry in device.log if entry[0] == "wait"] == [
+        ("wait", stream._streams["store"], device.compute),
+        ("wait", stream._streams["load"], stream._streams["store"]),
+    ]
+    with pytest.raises(TypeError, match=r"torch\.cuda\.Event"):
+        stream.load(pairs([1], [0]), after=HostEvent())
+    stream.close(1)
+
+
+def test_an_event_is_pending_until_the_device_passes_it(
+    device: FakeDevice, region: HostRegion, l1: torch.Tensor
+) -> None:
+    stream = CudaCopyStream(l1, region)
+    device.busy = True
+    event = stream.store(pairs([0], [0]))
+    assert not event.done()
+    assert not event.wait(0.001)
+    assert not stream.drain(0.001)
+    device.busy = False
+    assert event.wait(1)
+    assert stream.drain(0)
+    stream.close(1)
+
+
+def test_a_driver_error_becomes_the_events_error(device: FakeDevice, region: HostRegion, l1: torch.Tensor) -> None:
+    stream = CudaCopyStream(l1, region)
+    event = stream.load(pairs([0], [0]))
+    device.error = "CUDA error: an illegal memory access was encountered"
+    assert event.wait(1)
+    assert event.error == device.error
+    # whatever was to follow it fails as well
+    after = stream.store(pairs([0], [1]), after=event)
+    assert after.done()
+    assert after.error == f"what it waited for failed: {device.error}"
+    device.error = ""
+    stream.close(1)
+
+
+def test_a_copy_the_driver_refuses_fails_and_the_next_goes_on(
+    device: FakeDevice, region: HostRegion, l1: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    stream = CudaCopyStream(l1, region)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", refuse)
+        failed = stream.store(pairs([0], [0]))
+    assert failed.done()
+    assert failed.error == "CUDA error: out of memory"
+    assert stream.store(pairs([0], [0])).error is None
+    stream.close(1)
+
+
+@pytest.mark.parametrize(
+    "copies", [pairs([NUM_BLOCKS], [0]), pairs([0], [NUM_SLOTS]), pairs([-1], [0]), pairs([0], [0], (0, 4))]
+)
+def test_copies_outside_a_tier_fail_in_their_event(
+    device: FakeDevice, region: HostRegion, l1: torch.Tensor, copies: BlockCopies
+) -> None:
+    stream = CudaCopyStream(l1, region)
+    event = stream.store(copies)
+    assert event.done()
+    assert event.error is not None
+    assert not region.array.any()
+    stream.close(1)
+
+
+def test_the_queue_is_bounded_by_what_the_device_has_not_done(
+    device: FakeDevice, region: HostRegion, l1: torch.Tensor
+) -> None:
+    stream = CudaCopyStream(l1, region, max_queued=2)
+    device.busy = True
+    events = [stream.store(pairs([n], [n])) for n in range(3)]
+    assert [event.error for event in events] == [None, None, "the copy queue is full"]
+    assert stream.load(pairs([0], [0])).error is None  # the other direction has its own
+    device.busy = False
+    assert stream.store(pairs([0], [0])).error is None
+    stream.close(1)
+
+
+def test_close_leaves_to_the_device_what_it_was_given(
+    device: FakeDevice, region: HostRegion, l1: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = CudaCopyStream(l1, region)
+    device.busy = True
+    event = stream.store(pairs([0], [0]))
+    stream.close(0.001)
+    assert "in flight" in caplog.text
+    assert not event.done()  # the DMA runs on: nobody may take its slot yet
+    late = stream.load(pairs([0], [0]))
+    assert late.error == "the stream is closed"
+    device.busy = False
+    assert event.done()
+    assert event.error is None
+    stream.close(0)
+
+
+def test_a_pageable_region_is_copied_by_a_thread(device: FakeDevice, l1: torch.Tensor) -> None:
+    region = HostRegion.allocate(NUM_SLOTS, BLOCK_BYTES)  # not pinned
+    stream = CudaCopyStream(l1, region)
+    events = [stream.store(pairs([n], [n])) for n in range(4)]
+    loaded = stream.load(pairs([11], [3]), after=events[-1])
+    assert loaded.wait(10)
+    assert loaded.error is None
+    assert torch.equal(l1[11], l1[3])
+    stream.close(10)
+    region.close()
+
+
+def test_small_pieces_go_by_kernel_and_large_ones_by_copy(
+    device: FakeDevice, region: HostRegion, l1: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_transfer, "LayoutKernels", Launches)
+    monkeypatch.setattr(cuda_transfer, "KERNEL_BELOW", 2 * BLOCK_BYTES)
+    stream = CudaCopyStream(l1, region)
+    launches: Any = stream._kernels
+    stream.store(pairs([0, 2, 5], [9, 4, 1]))
+    stream.load(pairs([0, 2], [9, 4], (0, 1)))
+    assert launches.calls == [("gather", 3), ("scatter", 2)]
+    stream.store(pairs([0, 1], [4, 5]))  # merged: large enough for the copy engine
+    assert len(launches.calls) == 2
+    assert np.array_equal(region.array[4:6], l1[:2].reshape(2, -1).numpy())
+    assert stream.load(pairs([], [])).done()
+    stream.close(1)
+
+
+def test_an_event_nobody_issued_is_pending() -> None:
+    event = CudaEvent()
+    assert not event.done()
+    assert not event.wait(0.001)

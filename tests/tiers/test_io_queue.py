@@ -1,0 +1,246 @@
+"""Stories of an I/O queue: order, bounds, deadlines while waiting and while running, jobs that raise, closing."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from threading import Event, Thread
+
+import pytest
+from doubles import FakeClock, wait_until
+
+from kvtier.tiers.io_queue import IoQueue
+from kvtier.tiers.tier import Outcome
+
+
+class ScriptedJob:
+    """Does what the test says, and writes down what it was told."""
+
+    def __init__(
+        self, log: list[str], name: str, deadline: float = math.inf, work: Callable[[], object] = lambda: None
+    ) -> None:
+        self.deadline = deadline
+        self.name = name
+        self.started = Event()
+        self._log = log
+        self._work = work
+
+    def run(self) -> None:
+        self.started.set()
+        self._work()
+        self._log.append(f"{self.name} ran")
+
+    def drop(self, outcome: Outcome) -> None:
+        self._log.append(f"{self.name} {outcome}")
+
+    def overdue(self) -> None:
+        self._log.append(f"{self.name} overdue")
+
+
+class Story:
+    """A queue, its clock, a gate that jobs may wait at, and the log of what jobs were told."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.gate = Event()
+        self.log: list[str] = []
+        self.queues: list[IoQueue] = []
+
+    def queue(self, num_threads: int = 1, max_queued: int = 100) -> IoQueue:
+        self.queues.append(IoQueue("test", num_threads, max_queued, self.clock))
+        return self.queues[-1]
+
+    def job(self, name: str, within: float = math.inf, work: Callable[[], object] = lambda: None) -> ScriptedJob:
+        return ScriptedJob(self.log, name, self.clock() + within, work)
+
+    def gated(self, name: str, within: float = math.inf) -> ScriptedJob:
+        return self.job(name, within, lambda: self.gate.wait(30))
+
+    def block(self, queue: IoQueue, within: float = math.inf) -> ScriptedJob:
+        """A job that runs and hangs until the gate opens."""
+        job = self.gated("hung", within)
+        assert queue.submit(job)
+        assert job.started.wait(10)
+        return job
+
+
+@pytest.fixture
+def story() -> Iterator[Story]:
+    story = Story()
+    yield story
+    story.gate.set()
+    for queue in story.queues:
+        assert queue.close(10)
+
+
+def test_urgent_jobs_go_first_each_kind_in_order(story: Story) -> None:
+    queue = story.queue()
+    story.block(queue)
+    for name in ("write 1", "write 2"):
+        assert queue.submit(story.job(name))
+    for name in ("read 1", "read 2"):
+        assert queue.submit(story.job(name), urgent=True)
+    story.gate.set()
+    assert queue.drain(10)
+    assert queue.idle
+    assert story.log == ["hung ran", "read 1 ran", "read 2 ran", "write 1 ran", "write 2 ran"]
+
+
+def test_a_full_queue_refuses_and_does_not_touch_the_job(story: Story) -> None:
+    queue = story.queue(max_queued=2)
+    story.block(queue)
+    assert queue.submit(story.job("a"))
+    assert queue.submit(story.job("b"), urgent=True)
+    assert not queue.submit(story.job("c"))  # what waits is bounded, of both kinds together
+    assert not queue.submit(story.job("d"), urgent=True)
+    story.gate.set()
+    assert queue.drain(10)
+    assert story.log == ["hung ran", "b ran", "a ran"]
+    assert queue.submit(story.job("e"))  # there is room again
+
+
+def test_a_deadline_passes_while_a_job_waits(story: Story) -> None:
+    queue = story.queue()
+    story.block(queue)
+    for name, within in (("early", 1.0), ("late", 3.0), ("early too", 1.0)):
+        queue.submit(story.job(name, within))
+    queue.submit(story.job("urgent early", 1.0), urgent=True)
+    story.clock.advance(0.5)
+    queue.expire()
+    assert not story.log  # nothing is due
+    story.clock.advance(1)
+    queue.expire()
+    assert story.log == ["urgent early timeout", "early timeout", "early too timeout"]
+    story.gate.set()
+    assert queue.drain(10)
+    assert story.log[3:] == ["hung ran", "late ran"]
+
+
+def test_a_deadline_that_passed_unnoticed_is_seen_before_the_job_runs(story: Story) -> None:
+    queue = story.queue()
+    story.block(queue)
+    queue.submit(story.job("stale", 1.0))
+    story.clock.advance(2)  # nobody calls `expire`
+    story.gate.set()
+    assert queue.drain(10)
+    assert story.log == ["hung ran", "stale timeout"]
+
+
+def test_a_job_that_runs_past_its_deadline_is_told_once_and_still_ends_in_run(story: Story) -> None:
+    queue = story.queue()
+    story.block(queue, within=1.0)
+    story.clock.advance(1)
+    queue.expire()
+    queue.expire()
+    assert story.log == ["hung overdue"]
+    assert not queue.idle  # its thread is not back yet
+    story.gate.set()
+    assert queue.drain(10)
+    assert story.log == ["hung overdue", "hung ran"]
+
+
+def test_a_job_may_set_its_deadline_when_it_starts(story: Story) -> None:
+    queue = story.queue()
+    story.block(queue)
+    slow = story.gated("slow", 1.0)
+    release = Event()
+
+    def start_the_clock() -> None:
+        slow.deadline = story.clock() + 1.0
+        slow.started.set()
+        release.wait(30)
+
+    slow._work = start_the_clock
+    slow.started.clear()
+    queue.submit(slow)
+    story.clock.advance(0.9)  # waited nearly all its patience …
+    story.gate.set()
+    assert slow.started.wait(10)
+    wait_until(lambda: slow.deadline > story.clock())
+    story.clock.advance(0.9)
+    queue.expire()  # … and has as much again for the work itself
+    release.set()
+    assert queue.drain(10)
+    assert story.log == ["hung ran", "slow ran"]
+
+
+def test_a_job_that_raises_is_dropped_as_an_io_error_and_costs_no_thread(
+    story: Story, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = story.queue()
+
+    def explode() -> None:
+        raise ValueError("a bug")
+
+    with caplog.at_level(logging.ERROR):
+        queue.submit(story.job("bad", work=explode))
+        queue.submit(story.job("good"))
+        assert queue.drain(10)
+    assert story.log == ["bad io_error", "good ran"]
+    assert "a bug" in caplog.text  # counted, and not silent
+
+
+def test_a_hung_job_leaves_the_other_thread_to_the_others(story: Story) -> None:
+    queue = story.queue(num_threads=2)
+    story.block(queue)
+    queue.submit(story.job("a"))
+    wait_until(lambda: story.log == ["a ran"])
+    assert not queue.drain(0.05)  # the hung one still runs: not drained, and said so
+    story.gate.set()
+    assert queue.drain(10)
+
+
+def test_a_drainer_never_swallows_the_wake_up_of_a_worker(story: Story) -> None:
+    """A `notify` meant for an idle worker must not wake somebody who waits for the queue to become idle."""
+    queue = story.queue(num_threads=2)
+    story.block(queue)
+    drainers = [Thread(target=queue.drain, args=(30,)) for _ in range(8)]
+    for drainer in drainers:
+        drainer.start()
+    for i in range(200):  # one thread hangs, the other must see every single job
+        job = story.job(f"job {i}")
+        queue.submit(job)
+        assert job.started.wait(10)
+    story.gate.set()
+    for drainer in drainers:
+        drainer.join(10)
+        assert not drainer.is_alive()
+
+
+def test_close_drops_what_waits_and_refuses_what_comes(story: Story) -> None:
+    queue = story.queue()
+    story.block(queue)
+    queue.submit(story.job("read"), urgent=True)
+    queue.submit(story.job("write"))
+    closer = Thread(target=queue.close, args=(30,))
+    closer.start()
+    wait_until(lambda: len(story.log) == 2)
+    assert story.log == ["read closed", "write closed"]
+    assert not queue.submit(story.job("too late"))
+    story.gate.set()  # the running one ends, as `run` always may
+    closer.join(10)
+    assert not closer.is_alive()
+    assert story.log == ["read closed", "write closed", "hung ran"]
+    assert queue.close(1)  # again: nothing happens
+    assert queue.idle
+
+
+def test_close_does_not_wait_for_a_hung_job_for_ever(story: Story) -> None:
+    queue = story.queue()
+    story.block(queue)
+    assert not queue.close(0.05)
+    story.gate.set()
+    assert queue.close(10)
+    assert story.log == ["hung ran"]
+
+
+def test_expire_on_a_long_queue_drops_every_job_once(story: Story) -> None:
+    queue = story.queue(max_queued=4096)
+    story.block(queue)
+    for i in range(4000):
+        assert queue.submit(story.job(str(i), within=1.0 if i % 2 else 100.0), urgent=i % 3 == 0)
+    story.clock.advance(1)
+    queue.expire()
+    assert sorted(story.log) == sorted(f"{i} timeout" for i in range(1, 4000, 2))
+    story.gate.set()
+    assert queue.drain(10)
+    assert len(story.log) == 4001

@@ -1,0 +1,229 @@
+"""Layout kernels: the numpy reference, the CUDA source run on a CPU as C++, and its compilation for real devices.
+
+g++ compiles the very source CuPy would, with a prelude that turns CUDA's built-ins into loops: the kernel's index
+arithmetic and the launch arguments are checked for real, without a device.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvtier.tiers.kernels import (
+    SOURCE,
+    UNIT_TYPES,
+    Canonical,
+    Geometry,
+    LayoutKernels,
+    gather_reference,
+    scatter_reference,
+)
+from kvtier.tiers.shape import KVLayout, KVShape
+
+SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=12, block_size=4, dtype="bfloat16")
+NUM_BLOCKS = 6
+HEAD_BYTES = 24
+
+PRELUDE = r"""
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct dim3 { unsigned x, y; };
+static dim3 gridDim, blockDim, blockIdx, threadIdx;
+#define __global__ static
+"""
+MAIN = r"""
+extern "C" void run_NAME(unsigned columns, unsigned rows, unsigned threads, void** a)
+{
+    gridDim = {columns, rows}; blockDim = {threads, 1};
+    for (blockIdx.x = 0; blockIdx.x < columns; blockIdx.x++)
+    for (blockIdx.y = 0; blockIdx.y < rows; blockIdx.y++)
+    for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++)
+        NAME(*(unsigned long long**)a[0], *(long long**)a[1], *(long long**)a[2], *(unsigned char**)a[3],
+             *(long long*)a[4], *(long long*)a[5], *(long long*)a[6], *(long long*)a[7], *(long long*)a[8],
+             *(unsigned*)a[9], *(unsigned*)a[10], *(unsigned*)a[11], *(unsigned*)a[12], *(unsigned*)a[13],
+             *(unsigned*)a[14], *(unsigned*)a[15]);
+}
+"""
+
+
+class FakeCupy:
+    """The four names of CuPy that `LayoutKernels` uses, with kernels compiled for and run on this CPU."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.streams: list[int] = []
+        self.options: list[tuple[str, ...]] = []
+        self.cuda = SimpleNamespace(Stream=SimpleNamespace(from_external=self._stream))
+
+    def _stream(self, stream: Any) -> nullcontext[None]:
+        version, pointer = stream.__cuda_stream__()
+        assert version == 0
+        self.streams.append(pointer)
+        return nullcontext()
+
+    @staticmethod
+    def asarray(array: NDArray[np.uint64]) -> Any:
+        return SimpleNamespace(data=SimpleNamespace(ptr=array.ctypes.data), array=array)
+
+    def RawKernel(self, source: str, name: str, options: tuple[str, ...]) -> Callable[..., None]:
+        self.options.append(options)
+        library = self.folder / f"{name}{len(self.options)}.so"
+        code = PRELUDE + source.replace('extern "C" __global__', "__global__") + MAIN.replace("NAME", name)
+        compiler = ["g++", "-O1", "-fwrapv", "-fno-strict-aliasing", "-shared", "-fPIC", "-x", "c++", "-"]
+        subprocess.run([*compiler, *options, "-o", str(library)], input=code, text=True, check=True)
+        run = getattr(ctypes.CDLL(str(library)), f"run_{name}")
+
+        def launch(grid: tuple[int, int], block: tuple[int], arguments: Sequence[np.generic]) -> None:
+            values = [np.array(argument) for argument in arguments]  # passed by their own size, as CuPy does
+            pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+            run(grid[0], grid[1], block[0], pointers)
+
+        return launch
+
+
+@pytest.fixture
+def cupy(tmp_path: Path) -> FakeCupy:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to run the kernel's source on this CPU")
+    return FakeCupy(tmp_path)
+
+
+class Memory:
+    """Per-layer tensors of an engine, `dims` naming their order: b(lock), k(v), t(oken), h(ead)."""
+
+    def __init__(self, dims: str, padding: int = 0) -> None:
+        sizes = {"b": NUM_BLOCKS, "k": 2, "t": SHAPE.block_size, "h": SHAPE.num_kv_heads}
+        shape = [*(sizes[dim] for dim in dims), HEAD_BYTES + padding]
+        rng = np.random.default_rng(3)
+        self.layers = [rng.integers(0, 256, shape, np.uint8) for _ in range(SHAPE.num_layers)]
+        strides = dict(zip(dims, self.layers[0].strides, strict=False))
+        self.dims, self.padding = dims, padding
+        addresses = tuple(layer.ctypes.data for layer in self.layers)
+        self.layout = KVLayout(addresses, strides["b"], strides["k"], strides["t"], strides["h"])
+
+    def block(self, index: int) -> NDArray[np.uint8]:
+        """The canonical bytes of one block, by plain transposition."""
+        order = [self.dims.index(dim) for dim in "bkth"]
+        parts = [layer.transpose(*order, 4)[index, ..., :HEAD_BYTES].reshape(-1) for layer in self.layers]
+        return np.concatenate(parts)
+
+
+# vLLM with flash attention, with K and V outermost, on a CPU (K and V side by side in a head), our own, and padded
+LAYOUTS = [("bkth", 0), ("kbth", 0), ("bhtk", 0), ("kbht", 0), ("bthk", 0), ("bkth", 8), ("bkth", 1)]
+
+
+@pytest.fixture(params=LAYOUTS, ids=lambda param: f"{param[0]}+{param[1]}")
+def engine(request: pytest.FixtureRequest) -> Memory:
+    return Memory(*request.param)
+
+
+def test_the_reference_gathers_canonical_blocks(engine: Memory) -> None:
+    slots = np.zeros((3, SHAPE.block_bytes), np.uint8)
+    gather_reference(engine.layout, SHAPE, [5, 0, 2], slots)
+    for row, block in enumerate((5, 0, 2)):
+        assert np.array_equal(slots[row], engine.block(block))
+
+
+def test_the_reference_scatters_what_it_gathered(engine: Memory) -> None:
+    blocks = [engine.block(index) for index in range(NUM_BLOCKS)]
+    slots = np.stack([blocks[4], blocks[1]])
+    scatter_reference(engine.layout, SHAPE, [0, 3], slots)
+    expected = [4, 1, 2, 1, 4, 5]  # 0 became 4, 3 became 1
+    for index, source in enumerate(expected):
+        assert np.array_equal(engine.block(index), blocks[source])
+
+
+def test_gather_equals_the_reference(engine: Memory, cupy: FakeCupy) -> None:
+    blocks, slots = np.array([5, 0, 2], np.int64), np.array([1, 3, 0], np.int64)
+    stride = SHAPE.block_bytes + 64
+    canonical = np.zeros((5, stride), np.uint8)
+    kernels = LayoutKernels(Geometry.of(engine.layout, SHAPE), cupy)
+    kernels.gather(blocks.ctypes.data, slots.ctypes.data, 3, Canonical(canonical.ctypes.data, stride), 77)
+    expected = np.zeros_like(canonical)
+    rows = np.zeros((3, SHAPE.block_bytes), np.uint8)
+    gather_reference(engine.layout, SHAPE, blocks, rows)
+    expected[slots, : SHAPE.block_bytes] = rows
+    assert np.array_equal(canonical, expected)  # padding and other slots untouched
+    assert cupy.streams == [77]
+
+
+@pytest.mark.parametrize("layers", [None, (1, 3), (0, 1)])
+def test_scatter_equals_the_reference(engine: Memory, cupy: FakeCupy, layers: tuple[int, int] | None) -> None:
+    blocks, slots = np.array([4, 1], np.int64), np.array([0, 2], np.int64)
+    canonical = np.random.default_rng(9).integers(0, 256, (3, SHAPE.block_bytes), np.uint8)
+    before = [layer.copy() for layer in engine.layers]
+    scatter_reference(engine.layout, SHAPE, blocks, canonical[slots], layers)
+    expected = [layer.copy() for layer in engine.layers]
+    for layer, original in zip(engine.layers, before, strict=True):
+        layer[:] = original
+    kernels = LayoutKernels(Geometry.of(engine.layout, SHAPE), cupy)
+    target = Canonical(canonical.ctypes.data, SHAPE.block_bytes, layers)
+    kernels.scatter(blocks.ctypes.data, slots.ctypes.data, 2, target, 0)
+    for number, (layer, wanted, original) in enumerate(zip(engine.layers, expected, before, strict=True)):
+        assert np.array_equal(layer, wanted)
+        assert np.array_equal(layer, original) == (number not in range(*(layers or (0, 3))))
+
+
+def test_block_first_l1_is_one_run_per_layer(cupy: FakeCupy) -> None:
+    l1 = np.random.default_rng(4).integers(0, 256, (NUM_BLOCKS, 3, 4096), np.uint8)
+    canonical = np.zeros((4, 3 * 4096), np.uint8)
+    geometry = Geometry.block_first(l1.ctypes.data, 3, 4096)
+    blocks, slots = np.array([2, 5], np.int64), np.array([3, 1], np.int64)
+    kernels = LayoutKernels(geometry, cupy)
+    kernels.gather(blocks.ctypes.data, slots.ctypes.data, 2, Canonical(canonical.ctypes.data, 3 * 4096, (1, 2)), 0)
+    assert np.array_equal(canonical[slots, 4096:8192], l1[blocks, 1])
+    assert not canonical[:, :4096].any()
+    assert not canonical[:, 8192:].any()
+
+
+def test_contiguous_dimensions_merge_into_runs() -> None:
+    merged = {dims: Geometry.of(Memory(dims, padding).layout, SHAPE).run_bytes for dims, padding in LAYOUTS[:4]}
+    layer_bytes = SHAPE.layer_bytes
+    assert merged == {"bkth": layer_bytes, "kbth": layer_bytes // 2, "bhtk": HEAD_BYTES, "kbht": HEAD_BYTES}
+    assert Geometry.of(Memory("bkth", 8).layout, SHAPE).run_bytes == HEAD_BYTES  # padding keeps heads apart
+
+
+@pytest.mark.parametrize(("offset", "unit"), [(0, 16), (8, 8), (4, 4), (2, 2), (1, 1)])
+def test_the_unit_is_the_widest_every_address_allows(offset: int, unit: int) -> None:
+    assert Geometry.block_first(4096, 2, 4096).unit_bytes(8192 + offset, 4096) == unit
+    assert Geometry.block_first(4096 + offset, 2, 4096).unit_bytes(8192, 4096) == unit
+
+
+def test_kernels_are_compiled_once_and_empty_batches_not_launched(cupy: FakeCupy) -> None:
+    l1, canonical, index = np.zeros((2, 1, 64), np.uint8), np.zeros((2, 64), np.uint8), np.zeros(1, np.int64)
+    kernels = LayoutKernels(Geometry.block_first(l1.ctypes.data, 1, 64), cupy)
+    target = Canonical(canonical.ctypes.data, 64)
+    kernels.gather(index.ctypes.data, index.ctypes.data, 0, target, 0)
+    assert not cupy.options
+    for _ in range(2):
+        kernels.gather(index.ctypes.data, index.ctypes.data, 1, target, 0)
+    assert cupy.options == [("-DUNIT=uint4",)]
+
+
+def test_a_block_too_large_for_32_bits_is_refused(cupy: FakeCupy) -> None:
+    kernels = LayoutKernels(Geometry.block_first(0, 1 << 16, 1 << 20), cupy)
+    with pytest.raises(ValueError, match="32 bits"):
+        kernels.gather(0, 0, 1, Canonical(0, 1 << 36), 0)
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_the_source_compiles_for_real_devices(architecture: str, tmp_path: Path) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc to compile with")
+    source = tmp_path / "kernels.cu"
+    source.write_text(SOURCE)
+    for unit in (UNIT_TYPES[16], UNIT_TYPES[1]):
+        command = ["nvcc", "-cubin", f"-arch={architecture}", f"-DUNIT={unit}", "-Werror", "all-warnings"]
+        done = subprocess.run([*command, "-o", str(tmp_path / "out"), str(source)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        code = (tmp_path / "out").read_bytes()
+        assert b"kv_gather" in code
+        assert b"kv_scatter" in code

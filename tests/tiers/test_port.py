@@ -1,0 +1,413 @@
+"""Stories of a port: a lower tier that fails, hangs, comes back, was never there or was replaced; and resets."""
+
+import logging
+from collections.abc import Callable, Iterator
+from threading import Event, Thread
+
+import pytest
+from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, record_of, wait_until
+
+from kvtier.tiers.errors import ConfigError, TierUnavailable
+from kvtier.tiers.metrics import Metrics
+from kvtier.tiers.port import PortSettings, TierPort
+from kvtier.tiers.rates import Rates
+from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome, Tier
+
+
+class Story:
+    """Opens ports over tiers the test makes, on a clock the test moves."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.metrics = Metrics()
+        self.rates = Rates("auto")
+        self.ports: list[TierPort] = []
+
+    def port(
+        self, open: Callable[[], Tier], failures: int = 2, num_threads: int = 1, deadline: float = 2.0
+    ) -> TierPort:
+        settings = PortSettings(deadline=deadline, failures=failures, retry_after=1.0, num_threads=num_threads)
+        self.ports.append(TierPort("file", open, settings, self.metrics, self.rates, self.clock))
+        return self.ports[-1]
+
+    def probe(self, port: TierPort, after: float = 1.0) -> None:
+        """Time passes, whatever probes are due are sent, and they end."""
+        self.clock.advance(after)
+        port.tick()
+        assert port.queue.drain(10)
+
+    def is_shown_open(self, direction: Direction) -> bool:
+        return self.metrics.snapshot()[f'kvtier_breaker_open{{tier="file",direction="{direction}"}}'] == 1
+
+
+@pytest.fixture
+def story() -> Iterator[Story]:
+    story = Story()
+    yield story
+    for port in story.ports:
+        port.check()
+        port.close(10)
+        assert port.tier is None
+
+
+CHAIN = chain_of(4)
+HASHES = CHAIN.hashes
+
+
+def state(port: TierPort) -> str:
+    """Of the read breaker."""
+    return port.breakers["read"].state.value
+
+
+def buffers(count: int) -> list[memoryview]:
+    return [memoryview(bytearray(SLOT_BYTES)) for _ in range(count)]
+
+
+def read(port: TierPort, hashes: list[ChainHash]) -> list[BlockRecord | Outcome]:
+    return port.read(hashes, buffers(len(hashes)))
+
+
+def write(port: TierPort, *positions: int, epoch: int | None = None) -> list[Outcome]:
+    payloads = [memoryview(payload_of(HASHES[i])) for i in positions]
+    return port.write([record_of(CHAIN, i) for i in positions], payloads, port.epoch if epoch is None else epoch)
+
+
+def full_tier() -> MemoryTier:
+    tier = MemoryTier()
+    tier.fill(CHAIN)
+    return tier
+
+
+def test_what_is_written_is_found_read_and_measured(story: Story) -> None:
+    tier = MemoryTier()
+    port = story.port(lambda: tier)
+    assert write(port, 0, 1) == [Outcome.OK] * 2
+    assert port.lookup(HASHES) == 2
+    assert port.holds(HASHES) == [True, True, False, False]
+    into = buffers(3)
+    results = port.read(HASHES[:3], into)
+    assert results == [record_of(CHAIN, 0), record_of(CHAIN, 1), Outcome.EVICTED]
+    assert [bytes(buffer) for buffer in into[:2]] == [payload_of(h) for h in HASHES[:2]]
+    counters = story.metrics.snapshot()
+    assert counters['kvtier_bytes_total{tier="file",direction="write"}'] == 2 * SLOT_BYTES
+    assert counters['kvtier_bytes_total{tier="file",direction="read"}'] == 2 * SLOT_BYTES  # what arrived
+    story.rates.computed(1 << 50, 1.0)  # an engine of infinite speed: whether the tier's rate is known shows
+    assert not story.rates.worth_loading(1, {"file": 1 << 30})
+
+
+def test_misses_corruption_and_a_full_disk_are_no_failures(story: Story) -> None:
+    tier = full_tier()
+    port = story.port(lambda: tier, failures=1)
+    tier.read_fails = {HASHES[0]: Outcome.CHECKSUM, HASHES[1]: Outcome.KEY_MISMATCH, HASHES[2]: Outcome.EVICTED}
+    tier.write_fails = {HASHES[0]: Outcome.FULL}
+    assert read(port, HASHES)[:3] == [Outcome.CHECKSUM, Outcome.KEY_MISMATCH, Outcome.EVICTED]
+    assert write(port, 0) == [Outcome.FULL]
+    assert port.breakers["read"].closed
+    assert port.writable
+    assert story.metrics.snapshot()['kvtier_corruption_total{tier="file"}'] == 2
+    # What was found bad is not promised to the next request.
+    assert port.holds(HASHES) == [False, False, True, True]
+
+
+def test_failures_in_a_row_open_one_direction_and_not_the_other(story: Story) -> None:
+    tier = full_tier()
+    port = story.port(lambda: tier)
+    tier.read_fails = {HASHES[3]: Outcome.IO_ERROR}
+    read(port, HASHES)
+    read(port, HASHES[:1])  # an answer in between
+    read(port, HASHES)
+    assert port.lookup(HASHES) == 4
+    read(port, HASHES)  # the second in a row
+    assert port.lookup(HASHES) == 0
+    assert port.holds(HASHES) == [False] * 4
+    assert (story.is_shown_open("read"), story.is_shown_open("write")) == (True, False)
+    num_reads = len(tier.reads)
+    assert read(port, HASHES) == [Outcome.BREAKER_OPEN] * 4
+    assert len(tier.reads) == num_reads  # left alone
+    assert write(port, 0) == [Outcome.OK]
+    # Its probe brings it back.
+    story.probe(port, after=0.5)
+    assert port.lookup(HASHES) == 0
+    story.probe(port, after=0.5)
+    assert port.lookup(HASHES) == 4
+    assert not story.is_shown_open("read")
+
+
+def test_a_slow_tier_opens_its_breaker_although_it_answers_in_the_end(story: Story) -> None:
+    """FAULTS 11: an answer past the deadline is a failure, told by the queue; it must not undo what was told."""
+
+    class Slow(MemoryTier):
+        def read(self, hashes: object, into: object) -> list[BlockRecord | Outcome]:
+            story.clock.advance(3)  # past the deadline of two …
+            port.failed("read")  # … says the queue's `overdue`, while it runs
+            return super().read(hashes, into)  # type: ignore[arg-type] # passed on as they came
+
+    tier = Slow()
+    tier.fill(CHAIN)
+    port = story.port(lambda: tier)
+    for _ in range(2):
+        assert port.breakers["read"].closed
+        assert all(isinstance(result, BlockRecord) for result in read(port, HASHES))
+    assert state(port) == "open"
+    assert story.is_shown_open("read")
+
+
+def test_probes_wait_twice_as_long_each_time_they_fail(story: Story) -> None:
+    tier = full_tier()
+    opened: list[float] = []
+
+    def open_tier() -> MemoryTier:
+        opened.append(story.clock())
+        return tier
+
+    port = story.port(open_tier, failures=1)
+    tier.broken = True
+    read(port, HASHES[:1])
+    begin = story.clock()
+    for _ in range(80):
+        story.probe(port, after=0.5)
+    # A failed probe opens the tier anew: at start, and 1, 2, 4, 8 and 16 seconds after one another.
+    assert [at - begin for at in opened] == [0, 1, 3, 7, 15, 31]
+    tier.broken = False
+    story.probe(port, after=32)
+    assert port.lookup(HASHES) == 4
+
+
+def test_a_tier_that_is_absent_at_start_attaches_later(story: Story, caplog: pytest.LogCaptureFixture) -> None:
+    """FAULTS 12: one warning, the engine unaffected, no restart."""
+    tier = full_tier()
+    there: list[MemoryTier] = []
+
+    def open_tier() -> MemoryTier:
+        if not there:
+            raise TierUnavailable("no such directory")
+        return tier
+
+    with caplog.at_level(logging.WARNING):
+        port = story.port(open_tier)
+        assert port.lookup(HASHES) == 0
+        assert read(port, HASHES) == [Outcome.BREAKER_OPEN] * 4
+        assert write(port, 0) == [Outcome.BREAKER_OPEN]
+        port.reset()  # nothing there to forget, yet
+        port.check()
+        for _ in range(3):
+            story.probe(port, after=32)
+    assert caplog.text.count("no such directory") == 1
+    there.append(tier)
+    story.probe(port, after=32)
+    assert port.writable
+    # It was reset while it was away, so it came back empty: nothing stale is served.
+    assert port.lookup(HASHES) == 0
+    assert write(port, 0, 1) == [Outcome.OK] * 2
+    assert port.lookup(HASHES) == 2
+
+
+def test_what_the_user_must_mend_is_raised_at_start_and_never_later(story: Story) -> None:
+    def misconfigured() -> MemoryTier:
+        raise ConfigError("too small")
+
+    with pytest.raises(ConfigError):
+        story.port(misconfigured)
+    tier = full_tier()
+    answers: list[MemoryTier | None] = [tier, None]
+
+    def broken_later() -> MemoryTier:
+        answer = answers.pop(0) if answers else None
+        if answer is None:
+            raise ConfigError("too small now")
+        return answer
+
+    port = story.port(broken_later, failures=1)
+    tier.broken = True
+    read(port, HASHES[:1])
+    story.probe(port)  # opens anew, is refused: still only a miss
+    assert port.lookup(HASHES) == 0
+
+
+def test_a_tier_whose_file_was_replaced_is_opened_anew(story: Story) -> None:
+    old, new = full_tier(), MemoryTier()
+    new.fill(CHAIN, 0)
+    tiers = [old, new]
+    port = story.port(lambda: tiers.pop(0), failures=1)
+    old.broken = True  # its file is gone: reads fail, and so does the probe
+    read(port, HASHES)
+    assert port.lookup(HASHES) == 0
+    story.probe(port)
+    assert old.closed
+    assert port.lookup(HASHES) == 1  # the file that lies there now
+    assert not new.closed
+    assert write(port, 1) == [Outcome.OK]  # the other direction never noticed
+    assert HASHES[1] in new.blocks
+
+
+def test_a_probe_that_fails_anew_leaves_the_other_direction_in_use(story: Story) -> None:
+    class ReadOnly(MemoryTier):
+        def probe(self, direction: Direction) -> bool:
+            return direction == "read"
+
+    tier = ReadOnly()
+    tier.fill(CHAIN)
+    tier.write_fails = {HASHES[0]: Outcome.IO_ERROR}
+    port = story.port(lambda: tier, failures=1)
+    write(port, 0)
+    for _ in range(3):
+        story.probe(port, after=32)
+        assert port.lookup(HASHES) == 4
+        assert not port.writable
+
+
+def test_a_hung_probe_counts_as_failed_and_its_late_answer_as_nothing(story: Story) -> None:
+    gate, asked = Event(), Event()
+
+    class HungProbe(MemoryTier):
+        def probe(self, direction: Direction) -> bool:
+            asked.set()
+            return gate.wait(30)
+
+    tier = HungProbe()
+    tier.fill(CHAIN)
+    tier.read_fails = {HASHES[0]: Outcome.IO_ERROR}
+    port = story.port(lambda: tier, failures=1)
+    read(port, HASHES[:1])
+    story.clock.advance(1)
+    port.tick()
+    assert asked.wait(10)
+    assert state(port) == "half_open"
+    story.clock.advance(2)  # its deadline
+    port.tick()
+    assert state(port) == "open"
+    gate.set()  # it answers at last: stale
+    assert port.queue.drain(10)
+    assert state(port) == "open"
+    assert port.tier is tier
+    story.probe(port, after=2)  # the next one counts
+    assert port.lookup(HASHES) == 4
+
+
+def test_a_probe_that_cannot_even_start_counts_as_failed(story: Story) -> None:
+    tier = full_tier()
+    port = story.port(lambda: tier, failures=1)
+    tier.read_fails = {HASHES[0]: Outcome.IO_ERROR}
+    read(port, HASHES[:1])
+    # The only thread hangs in a write, so the probe waits in the queue past its deadline.
+    release, running = Event(), Event()
+
+    class Hog:
+        deadline = float("inf")
+
+        def run(self) -> None:
+            running.set()
+            release.wait(30)
+
+        def drop(self, outcome: Outcome) -> None: ...
+
+        def overdue(self) -> None: ...
+
+    assert port.queue.submit(Hog())
+    assert running.wait(10)
+    story.clock.advance(1)
+    port.tick()
+    assert state(port) == "half_open"
+    story.clock.advance(2)
+    port.tick()
+    assert state(port) == "open"
+    release.set()
+    assert port.queue.drain(10)
+    story.probe(port, after=2)
+    assert port.lookup(HASHES) == 4
+
+
+def test_a_reset_forgets_blocks_and_writes_offered_before_it(story: Story) -> None:
+    """FAULTS 37."""
+    tier = full_tier()
+    port = story.port(lambda: tier)
+    epoch = port.epoch
+    port.reset()
+    assert port.lookup(HASHES) == 0
+    assert write(port, 0, epoch=epoch) == [Outcome.EPOCH]  # computed with the old weights
+    assert not tier.blocks
+    assert write(port, 0) == [Outcome.OK]
+
+
+def test_a_write_that_a_reset_overtakes_is_undone_and_never_visible(story: Story) -> None:
+    tier = MemoryTier()
+    port = story.port(lambda: tier)
+    tier.gate.clear()
+    outcomes: list[Outcome] = []
+    entered = Event()
+    real_write, real_discard = tier.write, tier.discard
+
+    def signalling_write(*args: object) -> list[Outcome]:
+        entered.set()
+        return real_write(*args)  # type: ignore[arg-type] # passed on as they came
+
+    def discard_when_nobody_can_see_it(hashes: list[ChainHash]) -> None:
+        assert HASHES[0] in tier.blocks  # the write has landed after the reset …
+        assert port.lookup(HASHES) == 0  # … and is hidden
+        real_discard(hashes)
+
+    tier.write, tier.discard = signalling_write, discard_when_nobody_can_see_it  # type: ignore[method-assign,assignment]
+    writer = Thread(target=lambda: outcomes.extend(write(port, 0, 1)))
+    writer.start()
+    assert entered.wait(10)
+    port.reset()
+    tier.gate.set()
+    writer.join(10)
+    assert outcomes == [Outcome.EPOCH] * 2
+    assert not tier.blocks
+    tier.write, tier.discard = real_write, real_discard  # type: ignore[method-assign]
+    assert write(port, 0) == [Outcome.OK]
+    assert port.lookup(HASHES) == 1
+
+
+def test_close_with_a_hung_operation_returns_and_closes_the_tier(
+    story: Story, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FAULTS 25."""
+    tier = full_tier()
+    port = story.port(lambda: tier, failures=1)
+    gate, asked = Event(), Event()
+
+    def hang(direction: Direction) -> bool:
+        asked.set()
+        return gate.wait(30)
+
+    tier.probe = hang  # type: ignore[method-assign]
+    tier.read_fails = {HASHES[0]: Outcome.IO_ERROR}
+    read(port, HASHES[:1])
+    story.clock.advance(1)
+    port.tick()
+    assert asked.wait(10)
+    with caplog.at_level(logging.WARNING):
+        port.close(0.05)
+    assert "hangs at close" in caplog.text
+    assert tier.closed
+    assert port.lookup(HASHES) == 0
+    port.tick()  # harmless, as are late operations
+    assert read(port, HASHES) == [Outcome.BREAKER_OPEN] * 4
+    gate.set()
+
+
+def test_a_tier_that_opens_only_after_close_is_closed_again(story: Story) -> None:
+    """A probe hangs in `open` (a dead mount) while the service shuts down: close does not wait for it."""
+    tier = full_tier()
+    gate, opening = Event(), Event()
+    is_start = True
+
+    def open_tier() -> MemoryTier:
+        if is_start:
+            raise OSError("stale file handle")
+        opening.set()
+        gate.wait(30)
+        return tier
+
+    port = story.port(open_tier)
+    is_start = False
+    story.clock.advance(1)
+    port.tick()
+    assert opening.wait(10)
+    port.close(0.05)
+    assert port.tier is None
+    gate.set()
+    wait_until(lambda: tier.closed)
+    assert port.tier is None
