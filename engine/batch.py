@@ -60,4 +60,5 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens the step computes."""
         return sum(chunk.end - chunk.start for chunk in self.chunks)

@@ -40,15 +40,12 @@ def _paged_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    paged: Attention,
-    sliding_window: int | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every layer; `paged` came with the forward's keyword arguments."""
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return paged.attend(layer, query, key, value, scaling, sliding_window), None
+    paged: Attention = options["paged"]
+    return paged.attend(layer, query, key, value, options["scaling"], options.get("sliding_window")), None
 
 
 # The function only, no mask function: transformers then builds no mask at all.

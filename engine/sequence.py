@@ -139,15 +139,17 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
+        """Prompt and answer so far."""
         return len(self.token_ids)
 
     @property
     def num_generated(self) -> int:
+        """The answer so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def generated(self) -> list[int]:
-        """The answer so far."""
+        """The answer so far, token by token."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property

@@ -60,7 +60,8 @@ def test_a_batch_answers_each_prompt_as_if_alone(make: Make) -> None:
         logits = plain_logits(module, tokens + answer.token_ids[:-1])[len(tokens) - 1 :]
         assert answer.token_ids == logits.argmax(-1).tolist()
         assert answer.finish_reason is FinishReason.LENGTH
-        assert answer.ttft is not None and answer.ttft > 0
+        assert answer.ttft is not None
+        assert answer.ttft > 0
 
 
 def test_the_next_turn_hits_prompt_and_answer(make: Make) -> None:

@@ -90,12 +90,6 @@ class Story:
             assert len(steps) < limit, "the scheduler makes no progress"
         return steps
 
-    def release(self, name: str, count: int | None = None) -> None:
-        """The copies of a request's stored blocks end."""
-        assert self.connector is not None
-        blocks = self.live[name].block_table[:count]
-        self.connector.news = ConnectorUpdate(released=tuple(blocks))
-
     def idle(self) -> None:
         """Nothing lives, every block is free, all laws hold."""
         assert not self.scheduler.has_unfinished
@@ -233,24 +227,25 @@ def test_offload_stores_what_it_preempts_and_waits_for_the_copies() -> None:
     story = Story(5, connector, preemption="offload", store_generated=False)
     story.add("a", tokens(1, 7), max_tokens=9)
     story.add("b", tokens(100, 4), max_tokens=8)
-    story.step()
-    while not story.live["b"].num_preempted:
-        held = list(story.live["b"].block_table)
+    for _ in range(6):
         story.step()
-    # b's two full blocks are handed to the connector, the generated one too; they stay taken until the copies end.
-    stores = [entry for entry in connector.log if entry[:2] == ("store", "b")]
-    assert stores[0] == ("store", "b", 0, 1)
+    assert [entry for entry in connector.log if entry[1] == "b"] == [("store", "b", 0, 1)]  # its answer stays private
+    # a needs a fourth block: b goes, its second block too is handed to the connector, and both wait for their copies.
+    assert story.step() == []
     assert story.live["b"].state is State.WAITING
-    stalled = story.step()
-    assert not any(name == "b" for name, _, _ in stalled)
-    # The copies end: there is room again.
-    blocks = [*held, *story.live["a"].block_table]
-    connector.news = ConnectorUpdate(released=tuple(block for block in blocks if story.scheduler._held[block]))
+    assert connector.log[-1] == ("store", "b", 1, 1)
+    assert story.step() == []  # nobody else is preempted meanwhile
+    assert story.scheduler.stats["preempted"] == 1
+    # The copies end: there is room for a. b comes back by a load of what it stored.
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    assert story.step() == [("a", 12, 13)]
+    connector.found["b"] = 8
     while story.scheduler.has_unfinished:
         story.step()
-        released = tuple(story.scheduler._held.elements())
-        connector.news = ConnectorUpdate(released=released)
+        loaded = tuple(story.scheduler.loading)
+        connector.news = ConnectorUpdate(loaded=loaded, released=tuple(story.scheduler._held.elements()))
     story.step()
+    assert [len(live.generated) for live in story.live.values()] == [9, 8]
     story.idle()
 
 

@@ -43,7 +43,7 @@ def open_store(directory: Path, io: FileIO | None = None, *, durable: bool = Fal
 
 
 class DyingIO(FileIO):
-    """Dies before ("what:n") or after ("+what:n") the n-th write of a kind; kinds are told apart by place and content."""
+    """Dies before ("what:n") or after ("+what:n") the n-th write of a kind; place and content tell the kinds apart."""
 
     def __init__(self, kill_at: str) -> None:
         what, _, count = kill_at.removeprefix("+").partition(":")

@@ -20,7 +20,8 @@ from kvtier.tiers.tier import BlockRecord, Outcome
 
 CHILD = Path(__file__).with_name("_slab_child.py")
 _spec = spec_from_file_location("_slab_child", CHILD)
-assert _spec and _spec.loader
+assert _spec
+assert _spec.loader
 child = module_from_spec(_spec)
 _spec.loader.exec_module(child)
 

@@ -225,7 +225,7 @@ def test_close_past_its_deadline_cancels_and_refuses(rig: Rig) -> None:
 @pytest.mark.parametrize("twin", ["host", "manual"])
 def test_a_full_queue_refuses_at_once_and_only_its_direction(twin: str) -> None:
     kind = {"host": HostCopyStream, "manual": ManualCopyStream}[twin]
-    rig = Rig(lambda l1, region: kind(l1, region, max_queued=2), TWINS[twin][1])  # type: ignore[operator]
+    rig = Rig(lambda l1, region: kind(l1, region, max_queued=2), TWINS[twin][1])
     gate = HostEvent()
     waiting = [rig.stream.store(pairs([n], [n]), after=gate) for n in range(2)]
     refused = rig.stream.store(pairs([2], [2]))

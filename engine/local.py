@@ -1,0 +1,39 @@
+"""From a configuration to a running engine with its tiers, in one call."""
+
+from pathlib import Path
+from typing import Any
+
+from kvtier.connector.local import LocalConnector
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.llm import Engine
+from kvtier.engine.model import Model
+from kvtier.tiers.config import Config
+
+
+def engine_config(config: Config, **options: Any) -> EngineConfig:
+    """What an engine takes from the configuration ([cache] and [l1]); `options` are EngineConfig's own fields."""
+    return EngineConfig(
+        **{
+            "block_size": config.cache.block_size,
+            "hash_scheme": config.cache.hash,
+            "epoch": config.cache.epoch,
+            "store_generated": config.cache.store_generated,
+            "cache_salt": config.cache.cache_salt,
+            "num_blocks": config.l1.num_blocks,
+            "l1_bytes": config.l1.size,
+            "enable_prefix_caching": config.l1.enable_prefix_caching,
+            **options,
+        }
+    )
+
+
+def open_engine(
+    path: str | Path, config: Config | None = None, *, dtype: str = "auto", device: str = "cpu", **options: Any
+) -> Engine:
+    """An engine over a local checkpoint directory, with L2 and the tiers below as `config` says (default: the environment).
+
+    `options` are further fields of EngineConfig. Raises ConfigError where checkpoint, memory or disk cannot be used.
+    """
+    config = config or Config.load()
+    model = Model.from_pretrained(path, dtype=dtype, device=device)
+    return Engine(model, engine_config(config, **options), LocalConnector.connect(config))
