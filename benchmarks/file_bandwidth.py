@@ -118,7 +118,7 @@ def read_batches(store: FileStore, load: Workload, batches: Sequence[Sequence[Bl
         moved = 0
         for batch in batches[index::NUM_THREADS]:
             results = store.read([record.chain_hash for record in batch], load.targets[index][: len(batch)])
-            assert results == list(batch), "a block held was not read"
+            assert not any(isinstance(result, Outcome) for result in results), "a block held was not read"
             moved += load.block_bytes * len(batch)
         return moved
 

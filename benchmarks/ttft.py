@@ -114,10 +114,10 @@ def main() -> int:
             tier: statistics.median(c / w for c, w in zip(times[length]["cold"], times[length][tier], strict=True))
             for tier in ("l1", "l2", "file")
         }
-        rows.append(
-            {"prompt tokens": length, **{f"{tier} ms": ms for tier, ms in median.items()}}
-            | {f"cold / {tier}": value for tier, value in speedup.items()}
-        )
+        row: dict[str, object] = {"prompt tokens": length}
+        row |= {f"{tier} ms": ms for tier, ms in median.items()}
+        row |= {f"cold / {tier}": value for tier, value in speedup.items()}
+        rows.append(row)
     mean, half = statistics.mean(ratios), 0.0
     if len(ratios) > 2:
         half = 1.96 * statistics.stdev(ratios) / len(ratios) ** 0.5

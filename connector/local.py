@@ -8,15 +8,17 @@ from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.config import Config
 from kvtier.tiers.cuda_transfer import CudaCopyStream
 from kvtier.tiers.device import BlockPool
-from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.identity import ModelIdentity
+from kvtier.tiers.opening import open_hierarchy
 from kvtier.tiers.shape import KVShape
 from kvtier.tiers.transfer import HostCopyStream
 
 if TYPE_CHECKING:
     import torch
 
-_COPY_DEADLINE: Final = 30.0  # seconds a layer may wait for its load: memory to memory, so only a dead device takes longer
+_COPY_DEADLINE: Final = (
+    30.0  # seconds a layer may wait for its load: memory to memory, so only a dead device takes longer
+)
 
 
 class LocalConnector:
@@ -27,7 +29,7 @@ class LocalConnector:
     """
 
     def __init__(self, config: Config, fingerprint: bytes, shape: KVShape, tensor: "torch.Tensor") -> None:
-        self.hierarchy = Hierarchy.open(config, fingerprint, shape)
+        self.hierarchy = open_hierarchy(config, fingerprint, shape)
         self.scheduler = SchedulerSide(self.hierarchy)
         region = self.hierarchy.host.region
         stream = CudaCopyStream(tensor, region) if tensor.is_cuda else HostCopyStream(tensor, region)

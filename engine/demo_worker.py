@@ -65,7 +65,7 @@ class Desk:
         return self.engine.connector
 
     def ask(
-        self, prompt: list[int], max_tokens: int, *, bare: bool = False, progress: Callable[[int], None] = int
+        self, prompt: list[int], max_tokens: int, *, bare: bool = False, progress: Callable[[int], object] = int
     ) -> Answer:
         """Answer greedily; `progress` is told how many tokens of the prompt are computed or loaded."""
         engine = self.bare if bare else self.engine
@@ -106,7 +106,12 @@ def _cached_tokens(
         series = f'kvtier_lookup_blocks_total{{tier="{tier}"}}'
         found[tier] = int(after.get(series, 0) - before.get(series, 0)) * BLOCK_SIZE
     if found["l1"] != num_l1 or sum(found.values()) - found["l1"] != num_external:
-        return {"l1": num_l1, "l2": num_external, "file": 0, "redis": 0}  # loaded less than was found: the table shows it
+        return {
+            "l1": num_l1,
+            "l2": num_external,
+            "file": 0,
+            "redis": 0,
+        }  # loaded less than was found: the table shows it
     return found
 
 

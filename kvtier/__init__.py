@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from kvtier.connector.worker import WorkerSide
     from kvtier.engine.sequence import Output, SamplingParams
     from kvtier.tiers.chain import TokenChain
+    from kvtier.connector.local import LocalConnector
+    from kvtier.engine.config import EngineConfig
+    from kvtier.engine.llm import Completion, Engine
+    from kvtier.engine.local import open_engine
+    from kvtier.engine.sequence import Output, RequestError, SamplingParams
     from kvtier.tiers.config import Config
     from kvtier.tiers.file_store import FileStore
     from kvtier.tiers.hierarchy import Hierarchy
@@ -32,7 +37,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY: Final = {
+    "Completion": "kvtier.engine.llm",
     "Config": "kvtier.tiers.config",
+    "Engine": "kvtier.engine.llm",
+    "EngineConfig": "kvtier.engine.config",
     "FileStore": "kvtier.tiers.file_store",
     "Hierarchy": "kvtier.tiers.hierarchy",
     "KVLayout": "kvtier.tiers.shape",
@@ -49,8 +57,11 @@ _LAZY: Final = {
 }
 
 __all__ = [
+    "Completion",
     "Config",
     "ConfigError",
+    "Engine",
+    "EngineConfig",
     "FileStore",
     "FingerprintMismatch",
     "FormatError",

@@ -41,7 +41,7 @@ class GroupSync:
             self._raise_failure(mine)
 
     def _raise_failure(self, mine: int) -> None:
-        # Only the last failure is kept: a waiter that wakes later than two syncs on would miss an older one.
+        # Only the last failure is kept. A waiter that wakes late may be told of a later one: it errs on the safe side.
         for number, failure in self._failed.items():
             if number >= mine:
                 raise OSError(failure.errno, failure.strerror)

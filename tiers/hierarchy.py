@@ -9,18 +9,14 @@ from threading import Condition
 from typing import Final, Literal
 
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.config import Config
 from kvtier.tiers.demote import Demoter
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.file_store import FileStore
-from kvtier.tiers.host import HostRegion, HostTier, slot_stride
+from kvtier.tiers.host import HostTier
 from kvtier.tiers.io_queue import IoQueue
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.pool import Lease, Reservation
-from kvtier.tiers.port import PortSettings, TierPort
+from kvtier.tiers.port import TierPort
 from kvtier.tiers.prefetch import Pending, Prefetch, Prefetcher
 from kvtier.tiers.rates import Rates
-from kvtier.tiers.shape import KVShape
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 _SIGHTINGS_PER_SLOT: Final = 4  # how many blocks not yet admitted are remembered, per L2 slot
@@ -86,40 +82,6 @@ class Hierarchy:
         self._sightings: OrderedDict[ChainHash, int] = OrderedDict()
         self._cleaning: set[ChainHash] = set()  # WRITE_BACK: dirty blocks being written
         self._closed = False
-
-    @classmethod
-    def open(cls, config: Config, fingerprint: bytes, shape: KVShape) -> "Hierarchy":
-        """The hierarchy a configuration describes, for the blocks of one model (`ModelIdentity.fingerprint`, 32 bytes).
-
-        Raises ConfigError where memory or disk are too small, StoreLocked, FormatError and FingerprintMismatch; a
-        directory that cannot be used is one warning, and the tier attaches when it can.
-        """
-        metrics, rates = Metrics(), Rates(config.cache.load_or_recompute)
-        if config.host.size < shape.block_bytes:
-            raise ConfigError(
-                f'[host] size "{config.host.size}": one block of this model takes {shape.block_bytes} bytes; raise it'
-            )
-        region = HostRegion.allocate(
-            max(1, config.host.size // slot_stride(shape.block_bytes)),
-            shape.block_bytes,
-            shared=config.host.shared,
-            huge_pages=config.host.huge_pages,
-        )
-        host = HostTier(region, policy=config.cache.policy)
-        try:
-            if config.host.pin:
-                region.pin()
-            ports = [_file_port(config, fingerprint, shape, metrics, rates)] if config.file.path else []
-        except BaseException:
-            host.close()
-            raise
-        settings = HierarchySettings(
-            write_policy=config.cache.write_policy,
-            admit_after=config.cache.admit_after,
-            store_queue=config.cache.store_queue,
-            prefetch_deadline=config.cache.prefetch_deadline,
-        )
-        return cls(host, ports, settings, metrics, rates)
 
     # looking up and loading
 
@@ -267,7 +229,7 @@ class Hierarchy:
 
     # inside
 
-    def publish(self, reservation: Reservation, records: list[BlockRecord], epoch: int) -> None:
+    def _publish(self, reservation: Reservation, records: list[BlockRecord], epoch: int) -> None:
         """Hash the filled slots and make them findable (on the sealing thread)."""
         slots = [int(slot) for slot in reservation.slots]
         hashed = [
@@ -352,23 +314,6 @@ def _chains(hashes: Sequence[ChainHash], parent_of: Callable[[ChainHash], ChainH
     return chains
 
 
-def _file_port(config: Config, fingerprint: bytes, shape: KVShape, metrics: Metrics, rates: Rates) -> TierPort:
-    def open_file() -> FileStore:
-        assert config.file.path is not None
-        return FileStore.open(
-            config.file.path,
-            fingerprint,
-            slot_bytes=shape.block_bytes,
-            block_size=shape.block_size,
-            size=config.file.size,
-            mode=config.file.mode,
-            durable=config.file.durable,
-        )
-
-    patience = PortSettings(config.file.deadline, config.breaker.failures, config.breaker.retry_after)
-    return TierPort("file", open_file, patience, metrics, rates)
-
-
 @dataclass(eq=False, slots=True)
 class _SealJob:
     """Hashing and publishing one reservation. Implements `Job`."""
@@ -380,7 +325,7 @@ class _SealJob:
     deadline: float = math.inf  # memory only: it cannot hang
 
     def run(self) -> None:
-        self.hierarchy.publish(self.reservation, self.records, self.epoch)
+        self.hierarchy._publish(self.reservation, self.records, self.epoch)
 
     def drop(self, outcome: Outcome) -> None:
         self.hierarchy.abandon(self.reservation, outcome)

@@ -40,6 +40,19 @@ def round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
+def format_bytes(count: int, *, exact: bool = True) -> str:
+    """`count` as a user would write it: "16TB", "4GiB", else plain bytes; not exact: three digits, "412 GiB"."""
+    for power, prefix in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
+        if not exact:
+            if count >= 1024**power:
+                return f"{count / 1024**power:.3g} {prefix}iB"
+            continue
+        for base, unit in ((1000, "B"), (1024, "iB")):
+            if count and count % base**power == 0:
+                return f"{count // base**power}{prefix if unit == 'iB' or prefix != 'K' else 'k'}{unit}"
+    return f"{count} bytes"
+
+
 @lru_cache(maxsize=16)
 def entry_dtype(block_size: int) -> np.dtype[Any]:
     """One row of the entry table; byte strings are void, not `S`, because `S` loses trailing NULs."""

@@ -18,7 +18,7 @@ import numpy as np
 from kvtier.tiers import slab
 from kvtier.tiers.errors import ConfigError, FormatError, KVTierError, StoreLocked, TierUnavailable
 from kvtier.tiers.file_io import PAGE, FileIO, read_all, write_all
-from kvtier.tiers.slab import Superblock
+from kvtier.tiers.slab import Superblock, format_bytes
 
 _log = logging.getLogger(__name__)
 _SLAB_NAME: Final = re.compile(r"[0-9a-f]{64}\.slab")
@@ -66,6 +66,10 @@ def _open_locked(io: FileIO, directory: Path, wanted: Superblock, size: int) -> 
     existing = _open_existing(io, path, wanted) if os.path.lexists(path) else None
     try:
         room = _room_for(io, path, size, existing)
+        if room < size // _HALF:
+            _log.warning(
+                "kvtier: [file] %s: %s of %s: others are in use", path, *map(format_bytes, (max(room, 0), size))
+            )
         if existing is None:
             return _create(io, path, wanted, room)
         return _resize(io, existing, size, room)
@@ -266,6 +270,7 @@ def _create(io: FileIO, path: Path, wanted: Superblock, room: int) -> SlabFile:
         _allocate(io, fd, path, 0, planned.file_bytes)
         _write_superblock(io, fd, planned)
         os.rename(unfinished, path)
+        _sync_directory(path.parent)
         write_owner(io, fd)
     except BaseException:
         io.close(fd)
@@ -355,6 +360,15 @@ def _write_superblock(io: FileIO, fd: int, superblock: Superblock) -> None:
         io.sync(fd)
 
 
+def _sync_directory(directory: Path) -> None:
+    """The name of a new file survives a power loss too."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def _write_pid(io: FileIO, fd: int, pid: int) -> None:
     write_all(io, fd, [memoryview(pid.to_bytes(8, "little"))], slab.OWNER_OFFSET)
 
@@ -379,16 +393,3 @@ def _no_space(size: int, free: int) -> str:
         f'kvtier: [file] size "{format_bytes(size)}": the directory has {format_bytes(free, exact=False)} free; '
         "lower size or choose another path"
     )
-
-
-def format_bytes(count: int, *, exact: bool = True) -> str:
-    """`count` as a user would write it: "16TB", "4GiB", else plain bytes; not exact: three digits, "412 GiB"."""
-    for power, prefix in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
-        if not exact:
-            if count >= 1024**power:
-                return f"{count / 1024**power:.3g} {prefix}iB"
-            continue
-        for base, unit in ((1000, "B"), (1024, "iB")):
-            if count and count % base**power == 0:
-                return f"{count // base**power}{prefix if unit == 'iB' or prefix != 'K' else 'k'}{unit}"
-    return f"{count} bytes"

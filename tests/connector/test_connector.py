@@ -1,5 +1,6 @@
 """Stories of the two connector sides together: promised, loaded, stored, aborted, failed; the copies are the test's to end."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class Bench:
     def __init__(self, tier: MemoryTier | None = None, clock: FakeClock | None = None, slots: int = 32) -> None:
         settings = HierarchySettings(prefetch_deadline=0.5)
         self.tier = tier
-        self.hierarchy = hierarchy_of(slots, tier, settings, **({"clock": clock} if clock else {}))
+        self.hierarchy = hierarchy_of(slots, tier, settings, clock or time.monotonic)
         self.l1 = np.zeros((16, NUM_LAYERS, LAYER_BYTES), np.uint8)
         self.stream = ManualCopyStream(self.l1, self.hierarchy.host.region)
         self.scheduler = SchedulerSide(self.hierarchy)
@@ -56,7 +57,9 @@ class Bench:
     def compute(self, request: Request, first: int, block_ids: list[int]) -> None:
         """What the engine's forward does: fill L1 blocks with the KV of their tokens."""
         for i, block in enumerate(block_ids):
-            self.l1[block] = np.frombuffer(payload_of(request.chain.hashes[first + i]), np.uint8).reshape(NUM_LAYERS, -1)
+            self.l1[block] = np.frombuffer(payload_of(request.chain.hashes[first + i]), np.uint8).reshape(
+                NUM_LAYERS, -1
+            )
 
     def close(self) -> None:
         self.scheduler.update(self.worker.close(0.01))

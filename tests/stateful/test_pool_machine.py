@@ -17,7 +17,7 @@ from kvtier.tiers.tier import ChainHash
 Path = tuple[int, ...]
 
 NUM_SLOTS = 6
-SETTINGS = settings(max_examples=120, stateful_step_count=40, deadline=None)
+SETTINGS = settings(max_examples=150, stateful_step_count=50, deadline=None)
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)  # a binary tree of chains: much is shared
 POSITIONS = st.sets(st.integers(0, 4))
 
@@ -197,12 +197,28 @@ class SlotPoolMachine(RuleBasedStateMachine):
         else:
             self.model.drop({store.reservation.hashes[i] for i in positions})
 
+    @rule(path=PATHS, start=st.integers(0, 4))
+    def store(self, path: Path, start: int) -> None:
+        """Reserve, seal and release at once: what fills the pool and sets the policy to work."""
+        store = self.reserve(path, start)
+        if isinstance(store, Store):
+            self.release(self.seal(store, set(range(5))), 1)
+            self.open_stores.remove(store)
+
     # --- protection ---------------------------------------------------------------------------------------------
+
+    @rule(target=holds, path=PATHS, start=st.integers(0, 4))
+    def lease_part(self, path: Path, start: int) -> Hold:
+        """A window of a chain: its parents are not leased, yet must stay."""
+        return self._lease(chain(path)[min(start, len(path) - 1) :])
 
     @rule(target=holds, path=PATHS)
     def lease(self, path: Path) -> Hold:
-        lease = self.pool.lease(chain(path))
-        assert len(lease) == self.model.run(chain(path))
+        return self._lease(chain(path))
+
+    def _lease(self, hashes: list[ChainHash]) -> Hold:
+        lease = self.pool.lease(hashes)
+        assert len(lease) == self.model.run(hashes)
         for name in lease.hashes:
             self.model.leases[name] += 1
         self.open_holds.append(Hold(lease))

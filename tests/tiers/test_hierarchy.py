@@ -368,7 +368,7 @@ def test_a_dead_lower_tier_costs_misses_and_nothing_else(stories: Stories) -> No
     hierarchy = stories.open(slots=16, tier=tier, clock=clock)
     for _ in range(2):  # two failures open the breaker
         prefetch = hierarchy.prefetch(chain.hashes, chain.root)
-        wait_until(lambda p=prefetch: hierarchy.poll(p) == 0)
+        wait_until(lambda: hierarchy.poll(prefetch) == 0)  # noqa: B023
         hierarchy.cancel(prefetch)
     assert hierarchy.lookup(chain.hashes) == Attribution(3, miss=3)
     store(hierarchy, chain_of(2, first_token=77))  # stores go on, in L2

@@ -1,0 +1,62 @@
+"""From a configuration to a hierarchy with its tiers open."""
+
+from kvtier.tiers.config import Config
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.file_store import FileStore
+from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
+from kvtier.tiers.host import HostRegion, HostTier, slot_stride
+from kvtier.tiers.metrics import Metrics
+from kvtier.tiers.port import PortSettings, TierPort
+from kvtier.tiers.rates import Rates
+from kvtier.tiers.shape import KVShape
+
+
+def open_hierarchy(config: Config, fingerprint: bytes, shape: KVShape) -> Hierarchy:
+    """The hierarchy a configuration describes, for the blocks of one model (`ModelIdentity.fingerprint`, 32 bytes).
+
+    Raises ConfigError where memory or disk are too small, StoreLocked, FormatError and FingerprintMismatch; a
+    directory that cannot be used is one warning, and the tier attaches when it can.
+    """
+    metrics, rates = Metrics(), Rates(config.cache.load_or_recompute)
+    if config.host.size < shape.block_bytes:
+        raise ConfigError(
+            f'[host] size "{config.host.size}": one block of this model takes {shape.block_bytes} bytes; raise it'
+        )
+    region = HostRegion.allocate(
+        max(1, config.host.size // slot_stride(shape.block_bytes)),
+        shape.block_bytes,
+        shared=config.host.shared,
+        huge_pages=config.host.huge_pages,
+    )
+    host = HostTier(region, policy=config.cache.policy)
+    try:
+        if config.host.pin:
+            region.pin()
+        ports = [_file_port(config, fingerprint, shape, metrics, rates)] if config.file.path else []
+    except BaseException:
+        host.close()
+        raise
+    settings = HierarchySettings(
+        write_policy=config.cache.write_policy,
+        admit_after=config.cache.admit_after,
+        store_queue=config.cache.store_queue,
+        prefetch_deadline=config.cache.prefetch_deadline,
+    )
+    return Hierarchy(host, ports, settings, metrics, rates)
+
+
+def _file_port(config: Config, fingerprint: bytes, shape: KVShape, metrics: Metrics, rates: Rates) -> TierPort:
+    def open_file() -> FileStore:
+        assert config.file.path is not None
+        return FileStore.open(
+            config.file.path,
+            fingerprint,
+            slot_bytes=shape.block_bytes,
+            block_size=shape.block_size,
+            size=config.file.size,
+            mode=config.file.mode,
+            durable=config.file.durable,
+        )
+
+    patience = PortSettings(config.file.deadline, config.breaker.failures, config.breaker.retry_after)
+    return TierPort("file", open_file, patience, metrics, rates)
