@@ -202,6 +202,10 @@ class SchedulerSide:
         if known is not None and known.prefetch is not None:
             self.hierarchy.cancel(known.prefetch)
 
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """A step prefilled `num_tokens` in `seconds`: what loading competes with."""
+        self.hierarchy.rates.computed(num_tokens, seconds)
+
     def wait(self, timeout: float) -> None:
         """Wait until a pending lookup may have an answer, at most `timeout` seconds: for an engine that is idle."""
         self.hierarchy.wait_progress(timeout)

@@ -1,6 +1,7 @@
 """What passes between the scheduler, the pool and the runner: blocks, and one step's chunks."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from numpy.typing import ArrayLike, NDArray
@@ -56,6 +57,7 @@ class Batch:
 
     chunks: list[Chunk]
     plan: StepPlan
+    started: float = field(default_factory=time.perf_counter)
     arrived: bool = True  # set by the runner: False where a layerwise load failed or was late
 
     @property

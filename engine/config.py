@@ -33,6 +33,7 @@ class EngineConfig:
     exact_rows: int = 256
     hash_scheme: Literal["sha256", "xxh3"] = "sha256"
     epoch: int = 0
+    cache_salt: str | None = None  # of requests that bring none of their own
 
     def __post_init__(self) -> None:
         for field in ("block_size", "l1_bytes", "max_num_seqs", "max_num_batched_tokens", "exact_rows"):

@@ -72,7 +72,7 @@ class Desk:
         before = {} if bare else self.connector.hierarchy.stats()
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, keep_logits=True)
         request_id = engine.add_request(prompt, params)
-        request = engine._requests[request_id]
+        request = engine.request(request_id)
         tokens: list[int] = []
         digest = hashlib.sha256()
         while engine.has_unfinished:

@@ -130,7 +130,7 @@ class Engine:
             raise RequestError(f"request id {request_id!r}: a live request has it; choose another")
         chain = None
         if self._caches:
-            root = root_hash(self._fingerprint, cache_salt=cache_salt)
+            root = root_hash(self._fingerprint, cache_salt=self.config.cache_salt if cache_salt is None else cache_salt)
             chain = TokenChain(root, self.config.block_size, self.config.hash_scheme)
         request = Request(request_id, token_ids, params, chain, next(self._order))
         self._requests[request_id] = request

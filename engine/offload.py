@@ -31,6 +31,9 @@ class SchedulerConnector(Protocol):
     def finished(self, request_id: str) -> None:
         """The request is over; copies under way are still reported. Idempotent."""
 
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """A step prefilled `num_tokens` in `seconds`."""
+
     def wait(self, timeout: float) -> None:
         """Wait until a pending lookup may have an answer, at most `timeout` seconds."""
 
@@ -133,6 +136,9 @@ class NoOffload:
 
     def finished(self, request_id: str) -> None:
         """Nothing is remembered."""
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Nothing competes with computing."""
 
     def wait(self, timeout: float) -> None:
         """Nothing is ever under way."""

@@ -1,5 +1,6 @@
 """Decides what each step computes: continuous batching over a paged pool, longest cached prefix first. No torch."""
 
+import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from kvtier.engine.sequence import FinishReason, Output, Sample, Sequence, State
 from kvtier.tiers.prefetch import Pending
 from kvtier.tiers.tier import ChainHash
 
+_PREFILL: Final = 64  # tokens: a step of so many says how fast prefill is
 _WINDOW: Final = 16  # waiting requests that are looked up and ranked in one step
 
 
@@ -83,6 +85,8 @@ class Scheduler:
     def postprocess(self, batch: Batch, samples: Iterable[Sample]) -> list[Output]:
         """Take in what the step computed; `samples` holds one for each chunk that samples, in order."""
         outputs, self._ended = self._ended, []
+        if batch.num_tokens >= _PREFILL and not batch.plan.loads:  # a load's layers may have held the step up
+            self._connector.computed(batch.num_tokens, time.perf_counter() - batch.started)
         left = iter(samples)
         for chunk in batch.chunks:
             sequence = chunk.sequence

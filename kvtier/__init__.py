@@ -19,13 +19,12 @@ if TYPE_CHECKING:
     from kvtier.connector.plan import StepPlan
     from kvtier.connector.scheduler import SchedulerSide
     from kvtier.connector.worker import WorkerSide
-    from kvtier.engine.sequence import Output, SamplingParams
-    from kvtier.tiers.chain import TokenChain
     from kvtier.connector.local import LocalConnector
     from kvtier.engine.config import EngineConfig
     from kvtier.engine.llm import Completion, Engine
     from kvtier.engine.local import open_engine
     from kvtier.engine.sequence import Output, RequestError, SamplingParams
+    from kvtier.tiers.chain import TokenChain
     from kvtier.tiers.config import Config
     from kvtier.tiers.file_store import FileStore
     from kvtier.tiers.hierarchy import Hierarchy
@@ -45,15 +44,18 @@ _LAZY: Final = {
     "Hierarchy": "kvtier.tiers.hierarchy",
     "KVLayout": "kvtier.tiers.shape",
     "KVShape": "kvtier.tiers.shape",
+    "LocalConnector": "kvtier.connector.local",
     "Metrics": "kvtier.tiers.metrics",
     "ModelIdentity": "kvtier.tiers.identity",
     "Output": "kvtier.engine.sequence",
+    "RequestError": "kvtier.engine.sequence",
     "SamplingParams": "kvtier.engine.sequence",
     "SchedulerSide": "kvtier.connector.scheduler",
     "SlotPool": "kvtier.tiers.pool",
     "StepPlan": "kvtier.connector.plan",
     "TokenChain": "kvtier.tiers.chain",
     "WorkerSide": "kvtier.connector.worker",
+    "open_engine": "kvtier.engine.local",
 }
 
 __all__ = [
@@ -69,9 +71,11 @@ __all__ = [
     "KVLayout",
     "KVShape",
     "KVTierError",
+    "LocalConnector",
     "Metrics",
     "ModelIdentity",
     "Output",
+    "RequestError",
     "SamplingParams",
     "SchedulerSide",
     "SlotPool",
@@ -81,6 +85,7 @@ __all__ = [
     "TokenChain",
     "WorkerSide",
     "__version__",
+    "open_engine",
 ]
 
 

@@ -337,3 +337,21 @@ def test_waiting_for_a_load_does_not_spin(make: Make, monkeypatch: pytest.Monkey
     [answer] = engine.generate([prompt(1, 90)], SamplingParams(max_tokens=1))
     assert answer.num_external_tokens == 80
     assert engine.stats["steps"] - steps_before < 12
+
+
+def test_prefill_teaches_the_tiers_how_fast_recomputing_is(make: Make) -> None:
+    engine = make(tiers=True)
+    assert isinstance(engine.connector, LocalConnector)
+    rates = engine.connector.hierarchy.rates
+    rates._policy = "auto"
+    rates.loaded("file", 1, 1.0)  # a disk of one byte per second …
+    assert rates.worth_loading(1000, {"file": 1000})  # … is better than nothing known
+    engine.generate([prompt(1, 100)], GREEDY)  # a step of 64 tokens, one of 36, then decoding
+    assert not rates.worth_loading(1000, {"file": 1000})
+
+
+def test_the_configured_salt_holds_for_requests_without_one(make: Make) -> None:
+    engine = make(cache_salt="a")
+    engine.generate([prompt(1, 40)], GREEDY)
+    assert engine.generate([prompt(1, 40)], GREEDY, cache_salt="b")[0].num_l1_tokens == 0
+    assert engine.generate([prompt(1, 40)], GREEDY, cache_salt="a")[0].num_l1_tokens == 32
