@@ -101,7 +101,6 @@ class BlockPool:
         """
         slots = _ids(block_ids)
         with self._lock:
-            self._require_refs(slots, "free")
             self._table.unref(slots)
 
     def hold(self, block_ids: ArrayLike) -> None:
@@ -130,7 +129,7 @@ class BlockPool:
             assert self.enable_prefix_caching or not (state == READY).any(), "named without prefix caching"
 
     def _require_refs(self, slots: Slots, verb: str) -> None:
-        refs = self._table.refs[slots]
+        refs = self._table.refs.take(slots)
         if len(slots) and not refs.all():
             raise ValueError(f"{verb}: blocks {slots[refs == 0].tolist()} have no reference")
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from threading import Condition
 from typing import Final, Literal
 
+import numpy as np
+
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.demote import Demoter
 from kvtier.tiers.host import HostTier
@@ -98,11 +100,11 @@ class Hierarchy:
         rest = hashes[at:]
         if any(port.lookup(rest[:1]) for port in self.ports):  # a run through several tiers: one pass over all
             held = {"l2": self.host.pool.holds(rest), **{port.name: port.holds(rest) for port in self.ports}}
-            for where in zip(*held.values(), strict=True):
-                tier = next((name for name, holds in zip(held, where, strict=True) if holds), None)
-                if tier is None:
-                    break
-                found[tier] += 1
+            owners = np.array(list(held.values())).argmax(axis=0)  # the first tier that holds each block
+            anywhere = [any(where) for where in zip(*held.values(), strict=True)]
+            end = anywhere.index(False) if False in anywhere else len(rest)
+            for name, count in zip(held, np.bincount(owners[:end], minlength=len(held)).tolist(), strict=True):
+                found[name] += count
         return Attribution(blocks=len(hashes), l1=num_l1, miss=len(hashes) - num_l1 - sum(found.values()), **found)
 
     def prefetch(self, hashes: Sequence[ChainHash], parent: ChainHash) -> Prefetch:

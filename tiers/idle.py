@@ -137,15 +137,15 @@ class IdleSlots:
         return self._deferred.take(count) if self.num_dirty else batch
 
     def _split(self, batch: Slots) -> Slots:
-        """The slots of `batch` all of whose resident children go before them in it. The others are parked."""
+        """The slots of `batch` all of whose resident children are in it and go as well. The others are parked."""
         children, size = self._links.children[batch], len(batch)
         if not children.any():
             return batch
         parents, alive = self._links.parents(batch)
         self._places[batch] = np.arange(size)
         places = np.minimum(self._places[parents], size - 1)  # scratch: may hold older, larger places
-        before = alive & (batch[places] == parents) & (places > np.arange(size))
-        if (children == np.bincount(places[before], minlength=size)).all():
+        inside = alive & (batch[places] == parents)
+        if (children == np.bincount(places[inside], minlength=size)).all():
             return batch
         return self._split_one_by_one(batch)
 

@@ -27,7 +27,7 @@ class SlotPool:
     resident child. Hashes in one call are distinct.
     Law (`check()`): free + filling + ready + quarantined == num_slots; leased ⊆ ready; the index names exactly the
     ready slots. A leased block that `reset` forgot counts as filling until its lease is released.
-    (Two methods past the budget of fifteen: two-phase stores, leases and write-back share this one index and lock.)
+    (More than fifteen methods: two-phase stores, leases and write-back work on one index under one lock.)
     """
 
     def __init__(self, num_slots: int, *, policy: str = "lru") -> None:

@@ -261,21 +261,38 @@ class Prefetcher:
 
     def _advance(self, prefetch: Prefetch) -> None:
         """Lease, join or launch until the window is full or the run ends; finish when nothing is on its way."""
+        on_the_way = sum(len(flight.positions) for flight in prefetch.flights)
         while not prefetch.done and prefetch.next < prefetch.end:
-            on_the_way = sum(len(flight.positions) for flight in prefetch.flights)
             if on_the_way >= self._window:
                 return
             start = prefetch.next
             rest = prefetch.hashes[start : min(prefetch.end, start + self._window - on_the_way)]
-            if len(lease := self.host.pool.lease(rest)):
+            run, ready = self._leading_run(rest)
+            if ready:
+                lease = self.host.pool.lease(rest[:run])
                 prefetch.leases.append(lease)
                 prefetch.next += len(lease)
             elif flight := self._flights.get(rest[0]):
                 self._join(prefetch, flight, rest)
-            elif reason := self._launch(prefetch, rest):
-                self._shorten(prefetch, prefetch.next, reason)
+                on_the_way += len(flight.positions)
+            else:
+                reason = self._launch(prefetch, rest[:run])
+                on_the_way += prefetch.next - start
+                if reason:
+                    self._shorten(prefetch, prefetch.next, reason)
         if not prefetch.flights:
             self._finish(prefetch)
+
+    def _leading_run(self, hashes: list[ChainHash]) -> tuple[int, bool]:
+        """How many leading blocks L2 holds, or how many it does not (and which of the two), in time of that order."""
+        first, size = 0, 64
+        ready = self.host.pool.holds(hashes[:1])[0]
+        while first < len(hashes):
+            held = self.host.pool.holds(hashes[first : first + size])
+            if (not ready) in held:
+                return max(1, first + held.index(not ready)), ready
+            first, size = first + size, 2 * size
+        return len(hashes), ready
 
     def _join(self, prefetch: Prefetch, flight: _Flight, rest: list[ChainHash]) -> None:
         flight.waiters.add(prefetch)

@@ -91,13 +91,12 @@ class SlabWriter:
     def _skip_held(self, records: Sequence[BlockRecord]) -> tuple[list[Outcome], set[int]]:
         """OK for a block whose stored entry says the same, ABORTED for a twin within the batch, else ABSENT.
 
-        A block stored with other bytes is dropped: what is asked now is what will be found. The extents of the
-        leading held blocks are entered, so that storing a chain's tail does not evict its head; the caller leaves them.
+        A block stored with other bytes is dropped: what is asked now is what will be found. The extents of held blocks
+        are entered, so that no block answered OK is evicted for another of its batch; the caller leaves them.
         """
         outcomes = [Outcome.ABSENT] * len(records)
         differing: list[ChainHash] = []
         entered: set[int] = set()
-        num_leading = 0
         with self._lock:
             slots = [self._blocks.index.get(record.chain_hash, -1) for record in records]
             held = [position for position, slot in enumerate(slots) if slot >= 0]
@@ -106,9 +105,7 @@ class SlabWriter:
                 if entry == records[position]:
                     outcomes[position] = Outcome.OK
                     self._blocks.touch(slots[position])
-                    if position == num_leading:
-                        num_leading += 1
-                        entered.add(slots[position] // self._superblock.slots_per_extent)
+                    entered.add(slots[position] // self._superblock.slots_per_extent)
                 else:
                     differing.append(entry.chain_hash)
             for extent in entered:

@@ -76,7 +76,7 @@ class SlotTable:
             self._forget(victims)
         self.num_free -= count
         slots = self._free[self.num_free : self.num_free + count][::-1].copy()
-        self.generation[slots] += 1
+        self.generation[slots] = self.generation.take(slots) + 1
         self.state[slots] = FILLING
         self.links.children[slots] = 0
         return slots
@@ -135,16 +135,23 @@ class SlotTable:
         self.idle.withdraw(slots)
 
     def unref(self, slots: Slots) -> None:
-        """One reference fewer. Ready slots left without any become idle, the chain's tail first; others are freed."""
-        refs = self.refs[slots] - 1
+        """One reference fewer. Ready slots left without any become idle, the chain's tail first; others are freed.
+
+        ValueError, and no change, where a slot has no reference.
+        """
+        refs = self.refs.take(slots)
+        if not refs.all():
+            raise ValueError(f"slots {slots[refs == 0].tolist()} have no reference")
+        refs -= 1
         self.refs[slots] = refs
-        idle = slots[refs == 0]
-        ready = self.state[idle] == READY
+        idle = slots[refs == 0] if refs.any() else slots
+        ready = self.state.take(idle) == READY
         if not ready.all():
-            self.free(idle[~ready])
+            self.free(idle[~ready] if ready.any() else idle)
             idle = idle[ready]
-        self.num_leased -= len(idle)
-        self.idle.add(idle[::-1])
+        if len(idle):
+            self.num_leased -= len(idle)
+            self.idle.add(idle[::-1])
 
     def use(self, slots: Slots) -> None:
         """Count a use of the idle ones among READY slots, as a lease released at once would."""

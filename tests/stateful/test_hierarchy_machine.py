@@ -139,12 +139,12 @@ class HierarchyMachine(RuleBasedStateMachine):
     @rule(target=stores, chain=chains, first=positions, length=lengths)
     def reserve(self, chain: TokenChain, first: int, length: int) -> object:
         hashes = chain.hashes[first : first + length]
-        before = self.hierarchy.lookup(hashes)
+        held = [h for h, is_held in zip(hashes, self.hierarchy.host.pool.holds(hashes), strict=True) if is_held]
         reservation = self.hierarchy.reserve(hashes, chain.parent(first)) if hashes else None
         if reservation is None:
             return multiple()
         # Nothing held is asked for again, nothing reserved can be found.
-        assert set(reservation.hashes).isdisjoint(hashes[: before.l2])
+        assert set(reservation.hashes).isdisjoint(held)
         assert not any(self.hierarchy.host.pool.holds(reservation.hashes))
         store = Store(reservation, self.hierarchy.epoch)
         self.open_stores.add(store)

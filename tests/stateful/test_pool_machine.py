@@ -7,7 +7,16 @@ from functools import cache
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
 
 from kvtier.tiers.device import BlockPool
 from kvtier.tiers.pool import Lease, Reservation, SlotPool
@@ -17,7 +26,7 @@ from kvtier.tiers.tier import ChainHash
 Path = tuple[int, ...]
 
 NUM_SLOTS = 6
-SETTINGS = settings(max_examples=150, stateful_step_count=50, deadline=None)
+SETTINGS = settings(max_examples=100, stateful_step_count=40, deadline=None)
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)  # a binary tree of chains: much is shared
 POSITIONS = st.sets(st.integers(0, 4))
 

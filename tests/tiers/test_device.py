@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from conftest import Chain
 
 from kvtier.tiers.device import BlockPool
 from kvtier.tiers.shape import KVShape
+from kvtier.tiers.tier import ChainHash
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
 
 PoolOf = Callable[..., BlockPool]
+Chain = Callable[..., list[ChainHash]]
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def allocated(pool: BlockPool, n: int) -> list[int]:
     block_ids = pool.allocate(n)
     assert block_ids is not None
     pool.check()
-    return block_ids.tolist()
+    return [int(block_id) for block_id in block_ids]
 
 
 def test_the_tensor_is_block_first_and_clean() -> None:
@@ -126,7 +127,7 @@ def test_a_copy_in_flight_holds_its_block(pool_of: PoolOf, chain: Chain) -> None
     assert pool.allocate(1) is None
     pool.free(ids)  # the copy's event
     assert pool.num_free_blocks == 2
-    with pytest.raises(ValueError, match="hold: blocks .* have no reference"):
+    with pytest.raises(ValueError, match=r"hold: blocks .* have no reference"):
         pool.hold(ids)
 
 
@@ -134,12 +135,12 @@ def test_freeing_what_is_free_is_refused(pool_of: PoolOf) -> None:
     pool = pool_of(3)
     ids = allocated(pool, 2)
     pool.free(ids[:1])
-    with pytest.raises(ValueError, match=rf"free: blocks \[{ids[0]}\] have no reference"):
+    with pytest.raises(ValueError, match=rf"slots \[{ids[0]}\] have no reference"):
         pool.free(ids)
     assert pool.num_free_blocks == 2  # and the other one was not freed
     with pytest.raises(ValueError, match="publish: 1 blocks and 2 hashes"):
         pool.publish(ids[1:], [bytes(32), bytes(32)], None)
-    with pytest.raises(ValueError, match="publish: blocks .* have no reference"):
+    with pytest.raises(ValueError, match=r"publish: blocks .* have no reference"):
         pool.publish(ids[:1], [bytes(32)], None)
     with pytest.raises(ValueError, match="comes twice"):
         pool.publish([*ids[1:], *allocated(pool, 1)], [bytes(32), bytes(32)], None)

@@ -39,7 +39,7 @@ def use(policy: S3FIFO | LRU, *numbers: int) -> None:
 def evict(policy: S3FIFO | LRU, count: int) -> list[int]:
     victims = policy.pop(count)
     policy.evicted(victims)
-    return victims.tolist()
+    return [int(slot) for slot in victims]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["append", "push_front", "remove", "take"]), st.integers(0, 9))))

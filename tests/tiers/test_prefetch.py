@@ -1,0 +1,202 @@
+"""Stories of prefetches beside `test_hierarchy.py`: where a request would wait, lose or keep what it must not."""
+
+from collections.abc import Callable, Iterator, Sequence
+from threading import Event, Thread
+
+import pytest
+from doubles import (
+    SLOT_BYTES,
+    FakeClock,
+    MemoryTier,
+    chain_of,
+    hierarchy_of,
+    payload_of,
+    record_of,
+    store,
+    wait_until,
+)
+
+from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
+from kvtier.tiers.port import PortSettings
+from kvtier.tiers.prefetch import PENDING
+from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+
+
+class HookedTier(MemoryTier):
+    """Does what the test says before it forgets and after, and before it reads a given block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_reset: Callable[[], object] = lambda: None
+        self.after_reset: Callable[[], object] = lambda: None
+        self.gates: dict[ChainHash, Event] = {}
+        self.num_asked = 0  # hashes looked up
+
+    def reset(self) -> None:
+        self.before_reset()
+        super().reset()
+        self.after_reset()
+
+    def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
+        for chain_hash in hashes:
+            if chain_hash in self.gates:
+                self.gates[chain_hash].wait(30)
+        return super().read(hashes, into)
+
+    def lookup(self, hashes: Sequence[ChainHash]) -> int:
+        found = super().lookup(hashes)
+        self.num_asked += found + 1
+        return found
+
+    def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
+        self.num_asked += len(hashes)
+        return super().holds(hashes)
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Hierarchy]]:
+    hierarchies: list[Hierarchy] = []
+    yield hierarchies
+    for hierarchy in hierarchies:
+        assert hierarchy.drain(10)
+        hierarchy.check()
+        hierarchy.close()
+
+
+def test_a_run_that_ended_does_not_wait_for_reads_behind_its_end(opened: list[Hierarchy]) -> None:
+    tier, chain = HookedTier(), chain_of(4)
+    tier.fill(chain)
+    patience = PortSettings(deadline=3600, num_threads=2)
+    settings = HierarchySettings(prefetch_deadline=3600)
+    hierarchy = hierarchy_of(slots=32, tier=tier, port_settings=patience, settings=settings)
+    opened.append(hierarchy)
+    hierarchy.prefetcher._batch = 2  # two reads
+    first, second = Event(), Event()
+    tier.gates = {chain.hashes[0]: first, chain.hashes[2]: second}
+    tier.read_fails = {chain.hashes[1]: Outcome.IO_ERROR}
+    prefetch = hierarchy.prefetch(chain.hashes, chain.root)
+    assert hierarchy.poll(prefetch) is PENDING
+    first.set()  # block 0 comes, block 1 fails; 2 and 3 still hang
+    wait_until(lambda: hierarchy.poll(prefetch) == 1)
+    hierarchy.cancel(prefetch)
+    second.set()
+
+
+def test_a_lookup_alone_brings_a_tier_back(opened: list[Hierarchy]) -> None:
+    """While a breaker is open nothing is found, so nothing is fetched: only lookups are left to send the probe."""
+    tier, clock, chain = MemoryTier(), FakeClock(), chain_of(3)
+    tier.fill(chain)
+    hierarchy = hierarchy_of(slots=8, tier=tier, clock=clock)
+    opened.append(hierarchy)
+    for _ in range(2):
+        hierarchy.ports[0].failed("read")
+    assert hierarchy.lookup(chain.hashes).file == 0
+    clock.advance(1)
+    wait_until(lambda: hierarchy.lookup(chain.hashes).file == 3)
+
+
+def test_an_engine_that_waits_is_not_kept_waiting_for_an_answer_that_is_there(opened: list[Hierarchy]) -> None:
+    hierarchy, chain = hierarchy_of(slots=8), chain_of(2)
+    opened.append(hierarchy)
+    store(hierarchy, chain)
+    prefetch = hierarchy.prefetch(chain.hashes, chain.root)  # answered at once, not polled yet
+    waiter = Thread(target=hierarchy.wait_progress, args=(3600,), daemon=True)
+    waiter.start()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    assert hierarchy.poll(prefetch) == 2
+    hierarchy.wait_progress(0.001)  # polled: there is nothing new, and the wait ends by itself
+    hierarchy.cancel(prefetch)
+
+
+def test_a_lease_is_handed_over_once(opened: list[Hierarchy]) -> None:
+    hierarchy, chain = hierarchy_of(slots=8), chain_of(2)
+    opened.append(hierarchy)
+    store(hierarchy, chain)
+    taken = hierarchy.prefetch(chain.hashes, chain.root)
+    with hierarchy.claim(taken) as lease:
+        assert len(lease) == 2
+        assert len(hierarchy.claim(taken)) == 0
+        hierarchy.cancel(taken)  # the claimed lease is the caller's
+        assert hierarchy.host.pool.counts().leased == 2
+    cancelled = hierarchy.prefetch(chain.hashes, chain.root)
+    hierarchy.cancel(cancelled)
+    assert hierarchy.poll(cancelled) == 0
+    assert len(hierarchy.claim(cancelled)) == 0
+
+
+def test_time_in_the_queue_is_not_held_against_the_storage(opened: list[Hierarchy]) -> None:
+    """A burst makes reads wait; a breaker that opened for that would turn load into an outage."""
+    tier, clock = HookedTier(), FakeClock()
+    first, second = chain_of(1), chain_of(1, first_token=100)
+    for chain in (first, second):
+        tier.fill(chain)
+        tier.gates[chain.hashes[0]] = Event()
+    patience = PortSettings(deadline=2.0, failures=1, retry_after=1.0, num_threads=1)
+    hierarchy = hierarchy_of(
+        slots=16, tier=tier, clock=clock, port_settings=patience, settings=HierarchySettings(prefetch_deadline=100)
+    )
+    opened.append(hierarchy)
+    prefetches = [hierarchy.prefetch(chain.hashes, chain.root) for chain in (first, second)]
+    clock.advance(1.5)
+    tier.gates[first.hashes[0]].set()
+    wait_until(lambda: hierarchy.poll(prefetches[0]) == 1)
+    running = hierarchy.ports[0].queue._running
+    wait_until(lambda: any(job.deadline > 1003 for job, _ in running.values()))  # the second runs now
+    clock.advance(1.5)  # three seconds since it was asked for, half of them spent waiting
+    assert hierarchy.poll(prefetches[1]) is PENDING
+    assert hierarchy.ports[0].breakers["read"].closed
+    tier.gates[second.hashes[0]].set()
+    wait_until(lambda: hierarchy.poll(prefetches[1]) == 1)
+    for prefetch in prefetches:
+        hierarchy.cancel(prefetch)
+
+
+def test_what_was_read_while_tiers_were_forgetting_is_forgotten_too(opened: list[Hierarchy]) -> None:
+    """FAULTS 37: L2 has forgotten, the file tier not yet, and a request fetches."""
+    tier, chain = HookedTier(), chain_of(3)
+    tier.fill(chain)
+    hierarchy = hierarchy_of(slots=16, tier=tier)
+    opened.append(hierarchy)
+
+    def fetch() -> None:
+        prefetch = hierarchy.prefetch(chain.hashes, chain.root)
+        wait_until(lambda: hierarchy.poll(prefetch) == 3)
+        hierarchy.cancel(prefetch)
+
+    tier.before_reset = fetch
+    hierarchy.reset()
+    assert hierarchy.lookup(chain.hashes).miss == 3
+
+
+def test_nothing_old_is_passed_down_once_tiers_have_forgotten(opened: list[Hierarchy]) -> None:
+    """FAULTS 37: WRITE_BACK would flush blocks of the old weights into a tier that is clean already."""
+    tier, chain = HookedTier(), chain_of(3)
+    hierarchy = hierarchy_of(slots=16, tier=tier, settings=HierarchySettings(write_policy="write_back"))
+    opened.append(hierarchy)
+    store(hierarchy, chain)
+    assert hierarchy.host.pool.counts().dirty == 3
+    tier.after_reset = lambda: hierarchy.drain(10)
+    hierarchy.reset()
+    assert not tier.blocks
+
+
+def test_a_prefix_that_alternates_between_tiers_takes_linear_work(opened: list[Hierarchy]) -> None:
+    tier, chain = HookedTier(), chain_of(1024)
+    tier.fill(chain)
+    hierarchy = hierarchy_of(slots=4096, tier=tier)
+    opened.append(hierarchy)
+    every_other = chain.hashes[::2]
+    reservation = hierarchy.host.pool.reserve(every_other)
+    assert reservation is not None
+    for slot, i in zip(reservation.slots.tolist(), range(0, 1024, 2), strict=True):
+        hierarchy.host.region.slot(slot)[:] = payload_of(chain.hashes[i], SLOT_BYTES)
+        hierarchy.host.records[slot] = record_of(chain, i)
+    hierarchy.host.pool.seal(reservation).release()
+    found = hierarchy.lookup(chain.hashes)
+    assert (found.l2, found.file) == (512, 512)
+    prefetch = hierarchy.prefetch(chain.hashes, chain.root)
+    wait_until(lambda: hierarchy.poll(prefetch) == 1024)
+    hierarchy.cancel(prefetch)
+    assert tier.num_asked < 4 * 1024
+    assert sorted(tier.reads) == sorted(chain.hashes[1::2])
