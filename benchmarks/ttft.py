@@ -1,9 +1,9 @@
 """Time to first token, cold and from each tier, and what kvtier costs an engine that never hits.
 
 The demo's model in an ordinary (not `exact`) engine, one request at a time, prompts of random tokens. Per length, each
-round takes a fresh prompt: cold without kvtier; then with it cold (stores), from L1, from L2 (L1 emptied), from L3 (L1 and L2
-emptied, page cache dropped). Rounds are interleaved over lengths; figures are medians. The overhead is CPU time of the
-whole process, threads included, over interleaved pairs of the same fresh prompt with and without kvtier.
+round takes a fresh prompt: cold without kvtier; then with it cold (stores), from L1, from L2 (L1 emptied), from L3 (L1
+and L2 emptied, page cache dropped). Rounds are interleaved over lengths; figures are medians. The overhead is CPU time
+of the whole process, threads included, over interleaved pairs of the same fresh prompt with and without kvtier.
 """
 
 import os

@@ -24,7 +24,7 @@ _COPY_DEADLINE: Final = (
 class LocalConnector:
     """What an engine in this process plugs in.
 
-    `tensor` is its L1 pool, `[num_blocks, *shape.block_shape]`; `fingerprint` the model's (`ModelIdentity.fingerprint`).
+    `tensor` is its L1 pool, `[num_blocks, *shape.block_shape]`; `fingerprint` the model's (ModelIdentity.fingerprint).
     Raises ConfigError where the configured memory or disk is not there, FormatError and StoreLocked from the slab.
     """
 

@@ -32,7 +32,7 @@ class CopyOp:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One scheduling step's copies. `region` names the L2 region the slots belong to (its fd's inode, 0 if anonymous)."""
+    """One scheduling step's copies. `region` names the L2 region the slots belong to (its inode, 0 if anonymous)."""
 
     step: int
     region: int

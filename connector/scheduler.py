@@ -117,7 +117,8 @@ class SchedulerSide:
     ) -> None:
         """The request got its L1 blocks (`block_ids`: its whole table); load the tokens promised, if any are wanted.
 
-        With `layerwise` the request computes in the very step that loads it; without, after `update` names it. Called again for the same request, or with 0, it only lets go of what was promised.
+        With `layerwise` the request computes in the very step that loads it; without, after `update` names it. Called
+        again for the same request, or with 0, it only lets go of what was promised.
         """
         known = self._requests[request_id]
         prefetch, known.prefetch = known.prefetch, None

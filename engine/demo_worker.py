@@ -77,7 +77,8 @@ class Desk:
         digest = hashlib.sha256()
         while engine.has_unfinished:
             for output in engine.step():
-                assert output.token_id is not None and output.logits is not None
+                assert output.token_id is not None
+                assert output.logits is not None
                 tokens.append(output.token_id)
                 digest.update(output.logits.tobytes())
             progress(min(request.num_computed, len(prompt)))

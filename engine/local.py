@@ -30,7 +30,7 @@ def engine_config(config: Config, **options: Any) -> EngineConfig:
 def open_engine(
     path: str | Path, config: Config | None = None, *, dtype: str = "auto", device: str = "cpu", **options: Any
 ) -> Engine:
-    """An engine over a local checkpoint directory, with L2 and the tiers below as `config` says (default: the environment).
+    """An engine over a local checkpoint directory, its L2 and lower tiers as `config` says (default: the environment).
 
     `options` are further fields of EngineConfig. Raises ConfigError where checkpoint, memory or disk cannot be used.
     """

@@ -16,10 +16,10 @@ from kvtier.tiers.errors import (
 )
 
 if TYPE_CHECKING:
+    from kvtier.connector.local import LocalConnector
     from kvtier.connector.plan import StepPlan
     from kvtier.connector.scheduler import SchedulerSide
     from kvtier.connector.worker import WorkerSide
-    from kvtier.connector.local import LocalConnector
     from kvtier.engine.config import EngineConfig
     from kvtier.engine.llm import Completion, Engine
     from kvtier.engine.local import open_engine

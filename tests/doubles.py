@@ -1,10 +1,9 @@
-"""Test doubles and builders shared by the stories: a clock, a lower tier in memory, blocks whose bytes derive from keys."""
+"""Doubles and builders the stories share: a clock, a lower tier in memory, blocks whose bytes derive from keys."""
 
 import hashlib
 import time
 from collections.abc import Callable, Sequence
 from threading import Event, Lock
-
 
 from kvtier.tiers.chain import TokenChain, root_hash
 from kvtier.tiers.checksum import checksum

@@ -1,4 +1,4 @@
-"""Stories of the two connector sides together: promised, loaded, stored, aborted, failed; the copies are the test's to end."""
+"""Stories of the two connector sides together: promised, loaded, stored, aborted, failed; the test ends the copies."""
 
 import time
 from collections.abc import Iterator
