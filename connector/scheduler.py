@@ -114,28 +114,35 @@ class SchedulerSide:
 
     def allocated(
         self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, *, layerwise: bool = False
-    ) -> None:
+    ) -> int:
         """The request got its L1 blocks (`block_ids`: its whole table); load the tokens promised, if any are wanted.
 
-        With `layerwise` the request computes in the very step that loads it; without, after `update` names it. Called
-        again for the same request, or with 0, it only lets go of what was promised.
+        Returns how many tokens are being loaded: fewer than asked for, maybe 0, where the promise lapsed because nobody
+        asked for longer than the lease deadline; the rest must be computed. With `layerwise` the request computes in
+        the very step that loads it; without, after `update` names it. Called again for the same request, or with 0, it
+        only lets go of what was promised.
         """
         known = self._requests[request_id]
         prefetch, known.prefetch = known.prefetch, None
         if prefetch is None:
-            return
-        num_blocks = num_external_tokens // known.request.chain.block_size
+            return 0
+        block_size = known.request.chain.block_size
+        num_blocks = num_external_tokens // block_size
         if not num_blocks:
             self.hierarchy.cancel(prefetch)
-            return
+            return 0
         lease = self.hierarchy.claim(prefetch)
         skip = known.asked - known.base
         slots = lease.slots[skip : skip + num_blocks].tolist()
         generations = lease.generations[skip : skip + num_blocks].tolist()
+        if not slots:
+            lease.release()
+            return 0
         blocks = [int(block) for block in block_ids[known.asked : known.asked + len(slots)]]
         op = CopyOp(next(self._op_ids), request_id, tuple(blocks), tuple(slots), tuple(generations), layerwise)
         self._loads[op.op_id] = _Load(request_id, known.asked, len(op), lease, time.monotonic())
         self._planned_loads.append(op)
+        return len(op) * block_size
 
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         """Blocks `first_block…` of the request's table became full in this step; copy those not held yet to L2.

@@ -16,8 +16,11 @@ class SchedulerConnector(Protocol):
 
     def allocated(
         self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, *, layerwise: bool = False
-    ) -> None:
-        """The request got its whole block table; load the external tokens (0: let go of what was promised)."""
+    ) -> int:
+        """The request got its whole block table; load the external tokens (0: let go of what was promised).
+
+        Returns how many of them are being loaded; the request computes the others.
+        """
 
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         """These blocks of the request's table are full once this step has computed; each is held until released."""
@@ -120,8 +123,9 @@ class NoOffload:
 
     def allocated(
         self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, *, layerwise: bool = False
-    ) -> None:
+    ) -> int:
         """Nothing was promised."""
+        return 0
 
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         """Never called: the scheduler does not store without a connector."""

@@ -251,9 +251,10 @@ class Scheduler:
     def _seat(self, sequence: Sequence, num_l1: int, num_external: int) -> None:
         """A request with blocks leaves the queue; `num_l1` blocks are there, `num_external` are to be loaded."""
         block_size, layerwise = self._config.block_size, self._config.loading == "layerwise"
-        self._connector.allocated(
+        loading = self._connector.allocated(
             sequence.request_id, sequence.block_table, num_external * block_size, layerwise=layerwise
         )
+        num_external = loading // block_size  # fewer than asked for where a promise lapsed
         self.waiting.remove(sequence)
         for other in self.waiting:
             if other.order > sequence.order:

@@ -243,6 +243,20 @@ def test_a_request_from_before_a_reset_never_stores_again(bench: Bench) -> None:
     bench.scheduler.finished("a")
 
 
+def test_a_promise_nobody_took_for_too_long_is_not_loaded() -> None:
+    clock = FakeClock()
+    bench = Bench(clock=clock)
+    request = request_of(2)
+    store(bench.hierarchy, request.chain)
+    assert bench.scheduler.lookup(request, 0) == 2 * BLOCK_SIZE
+    clock.advance(bench.hierarchy.settings.lease_deadline)
+    bench.hierarchy.tick()
+    assert bench.scheduler.allocated("a", [0, 1, 2], 2 * BLOCK_SIZE) == 0  # compute all of it
+    assert not bench.step()
+    bench.scheduler.finished("a")
+    bench.close()
+
+
 def test_layerwise_each_layer_is_waited_for_by_itself(bench: Bench) -> None:
     request = request_of(2)
     store(bench.hierarchy, request.chain)

@@ -26,6 +26,7 @@ class ScriptedConnector(NoOffload):
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[str, int | Pending] = {}  # request → tokens beyond L1
+        self.lapsed: set[str] = set()  # requests whose promise is gone when they get their blocks
         self.log: list[tuple[object, ...]] = []
         self.news = ConnectorUpdate()
 
@@ -34,9 +35,11 @@ class ScriptedConnector(NoOffload):
 
     def allocated(
         self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, *, layerwise: bool = False
-    ) -> None:
-        if num_external_tokens:
-            self.log.append(("load", request_id, num_external_tokens))
+    ) -> int:
+        if not num_external_tokens or request_id in self.lapsed:
+            return 0
+        self.log.append(("load", request_id, num_external_tokens))
+        return num_external_tokens
 
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         self.log.append(("store", request_id, first_block, len(block_ids)))
@@ -296,6 +299,16 @@ def test_no_promise_covers_the_whole_prompt() -> None:
     connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
     story.step()
     story.idle()
+
+
+@pytest.mark.parametrize("loading", ["async", "layerwise"])
+def test_a_promise_that_lapsed_is_computed(loading: str) -> None:
+    connector = ScriptedConnector()
+    story = Story(8, connector, loading=loading)
+    connector.found["a"] = 2 * BLOCK
+    connector.lapsed.add("a")
+    story.add("a", range(1, 10))
+    assert story.run() == [[("a", 0, 8)], [("a", 8, 9)]]
 
 
 def test_failed_blocks_are_computed(stories: list[Story]) -> None:
