@@ -115,6 +115,9 @@ class MemoryTier:
     def probe(self, direction: Direction) -> bool:
         return not self.broken
 
+    def stats(self) -> dict[str, int]:
+        return {"slots_ready": len(self.blocks), "evicted": 0}
+
     def check(self) -> None:
         for chain_hash, (record, data) in self.blocks.items():
             assert record.chain_hash == chain_hash

@@ -48,9 +48,10 @@ class Demoter:
         return self._num_waiting
 
     def offer(self, hashes: Sequence[ChainHash], ended: Ended | None = None) -> int:
-        """Queue consecutive blocks for writing; returns how many leading ones were taken, counts the rest as refused.
+        """Queue consecutive blocks for writing; returns how many leading ones were taken.
 
-        `ended` is told, on an I/O thread, what became of every block taken.
+        `ended` is told, on an I/O thread, what became of every block taken: its owner offers the others again. Without
+        it the others are refused for good, and counted.
         """
         epoch = self.port.epoch  # before the leases: what they name was stored in this epoch or a later one
         with self._lock:
@@ -59,7 +60,7 @@ class Demoter:
             for chain_hash in hashes[:taken]:  # tried anew
                 self._failed.pop(chain_hash, None)
             self._remember_failed(hashes[taken:])
-        if taken < len(hashes):
+        if taken < len(hashes) and ended is None:
             self._metrics.dropped(self.port.name, Outcome.QUEUE_FULL, len(hashes) - taken)
         for first in range(0, taken, self._batch):
             batch = list(hashes[first : min(taken, first + self._batch)])

@@ -83,7 +83,9 @@ class Hierarchy:
         self._sealing = IoQueue("seal", 1, 1 << 16, clock)
         self._sightings: OrderedDict[ChainHash, int] = OrderedDict()
         self._cleaning: set[ChainHash] = set()  # WRITE_BACK: dirty blocks being written
+        self._num_dirty_dropped = 0  # of those the pool counts: shown as dropped already
         self._closed = False
+        metrics.before_read(self._show_pools)
 
     # looking up and loading
 
@@ -204,7 +206,6 @@ class Hierarchy:
 
     def stats(self) -> dict[str, float]:
         """Every counter and gauge by its exposition name."""
-        self._show_pools()
         return self.metrics.snapshot()
 
     def check(self) -> None:
@@ -219,14 +220,15 @@ class Hierarchy:
             raise AssertionError(f"at idle nothing may be leased, filling or quarantined: {counts}")
 
     def close(self, timeout: float = 5.0) -> None:
-        """Drain up to `timeout` seconds, drop what is left (counted), close every tier. Idempotent."""
+        """Drain, drop what is left (counted), close every tier: in `timeout` seconds altogether. Idempotent."""
         if self._closed:
             return
+        deadline = time.monotonic() + timeout
         self.drain(timeout)
         self._closed = True
-        self._sealing.close(timeout)
+        self._sealing.close(max(0.0, deadline - time.monotonic()))
         for port in self.ports:
-            port.close(timeout)
+            port.close(max(0.0, deadline - time.monotonic()))
         self.host.close()
 
     # inside
@@ -300,9 +302,21 @@ class Hierarchy:
             return next((i for i, enough in enumerate(seen) if not enough), len(hashes))
 
     def _show_pools(self) -> None:
-        counts = self.host.pool.counts()
-        for state in ("free", "filling", "ready", "leased", "quarantined"):
+        pool = self.host.pool
+        counts = pool.counts()
+        for state in ("free", "filling", "ready", "leased", "quarantined", "dirty"):
             self.metrics.pool("l2", state, getattr(counts, state))
+        with self._lock:
+            self.metrics.evicted("l2", pool.num_evicted)
+            dropped, self._num_dirty_dropped = pool.num_dirty_dropped - self._num_dirty_dropped, pool.num_dirty_dropped
+            for port in self.ports:
+                if dropped:
+                    self.metrics.dropped(port.name, Outcome.EVICTED, dropped)
+                stats = port.tier.stats() if port.tier is not None else {}
+                self.metrics.evicted(port.name, stats.get("evicted", 0))
+                for key, count in stats.items():
+                    if key.startswith("slots_"):
+                        self.metrics.pool(port.name, key.removeprefix("slots_"), count)
 
 
 def _chains(hashes: Sequence[ChainHash], parent_of: Callable[[ChainHash], ChainHash | None]) -> list[list[ChainHash]]:

@@ -1,5 +1,6 @@
 """Every counter kvtier keeps, on a registry of its own: what was found, missed, moved, dropped, and why."""
 
+from collections.abc import Callable
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -42,6 +43,8 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self._evicted_before: dict[str, int] = {}
+        self._refresh: list[Callable[[], None]] = []
         for tier in LOOKUP_TIERS:  # a rate over a series that does not exist yet is no rate
             self._lookup.labels(tier)
 
@@ -63,9 +66,10 @@ class Metrics:
         """Blocks that were offered to a tier and not stored."""
         self._drop.labels(tier, reason).inc(num_blocks)
 
-    def evicted(self, tier: str, num_blocks: int) -> None:
-        """Blocks that made room for others."""
-        self._evict.labels(tier).inc(num_blocks)
+    def evicted(self, tier: str, total: int) -> None:
+        """How many blocks made room for others since the start: the tiers keep this count themselves."""
+        self._evict.labels(tier).inc(max(0, total - self._evicted_before.get(tier, 0)))
+        self._evicted_before[tier] = total
 
     def corrupted(self, tier: str, num_blocks: int) -> None:
         """Blocks whose key or checksum was not the one stored. They were not served."""
@@ -85,18 +89,28 @@ class Metrics:
         """How many slots of a pool are in a state now."""
         self._slots.labels(tier, state).set(num_slots)
 
+    def before_read(self, refresh: Callable[[], None]) -> None:
+        """Have `refresh` called before every reading: it sets what is a state, not an event."""
+        self._refresh.append(refresh)
+
     def text(self) -> str:
         """The exposition format Prometheus scrapes."""
+        self._refreshed()
         return generate_latest(self._registry).decode()
 
     def snapshot(self) -> dict[str, float]:
         """Every sample by its exposition name, as in `kvtier_store_blocks_total{tier="l2"}`."""
+        self._refreshed()
         return {
             _series(sample.name, sample.labels): sample.value
             for family in self._registry.collect()
             for sample in family.samples
             if not sample.name.endswith("_created")
         }
+
+    def _refreshed(self) -> None:
+        for refresh in self._refresh:
+            refresh()
 
 
 def _series(name: str, labels: dict[str, str]) -> str:

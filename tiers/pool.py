@@ -26,7 +26,7 @@ class SlotPool:
     or a copy. A slot keeps its block until it is taken again. No policy evicts a leased block, nor one that has a
     resident child. Hashes in one call are distinct.
     Law (`check()`): free + filling + ready + quarantined == num_slots; leased ⊆ ready; the index names exactly the
-    ready slots. A leased block that `reset` forgot counts as filling until its lease is released.
+    ready slots. A leased block that `reset` or `evict` forgot counts as filling until its lease is released.
     (More than fifteen methods: two-phase stores, leases and write-back work on one index under one lock.)
     """
 
@@ -151,7 +151,10 @@ class SlotPool:
             self._table.use(self._ready(hashes))
 
     def evict(self, hashes: Sequence[ChainHash]) -> int:
-        """Drop these blocks, even if they have children, except leased ones. Returns how many went."""
+        """Drop these blocks, even if they have children: nobody finds them any more. Returns how many went.
+
+        A leased one keeps its slot until its leases are released.
+        """
         with self._lock:
             self._settle_dropped()
             return self._table.drop(self._ready(hashes))

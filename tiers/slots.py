@@ -74,6 +74,7 @@ class SlotTable:
                 return None
             self.num_evicted += short
             self._forget(victims)
+            self.free(victims)
         self.num_free -= count
         slots = self._free[self.num_free : self.num_free + count][::-1].copy()
         self.generation[slots] = self.generation.take(slots) + 1
@@ -99,11 +100,18 @@ class SlotTable:
         self.num_free += len(slots)
 
     def drop(self, slots: Slots) -> int:
-        """READY and idle → FREE, by force: even if they have children. Returns how many were idle and went."""
-        slots = slots[(self.state[slots] == READY) & (self.refs[slots] == 0)]
-        self.idle.withdraw(slots)
+        """READY → FREE, even if they have children; those with references lose their name now, their slot at the end.
+
+        Returns how many went.
+        """
+        slots = slots[self.state[slots] == READY]
+        used = self.refs[slots] > 0
+        self.idle.withdraw(slots[~used])
         self.idle.unlink(slots)
         self._forget(slots)
+        self.free(slots[~used])
+        self.state[slots[used]] = FILLING
+        self.num_leased -= int(np.count_nonzero(used))
         return len(slots)
 
     def reset(self) -> None:
@@ -123,7 +131,6 @@ class SlotTable:
             self.num_dirty_dropped += self.idle.mark_clean(slots)
         self.num_ready -= len(slots)
         self.links.clear(slots)
-        self.free(slots)
 
     # --- references ---------------------------------------------------------------------------------------------
 

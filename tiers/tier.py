@@ -1,6 +1,6 @@
 """What the hierarchy asks of a tier below host memory: look up, read, write, all in batches, all verified."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol
@@ -78,6 +78,9 @@ class Tier(Protocol):
 
     def probe(self, direction: Direction) -> bool:
         """One small operation on the storage itself: does it answer, and is it still ours? Asked by an open breaker."""
+
+    def stats(self) -> Mapping[str, int]:
+        """Counts of its own since it was opened, `evicted` among them, and `slots_{state}` now."""
 
     def check(self) -> None:
         """Raise AssertionError where the tier's conservation law does not hold."""

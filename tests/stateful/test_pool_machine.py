@@ -51,10 +51,10 @@ class Store:
 
 @dataclass(eq=False)
 class Hold:
-    """A lease that is not released."""
+    """A lease that is not released, and which of its slots lost their name to a reset or an eviction."""
 
     lease: Lease
-    forgotten: bool = False
+    unnamed: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Model:
     filling: set[ChainHash] = field(default_factory=set)
     links: dict[ChainHash, ChainHash] = field(default_factory=dict)  # to the parent, where both are held
     dirty: set[ChainHash] = field(default_factory=set)
-    unnamed: dict[int, int] = field(default_factory=dict)  # slot → leases, of blocks a reset forgot
+    unnamed: dict[int, int] = field(default_factory=dict)  # slot → leases, of blocks that were forgotten
     num_quarantined: int = 0
 
     def is_held(self, name: ChainHash | None) -> bool:
@@ -162,7 +162,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
             else:
                 self.model.filling.remove(name)
                 self.model.leases[name] = 1
-        self.open_holds.append(Hold(lease, store.forgotten))
+        self.open_holds.append(Hold(lease, set(lease.slots.tolist()) if store.forgotten else set()))
         return self.open_holds[-1]
 
     @rule(store=stores, positions=POSITIONS)
@@ -249,7 +249,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
     def _end(self, hold: Hold) -> None:
         self.open_holds.remove(hold)
         for name, slot in zip(hold.lease.hashes, hold.lease.slots.tolist(), strict=True):
-            if not hold.forgotten:
+            if slot not in hold.unnamed:
                 self.model.leases[name] -= 1
             elif self.model.unnamed[slot] == 1:
                 del self.model.unnamed[slot]
@@ -262,9 +262,17 @@ class SlotPoolMachine(RuleBasedStateMachine):
 
     @rule(path=PATHS)
     def evict(self, path: Path) -> None:
-        idle = {name for name in chain(path) if self.model.leases.get(name) == 0}
-        assert self.pool.evict(chain(path)) == len(idle)
-        self.model.drop(idle)
+        gone = {name for name in chain(path) if name in self.model.leases}
+        assert self.pool.evict(chain(path)) == len(gone)
+        for hold in self.open_holds:
+            self._forget(hold, gone)
+        self.model.drop(gone)
+
+    def _forget(self, hold: Hold, names: set[ChainHash]) -> None:
+        for name, slot in zip(hold.lease.hashes, hold.lease.slots.tolist(), strict=True):
+            if name in names and slot not in hold.unnamed:
+                hold.unnamed.add(slot)
+                self.model.unnamed[slot] = self.model.unnamed.get(slot, 0) + 1
 
     # --- write-back, reset, queries -----------------------------------------------------------------------------
 
@@ -295,10 +303,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
                 self.model.unnamed.update(dict.fromkeys(slots, 0))
             store.forgotten = True
         for hold in self.open_holds:
-            if not hold.forgotten:
-                for slot in hold.lease.slots.tolist():
-                    self.model.unnamed[slot] = self.model.unnamed.get(slot, 0) + 1
-            hold.forgotten = True
+            self._forget(hold, set(hold.lease.hashes))
         self.model.drop({*self.model.leases, *self.model.filling})
 
     @rule(path=PATHS)

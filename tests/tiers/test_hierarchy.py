@@ -355,7 +355,10 @@ class TestWriteBack:
         hierarchy = stories.open(slots=8, tier=tier, settings=HierarchySettings("write_back", clean_share=0.0))
         store(hierarchy, chain_of(8))
         assert store(hierarchy, chain_of(3, first_token=300)) == 3
-        assert hierarchy.host.pool.num_dirty_dropped == 3
+        shown = hierarchy.stats()
+        assert shown['kvtier_store_dropped_total{tier="file",reason="evicted"}'] == 3
+        assert shown['kvtier_evicted_total{tier="l2"}'] == 3
+        assert hierarchy.stats() == shown  # reading counts nothing twice
         tier.gate.set()
 
 

@@ -279,18 +279,32 @@ def test_exhaustion_is_an_answer_not_a_wait(pool_of: PoolOf, chain: Chain, polic
     store(pool, blocks)
     with pool.lease(blocks):
         assert pool.reserve(chain(4)) is None
-        assert pool.evict(blocks) == 0
         assert pool.lookup(blocks) == 3
     assert pool.reserve(chain(4, 5, 6, 7)) is None  # more than there are slots
     assert pool.check() == PoolCounts(free=0, filling=0, ready=3, leased=0, quarantined=0, dirty=0)
     assert pool.num_evicted == 0
 
 
-def test_evict_drops_what_is_not_leased_parents_too(pool_of: PoolOf, chain: Chain, policy: str) -> None:
+def test_an_evicted_block_is_found_no_more_and_a_lease_keeps_its_slot(
+    pool_of: PoolOf, chain: Chain, policy: str
+) -> None:
+    pool, blocks = pool_of(3, policy), chain(1, 2, 3)
+    store(pool, blocks)
+    with pool.lease(blocks[1:]), pool.lease(blocks[:2]):
+        assert pool.evict(blocks[1:2]) == 1
+        assert pool.holds(blocks) == [True, False, True]
+        assert pool.check() == PoolCounts(free=0, filling=1, ready=2, leased=2, quarantined=0, dirty=0)
+        assert pool.reserve(chain(4)) is None  # nobody else gets the slot
+    assert pool.check() == PoolCounts(free=1, filling=0, ready=2, leased=0, quarantined=0, dirty=0)
+    store(pool, blocks)
+    assert pool.lookup(blocks) == 3
+
+
+def test_evict_drops_parents_too(pool_of: PoolOf, chain: Chain, policy: str) -> None:
     pool, blocks = pool_of(4, policy), chain(1, 2, 3)
     store(pool, blocks)
     with pool.lease(blocks[2:]):
-        assert pool.evict([*blocks, *chain(9)]) == 2
+        assert pool.evict([*blocks[:2], *chain(9)]) == 2
         assert pool.holds(blocks) == [False, False, True]
         store(pool, chain(8, 9))  # the slots go to others while 3 still points at its old parent
         pool.check()
