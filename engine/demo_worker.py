@@ -16,13 +16,14 @@ from kvtier.engine.llm import Engine
 from kvtier.engine.model import Model
 from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.config import Config
-from kvtier.tiers.errors import KVTierError
+from kvtier.tiers.errors import ConfigError, KVTierError
 
 BLOCK_SIZE: Final = 16
-_L1_BLOCKS: Final = 112  # one document and its conversation; the next document overwrites it
+_L1_BLOCKS: Final = 200  # one document and its conversation; the next document overwrites it
+_LEAST_BYTES: Final = 64 << 20  # of L2, and of the slab
 _STORE_DEADLINE: Final = 60.0  # seconds for the background writes to reach the disk
 _TIERS: Final = ("l1", "l2", "file", "redis")
-_OPTIONS: Final = EngineConfig(block_size=BLOCK_SIZE, num_blocks=_L1_BLOCKS, exact=True)
+_OPTIONS: Final = EngineConfig(block_size=BLOCK_SIZE, num_blocks=_L1_BLOCKS, exact=True, exact_rows=128)
 
 
 def demo_model() -> LlamaConfig:
@@ -134,7 +135,7 @@ def main(home: Path, model_dir: Path | None) -> None:
         try:
             if request["verb"] == "open":
                 desk = _open(home, model_dir)
-                _reply({"opened": True})
+                _reply({"max_model_len": desk.engine.max_model_len})
             elif request["verb"] == "settle":
                 assert desk is not None
                 _reply({"settled": desk.settle()})
@@ -146,19 +147,23 @@ def main(home: Path, model_dir: Path | None) -> None:
                 )
                 _reply({field: getattr(answer, field) for field in Answer.__slots__})
         except KVTierError as error:
-            _reply({"error": str(error)})
+            _reply({"error": str(error), "is_usage": isinstance(error, ConfigError)})
     if desk is not None:
         desk.engine.close()
 
 
 def _open(home: Path, model_dir: Path | None) -> Desk:
     model = Model.from_pretrained(model_dir) if model_dir else Model.from_config(demo_model(), seed=0)
+    l1_bytes = _L1_BLOCKS * model.shape(BLOCK_SIZE).block_bytes
     config = Config.load(
-        host={"size": "512MiB"},
-        file={"path": str(home), "size": "1GiB"},
+        host={"size": max(3 * l1_bytes, _LEAST_BYTES)},
+        file={"path": str(home), "size": max(4 * l1_bytes, _LEAST_BYTES)},
         cache={"load_or_recompute": "load", "prefetch_deadline": "30s"},
     )
-    return Desk(model, config, _OPTIONS)
+    desk = Desk(model, config, _OPTIONS)
+    for bare in (True, False):  # the first forward of a process is slow: nobody's time to first token
+        desk.ask([1, 2, 3], 2, bare=bare)
+    return desk
 
 
 def _reply(message: dict[str, Any]) -> None:

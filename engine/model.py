@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol, Self
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kvtier.engine.config import EngineConfig
@@ -85,8 +86,9 @@ class Model:
                 local_files_only=True,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"model {str(path)!r}: {error}") from error
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(f"model {str(path)!r}: {reason}") from error
         module, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(f"model {str(path)!r}: the checkpoint lacks {len(missing)} weights, {missing[0]} first")

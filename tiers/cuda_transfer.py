@@ -1,6 +1,5 @@
 """The copy stream of a GPU: torch streams and events both ways, neighbours merged, a kernel for small pieces."""
 
-import contextlib
 import logging
 import threading
 import time
@@ -28,12 +27,13 @@ _POLL: Final = 50e-6  # seconds between looks at a device event in `wait`
 class CudaEvent:
     """A `CopyEvent` of the device: done once it was issued and the device's event has passed."""
 
-    __slots__ = ("_event", "_issued", "error")
+    __slots__ = ("_event", "_failure", "_issued", "error")
 
     def __init__(self) -> None:
         """Start pending and not issued."""
         self.error: str | None = None
         self._event: torch.cuda.Event | None = None
+        self._failure: str | None = None  # known at issue; it becomes `error` once the device is past the rest
         self._issued = threading.Event()
 
     def done(self) -> bool:
@@ -43,10 +43,13 @@ class CudaEvent:
         if self.error is not None or self._event is None:
             return True
         try:
-            return bool(self._event.query())  # type: ignore[no-untyped-call]
+            passed = bool(self._event.query())  # type: ignore[no-untyped-call]
         except RuntimeError as failure:
             self.error = str(failure)
             return True
+        if passed:
+            self.error = self._failure
+        return passed
 
     def wait(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the end; False if it has not come. Gives up the GIL, spins on nothing."""
@@ -59,21 +62,27 @@ class CudaEvent:
             time.sleep(_POLL)
         return True
 
-    def issued(self, event: torch.cuda.Event) -> None:
-        """The device now knows the copy; `event` is recorded behind it."""
-        self._event = event
+    def issued(self, event: torch.cuda.Event, failure: str | None = None) -> None:
+        """The device now knows the copy, or the part of it before `failure`; `event` is recorded behind that."""
+        self._event, self._failure = event, failure
         self._issued.set()
 
     def fail(self, error: str) -> None:
-        """The copy was not made."""
-        self.error = error
-        self._issued.set()
+        """The device was given nothing of the copy; no effect on one that was issued."""
+        if not self._issued.is_set():
+            self.error = error
+            self._issued.set()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the copy is known to fail, even while the device is still busy with a part of it."""
+        return self.error or self._failure
 
     def fence(self, stream: torch.cuda.Stream, timeout: float) -> bool:
-        """Make `stream` wait for the copy; False if it was not issued within `timeout` seconds."""
-        if not self._issued.wait(timeout):
+        """Make `stream` wait for the copy; False if that fails or was not issued within `timeout` seconds."""
+        if not self._issued.wait(timeout) or self.failure is not None:
             return False
-        if self._event is not None and self.error is None:
+        if self._event is not None:
             stream.wait_event(self._event)
         return True
 
@@ -99,15 +108,13 @@ class CudaCopyStream:
         self._l2 = torch.from_numpy(region.array)
         self._max_queued = max_queued
         self._streams: dict[Direction, torch.cuda.Stream] = {
-            "load": _stream(tensor.device),
-            "store": _stream(tensor.device),
+            "load": _stream(tensor),
+            "store": _stream(tensor),
         }
         self._kernels: LayoutKernels | None = None
         self._issuer: ThreadPoolExecutor | None = None
         if region.pinned:
-            geometry = Geometry.block_first(tensor.data_ptr(), self._num_layers, self._layer_bytes)
-            with contextlib.suppress(ImportError), torch.cuda.device(tensor.device):  # without CuPy: copies only
-                self._kernels = LayoutKernels(geometry, cupy)
+            self._kernels = self._compiled(cupy)
         else:
             self._issuer = ThreadPoolExecutor(1, "kvtier-copy")
         self._lock = threading.Lock()  # guards the two fields below and the order of issue; never held in a wait
@@ -151,7 +158,11 @@ class CudaCopyStream:
     def _enqueue(self, direction: Direction, copies: BlockCopies, after: object | None) -> CopyEvent:
         event = CudaEvent()
         error = invalid_copies(copies, self._num_blocks, self._num_layers, self._region.num_slots)
-        before = self._predecessor(after)
+        try:
+            before = self._predecessor(after)
+        except RuntimeError as failure:  # the driver's
+            event.fail(str(failure))
+            return event
         with self._lock:
             pending = self._pending[direction]
             while pending and pending[0].done():
@@ -183,21 +194,24 @@ class CudaCopyStream:
         self, direction: Direction, copies: BlockCopies, before: "torch.cuda.Event | CudaEvent", event: CudaEvent
     ) -> None:
         """Give the device the copies. A failure ends in the event, also on the issuing thread."""
-        stream = self._streams[direction]
+        stream, failure = self._streams[direction], None
         try:
             if isinstance(before, torch.cuda.Event):
                 stream.wait_event(before)
-            elif before.error is not None:
-                return event.fail(f"what it waited for failed: {before.error}")
+            elif before.failure is not None:
+                return event.fail(f"what it waited for failed: {before.failure}")
             elif not before.fence(stream, 0):
                 return event.fail("what it waits for was not enqueued")
             with torch.cuda.device(self._l1.device), torch.cuda.stream(stream):
-                self._copy(direction, copies, stream)
+                try:
+                    self._copy(direction, copies, stream)
+                except Exception as error:  # the driver's or CuPy's; the device still makes what it was given before
+                    failure = str(error)
                 ended = _device_event()
                 ended.record(stream)
-            event.issued(ended)
-        except RuntimeError as failure:  # the driver's errors
-            event.fail(str(failure))
+            event.issued(ended, failure)
+        except RuntimeError as error:  # the driver's: nothing more runs on this device
+            event.fail(failure or str(error))
         return None
 
     def _copy(self, direction: Direction, copies: BlockCopies, stream: torch.cuda.Stream) -> None:
@@ -210,7 +224,7 @@ class CudaCopyStream:
         mean = len(blocks) * (last - first) * self._layer_bytes // len(starts)
         if self._kernels is not None and mean < KERNEL_BELOW:
             indices = torch.from_numpy(np.stack((blocks, slots))).pin_memory().to(self._l1.device, non_blocking=True)
-            canonical = Canonical(self._region.address, self._region.slot_stride, copies.layers)
+            canonical = self._canonical(copies.layers)
             launch = self._kernels.scatter if direction == "load" else self._kernels.gather
             launch(indices[0].data_ptr(), indices[1].data_ptr(), len(blocks), canonical, stream.cuda_stream)
             return
@@ -221,6 +235,21 @@ class CudaCopyStream:
         for i, j, length in zip(into[starts].tolist(), out_of[starts].tolist(), (ends - starts).tolist(), strict=True):
             target[i : i + length].copy_(source[j : j + length], non_blocking=True)
 
+    def _canonical(self, layers: tuple[int, int] | None = None) -> Canonical:
+        return Canonical(self._region.address, self._region.slot_stride, layers)
+
+    def _compiled(self, cupy: Any) -> LayoutKernels | None:
+        """The kernels, compiled now rather than under the first copy; None: CuPy or its compiler is not there."""
+        geometry = Geometry.block_first(self._l1.data_ptr(), self._num_layers, self._layer_bytes)
+        try:
+            with torch.cuda.device(self._l1.device):
+                kernels = LayoutKernels(geometry, cupy)
+                kernels.compile(self._canonical())
+        except Exception as failure:  # ImportError, the driver's, CuPy's own CompileException
+            logger.warning("no copy kernel, small blocks are copied one by one, more slowly: %s", failure)
+            return None
+        return kernels
+
     def _runs(self, blocks: NDArray[np.int64], slots: NDArray[np.int64], num_layers: int) -> NDArray[np.int64]:
         """Where a new piece starts: whole blocks join where both sides go on without a gap, parts of blocks never."""
         whole = num_layers == self._num_layers and self._region.slot_stride == self._region.slot_bytes
@@ -230,8 +259,11 @@ class CudaCopyStream:
         return np.flatnonzero(np.concatenate(([True], breaks)))
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _stream(tensor: torch.Tensor) -> torch.cuda.Stream:
+    """A stream of the tensor's device; the tensor's memory is not reused before what the stream was given has ended."""
+    stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+    tensor.record_stream(stream)
+    return stream
 
 
 def _device_event() -> torch.cuda.Event:

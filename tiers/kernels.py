@@ -111,8 +111,15 @@ class LayoutKernels:
         """Upload the layers' addresses. Raises ImportError without CuPy."""
         self.geometry = geometry
         self._cupy = cupy or importlib.import_module("cupy")
-        self._bases = self._cupy.asarray(np.array(geometry.bases, np.uint64))
+        # blocking: CuPy's stream is another than the launches', which would not wait for the upload
+        self._bases = self._cupy.asarray(np.array(geometry.bases, np.uint64), blocking=True)
         self._kernels: dict[tuple[str, int], Any] = {}
+
+    def compile(self, canonical: "Canonical") -> None:
+        """Compile both kernels for such slots, on the current device; launches do so at first use otherwise."""
+        unit = self.geometry.unit_bytes(canonical.address, canonical.slot_stride)
+        for name in ("kv_gather", "kv_scatter"):
+            self._kernel(name, unit).compile()
 
     def gather(self, blocks: int, slots: int, count: int, canonical: "Canonical", stream: int) -> None:
         """Copy `count` blocks of the layout into canonical slots, in stream order."""

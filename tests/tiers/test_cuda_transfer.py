@@ -1,6 +1,6 @@
 """The CUDA stream's logic on a CPU: fences, errors, closing and pieces, with the device's streams and events faked.
 
-What a real device does with the same calls is in tests/gpu/test_cuda_transfer.py.
+What a real device does with the same calls is in tests/gpu/test_cuda_transfer_gpu.py.
 """
 
 from collections.abc import Iterator
@@ -75,6 +75,9 @@ class Launches:
 
     def __init__(self, geometry: object, cupy: object) -> None:
         self.calls: list[tuple[str, int]] = []
+
+    def compile(self, canonical: object) -> None:
+        pass
 
     def gather(self, blocks: int, slots: int, count: int, canonical: object, stream: int) -> None:
         self.calls.append(("gather", count))
@@ -222,6 +225,64 @@ def test_a_copy_the_driver_refuses_fails_and_the_next_goes_on(
     assert failed.done()
     assert failed.error == "CUDA error: out of memory"
     assert stream.store(pairs([0], [0])).error is None
+    stream.close(1)
+
+
+def test_what_was_enqueued_before_a_failure_is_waited_for(
+    device: FakeDevice, region: HostRegion, l1: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = torch.Tensor.copy_, iter(range(9))
+
+    def second_refused(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        if next(calls):
+            raise RuntimeError("CUDA error: out of memory")
+        return real(target, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", second_refused)
+    stream = CudaCopyStream(l1, region)
+    device.busy = True
+    loaded = stream.load(pairs([0, 2], [0, 2]))
+    assert not loaded.done()  # the first copy is still on its way: nobody may take its block
+    assert not stream.fence(loaded, 0)  # but compute that needs it learns at once
+    after = stream.store(pairs([0], [1]), after=loaded)
+    assert after.error == "what it waited for failed: CUDA error: out of memory"
+    device.busy = False
+    assert loaded.done()
+    assert loaded.error == "CUDA error: out of memory"
+    stream.close(1)
+
+
+def test_a_device_that_takes_no_event_fails_the_copy(
+    device: FakeDevice, region: HostRegion, l1: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    stream = CudaCopyStream(l1, region)
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEvent, "record", refuse)
+        event = stream.store(pairs([0], [0]))
+    assert event.done()
+    assert event.error == "CUDA error: an illegal memory access was encountered"
+    stream.close(1)
+
+
+def test_without_a_working_compiler_blocks_are_copied_one_by_one(
+    device: FakeDevice,
+    region: HostRegion,
+    l1: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(launches: Launches, canonical: object) -> None:
+        raise ValueError("nvrtc: error: failed to open libnvrtc-builtins.so")
+
+    monkeypatch.setattr(Launches, "compile", broken)
+    monkeypatch.setattr(cuda_transfer, "LayoutKernels", Launches)
+    stream = CudaCopyStream(l1, region)
+    assert "nvrtc: error" in caplog.text
+    assert stream.store(pairs([3], [4])).wait(1)
+    assert np.array_equal(region.array[4], l1[3].reshape(-1).numpy())
     stream.close(1)
 
 

@@ -54,8 +54,23 @@ extern "C" void run_NAME(unsigned columns, unsigned rows, unsigned threads, void
 """
 
 
+class CpuKernel:
+    """What a RawKernel is to its caller."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self.run = run
+
+    def compile(self) -> None:
+        """It was, when it was made."""
+
+    def __call__(self, grid: tuple[int, int], block: tuple[int], arguments: Sequence[np.generic]) -> None:
+        values = [np.array(argument) for argument in arguments]  # passed by their own size, as CuPy does
+        pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+        self.run(grid[0], grid[1], block[0], pointers)
+
+
 class FakeCupy:
-    """The four names of CuPy that `LayoutKernels` uses, with kernels compiled for and run on this CPU."""
+    """The names of CuPy that `LayoutKernels` uses, with kernels compiled for and run on this CPU."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -70,23 +85,17 @@ class FakeCupy:
         return nullcontext()
 
     @staticmethod
-    def asarray(array: NDArray[np.uint64]) -> Any:
+    def asarray(array: NDArray[np.uint64], blocking: bool) -> Any:
+        assert blocking
         return SimpleNamespace(data=SimpleNamespace(ptr=array.ctypes.data), array=array)
 
-    def RawKernel(self, source: str, name: str, options: tuple[str, ...]) -> Callable[..., None]:
+    def RawKernel(self, source: str, name: str, options: tuple[str, ...]) -> CpuKernel:
         self.options.append(options)
         library = self.folder / f"{name}{len(self.options)}.so"
         code = PRELUDE + source.replace('extern "C" __global__', "__global__") + MAIN.replace("NAME", name)
         compiler = ["g++", "-O1", "-fwrapv", "-fno-strict-aliasing", "-shared", "-fPIC", "-x", "c++", "-"]
         subprocess.run([*compiler, *options, "-o", str(library)], input=code, text=True, check=True)
-        run = getattr(ctypes.CDLL(str(library)), f"run_{name}")
-
-        def launch(grid: tuple[int, int], block: tuple[int], arguments: Sequence[np.generic]) -> None:
-            values = [np.array(argument) for argument in arguments]  # passed by their own size, as CuPy does
-            pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
-            run(grid[0], grid[1], block[0], pointers)
-
-        return launch
+        return CpuKernel(getattr(ctypes.CDLL(str(library)), f"run_{name}"))
 
 
 @pytest.fixture
@@ -206,6 +215,12 @@ def test_kernels_are_compiled_once_and_empty_batches_not_launched(cupy: FakeCupy
     for _ in range(2):
         kernels.gather(index.ctypes.data, index.ctypes.data, 1, target, 0)
     assert cupy.options == [("-DUNIT=uint4",)]
+
+
+def test_kernels_can_be_compiled_before_their_first_launch(cupy: FakeCupy) -> None:
+    kernels = LayoutKernels(Geometry.block_first(4096, 1, 24), cupy)
+    kernels.compile(Canonical(8192, 4096))
+    assert cupy.options == [("-DUNIT=uint2",)] * 2  # both directions
 
 
 def test_a_block_too_large_for_32_bits_is_refused(cupy: FakeCupy) -> None:

@@ -1,0 +1,85 @@
+"""`kvtier demo` itself, with a tiny checkpoint: two processes, one SIGKILL, every tier; and its words for bad input."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import config_of
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM
+
+Checkpoint = Callable[..., Path]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    """A directory as `--model` wants it: tiny random weights and a tokenizer of single bytes."""
+
+    def make(*, context: int = 4096) -> Path:
+        config = config_of("llama")
+        config.vocab_size, config.max_position_embeddings = 256, context
+        auto: Any = AutoModelForCausalLM  # untyped
+        auto.from_config(config).save_pretrained(tmp_path / "model")
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+        return tmp_path / "model"
+
+    return make
+
+
+def demo(cwd: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [str(Path(sys.executable).with_name("kvtier")), "demo", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def test_every_tier_is_hit_and_every_answer_is_the_same(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = checkpoint()
+    result = demo(tmp_path, "--model", str(model), "--json")
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert told["identical"]
+    assert told["every_tier_hit"]
+    runs = {run["name"]: run for run in told["runs"]}
+    assert all(run["identical"] and run["ttft_ms"] > 0 for run in runs.values())
+    assert runs["cold prefill"]["cached_tokens"] == {"l1": 0, "l2": 0, "file": 0, "redis": 0}
+    assert runs["L1: a new question"]["cached_tokens"]["l1"] >= 2992
+    assert runs["L2: L1 was overwritten"]["cached_tokens"]["l2"] >= 2500
+    assert runs["L3: after kill -9"]["cached_tokens"]["file"] >= 2992
+    assert min(runs["third turn: every tier"]["cached_tokens"][tier] for tier in ("l1", "l2", "file")) > 0
+    assert list(tmp_path.iterdir()) == [model]  # it cleaned up after itself
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda model: (model / "config.json").unlink(), "no config.json there; name a local checkpoint directory"),
+        (lambda model: (model / "config.json").write_text("{"), "config.json"),
+        (lambda model: (model / "tokenizer.json").unlink(), "no tokenizer.json there; save the tokenizer"),
+        (lambda model: (model / "tokenizer.json").write_text("[]"), "tokenizer.json is not one"),
+        (lambda model: (model / "model.safetensors").write_bytes(b"\xff" * 64), "model"),
+    ],
+)
+def test_a_broken_checkpoint_is_one_line_and_status_2(
+    spoil: Callable[[Path], object], complaint: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    model = checkpoint()
+    spoil(model)
+    result = demo(tmp_path, "--model", str(model))
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("kvtier: ")
+    assert complaint in last
+    assert "Traceback" not in result.stderr
+    assert result.returncode == 2
+
+
+def test_a_context_too_short_for_a_document_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    result = demo(tmp_path, "--model", str(checkpoint(context=300)))
+    assert "a context of 300 tokens; the demo needs 456 or more" in result.stderr
+    assert result.returncode == 2
