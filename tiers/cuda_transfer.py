@@ -205,7 +205,7 @@ class CudaCopyStream:
             with torch.cuda.device(self._l1.device), torch.cuda.stream(stream):
                 try:
                     self._copy(direction, copies, stream)
-                except Exception as error:  # the driver's or CuPy's; the device still makes what it was given before
+                except RuntimeError as error:  # the device still makes what it was given before
                     failure = str(error)
                 ended = _device_event()
                 ended.record(stream)
@@ -245,7 +245,7 @@ class CudaCopyStream:
             with torch.cuda.device(self._l1.device):
                 kernels = LayoutKernels(geometry, cupy)
                 kernels.compile(self._canonical())
-        except Exception as failure:  # ImportError, the driver's, CuPy's own CompileException
+        except (ImportError, RuntimeError) as failure:
             logger.warning("no copy kernel, small blocks are copied one by one, more slowly: %s", failure)
             return None
         return kernels

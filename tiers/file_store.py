@@ -93,7 +93,7 @@ class FileStore:
         wanted = slab.plan(fingerprint, slot_bytes, block_size, size)
         if not wanted.segments:
             least = slab.smallest(slot_bytes, block_size)
-            raise ConfigError(f'kvtier: [file] size "{size}": too small for one block; use at least {least} bytes')
+            raise ConfigError(f'[file] size "{size}": too small for one block; use at least {least} bytes')
         directory, io = Path(directory), io or FileIO()
         file = open_slab(io, directory, wanted, size)
         payload: PayloadIO | None = None
@@ -105,7 +105,7 @@ class FileStore:
             if payload is not None:
                 payload.close()
             release(io, file)
-            raise TierUnavailable(f"kvtier: [file] path {str(directory)!r}: {error}; the file tier is off") from error
+            raise TierUnavailable(f"[file] path {str(directory)!r}: {error}; the file tier is off") from error
 
     def _recover(self) -> None:
         """Index every valid row; of two rows for one block the one with the highest seq."""
@@ -157,7 +157,7 @@ class FileStore:
                 try:
                     self._payload.read(offset, [into[position] for position in positions])
                 except OSError as error:
-                    _log.debug("kvtier: [file] %s: %s while reading", self.path, error)
+                    _log.debug("[file] %s: %s while reading", self.path, error)
                     for position in positions:
                         results[position] = Outcome.IO_ERROR
                 else:
@@ -208,7 +208,7 @@ class FileStore:
                     results[position] = Outcome.EVICTED
             self._count("read", results)
         if bad:
-            _log.warning("kvtier: [file] %s: dropped %d corrupt blocks, first %s", self.path, len(bad), bad[0].hex())
+            _log.warning("[file] %s: dropped %d corrupt blocks, first %s", self.path, len(bad), bad[0].hex())
             self._writer.discard(bad)
 
     # Writing and forgetting.
@@ -302,7 +302,7 @@ class FileStore:
                     write_owner(self._io, self._file.fd)
                     self._io.sync(self._file.fd)
             except OSError as error:
-                _log.debug("kvtier: [file] %s: %s while probing", self.path, error)
+                _log.debug("[file] %s: %s while probing", self.path, error)
                 return False
         return True
 

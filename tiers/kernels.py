@@ -116,10 +116,16 @@ class LayoutKernels:
         self._kernels: dict[tuple[str, int], Any] = {}
 
     def compile(self, canonical: "Canonical") -> None:
-        """Compile both kernels for such slots, on the current device; launches do so at first use otherwise."""
+        """Compile both kernels for such slots, on the current device; launches do so at first use otherwise.
+
+        RuntimeError where the driver or the compiler refuses.
+        """
         unit = self.geometry.unit_bytes(canonical.address, canonical.slot_stride)
-        for name in ("kv_gather", "kv_scatter"):
-            self._kernel(name, unit).compile()
+        try:
+            for name in ("kv_gather", "kv_scatter"):
+                self._kernel(name, unit).compile()
+        except self._cupy.cuda.compiler.CompileException as failure:  # no RuntimeError, as CuPy's others are
+            raise RuntimeError(str(failure)) from failure
 
     def gather(self, blocks: int, slots: int, count: int, canonical: "Canonical", stream: int) -> None:
         """Copy `count` blocks of the layout into canonical slots, in stream order."""

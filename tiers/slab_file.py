@@ -54,7 +54,7 @@ def open_slab(io: FileIO, directory: Path, wanted: Superblock, size: int) -> Sla
             return _open_locked(io, directory, wanted, size)
     except OSError as error:
         raise TierUnavailable(
-            f"kvtier: [file] path {str(directory)!r}: {error.strerror or error}; the file tier is off"
+            f"[file] path {str(directory)!r}: {error.strerror or error}; the file tier is off"
         ) from error
 
 
@@ -67,9 +67,7 @@ def _open_locked(io: FileIO, directory: Path, wanted: Superblock, size: int) -> 
     try:
         room = _room_for(io, path, size, existing)
         if room < size // _HALF:
-            _log.warning(
-                "kvtier: [file] %s: %s of %s: others are in use", path, *map(format_bytes, (max(room, 0), size))
-            )
+            _log.warning("[file] %s: %s of %s: others are in use", path, *map(format_bytes, (max(room, 0), size)))
         if existing is None:
             return _create(io, path, wanted, room)
         return _resize(io, existing, size, room)
@@ -85,7 +83,7 @@ def release(io: FileIO, file: SlabFile) -> None:
         _write_pid(io, file.fd, 0)
         os.utime(file.fd)
     except OSError as error:
-        _log.warning("kvtier: [file] %s: %s while closing", file.path, error.strerror)
+        _log.warning("[file] %s: %s while closing", file.path, error.strerror)
     io.close(file.fd)
 
 
@@ -151,7 +149,7 @@ def _directory_lock(directory: Path) -> Iterator[None]:
         while not io.lock(fd):
             if time.monotonic() > deadline:
                 raise TierUnavailable(
-                    f"kvtier: [file] path {str(directory)!r}: another process has been opening a slab "
+                    f"[file] path {str(directory)!r}: another process has been opening a slab "
                     f"in it for {_DIRECTORY_LOCK_SECONDS:.0f} s; try again"
                 )
             time.sleep(0.01)
@@ -250,7 +248,7 @@ def _remove(io: FileIO, path: Path) -> int:
         return path.stat().st_size
     path.unlink()
     io.close(file.fd)
-    _log.warning("kvtier: [file] path %s: full; removed the least recently used slab %s", path.parent, path.name)
+    _log.warning("[file] path %s: full; removed the least recently used slab %s", path.parent, path.name)
     return 0
 
 
@@ -260,7 +258,7 @@ def _create(io: FileIO, path: Path, wanted: Superblock, room: int) -> SlabFile:
     if not planned.segments:
         least = slab.smallest(wanted.slot_bytes, wanted.block_size)
         raise ConfigError(
-            f"kvtier: [file] size: {format_bytes(max(room, 0))} are left of it in {str(path.parent)!r}, a slab "
+            f"[file] size: {format_bytes(max(room, 0))} are left of it in {str(path.parent)!r}, a slab "
             f"needs at least {format_bytes(least)}; raise size or choose another path"
         )
     unfinished = path.with_name(path.name + ".new")
@@ -286,15 +284,15 @@ def _resize(io: FileIO, file: SlabFile, size: int, room: int) -> SlabFile:
     if not resized.segments:
         least = superblock.payload_offsets[0] + superblock.extent_bytes
         raise ConfigError(
-            f'kvtier: [file] size "{format_bytes(size)}": {file.path.name} cannot shrink below '
+            f'[file] size "{format_bytes(size)}": {file.path.name} cannot shrink below '
             f"{format_bytes(least)}; raise size or delete it"
         )
     old, new = format_bytes(superblock.file_bytes), format_bytes(resized.file_bytes)
     if resized.num_slots > superblock.num_slots:
-        _log.warning("kvtier: [file] %s: grows from %s to %s; every block is kept", file.path, old, new)
+        _log.warning("[file] %s: grows from %s to %s; every block is kept", file.path, old, new)
         file = _grow(io, file, resized)
     elif resized.num_slots < superblock.num_slots:
-        _log.warning("kvtier: [file] %s: shrinks from %s to %s; the blocks stored last are kept", file.path, old, new)
+        _log.warning("[file] %s: shrinks from %s to %s; the blocks stored last are kept", file.path, old, new)
         file = _shrink(io, file, resized)
     if io.size(file.fd) > file.superblock.file_bytes:
         io.truncate(file.fd, file.superblock.file_bytes)  # a resize that was killed left more
@@ -382,7 +380,7 @@ def _allocate(io: FileIO, fd: int, path: Path, offset: int, length: int) -> None
         io.truncate(fd, offset)
         if error.errno == errno.EFBIG:
             raise ConfigError(
-                f'kvtier: [file] size "{format_bytes(offset + length)}": larger than a file may be here '
+                f'[file] size "{format_bytes(offset + length)}": larger than a file may be here '
                 "(ulimit -f, or the file system's limit); lower size or choose another path"
             ) from error
         raise ConfigError(_no_space(offset + length, io.free_bytes(path.parent))) from error
@@ -390,6 +388,6 @@ def _allocate(io: FileIO, fd: int, path: Path, offset: int, length: int) -> None
 
 def _no_space(size: int, free: int) -> str:
     return (
-        f'kvtier: [file] size "{format_bytes(size)}": the directory has {format_bytes(free, exact=False)} free; '
+        f'[file] size "{format_bytes(size)}": the directory has {format_bytes(free, exact=False)} free; '
         "lower size or choose another path"
     )

@@ -67,7 +67,7 @@ class SlabWriter:
         try:
             blank_slots(self._io, self._file.fd, self._superblock, slots)
         except OSError as error:
-            _log.warning("kvtier: [file] %s: %s while forgetting %d blocks", self._file.path, error, len(slots))
+            _log.warning("[file] %s: %s while forgetting %d blocks", self._file.path, error, len(slots))
         finally:
             with self._lock:
                 for slot in slots:
@@ -83,7 +83,7 @@ class SlabWriter:
             try:
                 blank_rows(self._io, self._file.fd, self._superblock, piece)
             except OSError as error:
-                _log.warning("kvtier: [file] %s: %s while forgetting every block", self._file.path, error)
+                _log.warning("[file] %s: %s while forgetting every block", self._file.path, error)
                 blank = False
             with self._lock:
                 self._blocks.scrubbed(piece, blank=blank)
@@ -133,7 +133,7 @@ class SlabWriter:
                 runs.append(run)
                 done += run.count
         except OSError as error:
-            _log.debug("kvtier: [file] %s: %s while emptying an extent", self._file.path, error)
+            _log.debug("[file] %s: %s while emptying an extent", self._file.path, error)
             return runs, _outcome_of(error)
         return runs, Outcome.FULL
 
@@ -201,12 +201,12 @@ class SlabWriter:
                 self._payload.write(self._superblock.payload_offset(group[0].first), payloads[count : count + size])
                 done, count = [*done, *group], count + size
         except OSError as error:
-            _log.debug("kvtier: [file] %s: %s while writing payloads", self._file.path, error)
+            _log.debug("[file] %s: %s while writing payloads", self._file.path, error)
             failure = _outcome_of(error)
         try:
             return self._commit(done, records[:count]), failure
         except OSError as error:
-            _log.debug("kvtier: [file] %s: %s while writing entries", self._file.path, error)
+            _log.debug("[file] %s: %s while writing entries", self._file.path, error)
             return [], _outcome_of(error)
 
     def _commit(self, runs: Sequence[Run], records: Sequence[BlockRecord]) -> list[Outcome]:

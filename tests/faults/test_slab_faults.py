@@ -357,7 +357,7 @@ def test_a_file_size_limit_is_named_at_open(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", CHILD, root, str(tmp_path), "100000", str(1 << 20)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert 'kvtier: [file] size "' in done.stdout
+    assert '[file] size "' in done.stdout
     assert "ulimit -f" in done.stdout
     assert list(tmp_path.iterdir()) == []
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY  # only the child's
