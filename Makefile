@@ -6,7 +6,7 @@
 #   make bench   every benchmark in its quick form
 #   make setup   only the set-up: .venv with the `kvtier` command
 #
-# On a GPU machine:  make setup TORCH=torch EXTRAS=cuda,engine,plot,dev
+# On a GPU machine, first:  export TORCH=torch EXTRAS=cuda,engine,dev
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -17,7 +17,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-EXTRAS ?= engine,plot,dev
+EXTRAS ?= engine,dev
 PYTEST_ARGS ?= -n auto --dist loadfile
 DEMO_ARGS ?=
 

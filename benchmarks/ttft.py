@@ -38,7 +38,7 @@ def open_desk(home: str, lengths: tuple[int, ...]) -> Desk:
     )
     num_blocks = 2 * max(lengths) // BLOCK_SIZE
     options = EngineConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, max_num_batched_tokens=1024)
-    return Desk(Model.from_config(demo_model(), seed=0), config, options)
+    return Desk(Model.from_config(demo_model(), seed=0, device="auto"), config, options)
 
 
 def fresh_prompt(rng: np.random.Generator, length: int) -> list[int]:

@@ -1,5 +1,6 @@
 """Both sides in one process: a hierarchy of its own, and copies between it and one engine's L1."""
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -8,6 +9,7 @@ from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.config import Config
 from kvtier.tiers.cuda_transfer import CudaCopyStream
 from kvtier.tiers.device import BlockPool
+from kvtier.tiers.host import cuda_runtime
 from kvtier.tiers.identity import ModelIdentity
 from kvtier.tiers.opening import open_hierarchy
 from kvtier.tiers.shape import KVShape
@@ -15,6 +17,8 @@ from kvtier.tiers.transfer import HostCopyStream
 
 if TYPE_CHECKING:
     import torch
+
+_log = logging.getLogger(__name__)
 
 _COPY_DEADLINE: Final = (
     30.0  # seconds a layer may wait for its load: memory to memory, so only a dead device takes longer
@@ -32,6 +36,8 @@ class LocalConnector:
         self.hierarchy = open_hierarchy(config, fingerprint, shape)
         self.scheduler = SchedulerSide(self.hierarchy)
         region = self.hierarchy.host.region
+        if tensor.is_cuda and config.host.pin and cuda_runtime() is None:
+            _log.warning("[host] pin: no CuPy to pin L2 with, copies will be slow; install kvtier[cuda]")
         stream = CudaCopyStream(tensor, region) if tensor.is_cuda else HostCopyStream(tensor, region)
         self.worker = WorkerSide(stream, shape.num_layers, shape.layer_bytes, _COPY_DEADLINE)
 

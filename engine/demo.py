@@ -163,7 +163,7 @@ class _Story:
         if self._options.model is not None:
             try:
                 return Tokenizer.from_file(str(self._options.model / "tokenizer.json"))
-            except Exception as error:  # that is all the library says of its type
+            except Exception as error:  # tokenizers raises no narrower type
                 raise ConfigError(f'--model "{self._options.model}": tokenizer.json is not one: {error}') from error
         task = self._progress.add_task("training a BPE tokenizer on the Python manual", total=None)
         tokenizer = train_tokenizer()
@@ -181,10 +181,10 @@ class _Child:
 
     def __init__(self, home: Path, model: Path | None, progress: Progress) -> None:
         self._progress = progress
-        arguments = [sys.executable, "-m", "kvtier.engine.demo_worker", str(home), *([str(model)] if model else [])]
+        worker = [sys.executable, "-m", "kvtier.engine.demo_worker", str(home), *([str(model)] if model else [])]
         # Threads that spin at their barriers slow each other down tenfold where something else wants a core.
-        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        arguments = ["env", "OMP_WAIT_POLICY=PASSIVE", *worker]
+        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._replies = self._read()
         self.max_model_len: int = self.call("open", {}, "loading the model, opening the tiers")["max_model_len"]
 

@@ -153,7 +153,10 @@ def main(home: Path, model_dir: Path | None) -> None:
 
 
 def _open(home: Path, model_dir: Path | None) -> Desk:
-    model = Model.from_pretrained(model_dir) if model_dir else Model.from_config(demo_model(), seed=0)
+    if model_dir:
+        model = Model.from_pretrained(model_dir, device="auto")
+    else:
+        model = Model.from_config(demo_model(), seed=0, device="auto")
     l1_bytes = _L1_BLOCKS * model.shape(BLOCK_SIZE).block_bytes
     config = Config.load(
         host={"size": max(3 * l1_bytes, _LEAST_BYTES)},

@@ -28,11 +28,11 @@ def engine_config(config: Config, **options: Any) -> EngineConfig:
 
 
 def open_engine(
-    path: str | Path, config: Config | None = None, *, dtype: str = "auto", device: str = "cpu", **options: Any
+    path: str | Path, config: Config | None = None, *, dtype: str = "auto", device: str = "auto", **options: Any
 ) -> Engine:
     """An engine over a local checkpoint directory, its L2 and lower tiers as `config` says (default: the environment).
 
-    `options` are further fields of EngineConfig. Raises ConfigError where checkpoint, memory or disk cannot be used.
+    `device` "auto" is a GPU where there is one. `options` are further fields of EngineConfig. Raises ConfigError where checkpoint, memory or disk cannot be used.
     """
     config = config or Config.load()
     model = Model.from_pretrained(path, dtype=dtype, device=device)

@@ -71,7 +71,10 @@ class Model:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, dtype: str = "auto", device: str = "cpu") -> Self:
-        """Load a local checkpoint directory; nothing is ever fetched. ConfigError where it cannot be served."""
+        """Load a local checkpoint directory; nothing is ever fetched. ConfigError where it cannot be served.
+
+        `device` is torch's name of one, or "auto": a GPU where there is one.
+        """
         directory = Path(path)
         if not (directory / "config.json").is_file():
             raise ConfigError(f"model {str(path)!r}: no config.json there; give a local checkpoint directory")
@@ -92,7 +95,7 @@ class Model:
         module, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(f"model {str(path)!r}: the checkpoint lacks {len(missing)} weights, {missing[0]} first")
-        return cls(module.to(device), directory.resolve().name)
+        return cls(module.to(_device_of(device)), directory.resolve().name)
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, *, seed: int = 0, dtype: str = "auto", device: str = "cpu") -> Self:
@@ -103,7 +106,7 @@ class Model:
             torch.manual_seed(seed)
             auto: Any = AutoModelForCausalLM  # untyped
             module = auto.from_config(config, dtype=_dtype_of(config, dtype), attn_implementation=_ATTENTION)
-        return cls(module.to(device), f"{config.model_type}-random-{seed}")
+        return cls(module.to(_device_of(device)), f"{config.model_type}-random-{seed}")
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -155,6 +158,17 @@ def _require_supported(config: PretrainedConfig) -> None:
         raise ConfigError(f"model kind {config.model_type!r}: this engine runs {', '.join(SUPPORTED)}")
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError("quantization_config: this engine runs unquantised weights; choose such a checkpoint")
+
+
+def _device_of(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        raise ConfigError(f'device {name!r}: {str(error).partition(chr(10))[0]}; use "auto"') from error
+    return device
 
 
 def _dtype_of(config: PretrainedConfig, dtype: str) -> torch.dtype:

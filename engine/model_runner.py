@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvtier.engine.batch import Batch, Chunk
@@ -147,13 +149,13 @@ class TiledAttention(PackedAttention):
             members = list(group)
             rows = slice((members[0] - first_tile) * TILE, (members[-1] - first_tile + 1) * TILE)
             queries = tiles[rows].view(-1, TILE, *query.shape[::2]).transpose(1, 2)
+            grouped = queries.reshape(len(members), self.kv.num_kv_heads, -1, query.shape[2])  # a group's heads as rows
             keys, values = (
                 states[:num_keys].transpose(0, 1)[None].expand(len(members), -1, -1, -1) for states in (key, value)
             )
-            mask = _tile_mask(span, window, members, num_keys, query.device)
-            out = scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=keys.shape[1] != queries.shape[1]
-            )
+            mask = _tile_mask(span, window, members, num_keys, grouped.shape[2] // TILE, query.device)
+            out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+            out = out.view(queries.shape)
             outs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outs)[offset : offset + query.shape[1]].transpose(0, 1)
 
@@ -186,12 +188,13 @@ class ModelRunner:
             positions = np.concatenate([positions, np.zeros(padding, np.int64)])
             rows += [0] * (self._config.max_num_seqs - num_rows)
         attention = self._attention(self._kv, self._spans(chunks), torch.from_numpy(slots).to(device), self._wait_layer)
-        logits = self._model.forward(
-            torch.tensor([token_ids], device=device),
-            torch.from_numpy(positions).to(device)[None],
-            torch.tensor(rows, dtype=torch.int64, device=device),
-            attention,
-        )
+        with _kernels(device, self._config.exact):
+            logits = self._model.forward(
+                torch.tensor([token_ids], device=device),
+                torch.from_numpy(positions).to(device)[None],
+                torch.tensor(rows, dtype=torch.int64, device=device),
+                attention,
+            )
         batch.arrived = attention.arrived
         return logits[:num_rows]
 
@@ -199,6 +202,8 @@ class ModelRunner:
         """One token for each chunk that samples, in order."""
         sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         if not sampling:
+            if logits.is_cuda:  # a step ends when it is computed: else its time would be counted as the next one's
+                torch.cuda.current_stream(logits.device).synchronize()
             return []
         greedy: list[int] = logits.argmax(-1).tolist()
         samples = []
@@ -221,6 +226,17 @@ class ModelRunner:
         return spans
 
 
+def _kernels(device: torch.device, exact: bool) -> AbstractContextManager[None]:
+    """Which attention kernels a GPU may take. cuDNN prepares anew for every length; `exact` needs the one kernel whose
+    tiles don't know of each other, where the matrix products of the others depend on how many there are.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    if exact:
+        return sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
 def _mask(span: _Span, window: int | None, lowest: int, device: torch.device) -> torch.Tensor:
     """Who sees whom, [T, keys from position `lowest`], True: sees. Built once per step and window."""
     mask = span.masks.get((window, 0))
@@ -230,12 +246,15 @@ def _mask(span: _Span, window: int | None, lowest: int, device: torch.device) ->
     return mask
 
 
-def _tile_mask(span: _Span, window: int | None, tiles: list[int], num_keys: int, device: torch.device) -> torch.Tensor:
-    """Who sees whom in consecutive tiles, [tiles, 1, 16, num_keys]."""
+def _tile_mask(
+    span: _Span, window: int | None, tiles: list[int], num_keys: int, num_heads: int, device: torch.device
+) -> torch.Tensor:
+    """Who sees whom in consecutive tiles, for `num_heads` heads below each other, [tiles, 1, heads * 16, num_keys]."""
     mask = span.masks.get((window, num_keys))
     if mask is None:
         queries = torch.arange(tiles[0] * TILE, (tiles[-1] + 1) * TILE, device=device).view(-1, 1, TILE, 1)
-        mask = span.masks[window, num_keys] = _sees(queries, torch.arange(num_keys, device=device), window)
+        sees = _sees(queries, torch.arange(num_keys, device=device), window)
+        mask = span.masks[window, num_keys] = sees.repeat(1, 1, num_heads, 1)
     return mask
 
 

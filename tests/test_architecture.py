@@ -66,6 +66,7 @@ EXPLAINED: Final = {
     "kvtier/cli.py:kvtier.engine.demo": "torch and transformers take seconds to import; no other verb needs them",
     "tiers/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
     "tiers/io_queue.py:_work:except": "top of the worker loop: a failed job is counted, the thread lives on",
+    "engine/demo.py:_train_tokenizer:except": "tokenizers raises no narrower type for a file that is not a tokenizer",
     "tiers/transfer.py:_work:except": "top of the worker loop: a failed copy is reported, the thread lives on",
 }
 

@@ -11,7 +11,10 @@ from kvtier.tiers.cuda_transfer import CudaCopyStream
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.transfer import BlockCopies
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # CuPy's and the driver's own
+]
 
 NUM_BLOCKS, NUM_LAYERS, NUM_SLOTS = 48, 4, 64
 SHAPE = (NUM_BLOCKS, NUM_LAYERS, 2, 16, 8, 64)  # 128 KiB a block in bfloat16

@@ -7,7 +7,10 @@ import torch
 from kvtier.tiers.kernels import Canonical, Geometry, LayoutKernels, gather_reference, scatter_reference
 from kvtier.tiers.shape import KVLayout, KVShape
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # CuPy's and the driver's own
+]
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")
 NUM_BLOCKS, NUM_SLOTS = 40, 50

@@ -275,7 +275,7 @@ def test_without_a_working_compiler_blocks_are_copied_one_by_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(launches: Launches, canonical: object) -> None:
-        raise ValueError("nvrtc: error: failed to open libnvrtc-builtins.so")
+        raise RuntimeError("nvrtc: error: failed to open libnvrtc-builtins.so")
 
     monkeypatch.setattr(Launches, "compile", broken)
     monkeypatch.setattr(cuda_transfer, "LayoutKernels", Launches)

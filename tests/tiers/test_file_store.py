@@ -498,7 +498,7 @@ def test_more_than_the_disk_has_is_refused_at_open(open_store: OpenStore, disk_d
         def free_bytes(self, directory: Path) -> int:
             return 412 << 30
 
-    message = r'kvtier: \[file\] size "16TB": the directory has 412 GiB free; lower size or choose another path'
+    message = r'\[file\] size "16TB": the directory has 412 GiB free; lower size or choose another path'
     with pytest.raises(ConfigError, match=message):
         open_store(16 * 10**12, io=SmallDisk())
     assert list(disk_dir.iterdir()) == []

@@ -54,18 +54,25 @@ extern "C" void run_NAME(unsigned columns, unsigned rows, unsigned threads, void
 """
 
 
+class CompileError(Exception):
+    """CuPy's CompileException: no RuntimeError."""
+
+
 class CpuKernel:
     """What a RawKernel is to its caller."""
 
-    def __init__(self, run: Callable[..., None]) -> None:
+    def __init__(self, run: Callable[..., None] | None) -> None:
         self.run = run
 
     def compile(self) -> None:
-        """It was, when it was made."""
+        """It was, when it was made; this fails where the test had the compiler fail."""
+        if self.run is None:
+            raise CompileError("nvrtc: error: invalid value for --gpu-architecture (-arch)")
 
     def __call__(self, grid: tuple[int, int], block: tuple[int], arguments: Sequence[np.generic]) -> None:
         values = [np.array(argument) for argument in arguments]  # passed by their own size, as CuPy does
         pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+        assert self.run is not None
         self.run(grid[0], grid[1], block[0], pointers)
 
 
@@ -76,7 +83,8 @@ class FakeCupy:
         self.folder = folder
         self.streams: list[int] = []
         self.options: list[tuple[str, ...]] = []
-        self.cuda = SimpleNamespace(Stream=SimpleNamespace(from_external=self._stream))
+        compiler = SimpleNamespace(CompileException=CompileError)
+        self.cuda = SimpleNamespace(Stream=SimpleNamespace(from_external=self._stream), compiler=compiler)
 
     def _stream(self, stream: Any) -> nullcontext[None]:
         version, pointer = stream.__cuda_stream__()
@@ -221,6 +229,12 @@ def test_kernels_can_be_compiled_before_their_first_launch(cupy: FakeCupy) -> No
     kernels = LayoutKernels(Geometry.block_first(4096, 1, 24), cupy)
     kernels.compile(Canonical(8192, 4096))
     assert cupy.options == [("-DUNIT=uint2",)] * 2  # both directions
+
+
+def test_a_compiler_that_fails_is_an_error_like_the_drivers(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupy, "RawKernel", lambda source, name, options: CpuKernel(None))
+    with pytest.raises(RuntimeError, match="nvrtc"):
+        LayoutKernels(Geometry.block_first(4096, 1, 24), cupy).compile(Canonical(8192, 4096))
 
 
 def test_a_block_too_large_for_32_bits_is_refused(cupy: FakeCupy) -> None:

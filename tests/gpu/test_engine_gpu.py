@@ -1,0 +1,154 @@
+"""The whole engine on a real device: the same greedy text from L1, from L2, from the slab, and without kvtier."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import config_of, prompt
+
+from kvtier.connector.local import LocalConnector
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.llm import Completion, Engine
+from kvtier.engine.model import Model
+from kvtier.engine.sequence import SamplingParams
+from kvtier.tiers import cuda_transfer
+from kvtier.tiers.config import Config
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # CuPy's and the driver's own
+]
+
+BLOCK = 16
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, keep_logits=True)
+
+
+@pytest.fixture(params=["kernel", "copy", "pageable"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How blocks move: by the kernel and by the copy engine, both with a pinned L2, or by a thread."""
+    if request.param != "pageable":
+        pytest.importorskip("cupy", reason="pinning needs CuPy")
+    monkeypatch.setattr(cuda_transfer, "KERNEL_BELOW", 1 << 30 if request.param == "kernel" else 0)
+    return str(request.param)
+
+
+def model_of(family: str, dtype: str) -> Model:
+    return Model.from_config(config_of(family), dtype=dtype, device=DEVICE)
+
+
+@contextmanager
+def engine_of(model: Model, home: Path, path: str = "kernel", **options: Any) -> Iterator[Engine]:
+    config = Config.load(
+        host={"size": "64MiB", "pin": path != "pageable"},
+        file={"path": home, "size": "256MiB", "deadline": "30s"},
+        cache={"load_or_recompute": "load", "prefetch_deadline": "30s"},
+    )
+    # Steps of one block: whatever was found, a token is computed in the same shapes, and its bits don't change.
+    settings = {"block_size": BLOCK, "num_blocks": 128, "max_num_batched_tokens": BLOCK, **options}
+    with Engine(model, EngineConfig(**settings), LocalConnector.connect(config)) as engine:
+        assert engine.pool.tensor.is_cuda == (DEVICE == "cuda")
+        yield engine
+
+
+def cold(model: Model, tokens: list[int], **options: Any) -> Completion:
+    settings = {"block_size": BLOCK, "num_blocks": 128, "max_num_batched_tokens": BLOCK, **options}
+    with Engine(model, EngineConfig(**settings, enable_prefix_caching=False)) as engine:
+        return engine.generate([tokens], GREEDY)[0]
+
+
+def hierarchy_of(engine: Engine) -> Any:
+    assert isinstance(engine.connector, LocalConnector)
+    return engine.connector.hierarchy
+
+
+def settle(engine: Engine) -> None:
+    assert engine.drain(30)
+    assert hierarchy_of(engine).drain(30)
+
+
+def from_file(engine: Engine) -> int:
+    return int(hierarchy_of(engine).stats().get('kvtier_lookup_blocks_total{tier="file"}', 0))
+
+
+def same(answer: Completion, expected: Completion) -> bool:
+    bits = zip(answer.logits, expected.logits, strict=True)
+    return answer.token_ids == expected.token_ids and all(np.array_equal(a, b) for a, b in bits)
+
+
+@pytest.mark.parametrize("loading", ["async", "layerwise"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_greedy_text_is_the_same_from_every_tier(path: str, dtype: str, loading: str, disk_dir: Path) -> None:
+    model, tokens = model_of("llama", dtype), prompt(1, 90)
+    found = len(tokens) // BLOCK * BLOCK
+    expected = cold(model, tokens)
+    with engine_of(model, disk_dir, path, loading=loading) as engine:
+        assert hierarchy_of(engine).host.region.pinned == (path != "pageable" and DEVICE == "cuda")
+        [first] = engine.generate([tokens], GREEDY)
+        assert (first.num_l1_tokens, first.num_external_tokens) == (0, 0)
+        assert same(first, expected)
+        settle(engine)
+        for tier in ("l1", "l2", "file"):
+            if tier != "l1":
+                engine.pool.reset()
+                engine.pool.tensor.fill_(7)  # what is not loaded shows
+            if tier == "file":
+                hierarchy_of(engine).host.pool.reset()
+            [answer] = engine.generate([tokens], GREEDY)
+            assert (answer.num_l1_tokens, answer.num_external_tokens) == ((found, 0) if tier == "l1" else (0, found))
+            assert same(answer, expected), tier
+            settle(engine)
+        assert from_file(engine) == found // BLOCK
+        hierarchy_of(engine).check()
+        engine.pool.check()
+    with engine_of(model, disk_dir, path, loading=loading) as engine:  # the next process: all of it from the slab
+        [answer] = engine.generate([tokens], GREEDY)
+        assert (answer.num_l1_tokens, from_file(engine) * BLOCK) == (0, found)
+        assert same(answer, expected)
+
+
+@pytest.mark.parametrize("family", ["qwen2-mixed", "qwen3", "mistral-window"])
+def test_other_attention_kinds_too(family: str, disk_dir: Path) -> None:
+    model, tokens = model_of(family, "float32"), prompt(2, 100)
+    expected = cold(model, tokens)
+    with engine_of(model, disk_dir) as engine:
+        engine.generate([tokens[:70]], GREEDY)
+        settle(engine)
+        engine.pool.reset()
+        [answer] = engine.generate([tokens], GREEDY)
+        assert (answer.num_l1_tokens, answer.num_external_tokens) == (0, 64)
+        assert same(answer, expected)
+
+
+@pytest.mark.parametrize("loading", ["async", "layerwise"])
+def test_many_requests_in_a_tight_l1(path: str, loading: str, disk_dir: Path) -> None:
+    model = model_of("llama", "float32")
+    shared = prompt(3, 64)
+    prompts = [[*shared, *prompt(10 + i, 20 + 9 * i)] for i in range(8)]
+    expected = [cold(model, tokens).token_ids for tokens in prompts]
+    options = {"num_blocks": 24, "max_num_batched_tokens": 96, "loading": loading}
+    with engine_of(model, disk_dir, path, **options) as engine:
+        for _ in range(4):  # loads, stores and compute of many requests at once; other shapes, so other last bits
+            answers = engine.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
+            assert [answer.token_ids for answer in answers] == expected
+            settle(engine)
+            engine.pool.check()
+        assert engine.stats["external_tokens"] > 0
+
+
+def test_exact_mode_gives_the_same_bits_however_a_prompt_is_cut(disk_dir: Path) -> None:
+    model, tokens = model_of("llama", "float32"), prompt(4, 120)
+    exact: dict[str, Any] = {"exact": True, "exact_rows": 128, "max_num_seqs": 4}
+    expected = cold(model, tokens, **exact, max_num_batched_tokens=128)
+    assert same(cold(model, tokens, **exact, max_num_batched_tokens=37), expected)
+    with engine_of(model, disk_dir, **exact, max_num_batched_tokens=50) as engine:
+        engine.generate([tokens[:70]], GREEDY)
+        settle(engine)
+        engine.pool.reset()
+        [answer] = engine.generate([tokens], GREEDY)
+        assert answer.num_external_tokens == 64
+        assert same(answer, expected)
