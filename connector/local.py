@@ -34,6 +34,13 @@ class LocalConnector:
 
     def __init__(self, config: Config, fingerprint: bytes, shape: KVShape, tensor: "torch.Tensor") -> None:
         self.hierarchy = open_hierarchy(config, fingerprint, shape)
+        try:
+            self._start(config, shape, tensor)
+        except BaseException:
+            self.hierarchy.close()
+            raise
+
+    def _start(self, config: Config, shape: KVShape, tensor: "torch.Tensor") -> None:
         self.scheduler = SchedulerSide(self.hierarchy)
         region = self.hierarchy.host.region
         if tensor.is_cuda and config.host.pin and cuda_runtime() is None:
@@ -45,6 +52,10 @@ class LocalConnector:
     def connect(cls, config: Config) -> "Callable[[ModelIdentity, BlockPool], LocalConnector]":
         """What `Engine` takes as `connect`: opens the tiers once model and L1 are known."""
         return lambda identity, pool: cls(config, identity.fingerprint(), pool.shape, pool.tensor)
+
+    def reset(self) -> None:
+        """Forget every block in every tier below L1."""
+        self.hierarchy.reset()
 
     def close(self) -> None:
         """End copies, flush stores, close the tiers. Idempotent."""

@@ -41,6 +41,7 @@ class _Known:
     asked: int = 0  # blocks found in L1 at the last lookup
     prefetch: Prefetch | None = None
     attributed: bool = False
+    recompute: bool = False  # decided once: loading is slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class SchedulerSide:
         if known.prefetch is not None and in_l1 < known.base:  # L1 lost blocks meanwhile: ask for those too
             self.hierarchy.cancel(known.prefetch)
             known.prefetch = None
-        if known.prefetch is None:
+        if known.prefetch is None and not known.recompute:
             self._start(known, in_l1)
         known.asked = in_l1
         if known.prefetch is None:
@@ -245,7 +246,7 @@ class SchedulerSide:
         usable = min(len(chain.hashes), (request.num_tokens - 1) // chain.block_size)
         hashes = chain.hashes[:usable]
         where = self.hierarchy.lookup(hashes, min(in_l1, usable))
-        if not known.attributed:
+        if first := not known.attributed:
             known.attributed = True
             for tier in LOOKUP_TIERS:
                 self.hierarchy.metrics.looked_up(tier, getattr(where, tier))
@@ -257,5 +258,12 @@ class SchedulerSide:
             return
         if not self.hierarchy.rates.worth_loading(num_found * chain.block_size, below):
             self.hierarchy.metrics.missed(Outcome.RECOMPUTE, num_found)
+            known.recompute = True
             return
-        known.prefetch = self.hierarchy.prefetch(hashes[in_l1 : in_l1 + num_found], chain.parent(in_l1))
+        prefetch = self.hierarchy.prefetch(hashes[in_l1 : in_l1 + num_found], chain.parent(in_l1))
+        if not prefetch.refused:
+            known.prefetch = prefetch
+            return
+        self.hierarchy.cancel(prefetch)
+        if first:
+            self.hierarchy.metrics.missed(Outcome.NO_SLOT, num_found)

@@ -1,5 +1,6 @@
 """The worker side: carries out a plan's copies between L1 and L2 beside the compute, and reports how they ended."""
 
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -26,10 +27,12 @@ class WorkerSide:
         self._loads: dict[int, list[tuple[int, CopyEvent]]] = {}  # op → (end layer, event) of each group
         self._stores: dict[int, CopyEvent] = {}
         self._layerwise: list[int] = []  # ops of this step's plan that its compute waits for
+        self._late_at = 0.0  # when all of them should be there
 
     def start_load(self, plan: StepPlan) -> None:
         """Enqueue the plan's L2 → L1 copies."""
         self._layerwise = [op.op_id for op in plan.loads if op.layerwise]
+        self._late_at = time.monotonic() + self._deadline
         for op in plan.loads:
             ranges = self._groups(len(op)) if op.layerwise else [(0, self._num_layers)]
             self._loads[op.op_id] = [(end, self._stream.load(_copies(op, (start, end)))) for start, end in ranges]
@@ -42,8 +45,14 @@ class WorkerSide:
         arrived = True
         for op_id in self._layerwise:
             event = next(event for end, event in self._loads[op_id] if layer < end)
-            arrived &= self._stream.fence(event, self._deadline) and event.error is None
+            left = max(0.0, self._late_at - time.monotonic())  # one deadline for all layers and loads of the step
+            arrived &= self._stream.fence(event, left) and event.error is None
         return arrived
+
+    def arrived(self) -> bool:
+        """Whether every layerwise load of this step ended well; asked behind its compute, which waited for them."""
+        events = [event for op_id in self._layerwise for _, event in self._loads[op_id]]
+        return all(event.wait(max(0.0, self._late_at - time.monotonic())) and event.error is None for event in events)
 
     def start_store(self, plan: StepPlan) -> None:
         """Enqueue the plan's L1 → L2 copies, behind the compute that fills them."""

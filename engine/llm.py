@@ -30,6 +30,11 @@ _WAIT: Final = 0.01  # seconds an engine with nothing to compute waits for a cop
 _POLL: Final = 0.0005  # seconds between looks at copies that cannot be waited for
 _CLOSE_DEADLINE: Final = 5.0  # seconds for copies in flight at close
 
+_COUNTED: Final = (
+    "steps", "finished", "aborted", "preempted", "failed_loads",
+    "prompt_tokens", "computed_tokens", "generated_tokens", "l1_tokens", "external_tokens",
+)  # fmt: skip
+
 Connect = Callable[[ModelIdentity, BlockPool], EngineConnector]
 """Makes the connector once the model and its pool are known."""
 
@@ -60,6 +65,8 @@ class Engine:
         self.config = config or EngineConfig()
         self.identity = model.identity(self.config)
         self.shape = model.shape(self.config.block_size)
+        if not self.config.enable_prefix_caching:
+            connect = None  # nothing is named, so nothing can be stored or found
         if self.config.preemption == "offload" and connect is None:
             raise ConfigError('preemption "offload": there is no tier to offload to; use "recompute"')
         self.pool = BlockPool(
@@ -75,7 +82,6 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.pool, scheduler_side, model.eos_token_ids)
         self.runner = ModelRunner(model, self.pool.tensor, self.config, self.worker.wait_layer)
         self._fingerprint = self.identity.fingerprint()
-        self._caches = self.config.enable_prefix_caching or connect is not None
         self._ids = itertools.count()
         self._order = itertools.count()
         self._requests: dict[str, Request] = {}
@@ -124,13 +130,17 @@ class Engine:
         """
         params = params or SamplingParams()
         token_ids = self._checked(prompt, params)
+        cache_salt = self.config.cache_salt if cache_salt is None else cache_salt
+        for name, text in (("request_id", request_id), ("cache_salt", cache_salt)):
+            if text is not None and not _is_text(text):
+                raise RequestError(f"{name} {text!r}: use a string of Unicode characters")
         if request_id is None:
             request_id = next(name for name in map(str, self._ids) if not self._knows(name))
         if self._knows(request_id):
             raise RequestError(f"request id {request_id!r}: a live request has it; choose another")
         chain = None
-        if self._caches:
-            root = root_hash(self._fingerprint, cache_salt=self.config.cache_salt if cache_salt is None else cache_salt)
+        if self.config.enable_prefix_caching:
+            root = root_hash(self._fingerprint, cache_salt=cache_salt)
             chain = TokenChain(root, self.config.block_size, self.config.hash_scheme)
         request = Request(request_id, token_ids, params, chain, next(self._order))
         self._requests[request_id] = request
@@ -139,8 +149,9 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Compute one batch; what it brought, one entry per request that got a token or ended. Empty: all wait."""
+        self._unclaimed += self._deliver(self._step())  # where that raises, the next step tells them
         outputs, self._unclaimed = self._unclaimed, []
-        return outputs + self._deliver(self._step())
+        return outputs
 
     def generate(
         self,
@@ -165,8 +176,13 @@ class Engine:
     def stream(
         self, prompt: ArrayLike, params: SamplingParams | None = None, *, cache_salt: str | None = None
     ) -> Iterator[Output]:
-        """The answer token by token; several streams may be read in turns. Closing the iterator aborts the request."""
-        return self._follow(self._open(prompt, params or SamplingParams(), cache_salt))
+        """The answer token by token; several streams may be read in turns.
+
+        The request is queued when the first token is asked for; closing the iterator aborts it.
+        """
+        params = params or SamplingParams()
+        self._checked(prompt, params)  # a request that cannot be served is refused here
+        return self._stream(prompt, params, cache_salt)
 
     def request(self, request_id: str) -> Request:
         """A request whose end was not told yet: its state, tokens and progress, to read. LookupError: no such one."""
@@ -179,6 +195,19 @@ class Engine:
         """End a request now; its last output says so. False: no such request is live."""
         return self.scheduler.abort(request_id)
 
+    def reset_cache(self) -> None:
+        """Forget every block in every tier, and name new ones after the weights as they are now: they may have changed.
+
+        RequestError while requests are live: their KV would be half old, half new.
+        """
+        if self.has_unfinished:
+            raise RequestError("requests are live; finish or abort them before the cache is reset")
+        self.drain(_CLOSE_DEADLINE)
+        self.pool.reset()
+        self.connector.reset()
+        self.identity = self.model.identity(self.config)
+        self._fingerprint = self.identity.fingerprint()
+
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do or to tell."""
@@ -189,6 +218,7 @@ class Engine:
         """Counts since the start (steps, tokens by how they were had, preemptions …) and requests by state."""
         scheduler = self.scheduler
         return {
+            **dict.fromkeys(_COUNTED, 0),
             **scheduler.stats,
             "waiting": len(scheduler.waiting),
             "loading": len(scheduler.loading),
@@ -222,20 +252,27 @@ class Engine:
 
     def _step(self) -> list[Output]:
         batch = self.scheduler.schedule(self.worker.poll())  # admits what L1, L2 and L3 already hold
-        self.worker.start_load(batch.plan)  # h2d on the load stream
-        logits = self._run(batch)  # each layer waits for its own load
-        self.worker.start_store(batch.plan)  # d2h after compute, on the store stream
-        return self.scheduler.postprocess(batch, self.runner.sample(batch, logits))
+        stored = False
+        try:
+            self.worker.start_load(batch.plan)  # h2d on the load stream
+            logits = self._run(batch)  # each layer waits for its own load
+            self.worker.start_store(batch.plan)  # d2h after compute, on the store stream
+            stored = True
+            samples = self.runner.sample(batch, logits)
+            batch.arrived = self.worker.arrived() and batch.arrived  # a device reports a failed copy only now
+        except BaseException:  # out of memory, an interrupt: the engine stays whole, the caller decides
+            self.scheduler.give_up(batch, stored=stored)
+            raise
+        outputs = self.scheduler.postprocess(batch, samples)
+        if batch.plan.loads:  # a layerwise load ends with its step, and with it its lease
+            self.scheduler.take_in(self.worker.poll())
+        return outputs
 
     def _run(self, batch: Batch) -> torch.Tensor:
         if not batch.chunks:
             self._wait()
             return torch.empty(0)
-        try:
-            return self.runner.run(batch)
-        except BaseException:
-            self.scheduler.give_up(batch)  # out of memory, an interrupt: the engine stays whole, the caller decides
-            raise
+        return self.runner.run(batch)
 
     def _wait(self) -> None:
         """Nobody can compute: wait a little for whatever the requests wait for."""
@@ -250,7 +287,10 @@ class Engine:
         """The prompt as a list of token ids; RequestError says what is wrong with it."""
         if self._closed:
             raise RequestError("the engine is closed; make a new one")
-        tokens: NDArray[Any] = np.asarray(prompt)
+        try:
+            tokens: NDArray[Any] = np.asarray(prompt)
+        except ValueError as error:
+            raise RequestError("the prompt is not one list; give a list of token ids") from error
         if tokens.size == 0:
             raise RequestError("the prompt is empty; give at least one token id")
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -274,6 +314,9 @@ class Engine:
         request_id = self.add_request(prompt, params, cache_salt=cache_salt)
         self._inboxes[request_id] = deque()
         return self._requests[request_id]
+
+    def _stream(self, prompt: ArrayLike, params: SamplingParams, cache_salt: str | None) -> Iterator[Output]:
+        yield from self._follow(self._open(prompt, params, cache_salt))
 
     def _follow(self, request: Request) -> Iterator[Output]:
         inbox = self._inboxes[request.request_id]
@@ -318,3 +361,8 @@ class Engine:
             else:
                 inbox.append(output)
         return rest
+
+
+def _is_text(value: object) -> bool:
+    """A string that can be encoded, which one with lone surrogates cannot."""
+    return isinstance(value, str) and value.encode(errors="replace").decode() == value

@@ -32,7 +32,8 @@ def open_engine(
 ) -> Engine:
     """An engine over a local checkpoint directory, its L2 and lower tiers as `config` says (default: the environment).
 
-    `device` "auto" is a GPU where there is one. `options` are further fields of EngineConfig. Raises ConfigError where checkpoint, memory or disk cannot be used.
+    `device` "auto" is a GPU where there is one; `options` are further fields of EngineConfig. Raises ConfigError where
+    checkpoint, memory or disk cannot be used.
     """
     config = config or Config.load()
     model = Model.from_pretrained(path, dtype=dtype, device=device)

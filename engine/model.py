@@ -182,10 +182,10 @@ def _dtype_of(config: PretrainedConfig, dtype: str) -> torch.dtype:
 
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """xxh3-128 (hex) over names, shapes and bytes of the weights; weights that share memory are read once."""
-    digest, seen = xxhash.xxh3_128(), set[int]()
+    digest, seen = xxhash.xxh3_128(), set[tuple[int, int]]()
     for name, tensor in sorted(tensors):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
+        if (place := (tensor.data_ptr(), tensor.nbytes)) not in seen:
+            seen.add(place)
             digest.update(memoryview(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()))
     return digest.hexdigest()

@@ -50,6 +50,9 @@ class WorkerConnector(Protocol):
     def wait_layer(self, layer: int) -> bool:
         """Wait for this layer of the step's layerwise loads; False where one failed or is late."""
 
+    def arrived(self) -> bool:
+        """Whether the step's layerwise loads all ended well, now that its compute has ended."""
+
     def start_store(self, plan: StepPlan) -> None:
         """Enqueue the plan's L1 → L2 copies, behind the compute."""
 
@@ -74,6 +77,9 @@ class EngineConnector(Protocol):
     def worker(self) -> WorkerConnector:
         """The copying half."""
 
+    def reset(self) -> None:
+        """Forget every block in every tier below L1."""
+
     def close(self) -> None:
         """Let go of everything, after the worker was closed and its last report taken in. Idempotent."""
 
@@ -89,6 +95,10 @@ class NoCopies:
 
     def wait_layer(self, layer: int) -> bool:
         """No loads: every layer is there."""
+        return True
+
+    def arrived(self) -> bool:
+        """No loads: all are there."""
         return True
 
     def start_store(self, plan: StepPlan) -> None:
@@ -146,6 +156,9 @@ class NoOffload:
 
     def wait(self, timeout: float) -> None:
         """Nothing is ever under way."""
+
+    def reset(self) -> None:
+        """Nothing is held."""
 
     def close(self) -> None:
         """Nothing to let go of."""

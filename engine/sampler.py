@@ -16,9 +16,10 @@ def sample(logits: NDArray[np.float32], params: SamplingParams, seed: int, posit
     """
     if not params.temperature:
         return int(logits.argmax())
-    scaled = logits.astype(np.float64) / params.temperature
+    with np.errstate(over="ignore"):  # next to 0 a temperature leaves nothing but the likeliest
+        scaled = (logits.astype(np.float64) - logits.max()) / params.temperature
     tokens = _likeliest(scaled, params)
-    weights = np.exp(scaled[tokens] - scaled[tokens].max())
+    weights = np.exp(scaled[tokens])
     total = np.cumsum(weights)
     if params.top_p < 1.0:
         total = total[: int(np.searchsorted(total, params.top_p * total[-1])) + 1]

@@ -16,6 +16,9 @@ from kvtier.tiers.prefetch import Pending
 from kvtier.tiers.tier import ChainHash
 
 _PREFILL: Final = 64  # tokens: a step of so many says how fast prefill is
+_LOOK_AHEAD: Final = (
+    0.05  # seconds between lookups while no seat is free: they take milliseconds, but start fetching
+)
 _WINDOW: Final = 16  # waiting requests that are looked up and ranked in one step
 
 
@@ -48,6 +51,7 @@ class Scheduler:
         self._held: Counter[int] = Counter()  # block → stores under way that hold it
         self._draining: set[int] = set()  # blocks their request has let go, but a store still holds
         self._orphans: dict[str, list[int]] = {}  # aborted request → blocks its load is still writing to
+        self._look_ahead_at = 0.0
         self._ended: list[Output] = []  # aborts not told yet
 
     @property
@@ -102,9 +106,10 @@ class Scheduler:
                 outputs.append(self._append(sequence, sample))
         return outputs
 
-    def give_up(self, batch: Batch) -> None:
-        """The step raised: nothing it computed counts, none of its stores was started; its requests wait again."""
-        self.take_in(WorkerReport(failed=tuple(op.op_id for op in batch.plan.stores)))
+    def give_up(self, batch: Batch, *, stored: bool = False) -> None:
+        """The step raised: nothing it computed counts, its requests wait again. `stored`: its stores were started."""
+        if not stored:
+            self.take_in(WorkerReport(failed=tuple(op.op_id for op in batch.plan.stores)))
         for chunk in batch.chunks:
             if chunk.sequence.num_loading:
                 self._await_load(chunk.sequence)
@@ -189,8 +194,10 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []
-        if budget <= 0 or not self.waiting:
+        now = time.perf_counter()
+        if budget <= 0 or not self.waiting or (not self._has_seat and now < self._look_ahead_at):
             return chunks
+        self._look_ahead_at = now + _LOOK_AHEAD
         for sequence, num_l1, num_external in self._rank():
             if not self._has_seat or not budget:
                 break
@@ -261,6 +268,8 @@ class Scheduler:
                 break
             other.num_passed_over += 1
         sequence.num_named = num_l1
+        sequence.num_stored = 0
+        self._store(sequence, num_l1)  # the tiers below may have lost or refused what L1 holds
         sequence.num_stored = num_l1 + num_external
         sequence.num_computed = num_l1 * block_size
         sequence.num_loading = num_external * block_size

@@ -6,13 +6,18 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from kvtier.tiers.tier import ChainHash
+
+if TYPE_CHECKING:
+    from small_engines import Make
+
+    from kvtier.engine.llm import Engine
 
 
 class Chain(Protocol):
@@ -79,3 +84,19 @@ def _has_cuda() -> bool:
     import torch  # only where a GPU test was collected
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture
+def make() -> "Iterator[Make]":
+    """`make(tiers=True, **options)`: a small engine; at the end every one is closed and its laws are checked."""
+    from small_engines import end, small_engine  # takes torch along, which most tests do without
+
+    engines: list[Engine] = []
+
+    def build(*arguments: Any, **options: Any) -> "Engine":
+        engines.append(small_engine(*arguments, **options))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        end(engine)

@@ -54,6 +54,8 @@ class Demoter:
         it the others are refused for good, and counted.
         """
         epoch = self.port.epoch  # before the leases: what they name was stored in this epoch or a later one
+        if ended is None and hashes:  # L2 seals a block once: who failed then is offered again with its children
+            hashes = [*self._failed_ancestors(hashes[0]), *hashes]
         with self._lock:
             taken = max(0, min(len(hashes), self._max_blocks - self._num_waiting))
             self._num_waiting += taken
@@ -110,6 +112,18 @@ class Demoter:
         self._failed.update(dict.fromkeys(hashes))
         while len(self._failed) > _MAX_FAILED:
             self._failed.popitem(last=False)
+
+    def _failed_ancestors(self, chain_hash: ChainHash) -> list[ChainHash]:
+        """The blocks before it that failed and that L2 still holds: without them nobody could reach it."""
+        found: list[ChainHash] = []
+        parent = self.host.parent_of(chain_hash) if self.port.writable else None
+        while parent is not None and self._parent_failed(parent):
+            grandparent = self.host.parent_of(parent)
+            if grandparent is None:  # L2 has lost it
+                break
+            found.append(parent)
+            parent = grandparent
+        return found[::-1]
 
     def _parent_failed(self, parent: ChainHash) -> bool:
         with self._lock:

@@ -110,7 +110,10 @@ class Hierarchy:
         return Attribution(blocks=len(hashes), l1=num_l1, miss=len(hashes) - num_l1 - sum(found.values()), **found)
 
     def prefetch(self, hashes: Sequence[ChainHash], parent: ChainHash) -> Prefetch:
-        """Claim consecutive blocks for a request: lease those in L2, fetch the rest. See `Prefetcher`."""
+        """Claim consecutive blocks for a request: lease those in L2, fetch the rest. See `Prefetcher`.
+
+        `refused` while other waiting requests hold all that may be held: cancel it and ask again.
+        """
         self.tick()
         return self.prefetcher.start(hashes, parent, self.settings.prefetch_deadline)
 
@@ -273,7 +276,7 @@ class Hierarchy:
             dirty = self.host.pool.oldest_dirty(num_blocks + len(self._cleaning))
             chosen = [chain_hash for chain_hash in dirty if chain_hash not in self._cleaning]
             self._cleaning.update(chosen)
-        for chain in _chains(chosen, self._parent_of):
+        for chain in _chains(chosen, self.host.parent_of):
             for demoter in self._demoters:
                 taken = demoter.offer(chain, self._cleaned)
                 with self._lock:
@@ -283,11 +286,6 @@ class Hierarchy:
         self.host.pool.mark_clean([h for h, o in zip(hashes, outcomes, strict=True) if o is Outcome.OK])
         with self._lock:
             self._cleaning.difference_update(hashes)
-
-    def _parent_of(self, chain_hash: ChainHash) -> ChainHash | None:
-        with self.host.pool.lease([chain_hash]) as lease:
-            record = self.host.records[int(lease.slots[0])] if len(lease) else None
-            return record.parent if record else None
 
     def _admit(self, hashes: Sequence[ChainHash]) -> int:
         """How many leading blocks have been seen often enough to be stored."""
@@ -312,7 +310,8 @@ class Hierarchy:
             for port in self.ports:
                 if dropped:
                     self.metrics.dropped(port.name, Outcome.EVICTED, dropped)
-                stats = port.tier.stats() if port.tier is not None else {}
+                tier = port.tier  # a probe may detach it meanwhile
+                stats = tier.stats() if tier is not None else {}
                 self.metrics.evicted(port.name, stats.get("evicted", 0))
                 for key, count in stats.items():
                     if key.startswith("slots_"):

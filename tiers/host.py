@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import memory
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.pool import SlotPool
-from kvtier.tiers.tier import BlockRecord
+from kvtier.tiers.tier import BlockRecord, ChainHash
 
 logger = logging.getLogger(__name__)
 
@@ -187,6 +187,12 @@ class HostTier:
         self.region = region
         self.pool = SlotPool(region.num_slots, policy=policy)
         self.records: list[BlockRecord | None] = [None] * region.num_slots
+
+    def parent_of(self, chain_hash: ChainHash) -> ChainHash | None:
+        """The name of the block before this one; None where it is not held."""
+        with self.pool.lease([chain_hash]) as lease:
+            record = self.records[int(lease.slots[0])] if len(lease) else None
+            return record.parent if record else None
 
     def check(self) -> None:
         """Raise AssertionError where the pool's conservation laws do not hold."""

@@ -163,8 +163,9 @@ class TierPort:
 
     def check(self) -> None:
         """The tier's conservation law."""
-        if self.tier is not None:
-            self.tier.check()
+        tier = self.tier  # a probe may detach it meanwhile
+        if tier is not None:
+            tier.check()
 
     def close(self, timeout: float) -> None:
         """Drop what waits, wait up to `timeout` seconds for what runs, close the tier. Idempotent."""

@@ -35,7 +35,8 @@ class Prefetch:
     """
 
     __slots__ = (
-        "deadline", "done", "end", "flights", "hashes", "leases", "next", "parent", "polled_at", "position", "told",
+        "deadline", "done", "end", "flights", "hashes", "leases", "next", "parent", "polled_at", "position", "refused",
+        "told",
     )  # fmt: skip
 
     def __init__(self, hashes: Sequence[ChainHash], parent: ChainHash, deadline: float, now: float) -> None:
@@ -49,6 +50,7 @@ class Prefetch:
         self.leases: list[Lease] = []
         self.flights: set[_Flight] = set()
         self.done = False
+        self.refused = False  # for now: others hold all that waiting requests may hold
         self.told = False  # a poll has returned the number
 
 
@@ -121,7 +123,9 @@ class Prefetcher:
         with self._lock:
             waiting = sum(p.end for p in self._active)
             prefetch = Prefetch(hashes, parent, now + deadline, now)
-            if (room := max(0, self._max_waiting - waiting)) < prefetch.end:
+            if (room := self._max_waiting - waiting) <= 0:
+                prefetch.refused, prefetch.end = True, 0
+            elif room < prefetch.end:
                 self._shorten(prefetch, room, Outcome.NO_SLOT)
             self._active.add(prefetch)
             self._advance(prefetch)

@@ -14,7 +14,8 @@ from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.chain import TokenChain
 from kvtier.tiers.hierarchy import HierarchySettings
 from kvtier.tiers.prefetch import PENDING
-from kvtier.tiers.transfer import ManualCopyStream
+from kvtier.tiers.rates import LoadPolicy
+from kvtier.tiers.transfer import CopyEvent, ManualCopyStream
 
 NUM_LAYERS = 4
 LAYER_BYTES = SLOT_BYTES // NUM_LAYERS
@@ -35,10 +36,16 @@ def request_of(num_blocks: int, name: str = "a", first_token: int = 0) -> Reques
 class Bench:
     """A hierarchy, an L1 of sixteen blocks in numpy, both sides, and a stream the test completes."""
 
-    def __init__(self, tier: MemoryTier | None = None, clock: FakeClock | None = None, slots: int = 32) -> None:
+    def __init__(
+        self,
+        tier: MemoryTier | None = None,
+        clock: FakeClock | None = None,
+        slots: int = 32,
+        load_policy: LoadPolicy = "load",
+    ) -> None:
         settings = HierarchySettings(prefetch_deadline=0.5)
         self.tier = tier
-        self.hierarchy = hierarchy_of(slots, tier, settings, clock or time.monotonic)
+        self.hierarchy = hierarchy_of(slots, tier, settings, clock or time.monotonic, load_policy=load_policy)
         self.l1 = np.zeros((16, NUM_LAYERS, LAYER_BYTES), np.uint8)
         self.stream = ManualCopyStream(self.l1, self.hierarchy.host.region)
         self.scheduler = SchedulerSide(self.hierarchy)
@@ -313,3 +320,50 @@ def test_shutdown_with_copies_in_flight_leaks_nothing() -> None:
     bench.scheduler.store("b", 0, [3, 4])
     bench.step()
     bench.close()  # neither copy was ever completed
+
+
+def test_a_dead_copy_costs_one_deadline_however_many_layers_wait(bench: Bench) -> None:
+    for number in range(4):
+        request = request_of(1, str(number), first_token=100 * number)
+        store(bench.hierarchy, request.chain)
+        bench.scheduler.lookup(request, 0)
+        bench.scheduler.allocated(str(number), [2 * number, 2 * number + 1], BLOCK_SIZE, layerwise=True)
+    waited: list[float] = []
+    fence = bench.stream.fence
+
+    def noted(event: CopyEvent, timeout: float) -> bool:
+        waited.append(timeout)
+        return fence(event, timeout)
+
+    bench.stream.fence = noted  # type: ignore[method-assign]
+    bench.step()
+    assert not any([bench.worker.wait_layer(layer) for layer in range(NUM_LAYERS)])
+    assert not bench.worker.arrived()
+    assert sum(timeout > 0 for timeout in waited) == 1  # the deadline is 10 ms for all of them
+    bench.stream.complete_all()
+    assert bench.worker.arrived()
+    assert len(bench.update().loaded) == 4
+
+
+def test_a_request_that_found_no_room_to_wait_in_asks_again(bench: Bench) -> None:
+    requests = [request_of(8, str(n), first_token=1000 * n) for n in range(3)]
+    for request in requests:
+        store(bench.hierarchy, request.chain)
+    assert [bench.scheduler.lookup(request, 0) for request in requests] == [8 * BLOCK_SIZE, 8 * BLOCK_SIZE, 0]
+    bench.scheduler.finished("0")
+    assert bench.scheduler.lookup(requests[2], 0) == 8 * BLOCK_SIZE
+    for name in ("1", "2"):
+        bench.scheduler.finished(name)
+
+
+def test_recomputing_is_decided_once_for_a_request() -> None:
+    tier = MemoryTier()
+    bench = Bench(tier, load_policy="auto")
+    request = request_of(6)
+    tier.fill(request.chain)
+    bench.hierarchy.rates.loaded("file", 1, 1.0)
+    bench.hierarchy.rates.computed(10**6, 1.0)
+    assert {bench.scheduler.lookup(request, 0) for _ in range(100)} == {0}
+    assert bench.hierarchy.stats()['kvtier_miss_total{reason="recompute"}'] == 6
+    bench.scheduler.finished("a")
+    bench.close()

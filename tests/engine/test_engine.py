@@ -1,56 +1,18 @@
 """Stories of the engine: requests in, tokens out, in whatever order they come, through L1 and the tiers below."""
 
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCAB, config_of, plain, plain_logits, prompt
+from small_engines import GREEDY, KEEP, Make, settled
+from tiny_models import VOCAB, plain, plain_logits, prompt
 
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.plan import WorkerReport
-from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.sequence import FinishReason, RequestError, SamplingParams, State
-from kvtier.tiers.config import Config
-
-GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
-KEEP = SamplingParams(max_tokens=8, ignore_eos=True, keep_logits=True)
-
-Make = Callable[..., Engine]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """`make(tiers=True, **options)`: an engine; at the end every one is closed and its laws are checked."""
-    engines: list[Engine] = []
-
-    def build(family: str = "llama", dtype: str = "float32", tiers: bool = False, **options: Any) -> Engine:
-        settings = EngineConfig(**{"num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 8, **options})
-        cache = {"block_size": settings.block_size, "load_or_recompute": "load"}
-        connect = LocalConnector.connect(Config(host={"size": "4MiB"}, cache=cache)) if tiers else None  # type: ignore[arg-type]
-        engines.append(Engine.from_config(config_of(family), settings, connect, dtype=dtype))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        assert engine.drain(5)
-        if isinstance(engine.connector, LocalConnector):
-            engine.connector.hierarchy.drain(5)
-            engine.connector.hierarchy.check()
-        engine.close()
-        engine.close()
-        engine.pool.check()
-        assert engine.pool.num_free_blocks == engine.pool.num_blocks
-
-
-def settled(engine: Engine) -> None:
-    """Every block computed so far is in L2."""
-    assert engine.drain(5)
-    assert isinstance(engine.connector, LocalConnector)
-    assert engine.connector.hierarchy.drain(5)
 
 
 def test_a_batch_answers_each_prompt_as_if_alone(make: Make) -> None:

@@ -281,9 +281,12 @@ def test_lookups_under_way_hold_up_only_their_own_request() -> None:
     assert story.step() == [("a", 8, 9)]
     assert story.live["a"].num_external_tokens == 8
     assert ("store", "a", 0, 2) not in connector.log  # what came from L2 is not stored again
-    # Loaded blocks are named in L1.
+    # Loaded blocks are named in L1, and offered below anew by whom finds them there: L2 may have lost or refused them.
     story.add("c", [*tokens(1, 8), 99])
     assert story.step() == [("c", 8, 9)]
+    assert connector.log[-2] == ("store", "c", 0, 2)
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    story.step()
     story.idle()
 
 

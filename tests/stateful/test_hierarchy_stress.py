@@ -116,7 +116,8 @@ def test_threads_share_one_hierarchy_over_a_failing_tier(write_policy: WritePoli
         """An operator: resets and checks while all runs."""
         num_resets = 0
         while not done.wait(0.02):
-            hierarchy.check()
+            hierarchy.prefetcher.check()
+            hierarchy.host.check()
             if num_resets < 5:
                 hierarchy.reset()
                 num_resets += 1

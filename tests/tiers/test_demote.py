@@ -241,3 +241,24 @@ def test_close_drops_what_waits_and_a_closed_queue_takes_nothing(story: Story) -
     assert story.ended[2:] == [(hashes[2], Outcome.QUEUE_FULL)]
     story.settle()
     assert demoter.num_waiting == 0
+
+
+@pytest.mark.parametrize("refusal", ["io_error", "queue_full"])
+def test_children_take_their_failed_ancestors_along_once_the_disk_is_well(story: Story, refusal: str) -> None:
+    """L2 seals a block once: without this one failed write would keep a shared prefix out of L3 for ever."""
+    demoter = story.demoter(max_blocks=4)
+    chain = chain_of(8)
+    hashes = story.put(chain, 0, 1, 2, 3)
+    if refusal == "io_error":
+        story.tier.write_fails = dict.fromkeys(hashes[1:], Outcome.IO_ERROR)
+        demoter.offer(hashes)
+    else:
+        story.tier.gate.clear()
+        demoter.offer(story.put(chain_of(3, first_token=500)))
+        assert demoter.offer(hashes) == 1  # the tail finds no room
+    story.settle()
+    story.tier.write_fails = {}
+    for i in (4, 5):
+        demoter.offer(story.put(chain, i))
+        story.settle()
+    assert set(chain.hashes[:6]) <= set(story.tier.blocks)

@@ -1,0 +1,261 @@
+"""Stories in which something gives way under the engine: copies, steps, streams, weights. No wrong token, no leak."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_engines import GREEDY, KEEP, Make, settled
+from tiny_models import prompt
+
+from kvtier.connector.local import LocalConnector
+from kvtier.connector.plan import StepPlan
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.llm import Engine
+from kvtier.engine.model import _digest
+from kvtier.engine.sampler import sample
+from kvtier.engine.sequence import RequestError, SamplingParams
+from kvtier.tiers.config import Config
+from kvtier.tiers.transfer import BlockCopies, HostCopyStream, HostEvent
+
+EXACT = {"exact": True, "exact_rows": 128, "max_num_batched_tokens": 128}
+ONE = SamplingParams(max_tokens=1, ignore_eos=True)
+Event = Callable[[BlockCopies], HostEvent]
+
+
+def stream_of(engine: Engine) -> HostCopyStream:
+    assert isinstance(engine.connector, LocalConnector)
+    stream = engine.connector.worker._stream
+    assert isinstance(stream, HostCopyStream)
+    return stream
+
+
+def rubbish(engine: Engine, copies: BlockCopies) -> HostEvent:
+    """What a failed copy leaves in its blocks."""
+    engine.pool.tensor[torch.from_numpy(copies.device_blocks)] = 1.0
+    return HostEvent()
+
+
+def run(engine: Engine, tokens: list[int], interrupt: type[BaseException] = KeyboardInterrupt) -> Any:
+    """Answer one prompt step by step, going on after every interrupt."""
+    engine.add_request(tokens, KEEP)
+    outputs = []
+    while engine.has_unfinished:
+        try:
+            outputs += engine.step()
+        except interrupt:
+            continue
+    return np.array([output.logits for output in outputs])
+
+
+def test_a_layerwise_load_that_fails_behind_its_fence_is_computed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's fence returns at once; that the copy failed shows when the compute has ended."""
+    engine = make(tiers=True, loading="layerwise", **EXACT)
+    cold = engine.generate([prompt(1, 90)], KEEP)[0]
+    settled(engine)
+    engine.pool.reset()
+    events: list[HostEvent] = []
+    stream, run_batch = stream_of(engine), engine.runner.run
+
+    def run_then_fail(batch: Any) -> torch.Tensor:
+        logits = run_batch(batch)
+        for event in events:
+            event.end("the driver reports a failed copy")
+        return logits
+
+    def load(copies: BlockCopies) -> HostEvent:
+        events.append(rubbish(engine, copies))
+        return events[-1]
+
+    with monkeypatch.context() as device:
+        device.setattr(stream, "load", load)
+        device.setattr(stream, "fence", lambda event, timeout: True)
+        device.setattr(engine.runner, "run", run_then_fail)
+        assert np.array_equal(run(engine, prompt(1, 90)), cold.logits)
+    assert engine.stats["failed_loads"] == 1
+    again = engine.generate([prompt(1, 90)], KEEP)[0]
+    assert again.num_l1_tokens == 80
+    assert np.array_equal(again.logits, cold.logits)
+
+
+def test_an_interrupted_sampling_does_not_hide_a_failed_load(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(tiers=True, loading="layerwise", **EXACT)
+    cold = engine.generate([prompt(1, 90)], KEEP)[0]
+    settled(engine)
+    engine.pool.reset()
+    calls, sample_batch = iter(range(100)), engine.runner.sample
+
+    def interrupted(batch: Any, logits: torch.Tensor) -> Any:
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        return sample_batch(batch, logits)
+
+    def failing(copies: BlockCopies) -> HostEvent:
+        event = rubbish(engine, copies)
+        event.end("the driver reports a failed copy")
+        return event
+
+    monkeypatch.setattr(engine.runner, "sample", interrupted)
+    monkeypatch.setattr(stream_of(engine), "load", failing)
+    assert np.array_equal(run(engine, prompt(1, 90)), cold.logits)
+    assert engine.stats["failed_loads"] == 1
+
+
+def test_an_interrupt_before_the_stores_leaks_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(tiers=True)
+    cold = make().generate([prompt(1, 90)], KEEP)[0]
+    calls, start_store = iter(range(100)), engine.worker.start_store
+
+    def interrupted(plan: StepPlan) -> None:
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        start_store(plan)
+
+    monkeypatch.setattr(engine.worker, "start_store", interrupted)
+    assert np.array_equal(run(engine, prompt(1, 90)), cold.logits)
+    settled(engine)
+    assert engine.pool.num_free_blocks == engine.pool.num_blocks
+
+
+def test_a_layerwise_load_lets_go_of_its_lease_with_its_step(make: Make) -> None:
+    engine = make(tiers=True, loading="layerwise")
+    engine.generate([prompt(1, 90)], ONE)
+    settled(engine)
+    engine.pool.reset()
+    assert engine.generate([prompt(1, 90)], ONE)[0].num_external_tokens == 80
+    settled(engine)
+    assert isinstance(engine.connector, LocalConnector)
+    engine.connector.hierarchy.check()
+
+
+def test_changed_weights_find_nothing_of_the_old_ones(make: Make) -> None:
+    """FAULTS 37: 0 stale hits, in no tier."""
+    engine = make(tiers=True)
+    engine.generate([prompt(1, 48)], GREEDY)
+    engine.add_request(prompt(2, 5), ONE, request_id="live")
+    with pytest.raises(RequestError, match="finish or abort them"):
+        engine.reset_cache()
+    engine.abort("live")
+    engine.step()
+    with torch.no_grad():
+        for weight in engine.model.module.parameters():
+            weight.mul_(1.1)
+    engine.reset_cache()
+    answer = engine.generate([prompt(1, 48)], KEEP)[0]
+    assert (answer.num_l1_tokens, answer.num_external_tokens) == (0, 0)
+    settled(engine)
+    bare = Engine(engine.model, EngineConfig(num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8))
+    assert np.array_equal(bare.generate([prompt(1, 48)], KEEP)[0].logits, answer.logits)
+    bare.close()
+    engine.pool.reset()
+    assert engine.generate([prompt(1, 48)], ONE)[0].num_external_tokens == 32  # the new ones are found
+
+
+def test_what_l1_holds_is_offered_below_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One failed copy must not keep a shared prefix out of L2 for ever."""
+    engine = make(tiers=True)
+    stream, calls = stream_of(engine), iter(range(100))
+    store = stream.store
+
+    def flaky(copies: BlockCopies, after: object | None = None) -> Any:
+        event = HostEvent()
+        event.end("the driver reports a failed copy")
+        return event if next(calls) == 0 else store(copies, after)
+
+    monkeypatch.setattr(stream, "store", flaky)
+    for turn in range(3):
+        engine.generate([[*prompt(1, 64), *prompt(10 + turn, 20)]], ONE)
+    settled(engine)
+    engine.pool.reset()
+    assert engine.generate([[*prompt(1, 64), *prompt(10, 20)]], ONE)[0].num_external_tokens == 80
+
+
+def test_a_prefix_admitted_at_its_second_sighting_gets_below(make: Make) -> None:
+    engine = make(tiers=True, cache={"admit_after": 2})
+    for turn in range(3):
+        engine.generate([[*prompt(1, 64), *prompt(10 + turn, 20)]], ONE)
+    settled(engine)
+    engine.pool.reset()
+    assert engine.generate([[*prompt(1, 64), 7]], ONE)[0].num_external_tokens == 64
+
+
+def test_a_stream_nobody_read_costs_nothing(make: Make) -> None:
+    engine = make()
+    engine.stream(prompt(1, 30), GREEDY)
+    stream = engine.stream(prompt(1, 30), GREEDY)
+    stream.close()  # type: ignore[attr-defined]
+    assert not engine.has_unfinished
+    with pytest.raises(RequestError, match="empty"):
+        engine.stream([])
+
+
+def test_a_step_that_raises_still_tells_what_others_were_brought(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    other = engine.add_request(prompt(9, 12), SamplingParams(max_tokens=3, ignore_eos=True))
+    engine.generate([prompt(1, 30)], GREEDY)  # meets the outputs of the other one
+    engine.add_request(prompt(3, 12), GREEDY)
+    run_batch, calls = engine.runner.run, iter(range(100))
+
+    def failing(batch: Any) -> torch.Tensor:
+        if next(calls) == 0:
+            raise torch.OutOfMemoryError("no memory")
+        return run_batch(batch)
+
+    monkeypatch.setattr(engine.runner, "run", failing)
+    outputs = []
+    while engine.has_unfinished:
+        try:
+            outputs += engine.step()
+        except torch.OutOfMemoryError:
+            continue
+    assert sum(output.request_id == other for output in outputs) == 3
+
+
+def test_caching_switched_off_stores_nothing_below(make: Make) -> None:
+    engine = make(tiers=True, enable_prefix_caching=False)
+    for _ in range(2):
+        [answer] = engine.generate([prompt(1, 90)], ONE)
+        assert (answer.num_l1_tokens, answer.num_external_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "message"),
+    [
+        ([[1], [2, 3]], {}, "not one list"),
+        ([1, 2], {"cache_salt": "\ud800"}, "cache_salt"),
+        ([1, 2], {"cache_salt": 5}, "cache_salt 5: use a string"),
+        ([1, 2], {"request_id": 7}, "request_id 7: use a string"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused(make: Make, tokens: Any, options: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        make().add_request(tokens, ONE, **options)
+
+
+def test_a_temperature_next_to_zero_is_greedy() -> None:
+    logits = np.array([0.0, 9.0, 8.0, 1.0], np.float32)
+    for temperature in (1e-3, 1e-300, 1e-308, 5e-324):
+        assert sample(logits, SamplingParams(temperature=temperature), 1, 0) == 1
+        assert sample(logits, SamplingParams(temperature=temperature, top_k=2), 1, 0) == 1
+
+
+def test_weights_that_share_an_address_are_all_read() -> None:
+    def digest(value: float) -> str:
+        base = torch.arange(10.0)
+        base[5] = value
+        return _digest([("a", base[:2]), ("b", base)])
+
+    assert digest(5.0) != digest(77.0)
+
+
+def test_a_connector_that_cannot_start_lets_go_of_the_slab(make: Make, tmp_path: Any) -> None:
+    config = Config(host={"size": "4MiB"}, file={"path": tmp_path, "size": "16MiB"})  # type: ignore[arg-type]
+    model = make().model
+    pool = make().pool
+    with pytest.raises(ValueError, match="contiguous"):
+        LocalConnector(config, b"f" * 32, pool.shape, pool.tensor.transpose(0, 1))
+    engine = Engine(model, EngineConfig(num_blocks=8), LocalConnector.connect(config))
+    connector = LocalConnector(config, b"f" * 32, pool.shape, pool.tensor)  # the slab of the first attempt is free
+    connector.close()
+    engine.close()
