@@ -43,6 +43,10 @@ class FileIO:
             return False
         return True
 
+    def unlock(self, fd: int) -> None:
+        """Give the lock up: closing alone does not while a forked child still has the file open."""
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
     def allocate(self, fd: int, offset: int, length: int) -> None:
         """Reserve disk space for a byte range, extending the file; ENOSPC here means none will follow later."""
         os.posix_fallocate(fd, offset, length)

@@ -1,5 +1,6 @@
 """L3 on a local disk: a preallocated slab of verified blocks that survives the process (format: docs/format.md)."""
 
+import errno
 import logging
 import threading
 from collections import Counter
@@ -153,18 +154,32 @@ class FileStore:
                 found = [position for position, slot in enumerate(slots) if slot >= 0]
                 stored = slab.to_records(self._rows[[slots[position] for position in found]])
             expected = dict(zip(found, stored, strict=True))
+            lost: list[ChainHash] = []
             for offset, positions in self._runs(slots, found):
-                try:
-                    self._payload.read(offset, [into[position] for position in positions])
-                except OSError as error:
-                    _log.debug("[file] %s: %s while reading", self.path, error)
-                    for position in positions:
-                        results[position] = Outcome.IO_ERROR
-                else:
-                    for position in positions:
-                        results[position] = _verified(expected[position], hashes[position], into[position])
+                readable = self._read_run(offset, [into[position] for position in positions])
+                if any(readable):  # the disk answers, but not for these: they would be promised again and again
+                    lost += [hashes[p] for p, is_read in zip(positions, readable, strict=True) if not is_read]
+                for position, is_read in zip(positions, readable, strict=True):
+                    results[position] = (
+                        _verified(expected[position], hashes[position], into[position]) if is_read else Outcome.IO_ERROR
+                    )
             self._settle(hashes, slots, generations, results)
+            if lost:
+                self._writer.discard(lost)
         return results
+
+    def _read_run(self, offset: int, buffers: Sequence[memoryview]) -> list[bool]:
+        """Which of adjacent blocks could be read: one bad sector costs one block, found by halving."""
+        try:
+            self._payload.read(offset, buffers)
+        except OSError as error:
+            _log.debug("[file] %s: %s while reading", self.path, error)
+            if len(buffers) == 1 or error.errno != errno.EIO:
+                return [False] * len(buffers)
+            half = len(buffers) // 2
+            second = offset + half * self.superblock.stride
+            return self._read_run(offset, buffers[:half]) + self._read_run(second, buffers[half:])
+        return [True] * len(buffers)
 
     def _runs(self, slots: Sequence[int], found: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
         """(file offset, positions) of blocks that lie next to each other, at most CALL_BYTES together."""
@@ -335,7 +350,10 @@ class FileStore:
                 self._release()
 
     def _release(self) -> None:
-        self._payload.close()
+        try:
+            self._payload.close()
+        except OSError as error:
+            _log.warning("[file] %s: %s while closing", self.path, error)
         release(self._io, self._file)
 
     def _count(self, direction: str, results: Sequence[BlockRecord | Outcome]) -> None:

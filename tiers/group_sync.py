@@ -1,5 +1,6 @@
 """One fdatasync for many writers: whoever asks while one runs shares the next."""
 
+import errno
 import threading
 from collections.abc import Callable
 
@@ -28,16 +29,19 @@ class GroupSync:
                 self._raise_failure(mine)
                 return
             self._begun = mine
-        failure: OSError | None = None
+        failure: OSError | None = OSError(errno.EINTR, "the sync was interrupted")
         try:
             self._sync()
+            failure = None
         except OSError as error:
             failure = error
+        finally:
+            with self._changed:
+                self._done = mine
+                if failure is not None:
+                    self._failed = {mine: failure}
+                self._changed.notify_all()
         with self._changed:
-            self._done = mine
-            if failure is not None:
-                self._failed = {mine: failure}
-            self._changed.notify_all()
             self._raise_failure(mine)
 
     def _raise_failure(self, mine: int) -> None:

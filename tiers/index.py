@@ -125,7 +125,7 @@ class HashIndex:
 
     def _clear(self, slots: Slots) -> None:
         where = self._where[slots]
-        if self._stash and where.min() < 0:
+        if self._stash and (where < 0).any():
             stashed = slots[where < 0]
             for name in self.names(stashed):
                 del self._stash[name]

@@ -100,8 +100,9 @@ class Lease:
         self.release()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self._finish(leaked=len(self.hashes) > 0)
+        # An empty lease protects nothing; and nothing may wait for a lock here: the pool may be what was interrupted.
+        if self.hashes and not sys.is_finalizing():
+            self._finish(leaked=True)
 
     def _finish(self, *, leaked: bool) -> None:
         on_release = self._on_release

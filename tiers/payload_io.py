@@ -143,6 +143,7 @@ def probe_mode(io: FileIO, directory: Path) -> Mode:
     direct_fd = None
     try:
         direct_fd = io.open(path, os.O_RDWR | os.O_DIRECT)
+        path.unlink()  # before any byte is written: a kill leaves nothing
         return _faster(io, fd, direct_fd)
     except OSError:
         return "buffered" if direct_fd is None else "direct"

@@ -312,7 +312,9 @@ class Prefetcher:
             return Outcome.EVICTED
         rest = rest[: next((i for i, h in enumerate(rest[:held]) if h in self._flights), held)]
         parent = prefetch.hashes[prefetch.next - 1] if prefetch.next else prefetch.parent
-        reservation = pool.reserve(rest, parent)
+        after = prefetch.next + len(rest)
+        behind = [h for h in prefetch.hashes[after : after + 1] if pool.holds([h])[0]]
+        reservation = pool.reserve([*rest, *behind], parent)  # links the block behind the gap to its parent again
         while reservation is None and len(rest) > 1:  # the head matters more than the tail
             rest = rest[: len(rest) // 2]
             reservation = pool.reserve(rest, parent)

@@ -271,7 +271,20 @@ def _decode_copy(copy: bytes) -> Superblock | None:
         return None
     segments = tuple(Segment(*_SEGMENT.unpack_from(copy, _FIXED.size + i * _SEGMENT.size)) for i in range(count))
     found = Superblock(fingerprint, slot_bytes, block_size, per_extent, segments, update)
-    return found if (found.stride, found.entry_bytes) == (stride, entry_bytes) else None
+    return found if (found.stride, found.entry_bytes) == (stride, entry_bytes) and _fits(found) else None
+
+
+def _fits(superblock: Superblock) -> bool:
+    """Whether tables and payloads follow one another, in whole extents."""
+    end = HEADER_BYTES
+    for segment in superblock.segments:
+        rows_end = segment.table_offset + segment.capacity * superblock.entry_bytes
+        if not (end <= segment.table_offset and rows_end <= segment.payload_offset):
+            return False
+        if not 0 < segment.num_slots <= segment.capacity or segment.num_slots % superblock.slots_per_extent:
+            return False
+        end = segment.payload_offset + segment.num_slots * superblock.stride
+    return superblock.slot_bytes > 0
 
 
 def require_identity(superblock: Superblock, wanted: Superblock, name: str) -> None:

@@ -8,7 +8,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -84,7 +84,10 @@ def release(io: FileIO, file: SlabFile) -> None:
         os.utime(file.fd)
     except OSError as error:
         _log.warning("[file] %s: %s while closing", file.path, error.strerror)
-    io.close(file.fd)
+    with suppress(OSError):
+        io.unlock(file.fd)
+    with suppress(OSError):  # Linux has closed it all the same
+        io.close(file.fd)
 
 
 def write_owner(io: FileIO, fd: int) -> None:
@@ -204,7 +207,11 @@ def _room_for(io: FileIO, path: Path, size: int, existing: SlabFile | None) -> i
             # Unused space is taken whenever some is missing; blocks only while we have less than our half.
             if room >= (size if verb is _trim else size // _HALF) or other not in others:
                 continue
-            left = verb(io, other)
+            try:
+                left = verb(io, other)
+            except OSError as error:  # no permission, or the disk refuses: it keeps its space, we open ours
+                _log.warning("[file] %s: %s; it was left as it is", other, error.strerror or error)
+                continue
             room += others[other] - left
             others[other] = left
             if not left:
@@ -288,6 +295,8 @@ def _resize(io: FileIO, file: SlabFile, size: int, room: int) -> SlabFile:
             f"{format_bytes(least)}; raise size or delete it"
         )
     old, new = format_bytes(superblock.file_bytes), format_bytes(resized.file_bytes)
+    if len(resized.segments) == slab.MAX_SEGMENTS and room - resized.file_bytes > superblock.extent_bytes:
+        _log.warning("[file] %s: grown so often that it stays at %s; delete it to use more", file.path, new)
     if resized.num_slots > superblock.num_slots:
         _log.warning("[file] %s: grows from %s to %s; every block is kept", file.path, old, new)
         file = _grow(io, file, resized)
@@ -314,6 +323,8 @@ def _shrink(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
     old = file.superblock
     rows = read_rows(io, file.fd, old)
     valid = slab.find_valid(rows, np.arange(len(rows)), old)
+    _, first = np.unique(rows["chain_hash"], return_index=True)
+    valid &= np.isin(np.arange(len(rows)), first)  # a killed shrink left some blocks at both places
     newest = np.where(valid, rows["seq"], 0).reshape(old.num_extents, -1).max(axis=1)
     ranked = np.argsort(newest, kind="stable")[::-1].tolist()
     kept = [extent for extent in ranked[: resized.num_extents] if newest[extent]]

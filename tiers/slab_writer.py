@@ -4,6 +4,7 @@ import logging
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Final
 
 from kvtier.tiers import slab
@@ -87,6 +88,10 @@ class SlabWriter:
                 blank = False
             with self._lock:
                 self._blocks.scrubbed(piece, blank=blank)
+        try:
+            self._io.sync(self._file.fd)  # what was forgotten must not come back with a power loss
+        except OSError as error:
+            _log.warning("[file] %s: %s while forgetting every block", self._file.path, error)
 
     def _skip_held(self, records: Sequence[BlockRecord]) -> tuple[list[Outcome], set[int]]:
         """OK for a block whose stored entry says the same, ABORTED for a twin within the batch, else ABSENT.
@@ -223,12 +228,17 @@ class SlabWriter:
             self.next_seq += len(slots)
         slab.seal_rows(rows, self._superblock)
         done = 0
-        for group in self._adjacent(runs):
-            size = sum(run.count for run in group)
-            self._write_rows(group[0].first, rows[done : done + size])
-            done += size
-        if self.sync:
-            self.sync()
+        try:
+            for group in self._adjacent(runs):
+                size = sum(run.count for run in group)
+                self._write_rows(group[0].first, rows[done : done + size])
+                done += size
+            if self.sync:
+                self.sync()
+        except OSError:
+            with suppress(OSError):  # what is answered as not stored must not be found at the next start
+                blank_slots(self._io, self._file.fd, self._superblock, slots)
+            raise
         return self._publish(runs, records, rows)
 
     def _publish(self, runs: Sequence[Run], records: Sequence[BlockRecord], rows: slab.Rows) -> list[Outcome]:

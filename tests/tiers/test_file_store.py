@@ -1,5 +1,6 @@
 """FileStore: what is stored is found again, by this process and the next; sizes, locks and modes."""
 
+import errno
 import logging
 import mmap
 import os
@@ -547,3 +548,141 @@ def test_extents_are_filled_in_chain_order(open_store: OpenStore) -> None:
     slot_of = store._blocks.index
     breaks = sum(slot_of[hash_of(b)] != slot_of[hash_of(a)] + 1 for a, b in pairwise(range(400)))
     assert breaks <= 1
+
+
+def test_a_reset_beside_a_late_writer_forgets_what_was_there_before(open_store: OpenStore) -> None:
+    """FAULTS 37: the extent the writer is in holds blocks of before; a restart must not bring them back."""
+
+    class HoldsPayloads(FileIO):
+        action: Callable[[], None] | None = None
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if self.action and buffers[0].nbytes >= SLOT:
+                action, self.action = self.action, None
+                action()
+                raise OSError(errno.EIO, "bad sector")
+            return super().pwritev(fd, buffers, offset)
+
+    io = HoldsPayloads()
+    store = open_store(io=io)
+    per_extent = store.superblock.slots_per_extent
+    put(store, range(per_extent))
+    io.action = store.reset
+    put(store, [0, 1000])  # enters the extent of block 0, then fails
+    assert store.lookup([hash_of(0)]) == 0
+    store.close()
+    assert open_store().num_recovered == 0
+
+
+def test_a_durable_reset_is_synced(open_store: OpenStore) -> None:
+    class Trace(FileIO):
+        def __init__(self) -> None:
+            self.steps: list[str] = []
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            self.steps.append("write")
+            return super().pwritev(fd, buffers, offset)
+
+        def sync(self, fd: int) -> None:
+            self.steps.append("sync")
+            super().sync(fd)
+
+    io = Trace()
+    store = open_store(io=io, durable=True)
+    put(store, range(4))
+    io.steps.clear()
+    store.reset()
+    assert io.steps[-1] == "sync"
+    assert "write" in io.steps
+
+
+def test_a_store_answered_as_failed_does_not_come_back(open_store: OpenStore) -> None:
+    class FailsOneSync(FileIO):
+        left = -1
+
+        def sync(self, fd: int) -> None:
+            self.left -= 1
+            if self.left == 0:
+                raise OSError(errno.EIO, "disk gone for a moment")
+            super().sync(fd)
+
+    io = FailsOneSync()
+    store = open_store(io=io, durable=True)
+    io.left = 2  # the one behind the entry
+    assert put(store, [1]) == [Outcome.IO_ERROR]
+    assert put(store, [1]) == [Outcome.OK]
+    store.discard([hash_of(1)])
+    store.close()
+    assert open_store().num_recovered == 0
+
+
+def test_one_bad_sector_costs_one_block_and_is_not_promised_again(open_store: OpenStore) -> None:
+    class BadSector(FileIO):
+        at = -1
+
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if offset <= self.at < offset + sum(buffer.nbytes for buffer in buffers):
+                raise OSError(errno.EIO, "bad sector")
+            return super().preadv(fd, buffers, offset)
+
+    io = BadSector()
+    store = open_store(io=io)
+    put(store, range(8))
+    io.at = store.superblock.payload_offset(5)
+    outcomes = get(store, range(8))
+    assert outcomes.count(Outcome.IO_ERROR) == 1
+    bad = outcomes.index(Outcome.IO_ERROR)
+    assert store.lookup([hash_of(key) for key in range(8)]) == bad
+    assert get(store, range(bad)) == [Outcome.OK] * bad
+
+
+def test_a_close_the_disk_complains_about_lets_go_all_the_same(open_store: OpenStore) -> None:
+    class ComplainsAtClose(FileIO):
+        complains = False
+
+        def close(self, fd: int) -> None:
+            super().close(fd)
+            if self.complains:
+                raise OSError(errno.EIO, "disk gone")
+
+    io = ComplainsAtClose()
+    store = open_store(io=io)
+    io.complains = True
+    store.close()
+    io.complains = False
+    open_store()
+
+
+def test_a_forked_child_does_not_keep_the_lock(open_store: OpenStore) -> None:
+    store = open_store()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:  # holds every descriptor of ours until it is told
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        store.close()
+        open_store()
+    finally:
+        os.close(writing)
+        os.close(reading)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("failure", [errno.EACCES, errno.EIO])
+def test_a_neighbour_that_cannot_be_read_costs_only_its_space(
+    open_store: OpenStore, disk_dir: Path, failure: int
+) -> None:
+    put(open_store(), range(4))
+    neighbour = next(disk_dir.glob("*.slab"))
+
+    class Refuses(FileIO):
+        def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
+            if Path(path) == neighbour:
+                raise OSError(failure, os.strerror(failure))
+            return super().open(path, flags)
+
+    store = open_store(size=2 << 20, fingerprint=OTHER, io=Refuses())
+    assert put(store, range(4)) == [Outcome.OK] * 4
+    assert sum(path.stat().st_size for path in disk_dir.glob("*.slab")) <= 2 << 20

@@ -80,3 +80,21 @@ def test_a_failed_sync_fails_everybody_it_covers_and_nobody_else() -> None:
     disk.end.release()
     with pytest.raises(OSError, match="disk gone"):
         sync()
+
+
+def test_an_interrupted_sync_leaves_nobody_waiting() -> None:
+    calls = iter([KeyboardInterrupt()])
+
+    def sync() -> None:
+        for interrupt in calls:
+            raise interrupt
+
+    group = GroupSync(sync)
+    with pytest.raises(KeyboardInterrupt):
+        group()
+    others = [threading.Thread(target=group) for _ in range(2)]
+    for thread in others:
+        thread.start()
+    for thread in others:
+        thread.join(10)
+        assert not thread.is_alive()

@@ -1,6 +1,7 @@
 """SlotPool as scripted stories: what is stored, who is protected, what goes and when."""
 
 import gc
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -377,3 +378,42 @@ def test_leased_blocks_at_the_old_end_cost_one_look_each(pool_of: PoolOf, chain:
         store(pool, chain(10_000 + i))
     assert looks == 500  # one for each store that found no free slot, however many blocks are leased
     lease.release()
+
+
+def test_a_large_pool_takes_empty_batches(chain: Chain) -> None:
+    """In pools of thousands some names lie outside their buckets; a batch of nothing is everyday life."""
+    pool = SlotPool(16_384)
+    for first in range(0, 16_384, 512):
+        blocks = chain(first)[:1] + [hashlib.sha256(b"%d" % i).digest() for i in range(first + 1, first + 512)]
+        reservation = pool.reserve(blocks)
+        assert reservation is not None
+        with reservation:
+            pool.seal(reservation).release()
+        pool.abandon(reservation, range(3, 3))
+    assert pool.evict(chain(99, 100)) == 0
+    pool.check()
+
+
+def test_an_empty_lease_may_be_collected_anywhere(chain: Chain) -> None:
+    """Even by a collection inside the pool's own methods, under its lock: `__del__` takes none."""
+    pool = SlotPool(4)
+    lease = pool.lease(chain(1))
+    assert len(lease) == 0
+    with pool._lock:
+        lease.__del__()
+    assert pool.num_leaked == 0
+
+
+def test_a_block_fetched_into_a_gap_is_kept_for_its_child(pool_of: PoolOf, chain: Chain, policy: str) -> None:
+    pool, blocks = pool_of(6, policy), chain(1, 2, 3, 4)
+    store(pool, blocks)
+    assert pool.evict(blocks[1:2]) == 1  # found bad
+    reservation = pool.reserve(blocks[1:3], blocks[0])  # as a prefetch does: the gap, and what is held behind it
+    assert reservation is not None
+    assert reservation.indices == [0]
+    pool.seal(reservation).release()
+    with pool.lease(blocks):
+        pass
+    store(pool, chain(7, 8, 9))
+    held = pool.holds(blocks)
+    assert held == sorted(held, reverse=True)  # the chain went from its tail

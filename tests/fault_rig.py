@@ -1,0 +1,178 @@
+"""What the fault stories share: system calls that fail, hang or dawdle, and a hierarchy over a real slab."""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
+
+from kvtier.tiers.chain import TokenChain
+from kvtier.tiers.file_io import FileIO
+from kvtier.tiers.file_store import FileStore
+from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
+from kvtier.tiers.host import HostRegion, HostTier
+from kvtier.tiers.metrics import Metrics
+from kvtier.tiers.payload_io import Mode
+from kvtier.tiers.port import PortSettings, TierPort
+from kvtier.tiers.prefetch import PENDING, Pending, Prefetch
+from kvtier.tiers.rates import Rates
+from kvtier.tiers.tier import Outcome
+
+FINGERPRINT = b"a model of the fault stories".ljust(32, b".")
+SLAB_BYTES = 1 << 20
+
+
+class FaultyIO(FileIO):
+    """Real system calls; those that `fails` picks raise `code`, and with the gate shut reads and writes hang."""
+
+    def __init__(self) -> None:
+        self.code = errno.EIO
+        self.calls = 0
+        self.fails: Callable[[str, int], bool] = lambda name, count: False
+        self.delay = 0.0  # seconds per read or write
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_read = 0  # payload and table reads that have ended
+
+    def open(self, path: Path, flags: int) -> int:
+        self._maybe_fail("open")
+        return super().open(path, flags)
+
+    def size(self, fd: int) -> int:
+        self._maybe_fail("size")
+        return super().size(fd)
+
+    def allocate(self, fd: int, offset: int, length: int) -> None:
+        self._maybe_fail("allocate")
+        super().allocate(fd, offset, length)
+
+    def sync(self, fd: int) -> None:
+        self._maybe_fail("sync")
+        super().sync(fd)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._maybe_fail("preadv")
+        self._linger()
+        moved = super().preadv(fd, buffers, offset)
+        self.num_read += 1
+        return moved
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._maybe_fail("pwritev")
+        self._linger()
+        return super().pwritev(fd, buffers, offset)
+
+    def _maybe_fail(self, name: str) -> None:
+        self.calls += 1
+        if self.fails(name, self.calls):
+            raise OSError(self.code, os.strerror(self.code))
+
+    def _linger(self) -> None:
+        if self.delay:
+            time.sleep(self.delay)
+        assert self.gate.wait(60), "the test never opened the gate"
+
+
+def over_slab(
+    directory: Path,
+    io: FileIO | None = None,
+    *,
+    slots: int = 32,
+    mode: Mode = "buffered",
+    patience: PortSettings | None = None,
+    settings: HierarchySettings | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    fingerprint: bytes = FINGERPRINT,
+    size: int = SLAB_BYTES,
+) -> Hierarchy:
+    """A hierarchy over a real slab in `directory`, every system call of which goes through `io`."""
+
+    def open_store() -> FileStore:
+        return FileStore.open(
+            directory, fingerprint, slot_bytes=SLOT_BYTES, block_size=BLOCK_SIZE, size=size, mode=mode, io=io
+        )
+
+    metrics, rates = Metrics(), Rates("load")
+    patience = patience or PortSettings(deadline=10.0, failures=2, retry_after=0.01)
+    host = HostTier(HostRegion.allocate(slots, SLOT_BYTES, huge_pages=False, prefault=False))
+    port = TierPort("file", open_store, patience, metrics, rates, clock)
+    return Hierarchy(host, [port], settings or HierarchySettings(prefetch_deadline=20.0), metrics, rates, clock)
+
+
+def fetch(hierarchy: Hierarchy, chain: TokenChain, num_blocks: int | None = None) -> int:
+    """Load a chain as a request does; returns how many blocks it got. Every byte must be its key's (I1)."""
+    hashes = chain.hashes[:num_blocks]
+    prefetch = hierarchy.prefetch(hashes, chain.root)
+    while isinstance(answer := hierarchy.poll(prefetch), Pending):
+        hierarchy.wait_progress(0.01)
+    with hierarchy.claim(prefetch) as lease:
+        assert len(lease) == answer, "not what was promised"
+        assert lease.hashes == hashes[: len(lease)]
+        for slot, chain_hash in zip(lease.slots.tolist(), lease.hashes, strict=True):
+            assert bytes(hierarchy.host.region.slot(slot)) == payload_of(chain_hash), "another block's bytes"
+    return answer
+
+
+def ask(hierarchy: Hierarchy, chain: TokenChain) -> Prefetch:
+    """A request's claim on a chain."""
+    return hierarchy.prefetch(chain.hashes, chain.root)
+
+
+def forget_l2(hierarchy: Hierarchy) -> None:
+    """L2 loses what it holds, so that the next request has to ask the tiers below."""
+    hierarchy.host.pool.reset()
+
+
+def settle(hierarchy: Hierarchy) -> None:
+    """Idle, by the laws: nothing leased, filling or quarantined, nobody forgot a lease (I3). Then closed."""
+    assert hierarchy.drain(20)
+    deadline = time.monotonic() + 20
+    while not hierarchy.prefetcher.idle and time.monotonic() < deadline:
+        hierarchy.wait_progress(0.01)
+    hierarchy.check()
+    counts = hierarchy.host.pool.counts()
+    assert (counts.leased, counts.filling, counts.quarantined) == (0, 0, 0)
+    assert hierarchy.host.pool.num_leaked == 0
+    hierarchy.close()
+
+
+def misses(hierarchy: Hierarchy, reason: Outcome) -> float:
+    return hierarchy.stats().get(f'kvtier_miss_total{{reason="{reason}"}}', 0)
+
+
+def drops(hierarchy: Hierarchy, tier: str, reason: Outcome) -> float:
+    return hierarchy.stats().get(f'kvtier_store_dropped_total{{tier="{tier}",reason="{reason}"}}', 0)
+
+
+def is_open(hierarchy: Hierarchy, direction: str) -> bool:
+    """Whether the file tier's breaker is open."""
+    return hierarchy.stats()[f'kvtier_breaker_open{{tier="file",direction="{direction}"}}'] == 1
+
+
+def num_threads() -> int:
+    return threading.active_count()
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+__all__ = [
+    "FINGERPRINT",
+    "PENDING",
+    "SLAB_BYTES",
+    "FaultyIO",
+    "ask",
+    "drops",
+    "fetch",
+    "forget_l2",
+    "is_open",
+    "misses",
+    "num_descriptors",
+    "num_threads",
+    "over_slab",
+    "settle",
+]

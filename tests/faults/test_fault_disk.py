@@ -1,0 +1,451 @@
+"""Faults 5 and 9-15 seen from a hierarchy over a real slab: cut short, full, failing, slow, hung, read-only, other."""
+
+import errno
+import logging
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import xxhash
+from doubles import chain_of, store, wait_until
+from fault_rig import (
+    FINGERPRINT,
+    FaultyIO,
+    drops,
+    fetch,
+    forget_l2,
+    is_open,
+    misses,
+    num_descriptors,
+    num_threads,
+    over_slab,
+    settle,
+)
+
+from kvtier.tiers.errors import FormatError
+from kvtier.tiers.file_io import FileIO
+from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
+from kvtier.tiers.payload_io import Mode
+from kvtier.tiers.port import PortSettings
+from kvtier.tiers.tier import Outcome
+
+MODES: list[Mode] = ["direct", "buffered", "mmap"]
+TESTS = Path(__file__).resolve().parents[1]
+CHAIN, OTHER = chain_of(8), chain_of(6, first_token=1000)
+IMPATIENT = PortSettings(deadline=0.2, failures=2, retry_after=0.02)
+SHORT_WAIT = HierarchySettings(prefetch_deadline=1.0)
+Open = Callable[..., Hierarchy]
+
+
+@pytest.fixture
+def opened(disk_dir: Path) -> Iterator[Open]:
+    """`opened(io, …)`: a hierarchy over the slab in `disk_dir`; at the end each is idle by the laws, and closed."""
+    hierarchies: list[Hierarchy] = []
+
+    def open_one(io: FileIO | None = None, **options: object) -> Hierarchy:
+        hierarchies.append(over_slab(disk_dir, io, **options))  # type: ignore[arg-type] # passed on as they come
+        return hierarchies[-1]
+
+    yield open_one
+    for hierarchy in hierarchies:
+        settle(hierarchy)
+
+
+def slab_of(directory: Path) -> Path:
+    return directory / f"{FINGERPRINT.hex()}.slab"
+
+
+def stored(hierarchy: Hierarchy) -> Hierarchy:
+    """CHAIN lies in the slab, and only there."""
+    assert store(hierarchy, CHAIN) == 8
+    assert hierarchy.drain(10)
+    forget_l2(hierarchy)
+    assert hierarchy.lookup(CHAIN.hashes).file == 8
+    return hierarchy
+
+
+def is_back(hierarchy: Hierarchy) -> bool:
+    """Probes are sent by whatever the engine asks; a lookup is enough."""
+    return hierarchy.lookup(CHAIN.hashes).file == 8
+
+
+def ticked(hierarchy: Hierarchy) -> bool:
+    hierarchy.tick()
+    return True
+
+
+# 5: cut short.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_slab_cut_short_before_open_is_refused_and_as_good_as_new_once_restored(
+    opened: Open, disk_dir: Path, mode: Mode
+) -> None:
+    settle(stored(opened(mode=mode)))
+    whole = slab_of(disk_dir).read_bytes()
+    for length in (0, 1, 2048, 4096, 8191, 8192, len(whole) // 2, len(whole) - 1):
+        slab_of(disk_dir).write_bytes(whole[:length])
+        with pytest.raises(FormatError, match="left untouched"):
+            opened(mode=mode)
+        assert slab_of(disk_dir).read_bytes() == whole[:length]
+    slab_of(disk_dir).write_bytes(whole)
+    assert fetch(opened(mode=mode), CHAIN) == 8
+
+
+@pytest.mark.parametrize("length", [0, 4096, 9000, 1 << 16])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_slab_cut_short_while_open_is_a_miss_detaches_and_comes_back(
+    opened: Open, disk_dir: Path, mode: Mode, length: int
+) -> None:
+    """No SIGBUS (we would not be here), no wrong byte, no exception; the tier goes and comes without a restart."""
+    hierarchy = stored(opened(mode=mode))
+    slab = slab_of(disk_dir)
+    whole = slab.read_bytes()
+    os.truncate(slab, length)
+    while is_back(hierarchy):  # until its breaker opens, or the blocks were found bad and are forgotten
+        assert fetch(hierarchy, CHAIN) < 8
+        forget_l2(hierarchy)
+    assert misses(hierarchy, Outcome.IO_ERROR) + misses(hierarchy, Outcome.CHECKSUM) > 0
+    store(hierarchy, OTHER)  # stores go on, in L2 at least
+    assert fetch(hierarchy, OTHER) == 6
+    if is_open(hierarchy, "read"):
+        port = hierarchy.ports[0]
+        wait_until(lambda: ticked(hierarchy) and port.tier is None)  # its probe finds the file cut short: let go
+        slab.write_bytes(whole)
+        wait_until(lambda: is_back(hierarchy))
+        forget_l2(hierarchy)
+        assert fetch(hierarchy, CHAIN) == 8
+
+
+# 9 and 15: no room, for real. The child runs in a namespace of its own, or under a limit of its own.
+
+
+def in_child(function: Callable[[Path], None], directory: Path, mount: str = "") -> None:
+    """Run `function(directory)` in a fresh process, with a tmpfs of these options on `directory`; it must end well."""
+    code = (
+        f"import sys; sys.path[:0] = {[str(TESTS.parent), str(TESTS), str(TESTS / 'faults')]!r}\n"
+        f"from pathlib import Path\nfrom {Path(__file__).stem} import {function.__name__}\n"
+        f"{function.__name__}(Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", code, str(directory)]
+    if mount:
+        if not shutil.which("unshare"):
+            pytest.skip("unshare is not installed")
+        script = f'mount -t tmpfs -o {mount} tmpfs "{directory}" || exit 77; exec "$@"'
+        command = ["unshare", "-Urm", "sh", "-c", script, "sh", *command]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    if mount and (done.returncode == 77 or done.stderr.startswith("unshare:")):
+        pytest.skip(f"no user namespaces here: {done.stderr.strip()[-100:]}")
+    assert done.returncode == 0, done.stderr
+
+
+def on_a_disk_that_runs_full(directory: Path) -> None:
+    hierarchy = stored(over_slab(directory))
+    slab = hierarchy.ports[0].tier
+    assert slab is not None
+    # Somebody cuts off the slab's unused end and takes the room: what was preallocated is gone.
+    os.truncate(slab_of(directory), 8192 + 64 * 1024)
+    with (directory / "ballast").open("wb", buffering=0) as ballast:
+        while os.statvfs(directory).f_bavail:
+            ballast.write(bytes(4096))
+    chains = [chain_of(8, first_token=10_000 * n) for n in range(1, 5)]
+    for chain in chains:
+        assert store(hierarchy, chain) == 8  # L2 has it …
+        assert hierarchy.drain(10)
+    assert drops(hierarchy, "file", Outcome.FULL) > 0  # … the disk has not
+    assert drops(hierarchy, "file", Outcome.IO_ERROR) == 0
+    assert not is_open(hierarchy, "write")
+    # The tier stays up: it serves what it has, and stores again as soon as there is room.
+    forget_l2(hierarchy)
+    assert fetch(hierarchy, CHAIN) == 8
+    (directory / "ballast").unlink()
+    late = chain_of(4, first_token=99_000)
+    assert store(hierarchy, late) == 4
+    assert hierarchy.drain(10)
+    forget_l2(hierarchy)
+    assert fetch(hierarchy, late) == 4
+    settle(hierarchy)
+
+
+def test_a_disk_that_is_really_full_drops_stores_and_the_tier_stays_up(tmp_path: Path) -> None:
+    in_child(on_a_disk_that_runs_full, tmp_path, mount="size=1200k")
+
+
+def under_a_file_size_limit(directory: Path) -> None:
+    hierarchy = stored(over_slab(directory))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, resource.RLIM_INFINITY))  # CHAIN lies before that
+    for n in range(1, 5):
+        store(hierarchy, chain_of(8, first_token=10_000 * n))
+        assert hierarchy.drain(10)
+    assert drops(hierarchy, "file", Outcome.FULL) > 0
+    assert not is_open(hierarchy, "write")
+    forget_l2(hierarchy)
+    assert fetch(hierarchy, CHAIN) == 8
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    late = chain_of(4, first_token=99_000)
+    assert store(hierarchy, late) == 4
+    assert hierarchy.drain(10)
+    forget_l2(hierarchy)
+    assert fetch(hierarchy, late) == 4
+    settle(hierarchy)
+
+
+def test_a_file_size_limit_set_while_open_drops_stores_and_kills_nobody(tmp_path: Path) -> None:
+    in_child(under_a_file_size_limit, tmp_path)  # SIGXFSZ would
+
+
+# 10: the N-th call fails.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_whichever_call_fails_nothing_is_raised_and_nothing_wrong_is_served(disk_dir: Path, mode: Mode) -> None:
+    chains = [chain_of(8, first_token=first) for first in range(0, 5000, 1000)]  # one more than the slab holds
+
+    def story(directory: Path, io: FaultyIO) -> None:
+        hierarchy = over_slab(directory, io, mode=mode, size=150_000)
+        for chain in chains:
+            store(hierarchy, chain)
+            assert hierarchy.drain(10)
+            forget_l2(hierarchy)
+            fetch(hierarchy, chain)  # checks every byte it gets
+        settle(hierarchy)
+        again = over_slab(directory, io, mode=mode, size=150_000)
+        for chain in chains:
+            fetch(again, chain)
+        settle(again)
+
+    counted = FaultyIO()
+    story(disk_dir / "plain", counted)
+    assert counted.calls > 30
+    for n in range(1, counted.calls + 1):
+        io = FaultyIO()
+        io.fails = lambda name, count, n=n: count == n  # type: ignore[misc] # n is bound, as mypy does not see
+        story(disk_dir / str(n), io)
+        # The next start is clean.
+        hierarchy = over_slab(disk_dir / str(n), mode=mode, size=150_000)
+        assert fetch(stored(hierarchy), CHAIN) == 8
+        settle(hierarchy)
+        shutil.rmtree(disk_dir / str(n))
+
+
+@pytest.mark.parametrize("mode", ["direct", "buffered"])
+def test_after_k_errors_the_tier_detaches_and_comes_back_by_itself(opened: Open, mode: Mode) -> None:
+    io = FaultyIO()
+    hierarchy = stored(opened(io, mode=mode))
+    io.fails = lambda name, count: name == "preadv"
+    assert fetch(hierarchy, CHAIN) == 0
+    assert not is_open(hierarchy, "read")
+    assert fetch(hierarchy, CHAIN) == 0  # the second in a row
+    assert is_open(hierarchy, "read")
+    assert misses(hierarchy, Outcome.IO_ERROR) == 16
+    calls = io.calls
+    assert hierarchy.lookup(CHAIN.hashes).miss == 8  # left alone, but for probes
+    assert store(hierarchy, OTHER) == 6
+    assert fetch(hierarchy, OTHER) == 6  # from L2
+    assert io.calls < calls + 200
+    io.fails = lambda name, count: False
+    wait_until(lambda: is_back(hierarchy))
+    assert fetch(hierarchy, CHAIN) == 8
+
+
+# 11: slow, hung.
+
+
+def test_a_disk_of_one_second_per_operation_is_a_miss_at_the_deadline(opened: Open) -> None:
+    io = FaultyIO()
+    hierarchy = stored(opened(io, patience=IMPATIENT, settings=SHORT_WAIT))
+    num_read, io.delay = io.num_read, 1.0
+    assert fetch(hierarchy, CHAIN) == 0
+    assert io.num_read == num_read  # the answer came long before the bytes
+    assert misses(hierarchy, Outcome.TIMEOUT) >= 8
+    assert hierarchy.host.pool.counts().quarantined <= 8  # a window: what the read may still write to
+    assert store(hierarchy, OTHER) == 6  # there is room for stores
+    assert fetch(hierarchy, OTHER) == 6
+    while not is_open(hierarchy, "read"):
+        assert fetch(hierarchy, CHAIN) == 0
+    io.delay = 0.0
+    wait_until(lambda: is_back(hierarchy))
+    assert fetch(hierarchy, CHAIN) == 8
+
+
+@pytest.mark.parametrize("mode", ["direct", "buffered"])
+def test_a_hung_disk_blocks_nobody_exhausts_nothing_and_is_taken_back(opened: Open, mode: Mode) -> None:
+    """While the gate is shut no read or write ends: every call that returns here returned without the disk."""
+    io = FaultyIO()
+    hierarchy = stored(opened(io, mode=mode, patience=IMPATIENT, settings=SHORT_WAIT))
+    io.gate.clear()
+    for _ in range(3):
+        assert fetch(hierarchy, CHAIN) == 0
+    wait_until(lambda: ticked(hierarchy) and is_open(hierarchy, "read"))
+    # Reads in quarantine and writes that wait leave room: L2 takes and serves ten times what it holds.
+    chains = [chain_of(8, first_token=5000 + 100 * n) for n in range(40)]
+    for chain in chains:
+        assert store(hierarchy, chain) == 8
+        assert fetch(hierarchy, chain) == 8
+    resident = [chain for chain in chains if hierarchy.lookup(chain.hashes).l2 == 8]
+    assert resident
+    counts = hierarchy.host.pool.counts()
+    assert 0 < counts.quarantined <= 16  # at most one window for each of the two I/O threads
+    assert counts.free + counts.ready - counts.leased >= 8
+    io.gate.set()
+    wait_until(lambda: is_back(hierarchy))
+    wait_until(lambda: hierarchy.host.pool.counts().quarantined == 0)
+    for chain in resident:
+        assert fetch(hierarchy, chain) == 8  # no late read wrote into slots that others had taken
+    forget_l2(hierarchy)
+    assert fetch(hierarchy, CHAIN) == 8
+
+
+# 12: the directory cannot be used.
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class OneWarning(logging.Handler):
+    """For children: what pytest's caplog is for us."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+        logging.getLogger("kvtier").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def serves_from_l2_with_one_warning(hierarchy: Hierarchy, log: OneWarning, reason: str) -> None:
+    for n in range(5):
+        chain = chain_of(8, first_token=1000 * n)
+        assert store(hierarchy, chain) == 8
+        assert fetch(hierarchy, chain) == 8
+        hierarchy.tick()
+        assert hierarchy.drain(10)
+    assert len(log.messages) == 1, log.messages
+    assert "off" in log.messages[0]
+    assert reason in log.messages[0]
+
+
+def on_a_read_only_file_system(directory: Path) -> None:
+    log = OneWarning()
+    subprocess.run(["mount", "-o", "remount,ro", str(directory)], check=True)
+    hierarchy = over_slab(directory / "kv")
+    serves_from_l2_with_one_warning(hierarchy, log, "Read-only file system")
+    subprocess.run(["mount", "-o", "remount,rw", str(directory)], check=True)
+    wait_until(lambda: ticked(hierarchy) and hierarchy.ports[0].writable)  # attached without a restart
+    assert fetch(stored(hierarchy), CHAIN) == 8
+    settle(hierarchy)
+
+
+def test_a_read_only_file_system_costs_one_warning_and_attaches_when_writable(tmp_path: Path) -> None:
+    in_child(on_a_read_only_file_system, tmp_path, mount="size=4m")
+
+
+def without_permission(directory: Path) -> None:
+    log = OneWarning()
+    locked = directory / "locked"
+    locked.mkdir(mode=0o700)
+    if os.geteuid() == 0:
+        os.seteuid(65534)  # root may do everything: be nobody
+    else:
+        locked.chmod(0)
+    hierarchy = over_slab(locked / "kv")
+    serves_from_l2_with_one_warning(hierarchy, log, "Permission denied")
+    if os.getuid() == 0:
+        os.seteuid(0)
+    locked.chmod(0o777)
+    wait_until(lambda: ticked(hierarchy) and hierarchy.ports[0].writable)
+    assert fetch(stored(hierarchy), CHAIN) == 8
+    settle(hierarchy)
+
+
+def test_a_directory_without_permission_costs_one_warning_and_attaches_when_allowed(tmp_path: Path) -> None:
+    in_child(without_permission, tmp_path)
+
+
+def test_a_missing_directory_is_made_and_a_deleted_one_is_made_anew_at_the_next_start(
+    disk_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    home = disk_dir / "not" / "there" / "yet"
+    hierarchy = stored(over_slab(home))
+    shutil.rmtree(disk_dir / "not")
+    assert fetch(hierarchy, CHAIN) == 8  # the open file outlives its name
+    store(hierarchy, OTHER)
+    settle(hierarchy)
+    again = over_slab(home)
+    assert again.lookup(CHAIN.hashes).miss == 8
+    assert fetch(stored(again), CHAIN) == 8
+    settle(again)
+    assert not [line for line in warnings_of(caplog) if "off" in line]
+
+
+def test_a_file_system_that_turns_read_only_detaches_with_one_warning(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    io = FaultyIO()
+    io.code = errno.EROFS
+    hierarchy = stored(opened(io))
+    io.fails = lambda name, count: name in ("pwritev", "sync", "allocate")
+    for n in range(4):
+        store(hierarchy, chain_of(2, first_token=3000 + 100 * n))
+        assert hierarchy.drain(10)
+    wait_until(lambda: ticked(hierarchy) and hierarchy.ports[0].tier is None)
+    for _ in range(20):
+        hierarchy.tick()
+        hierarchy.wait_progress(0.005)
+        assert store(hierarchy, OTHER) in (0, 6)  # L2 serves on
+        assert fetch(hierarchy, OTHER) == 6
+    assert len([line for line in warnings_of(caplog) if "is off" in line]) == 1
+    io.fails = lambda name, count: False
+    wait_until(lambda: is_back(hierarchy))
+    assert fetch(hierarchy, CHAIN) == 8
+
+
+# 14: not ours.
+
+
+@pytest.mark.parametrize("version", [0, 2, 2**32 - 1])
+def test_older_and_newer_formats_are_refused_and_left_untouched(opened: Open, disk_dir: Path, version: int) -> None:
+    settle(stored(opened()))
+    content = bytearray(slab_of(disk_dir).read_bytes())
+    for start in (0, 4096):
+        content[start + 8 : start + 12] = version.to_bytes(4, "little")
+        digest = xxhash.xxh3_64_intdigest(bytes(content[start : start + 2040]))
+        content[start + 2040 : start + 2048] = digest.to_bytes(8, "little")
+    slab_of(disk_dir).write_bytes(content)
+    with pytest.raises(FormatError, match=f"format version {version}, .*left untouched"):
+        opened()
+    assert slab_of(disk_dir).read_bytes() == content
+
+
+# I5: nothing grows.
+
+
+def test_faults_leak_no_memory_no_descriptor_and_no_thread(disk_dir: Path) -> None:
+    def cycle(n: int) -> None:
+        io = FaultyIO()
+        io.fails = lambda name, count: count > 5 and count % 7 == n % 7
+        hierarchy = over_slab(disk_dir, io, slots=2048, mode=MODES[n % 3])  # 8 MiB of L2
+        store(hierarchy, CHAIN)
+        assert hierarchy.drain(10)
+        forget_l2(hierarchy)
+        fetch(hierarchy, CHAIN)
+        settle(hierarchy)
+
+    def address_space() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+
+    for n in range(6):
+        cycle(n)  # caches warm up
+    before: Sequence[int] = (num_descriptors(), num_threads(), address_space())
+    for n in range(40):
+        cycle(n)
+    assert num_descriptors() == before[0]
+    assert num_threads() == before[1]
+    assert address_space() - before[2] < 20 * (8 << 20)  # half of what forty leaked regions would take

@@ -1,0 +1,149 @@
+"""Faults 34, 36 and 37 over a real slab: another model, another tenant, other weights: nothing old is ever found."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from doubles import chain_of, fill_slots, record_of, store, wait_until
+from fault_rig import FaultyIO, ask, fetch, forget_l2, over_slab, settle
+from tiny_models import config_of, prompt
+
+from kvtier.connector.local import LocalConnector
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.llm import Engine
+from kvtier.engine.sequence import RequestError, SamplingParams
+from kvtier.tiers.config import Config
+from kvtier.tiers.identity import ModelIdentity
+from kvtier.tiers.prefetch import PENDING
+
+IDENTITY = ModelIdentity(
+    model="tiny",
+    revision="0123456789abcdef",
+    config_digest="0" * 64,
+    dtype="bfloat16",
+    kv_dtype="bfloat16",
+    compute_dtype="bfloat16",
+    num_kv_heads=2,
+    head_dim=8,
+    block_size=16,
+    layers=(0, 1),
+)
+OTHERS: list[dict[str, Any]] = [
+    {"model": "other"},
+    {"revision": "fedcba9876543210"},
+    {"dtype": "float16"},
+    {"kv_dtype": "fp8_e4m3"},
+    {"block_size": 32},
+    {"layout": "layer-first"},
+    {"tp_size": 2},
+    {"tp_size": 2, "tp_ranks": (1, 2)},
+    {"hash_scheme": "xxh3"},
+    {"epoch": 1},
+]
+
+
+@pytest.mark.parametrize("change", OTHERS, ids=lambda change: "-".join(change))
+def test_over_one_directory_no_model_finds_anothers_blocks_and_each_finds_its_own(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """34: the very same chain hashes, so that only the slab's fingerprint keeps the models apart."""
+    chain = chain_of(4)
+    models = [IDENTITY.fingerprint(), replace(IDENTITY, **change).fingerprint()]
+    for fingerprint in models:
+        hierarchy = over_slab(tmp_path, fingerprint=fingerprint)
+        assert hierarchy.lookup(chain.hashes).miss == 4  # 0 hits from the old namespace
+        store(hierarchy, chain)
+        settle(hierarchy)
+    for fingerprint in models:
+        hierarchy = over_slab(tmp_path, fingerprint=fingerprint)
+        assert fetch(hierarchy, chain) == 4
+        settle(hierarchy)
+
+
+def test_two_tenants_share_no_block_in_l2_or_file(tmp_path: Path) -> None:
+    """36."""
+    hierarchy = over_slab(tmp_path)
+    mine, yours, nobodys = (chain_of(5, salt=salt) for salt in ("mine", "yours", None))
+    store(hierarchy, mine)
+    for _ in range(2):  # while L2 has it; once only the file has it
+        assert hierarchy.lookup(mine.hashes).miss == 0
+        for other in (yours, nobodys):
+            assert hierarchy.lookup(other.hashes).miss == 5
+            assert fetch(hierarchy, other) == 0
+        assert hierarchy.drain(10)
+        forget_l2(hierarchy)
+    settle(hierarchy)
+
+
+def test_a_reset_with_everything_under_way_leaves_nothing_old_not_even_after_a_restart(tmp_path: Path) -> None:
+    """37: a store being copied, a write and a read hanging in the disk; the weights change; all of it ends late."""
+    io = FaultyIO()
+    hierarchy = over_slab(tmp_path, io, slots=64)
+    held, writing, copying = (chain_of(4, first_token=first) for first in (0, 1000, 2000))
+    store(hierarchy, held)
+    assert hierarchy.drain(10)
+    forget_l2(hierarchy)
+    epoch = hierarchy.epoch
+    reservation = hierarchy.reserve(copying.hashes, copying.root)
+    assert reservation is not None
+    io.gate.clear()
+    store(hierarchy, writing)
+    prefetch = ask(hierarchy, held)
+    queue = hierarchy.ports[0].queue
+    wait_until(lambda: len(queue._running) == 2)
+    io.gate.set()  # a reset waits for storage
+    hierarchy.reset()
+    fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)
+    hierarchy.seal(reservation, [record_of(copying, i) for i in range(4)], epoch)
+    wait_until(lambda: hierarchy.poll(prefetch) is not PENDING)
+    hierarchy.cancel(prefetch)
+    assert hierarchy.drain(10)
+    for chain in (held, writing, copying):
+        assert hierarchy.lookup(chain.hashes).miss == 4
+    settle(hierarchy)
+    again = over_slab(tmp_path)
+    for chain in (held, writing, copying):
+        assert again.lookup(chain.hashes).miss == 4
+    settle(again)
+
+
+def test_new_weights_find_nothing_of_the_old_ones_in_any_tier(tmp_path: Path) -> None:
+    """37: L1, L2 and file hold the prompt's blocks when the weights change; a live request would mix old and new."""
+    options: dict[str, Any] = {"exact": True, "exact_rows": 32, "max_num_batched_tokens": 32, "max_num_seqs": 4}
+    keep = SamplingParams(max_tokens=2, ignore_eos=True, keep_logits=True)
+    config = Config.load(
+        host={"size": "4MiB"}, file={"path": str(tmp_path), "size": "8MiB"}, cache={"load_or_recompute": "load"}
+    )
+    settings = EngineConfig(**options, num_blocks=64)
+    engine = Engine.from_config(config_of("llama"), settings, LocalConnector.connect(config))
+    cold = Engine.from_config(config_of("llama"), replace(settings, enable_prefix_caching=False))
+    assert isinstance(engine.connector, LocalConnector)
+    hierarchy, tokens = engine.connector.hierarchy, prompt(1, 120)
+    engine.generate([tokens], keep)
+    assert engine.drain(10)
+    assert hierarchy.drain(10)
+    engine.add_request(prompt(2, 90), keep)
+    engine.step()
+    with pytest.raises(RequestError, match="requests are live"):
+        engine.reset_cache()
+    while engine.has_unfinished:
+        engine.step()
+    for one in (engine, cold):
+        weights = next(p for name, p in one.model.module.named_parameters() if "k_proj" in name)
+        with torch.no_grad():
+            weights.mul_(-1.5)
+    engine.reset_cache()
+    expected = cold.generate([tokens], keep)[0]
+    for hits in ((0, 0), (112, 0), (0, 112)):  # cold, from L1, from L2: all of them new
+        answer = engine.generate([tokens], keep)[0]
+        assert (answer.num_l1_tokens, answer.num_external_tokens) == hits
+        assert np.array_equal(answer.logits, expected.logits)
+        if hits[0]:
+            assert engine.drain(10)
+            assert hierarchy.drain(10)
+            engine.pool.reset()
+    for one in (engine, cold):
+        one.close()
