@@ -16,9 +16,7 @@ from kvtier.tiers.prefetch import Pending
 from kvtier.tiers.tier import ChainHash
 
 _PREFILL: Final = 64  # tokens: a step of so many says how fast prefill is
-_LOOK_AHEAD: Final = (
-    0.05  # seconds between lookups while no seat is free: they take milliseconds, but start fetching
-)
+_LOOK_AHEAD: Final = 0.05  # seconds between lookups while no seat is free: they take milliseconds, but start fetching
 _WINDOW: Final = 16  # waiting requests that are looked up and ranked in one step
 
 

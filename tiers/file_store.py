@@ -2,10 +2,11 @@
 
 import errno
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,15 +98,16 @@ class FileStore:
             raise ConfigError(f'[file] size "{size}": too small for one block; use at least {least} bytes')
         directory, io = Path(directory), io or FileIO()
         file = open_slab(io, directory, wanted, size)
-        payload: PayloadIO | None = None
         try:
-            chosen = probe_mode(io, directory) if mode == "auto" else mode
-            payload = PayloadIO(io, file.path, file.fd, slot_bytes=slot_bytes, mode=chosen)
-            return cls(io, file, payload, durable=durable)
+            with ExitStack() as undo:
+                undo.callback(release, io, file)
+                chosen = probe_mode(io, directory) if mode == "auto" else mode
+                payload = PayloadIO(io, file.path, file.fd, slot_bytes=slot_bytes, mode=chosen)
+                undo.callback(payload.close)
+                store = cls(io, file, payload, durable=durable)
+                undo.pop_all()
+                return store
         except OSError as error:
-            if payload is not None:
-                payload.close()
-            release(io, file)
             raise TierUnavailable(f"[file] path {str(directory)!r}: {error}; the file tier is off") from error
 
     def _recover(self) -> None:
@@ -314,7 +316,7 @@ class FileStore:
                         self.superblock.payload_offset(0), [memoryview(bytearray(self._payload.slot_bytes))]
                     )
                 else:
-                    write_owner(self._io, self._file.fd)
+                    write_owner(self._io, self._file.fd, os.getpid())
                     self._io.sync(self._file.fd)
             except OSError as error:
                 _log.debug("[file] %s: %s while probing", self.path, error)

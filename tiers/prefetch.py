@@ -1,6 +1,7 @@
 """Promotion: blocks on their way from a lower tier to L2, read once however many requests wait for them."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
@@ -35,8 +36,8 @@ class Prefetch:
     """
 
     __slots__ = (
-        "deadline", "done", "end", "flights", "hashes", "leases", "next", "parent", "polled_at", "position", "refused",
-        "told",
+        "deadline", "done", "end", "flights", "hashes", "leases", "next", "num_held", "parent", "polled_at", "position",
+        "refused", "told",
     )  # fmt: skip
 
     def __init__(self, hashes: Sequence[ChainHash], parent: ChainHash, deadline: float, now: float) -> None:
@@ -46,6 +47,7 @@ class Prefetch:
         self.deadline = deadline
         self.polled_at = now
         self.end = len(self.hashes)  # the run wanted; shrinks where a block cannot be had
+        self.num_held = 0  # leading blocks counted as held by waiting requests
         self.next = 0  # first block neither leased nor on its way
         self.leases: list[Lease] = []
         self.flights: set[_Flight] = set()
@@ -114,6 +116,7 @@ class Prefetcher:
         self._flights: dict[ChainHash, _Flight] = {}
         self._given_up: set[_Flight] = set()  # hang in their I/O; their slots are quarantined
         self._active: set[Prefetch] = set()  # not yet claimed or cancelled
+        self._held: Counter[ChainHash] = Counter()  # block → active requests that hold or wait for it
 
     # what the connector asks
 
@@ -121,12 +124,14 @@ class Prefetcher:
         """Claim a run of consecutive blocks, as many as waiting requests may hold: half of L2 together."""
         now = self.clock()
         with self._lock:
-            waiting = sum(p.end for p in self._active)
             prefetch = Prefetch(hashes, parent, now + deadline, now)
-            if (room := self._max_waiting - waiting) <= 0:
+            room = self._room_for(prefetch.hashes)
+            if not room and prefetch.hashes:
                 prefetch.refused, prefetch.end = True, 0
             elif room < prefetch.end:
                 self._shorten(prefetch, room, Outcome.NO_SLOT)
+            prefetch.num_held = prefetch.end
+            self._held.update(prefetch.hashes[: prefetch.end])
             self._active.add(prefetch)
             self._advance(prefetch)
             return prefetch
@@ -148,13 +153,13 @@ class Prefetcher:
             if not prefetch.done:
                 self._shorten(prefetch, 0, Outcome.TIMEOUT, keep_arrived=True)
                 self._finish(prefetch)
-            self._active.discard(prefetch)
+            self._leave(prefetch)
             return prefetch.leases.pop() if prefetch.leases else self.host.pool.lease([])
 
     def cancel(self, prefetch: Prefetch) -> None:
         """The request went away. Flights others wait for go on; so does their I/O. Idempotent."""
         with self._lock:
-            self._active.discard(prefetch)
+            self._leave(prefetch)
             self._finish(prefetch)
             for lease in prefetch.leases:
                 lease.release()
@@ -172,7 +177,7 @@ class Prefetcher:
                     lease.release()
                 prefetch.leases = []
                 prefetch.end = 0
-            self._active.difference_update(late)
+                self._leave(prefetch)
 
     @property
     def idle(self) -> bool:
@@ -239,6 +244,27 @@ class Prefetcher:
             self._lock.notify_all()
 
     # bookkeeping, under the lock
+
+    def _room_for(self, hashes: list[ChainHash]) -> int:
+        """How many leading blocks one more request may hold; a block others hold as well takes no room."""
+        room = self._max_waiting - len(self._held)
+        if room >= len(hashes):
+            return len(hashes)
+        for i, chain_hash in enumerate(hashes):
+            if chain_hash not in self._held:
+                if room <= 0:
+                    return i
+                room -= 1
+        return len(hashes)
+
+    def _leave(self, prefetch: Prefetch) -> None:
+        """The request waits no more."""
+        if prefetch in self._active:
+            self._active.remove(prefetch)
+            for chain_hash in prefetch.hashes[: prefetch.num_held]:
+                self._held[chain_hash] -= 1
+                if not self._held[chain_hash]:
+                    del self._held[chain_hash]
 
     def _sort(self, flight: _Flight, results: Sequence[BlockRecord | Outcome]) -> tuple[list[int], list[int]]:
         good: list[int] = []

@@ -22,6 +22,8 @@ OWNER_OFFSET: Final = 2048  # u64 pid of the process that holds the lock, outsid
 READY: Final = 1  # the only state other than free (0) that reaches the disk
 EXTENT_BYTES: Final = 8 << 20
 MAX_SEGMENTS: Final = 32
+_MAX_BLOCK_TOKENS: Final = 1 << 20  # more would be no block, but a superblock nobody of ours wrote
+_MAX_FILE_BYTES: Final = 1 << 62
 
 _SUPERBLOCK_BYTES: Final = 2048
 _FIXED = struct.Struct("<8sII32sQQIIIIQ")
@@ -267,7 +269,9 @@ def _decode_copy(copy: bytes) -> Superblock | None:
     magic, version, _, fingerprint, slot_bytes, stride, block_size, entry_bytes, per_extent, count, update = (
         _FIXED.unpack_from(copy)
     )
-    if magic != MAGIC or version != VERSION or not 1 <= count <= MAX_SEGMENTS or not block_size or not per_extent:
+    if magic != MAGIC or version != VERSION or not 1 <= count <= MAX_SEGMENTS or not per_extent:
+        return None
+    if not 0 < block_size <= _MAX_BLOCK_TOKENS or not slot_bytes:
         return None
     segments = tuple(Segment(*_SEGMENT.unpack_from(copy, _FIXED.size + i * _SEGMENT.size)) for i in range(count))
     found = Superblock(fingerprint, slot_bytes, block_size, per_extent, segments, update)
@@ -283,8 +287,10 @@ def _fits(superblock: Superblock) -> bool:
             return False
         if not 0 < segment.num_slots <= segment.capacity or segment.num_slots % superblock.slots_per_extent:
             return False
+        if segment.table_offset % PAGE or segment.payload_offset % PAGE:
+            return False
         end = segment.payload_offset + segment.num_slots * superblock.stride
-    return superblock.slot_bytes > 0
+    return end <= _MAX_FILE_BYTES
 
 
 def require_identity(superblock: Superblock, wanted: Superblock, name: str) -> None:

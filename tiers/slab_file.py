@@ -80,7 +80,7 @@ def _open_locked(io: FileIO, directory: Path, wanted: Superblock, size: int) -> 
 def release(io: FileIO, file: SlabFile) -> None:
     """Unlock and close; the file's time of use is what the least recently used slab is found by."""
     try:
-        _write_pid(io, file.fd, 0)
+        write_owner(io, file.fd, 0)
         os.utime(file.fd)
     except OSError as error:
         _log.warning("[file] %s: %s while closing", file.path, error.strerror)
@@ -90,9 +90,9 @@ def release(io: FileIO, file: SlabFile) -> None:
         io.close(file.fd)
 
 
-def write_owner(io: FileIO, fd: int) -> None:
-    """Leave our pid for whoever finds the slab locked; OSError where the disk refuses."""
-    _write_pid(io, fd, os.getpid())
+def write_owner(io: FileIO, fd: int, pid: int) -> None:
+    """Leave our pid for whoever finds the slab locked, or 0; OSError where the disk refuses."""
+    write_all(io, fd, [memoryview(pid.to_bytes(8, "little"))], slab.OWNER_OFFSET)
 
 
 def is_ours(io: FileIO, file: SlabFile) -> bool:
@@ -276,7 +276,7 @@ def _create(io: FileIO, path: Path, wanted: Superblock, room: int) -> SlabFile:
         _write_superblock(io, fd, planned)
         os.rename(unfinished, path)
         _sync_directory(path.parent)
-        write_owner(io, fd)
+        write_owner(io, fd, os.getpid())
     except BaseException:
         io.close(fd)
         unfinished.unlink(missing_ok=True)
@@ -305,7 +305,7 @@ def _resize(io: FileIO, file: SlabFile, size: int, room: int) -> SlabFile:
         file = _shrink(io, file, resized)
     if io.size(file.fd) > file.superblock.file_bytes:
         io.truncate(file.fd, file.superblock.file_bytes)  # a resize that was killed left more
-    write_owner(io, file.fd)
+    write_owner(io, file.fd, os.getpid())
     os.utime(file.fd)
     return file
 
@@ -376,10 +376,6 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _write_pid(io: FileIO, fd: int, pid: int) -> None:
-    write_all(io, fd, [memoryview(pid.to_bytes(8, "little"))], slab.OWNER_OFFSET)
 
 
 def _allocate(io: FileIO, fd: int, path: Path, offset: int, length: int) -> None:

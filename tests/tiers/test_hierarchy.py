@@ -294,14 +294,17 @@ def test_waiting_requests_lease_at_most_half_of_l2(stories: Stories) -> None:
     chain = chain_of(8)
     store(hierarchy, chain)
     first = hierarchy.prefetch(chain.hashes, chain.root)
-    second = hierarchy.prefetch(chain.hashes, chain.root)
     assert hierarchy.poll(first) == 4
-    assert hierarchy.poll(second) == 0
-    hierarchy.cancel(first)
-    third = hierarchy.prefetch(chain.hashes, chain.root)
-    assert hierarchy.poll(third) == 4
-    hierarchy.cancel(second)
-    hierarchy.cancel(third)
+    # The same blocks once more take no room; others do.
+    second = hierarchy.prefetch(chain.hashes, chain.root)
+    assert hierarchy.poll(second) == 4
+    third = hierarchy.prefetch(chain.hashes[4:], chain.hashes[3])
+    assert third.refused
+    for prefetch in (first, second, third):
+        hierarchy.cancel(prefetch)
+    fourth = hierarchy.prefetch(chain.hashes[4:], chain.hashes[3])
+    assert hierarchy.poll(fourth) == 4
+    hierarchy.cancel(fourth)
 
 
 def test_a_promise_nobody_asks_about_is_reclaimed_at_its_deadline(stories: Stories) -> None:
