@@ -1,9 +1,10 @@
 """Slab writes and verified reads beside fio (libaio, O_DIRECT), same disk, same I/O size, same depth, interleaved.
 
-Two threads move batches of 4 MiB, as the hierarchy does. "coalesced" reads whole chains back, "scattered" single
-blocks in random order, against fio at the block size. "aged" is the same slab after it was overwritten three times
-over by chains of mixed length, some of them hit. The page cache is dropped and the slab opened anew before every cold
-read. Ratios are of medians over rounds; every read verifies key and checksum.
+Two threads move batches as large as the hierarchy's. "cold read" reads whole chains back, "scattered" single blocks in
+random order, against fio at the block size. "fresh" is a new slab, its writes beside fio's into a new preallocated
+file; "aged" is the same slab after it was overwritten three times over by chains of mixed length, some of them hit.
+The page cache is dropped and the slab opened anew before every cold read. Ratios are of medians over rounds; every
+read verifies key and checksum.
 """
 
 import hashlib
@@ -26,12 +27,13 @@ import numpy as np
 from _report import Target, parser, progress, report
 
 from kvtier.tiers.checksum import checksum
+from kvtier.tiers.demote import BATCH_BYTES as WRITE_BYTES
 from kvtier.tiers.file_store import FileStore
 from kvtier.tiers.payload_io import Mode
+from kvtier.tiers.prefetch import BATCH_BYTES as READ_BYTES
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 FINGERPRINT = b"bandwidth benchmark".ljust(32, b".")
-BATCH_BYTES = 4 << 20
 NUM_THREADS = 2
 NUM_PAYLOADS = 16  # batches of distinct bytes; blocks share them in turn
 Chain = list[BlockRecord]
@@ -50,7 +52,8 @@ class Workload:
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        self.per_batch = BATCH_BYTES // block_bytes
+        self.per_batch = READ_BYTES // block_bytes
+        self.per_write = WRITE_BYTES // block_bytes
         self.payloads = self._slots(NUM_PAYLOADS * self.per_batch, np.random.default_rng(1))
         self.checksums = [checksum(payload) for payload in self.payloads]
         self.targets = [self._slots(self.per_batch, None) for _ in range(NUM_THREADS)]
@@ -104,8 +107,8 @@ def write_chains(store: FileStore, load: Workload, chains: Sequence[tuple[int, C
     def work(index: int) -> int:
         moved = 0
         for name, chain in chains[index::NUM_THREADS]:
-            for first in range(0, len(chain), load.per_batch):
-                records = chain[first : first + load.per_batch]
+            for first in range(0, len(chain), load.per_write):
+                records = chain[first : first + load.per_write]
                 outcomes = store.write(records, load.payloads_of(name, first, len(records)))
                 moved += load.block_bytes * outcomes.count(Outcome.OK)
         return moved
@@ -153,9 +156,22 @@ def drop_caches(path: Path) -> None:
 
 def fio(path: Path, what: str, block_bytes: int, depth: int, seconds: float) -> float:
     """GB/s of one fio job on an existing, written file."""
+    size = path.stat().st_size // block_bytes * block_bytes
+    return _fio(path, what, block_bytes, depth, "--time_based", f"--runtime={seconds}", f"--size={size}")
+
+
+def fio_fresh(path: Path, size: int) -> float:
+    """GB/s of fio writing a file anew that was only allocated, as a new slab is."""
+    try:
+        whole = size // WRITE_BYTES * WRITE_BYTES
+        return _fio(path, "write", WRITE_BYTES, NUM_THREADS, "--fallocate=posix", f"--size={whole}")
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _fio(path: Path, what: str, block_bytes: int, depth: int, *more: str) -> float:
     command = ["fio", "--name=limit", f"--filename={path}", f"--rw={what}", f"--bs={block_bytes}",
-               f"--iodepth={depth}", "--ioengine=libaio", "--direct=1", "--time_based", f"--runtime={seconds}",
-               f"--size={path.stat().st_size // block_bytes * block_bytes}", "--output-format=json"]  # fmt: skip
+               f"--iodepth={depth}", "--ioengine=libaio", "--direct=1", "--output-format=json", *more]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     return float(job["write" if "write" in what else "read"]["bw_bytes"]) / 1e9
@@ -218,7 +234,7 @@ class Bench:
         live = self.chains(int(self.size * 0.9), mixed=False)
         quarters = [live[i::4] for i in range(4)]
         for quarter in quarters:
-            self.limit("write", limit_file)
+            self.limits.setdefault("write, fresh", []).append(fio_fresh(limit_file.with_name("fresh"), part))
             self.note("write, fresh", write_chains(store, self.load, quarter))
         self.reads(store, live, limit_file, "fresh", part)
         store = self.open()
@@ -236,18 +252,22 @@ class Bench:
     def reads(
         self, store: FileStore, chains: Sequence[tuple[int, Chain]], limit_file: Path, age: str, part: int
     ) -> None:
-        """Cold reads, coalesced, scattered, beside a busy thread; the store is closed at the end."""
+        """Writes beside a busy thread; cold reads: coalesced, scattered, beside one; closes the store at the end."""
+        for _ in range(self.rounds):
+            rewritten = self.chains(part // 4, mixed=False)
+            with busy_thread():
+                self.note(f"write beside a busy thread, {age}", write_chains(store, self.load, rewritten))
         for _ in range(self.rounds):
             batches = held_batches(store, self.load, chains)
             self.rng.shuffle(batches)
             whole = [batch for batch in batches if len(batch) == self.load.per_batch]
-            picked = whole[: part // BATCH_BYTES]
+            picked = whole[: part // READ_BYTES]
             store.close()
             drop_caches(store.path)
             store = self.open()
             self.limit("read", limit_file)
             self.note(f"cold read, {age}", read_batches(store, self.load, picked))
-            if self.load.block_bytes < BATCH_BYTES:
+            if self.load.block_bytes < READ_BYTES:
                 self.limit("randread", limit_file)
                 loose = scattered(whole, self.load, self.rng, part)
                 self.note(f"scattered read, {age}", read_batches(store, self.load, loose))
@@ -255,11 +275,9 @@ class Bench:
                 self.note(
                     f"read beside a busy thread, {age}", read_batches(store, self.load, picked[: len(picked) // 2])
                 )
-                rewritten = self.chains(part // 2, mixed=False)
-                self.note(f"write beside a busy thread, {age}", write_chains(store, self.load, rewritten))
             store.close()
             store = self.open("buffered")
-            warm = held_batches(store, self.load, chains)[: (256 << 20) // BATCH_BYTES]
+            warm = held_batches(store, self.load, chains)[: (256 << 20) // READ_BYTES]
             read_batches(store, self.load, warm)
             self.note(f"warm read, buffered, {age}", read_batches(store, self.load, warm))
             store.close()
@@ -275,7 +293,7 @@ class Bench:
 
     def limit(self, what: str, path: Path) -> None:
         """fio at the size and depth we issue: whole batches, one per thread; scattered: blocks, all of a batch's."""
-        block_bytes = self.load.block_bytes if what == "randread" else BATCH_BYTES
+        block_bytes = {"randread": self.load.block_bytes, "read": READ_BYTES, "write": WRITE_BYTES}[what]
         self.limits.setdefault(what, []).append(fio(path, what, block_bytes, NUM_THREADS, self.seconds))
 
     def rows(self) -> list[dict[str, object]]:
@@ -284,6 +302,7 @@ class Bench:
         found: list[dict[str, object]] = []
         for what, speeds in self.ours.items():
             against = "randread" if "scattered" in what else "write" if "write" in what else "read"
+            against = what if what in self.limits else against
             ours = statistics.median(speed.gb_per_s for speed in speeds)
             row: dict[str, object] = {"block KiB": self.load.block_bytes >> 10, "what": what, "GB/s": ours}
             if "warm" not in what and "busy" not in what:

@@ -14,7 +14,7 @@ from kvtier.tiers.pool import Lease
 from kvtier.tiers.port import TierPort
 from kvtier.tiers.tier import ChainHash, Outcome
 
-_BATCH_BYTES: Final = 4 << 20  # per write: large enough for the disk, small enough for two threads to share a chain
+BATCH_BYTES: Final = 8 << 20  # per write, an extent's worth: each costs three waits for the GIL beside a busy thread
 _MAX_FAILED: Final = 65_536  # remembered failed blocks, whose descendants are refused
 
 Ended = Callable[[Sequence[ChainHash], Sequence[Outcome]], None]
@@ -38,7 +38,7 @@ class Demoter:
         self._metrics = metrics
         self._lock = Lock()
         self._max_blocks = max(1, min(max_bytes // host.region.slot_bytes, host.pool.num_slots // 4))
-        self._batch = max(1, _BATCH_BYTES // host.region.slot_bytes)
+        self._batch = max(1, BATCH_BYTES // host.region.slot_bytes)
         self._num_waiting = 0
         self._failed: OrderedDict[ChainHash, None] = OrderedDict()
 

@@ -15,7 +15,7 @@ from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 _log = logging.getLogger(__name__)
 
-_BATCH_BYTES: Final = 4 << 20  # per read: large enough for the disk, small enough for two threads to share a prefix
+BATCH_BYTES: Final = 8 << 20  # per read: a call as large as the slab makes; the GIL is waited for once in each
 
 
 class Pending:
@@ -112,7 +112,7 @@ class Prefetcher:
         self._lease_deadline = lease_deadline
         self._window = max(1, host.pool.num_slots // 4)
         self._max_waiting = max(1, host.pool.num_slots // 2)
-        self._batch = max(1, _BATCH_BYTES // host.region.slot_bytes)
+        self._batch = max(1, BATCH_BYTES // host.region.slot_bytes)
         self._flights: dict[ChainHash, _Flight] = {}
         self._given_up: set[_Flight] = set()  # hang in their I/O; their slots are quarantined
         self._active: set[Prefetch] = set()  # not yet claimed or cancelled

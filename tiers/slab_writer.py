@@ -5,6 +5,7 @@ import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final
 
 from kvtier.tiers import slab
@@ -17,6 +18,16 @@ from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 _log = logging.getLogger(__name__)
 _SCRUB_EXTENTS: Final = 64  # extents blanked per call of a reset
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A run and what goes into it: new blocks, or those of an evicted extent that were hit and get a second chance."""
+
+    run: Run
+    records: Sequence[BlockRecord]
+    payloads: Sequence[memoryview]
+    is_new: bool
 
 
 class SlabWriter:
@@ -42,14 +53,12 @@ class SlabWriter:
         """`FileStore.write`, its arguments checked."""
         outcomes, entered = self._skip_held(records)
         todo = [position for position, outcome in enumerate(outcomes) if outcome is Outcome.ABSENT]
-        runs, failure = self._reserve_all([records[position] for position in todo])
+        parts, failure = self._reserve_all([records[i] for i in todo], [payloads[i] for i in todo])
         try:
-            stored, failed = self._store(
-                runs, [records[position] for position in todo], [payloads[position] for position in todo]
-            )
+            stored, failed = self._store(parts)
         finally:
             with self._lock:
-                for extent in [*entered, *(run.extent for run in runs)]:
+                for extent in [*entered, *(part.run.extent for part in parts)]:
                     self._blocks.leave(extent)
         failure = failed or failure
         for position, outcome in zip(todo, stored, strict=False):
@@ -125,40 +134,46 @@ class SlabWriter:
                 seen.add(record.chain_hash)
         return outcomes, entered
 
-    def _reserve_all(self, records: Sequence[BlockRecord]) -> tuple[list[Run], Outcome]:
+    def _reserve_all(
+        self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]
+    ) -> tuple[list[_Part], Outcome]:
         """Slots for leading records, the head of the chain first; and why there are no more."""
-        runs: list[Run] = []
+        parts: list[_Part] = []
         done = 0
         hashes = [record.chain_hash for record in records]
         try:
             while done < len(records):
-                run = self._reserve(hashes[done:], records[done].parent)
+                run, kept = self._reserve(hashes[done:], records[done].parent)
+                if kept:
+                    parts.append(kept)
                 if run is None:
                     break
-                runs.append(run)
+                part = slice(done, done + run.count)
+                parts.append(_Part(run, records[part], payloads[part], is_new=True))
                 done += run.count
         except OSError as error:
             _log.debug("[file] %s: %s while emptying an extent", self._file.path, error)
-            return runs, _outcome_of(error)
-        return runs, Outcome.FULL
+            return parts, _outcome_of(error)
+        return parts, Outcome.FULL
 
-    def _reserve(self, hashes: Sequence[ChainHash], parent: ChainHash) -> Run | None:
-        """Slots for leading hashes; None: every extent is being written. OSError: an extent could not be emptied."""
+    def _reserve(self, hashes: Sequence[ChainHash], parent: ChainHash) -> tuple[Run | None, _Part | None]:
+        """Slots for leading hashes, and what is to be stored again before them.
+
+        None: every extent is being written. OSError: an extent could not be emptied.
+        """
         while True:
             with self._lock:
                 run = self._blocks.take(hashes, parent)
                 claim = None if run else self._blocks.claim()
                 if claim is None:
-                    return run or self._blocks.take(hashes, None)
+                    return run or self._blocks.take(hashes, None), None
             kept = self._empty(claim)
             with self._lock:
                 if not self._blocks.opened(claim):
                     continue  # a reset took it back
                 again = self._blocks.take_in(claim.extent, claim.keep_hashes) if kept else None
                 run = self._blocks.take_in(claim.extent, hashes)
-            if again:
-                self._store_again(again, *kept)
-            return run
+            return run, _Part(again, *kept, is_new=False) if again and kept else None
 
     def _empty(self, claim: Claim) -> tuple[list[BlockRecord], list[memoryview]] | tuple[()]:
         """Blank a claimed extent's rows; returns the blocks to be stored again, their bytes in memory."""
@@ -186,17 +201,12 @@ class SlabWriter:
             return ()  # a second chance is a favour; the extent goes all the same
         return slab.to_records(self._rows[claim.keep]), buffers
 
-    def _store_again(self, run: Run, records: list[BlockRecord], buffers: list[memoryview]) -> None:
-        try:
-            self._store([run], records, buffers)
-        finally:
-            with self._lock:
-                self._blocks.leave(run.extent)
-
-    def _store(
-        self, runs: Sequence[Run], records: Sequence[BlockRecord], payloads: Sequence[memoryview]
-    ) -> tuple[list[Outcome], Outcome | None]:
-        """Payloads, then entries, of leading records; outcomes of those stored, and what stopped the rest."""
+    def _store(self, parts: Sequence[_Part]) -> tuple[list[Outcome], Outcome | None]:
+        """Payloads, then entries, of leading parts; outcomes of the new blocks stored, and what stopped the rest."""
+        runs = [part.run for part in parts]
+        records = [record for part in parts for record in part.records]
+        payloads = [payload for part in parts for payload in part.payloads]
+        are_new = [part.is_new for part in parts for _ in part.records]
         done: list[Run] = []
         count = 0
         failure: Outcome | None = None
@@ -209,7 +219,8 @@ class SlabWriter:
             _log.debug("[file] %s: %s while writing payloads", self._file.path, error)
             failure = _outcome_of(error)
         try:
-            return self._commit(done, records[:count]), failure
+            outcomes = self._commit(done, records[:count])
+            return [outcome for outcome, is_new in zip(outcomes, are_new, strict=False) if is_new], failure
         except OSError as error:
             _log.debug("[file] %s: %s while writing entries", self._file.path, error)
             return [], _outcome_of(error)
