@@ -1,4 +1,4 @@
-"""The README's example, run as printed, twice: the second process finds what the first one stored."""
+"""The README's example, run as printed, twice, and its figures: those that the benchmarks saved."""
 
 import re
 import subprocess
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from _readme import BEGIN, END, figures
 from tiny_models import config_of
 from transformers import AutoModelForCausalLM
 
@@ -30,3 +31,8 @@ def test_the_api_example_runs_as_printed(tmp_path: Path) -> None:
     assert answers[1].endswith(" 0 384")  # 400 tokens: 24 full blocks of 16 can be loaded, the last is computed
     tokens = [run.stdout.splitlines()[0].split("]")[0] for run in (first, second)]
     assert tokens[0] == tokens[1]  # and the greedy text is the same
+
+
+def test_its_figures_are_those_the_benchmarks_saved() -> None:
+    """After a benchmark was saved: `python benchmarks/_readme.py`."""
+    assert README.read_text().partition(BEGIN)[2].partition(END)[0] == figures()

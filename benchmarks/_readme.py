@@ -1,0 +1,74 @@
+"""Writes the README's table of figures from benchmarks/results/: `python benchmarks/_readme.py`. A test compares them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+README: Final = ROOT / "README.md"
+BEGIN: Final = "<!-- figures: written by benchmarks/_readme.py from benchmarks/results/ -->\n"
+END: Final = "<!-- end of figures -->\n"
+
+# What the README says of which targets: label, benchmark, pattern of the targets' names. All of a label share one limit.
+CLAIMS: Final = (
+    ("hash and look up 131,072 tokens, all hits: × (list conversion + bare SHA-256 loop)", "lookup_latency", "hashing"),
+    ("pool, batches of 2,048: lookup, µs a block", "pool_throughput", "^lookup"),
+    ("pool: lease + release, µs a block", "pool_throughput", "^lease"),
+    ("pool: store with eviction, µs a block", "pool_throughput", "^store"),
+    ("pool: unkeyed allocate + free, µs a block", "pool_throughput", "^allocate"),
+    ("L1 ↔ L2 on a CPU, 128 KiB–8 MiB, slots scattered: of the best numpy copy", "copy_bandwidth", "scattered slots"),
+    ("the same, blocks and slots scattered (numpy's job is easier)", "copy_bandwidth", "scattered both"),
+    ("L2 → L1 beside a busy Python thread, GB/s", "copy_bandwidth", "busy"),
+    ("slab writes, new and aged: of fio", "file_bandwidth", "^write, .*ratio"),
+    ("slab cold reads, new and aged, verified: of fio", "file_bandwidth", "^cold read.*ratio"),
+    ("single blocks at random, verified: of fio at the block size", "file_bandwidth", "^scattered.*ratio"),
+    ("slab: CPU s/GB besides the checksum", "file_bandwidth", "CPU"),
+    ("slab reads beside a busy Python thread, GB/s", "file_bandwidth", "^read beside"),
+    ("slab writes beside a busy Python thread, GB/s", "file_bandwidth", "^write beside"),
+    ("reopen a slab of 1,000,000 blocks, CPU s", "recovery", "CPU"),
+    ("its index in memory, bytes a block", "recovery", "bytes"),
+    ("time to first token, 4,096 tokens: cold ÷ L2", "ttft", "L2"),
+    ("cold ÷ L3 (page cache dropped)", "ttft", "L3"),
+    ("CPU time of an engine that never hits, with ÷ without kvtier (lower end of 95 %)", "ttft", "never-hit"),
+)
+
+
+def figures() -> str:
+    """The table, and where its figures come from."""
+    results = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("*.json"))}
+    lines = ["| what | target | measured | met |", "|---|--:|--:|---|"]
+    lines += [_line(label, results[name]["targets"], pattern) for label, name, pattern in CLAIMS if name in results]
+    machines = sorted({_origin(document) for document in results.values()})
+    return "\n".join([*lines, "", *machines]) + "\n"
+
+
+def _line(label: str, targets: list[dict[str, Any]], pattern: str) -> str:
+    chosen = [target for target in targets if re.search(pattern, target["name"])]
+    sign, limit = chosen[0]["target"].split()
+    values = sorted(float(target["measured"]) for target in chosen)
+    shown = f"{values[0]:.3g}" if len(values) == 1 else f"{values[0]:.3g} – {values[-1]:.3g}"
+    missed = sum(not target["met"] for target in chosen)
+    met = "yes" if not missed else "no" if len(chosen) == 1 else f"{len(chosen) - missed} of {len(chosen)}"
+    return f"| {label} | {'≤' if sign == '<=' else '≥'} {limit} | {shown} | {met} |"
+
+
+def _origin(document: dict[str, Any]) -> str:
+    machine = document["machine"]
+    gpu = f", {machine['gpu']}" if machine["gpu"] else ""
+    versions = f"Python {machine['python']}, numpy {machine['numpy']}, torch {machine['torch']}"
+    return (
+        f"Measured on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB{gpu}, "
+        f"kernel {machine['kernel'].split('-')[0]}, {versions}, at commit `{document['commit']}`."
+    )
+
+
+def main() -> None:
+    """Replace what stands between the two marks."""
+    text = README.read_text()
+    start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    README.write_text(text[:start] + figures() + text[end:])
+
+
+if __name__ == "__main__":
+    main()
