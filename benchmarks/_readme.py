@@ -1,4 +1,4 @@
-"""Writes the README's table of figures from benchmarks/results/: `python benchmarks/_readme.py`. A test compares them."""
+"""Writes the README's table of figures from benchmarks/results/ (`python benchmarks/_readme.py`); a test compares."""
 
 import json
 import re
@@ -10,7 +10,7 @@ README: Final = ROOT / "README.md"
 BEGIN: Final = "<!-- figures: written by benchmarks/_readme.py from benchmarks/results/ -->\n"
 END: Final = "<!-- end of figures -->\n"
 
-# What the README says of which targets: label, benchmark, pattern of the targets' names. All of a label share one limit.
+# What the README says of which targets: label, benchmark, pattern of the targets' names. One limit for each label.
 CLAIMS: Final = (
     ("hash and look up 131,072 tokens, all hits: × (list conversion + bare SHA-256 loop)", "lookup_latency", "hashing"),
     ("pool, batches of 2,048: lookup, µs a block", "pool_throughput", "^lookup"),
