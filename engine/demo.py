@@ -31,7 +31,7 @@ _ROOM: Final = 200  # tokens of context for the questions and answers of a conve
 _LEAST: Final = 256  # tokens of a document that is worth the name
 _REPLY_DEADLINE: Final = 300.0  # seconds; past it the child is killed and the demo fails
 _CAPTION: Final = (
-    "prompt, L1, L2, L3: its tokens, and how many were found where; the rest was computed\n"
+    "prompt: its tokens; L1, L2, L3: how many were found there, the rest is computed\n"
     "MB: moved between tiers; same: text and every logit, as without kvtier"
 )
 _NEEDED: Final = {
