@@ -248,7 +248,11 @@ def test_a_directory_that_cannot_be_used_costs_one_warning(house: House, caplog:
     assert same(engine.generate([tokens], KEEP)[0], expected)
 
 
-def test_a_crowd_of_random_requests_with_aborts_preemption_and_tiny_tiers(house: House) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-window"])
+def test_a_crowd_of_random_requests_with_aborts_preemption_and_tiny_tiers(
+    house: House, family: str, dtype: str
+) -> None:
     """FAULTS 18, 19, 20, 22: every answer is the cache-off run's, bit for bit; nothing leaks."""
     rng = np.random.default_rng(9)
     shared = [prompt(100 + i, 80) for i in range(4)]
@@ -256,10 +260,9 @@ def test_a_crowd_of_random_requests_with_aborts_preemption_and_tiny_tiers(house:
         [*shared[rng.integers(4)][: 16 * rng.integers(1, 6)], *rng.integers(3, VOCAB, rng.integers(1, 40)).tolist()]
         for _ in range(60)
     ]
-    reference = cache_off("llama")
-    expected = reference.generate(prompts, KEEP)
+    expected = cache_off(family, dtype).generate(prompts, KEEP)
     for loading, preemption in (("async", "recompute"), ("layerwise", "offload")):
-        engine = house.open(host="256KiB", num_blocks=26, loading=loading, preemption=preemption)
+        engine = house.open(family, dtype, host="256KiB", num_blocks=26, loading=loading, preemption=preemption)
         crowd(engine, prompts, expected, rng)
         settle(engine)
         house.shut(engine)
