@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from pools import PoolOf
 
+from kvtier.tiers.pool import SlotPool
 from kvtier.tiers.tier import ChainHash
 
 if TYPE_CHECKING:
@@ -84,6 +86,25 @@ def _has_cuda() -> bool:
     import torch  # only where a GPU test was collected
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture(params=["lru", "s3fifo"])
+def policy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pool_of() -> Iterator[PoolOf]:
+    """Makes pools whose laws are checked when the test is over."""
+    pools: list[SlotPool] = []
+
+    def make(slots: int, policy: str = "lru") -> SlotPool:
+        pools.append(SlotPool(slots, policy=policy))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.check()
 
 
 @pytest.fixture

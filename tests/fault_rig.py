@@ -26,12 +26,14 @@ SLAB_BYTES = 1 << 20
 
 
 class FaultyIO(FileIO):
-    """Real system calls; those that `fails` picks raise `code`, and with the gate shut reads and writes hang."""
+    """Real system calls; those that `fails(name, count)` picks raise `code`, and with the gate shut transfers hang."""
 
-    def __init__(self) -> None:
-        self.code = errno.EIO
+    def __init__(self, code: int = errno.EIO) -> None:
+        self.code = code
         self.calls = 0
         self.fails: Callable[[str, int], bool] = lambda name, count: False
+        self.short = False  # transfers move half of their first buffer
+        self.interrupt = False  # every other transfer raises EINTR
         self.delay = 0.0  # seconds per read or write
         self.gate = threading.Event()
         self.gate.set()
@@ -45,9 +47,17 @@ class FaultyIO(FileIO):
         self._maybe_fail("size")
         return super().size(fd)
 
+    def lock(self, fd: int) -> bool:
+        self._maybe_fail("lock")
+        return super().lock(fd)
+
     def allocate(self, fd: int, offset: int, length: int) -> None:
         self._maybe_fail("allocate")
         super().allocate(fd, offset, length)
+
+    def truncate(self, fd: int, length: int) -> None:
+        self._maybe_fail("truncate")
+        super().truncate(fd, length)
 
     def sync(self, fd: int) -> None:
         self._maybe_fail("sync")
@@ -56,14 +66,19 @@ class FaultyIO(FileIO):
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._maybe_fail("preadv")
         self._linger()
-        moved = super().preadv(fd, buffers, offset)
+        moved = super().preadv(fd, self._some(buffers), offset)
         self.num_read += 1
         return moved
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._maybe_fail("pwritev")
         self._linger()
-        return super().pwritev(fd, buffers, offset)
+        return super().pwritev(fd, self._some(buffers), offset)
+
+    def _some(self, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
+        if self.interrupt and self.calls % 2:
+            raise InterruptedError
+        return [buffers[0][: max(1, buffers[0].nbytes // 2)]] if self.short else buffers
 
     def _maybe_fail(self, name: str) -> None:
         self.calls += 1

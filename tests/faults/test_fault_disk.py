@@ -144,6 +144,15 @@ def in_child(function: Callable[[Path], None], directory: Path, mount: str = "")
     assert done.returncode == 0, done.stderr
 
 
+def stores_again(hierarchy: Hierarchy) -> None:
+    late = chain_of(4, first_token=99_000)
+    assert store(hierarchy, late) == 4
+    assert hierarchy.drain(10)
+    forget_l2(hierarchy)
+    assert fetch(hierarchy, late) == 4
+    settle(hierarchy)
+
+
 def on_a_disk_that_runs_full(directory: Path) -> None:
     hierarchy = stored(over_slab(directory))
     slab = hierarchy.ports[0].tier
@@ -164,12 +173,7 @@ def on_a_disk_that_runs_full(directory: Path) -> None:
     forget_l2(hierarchy)
     assert fetch(hierarchy, CHAIN) == 8
     (directory / "ballast").unlink()
-    late = chain_of(4, first_token=99_000)
-    assert store(hierarchy, late) == 4
-    assert hierarchy.drain(10)
-    forget_l2(hierarchy)
-    assert fetch(hierarchy, late) == 4
-    settle(hierarchy)
+    stores_again(hierarchy)
 
 
 def test_a_disk_that_is_really_full_drops_stores_and_the_tier_stays_up(tmp_path: Path) -> None:
@@ -187,12 +191,7 @@ def under_a_file_size_limit(directory: Path) -> None:
     forget_l2(hierarchy)
     assert fetch(hierarchy, CHAIN) == 8
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    late = chain_of(4, first_token=99_000)
-    assert store(hierarchy, late) == 4
-    assert hierarchy.drain(10)
-    forget_l2(hierarchy)
-    assert fetch(hierarchy, late) == 4
-    settle(hierarchy)
+    stores_again(hierarchy)
 
 
 def test_a_file_size_limit_set_while_open_drops_stores_and_kills_nobody(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from fault_rig import FaultyIO
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import FingerprintMismatch, FormatError, TierUnavailable
@@ -270,62 +271,9 @@ def test_of_two_entries_for_one_block_the_newer_counts(slab_path: Path) -> None:
 # Faults 9 and 15: no room.
 
 
-class FailingIO(FileIO):
-    """Fails calls that `fails(name, count)` picks, with `code`; or makes them short, or interrupts them."""
-
-    def __init__(self, code: int = errno.EIO) -> None:
-        self.code = code
-        self.calls = 0
-        self.fails: Callable[[str, int], bool] = lambda name, count: False
-        self.short = False
-        self.interrupt = False
-
-    def _maybe_fail(self, name: str) -> None:
-        self.calls += 1
-        if self.fails(name, self.calls):
-            raise OSError(self.code, os.strerror(self.code))
-
-    def open(self, path: Path, flags: int) -> int:
-        self._maybe_fail("open")
-        return super().open(path, flags)
-
-    def size(self, fd: int) -> int:
-        self._maybe_fail("size")
-        return super().size(fd)
-
-    def lock(self, fd: int) -> bool:
-        self._maybe_fail("lock")
-        return super().lock(fd)
-
-    def allocate(self, fd: int, offset: int, length: int) -> None:
-        self._maybe_fail("allocate")
-        super().allocate(fd, offset, length)
-
-    def truncate(self, fd: int, length: int) -> None:
-        self._maybe_fail("truncate")
-        super().truncate(fd, length)
-
-    def sync(self, fd: int) -> None:
-        self._maybe_fail("sync")
-        super().sync(fd)
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self._maybe_fail("preadv")
-        return super().preadv(fd, self._some(buffers), offset)
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self._maybe_fail("pwritev")
-        return super().pwritev(fd, self._some(buffers), offset)
-
-    def _some(self, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
-        if self.interrupt and self.calls % 2:
-            raise InterruptedError
-        return [buffers[0][: max(1, buffers[0].nbytes // 2)]] if self.short else buffers
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_drops_the_store_and_the_tier_stays_up(tmp_path: Path, code: int) -> None:
-    io = FailingIO(code)
+    io = FaultyIO(code)
     store = open_store(tmp_path, io)
     put(store, range(10))
     io.fails = lambda name, count: name == "pwritev"
@@ -386,7 +334,7 @@ def test_a_full_file_system_is_named_at_open(tmp_path: Path) -> None:
 def test_an_error_at_the_nth_call(disk_dir: Path, mode: Mode) -> None:
     # Count the calls of a story that creates, writes, evicts, reads, discards, resets, closes and opens again;
     # then tell it once for every call, that call failing.
-    def story(directory: Path, io: FailingIO) -> None:
+    def story(directory: Path, io: FaultyIO) -> None:
         for _ in range(2):
             store = open_store(directory, io, mode)
             for begin in range(0, NUM_KEYS, 8):
@@ -400,13 +348,13 @@ def test_an_error_at_the_nth_call(disk_dir: Path, mode: Mode) -> None:
             store.check()
             store.close()
 
-    io = FailingIO()
+    io = FaultyIO()
     story(disk_dir / "plain", io)
     total = io.calls
     assert total > 30
     for n in range(1, total + 1):
         directory = disk_dir / str(n)
-        io = FailingIO()
+        io = FaultyIO()
         io.fails = lambda name, count, n=n: count == n  # type: ignore[misc]
         with suppress(TierUnavailable):
             story(directory, io)
@@ -422,7 +370,7 @@ def test_an_error_at_the_nth_call(disk_dir: Path, mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", ["direct", "buffered"])
 def test_short_and_interrupted_calls_are_continued(disk_dir: Path, mode: Mode) -> None:
-    io = FailingIO()
+    io = FaultyIO()
     io.interrupt = True
     store = open_store(disk_dir, io, mode)
     io.short = mode == "buffered"  # half a page is no place O_DIRECT can go on from
@@ -449,7 +397,7 @@ def test_direct_calls_that_stop_between_pages_go_on_from_the_page(disk_dir: Path
 
 
 def test_a_disk_that_only_fails_gives_outcomes_and_recovers(tmp_path: Path) -> None:
-    io = FailingIO()
+    io = FaultyIO()
     store = open_store(tmp_path, io)
     put(store, range(10))
     io.fails = lambda name, count: True
@@ -467,7 +415,7 @@ def test_a_disk_that_only_fails_gives_outcomes_and_recovers(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOENT, errno.EIO])
 def test_a_directory_that_cannot_be_used(tmp_path: Path, code: int) -> None:
-    io = FailingIO(code)
+    io = FaultyIO(code)
     io.fails = lambda name, count: name == "open"
     with pytest.raises(TierUnavailable, match=rf"\[file\] path .*: {os.strerror(code)}; the file tier is off"):
         open_store(tmp_path, io)
@@ -475,7 +423,7 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path, code: int) -> None:
 
 
 def test_a_file_system_that_turns_read_only_still_serves(slab_path: Path) -> None:
-    io = FailingIO(errno.EROFS)
+    io = FaultyIO(errno.EROFS)
     store = open_store(slab_path.parent, io)
     io.fails = lambda name, count: name in ("pwritev", "sync")
     assert put(store, [30]) == [Outcome.IO_ERROR]
@@ -505,7 +453,7 @@ def test_descriptors_do_not_leak(slab_path: Path) -> None:
 
     before = num_open()
     for count in range(1, 12):
-        io = FailingIO()
+        io = FaultyIO()
         io.fails = lambda name, calls, count=count: calls == count  # type: ignore[misc]
         try:
             open_store(slab_path.parent, io, "direct").close()

@@ -69,6 +69,21 @@ def get(store: FileStore, keys: Sequence[int], shift: int = 0) -> list[Outcome]:
     return outcomes
 
 
+class Trace(FileIO):
+    """Notes writes and syncs."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.steps.append("write")
+        return super().pwritev(fd, buffers, offset)
+
+    def sync(self, fd: int) -> None:
+        self.steps.append("sync")
+        super().sync(fd)
+
+
 class OpenStore(Protocol):
     def __call__(self, size: int = ..., fingerprint: bytes = ..., slot_bytes: int = ..., mode: Mode = ...,
                  durable: bool = ..., io: FileIO | None = ...) -> FileStore: ...  # fmt: skip
@@ -467,18 +482,6 @@ def test_a_probe_tells_whether_the_slab_is_still_there(open_store: OpenStore) ->
 
 
 def test_durable_syncs_before_and_after_the_entry(open_store: OpenStore) -> None:
-    class Trace(FileIO):
-        def __init__(self) -> None:
-            self.steps: list[str] = []
-
-        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            self.steps.append("write")
-            return super().pwritev(fd, buffers, offset)
-
-        def sync(self, fd: int) -> None:
-            self.steps.append("sync")
-            super().sync(fd)
-
     for durable, steps in ((True, ["write", "sync", "write", "sync"]), (False, ["write", "write"])):
         io = Trace()
         store = open_store(io=io, durable=durable)
@@ -575,18 +578,6 @@ def test_a_reset_beside_a_late_writer_forgets_what_was_there_before(open_store: 
 
 
 def test_a_durable_reset_is_synced(open_store: OpenStore) -> None:
-    class Trace(FileIO):
-        def __init__(self) -> None:
-            self.steps: list[str] = []
-
-        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            self.steps.append("write")
-            return super().pwritev(fd, buffers, offset)
-
-        def sync(self, fd: int) -> None:
-            self.steps.append("sync")
-            super().sync(fd)
-
     io = Trace()
     store = open_store(io=io, durable=True)
     put(store, range(4))

@@ -2,44 +2,11 @@
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from pools import Chain, PoolOf, reserved, store
 
-from kvtier.tiers.pool import PoolCounts, Reservation, SlotPool
-from kvtier.tiers.tier import ChainHash
-
-PoolOf = Callable[..., SlotPool]
-Chain = Callable[..., list[ChainHash]]
-
-
-@pytest.fixture(params=["lru", "s3fifo"])
-def policy(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def pool_of() -> Iterator[PoolOf]:
-    """Makes pools whose laws are checked when the test is over."""
-    pools: list[SlotPool] = []
-
-    def make(slots: int, policy: str = "lru") -> SlotPool:
-        pools.append(SlotPool(slots, policy=policy))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.check()
-
-
-def reserved(pool: SlotPool, hashes: Sequence[ChainHash], parent: ChainHash | None = None) -> Reservation:
-    reservation = pool.reserve(hashes, parent)
-    assert reservation is not None
-    return reservation
-
-
-def store(pool: SlotPool, hashes: Sequence[ChainHash], parent: ChainHash | None = None) -> None:
-    pool.seal(reserved(pool, hashes, parent)).release()
+from kvtier.tiers.pool import PoolCounts, SlotPool
 
 
 def test_nothing_unsealed_is_found(pool_of: PoolOf, chain: Chain, policy: str) -> None:

@@ -1,43 +1,6 @@
 """SlotPool under write-back: dirty blocks outlive clean ones, and are listed in the order they must be written."""
 
-from collections.abc import Callable, Iterator, Sequence
-
-import pytest
-
-from kvtier.tiers.pool import Reservation, SlotPool
-from kvtier.tiers.tier import ChainHash
-
-PoolOf = Callable[..., SlotPool]
-Chain = Callable[..., list[ChainHash]]
-
-
-@pytest.fixture(params=["lru", "s3fifo"])
-def policy(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def pool_of() -> Iterator[PoolOf]:
-    """Makes pools whose laws are checked when the test is over."""
-    pools: list[SlotPool] = []
-
-    def make(slots: int, policy: str = "lru") -> SlotPool:
-        pools.append(SlotPool(slots, policy=policy))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.check()
-
-
-def reserved(pool: SlotPool, hashes: Sequence[ChainHash], parent: ChainHash | None = None) -> Reservation:
-    reservation = pool.reserve(hashes, parent)
-    assert reservation is not None
-    return reservation
-
-
-def store(pool: SlotPool, hashes: Sequence[ChainHash], parent: ChainHash | None = None) -> None:
-    pool.seal(reserved(pool, hashes, parent)).release()
+from pools import Chain, PoolOf, store
 
 
 def test_clean_blocks_are_evicted_before_dirty_ones(pool_of: PoolOf, chain: Chain, policy: str) -> None:
