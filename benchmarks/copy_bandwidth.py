@@ -28,8 +28,8 @@ from kvtier.tiers.shape import KVShape
 from kvtier.tiers.transfer import BlockCopies, CopyStream, HostCopyStream
 
 KIB: Final = 1024
-POOL_BYTES: Final = 512 << 20  # of L1 and of L2: far more than the processor's caches
-BATCH_BYTES: Final = 64 << 20
+POOL_BYTES: Final = {"cpu": 512 << 20, "cuda": 2 << 30}  # of L1 and of L2: far more than the processor's caches
+BATCH_BYTES: Final = {"cpu": 64 << 20, "cuda": 512 << 20}  # some 10 ms: a look at an event is no part of the figure
 BLOCK_SIZES: Final = [size * KIB for size in (64, 128, 256, 512, 1024, 2048, 4096, 8192)]
 DIRECTIONS: Final = ("load", "store")
 PATTERNS: Final = ("slots", "both")  # what is scattered: L2 slots alone, or L1 blocks as well
@@ -51,7 +51,8 @@ class Pools:
     def __post_init__(self) -> None:
         heads = self.block_bytes // (4 * 2 * 16 * 64 * 2)  # 4 layers, K and V, 16 tokens, head_dim 64, bfloat16
         shape = KVShape(num_layers=4, num_kv_heads=heads, head_dim=64, block_size=16, dtype="bfloat16")
-        self.num_blocks = POOL_BYTES // self.block_bytes
+        self.batch_bytes = BATCH_BYTES[self.device]
+        self.num_blocks = POOL_BYTES[self.device] // self.block_bytes
         self.l1 = BlockPool(shape, self.num_blocks, device=self.device).tensor
         self.region = HostRegion.allocate(self.num_blocks, self.block_bytes)
         self.region.wait_prefaulted()
@@ -59,12 +60,13 @@ class Pools:
         if self.device == "cpu":
             self.stream = HostCopyStream(self.l1, self.region)
         else:
-            self.region.pin()
+            if not self.region.pin():
+                raise RuntimeError("L2 could not be pinned: install cupy, raise `ulimit -l`")
             self.stream = CudaCopyStream(self.l1, self.region)
 
     def batch(self, pattern: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Random distinct L2 slots, and L1 blocks that are as random, or a run such as an idle pool hands out."""
-        count = BATCH_BYTES // self.block_bytes
+        count = self.batch_bytes // self.block_bytes
         slots = self.rng.permutation(self.num_blocks)[:count]
         if pattern == "slots":
             return self.rng.integers(0, self.num_blocks - count + 1) + np.arange(count), slots
@@ -113,8 +115,9 @@ def gpu_limits(pools: Pools, direction: str) -> dict[str, Copy]:
     target, source = (l1, l2) if direction == "load" else (l2, l1)
 
     def big_copy(blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
-        start = int(pools.rng.integers(0, POOL_BYTES - BATCH_BYTES)) // 4096 * 4096
-        target[start : start + BATCH_BYTES].copy_(source[start : start + BATCH_BYTES], non_blocking=True)
+        start = int(pools.rng.integers(0, len(l2) - pools.batch_bytes)) // 4096 * 4096
+        end = start + pools.batch_bytes
+        target[start:end].copy_(source[start:end], non_blocking=True)
         torch.cuda.current_stream().synchronize()
 
     return {"cudaMemcpyAsync": big_copy}
@@ -134,7 +137,7 @@ def timings(pools: Pools, variants: dict[str, Copy], rounds: int, pattern: str) 
 
 def gbps(pools: Pools, seconds: NDArray[np.float64]) -> float:
     """The median rate."""
-    moved = BATCH_BYTES // pools.block_bytes * pools.block_bytes
+    moved = pools.batch_bytes // pools.block_bytes * pools.block_bytes
     return float(moved / np.median(seconds) / 1e9)
 
 

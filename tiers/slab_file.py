@@ -67,7 +67,11 @@ def _open_locked(io: FileIO, directory: Path, wanted: Superblock, size: int) -> 
     try:
         room = _room_for(io, path, size, existing)
         if room < size // _HALF:
-            _log.warning("[file] %s: %s of %s: others are in use", path, *map(format_bytes, (max(room, 0), size)))
+            _log.warning(
+                "[file] %s: %s of %s: the other slabs there keep the rest",
+                path,
+                *map(format_bytes, (max(room, 0), size)),
+            )
         if existing is None:
             return _create(io, path, wanted, room)
         return _resize(io, existing, size, room)
