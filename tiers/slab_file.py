@@ -68,7 +68,7 @@ def _open_locked(io: FileIO, directory: Path, wanted: Superblock, size: int) -> 
         room = _room_for(io, path, size, existing)
         if room < size // _HALF:
             _log.warning(
-                "[file] %s: %s of %s: the other slabs there keep the rest",
+                "[file] %s: %s of %s: other slabs keep the rest",
                 path,
                 *map(format_bytes, (max(room, 0), size)),
             )
