@@ -36,7 +36,17 @@ GROUPS: Final = {
     "pool": {"metrics", "policy", "index", "links", "idle", "slots", "lease", "pool"},
     "device": {"device"},
     "host": {"host"},
-    "file": {"file_io", "slab", "slab_file", "slab_writer", "extents", "payload_io", "group_sync", "file_store"},
+    "file": {
+        "file_io",
+        "slab",
+        "slab_file",
+        "slab_space",
+        "slab_writer",
+        "extents",
+        "payload_io",
+        "group_sync",
+        "file_store",
+    },
     "transfer": {"transfer", "block_copier", "cuda_transfer", "kernels"},
     "hierarchy": {"opening", "hierarchy", "prefetch", "demote", "port", "breaker", "io_queue", "rates"},
 }

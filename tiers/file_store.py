@@ -19,7 +19,8 @@ from kvtier.tiers.extents import ExtentMap
 from kvtier.tiers.file_io import FileIO
 from kvtier.tiers.group_sync import GroupSync
 from kvtier.tiers.payload_io import CALL_BYTES, Mode, PayloadIO, probe_mode
-from kvtier.tiers.slab_file import SlabFile, blank_slots, is_ours, open_slab, read_rows, release, write_owner
+from kvtier.tiers.slab_file import is_ours, open_slab, release
+from kvtier.tiers.slab_space import SlabFile, blank_slots, read_rows, write_owner
 from kvtier.tiers.slab_writer import SlabWriter
 from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome
 

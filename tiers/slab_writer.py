@@ -13,7 +13,7 @@ from kvtier.tiers.extents import Claim, ExtentMap, Run
 from kvtier.tiers.file_io import FileIO, write_all
 from kvtier.tiers.group_sync import GroupSync
 from kvtier.tiers.payload_io import CALL_BYTES, PayloadIO
-from kvtier.tiers.slab_file import FULL_ERRNOS, SlabFile, blank_rows, blank_slots
+from kvtier.tiers.slab_space import FULL_ERRNOS, SlabFile, blank_rows, blank_slots
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 _log = logging.getLogger(__name__)

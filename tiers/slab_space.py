@@ -1,0 +1,181 @@
+"""What a slab takes of its disk: its entry table in bulk, its superblock, allocation, growing and shrinking."""
+
+import errno
+import logging
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from kvtier.tiers import slab
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.file_io import PAGE, FileIO, read_all, write_all
+from kvtier.tiers.slab import Superblock, format_bytes
+
+_log = logging.getLogger(__name__)
+FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CHUNK_BYTES: Final = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SlabFile:
+    """An open, locked slab file; `fd` is buffered and serves table and superblock."""
+
+    path: Path
+    fd: int
+    superblock: Superblock
+
+
+def write_owner(io: FileIO, fd: int, pid: int) -> None:
+    """Leave our pid for whoever finds the slab locked, or 0; OSError where the disk refuses."""
+    write_all(io, fd, [memoryview(pid.to_bytes(8, "little"))], slab.OWNER_OFFSET)
+
+
+def read_rows(io: FileIO, fd: int, superblock: Superblock) -> slab.Rows:
+    """The whole entry table, read in large pieces; OSError where the file ends first."""
+    rows = np.empty(superblock.num_slots, slab.entry_dtype(superblock.block_size))
+    view, start = slab.byte_view(rows), 0
+    for segment in superblock.segments:
+        offset, end = segment.table_offset, start + segment.num_slots * superblock.entry_bytes
+        while start < end:
+            piece = min(_CHUNK_BYTES, end - start)
+            read_all(io, fd, [view[start : start + piece]], offset)
+            start, offset = start + piece, offset + piece
+    return rows
+
+
+def blank_rows(io: FileIO, fd: int, superblock: Superblock, extents: list[int]) -> None:
+    """Make the extents' rows name nothing, adjacent ones in one write."""
+    num_bytes = superblock.slots_per_extent * superblock.entry_bytes
+    zeros = memoryview(bytes(min(_CHUNK_BYTES, len(extents) * num_bytes)))
+    starts = sorted(superblock.table_offsets[extent] for extent in extents)
+    index = 0
+    while index < len(starts):
+        begin = end = starts[index]
+        while index < len(starts) and starts[index] == end:
+            end, index = end + num_bytes, index + 1
+        for offset in range(begin, end, len(zeros)):
+            write_all(io, fd, [zeros[: end - offset]], offset)
+
+
+def blank_slots(io: FileIO, fd: int, superblock: Superblock, slots: Sequence[int]) -> None:
+    """Make single slots' rows name nothing."""
+    blank = memoryview(bytes(superblock.entry_bytes))
+    for slot in slots:
+        write_all(io, fd, [blank], superblock.row_offset(slot))
+
+
+# Below: called with the directory locked.
+
+
+def resize(io: FileIO, file: SlabFile, size: int, room: int) -> SlabFile:
+    """Fit an existing slab to the room there is; says so where that changes it."""
+    superblock = file.superblock
+    resized = superblock.resized(room)
+    if not resized.segments:
+        least = superblock.payload_offsets[0] + superblock.extent_bytes
+        raise ConfigError(
+            f'[file] size "{format_bytes(size)}": {file.path.name} cannot shrink below '
+            f"{format_bytes(least)}; raise size or delete it"
+        )
+    old, new = format_bytes(superblock.file_bytes), format_bytes(resized.file_bytes)
+    if len(resized.segments) == slab.MAX_SEGMENTS and room - resized.file_bytes > superblock.extent_bytes:
+        _log.warning("[file] %s: grown so often that it stays at %s; delete it to use more", file.path, new)
+    if resized.num_slots > superblock.num_slots:
+        _log.warning("[file] %s: grows from %s to %s; every block is kept", file.path, old, new)
+        file = _grow(io, file, resized)
+    elif resized.num_slots < superblock.num_slots:
+        _log.warning("[file] %s: shrinks from %s to %s; the blocks stored last are kept", file.path, old, new)
+        file = _shrink(io, file, resized)
+    if io.size(file.fd) > file.superblock.file_bytes:
+        io.truncate(file.fd, file.superblock.file_bytes)  # a resize that was killed left more
+    write_owner(io, file.fd, os.getpid())
+    os.utime(file.fd)
+    return file
+
+
+def _grow(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
+    old = file.superblock
+    allocate(io, file.fd, file.path, old.file_bytes, resized.file_bytes - old.file_bytes)
+    blank_rows(io, file.fd, resized, list(range(old.num_extents, resized.num_extents)))
+    write_superblock(io, file.fd, resized)
+    return replace(file, superblock=resized)
+
+
+def _shrink(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
+    """Move the extents stored last into the part that stays, over those stored first, then cut."""
+    old = file.superblock
+    rows = read_rows(io, file.fd, old)
+    valid = slab.find_valid(rows, np.arange(len(rows)), old)
+    _, first = np.unique(rows["chain_hash"], return_index=True)
+    valid &= np.isin(np.arange(len(rows)), first)  # a killed shrink left some blocks at both places
+    newest = np.where(valid, rows["seq"], 0).reshape(old.num_extents, -1).max(axis=1)
+    ranked = np.argsort(newest, kind="stable")[::-1].tolist()
+    kept = [extent for extent in ranked[: resized.num_extents] if newest[extent]]
+    stay = {extent for extent in kept if extent < resized.num_extents}
+    places = [extent for extent in range(resized.num_extents) if extent not in stay]
+    scratch = memoryview(mmap.mmap(-1, old.extent_bytes))
+    for source, target in zip([extent for extent in kept if extent not in stay], places, strict=False):
+        blank_rows(io, file.fd, old, [target])
+        read_all(io, file.fd, [scratch], old.payload_offsets[source])
+        write_all(io, file.fd, [scratch], old.payload_offsets[target])
+        per = old.slots_per_extent
+        moved = np.where(
+            valid[source * per : (source + 1) * per], rows[source * per : (source + 1) * per], np.zeros(1, rows.dtype)
+        )
+        moved["slot"] = np.arange(target * per, (target + 1) * per)
+        held = np.flatnonzero(valid[source * per : (source + 1) * per])
+        sealed = moved[held].copy()
+        slab.seal_rows(sealed, old)
+        moved[held] = sealed
+        write_all(io, file.fd, [slab.byte_view(moved)], old.table_offsets[target])
+    return cut(io, file, resized)
+
+
+def cut(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
+    """Drop the extents beyond `resized`: rows, then superblock, then space."""
+    old = file.superblock
+    if resized.num_slots >= old.num_slots:
+        return file
+    io.sync(file.fd)
+    dropped = [extent for extent in range(resized.num_extents, old.num_extents)]
+    blank_rows(io, file.fd, old, dropped)
+    write_superblock(io, file.fd, resized)
+    io.truncate(file.fd, resized.file_bytes)
+    return replace(file, superblock=resized)
+
+
+def write_superblock(io: FileIO, fd: int, superblock: Superblock) -> None:
+    """The copy, then the superblock; one of both is whole at any time."""
+    encoded = memoryview(slab.encode(superblock))
+    for offset in (PAGE, 0):
+        write_all(io, fd, [encoded], offset)
+        io.sync(fd)
+
+
+def allocate(io: FileIO, fd: int, path: Path, offset: int, length: int) -> None:
+    """Take disk space for a byte range; ConfigError, and the file as it was, where there is none."""
+    try:
+        io.allocate(fd, offset, length)
+    except OSError as error:
+        if error.errno not in FULL_ERRNOS:
+            raise
+        io.truncate(fd, offset)
+        if error.errno == errno.EFBIG:
+            raise ConfigError(
+                f'[file] size "{format_bytes(offset + length)}": larger than a file may be here '
+                "(ulimit -f, or the file system's limit); lower size or choose another path"
+            ) from error
+        raise ConfigError(no_space(offset + length, io.free_bytes(path.parent))) from error
+
+
+def no_space(size: int, free: int) -> str:
+    """The message for a size the directory has no room for."""
+    return (
+        f'[file] size "{format_bytes(size)}": the directory has {format_bytes(free, exact=False)} free; '
+        "lower size or choose another path"
+    )
