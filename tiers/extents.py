@@ -246,8 +246,8 @@ class ExtentMap:
         self._unlink(slot)
         return slot
 
-    def clear(self) -> list[int]:
-        """Forget everything; returns the idle extents whose rows must be blanked, claimed until `scrubbed`."""
+    def clear(self) -> None:
+        """Forget everything; extents are free again as soon as nobody is in them."""
         self.epoch += 1
         for slot in self.index.values():
             self._hash_of[slot] = None
@@ -258,26 +258,6 @@ class ExtentMap:
             self._close(extent)
         for extent in [extent for extent in self._order if not self._busy[extent]]:
             self._settle(extent)
-        # Not yet idle ones too: their rows are of the old epoch, and whoever is in them might only leave.
-        late = [extent for extent in self._order if self._dirty[extent]]
-        for extent in late:
-            self._busy[extent] += 1  # until `scrubbed`: nobody fills it while its rows are blanked
-        dirty = [extent for extent in self._free if self._dirty[extent]]
-        self._free = [extent for extent in self._free if not self._dirty[extent]]
-        heapq.heapify(self._free)
-        for extent in dirty:
-            self._state[extent] = _State.CLAIMED
-        return dirty + late
-
-    def scrubbed(self, extents: Sequence[int], *, blank: bool) -> None:
-        """The extents that `clear` gave out are free again; not `blank`: their rows could not be written."""
-        for extent in extents:
-            if self._state[extent] is _State.CLOSED:
-                self.leave(extent)  # still dirty: a late writer's rows may come after ours
-                continue
-            self._dirty[extent] = not blank
-            self._state[extent] = _State.FREE
-            heapq.heappush(self._free, extent)
 
     def _slots(self, extent: int) -> range:
         return range(extent * self.per_extent, (extent + 1) * self.per_extent)

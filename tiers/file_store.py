@@ -121,7 +121,8 @@ class FileStore:
         dirty = np.unique(np.flatnonzero(written) // self.superblock.slots_per_extent).tolist()
         losers = blocks.restore(slots, hashes, rows["seq"][slots], dirty)
         blocks.generations[:] = type(blocks.generations)("I", rows["generation"].astype("<u4").tobytes())
-        self._writer.next_seq = int(rows["seq"][slots].max()) + 1 if len(slots) else 1
+        newest = int(rows["seq"][slots].max()) if len(slots) else 0
+        self._writer.next_seq = max(newest + 1, self.superblock.min_seq)
         self.num_recovered = len(blocks.index)
         blank_slots(self._io, self._file.fd, self.superblock, losers)
 

@@ -24,9 +24,10 @@ EXTENT_BYTES: Final = 8 << 20
 MAX_SEGMENTS: Final = 32
 _MAX_BLOCK_TOKENS: Final = 1 << 20  # more would be no block, but a superblock nobody of ours wrote
 _MAX_FILE_BYTES: Final = 1 << 62
+_MAX_SEQ: Final = 1 << 63  # so that counting on never overflows
 
 _SUPERBLOCK_BYTES: Final = 2048
-_FIXED = struct.Struct("<8sII32sQQIIIIQ")
+_FIXED = struct.Struct("<8sII32sQQIIIIQQ")
 _SEGMENT = struct.Struct("<QQQQ")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET: Final = _SUPERBLOCK_BYTES - _CHECKSUM.size
@@ -95,6 +96,7 @@ class Superblock:
     block_size: int
     slots_per_extent: int
     segments: tuple[Segment, ...]
+    min_seq: int = 1  # rows of lower seq were forgotten by a reset
     update: int = 1  # grows with every rewrite; of two good copies the higher is the newer
 
     @cached_property
@@ -222,6 +224,7 @@ def encode(superblock: Superblock) -> bytes:
         superblock.entry_bytes,
         superblock.slots_per_extent,
         len(superblock.segments),
+        superblock.min_seq,
         superblock.update,
     )
     segments = b"".join(
@@ -266,15 +269,15 @@ def _is_intact(copy: bytes) -> bool:
 def _decode_copy(copy: bytes) -> Superblock | None:
     if not _is_intact(copy):
         return None
-    magic, version, _, fingerprint, slot_bytes, stride, block_size, entry_bytes, per_extent, count, update = (
+    magic, version, _, fingerprint, slot_bytes, stride, block_size, entry_bytes, per_extent, count, min_seq, update = (
         _FIXED.unpack_from(copy)
     )
     if magic != MAGIC or version != VERSION or not 1 <= count <= MAX_SEGMENTS or not per_extent:
         return None
-    if not 0 < block_size <= _MAX_BLOCK_TOKENS or not slot_bytes:
+    if not 0 < block_size <= _MAX_BLOCK_TOKENS or not slot_bytes or not 0 < min_seq < _MAX_SEQ:
         return None
     segments = tuple(Segment(*_SEGMENT.unpack_from(copy, _FIXED.size + i * _SEGMENT.size)) for i in range(count))
-    found = Superblock(fingerprint, slot_bytes, block_size, per_extent, segments, update)
+    found = Superblock(fingerprint, slot_bytes, block_size, per_extent, segments, min_seq, update)
     return found if (found.stride, found.entry_bytes) == (stride, entry_bytes) and _fits(found) else None
 
 
@@ -336,6 +339,8 @@ def find_valid(rows: Rows, slots: NDArray[np.int64], superblock: Superblock) -> 
         & (rows["slot"] == slots)
         & (rows["payload_bytes"] == superblock.slot_bytes)
         & (rows["num_tokens"] <= superblock.block_size)
+        & (rows["seq"] >= superblock.min_seq)
+        & (rows["seq"] < _MAX_SEQ)
     )
     for start in range(0, len(rows), _CHUNK_ROWS):
         chunk = slice(start, start + _CHUNK_ROWS)

@@ -7,6 +7,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -82,14 +83,15 @@ def release(io: FileIO, file: SlabFile) -> None:
 
 
 def is_ours(io: FileIO, file: SlabFile) -> bool:
-    """Whether the path still names the file we hold, whole and with our superblock; OSError where it cannot be read."""
+    """Whether the path still names the file we hold, whole and of our shape; OSError where it cannot be read."""
     try:
         if not os.path.samestat(file.path.stat(), os.fstat(file.fd)):
             return False
         found = slab.decode(_read_header(io, file.fd), str(file.path))
     except (FileNotFoundError, FormatError):
         return False
-    return found == file.superblock and io.size(file.fd) >= file.superblock.file_bytes
+    same_shape = replace(found, min_seq=0, update=0) == replace(file.superblock, min_seq=0, update=0)  # a reset is ours
+    return same_shape and io.size(file.fd) >= file.superblock.file_bytes
 
 
 @contextmanager

@@ -5,19 +5,17 @@ import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
 
 from kvtier.tiers import slab
 from kvtier.tiers.extents import Claim, ExtentMap, Run
 from kvtier.tiers.file_io import FileIO, write_all
 from kvtier.tiers.group_sync import GroupSync
 from kvtier.tiers.payload_io import CALL_BYTES, PayloadIO
-from kvtier.tiers.slab_space import FULL_ERRNOS, SlabFile, blank_rows, blank_slots
+from kvtier.tiers.slab_space import FULL_ERRNOS, SlabFile, blank_rows, blank_slots, write_superblock
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 _log = logging.getLogger(__name__)
-_SCRUB_EXTENTS: Final = 64  # extents blanked per call of a reset
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +44,7 @@ class SlabWriter:
         self._blocks = blocks
         self._rows = rows
         self._lock = lock
+        self._resetting = threading.Lock()  # held across the write of a superblock, by resets alone
         self.sync: GroupSync | None = None  # set: durable
         self.next_seq = 1
 
@@ -84,23 +83,22 @@ class SlabWriter:
                     self._blocks.leave(slot // self._superblock.slots_per_extent)
 
     def reset(self) -> None:
-        """Forget every block, on disk too; writes under way end as EPOCH."""
-        with self._lock:
-            extents = self._blocks.clear()
-        blank = True
-        for start in range(0, len(extents), _SCRUB_EXTENTS):
-            piece = extents[start : start + _SCRUB_EXTENTS]
-            try:
-                blank_rows(self._io, self._file.fd, self._superblock, piece)
-            except OSError as error:
-                _log.warning("[file] %s: %s while forgetting every block", self._file.path, error)
-                blank = False
+        """Forget every block, on disk too; writes under way end as EPOCH.
+
+        One write, of a superblock that disowns whatever was stored before. Where the disk refuses it, the slab's name
+        goes instead: the next start must not find in it what was to be forgotten.
+        """
+        with self._resetting:
             with self._lock:
-                self._blocks.scrubbed(piece, blank=blank)
-        try:
-            self._io.sync(self._file.fd)  # what was forgotten must not come back with a power loss
-        except OSError as error:
-            _log.warning("[file] %s: %s while forgetting every block", self._file.path, error)
+                self._blocks.clear()
+                old = self._superblock
+                self._superblock = replace(old, min_seq=self.next_seq, update=old.update + 1)
+            try:
+                write_superblock(self._io, self._file.fd, self._superblock)
+            except OSError as error:
+                _log.warning("[file] %s: %s while forgetting every block; it was removed", self._file.path, error)
+                with suppress(OSError):
+                    self._file.path.unlink()
 
     def _skip_held(self, records: Sequence[BlockRecord]) -> tuple[list[Outcome], set[int]]:
         """OK for a block whose stored entry says the same, ABORTED for a twin within the batch, else ABSENT.
@@ -234,7 +232,9 @@ class SlabWriter:
         slots = [slot for run in runs for slot in run.slots]
         rows = slab.make_rows(self._superblock, slots, records)
         with self._lock:
-            rows["seq"] = range(self.next_seq, self.next_seq + len(slots))
+            is_late = [run.epoch != self._blocks.epoch for run in runs for _ in run.slots]
+            fresh = range(self.next_seq, self.next_seq + len(slots))
+            rows["seq"] = [0 if late else seq for late, seq in zip(is_late, fresh, strict=True)]  # 0: never valid
             rows["generation"] = [self._blocks.generations[slot] for slot in slots]
             self.next_seq += len(slots)
         slab.seal_rows(rows, self._superblock)
@@ -254,7 +254,6 @@ class SlabWriter:
 
     def _publish(self, runs: Sequence[Run], records: Sequence[BlockRecord], rows: slab.Rows) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        late: list[int] = []
         twins: list[int] = []
         with self._lock:
             done = 0
@@ -262,14 +261,11 @@ class SlabWriter:
                 part = slice(done, done + run.count)
                 done += run.count
                 if run.epoch != self._blocks.epoch:
-                    late.append(run.extent)
                     outcomes += [Outcome.EPOCH] * run.count
                     continue
                 self._rows[run.first : run.first + run.count] = rows[part]
                 twins += self._blocks.publish(run, [record.chain_hash for record in records[part]])
                 outcomes += [Outcome.OK] * run.count
-        if late:  # no writer of the new epoch is in these extents before we leave them
-            blank_rows(self._io, self._file.fd, self._superblock, sorted(set(late)))
         blank_slots(self._io, self._file.fd, self._superblock, twins)
         return outcomes
 

@@ -66,32 +66,33 @@ def refused(path: Path) -> None:
     assert num_descriptors() == num_open
 
 
-# Offsets are those of docs/format.md. The first segment's row starts at 88, a second one's at 120.
+# Offsets are those of docs/format.md. The first segment's row starts at 96, a second one's at 128.
 FORGERIES: dict[str, dict[int, tuple[str, int]]] = {
     "blocks of 4 G tokens": {64: ("<I", U32), 68: ("<I", 0)},
     "blocks of 512 M tokens": {64: ("<I", 2**29)},
     "slots of 16 EiB": {48: ("<Q", U64), 56: ("<Q", 0)},
     "extents of 2 G slots": {72: ("<I", 2**31)},
     "extents of 7 slots": {72: ("<I", 7)},
+    "a reset at the end of time": {80: ("<Q", U64)},
     "no segment": {76: ("<I", 0)},
     "4 G segments": {76: ("<I", U32)},
     "32 segments, 31 of them zeros": {76: ("<I", 32)},
-    "a table at byte 0": {88: ("<Q", 0)},
-    "a table beyond the file": {88: ("<Q", 2**40)},
-    "a table at 2 ^ 63": {88: ("<Q", 2**63)},
-    "a payload at byte 0": {96: ("<Q", 0)},
-    "a payload over the table": {96: ("<Q", 8192)},
-    "a payload at 2 ^ 64 - 1": {96: ("<Q", U64)},
-    "no slot": {104: ("<Q", 0)},
-    "a broken extent": {104: ("<Q", 1)},
+    "a table at byte 0": {96: ("<Q", 0)},
+    "a table beyond the file": {96: ("<Q", 2**40)},
+    "a table at 2 ^ 63": {96: ("<Q", 2**63)},
+    "a payload at byte 0": {104: ("<Q", 0)},
+    "a payload over the table": {104: ("<Q", 8192)},
+    "a payload at 2 ^ 64 - 1": {104: ("<Q", U64)},
+    "no slot": {112: ("<Q", 0)},
+    "a broken extent": {112: ("<Q", 1)},
     "a segment of 2 ^ 40 slots before a small one": {
-        76: ("<I", 2), 104: ("<Q", 2**40), 120: ("<Q", 8192), 128: ("<Q", 16384), 136: ("<Q", 4), 144: ("<Q", 4),
+        76: ("<I", 2), 112: ("<Q", 2**40), 128: ("<Q", 8192), 136: ("<Q", 16384), 144: ("<Q", 4), 152: ("<Q", 4),
     },
     "a segment of 2 ^ 62 slots before a small one": {
-        76: ("<I", 2), 104: ("<Q", 2**62), 120: ("<Q", 8192), 128: ("<Q", 16384), 136: ("<Q", 4), 144: ("<Q", 4),
+        76: ("<I", 2), 112: ("<Q", 2**62), 128: ("<Q", 8192), 136: ("<Q", 16384), 144: ("<Q", 4), 152: ("<Q", 4),
     },
-    "a table with room for fewer rows than there are": {112: ("<Q", 0)},
-    "a table with room for 2 ^ 60 rows": {112: ("<Q", 2**60)},
+    "a table with room for fewer rows than there are": {120: ("<Q", 0)},
+    "a table with room for 2 ^ 60 rows": {120: ("<Q", 2**60)},
 }  # fmt: skip
 
 

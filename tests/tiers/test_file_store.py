@@ -587,6 +587,29 @@ def test_a_durable_reset_is_synced(open_store: OpenStore) -> None:
     assert "write" in io.steps
 
 
+def test_a_reset_the_disk_refuses_takes_the_slab_s_name(open_store: OpenStore) -> None:
+    """The next start must not find in it what was to be forgotten."""
+
+    class RefusesWrites(FileIO):
+        refuses = False
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if self.refuses:
+                raise OSError(errno.EIO, "disk gone")
+            return super().pwritev(fd, buffers, offset)
+
+    io = RefusesWrites()
+    store = open_store(io=io)
+    put(store, range(4))
+    io.refuses = True
+    store.reset()
+    assert store.lookup([hash_of(0)]) == 0
+    assert not store.path.exists()
+    io.refuses = False
+    store.close()
+    assert open_store().num_recovered == 0
+
+
 def test_a_store_answered_as_failed_does_not_come_back(open_store: OpenStore) -> None:
     class FailsOneSync(FileIO):
         left = -1

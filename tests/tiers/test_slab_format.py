@@ -3,6 +3,7 @@
 import random
 import struct
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -86,8 +87,8 @@ def test_the_documented_bytes() -> None:
     assert encoded[16:48] == FINGERPRINT
     assert struct.unpack_from("<QQ", encoded, 48) == (10_000, 12_288)
     assert struct.unpack_from("<IIII", encoded, 64) == (16, 192, PLAN.slots_per_extent, 1)
-    assert struct.unpack_from("<Q", encoded, 80) == (PLAN.update,)
-    assert struct.unpack_from("<QQQQ", encoded, 88) == (8192, PLAN.payload_offsets[0], PLAN.num_slots, PLAN.num_slots)
+    assert struct.unpack_from("<QQ", encoded, 80) == (1, PLAN.update)
+    assert struct.unpack_from("<QQQQ", encoded, 96) == (8192, PLAN.payload_offsets[0], PLAN.num_slots, PLAN.num_slots)
     offsets = {name: field[1] for name, field in (slab.entry_dtype(16).fields or {}).items()}
     assert offsets == {
         "checksum": 0, "state": 8, "generation": 12, "seq": 16, "slot": 24, "chain_hash": 32, "parent": 64,
@@ -159,6 +160,7 @@ def test_another_models_slab_is_refused() -> None:
 
 def test_rows_round_trip() -> None:
     rows = slab.make_rows(PLAN, range(5), records(5))
+    rows["seq"] = 1
     slab.seal_rows(rows, PLAN)
     assert slab.find_valid(rows, np.arange(5), PLAN).all()
     assert slab.to_records(rows) == records(5)
@@ -166,6 +168,7 @@ def test_rows_round_trip() -> None:
 
 def test_a_row_is_valid_in_its_slot_of_its_slab_only() -> None:
     rows = slab.make_rows(PLAN, range(5), records(5))
+    rows["seq"] = 1
     assert not slab.find_valid(rows, np.arange(5), PLAN).any()  # not sealed
     slab.seal_rows(rows, PLAN)
     # Moved to the neighbouring slot.
@@ -173,12 +176,19 @@ def test_a_row_is_valid_in_its_slot_of_its_slab_only() -> None:
     # Copied into the slab of another model.
     other = slab.plan(bytes(32), 10_000, 16, 4 << 20)
     assert not slab.find_valid(rows, np.arange(5), other).any()
+    # Of before a reset, or of a writer that one overtook.
+    rows["seq"] = range(5)
+    slab.seal_rows(rows, PLAN)
+    after = replace(PLAN, min_seq=3)
+    assert slab.find_valid(rows, np.arange(5), PLAN).tolist() == [False, True, True, True, True]
+    assert slab.find_valid(rows, np.arange(5), after).tolist() == [False, False, False, True, True]
     # Blank rows are free slots.
     assert not slab.find_valid(np.zeros(5, rows.dtype), np.arange(5), PLAN).any()
 
 
 def test_every_bit_flip_in_a_row_is_detected() -> None:
     rows = slab.make_rows(PLAN, [3], records(1))
+    rows["seq"] = 1
     slab.seal_rows(rows, PLAN)
     view = slab.byte_view(rows)
     for bit in range(len(view) * 8):
