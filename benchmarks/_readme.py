@@ -39,8 +39,11 @@ def figures() -> str:
     results = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("*.json"))}
     lines = ["| what | target | measured | met |", "|---|--:|--:|---|"]
     lines += [_line(label, results[name]["targets"], pattern) for label, name, pattern in CLAIMS if name in results]
-    machines = sorted({_origin(document) for document in results.values()})
-    return "\n".join([*lines, "", *machines]) + "\n"
+    origins: dict[str, list[str]] = {}
+    for name, document in results.items():
+        origins.setdefault(_origin(document), []).append(name)
+    told = [f"`{'`, `'.join(names)}`: {origin}" for origin, names in sorted(origins.items())]
+    return "\n\n".join(["\n".join(lines), *told]) + "\n"
 
 
 def _line(label: str, targets: list[dict[str, Any]], pattern: str) -> str:
@@ -58,7 +61,7 @@ def _origin(document: dict[str, Any]) -> str:
     gpu = f", {machine['gpu']}" if machine["gpu"] else ""
     versions = f"Python {machine['python']}, numpy {machine['numpy']}, torch {machine['torch']}"
     return (
-        f"Measured on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB{gpu}, "
+        f"measured on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB{gpu}, "
         f"kernel {machine['kernel'].split('-')[0]}, {versions}, at commit `{document['commit']}`."
     )
 
