@@ -89,6 +89,10 @@ class SchedulerSide:
         self._planned_stores: list[CopyOp] = []
         self._released: list[int] = []
 
+    def admit(self, request: Request) -> None:
+        """Know a request that is only going to store. `lookup` does this too. Idempotent."""
+        self._requests.setdefault(request.request_id, _Known(request, self.hierarchy.epoch))
+
     def lookup(self, request: Request, num_computed_tokens: int) -> int | Pending:
         """How many tokens beyond the `num_computed_tokens` in L1 can be loaded, or PENDING: ask again next step.
 
@@ -97,9 +101,8 @@ class SchedulerSide:
         """
         block_size = request.chain.block_size
         in_l1 = num_computed_tokens // block_size
-        known = self._requests.get(request.request_id)
-        if known is None:
-            known = self._requests[request.request_id] = _Known(request, self.hierarchy.epoch)
+        self.admit(request)
+        known = self._requests[request.request_id]
         if known.prefetch is not None and in_l1 < known.base:  # L1 lost blocks meanwhile: ask for those too
             self.hierarchy.cancel(known.prefetch)
             known.prefetch = None

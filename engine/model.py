@@ -1,18 +1,17 @@
 """A causal language model by transformers, its attention redirected to our paged pool by one registered function."""
 
 import copy
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
 
 import torch
-import xxhash
 from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from kvtier.connector.hf_model import identity_of, kv_shape
 from kvtier.engine.config import EngineConfig
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.identity import ModelIdentity, config_digest
+from kvtier.tiers.identity import ModelIdentity
 from kvtier.tiers.shape import DTYPE_BYTES, KVShape
 
 SUPPORTED: Final = ("llama", "mistral", "qwen2", "qwen3")  # config.model_type
@@ -118,28 +117,17 @@ class Model:
 
     def shape(self, block_size: int) -> KVShape:
         """The shape of this model's KV blocks."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return KVShape(self.num_layers, self.num_kv_heads, self.head_dim, block_size, dtype)
+        return kv_shape(self.module, block_size)
 
     def identity(self, config: EngineConfig) -> ModelIdentity:
-        """What this model's KV depends on. Reads all weights once. ConfigError for RoPE that depends on the length.
-
-        KV computed in `exact` mode has other last bits: it is another group, so that no mixture breaks its promise.
-        """
-        dtype = str(self.dtype).removeprefix("torch.")
-        return ModelIdentity(
-            model=self.name,
-            revision=f"xxh3:{_digest(self.module.state_dict(keep_vars=False).items())}",
-            config_digest=config_digest(self.config.to_dict()),
-            dtype=dtype,
-            kv_dtype=dtype,
-            compute_dtype=f"{dtype}/exact-{config.exact_rows}" if config.exact else dtype,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            block_size=config.block_size,
-            layers=tuple(range(self.num_layers)),
+        """What this model's KV depends on. Reads all weights once. ConfigError for RoPE that depends on the length."""
+        return identity_of(
+            self.module,
+            self.name,
+            self.shape(config.block_size),
             hash_scheme=config.hash_scheme,
             epoch=config.epoch,
+            exact_rows=config.exact_rows if config.exact else None,
         )
 
     def forward(
@@ -178,14 +166,3 @@ def _dtype_of(config: PretrainedConfig, dtype: str) -> torch.dtype:
         raise ConfigError(f"dtype {dtype!r}: use one of auto, {', '.join(DTYPE_BYTES)}")
     chosen: torch.dtype = getattr(torch, dtype)
     return chosen
-
-
-def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """xxh3-128 (hex) over names, shapes and bytes of the weights; weights that share memory are read once."""
-    digest, seen = xxhash.xxh3_128(), set[tuple[int, int]]()
-    for name, tensor in sorted(tensors):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        if (place := (tensor.data_ptr(), tensor.nbytes)) not in seen:
-            seen.add(place)
-            digest.update(memoryview(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()))
-    return digest.hexdigest()

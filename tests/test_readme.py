@@ -14,7 +14,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 
 
 def test_the_api_example_runs_as_printed(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    example = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[0]
     auto: Any = AutoModelForCausalLM
     auto.from_config(config_of("llama")).save_pretrained(tmp_path / "path" / "to" / "checkpoint")
     (tmp_path / "example.py").write_text(example.replace('"4GiB"', '"64MiB"').replace('"1GiB"', '"64MiB"'))

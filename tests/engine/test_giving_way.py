@@ -9,11 +9,11 @@ import torch
 from small_engines import GREEDY, KEEP, Make, settled
 from tiny_models import prompt
 
+from kvtier.connector.hf_model import weights_digest
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.plan import StepPlan
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.model import _digest
 from kvtier.engine.sampler import sample
 from kvtier.engine.sequence import RequestError, SamplingParams
 from kvtier.tiers.config import Config
@@ -244,7 +244,7 @@ def test_weights_that_share_an_address_are_all_read() -> None:
     def digest(value: float) -> str:
         base = torch.arange(10.0)
         base[5] = value
-        return _digest([("a", base[:2]), ("b", base)])
+        return weights_digest([("a", base[:2]), ("b", base)])
 
     assert digest(5.0) != digest(77.0)
 

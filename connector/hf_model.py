@@ -1,0 +1,72 @@
+"""What a transformers model's KV depends on: the shape of its blocks and its identity, read off the module."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import xxhash
+
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.identity import ModelIdentity, config_digest
+from kvtier.tiers.shape import DTYPE_BYTES, KVShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ATTENTION: Final = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that keep K and V
+
+
+def kv_shape(model: "PreTrainedModel", block_size: int) -> KVShape:
+    """The blocks of a model whose layers all keep K and V of one shape.
+
+    ConfigError for another: a compressed cache (MLA), a recurrent state, a dtype that blocks are not made of.
+    """
+    config: Any = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if getattr(config, "kv_lora_rank", None):
+        raise ConfigError(f"model kind {config.model_type!r}: K and V differ in shape, no block holds that yet")
+    if odd := sorted(kinds - _ATTENTION):
+        raise ConfigError(f"model kind {config.model_type!r}: layers of kind {', '.join(odd)} keep no K and V a token")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise ConfigError(f"model kind {config.model_type!r}: layers share K and V, no block holds that yet")
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype {dtype}: blocks are made of {', '.join(DTYPE_BYTES)}")
+    num_heads: int = config.num_attention_heads
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_kv_heads: int = getattr(config, "num_key_value_heads", None) or num_heads
+    return KVShape(config.num_hidden_layers, num_kv_heads, head_dim, block_size, dtype)
+
+
+def identity_of(
+    model: "PreTrainedModel", name: str, shape: KVShape, *, hash_scheme: str, epoch: int, exact_rows: int | None = None
+) -> ModelIdentity:
+    """Everything its KV depends on. Reads all weights once. ConfigError for RoPE that depends on the length.
+
+    `exact_rows` names the engine's exact mode, whose KV has other last bits: a group of its own.
+    """
+    return ModelIdentity(
+        model=name,
+        revision=f"xxh3:{weights_digest(model.state_dict(keep_vars=False).items())}",
+        config_digest=config_digest(model.config.to_dict()),
+        dtype=shape.dtype,
+        kv_dtype=shape.dtype,
+        compute_dtype=shape.dtype if exact_rows is None else f"{shape.dtype}/exact-{exact_rows}",
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=shape.block_size,
+        layers=tuple(range(shape.num_layers)),
+        hash_scheme=hash_scheme,
+        epoch=epoch,
+    )
+
+
+def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """xxh3-128 (hex) over names, shapes and bytes of the weights; weights that share memory are read once."""
+    digest, seen = xxhash.xxh3_128(), set[tuple[int, int]]()
+    for name, tensor in sorted(tensors):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        if (place := (tensor.data_ptr(), tensor.nbytes)) not in seen:
+            seen.add(place)
+            digest.update(memoryview(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()))
+    return digest.hexdigest()

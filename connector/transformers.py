@@ -1,0 +1,236 @@
+"""transformers: what `generate()` computed is kept in the tiers, and found by the next call and the next process."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvtier.connector.hf_model import identity_of, kv_shape
+from kvtier.connector.plan import CopyOp, WorkerReport
+from kvtier.connector.scheduler import SchedulerSide
+from kvtier.tiers.block_copier import BlockCopier, BlockCopies, Direction
+from kvtier.tiers.chain import TokenChain, root_hash
+from kvtier.tiers.config import Config
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.opening import open_hierarchy
+from kvtier.tiers.prefetch import Pending
+
+_log = logging.getLogger(__name__)
+
+_WAIT: Final = 0.05  # seconds between looks at a lookup that waits for the disk; its own deadline ends it
+_PLAIN: Final = frozenset({"attention_mask"})  # tensors `generate` may be given beside the tokens
+_ONE: Final = ("num_beams", "num_return_sequences", "num_beam_groups")
+_OTHER_CACHES: Final = ("cache_implementation", "assistant_model", "prompt_lookup_num_tokens")
+
+
+@dataclass(slots=True)
+class _Row:
+    """One sequence of a batch. Implements the scheduler side's `Request`."""
+
+    request_id: str
+    chain: TokenChain
+    num_tokens: int
+    num_loaded: int = 0  # blocks
+
+
+class KVTier:
+    """Keeps the KV of one transformers model: `kv.generate(...)` for `model.generate(...)`. One thread at a time.
+
+    A model or a call whose KV blocks cannot hold (MLA, recurrent state, padding, beams, images) is generated as ever
+    and nothing of it is kept. Blocks are those of kvtier's own engine: for one checkpoint directory, dtype and block
+    size each finds what the other stored.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: Config | None = None, *, name: str | None = None) -> None:
+        """`config` defaults to the environment's, `name` to the checkpoint directory's. Reads all weights once.
+
+        Raises ConfigError where memory or disk are too small, FormatError and StoreLocked from the slab.
+        """
+        self.model: Any = model  # its generate() is typed as a submodule
+        self.num_cached_tokens = 0  # of the last `generate`: prompt tokens that were loaded, in every row
+        self._config = config or Config.load()
+        self._ids = count()
+        self._side: SchedulerSide | None = None
+        cache = self._config.cache
+        try:
+            self._shape = kv_shape(model, cache.block_size)
+            path = model.name_or_path  # empty for a model made from a configuration
+            name = name or (Path(path).resolve().name if path else model.config.model_type)
+            identity = identity_of(model, name, self._shape, hash_scheme=cache.hash, epoch=cache.epoch)
+        except ConfigError as error:
+            _log.warning("nothing is kept of this model: %s", error)
+            return
+        fingerprint = identity.fingerprint()
+        self._root = root_hash(fingerprint, cache_salt=cache.cache_salt)
+        self._side = SchedulerSide(open_hierarchy(self._config, fingerprint, self._shape))
+
+    def generate(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        """`model.generate(input_ids, **options)`: loads what is known, computes the rest, keeps what is new."""
+        self.num_cached_tokens = 0
+        if not self._keeps(input_ids, options):
+            return self.model.generate(input_ids, **options)
+        rows = self._admit(input_ids)
+        try:
+            cache = self._load(rows)
+            self.num_cached_tokens = min(row.num_loaded for row in rows) * self._shape.block_size
+            result = self.model.generate(input_ids, past_key_values=cache, **options)
+            sequences = result if isinstance(result, torch.Tensor) else result.sequences
+            self._store(rows, sequences if self._config.cache.store_generated else input_ids, cache)
+            return result
+        finally:
+            self._finish(rows)
+
+    def load(self, input_ids: torch.Tensor) -> tuple[DynamicCache, int]:
+        """A cache with the leading tokens of every row ([rows, tokens]) that are known, and how many these are.
+
+        Give it to `model(input_ids[:, num_cached:], past_key_values=cache)`; at least the last token is left.
+        """
+        if not self._keeps(input_ids, {}):
+            return DynamicCache(), 0
+        rows = self._admit(input_ids)
+        try:
+            return self._load(rows), min(row.num_loaded for row in rows) * self._shape.block_size
+        finally:
+            self._finish(rows)
+
+    def store(self, input_ids: torch.Tensor, cache: DynamicCache) -> None:
+        """Keep the KV of the tokens ([rows, tokens], from the first one on) that `cache` holds."""
+        if not self._keeps(input_ids, {}):
+            return
+        rows = self._admit(input_ids)
+        try:
+            self._store(rows, input_ids, cache)
+        finally:
+            self._finish(rows)
+
+    def stats(self) -> dict[str, float]:
+        """Every counter and gauge of the tiers by its exposition name."""
+        return {} if self._side is None else self._side.hierarchy.stats()
+
+    def drain(self, timeout: float = 30.0) -> bool:
+        """Wait until everything stored so far is in the lowest tier; False when `timeout` seconds pass first."""
+        return self._side is None or self._side.hierarchy.drain(timeout)
+
+    def close(self) -> None:
+        """Flush and close the tiers. Idempotent; later calls generate without them."""
+        side, self._side = self._side, None
+        if side is not None:
+            side.close()
+            side.hierarchy.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _keeps(self, input_ids: torch.Tensor, options: dict[str, Any]) -> bool:
+        """Whether blocks can hold the KV of this call: plain rows of tokens, each decoded once."""
+        mask = options.get("attention_mask")
+        settings = options.get("generation_config") or self.model.generation_config
+        asked = {name: options.get(name, getattr(settings, name, None)) for name in (*_ONE, *_OTHER_CACHES)}
+        return (
+            self._side is not None
+            and not self.model.training
+            and input_ids.ndim == 2
+            and input_ids.numel() > 0
+            and (mask is None or bool(mask.all()))
+            and options.get("past_key_values") is None
+            and options.get("use_cache") is not False
+            and all(asked[name] in (None, 1) for name in _ONE)
+            and all(asked[name] is None for name in _OTHER_CACHES)
+            and not any(isinstance(value, torch.Tensor) for name, value in options.items() if name not in _PLAIN)
+        )
+
+    def _admit(self, input_ids: torch.Tensor) -> list[_Row]:
+        rows = []
+        for tokens in input_ids.tolist():
+            chain = TokenChain(self._root, self._shape.block_size, self._config.cache.hash)
+            chain.extend(tokens)
+            rows.append(_Row(str(next(self._ids)), chain, len(tokens)))
+            self._scheduler.admit(rows[-1])
+        return rows
+
+    def _finish(self, rows: Sequence[_Row]) -> None:
+        for row in rows:
+            self._scheduler.finished(row.request_id)
+
+    @property
+    def _scheduler(self) -> SchedulerSide:
+        assert self._side is not None
+        return self._side
+
+    def _load(self, rows: Sequence[_Row]) -> DynamicCache:
+        """What is known of every row, as far as all of them go."""
+        blocks = [self._fetch(row) for row in rows]
+        num_blocks = min(map(len, blocks))
+        cache = DynamicCache()  # every layer keeps all tokens, sliding ones too: only their masks slide
+        for layer in range(self._shape.num_layers if num_blocks else 0):
+            # [rows, K or V, blocks, tokens, heads, dim] → two of [rows, heads, tokens, dim]
+            both = torch.stack([part[:num_blocks, layer].transpose(0, 1) for part in blocks]).to(self.model.device)
+            keys, values = both.flatten(2, 3).transpose(2, 3).contiguous().unbind(1)
+            cache.update(keys, values, layer)
+        return cache
+
+    def _fetch(self, row: _Row) -> torch.Tensor:
+        """The row's leading known blocks, `[num_blocks, *block_shape]`, in memory of their own."""
+        side = self._scheduler
+        while isinstance(found := side.lookup(row, 0), Pending):
+            side.wait(_WAIT)
+        num_blocks = found // self._shape.block_size
+        blocks = torch.empty(num_blocks, *self._shape.block_shape, dtype=self.model.dtype)
+        loading = side.allocated(row.request_id, range(num_blocks), found)
+        ops = side.build_plan().loads
+        row.num_loaded = loading // self._shape.block_size if self._copy("load", ops, blocks) else 0
+        return blocks[: row.num_loaded]
+
+    def _store(self, rows: Sequence[_Row], sequences: torch.Tensor, cache: DynamicCache) -> None:
+        num_tokens = min(cache.get_seq_length(), sequences.shape[1])
+        if not self._is_whole(cache, len(rows)):
+            _log.warning("nothing is kept of a cache that dropped tokens or has another shape; let load() make it")
+            return
+        for index, row in enumerate(rows):
+            row.chain.extend(sequences[index, row.num_tokens : num_tokens].tolist())
+            first, last = row.num_loaded, num_tokens // self._shape.block_size
+            if last <= first:
+                continue
+            self._scheduler.store(row.request_id, first, range(last - first))
+            if ops := self._scheduler.build_plan().stores:
+                self._copy("store", ops, self._blocks_of(cache, index, first, last))
+            else:
+                self._scheduler.update(WorkerReport())
+
+    def _is_whole(self, cache: DynamicCache, num_rows: int) -> bool:
+        shape = (num_rows, self._shape.num_kv_heads, cache.get_seq_length(), self._shape.head_dim)
+        layers: Any = cache.layers
+        return len(layers) == self._shape.num_layers and all(
+            layer.keys.shape == layer.values.shape == shape and layer.keys.dtype == self.model.dtype for layer in layers
+        )
+
+    def _blocks_of(self, cache: DynamicCache, index: int, first: int, last: int) -> torch.Tensor:
+        """Blocks first…last of one row of the cache, `[num_blocks, *block_shape]` in host memory."""
+        size = self._shape.block_size
+        blocks = torch.empty(last - first, *self._shape.block_shape, dtype=self.model.dtype)
+        layers: Any = cache.layers
+        for number, layer in enumerate(layers):
+            for kv, tensor in enumerate((layer.keys, layer.values)):
+                tokens = tensor[index, :, first * size : last * size].transpose(0, 1)  # [tokens, heads, dim]
+                blocks[:, number, kv] = tokens.unflatten(0, (-1, size))
+        return blocks
+
+    def _copy(self, direction: Direction, ops: Sequence[CopyOp], blocks: torch.Tensor) -> bool:
+        """Copy between `blocks` and L2 slots, here and now; False where that failed."""
+        finished: list[int] = []
+        failed: list[int] = []
+        for op in ops:
+            copier = BlockCopier(blocks, self._scheduler.hierarchy.host.region)
+            pairs = BlockCopies(np.array(op.device_blocks, np.int64), np.array(op.host_slots, np.int64))
+            (failed if copier.copy(direction, pairs) else finished).append(op.op_id)
+        self._scheduler.update(WorkerReport(tuple(finished), tuple(failed)))
+        return not failed

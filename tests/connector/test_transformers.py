@@ -1,0 +1,218 @@
+"""Stories of KVTier: transformers' generate() beside the tiers, kind by kind, and shared with our engine."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB, config_of, prompt
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, Gemma3TextConfig
+
+from kvtier.connector.local import LocalConnector
+from kvtier.connector.transformers import KVTier
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.llm import Engine
+from kvtier.engine.sequence import SamplingParams
+from kvtier.tiers.config import Config
+
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+Open = Callable[..., KVTier]
+
+
+def model_of(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Random weights, the same for the same kind and dtype; gemma3 slides over 24 tokens in three of four layers."""
+    if kind == "gemma3":
+        layers = ["sliding_attention"] * 3 + ["full_attention"]
+        heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+        config: Any = Gemma3TextConfig(**SIZES, **heads, sliding_window=24, layer_types=layers, initializer_range=0.2)
+    elif kind == "deepseek":
+        config = DeepseekV3Config(
+            **SIZES, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=16,
+            qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, first_k_dense_replace=4, initializer_range=0.2,
+        )  # fmt: skip
+    else:
+        config = config_of(kind)
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM
+    return auto.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def ids(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+@pytest.fixture
+def open_tier(disk_dir: Path) -> Iterator[Open]:
+    """Opens tiers over one directory; laws are checked and all is closed at the end."""
+    opened: list[KVTier] = []
+
+    def factory(model: Any, **cache: Any) -> KVTier:
+        section = {"load_or_recompute": "load", "prefetch_deadline": "20s", **cache}
+        config = Config.load(host={"size": "8MiB"}, file={"path": str(disk_dir), "size": "64MiB"}, cache=section)
+        opened.append(KVTier(model, config))
+        return opened[-1]
+
+    yield factory
+    for kv in opened:
+        assert kv.drain()
+        if kv._side is not None:
+            kv._side.hierarchy.check()
+        kv.close()
+        kv.close()
+
+
+KINDS = ["llama", "qwen3", "mistral", "mistral-window", "gemma3"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_is_found_again_by_the_next_call_turn_and_process(open_tier: Open, kind: str) -> None:
+    model = model_of(kind)
+    tokens = ids(prompt(1, 90))
+    expected = model.generate(tokens, **GREEDY)
+    kv = open_tier(model)
+    assert torch.equal(kv.generate(tokens, **GREEDY), expected)
+    assert kv.num_cached_tokens == 0
+    assert kv.drain()
+    assert torch.equal(kv.generate(tokens, **GREEDY), expected)
+    assert kv.num_cached_tokens == 80
+    # The next turn finds prompt and answer.
+    turn = torch.cat([expected, ids(prompt(2, 9))], dim=1)
+    assert torch.equal(kv.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
+    assert kv.num_cached_tokens == 96
+    # So does another process.
+    assert kv.drain()
+    kv.close()
+    again = open_tier(model)
+    assert torch.equal(again.generate(tokens, **GREEDY), expected)
+    assert again.num_cached_tokens == 80
+    assert again.stats()['kvtier_lookup_blocks_total{tier="file"}'] == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_loaded_is_what_was_stored_bit_for_bit(open_tier: Open, kind: str, dtype: torch.dtype) -> None:
+    model = model_of(kind, dtype)
+    tokens = ids(prompt(1, 70), prompt(2, 70))
+    kv = open_tier(model)
+    stored: Any = kv.load(tokens)[0]
+    with torch.inference_mode():
+        whole = model(tokens, past_key_values=stored).logits[:, -1]
+    kv.store(tokens, stored)
+    assert kv.drain()
+    loaded: Any
+    loaded, num_cached = kv.load(tokens)
+    assert (num_cached, loaded.get_seq_length()) == (64, 64)
+    for one, other in zip(stored.layers, loaded.layers, strict=True):
+        assert torch.equal(one.keys[:, :, :64], other.keys)
+        assert torch.equal(one.values[:, :, :64], other.values)
+    # The rest is computed upon it.
+    with torch.inference_mode():
+        rest = model(tokens[:, 64:], past_key_values=loaded).logits[:, -1]
+    bound = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}[dtype]
+    assert torch.allclose(whole, rest, atol=bound * whole.abs().max().item())
+    # A row nobody knows: all rows start where the least known one does.
+    assert kv.load(ids(prompt(1, 70), prompt(5, 70)))[1] == 0
+
+
+def test_the_test_can_fail_a_corrupt_block_changes_the_logits(open_tier: Open) -> None:
+    model = model_of("llama")
+    tokens = ids(prompt(1, 90))
+    kv = open_tier(model)
+    kv.generate(tokens, **GREEDY)
+    assert kv.drain()
+
+    def logits() -> torch.Tensor:
+        cache, num_cached = kv.load(tokens)
+        assert num_cached == 80
+        with torch.inference_mode():
+            last: torch.Tensor = model(tokens[:, num_cached:], past_key_values=cache).logits[0, -1]
+        return last
+
+    right = logits()
+    assert torch.equal(right, logits())
+    assert kv._side is not None
+    kv._side.hierarchy.host.region.array[:, 1000:2000] ^= 0x10
+    assert not torch.equal(right, logits())
+
+
+def test_a_cache_that_dropped_tokens_is_not_kept(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("mistral-window")
+    tokens = ids(prompt(1, 70))
+    sliding = DynamicCache(config=model.config)  # keeps the window's tokens alone
+    with torch.inference_mode():
+        model(tokens, past_key_values=sliding)
+    kv = open_tier(model)
+    kv.store(tokens, sliding)
+    assert "dropped tokens" in caplog.text
+    assert kv.load(tokens)[1] == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 2},
+        {"use_cache": False},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"attention_mask": torch.tensor([[0] * 10 + [1] * 80])},
+        {"cache_implementation": "static"},
+    ],
+)
+def test_calls_that_blocks_cannot_hold_go_on_as_ever(open_tier: Open, options: dict[str, Any]) -> None:
+    model = model_of("llama")
+    kv = open_tier(model)
+    tokens = ids(prompt(1, 90))
+    for _ in range(2):
+        torch.manual_seed(5)
+        expected = model.generate(tokens, **{**GREEDY, **options})
+        torch.manual_seed(5)
+        assert torch.equal(kv.generate(tokens, **{**GREEDY, **options}), expected)
+        assert kv.num_cached_tokens == 0
+
+
+def test_a_model_whose_kv_no_block_holds_is_generated_as_ever(
+    open_tier: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of("deepseek")
+    kv = open_tier(model)
+    assert "K and V differ in shape" in caplog.text
+    tokens = ids(prompt(1, 60))
+    assert torch.equal(kv.generate(tokens, **GREEDY), model.generate(tokens, **GREEDY))
+    assert kv.load(tokens)[1] == 0
+    assert kv.stats() == {}
+
+
+def test_only_prompts_are_kept_when_asked(open_tier: Open) -> None:
+    kv = open_tier(model_of("llama"), store_generated=False)
+    answer = kv.generate(ids(prompt(1, 60)), **GREEDY)
+    assert kv.drain()
+    assert kv.load(torch.cat([answer, answer], dim=1))[1] == 48
+
+
+def test_transformers_and_our_engine_find_each_others_blocks(tmp_path: Path, disk_dir: Path) -> None:
+    model_of("qwen3").save_pretrained(tmp_path / "model")
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(tmp_path / "model").eval()
+    file = {"path": str(disk_dir), "size": "64MiB"}
+    config = Config.load(host={"size": "8MiB"}, file=file, cache={"load_or_recompute": "load"})
+    first, second = prompt(1, 90), prompt(2, 90)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    # transformers writes, our engine reads …
+    with KVTier(model, config) as kv:
+        text = kv.generate(ids(first), **GREEDY)[0, 90:].tolist()
+        assert kv.drain()
+    with Engine.from_pretrained(
+        tmp_path / "model", EngineConfig(num_blocks=64), LocalConnector.connect(config)
+    ) as engine:
+        [answer] = engine.generate([first], params)
+        assert answer.num_external_tokens == 80
+        assert answer.token_ids == text
+        [other] = engine.generate([second], params)
+        assert engine.drain(10)
+        assert isinstance(engine.connector, LocalConnector)
+        assert engine.connector.hierarchy.drain(10)
+    # … and back.
+    with KVTier(model, config) as kv:
+        assert kv.generate(ids(second), **GREEDY)[0, 90:].tolist() == other.token_ids
+        assert kv.num_cached_tokens == 80
