@@ -24,6 +24,7 @@ from kvtier.tiers.prefetch import Pending
 _log = logging.getLogger(__name__)
 
 _WAIT: Final = 0.05  # seconds between looks at a lookup that waits for the disk; its own deadline ends it
+_SEALED: Final = 1.0  # seconds for new blocks to be hashed
 _PLAIN: Final = frozenset({"attention_mask"})  # tensors `generate` may be given beside the tokens
 _ONE: Final = ("num_beams", "num_return_sequences", "num_beam_groups")
 _OTHER_CACHES: Final = ("cache_implementation", "assistant_model", "prompt_lookup_num_tokens")
@@ -205,6 +206,7 @@ class KVTier:
                 self._copy("store", ops, self._blocks_of(cache, index, first, last))
             else:
                 self._scheduler.update(WorkerReport())
+        self._scheduler.hierarchy.wait_sealed(_SEALED)  # milliseconds: the next call finds what this one computed
 
     def _is_whole(self, cache: DynamicCache, num_rows: int) -> bool:
         shape = (num_rows, self._shape.num_kv_heads, cache.get_seq_length(), self._shape.head_dim)

@@ -74,7 +74,6 @@ def test_a_prompt_is_found_again_by_the_next_call_turn_and_process(open_tier: Op
     kv = open_tier(model)
     assert torch.equal(kv.generate(tokens, **GREEDY), expected)
     assert kv.num_cached_tokens == 0
-    assert kv.drain()
     assert torch.equal(kv.generate(tokens, **GREEDY), expected)
     assert kv.num_cached_tokens == 80
     # The next turn finds prompt and answer.
