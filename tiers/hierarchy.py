@@ -196,12 +196,10 @@ class Hierarchy:
         with self._lock:
             self.host.pool.reset()  # again, for what was read meanwhile from tiers that had not forgotten yet
 
-    def wait_sealed(self, timeout: float) -> bool:
-        """Wait until every store offered so far can be found in L2, at most `timeout` seconds."""
-        return self._sealing.drain(timeout)
-
-    def drain(self, timeout: float) -> bool:
-        """Wait until every store offered so far is sealed and written, at most `timeout` seconds."""
+    def drain(self, timeout: float, *, below: bool = True) -> bool:
+        """Wait until every store offered so far is found in L2 and, `below`, written, at most `timeout` seconds."""
+        if not below:
+            return self._sealing.drain(timeout)
         deadline = time.monotonic() + timeout
         drained = self._drain_queues(deadline)
         before = self.host.pool.num_slots + 1
