@@ -206,9 +206,7 @@ class KVTier:
                 self._copy("store", ops, self._blocks_of(cache, index, first, last))
             else:
                 self._scheduler.update(WorkerReport())
-        self._scheduler.hierarchy.drain(
-            _SEALED, below=False
-        )  # milliseconds: the next call finds what this one computed
+        self._scheduler.hierarchy.drain(_SEALED, below=False)  # the next call finds what this one computed
 
     def _is_whole(self, cache: DynamicCache, num_rows: int) -> bool:
         shape = (num_rows, self._shape.num_kv_heads, cache.get_seq_length(), self._shape.head_dim)
