@@ -111,8 +111,9 @@ def _shrink(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
     old = file.superblock
     rows = read_rows(io, file.fd, old)
     valid = slab.find_valid(rows, np.arange(len(rows)), old)
-    _, first = np.unique(rows["chain_hash"], return_index=True)
-    valid &= np.isin(np.arange(len(rows)), first)  # a killed shrink left some blocks at both places
+    used = np.flatnonzero(valid)
+    _, first = np.unique(rows["chain_hash"][used], return_index=True)
+    valid = np.isin(np.arange(len(rows)), used[first])  # a killed shrink left some blocks at both places
     newest = np.where(valid, rows["seq"], 0).reshape(old.num_extents, -1).max(axis=1)
     ranked = np.argsort(newest, kind="stable")[::-1].tolist()
     kept = [extent for extent in ranked[: resized.num_extents] if newest[extent]]

@@ -364,6 +364,23 @@ def test_shrinking_keeps_what_was_stored_last(
     assert open_store(1 << 20).num_recovered >= left - store.superblock.slots_per_extent
 
 
+def test_shrinking_is_not_misled_by_an_entry_that_went_bad(open_store: OpenStore) -> None:
+    """It still names its block, which was stored again at the end, in an extent that moves."""
+    store = open_store()
+    put(store, range(store.superblock.num_slots - 5))
+    store.close()
+    with store.path.open("r+b") as file:
+        file.seek(store.superblock.row_offset(0))
+        file.write(b"\xff")  # of the checksum of the first entry
+    store = open_store()
+    assert get(store, [0]) == [Outcome.ABSENT]
+    assert put(store, [0]) == [Outcome.OK]
+    store.close()
+    smaller = open_store(size=store.superblock.file_bytes * 3 // 4)
+    assert smaller.superblock.num_slots < store.superblock.num_slots
+    assert get(smaller, [0]) == [Outcome.OK]
+
+
 def test_a_part_filled_slab_shrinks_without_loss(open_store: OpenStore) -> None:
     store = open_store(2 << 20)
     put(store, range(40))
