@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from kvtier.connector.checkpoint import name_of
 from kvtier.connector.hf_model import identity_of, kv_shape
 from kvtier.connector.plan import CopyOp, WorkerReport
 from kvtier.connector.scheduler import SchedulerSide
@@ -62,7 +63,7 @@ class KVTier:
         try:
             self._shape = kv_shape(model, cache.block_size)
             path = model.name_or_path  # empty for a model made from a configuration
-            name = name or (Path(path).resolve().name if path else model.config.model_type)
+            name = name or (name_of(Path(path)) if path else model.config.model_type)
             identity = identity_of(model, name, self._shape, hash_scheme=cache.hash, epoch=cache.epoch)
         except ConfigError as error:
             _log.warning("nothing is kept of this model: %s", error)
