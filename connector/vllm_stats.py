@@ -65,7 +65,7 @@ class KVTierStats(KVConnectorStats):
 
 
 class KVTierProm(KVConnectorPromMetrics):
-    """Every series of ours under its own name, with vLLM's labels before ours."""
+    """Every series of ours, its name behind "vllm:" as all that vLLM unregisters with an engine, after vLLM's labels."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class KVTierProm(KVConnectorPromMetrics):
             options: dict[str, Any] = {} if family.is_counter else {"multiprocess_mode": "mostrecent"}
             options |= {"documentation": family.text, "labelnames": [*labelnames, *family.labels]}
             make = metric_types[Counter if family.is_counter else Gauge]
-            self._families[family.name] = family, make(name=family.name, **options)
+            self._families[family.name] = family, make(name=f"vllm:{family.name}", **options)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take one engine's samples in."""
