@@ -65,7 +65,7 @@ class KVTierStats(KVConnectorStats):
 
 
 class KVTierProm(KVConnectorPromMetrics):
-    """Every series of ours, its name behind "vllm:" as all that vLLM unregisters with an engine, after vLLM's labels."""
+    """Every series of ours, named "vllm:…" as all that vLLM unregisters with an engine, vLLM's labels before ours."""
 
     def __init__(
         self,

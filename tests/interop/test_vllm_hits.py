@@ -30,15 +30,17 @@ def test_a_new_engine_finds_what_an_old_one_stored(family: str, models: dict[str
         expected = plain.text(PROMPTS)
     with engine(models[family], tiers(tmp_path)) as first:
         assert first.text(PROMPTS) == expected
-        assert first.found_in("miss") == sum(BLOCKS)
+        size = first.half._plan.block_size  # DeepSeek's kernel takes 16 tokens
+        blocks = [(len(tokens) - 1) // size for tokens in PROMPTS]  # that can be loaded: one token is computed
+        assert first.found_in("miss") == sum(blocks)
     with engine(models[family], tiers(tmp_path)) as second:
         outputs = second.run(PROMPTS)
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        assert [output.num_cached_tokens for output in outputs] == [blocks * BLOCK for blocks in BLOCKS]
-        assert second.found_in("file") == sum(BLOCKS)
+        assert [output.num_cached_tokens for output in outputs] == [count * size for count in blocks]
+        assert second.found_in("file") == sum(blocks)
         second.forget_l1()
         assert second.text(PROMPTS) == expected
-        assert second.found_in("l2") == sum(BLOCKS)
+        assert second.found_in("l2") == sum(blocks)
 
 
 def test_groups_of_layers_with_tables_of_their_own_share_a_slot(models: dict[str, Path], tmp_path: Path) -> None:
