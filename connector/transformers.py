@@ -9,7 +9,12 @@ from typing import Any, Final, Self
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+
+try:
+    from transformers import DynamicCache, PreTrainedModel
+    from transformers import __version__ as _version
+except ImportError as error:
+    raise ImportError("KVTier needs transformers 5.0 or newer: pip install 'kvtier[engine]'") from error
 
 from kvtier.connector.checkpoint import name_of
 from kvtier.connector.hf_model import identity_of, kv_shape
@@ -22,6 +27,9 @@ from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.opening import open_hierarchy
 from kvtier.tiers.prefetch import Pending
 from kvtier.tiers.tier import Outcome
+
+if int(_version.partition(".")[0]) < 5:
+    raise ImportError(f"KVTier needs transformers 5.0 or newer, here is {_version}: pip install -U 'kvtier[engine]'")
 
 _log = logging.getLogger(__name__)
 

@@ -56,6 +56,24 @@ def test_the_transformers_example_runs_as_printed(disk_dir: Path) -> None:
         assert kv.num_cached_tokens == num_cached
 
 
+def test_the_transformers_page_runs_as_printed(tmp_path: Path) -> None:
+    auto: Any = AutoModelForCausalLM
+    auto.from_config(config_of("llama")).save_pretrained(tmp_path / "path" / "to" / "checkpoint")
+    page = "\n".join(examples(ROOT / "docs" / "transformers.md"))
+    (tmp_path / "page.py").write_text(page.replace('"4GiB"', '"64MiB"').replace('"1GiB"', '"64MiB"'))
+    for found in (0, 384):
+        run = subprocess.run(
+            [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        lines = run.stdout.splitlines()
+        assert lines[0] == f"found {found} of 400"
+        assert "loaded 384" in lines
+        assert 'kvtier_lookup_blocks_total{tier="file"} 24.0' in lines
+        assert "engine found 400" in lines
+        assert "back 432" in lines  # 401 + 32 tokens and one more
+
+
 def test_what_it_says_of_s3_fifo_was_measured() -> None:
     saved = json.loads((ROOT / "benchmarks" / "results" / "pool_throughput.json").read_text())
     took = {row["verb"]: f"{row['us/block']:.2g}" for row in saved["results"] if "us/block" in row}

@@ -1,6 +1,8 @@
 """Stories of KVTier: transformers' generate() beside the tiers, kind by kind, and shared with our engine."""
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -171,7 +173,10 @@ def test_a_cache_that_dropped_tokens_is_not_kept(open_tier: Open, caplog: pytest
         ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2; leave it at 1"),
         ({"use_cache": False}, "use_cache=False; leave it out"),
         ({"cache_implementation": "static"}, "cache_implementation='static'; leave it out, or set"),
-        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens decodes in a way of its own"),
+        (
+            {"prompt_lookup_num_tokens": 3, "eos_token_id": 1, "pad_token_id": 1},
+            "prompt_lookup_num_tokens decodes in",
+        ),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states would lack"),
         ({"past_key_values": DynamicCache()}, "past_key_values is a cache of the caller's; leave it out"),
         ({"attention_mask": torch.tensor([[0] * 10 + [1] * 80])}, "padding or a mask; generate rows of one length"),
@@ -283,6 +288,29 @@ def test_what_an_encoder_reads_names_no_blocks(open_tier: Open, caplog: pytest.L
     expected = model.generate(tokens, **options)
     for _ in range(2):
         assert torch.equal(kv.generate(tokens, **options), expected)
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ("sys.modules['transformers'] = None", "needs transformers 5.0 or newer: pip install 'kvtier[engine]'"),
+        ("import transformers; transformers.__version__ = '4.57.6'", "transformers 5.0 or newer, here is 4.57.6: pip"),
+    ],
+)
+def test_without_transformers_or_with_an_old_one_the_import_says_what_to_install(before: str, said: str) -> None:
+    program = f"import sys; {before}; import kvtier.connector.transformers"
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert said in child.stderr.splitlines()[-1]
+
+
+def test_a_cache_computed_with_gradients_is_kept(open_tier: Open) -> None:
+    model = model_of("llama")
+    tokens = ids(prompt(1, 70), prompt(1, 70))  # and one prompt twice in a batch
+    kv = open_tier(model)
+    cache, _ = kv.load(tokens)
+    model(tokens, past_key_values=cache)
+    kv.store(tokens, cache)
+    assert kv.load(tokens)[1] == 64
 
 
 def test_only_prompts_are_kept_when_asked(open_tier: Open) -> None:
