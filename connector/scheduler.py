@@ -56,7 +56,7 @@ class _Known:
     asked: int = 0  # blocks found in L1 at the last lookup
     prefetch: Prefetch | None = None
     found: Attribution | None = None  # where its blocks were when first asked
-    recompute: bool = False  # decided once: loading is slower
+    recompute: bool = False  # decided once: loading is slower, or has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +215,8 @@ class SchedulerSide:
                     self._moved("load", load.num_blocks, time.monotonic() - load.planned_at)
                 else:
                     failed.append((load.request_id, load.first_block))
+                    if (known := self._requests.get(load.request_id)) is not None:
+                        known.recompute = True  # final for this request: what failed once would be asked for for ever
                     self.hierarchy.metrics.missed(Outcome.COPY_FAILED, load.num_blocks)
                 load.lease.release()
             elif op_id in self._stores:

@@ -1,0 +1,182 @@
+"""vLLM over tiers that fail: what goes wrong is computed again, never served; and each of these tests could fail."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
+
+from vllm_rig import BLOCK, Engine, engine, make_checkpoint, prompt, tiers
+
+from kvtier.tiers.engine_blocks import PartCopier
+
+pytestmark = pytest.mark.timeout(300)
+
+PROMPTS = [prompt(1, 200), prompt(2, 96), prompt(3, 170)]
+BLOCKS = 6 + 2 + 5  # that can be loaded
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    """What a vLLM without kvtier answers."""
+    with engine(model) as plain:
+        return plain.text(PROMPTS)
+
+
+def fill(vllm: Engine) -> None:
+    """The prompts are in the tiers, and in vLLM no more."""
+    vllm.text(PROMPTS)
+    vllm.forget_l1()
+
+
+def test_a_wrong_byte_in_the_tiers_would_be_seen(model: Path, expected: list[list[int]]) -> None:
+    """The negative control of every other test here: text depends on the bytes that are loaded."""
+    with engine(model, tiers()) as vllm:
+        fill(vllm)
+        vllm.hierarchy.host.region.array[:] = 0
+        assert vllm.text(PROMPTS) != expected
+        vllm.half.reset()
+
+
+def test_a_block_damaged_on_disk_is_not_served(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    with engine(model, tiers(tmp_path)) as vllm:
+        fill(vllm)
+    [slab] = tmp_path.glob("*.slab")
+    content = bytearray(slab.read_bytes())
+    middle = len(content) // 2
+    for start in range(8192, middle, 4096):  # the payload: a byte in every page that holds any
+        if any(content[start : start + 4096]) and start > 1 << 20:
+            content[start + 100] ^= 1
+    slab.write_bytes(content)
+    with engine(model, tiers(tmp_path)) as vllm:
+        assert vllm.text(PROMPTS) == expected
+        assert vllm.found_in("file") == BLOCKS
+        assert vllm.stats()['kvtier_corruption_total{tier="file"}'] > 0
+
+
+Fail = Callable[[], None]
+
+
+@pytest.fixture
+def failing_loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Loads fail while `on`."""
+    switch: dict[str, Any] = {"on": False, "failed": 0}
+    copy = PartCopier.copy
+
+    def maybe(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
+        if direction == "load" and switch["on"]:
+            switch["failed"] += 1
+            return "the test failed this load"
+        return copy(self, direction, copies, cancelled)
+
+    monkeypatch.setattr(PartCopier, "copy", maybe)
+    return switch
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "caching"),
+    [
+        ("llama", "asynchronous", True),
+        ("llama", "synchronous", True),
+        ("llama", "synchronous", False),
+        ("llama", "layerwise", True),
+        ("gemma3", "asynchronous", True),  # several KV groups: always asynchronous
+    ],
+)
+def test_a_failed_load_is_computed_again(
+    family: str,
+    kind: str,
+    caching: bool,
+    failing_loads: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if kind == "asynchronous":
+        monkeypatch.setattr("kvtier.connector.vllm_scheduler._TINY", 0)
+    path = make_checkpoint(family, tmp_path / "model")
+    with engine(path, enable_prefix_caching=caching) as plain:
+        right = plain.text(PROMPTS)
+    with engine(path, tiers(layerwise=kind == "layerwise"), enable_prefix_caching=caching) as vllm:
+        fill(vllm)
+        failing_loads["on"] = True
+        assert vllm.text(PROMPTS) == right
+        assert failing_loads["failed"] > 0
+        assert vllm.stats()['kvtier_miss_total{reason="copy_failed"}'] == BLOCKS
+        failing_loads["on"] = False
+        vllm.forget_l1()
+        outputs = vllm.run(PROMPTS)  # and what was computed on top of a failed load was not kept
+        assert [list(output.outputs[0].token_ids) for output in outputs] == right
+        assert sum(output.num_cached_tokens for output in outputs) == BLOCKS * BLOCK
+
+
+def test_by_the_policy_fail_the_request_ends_with_an_error(
+    model: Path, failing_loads: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.connector.vllm_scheduler._TINY", 0)
+    with engine(model, tiers(), policy="fail") as vllm:
+        assert 'kv_load_failure_policy "fail": a request whose KV cannot be loaded' in caplog.text
+        fill(vllm)
+        failing_loads["on"] = True
+        [output] = vllm.run([PROMPTS[0]])
+        assert output.outputs[0].finish_reason == "error"
+        failing_loads["on"] = False
+        vllm.forget_l1()
+        assert vllm.run([PROMPTS[0]])[0].outputs[0].finish_reason == "length"
+
+
+def test_an_l1_too_small_for_all_preempts_and_loads_again(model: Path) -> None:
+    batch = [prompt(20 + i, 100) for i in range(8)]
+    with engine(model) as plain:
+        right = plain.text(batch, 64)
+    with engine(model, tiers(), num_gpu_blocks_override=24, max_model_len=256) as vllm:
+        for _ in range(3):
+            outputs = vllm.run(batch, 64)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == right
+        assert vllm.found_in("l2") > 0
+
+
+def test_resetting_the_connector_forgets_every_tier(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    with engine(model, tiers(tmp_path)) as vllm:
+        fill(vllm)
+        assert vllm.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+        outputs = vllm.run(PROMPTS)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert not any(output.num_cached_tokens for output in outputs)
+        vllm.forget_l1()
+        assert sum(output.num_cached_tokens for output in vllm.run(PROMPTS)) == BLOCKS * BLOCK
+
+
+def test_a_slab_that_is_cut_or_removed_under_us(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    for damage in ("cut", "removed"):
+        folder = tmp_path / damage
+        with engine(model, tiers(folder, host={"size": "1MiB"})) as vllm:
+            fill(vllm)
+            if damage == "cut":
+                [slab] = folder.glob("*.slab")
+                with slab.open("r+b") as file:
+                    file.truncate(1 << 20)
+            else:
+                shutil.rmtree(folder)
+            for _ in range(2):
+                assert vllm.text(PROMPTS) == expected
+                vllm.forget_l1()
+
+
+def test_a_directory_that_cannot_be_written_is_one_tier_less(
+    model: Path, expected: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    with caplog.at_level(logging.WARNING), engine(model, tiers(tmp_path / "file" / "kv")) as vllm:
+        assert str(tmp_path / "file") in caplog.text
+        fill(vllm)
+        assert vllm.text(PROMPTS) == expected
+        assert vllm.found_in("l2") == BLOCKS
