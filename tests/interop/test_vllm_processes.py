@@ -1,0 +1,180 @@
+"""vLLM as people run it: scheduler and workers in processes of their own, two tensor-parallel ranks, over HTTP."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
+
+import httpx
+import openai
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from vllm_rig import BLOCK, VOCAB, make_checkpoint, prompt, tiers
+
+pytestmark = pytest.mark.timeout(300)
+
+HERE: Final = Path(__file__).resolve().parent
+ROOT: Final = HERE.parents[1]
+PROMPTS = [prompt(1, 200), prompt(2, 96), prompt(3, 170)]
+CACHED = [192, 64, 160]
+TWO_RANKS = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.3}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+def variables(**more: str) -> dict[str, str]:
+    """The environment of vLLM's own processes."""
+    path = os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **more}
+
+
+def run(model: Path, kvtier: dict[str, Any] | None, *, die: bool = False, **options: Any) -> dict[str, Any]:
+    """What an engine in processes of its own answers."""
+    asked = {
+        "model": str(model),
+        "kvtier": kvtier,
+        "options": options,
+        "prompts": PROMPTS,
+        "num_tokens": 16,
+        "die": die,
+    }
+    env = variables(**({"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in options else {}))
+    child = subprocess.run(
+        [sys.executable, str(HERE / "vllm_child.py")],
+        input=json.dumps(asked),
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        start_new_session=True,
+        check=False,
+    )
+    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
+    assert lines, child.stdout[-2000:] + child.stderr[-4000:]
+    reply: dict[str, Any] = json.loads(lines[-1])
+    return reply
+
+
+@pytest.mark.parametrize("options", [{}, TWO_RANKS], ids=["three processes", "two ranks"])
+def test_a_killed_vllm_leaves_its_prompts_to_the_next(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    first = run(model, tiers(tmp_path), die=True, **options)
+    assert first["cached"] == [0, 0, 0]
+    second = run(model, tiers(tmp_path), **options)
+    assert second == {"text": first["text"], "cached": CACHED}
+    if not options:
+        assert run(model, None)["text"] == first["text"]
+
+
+# --- over HTTP -------------------------------------------------------------------------------------------------------
+
+TEMPLATE = "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} {% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a tokenizer of whole words and a chat template."""
+    path = make_checkpoint("llama", tmp_path_factory.mktemp("models") / "chat")
+    words = ["<unk>", "<user>", "<assistant>", *(f"w{number}" for number in range(VOCAB - 3))]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=TEMPLATE)
+    fast.save_pretrained(path)
+    return path
+
+
+@contextlib.contextmanager
+def serving(model: Path, kvtier: dict[str, Any]) -> Iterator[str]:
+    """`vllm serve`, and its address."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    transfer = {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.connector.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": kvtier,
+    }
+    arguments = ["--port", str(port), "--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32"]
+    arguments += ["--max-model-len", "1024", "--block-size", str(BLOCK), "--num-gpu-blocks-override", "64"]
+    arguments += ["--served-model-name", "m", "--enable-prompt-tokens-details"]
+    arguments += ["--kv-transfer-config", json.dumps(transfer)]
+    server = subprocess.Popen(
+        # what `vllm serve` runs; the CPU build's command wants a package by the name of the GPU build's
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *arguments],
+        env=variables(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        for _ in range(600):
+            assert server.poll() is None, server.stdout.read() if server.stdout else ""
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{address}/health", timeout=1).status_code == 200:
+                    break
+            time.sleep(0.2)
+        yield address
+    finally:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait(10)
+
+
+def series(address: str, name: str) -> float:
+    """One series of /metrics, summed over its labels; 0 where it is not there yet."""
+    lines = httpx.get(f"{address}/metrics", timeout=10).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def test_a_chat_over_http_finds_its_first_turn(chat_model: Path, tmp_path: Path) -> None:
+    question = " ".join(f"w{number}" for number in prompt(5, 120))
+    again = " ".join(f"w{number}" for number in prompt(6, 20))
+
+    def ask(client: openai.OpenAI, messages: list[Any]) -> tuple[str, int]:
+        answer = client.chat.completions.create(
+            model="m", messages=messages, max_tokens=40, temperature=0, extra_body={"ignore_eos": True}
+        )
+        assert answer.usage is not None
+        details = answer.usage.prompt_tokens_details
+        cached = details.cached_tokens if details is not None and details.cached_tokens else 0
+        return str(answer.choices[0].message.content), cached
+
+    first: list[Any] = [{"role": "user", "content": question}]
+    with serving(chat_model, tiers(tmp_path)) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60)
+        text, cached = ask(client, first)
+        assert cached == 0
+        time.sleep(1.5)  # an idle engine ends its stores by itself
+    turn = [*first, {"role": "assistant", "content": text}, {"role": "user", "content": again}]
+    with serving(chat_model, tiers(tmp_path)) as address:  # a new server: only the slab is left
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60)
+        _, cached = ask(client, turn)
+        assert cached >= 4 * BLOCK  # the question and most of the answer
+        ask(client, [{"role": "user", "content": again}])
+        time.sleep(1.5)
+        ask(client, [{"role": "user", "content": again}])
+        assert (
+            series(address, 'vllm:kvtier_lookup_blocks_total{engine="0",model_name="m",tier="file"}') == cached // BLOCK
+        )
+        assert series(address, "vllm:external_prefix_cache_hits_total") == cached
+        assert series(address, "vllm:kvtier_pool_slots") > 0
