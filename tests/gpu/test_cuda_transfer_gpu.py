@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvtier.tiers import cuda_transfer
-from kvtier.tiers.cuda_transfer import CudaCopyStream
+from kvtier.tiers.cuda_transfer import CudaCopyStream, TensorCopier
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.transfer import BlockCopies
 
@@ -50,7 +50,8 @@ def stream(
 
 def l1_of(stream: CudaCopyStream) -> torch.Tensor:
     """L1 as bytes, `[num_blocks, num_layers, layer_bytes]`."""
-    return stream._l1
+    assert isinstance(stream._copier, TensorCopier)
+    return stream._copier.l1
 
 
 def test_scattered_blocks_come_back(stream: CudaCopyStream, region: HostRegion) -> None:
