@@ -205,13 +205,15 @@ def test_elements_move_as_large_integers() -> None:
 
 @pytest.mark.parametrize("slot_bytes", [SLOT])
 def test_tensors_made_in_inference_mode(regions: tuple[HostRegion, HostRegion]) -> None:
-    with torch.inference_mode():
+    with torch.inference_mode():  # where engines make theirs, and connect them
         tensors = kv()
-    blocks = Packer(EngineBlocks(whole_layers(tensors), SLOT), regions[0])
-    before = [layer[4].clone() for layer in tensors]
+        blocks = Packer(EngineBlocks(whole_layers(tensors), SLOT), regions[0])
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        tensors[0][5] = 0  # out here torch lets nobody write to them
+    before = [layer[4].clone() for layer in bits(tensors)]
     blocks.copy("store", pairs([4], [2]))
-    blocks.copy("load", pairs([5], [2]))  # from outside of it, where torch lets nobody write to them
-    assert all(torch.equal(layer[5], old) for layer, old in zip(bits(tensors), bits(before), strict=True))
+    blocks.copy("load", pairs([5], [2]))
+    assert all(torch.equal(layer[5], old) for layer, old in zip(bits(tensors), before, strict=True))
 
 
 @pytest.mark.parametrize("slot_bytes", [SLOT])
