@@ -1,4 +1,4 @@
-"""CudaCopyStream on a real device: bytes, fences, bandwidth-sized batches, the kernel's path, an engine's own blocks."""
+"""CudaCopyStream on a real device: bytes, fences both ways, large batches, the kernel's path, an engine's blocks."""
 
 from collections.abc import Callable, Iterator
 
