@@ -47,7 +47,7 @@ GROUPS: Final = {
         "group_sync",
         "file_store",
     },
-    "transfer": {"transfer", "block_copier", "engine_blocks", "cuda_transfer", "kernels"},
+    "transfer": {"transfer", "block_copier", "engine_blocks", "packer", "cuda_transfer", "kernels"},
     "hierarchy": {"opening", "hierarchy", "prefetch", "demote", "port", "breaker", "io_queue", "rates"},
 }
 # Tiers never import each other; copies know L2's region; the hierarchy alone knows them all.
@@ -66,7 +66,7 @@ PACKAGE_MAY_IMPORT: Final = {
     "engine": {"tiers", "connector", "engine"},
 }
 TORCH_FILES: Final = {
-    *(f"tiers/{name}.py" for name in ("device", "host", "transfer", "cuda_transfer", "kernels")),
+    *(f"tiers/{name}.py" for name in ("device", "host", "transfer", "packer", "cuda_transfer", "kernels")),
     "connector/worker.py",
     "connector/hf_model.py",
     "connector/transformers.py",

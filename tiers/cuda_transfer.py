@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -12,8 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.tiers.block_copier import CANCELLED, BlockCopies, Direction, invalid_copies
+from kvtier.tiers.engine_blocks import EngineBlocks
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.kernels import Canonical, Geometry, LayoutKernels
+from kvtier.tiers.packer import Packer
 from kvtier.tiers.transfer import MAX_QUEUED, CopyEvent
 
 logger = logging.getLogger(__name__)
@@ -88,7 +91,7 @@ class CudaEvent:
 
 
 class CudaCopyStream:
-    """Copies between an L1 tensor on a GPU and a region, on one stream per direction. Thread-safe.
+    """Copies between an L1 on a GPU and a region, on one stream per direction. Thread-safe.
 
     Fences: a copy without `after` waits for all that the calling thread's current stream was given before it (so a
     store sees finished blocks and a load overwrites none still read); `fence` makes that stream wait for a copy.
@@ -97,26 +100,26 @@ class CudaCopyStream:
     """
 
     def __init__(
-        self, tensor: torch.Tensor, region: HostRegion, *, max_queued: int = MAX_QUEUED, cupy: Any = None
+        self,
+        device: torch.Tensor | EngineBlocks,
+        region: HostRegion,
+        *,
+        max_queued: int = MAX_QUEUED,
+        cupy: Any = None,
     ) -> None:
-        """`tensor` is L1, contiguous `[num_blocks, num_layers, …]`. ValueError if its blocks don't fit the slots."""
-        self._l1 = tensor.view(torch.uint8).view(tensor.shape[0], tensor.shape[1], -1)
-        self._num_blocks, self._num_layers, self._layer_bytes = self._l1.shape
-        if self._num_layers * self._layer_bytes != region.slot_bytes:
-            raise ValueError(f"blocks of {self._num_layers * self._layer_bytes} bytes, slots of {region.slot_bytes}")
-        self._region = region
-        self._l2 = torch.from_numpy(region.array)
-        self._max_queued = max_queued
-        self._streams: dict[Direction, torch.cuda.Stream] = {
-            "load": _stream(tensor),
-            "store": _stream(tensor),
-        }
-        self._kernels: LayoutKernels | None = None
-        self._issuer: ThreadPoolExecutor | None = None
-        if region.pinned:
-            self._kernels = self._compiled(cupy)
+        """`device` is L1: contiguous `[num_blocks, num_layers, …]`, or an engine's own blocks.
+
+        ValueError if its blocks don't fit the slots.
+        """
+        self._copier: TensorCopier | Packer
+        if isinstance(device, EngineBlocks):
+            self._copier, tensors = Packer(device, region), [part.tensor for part in device.parts]
         else:
-            self._issuer = ThreadPoolExecutor(1, "kvtier-copy")
+            self._copier, tensors = TensorCopier(device, region, cupy), [device]
+        self._region = region
+        self._max_queued = max_queued
+        self._streams: dict[Direction, torch.cuda.Stream] = {"load": _stream(tensors), "store": _stream(tensors)}
+        self._issuer = None if region.pinned else ThreadPoolExecutor(1, "kvtier-copy")
         self._lock = threading.Lock()  # guards the two fields below and the order of issue; never held in a wait
         self._pending: dict[Direction, deque[CudaEvent]] = {"load": deque(), "store": deque()}
         self._closed = False
@@ -132,7 +135,7 @@ class CudaCopyStream:
     def fence(self, event: CopyEvent, timeout: float) -> bool:
         """Make the calling thread's current stream wait for the copy; the thread itself does not."""
         if isinstance(event, CudaEvent):
-            return event.fence(torch.cuda.current_stream(self._l1.device), timeout)
+            return event.fence(torch.cuda.current_stream(self._copier.device), timeout)
         return event.wait(timeout)
 
     def drain(self, timeout: float) -> bool:
@@ -157,7 +160,7 @@ class CudaCopyStream:
 
     def _enqueue(self, direction: Direction, copies: BlockCopies, after: object | None) -> CopyEvent:
         event = CudaEvent()
-        error = invalid_copies(copies, self._num_blocks, self._num_layers, self._region.num_slots)
+        error = invalid_copies(copies, self._copier.num_blocks, self._copier.num_layers, self._region.num_slots)
         try:
             before = self._predecessor(after)
         except RuntimeError as failure:  # the driver's
@@ -184,7 +187,7 @@ class CudaCopyStream:
     def _predecessor(self, after: object | None) -> "torch.cuda.Event | CudaEvent":
         if after is None:
             now = _device_event()
-            now.record(torch.cuda.current_stream(self._l1.device))
+            now.record(torch.cuda.current_stream(self._copier.device))
             return now
         if isinstance(after, torch.cuda.Event | CudaEvent):
             return after
@@ -202,9 +205,9 @@ class CudaCopyStream:
                 return event.fail(f"what it waited for failed: {before.failure}")
             elif not before.fence(stream, 0):
                 return event.fail("what it waits for was not enqueued")
-            with torch.cuda.device(self._l1.device), torch.cuda.stream(stream):
+            with torch.cuda.device(self._copier.device), torch.cuda.stream(stream):
                 try:
-                    self._copy(direction, copies, stream)
+                    self._copier.copy(direction, copies)
                 except RuntimeError as error:  # the device still makes what it was given before
                     failure = str(error)
                 ended = _device_event()
@@ -214,22 +217,39 @@ class CudaCopyStream:
             event.fail(failure or str(error))
         return None
 
-    def _copy(self, direction: Direction, copies: BlockCopies, stream: torch.cuda.Stream) -> None:
-        first, last = copies.layers or (0, self._num_layers)
+
+class TensorCopier:
+    """Copies our own L1, block-first: neighbours are merged, small pieces go by kernel where there is one."""
+
+    def __init__(self, tensor: torch.Tensor, region: HostRegion, cupy: Any) -> None:
+        """ValueError if the tensor's blocks are not as large as the region's slots."""
+        self.l1 = tensor.view(torch.uint8).view(tensor.shape[0], tensor.shape[1], -1)
+        self.device = tensor.device
+        self.num_blocks, self.num_layers, self._layer_bytes = self.l1.shape
+        if self.num_layers * self._layer_bytes != region.slot_bytes:
+            raise ValueError(f"blocks of {self.num_layers * self._layer_bytes} bytes, slots of {region.slot_bytes}")
+        self._region = region
+        self._l2 = torch.from_numpy(region.array)
+        self.kernels = self._compiled(cupy) if region.pinned else None
+
+    def copy(self, direction: Direction, copies: BlockCopies) -> None:
+        """Enqueue valid copies on the current stream. RuntimeError is the driver's."""
+        first, last = copies.layers or (0, self.num_layers)
         order = np.argsort(copies.host_slots)
         blocks, slots = copies.device_blocks[order], copies.host_slots[order]
         starts = self._runs(blocks, slots, last - first)
         if not len(starts):
             return
         mean = len(blocks) * (last - first) * self._layer_bytes // len(starts)
-        if self._kernels is not None and mean < KERNEL_BELOW:
-            indices = torch.from_numpy(np.stack((blocks, slots))).pin_memory().to(self._l1.device, non_blocking=True)
+        if self.kernels is not None and mean < KERNEL_BELOW:
+            indices = torch.from_numpy(np.stack((blocks, slots))).pin_memory().to(self.l1.device, non_blocking=True)
             canonical = self._canonical(copies.layers)
-            launch = self._kernels.scatter if direction == "load" else self._kernels.gather
+            launch = self.kernels.scatter if direction == "load" else self.kernels.gather
+            stream = torch.cuda.current_stream(self.device)
             launch(indices[0].data_ptr(), indices[1].data_ptr(), len(blocks), canonical, stream.cuda_stream)
             return
         span = slice(first * self._layer_bytes, last * self._layer_bytes)
-        l1, l2 = self._l1.flatten(1)[:, span], self._l2[:, span]
+        l1, l2 = self.l1.flatten(1)[:, span], self._l2[:, span]
         target, source, into, out_of = (l1, l2, blocks, slots) if direction == "load" else (l2, l1, slots, blocks)
         ends = np.append(starts[1:], len(blocks))
         for i, j, length in zip(into[starts].tolist(), out_of[starts].tolist(), (ends - starts).tolist(), strict=True):
@@ -240,9 +260,9 @@ class CudaCopyStream:
 
     def _compiled(self, cupy: Any) -> LayoutKernels | None:
         """The kernels, compiled now rather than under the first copy; None: CuPy or its compiler is not there."""
-        geometry = Geometry.block_first(self._l1.data_ptr(), self._num_layers, self._layer_bytes)
+        geometry = Geometry.block_first(self.l1.data_ptr(), self.num_layers, self._layer_bytes)
         try:
-            with torch.cuda.device(self._l1.device):
+            with torch.cuda.device(self.l1.device):
                 kernels = LayoutKernels(geometry, cupy)
                 kernels.compile(self._canonical())
         except (ImportError, RuntimeError) as failure:
@@ -252,17 +272,18 @@ class CudaCopyStream:
 
     def _runs(self, blocks: NDArray[np.int64], slots: NDArray[np.int64], num_layers: int) -> NDArray[np.int64]:
         """Where a new piece starts: whole blocks join where both sides go on without a gap, parts of blocks never."""
-        whole = num_layers == self._num_layers and self._region.slot_stride == self._region.slot_bytes
+        whole = num_layers == self.num_layers and self._region.slot_stride == self._region.slot_bytes
         if not whole or not len(blocks):
             return np.arange(len(blocks))
         breaks = (np.diff(blocks) != 1) | (np.diff(slots) != 1)
         return np.flatnonzero(np.concatenate(([True], breaks)))
 
 
-def _stream(tensor: torch.Tensor) -> torch.cuda.Stream:
-    """A stream of the tensor's device; the tensor's memory is not reused before what the stream was given has ended."""
-    stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-    tensor.record_stream(stream)
+def _stream(tensors: Sequence[torch.Tensor]) -> torch.cuda.Stream:
+    """A stream of their device; the tensors' memory is not reused before what the stream was given has ended."""
+    stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]
+    for tensor in tensors:
+        tensor.record_stream(stream)
     return stream
 
 

@@ -1,13 +1,14 @@
-"""CudaCopyStream on a real device: bytes, fences in both directions, bandwidth-sized batches, the kernel's path."""
+"""CudaCopyStream on a real device: bytes, fences both ways, large batches, the kernel's path, an engine's blocks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
 
-from kvtier.tiers import cuda_transfer
-from kvtier.tiers.cuda_transfer import CudaCopyStream
+from kvtier.tiers import cuda_transfer, packer
+from kvtier.tiers.cuda_transfer import CudaCopyStream, TensorCopier
+from kvtier.tiers.engine_blocks import BlockPart, EngineBlocks, PartCopier
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.transfer import BlockCopies
 
@@ -50,7 +51,8 @@ def stream(
 
 def l1_of(stream: CudaCopyStream) -> torch.Tensor:
     """L1 as bytes, `[num_blocks, num_layers, layer_bytes]`."""
-    return stream._l1
+    assert isinstance(stream._copier, TensorCopier)
+    return stream._copier.l1
 
 
 def test_scattered_blocks_come_back(stream: CudaCopyStream, region: HostRegion) -> None:
@@ -122,3 +124,107 @@ def test_both_directions_at_once(stream: CudaCopyStream, region: HostRegion) -> 
     for i in range(16):
         assert np.array_equal(region.array[i], before[i].reshape(-1))
         assert np.array_equal(after[16 + i].reshape(-1), region.array[32 + i])
+
+
+# An engine's KV: for each layer [blocks, heads, tokens, keys and values].
+HEADS, TOKENS, DIM = 8, 16, 64
+LAYER_BYTES = HEADS * TOKENS * 2 * DIM * 2
+Layout = Callable[[list[torch.Tensor]], list[BlockPart]]
+
+
+def whole_layers(tensors: list[torch.Tensor]) -> list[BlockPart]:
+    return [BlockPart(tensor, layer, layer * LAYER_BYTES) for layer, tensor in enumerate(tensors)]
+
+
+def keys_and_values(tensors: list[torch.Tensor]) -> list[BlockPart]:
+    """As our own blocks have them: keys before values, tokens before heads."""
+    return [
+        BlockPart(tensor[..., kv * DIM : (kv + 1) * DIM].transpose(1, 2), layer, (2 * layer + kv) * LAYER_BYTES // 2)
+        for layer, tensor in enumerate(tensors)
+        for kv in (0, 1)
+    ]
+
+
+def dimension_first(tensors: list[torch.Tensor]) -> list[BlockPart]:
+    return [BlockPart(tensor.transpose(2, 3), layer, layer * LAYER_BYTES) for layer, tensor in enumerate(tensors)]
+
+
+def second_rank(tensors: list[torch.Tensor]) -> list[BlockPart]:
+    """Half of the heads of every layer, in the second half of a slot."""
+    half = BLOCK_BYTES // 2
+    return [BlockPart(tensor[:, 4:], layer, half + layer * LAYER_BYTES // 2) for layer, tensor in enumerate(tensors)]
+
+
+def two_groups(tensors: list[torch.Tensor]) -> list[BlockPart]:
+    return [BlockPart(tensor, layer, layer * LAYER_BYTES, layer % 2) for layer, tensor in enumerate(tensors)]
+
+
+def engine_tensors() -> list[torch.Tensor]:
+    with torch.inference_mode():  # as engines make theirs
+        return [
+            torch.randn((NUM_BLOCKS, HEADS, TOKENS, 2 * DIM), device="cuda").to(torch.bfloat16)
+            for _ in range(NUM_LAYERS)
+        ]
+
+
+@pytest.mark.parametrize("layout", [whole_layers, keys_and_values, dimension_first, second_rank, two_groups])
+@pytest.mark.parametrize("staged_slots", [3, 100])
+def test_engine_blocks_arrive_as_a_cpu_copies_them(
+    region: HostRegion, layout: Layout, staged_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packer, "STAGING_BYTES", staged_slots * BLOCK_BYTES)
+    torch.manual_seed(13)
+    tensors = engine_tensors()
+    twins = [tensor.cpu() for tensor in tensors]
+    expected = HostRegion.allocate(NUM_SLOTS, BLOCK_BYTES)
+    region.array[:] = expected.array[:] = 0x5A  # a rank leaves the other's half alone
+    blocks, twin = (EngineBlocks(layout(side), BLOCK_BYTES) for side in (tensors, twins))
+    stream, reference = CudaCopyStream(blocks, region), PartCopier(twin, expected)
+    rng = np.random.default_rng(1)
+    ids, slots = rng.permutation(blocks.num_blocks)[:30].tolist(), rng.permutation(NUM_SLOTS)[:30].tolist()
+    stored = stream.store(pairs(ids, slots))
+    assert stored.wait(30)
+    assert stored.error is None
+    assert reference.copy("store", pairs(ids, slots)) is None
+    assert np.array_equal(region.array, expected.array)
+    # whole blocks and a range of layers back, to other blocks than they are from
+    for copies in (pairs(ids[:20], slots[10:]), pairs(ids[20:], slots[:10], (1, 3))):
+        loaded = stream.load(copies)
+        assert stream.fence(loaded, 30)
+        assert reference.copy("load", copies) is None
+    for tensor, other in zip(tensors, twins, strict=True):
+        assert torch.equal(tensor.cpu(), other)  # on the current stream: the fences alone order it
+    assert stream.drain(30)
+    stream.close(30)
+    expected.close()
+
+
+def test_engine_blocks_follow_compute_and_their_staging_is_not_overtaken(
+    region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packer, "STAGING_BYTES", BLOCK_BYTES)  # every block by itself through the same bytes
+    with torch.inference_mode():
+        tensors = engine_tensors()
+        stream = CudaCopyStream(EngineBlocks(keys_and_values(tensors), BLOCK_BYTES), region)
+        every = np.arange(NUM_BLOCKS)
+        numbers = torch.arange(NUM_BLOCKS, device="cuda").to(torch.bfloat16).view(-1, 1, 1, 1)
+        busy = torch.randn(4096, 4096, device="cuda")
+        for _ in range(20):  # some tens of milliseconds of compute in front
+            busy = busy @ busy
+            busy = busy / busy.norm()
+        for tensor in tensors:
+            tensor.copy_(numbers.expand_as(tensor))
+        stored = stream.store(pairs(every.tolist(), every.tolist()))  # waits for the numbers
+        loaded = stream.load(
+            pairs(every.tolist(), every[::-1].tolist()), after=stored
+        )  # the blocks the other way round
+        assert stream.fence(loaded, 30)
+        turned = [tensor.clone() for tensor in tensors]
+    assert stream.drain(30)
+    assert stored.error is None
+    assert loaded.error is None
+    kept = torch.from_numpy(region.array).view(torch.bfloat16)[:NUM_BLOCKS]
+    assert torch.equal(kept, torch.arange(NUM_BLOCKS).to(torch.bfloat16).view(-1, 1).expand_as(kept))
+    for tensor in turned:
+        assert torch.equal(tensor, numbers.flip(0).expand_as(tensor))
+    stream.close(30)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.tiers import cuda_transfer
+from kvtier.tiers import cuda_transfer, packer
 from kvtier.tiers.cuda_transfer import CudaCopyStream, CudaEvent
+from kvtier.tiers.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.transfer import BlockCopies, HostEvent
 
@@ -348,7 +349,8 @@ def test_small_pieces_go_by_kernel_and_large_ones_by_copy(
     monkeypatch.setattr(cuda_transfer, "LayoutKernels", Launches)
     monkeypatch.setattr(cuda_transfer, "KERNEL_BELOW", 2 * BLOCK_BYTES)
     stream = CudaCopyStream(l1, region)
-    launches: Any = stream._kernels
+    copier: Any = stream._copier
+    launches = copier.kernels
     stream.store(pairs([0, 2, 5], [9, 4, 1]))
     stream.load(pairs([0, 2], [9, 4], (0, 1)))
     assert launches.calls == [("gather", 3), ("scatter", 2)]
@@ -357,6 +359,104 @@ def test_small_pieces_go_by_kernel_and_large_ones_by_copy(
     assert np.array_equal(region.array[4:6], l1[:2].reshape(2, -1).numpy())
     assert stream.load(pairs([], [])).done()
     stream.close(1)
+
+
+def rank_of_two(rank: int, tensors: list[torch.Tensor]) -> EngineBlocks:
+    """A rank's layers, heads before tokens in the engine and behind them in its half of a slot."""
+    half, layer_bytes = BLOCK_BYTES // 2, LAYER_BYTES // 2
+    parts = [BlockPart(layer.transpose(1, 2), n, rank * half + n * layer_bytes) for n, layer in enumerate(tensors)]
+    return EngineBlocks(parts, BLOCK_BYTES)
+
+
+def tensors_of(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    shape = (NUM_BLOCKS, 4, 16, LAYER_BYTES // 2 // 4 // 16)
+    return [torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
+
+
+def test_ranks_fill_a_slot_together(device: FakeDevice, region: HostRegion, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packer, "STAGING_BYTES", BLOCK_BYTES)  # two halves of a slot at a time
+    device.named = iter(("loads", "stores") * 2)
+    ranks = [tensors_of(0), tensors_of(1)]
+    streams = [CudaCopyStream(rank_of_two(rank, tensors), region) for rank, tensors in enumerate(ranks)]
+    region.array[:] = 0x5A
+    # each rank stores the same three blocks from block tables of its own
+    for stream, blocks in zip(streams, ([1, 2, 3], [7, 5, 6]), strict=True):
+        event = stream.store(pairs(blocks, [4, 5, 9]))
+        assert event.wait(0)
+        assert event.error is None
+    slots = torch.from_numpy(region.array).view(NUM_SLOTS, 2, NUM_LAYERS, 16, 4, -1)
+    for slot, of_ranks in ((4, (1, 7)), (5, (2, 5)), (9, (3, 6))):
+        for rank, block in enumerate(of_ranks):
+            for number, layer in enumerate(ranks[rank]):
+                assert torch.equal(slots[slot, rank, number], layer[block].transpose(0, 1))
+    assert (region.array[[0, 1, 2, 3, 6, 7, 8, 10]] == 0x5A).all()
+    # one rank takes the middle layer of a slot back, and nobody else sees anything of it
+    before = [layer.clone() for layer in (*ranks[0], *ranks[1])]
+    kept = region.array.copy()
+    assert streams[1].load(pairs([0, 11], [5, 9], (1, 2))).wait(0)
+    before[4][0], before[4][11] = before[4][5], before[4][6]
+    assert all(map(torch.equal, (*ranks[0], *ranks[1]), before))
+    assert np.array_equal(region.array, kept)
+    for stream in streams:
+        stream.close(1)
+
+
+def test_engine_blocks_are_ordered_as_our_own(device: FakeDevice, region: HostRegion) -> None:
+    stream = CudaCopyStream(rank_of_two(0, tensors_of(0)), region)
+    stored = stream.store(pairs([0, 1], [0, 1]))
+    assert repr(device.log) == "[('record', compute), ('wait', stores, compute), ('record', stores)]"
+    device.log.clear()
+    device.busy = True
+    loaded = stream.load(pairs([2], [0]), after=stored)
+    assert stream.fence(loaded, 0)
+    assert repr(device.log) == "[('wait', loads, stores), ('record', loads), ('wait', compute, loads)]"
+    assert not loaded.done()
+    device.busy = False
+    assert stream.drain(1)
+    # ids of blocks, slots and layers are checked against the engine's
+    for copies in (pairs([NUM_BLOCKS], [0]), pairs([0], [NUM_SLOTS]), pairs([0], [0], (2, 4))):
+        assert stream.store(copies).error is not None
+    stream.close(1)
+
+
+@pytest.mark.parametrize("refused", ["empty", "index_select"])
+def test_engine_blocks_a_full_device_refuses_fail_and_the_next_go_on(
+    device: FakeDevice, region: HostRegion, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    tensors = tensors_of(0)
+    stream = CudaCopyStream(rank_of_two(0, tensors), region)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, refused, refuse)  # no room for the staging; none for what the gathering needs
+        failed = stream.store(pairs([0], [3]))
+    assert failed.done()
+    assert failed.error == "CUDA out of memory"
+    assert not region.array.any()
+    assert stream.store(pairs([0], [3])).error is None
+    assert region.array[3].any()
+    stream.close(1)
+
+
+def test_engine_blocks_over_a_pageable_region_are_copied_by_a_thread(device: FakeDevice) -> None:
+    region = HostRegion.allocate(NUM_SLOTS, BLOCK_BYTES)  # not pinned
+    with torch.inference_mode():  # as engines make theirs; the thread is not in it
+        tensors = tensors_of(1)
+    stream = CudaCopyStream(rank_of_two(1, tensors), region)
+    loaded = stream.load(pairs([11], [3]), after=stream.store(pairs([2], [3])))
+    assert loaded.wait(10)
+    assert loaded.error is None
+    assert all(torch.equal(layer[11], layer[2]) for layer in tensors)
+    stream.close(10)
+    region.close()
+
+
+def test_engine_blocks_of_another_size_are_refused(device: FakeDevice, region: HostRegion) -> None:
+    blocks = EngineBlocks([BlockPart(tensors_of(0)[0], 0, 0)], BLOCK_BYTES // 2)
+    with pytest.raises(ValueError, match=f"blocks of {BLOCK_BYTES // 2} bytes, slots of {BLOCK_BYTES}"):
+        CudaCopyStream(blocks, region)
 
 
 def test_an_event_nobody_issued_is_pending() -> None:

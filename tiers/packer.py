@@ -1,0 +1,153 @@
+"""Copies between an engine's blocks and slots on the current stream, through a staging tensor laid out like slots."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvtier.tiers.block_copier import BlockCopies, Direction
+from kvtier.tiers.engine_blocks import BlockPart, EngineBlocks
+from kvtier.tiers.host import HostRegion
+
+STAGING_BYTES: Final = 64 << 20  # for each direction; what is more goes in batches of this size
+_UNITS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_ALIGNMENT: Final = 8  # bytes: the largest unit
+
+Span = tuple[int, int]  # of bytes in a slot, half-open
+
+
+class Packer:
+    """Gathers the parts of many blocks into staging on their device, and copies from there to slots; or the other way.
+
+    Parts of any strides take one call each, and slots few large copies. Bytes of a slot that belong to no part asked
+    for (another rank's, other layers') are neither written nor read. Nothing here waits: the current stream alone
+    orders what uses the staging, so the calls of one direction belong on one stream.
+    """
+
+    def __init__(self, blocks: EngineBlocks, region: HostRegion) -> None:
+        """ValueError if the blocks are not as large as the region's slots, or a part's elements lie askew in a slot."""
+        if blocks.slot_bytes != region.slot_bytes:
+            raise ValueError(f"blocks of {blocks.slot_bytes} bytes, slots of {region.slot_bytes}")
+        self.device = blocks.device
+        self.num_blocks, self.num_layers = blocks.num_blocks, blocks.num_layers
+        self._blocks = blocks
+        self._slots = torch.from_numpy(region.array)
+        self._parts = {id(part): _Part(part) for part in blocks.parts}
+        self._staging: dict[Direction, torch.Tensor] = {}
+
+    def copy(self, direction: Direction, copies: BlockCopies) -> None:
+        """Enqueue valid copies. RuntimeError is the driver's; what was enqueued before it goes on."""
+        with torch.inference_mode():  # an engine's tensors may have been made in it; then only it may write to them
+            for slots, blocks in _by_slot(self._blocks, copies):
+                parts: list[tuple[_Part, torch.Tensor]] = []
+                for group, numbers in blocks.items():
+                    index = self._on_device(numbers)
+                    parts += [(self._parts[id(part)], index) for part in self._blocks.select(group, copies.layers)]
+                if parts:
+                    self._copy(direction, slots, parts)
+
+    def _copy(
+        self, direction: Direction, slots: NDArray[np.int64], parts: "Sequence[tuple[_Part, torch.Tensor]]"
+    ) -> None:
+        """Slots of which the same parts are asked for, each with the numbers of the blocks it is from or for."""
+        spans = _spans([part for part, _ in parts])
+        first = spans[0][0] // _ALIGNMENT * _ALIGNMENT
+        width = -(-(spans[-1][1] - first) // _ALIGNMENT) * _ALIGNMENT
+        per_batch = max(1, STAGING_BYTES // width)
+        for start in range(0, len(slots), per_batch):
+            batch = slice(start, start + per_batch)
+            staging = self._rows(direction, len(slots[batch]), width)
+            if direction == "load":
+                self._between(direction, staging, first, slots[batch], spans)
+                for part, numbers in parts:
+                    part.tensor.index_copy_(0, numbers[batch], part.within(staging, first))
+            else:
+                for part, numbers in parts:
+                    torch.index_select(part.tensor, 0, numbers[batch], out=part.within(staging, first))
+                self._between(direction, staging, first, slots[batch], spans)
+
+    def _between(
+        self, direction: Direction, staging: torch.Tensor, first: int, slots: NDArray[np.int64], spans: Sequence[Span]
+    ) -> None:
+        """Copy the spans of slots from or to the rows of the staging, which hold a slot's bytes from `first` on.
+
+        Every copy is one run on both sides, anything else torch would make through pageable memory, waiting for it:
+        whole neighbouring slots together, of parts of slots each by itself.
+        """
+        whole = list(spans) == [(0, self._slots.shape[1])]
+        starts = np.flatnonzero(np.diff(slots, prepend=-2) != 1) if whole else np.arange(len(slots))
+        for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(slots)], strict=True):
+            slot = int(slots[start])
+            for low, high in spans:
+                rows = staging[start:end, low - first : high - first]
+                kept = self._slots[slot : slot + end - start, low:high]
+                target, source = (rows, kept) if direction == "load" else (kept, rows)
+                target.copy_(source, non_blocking=True)
+
+    def _rows(self, direction: Direction, num_rows: int, width: int) -> torch.Tensor:
+        """`[num_rows, width]` bytes of staging. Made at the first copy: where there is no room, only that one fails."""
+        if direction not in self._staging:
+            num_bytes = max(STAGING_BYTES, self._blocks.slot_bytes + 2 * _ALIGNMENT)
+            self._staging[direction] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return self._staging[direction][: num_rows * width].view(num_rows, width)
+
+    def _on_device(self, numbers: NDArray[np.int64]) -> torch.Tensor:
+        index = torch.from_numpy(numbers)
+        return index.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else index
+
+
+class _Part:
+    """A part as integers, the largest that its runs are made of: fewer elements to move, and no arithmetic on them."""
+
+    def __init__(self, part: BlockPart) -> None:
+        tensor, unit = part.tensor, part.tensor.itemsize
+        if tensor.ndim > 1 and tensor.stride(-1) == 1:
+            sides = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
+            unit = math.gcd(_ALIGNMENT, part.offset, tensor.data_ptr(), *(side * unit for side in sides))
+        elif part.offset % unit:
+            raise ValueError(f"a part at byte {part.offset} of a slot: its elements of {unit} bytes lie askew there")
+        self.span: Span = (part.offset, part.offset + part.num_bytes)
+        self.tensor = tensor.view(_UNITS[unit])
+
+    def within(self, staging: torch.Tensor, first: int) -> torch.Tensor:
+        """Where the part lies in rows that hold a slot's bytes from `first` on; shaped as the part, a block a row."""
+        low, high = self.span
+        columns = staging[:, low - first : high - first].view(self.tensor.dtype)
+        return columns.view(len(staging), *self.tensor.shape[1:])
+
+
+def _by_slot(
+    blocks: EngineBlocks, copies: BlockCopies
+) -> Iterator[tuple[NDArray[np.int64], dict[int, NDArray[np.int64]]]]:
+    """The copies as ascending slots and, for each group that has blocks for all of them, these.
+
+    Only all its groups together fill a slot in long runs, so those that go to one slot go at once.
+    """
+    if not len(copies):
+        return
+    groups, numbers = np.divmod(copies.device_blocks, blocks.blocks_per_group)
+    order = np.lexsort((groups, copies.host_slots))
+    groups, numbers, slots = groups[order], numbers[order], copies.host_slots[order]
+    # a row is one slot's groups; a slot that is loaded into two blocks of a group has two
+    begins = np.append(True, (np.diff(slots) != 0) | (np.diff(groups) <= 0))
+    table = np.full((np.count_nonzero(begins), blocks.num_groups), -1, np.int64)
+    table[np.cumsum(begins) - 1, groups] = numbers
+    slots = slots[begins]
+    present, kinds = np.unique(table >= 0, axis=0, return_inverse=True)
+    for kind, has in enumerate(present):
+        rows = np.flatnonzero(kinds.reshape(-1) == kind)
+        yield slots[rows], {group: table[rows, group] for group in np.flatnonzero(has).tolist()}
+
+
+def _spans(parts: Sequence[_Part]) -> list[Span]:
+    """The bytes of a slot that the parts fill, ascending, neighbours joined."""
+    spans: list[Span] = []
+    for low, high in sorted(part.span for part in parts):
+        if spans and spans[-1][1] == low:
+            spans[-1] = (spans[-1][0], high)
+        else:
+            spans.append((low, high))
+    return spans
