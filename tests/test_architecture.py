@@ -70,6 +70,7 @@ TORCH_FILES: Final = {
     "connector/worker.py",
     "connector/hf_model.py",
     "connector/transformers.py",
+    *(f"connector/{name}.py" for name in ("vllm", "vllm_model", "vllm_worker")),
     *(f"engine/{name}.py" for name in ("model", "model_runner", "llm", "demo_worker")),
 }
 # Named after the engine they adapt, by the design; nobody runs them from their folder.
@@ -80,6 +81,7 @@ EXPLAINED: Final = {
     "kvtier/cli.py:kvtier.engine.demo": "torch and transformers take seconds to import; no other verb needs them",
     "tiers/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
     "tiers/io_queue.py:_work:except": "top of the worker loop: a failed job is counted, the thread lives on",
+    "connector/vllm.py:KVTierConnector": "vLLM's interface, whose methods these are; each is a line or two",
     "engine/demo.py:_train_tokenizer:except": "tokenizers raises no narrower type for a file that is not a tokenizer",
     "tiers/transfer.py:_work:except": "top of the worker loop: a failed copy is reported, the thread lives on",
 }

@@ -1,6 +1,5 @@
 """vLLM finds its prompts in kvtier's tiers: after its own cache is gone, after a restart, for every kind of model."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {family: make_checkpoint(family, folder / family) for family in FAMILIES}
 

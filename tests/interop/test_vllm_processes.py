@@ -91,7 +91,8 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["<unk>", "<user>", "<assistant>", *(f"w{number}" for number in range(VOCAB - 3))]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=TEMPLATE)
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=TEMPLATE)
     fast.save_pretrained(path)
     return path
 

@@ -14,7 +14,12 @@ from vllm_rig import Engine, engine, greedy, make_checkpoint, prompt, tiers
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 NUM_REQUESTS = 200
-SMALL = {"num_gpu_blocks_override": 40, "max_model_len": 512, "max_num_seqs": 12, "max_num_batched_tokens": 128}
+SMALL: dict[str, Any] = {
+    "num_gpu_blocks_override": 40,
+    "max_model_len": 512,
+    "max_num_seqs": 12,
+    "max_num_batched_tokens": 128,
+}
 
 
 @pytest.fixture(scope="module")

@@ -55,8 +55,19 @@ def config_of(family: str) -> Any:
         )
     if family == "deepseek":
         sizes = {**_SIZES, "num_key_value_heads": 4, "head_dim": None}
-        ranks = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64}
-        dense = {"v_head_dim": 32, "first_k_dense_replace": 4, "n_routed_experts": 2, "n_group": 1, "topk_group": 1}
+        ranks: dict[str, Any] = {
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 64,
+        }
+        dense: dict[str, Any] = {
+            "v_head_dim": 32,
+            "first_k_dense_replace": 4,
+            "n_routed_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+        }
         return transformers.DeepseekV2Config(**{k: v for k, v in sizes.items() if v is not None}, **ranks, **dense)
     return transformers.LlamaConfig(**_SIZES)
 
@@ -65,7 +76,8 @@ def make_checkpoint(family: str, path: Path, seed: int = 0) -> Path:
     """A checkpoint directory with random weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32)
+        auto: Any = transformers.AutoModelForCausalLM
+        model = auto.from_config(config_of(family), dtype=torch.float32)
     model.save_pretrained(path)
     return path
 
