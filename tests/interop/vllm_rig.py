@@ -94,19 +94,30 @@ def greedy(num_tokens: int = 16) -> SamplingParams:
 
 
 class Engine:
-    """One vLLM engine. `kvtier` is the connector's extra configuration, None for an engine without it."""
+    """One vLLM engine. `kvtier` is the connector's extra configuration, None for an engine without it.
+
+    `transfer` is another connector's `kv_transfer_config`.
+    """
 
     def __init__(
-        self, model: Path, kvtier: dict[str, Any] | None = None, *, policy: str = "recompute", **options: Any
+        self,
+        model: Path,
+        kvtier: dict[str, Any] | None = None,
+        *,
+        policy: str = "recompute",
+        transfer: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         if kvtier is not None:
-            options["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="KVTierConnector",
-                kv_connector_module_path="kvtier.connector.vllm",
-                kv_role="kv_both",
-                kv_load_failure_policy=policy,
-                kv_connector_extra_config=kvtier,
-            )
+            transfer = {
+                "kv_connector": "KVTierConnector",
+                "kv_connector_module_path": "kvtier.connector.vllm",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": kvtier,
+            }
+        if transfer is not None:
+            options["kv_transfer_config"] = KVTransferConfig(**transfer)
         defaults = {"dtype": "float32", "max_model_len": 1024, "num_gpu_blocks_override": 128, "block_size": BLOCK}
         self.llm: Any = LLM(
             model=str(model),
