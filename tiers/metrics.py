@@ -1,6 +1,6 @@
 """Every counter kvtier keeps, on a registry of its own: what was found, missed, moved, dropped, and why."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -100,13 +100,15 @@ class Metrics:
 
     def snapshot(self) -> dict[str, float]:
         """Every sample by its exposition name, as in `kvtier_store_blocks_total{tier="l2"}`."""
+        return {_series(name, labels): value for name, labels, value in self.samples()}
+
+    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        """Every sample as (exposition name, labels, value), for a registry that is not ours."""
         self._refreshed()
-        return {
-            _series(sample.name, sample.labels): sample.value
-            for family in self._registry.collect()
-            for sample in family.samples
-            if not sample.name.endswith("_created")
-        }
+        for family in self._registry.collect():
+            for sample in family.samples:
+                if not sample.name.endswith("_created"):
+                    yield sample.name, sample.labels, sample.value
 
     def _refreshed(self) -> None:
         for refresh in self._refresh:

@@ -32,7 +32,7 @@ def open_hierarchy(config: Config, fingerprint: bytes, shape: KVShape) -> Hierar
     try:
         if config.host.pin:
             region.pin()
-        ports = [_file_port(config, fingerprint, shape, metrics, rates)] if config.file.path else []
+        ports = open_ports(config, fingerprint, (shape.block_bytes, shape.block_size), metrics, rates)
     except BaseException:
         host.close()
         raise
@@ -45,14 +45,26 @@ def open_hierarchy(config: Config, fingerprint: bytes, shape: KVShape) -> Hierar
     return Hierarchy(host, ports, settings, metrics, rates)
 
 
-def _file_port(config: Config, fingerprint: bytes, shape: KVShape, metrics: Metrics, rates: Rates) -> TierPort:
+def open_ports(
+    config: Config, fingerprint: bytes, block: tuple[int, int], metrics: Metrics, rates: Rates
+) -> list[TierPort]:
+    """The tiers below host memory that a configuration names, for blocks of `block` = (bytes, tokens at most) each.
+
+    Raises and warns as `open_hierarchy` does of the disk.
+    """
+    return [_file_port(config, fingerprint, block, metrics, rates)] if config.file.path else []
+
+
+def _file_port(config: Config, fingerprint: bytes, block: tuple[int, int], metrics: Metrics, rates: Rates) -> TierPort:
+    slot_bytes, block_size = block
+
     def open_file() -> FileStore:
         assert config.file.path is not None
         return FileStore.open(
             config.file.path,
             fingerprint,
-            slot_bytes=shape.block_bytes,
-            block_size=shape.block_size,
+            slot_bytes=slot_bytes,
+            block_size=block_size,
             size=config.file.size,
             mode=config.file.mode,
             durable=config.file.durable,
