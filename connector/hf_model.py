@@ -1,11 +1,14 @@
 """What a transformers model's KV depends on: the shape of its blocks and its identity, read off the module."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import xxhash
+from safetensors import SafetensorError, safe_open
 
+from kvtier.connector.checkpoint import config_digest_of, revision_of, weight_files
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.identity import ModelIdentity, config_digest
 from kvtier.tiers.shape import DTYPE_BYTES, KVShape
@@ -41,14 +44,22 @@ def kv_shape(model: "PreTrainedModel", block_size: int) -> KVShape:
 def identity_of(
     model: "PreTrainedModel", name: str, shape: KVShape, *, hash_scheme: str, epoch: int, exact_rows: int | None = None
 ) -> ModelIdentity:
-    """Everything its KV depends on. Reads all weights once. ConfigError for RoPE that depends on the length.
+    """Everything its KV depends on. Reads all weights. ConfigError for RoPE that depends on the length.
 
-    `exact_rows` names the engine's exact mode, whose KV has other last bits: a group of its own.
+    A model that is still what its checkpoint directory holds is named after that, as every engine names it; one made
+    otherwise, or changed since, after its own weights. `exact_rows` names the engine's exact mode, whose KV has other
+    last bits: a group of its own.
     """
+    path = Path(model.name_or_path) if model.name_or_path else None
+    if path is not None and path.is_dir() and is_checkpoint(model, path):
+        revision, digest = revision_of(path), config_digest_of(path)
+    else:
+        revision = f"xxh3:{weights_digest(model.state_dict(keep_vars=False).items())}"
+        digest = config_digest(model.config.to_dict())
     return ModelIdentity(
         model=name,
-        revision=f"xxh3:{weights_digest(model.state_dict(keep_vars=False).items())}",
-        config_digest=config_digest(model.config.to_dict()),
+        revision=revision,
+        config_digest=digest,
         dtype=shape.dtype,
         kv_dtype=shape.dtype,
         compute_dtype=shape.dtype if exact_rows is None else f"{shape.dtype}/exact-{exact_rows}",
@@ -61,12 +72,39 @@ def identity_of(
     )
 
 
+def is_checkpoint(model: "PreTrainedModel", path: Path) -> bool:
+    """Whether configuration and every weight of the model are those of a directory of safetensors files."""
+    files = weight_files(path)
+    if not files or files[0].suffix != ".safetensors":
+        return False
+    saved: Any = type(model.config).from_pretrained(path)
+    if config_digest(saved.to_dict()) != config_digest(model.config.to_dict()):
+        return False
+    weights = dict(model.state_dict(keep_vars=False))
+    found = set[tuple[int, int]]()
+    try:
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                for name in weights.keys() & set(tensors.keys()):
+                    weight, stored = weights[name], tensors.get_tensor(name)
+                    if not torch.equal(weight.detach().cpu(), stored.to(weight.dtype)):
+                        return False
+                    found.add(_place(weight))
+    except (OSError, SafetensorError):
+        return False
+    return all(_place(weight) in found for weight in weights.values())  # tied weights are saved once
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.nbytes
+
+
 def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """xxh3-128 (hex) over names, shapes and bytes of the weights; weights that share memory are read once."""
     digest, seen = xxhash.xxh3_128(), set[tuple[int, int]]()
     for name, tensor in sorted(tensors):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        if (place := (tensor.data_ptr(), tensor.nbytes)) not in seen:
+        if (place := _place(tensor)) not in seen:
             seen.add(place)
             digest.update(memoryview(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()))
     return digest.hexdigest()

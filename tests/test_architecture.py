@@ -47,7 +47,7 @@ GROUPS: Final = {
         "group_sync",
         "file_store",
     },
-    "transfer": {"transfer", "block_copier", "cuda_transfer", "kernels"},
+    "transfer": {"transfer", "block_copier", "engine_blocks", "cuda_transfer", "kernels"},
     "hierarchy": {"opening", "hierarchy", "prefetch", "demote", "port", "breaker", "io_queue", "rates"},
 }
 # Tiers never import each other; copies know L2's region; the hierarchy alone knows them all.

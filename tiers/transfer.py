@@ -9,18 +9,22 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers.block_copier import CANCELLED, BlockCopier, BlockCopies, Direction
+from kvtier.tiers.engine_blocks import EngineBlocks, PartCopier
 from kvtier.tiers.host import HostRegion
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BlockCopies", "CopyEvent", "CopyStream", "HostCopyStream", "HostEvent", "ManualCopyStream"]
+__all__ = ["L1", "BlockCopies", "CopyEvent", "CopyStream", "HostCopyStream", "HostEvent", "ManualCopyStream"]
+
+L1: TypeAlias = "torch.Tensor | NDArray[np.generic] | EngineBlocks"
+"""What a stream copies from and to: one tensor `[num_blocks, num_layers, …]`, or blocks as some engine keeps them."""
 
 MAX_QUEUED: Final = 1024  # copies per direction
 _LOOK_AGAIN: Final = 0.005  # seconds between looks at another stream's event that a copy waits for
@@ -100,7 +104,7 @@ class _Task:
     def ready(self) -> bool:
         return self.after is None or self.after.done()
 
-    def run(self, copier: BlockCopier, cancelled: Callable[[], bool] = bool) -> str | None:
+    def run(self, copier: BlockCopier | PartCopier, cancelled: Callable[[], bool] = bool) -> str | None:
         if self.after is not None and self.after.error is not None:
             return f"what it waited for failed: {self.after.error}"
         return copier.copy(self.direction, self.copies, cancelled)
@@ -114,14 +118,14 @@ class HostCopyStream:
 
     def __init__(
         self,
-        device: "torch.Tensor | NDArray[np.generic]",
+        device: L1,
         region: HostRegion,
         num_threads: int = 1,
         *,
         max_queued: int = MAX_QUEUED,
     ) -> None:
         """Start the threads. One keeps the order of each direction; more only pay with several memory channels."""
-        self._copier = BlockCopier(device, region)
+        self._copier = copier(device, region)
         self._max_queued = max_queued
         self._changed = threading.Condition()
         self._queues: dict[Direction, deque[_Task]] = {"load": deque(), "store": deque()}
@@ -209,11 +213,9 @@ class HostCopyStream:
 class ManualCopyStream:
     """The test twin: copies complete, or fail, when the test says so. Single-threaded use, but `drain` may wait."""
 
-    def __init__(
-        self, device: "torch.Tensor | NDArray[np.generic]", region: HostRegion, *, max_queued: int = MAX_QUEUED
-    ) -> None:
+    def __init__(self, device: L1, region: HostRegion, *, max_queued: int = MAX_QUEUED) -> None:
         """As `HostCopyStream`, without threads."""
-        self._copier = BlockCopier(device, region)
+        self._copier = copier(device, region)
         self._max_queued = max_queued
         self._changed = threading.Condition()
         self._pending: deque[_Task] = deque()
@@ -295,6 +297,11 @@ class ManualCopyStream:
         if error is not None:
             event.end(error)
         return event
+
+
+def copier(device: L1, region: HostRegion) -> BlockCopier | PartCopier:
+    """What copies between an L1 in host memory and a region."""
+    return PartCopier(device, region) if isinstance(device, EngineBlocks) else BlockCopier(device, region)
 
 
 def _predecessor(after: object | None) -> CopyEvent | None:

@@ -1,0 +1,151 @@
+"""An engine's own layout as strided parts: whatever their order, a block comes back as it was, and slots are packed."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.tiers import engine_blocks, memory
+from kvtier.tiers.engine_blocks import BlockPart, EngineBlocks, PartCopier
+from kvtier.tiers.host import HostRegion
+from kvtier.tiers.transfer import BlockCopies, HostCopyStream
+
+BLOCKS, LAYERS, HEADS, TOKENS, DIM, SLOTS = 10, 3, 2, 8, 4, 16
+ITEM = 2  # bfloat16
+PLANE = TOKENS * HEADS * DIM * ITEM  # keys or values of one layer
+SLOT = LAYERS * 2 * PLANE
+
+
+def canonical(tensor: torch.Tensor, kv: int) -> torch.Tensor:
+    """Keys or values of one layer `[blocks, heads, tokens, 2 * dim]`, seen as `[blocks, tokens, heads, dim]`."""
+    return tensor[..., kv * DIM : (kv + 1) * DIM].transpose(1, 2)
+
+
+def head_major(tensors: list[torch.Tensor]) -> list[BlockPart]:
+    return [
+        BlockPart(canonical(tensor, kv), layer, (2 * layer + kv) * PLANE)
+        for layer, tensor in enumerate(tensors)
+        for kv in (0, 1)
+    ]
+
+
+def whole_layers(tensors: list[torch.Tensor]) -> list[BlockPart]:
+    return [BlockPart(tensor, layer, 2 * layer * PLANE) for layer, tensor in enumerate(tensors)]
+
+
+def transposed_keys(tensors: list[torch.Tensor]) -> list[BlockPart]:
+    """Every element by itself: the innermost dimension of the slot is not the engine's."""
+    return [BlockPart(tensor.transpose(2, 3), layer, 2 * layer * PLANE) for layer, tensor in enumerate(tensors)]
+
+
+@pytest.fixture
+def region() -> Iterator[HostRegion]:
+    region = HostRegion.allocate(SLOTS, SLOT)
+    yield region
+    region.close()
+
+
+@pytest.fixture
+def tensors() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (BLOCKS, HEADS, TOKENS, 2 * DIM)
+    return [torch.randn(shape, generator=generator, dtype=torch.bfloat16) for _ in range(LAYERS)]
+
+
+def pairs(blocks: list[int], slots: list[int], layers: tuple[int, int] | None = None) -> BlockCopies:
+    return BlockCopies(np.array(blocks, np.int64), np.array(slots, np.int64), layers)
+
+
+@pytest.mark.parametrize("parts", [head_major, whole_layers, transposed_keys])
+@pytest.mark.parametrize("scattered", [True, False])
+def test_a_block_comes_back_as_it_was(
+    parts: Callable[[list[torch.Tensor]], list[BlockPart]],
+    scattered: bool,
+    tensors: list[torch.Tensor],
+    region: HostRegion,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "can_copy_scattered", lambda: scattered)
+    copier = PartCopier(EngineBlocks(parts(tensors), SLOT), region)
+    before = [tensor.clone() for tensor in tensors]
+    assert copier.copy("store", pairs([7, 0, 3], [2, 9, 5])) is None
+    for tensor in tensors:
+        tensor.zero_()
+    assert copier.copy("load", pairs([1, 8], [9, 2])) is None
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor[1], old[0])
+        assert torch.equal(tensor[8], old[7])
+        assert not tensor[[0, 2, 3, 4, 5, 6, 7, 9]].any()
+
+
+def test_a_slot_holds_the_parts_in_the_order_of_their_views(tensors: list[torch.Tensor], region: HostRegion) -> None:
+    PartCopier(EngineBlocks(head_major(tensors), SLOT), region).copy("store", pairs([4], [6]))
+    slot = torch.frombuffer(region.slot(6), dtype=torch.bfloat16).view(LAYERS, 2, TOKENS, HEADS, DIM)
+    for layer, tensor in enumerate(tensors):
+        for kv in (0, 1):
+            assert torch.equal(slot[layer, kv], canonical(tensor, kv)[4])
+
+
+def test_a_range_of_layers_leaves_the_others_alone(tensors: list[torch.Tensor], region: HostRegion) -> None:
+    copier = PartCopier(EngineBlocks(head_major(tensors), SLOT), region)
+    copier.copy("store", pairs([4], [6]))
+    before = [tensor.clone() for tensor in tensors]
+    assert copier.copy("load", pairs([5], [6], (1, 2))) is None
+    assert torch.equal(tensors[1][5], before[1][4])
+    for layer in (0, 2):
+        assert torch.equal(tensors[layer], before[layer])
+
+
+def test_groups_have_block_tables_of_their_own(tensors: list[torch.Tensor], region: HostRegion) -> None:
+    parts = [
+        BlockPart(tensors[0], 0, 0, group=0),
+        BlockPart(tensors[1], 1, 2 * PLANE, group=1),
+        BlockPart(tensors[2], 2, 4 * PLANE, group=1),
+    ]
+    blocks = EngineBlocks(parts, SLOT)
+    copier = PartCopier(blocks, region)
+    assert copier.copy("store", pairs([3, BLOCKS + 8], [0, 0])) is None  # block 3 of group 0, block 8 of group 1
+    slot = torch.frombuffer(region.slot(0), dtype=torch.bfloat16).view(LAYERS, HEADS, TOKENS, 2 * DIM)
+    for layer, block in ((0, 3), (1, 8), (2, 8)):
+        assert torch.equal(slot[layer], tensors[layer][block])
+    assert copier.invalid(pairs([2 * BLOCKS], [0])) is not None
+
+
+def test_cancelled_between_batches(
+    tensors: list[torch.Tensor], region: HostRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_blocks, "_BATCH_BYTES", SLOT)
+    asked: list[bool] = []
+
+    def cancelled() -> bool:
+        asked.append(True)
+        return len(asked) > 1
+
+    copier = PartCopier(EngineBlocks(whole_layers(tensors), SLOT), region)
+    assert "cancelled" in str(copier.copy("store", pairs([1, 2], [1, 2]), cancelled))
+    assert np.frombuffer(region.slot(1), np.uint8).any()
+    assert not np.frombuffer(region.slot(2), np.uint8).any()
+
+
+def test_a_stream_takes_engine_blocks(tensors: list[torch.Tensor], region: HostRegion) -> None:
+    stream = HostCopyStream(EngineBlocks(head_major(tensors), SLOT), region)
+    event = stream.store(pairs([1], [0]))
+    assert event.wait(10)
+    assert event.error is None
+    before = tensors[0][1].clone()
+    tensors[0][1] = 0
+    assert stream.load(pairs([1], [0])).wait(10)
+    assert torch.equal(tensors[0][1], before)
+    stream.close(1)
+
+
+def test_parts_that_cannot_be_right_are_refused(tensors: list[torch.Tensor], region: HostRegion) -> None:
+    with pytest.raises(ValueError, match="overlaps"):
+        EngineBlocks([BlockPart(tensors[0], 0, 0), BlockPart(tensors[1], 1, PLANE)], SLOT)
+    with pytest.raises(ValueError, match="overlaps another, or a slot"):
+        EngineBlocks([BlockPart(tensors[0], 0, SLOT - PLANE)], SLOT)
+    with pytest.raises(ValueError, match="blocks"):
+        EngineBlocks([BlockPart(tensors[0], 0, 0), BlockPart(tensors[1][:5], 1, 2 * PLANE)], SLOT)
+    with pytest.raises(ValueError, match="slots of"):
+        PartCopier(EngineBlocks(whole_layers(tensors), SLOT + 64), region)
