@@ -6,21 +6,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import xxhash
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.version import __version__ as vllm_version
 
+from kvtier.connector.checkpoint import revision_of
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.identity import ModelIdentity, config_digest
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
 
-_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_PIECE: Final = 16 << 20  # bytes read at once
 _LENGTH_ROPE: Final = "length-rope:"
 
 
@@ -115,20 +113,12 @@ def _revision(config: VllmConfig) -> str:
 
 def _weights(model: Any) -> str:
     path = Path(model.model)
-    files = [path] if path.is_file() else sorted(path.glob("*")) if path.is_dir() else []
-    weights = [file for file in files if file.suffix in _WEIGHTS]
-    if weights:
-        digest = xxhash.xxh3_128()
-        for file in weights:
-            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-            with file.open("rb", buffering=0) as stream:
-                while piece := stream.read(_PIECE):
-                    digest.update(piece)
-        return f"xxh3:{digest.hexdigest()}"
-    commit = getattr(model.hf_config, "_commit_hash", None)
+    if path.is_dir():
+        return revision_of(path)
+    commit = getattr(model.hf_config, "_commit_hash", None)  # of a hub's model
     if not commit:
-        raise ConfigError(f'model "{model.model}": no weights found and no commit known; give the tier a "revision"')
-    return str(commit)
+        raise ConfigError(f'model "{model.model}": no commit is known of it; give the tier a "revision" in hex')
+    return f"git:{commit}"
 
 
 def _plain(value: object) -> str:

@@ -16,6 +16,18 @@ DEADLINE = 2.0
 LOAD_DEADLINE = 3.0
 
 
+def ended_jobs(jobs: TierJobs) -> list[EndedJob]:
+    """The next jobs to end."""
+    found: list[EndedJob] = []
+
+    def any_ended() -> bool:
+        found.extend(jobs.finished())
+        return bool(found)
+
+    wait_until(any_ended)
+    return found
+
+
 class Story:
     """Jobs over two tiers in memory, on a clock the test moves; the engine's memory is `slots`."""
 
@@ -43,9 +55,7 @@ class Story:
 
     def ended(self) -> EndedJob:
         """The next job to end, alone."""
-        found: list[EndedJob] = []
-        wait_until(lambda: found.extend(self.jobs.finished()) or found)
-        [ended] = found
+        [ended] = ended_jobs(self.jobs)
         return ended
 
     def counted(self, series: str) -> float:
@@ -213,20 +223,13 @@ def test_a_large_job_travels_in_calls_of_bounded_size_and_ends_as_one() -> None:
     port = TierPort("file", lambda: tier, PortSettings(), metrics, Rates("load"))
     jobs = TierJobs([port], size, 8, 60.0, metrics)
     slots = [memoryview(bytearray(payload_of(name, size))) for name in NAMES[:5]]
-    done: list[EndedJob] = []
-
-    def finished() -> bool:
-        done.extend(jobs.finished())
-        return bool(done)
-
     jobs.store(1, NAMES[:5], slots)
-    wait_until(finished)
+    ended_jobs(jobs)
     for slot in slots:
         slot[:8] = bytes(8)
-    done.clear()
     jobs.load(2, NAMES[:5], slots)
-    wait_until(finished)
-    assert done[0].outcomes == [Outcome.OK] * 5
+    [loaded] = ended_jobs(jobs)
+    assert loaded.outcomes == [Outcome.OK] * 5
     assert [bytes(slot) == payload_of(name, size) for name, slot in zip(NAMES, slots, strict=False)] == [True] * 5
     assert tier.calls == [2, 2, 1]
     jobs.close(10)

@@ -10,6 +10,8 @@ from typing import Any
 
 from kvtier.tiers.file_io import FileIO
 
+LABELS = ("tier", "direction", "reason")
+
 
 class Disk:
     """Stands before every payload transfer of the file tier: well, failing, or silent until it is well again."""
@@ -79,7 +81,9 @@ def _step(llm: Any, disk: Disk, step: dict[str, Any]) -> Any:
         case "metrics":
             samples = [sample for family in REGISTRY.collect() for sample in family.samples]
             return {
-                f"{sample.name}/{sample.labels.get('reason', sample.labels.get('direction', ''))}": sample.value
+                " ".join(
+                    [sample.name, *(sample.labels[name] for name in LABELS if name in sample.labels)]
+                ): sample.value
                 for sample in samples
                 if sample.name.startswith(("kvtier_", "vllm:kv_offload_tiering_chunk"))
             }

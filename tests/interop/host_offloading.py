@@ -31,8 +31,10 @@ Addresses = NDArray[np.int64]
 class HostOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """`TieringOffloadingSpec` whose device is host memory."""
 
+    _worker: OffloadingWorker | None
+
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        if not self._worker:
+        if self._worker is None:
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,
                 num_chunks=self.num_chunks,
