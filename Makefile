@@ -1,10 +1,12 @@
 # What a newcomer types. Every target does all of its own set-up, and is quick when that is already done.
 #
-#   make demo    watch a real transformer engine prefill a long text once, then never again
-#   make test    the whole test suite
-#   make check   ruff, ruff format, strict mypy, the architecture test
-#   make bench   every benchmark in its quick form
-#   make setup   only the set-up: .venv with the `kvtier` command
+#   make demo         watch a real transformer engine prefill a long text once, then never again
+#   make test         the whole test suite
+#   make test-vllm    a real vLLM over kvtier's tiers; its packages are kept in your cache directory
+#   make test-sglang  a real SGLang, likewise
+#   make check        ruff, ruff format, strict mypy, the architecture test
+#   make bench        every benchmark in its quick form
+#   make setup        only the set-up: .venv with the `kvtier` command
 #
 # On a GPU machine, first:  export TORCH=torch EXTRAS=cuda,engine,dev
 
@@ -19,15 +21,16 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 EXTRAS ?= engine,dev
 PYTEST_ARGS ?= -n auto --dist loadfile
+ENGINE_ARGS ?=
 DEMO_ARGS ?=
 
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
-STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
+STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test test-vllm test-sglang check format bench clean
 
 help:
-	sed -n '3,7s/^# *//p' Makefile
+	sed -n '3,9s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -42,6 +45,12 @@ demo: setup
 # One torch thread each: the tests run side by side, one worker per core.
 test: setup
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# Side by side is not for engines: each wants the machine. Their libraries warn of much: here a warning is no error.
+test-vllm test-sglang: test-%:
+	.ci/beside-engine $*
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-$*/bin/python -m pytest -W default \
+		tests/interop/test_pins.py $(wildcard tests/interop/test_$**.py) $(ENGINE_ARGS)
 
 check: setup
 	$(VENV)/bin/ruff check .
@@ -61,5 +70,5 @@ bench: setup
 	done
 
 clean:
-	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-sglang dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -23,6 +23,14 @@ _PIECE: Final = 16 << 20  # bytes read at a time
 _SLOW: Final = 5.0  # seconds between two words about a long reading
 
 
+def name_of(path: Path) -> str:
+    """What people call the model in a checkpoint directory."""
+    path = path.resolve()
+    if path.parent.name == "snapshots":  # models--OWNER--NAME/snapshots/COMMIT
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return path.name
+
+
 def revision_of(path: Path) -> str:
     """What the weights in a checkpoint directory are, for `ModelIdentity.revision`.
 

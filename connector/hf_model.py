@@ -22,9 +22,13 @@ _ATTENTION: Final = {"full_attention", "sliding_attention", "chunked_attention"}
 def kv_shape(model: "PreTrainedModel", block_size: int) -> KVShape:
     """The blocks of a model whose layers all keep K and V of one shape.
 
-    ConfigError for another: a compressed cache (MLA), a recurrent state, a dtype that blocks are not made of.
+    ConfigError for another: a compressed cache (MLA), a recurrent state, an encoder, a dtype of no block.
     """
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(f"model kind {model.config.model_type!r}: K and V hang on the encoder's text too")
     config: Any = model.config.get_text_config(decoder=True)
+    if model._is_stateful:
+        raise ConfigError(f"model kind {config.model_type!r}: it keeps a state, not K and V a token")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if getattr(config, "kv_lora_rank", None):
         raise ConfigError(f"model kind {config.model_type!r}: K and V differ in shape, no block holds that yet")

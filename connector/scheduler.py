@@ -7,12 +7,27 @@ from itertools import count
 from typing import Protocol
 
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
-from kvtier.tiers.chain import TokenChain
-from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy import Attribution, Hierarchy
 from kvtier.tiers.metrics import LOOKUP_TIERS
 from kvtier.tiers.pool import Lease, Reservation
 from kvtier.tiers.prefetch import PENDING, Pending, Prefetch
-from kvtier.tiers.tier import BlockRecord, Outcome
+from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+
+
+class BlockChain(Protocol):
+    """The named blocks of one growing sequence: a `TokenChain`, or an engine's own hashes."""
+
+    block_size: int  # tokens
+
+    @property
+    def hashes(self) -> Sequence[ChainHash]:
+        """The names of its full blocks."""
+
+    def parent(self, block: int) -> ChainHash:
+        """The name before block `block`: the root for block 0."""
+
+    def block_tokens(self, block: int) -> bytes:
+        """The tokens of a full block, u32 little-endian."""
 
 
 class Request(Protocol):
@@ -23,7 +38,7 @@ class Request(Protocol):
         """Unique among the live requests."""
 
     @property
-    def chain(self) -> TokenChain:
+    def chain(self) -> BlockChain:
         """The hashes of its tokens so far, prompt and answer."""
 
     @property
@@ -40,7 +55,7 @@ class _Known:
     base: int = 0  # blocks found in L1 when the prefetch started
     asked: int = 0  # blocks found in L1 at the last lookup
     prefetch: Prefetch | None = None
-    attributed: bool = False
+    found: Attribution | None = None  # where its blocks were when first asked
     recompute: bool = False  # decided once: loading is slower
 
 
@@ -148,10 +163,15 @@ class SchedulerSide:
         self._planned_loads.append(op)
         return len(op) * block_size
 
+    def found(self, request_id: str) -> Attribution | None:
+        """Where the blocks of a live request were when it was first looked up."""
+        return self._requests[request_id].found
+
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         """Blocks `first_block…` of the request's table became full in this step; copy those not held yet to L2.
 
-        Every block named here must stay referenced in L1 until an update names it in `released`.
+        Every block named here must keep its content until an update names it in `released`: the engine keeps it
+        referenced in L1, or has the worker `fence` the op before the block is written again.
         """
         known = self._requests[request_id]
         chain = known.request.chain
@@ -249,8 +269,8 @@ class SchedulerSide:
         usable = min(len(chain.hashes), (request.num_tokens - 1) // chain.block_size)
         hashes = chain.hashes[:usable]
         where = self.hierarchy.lookup(hashes, min(in_l1, usable))
-        if first := not known.attributed:
-            known.attributed = True
+        if first := known.found is None:
+            known.found = where
             for tier in LOOKUP_TIERS:
                 self.hierarchy.metrics.looked_up(tier, getattr(where, tier))
             self.hierarchy.metrics.missed(Outcome.ABSENT, where.miss)

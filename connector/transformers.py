@@ -9,8 +9,14 @@ from typing import Any, Final, Self
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
 
+try:
+    from transformers import DynamicCache, PreTrainedModel
+    from transformers import __version__ as _version
+except ImportError as error:
+    raise ImportError("KVTier needs transformers 5.0 or newer: pip install 'kvtier[engine]'") from error
+
+from kvtier.connector.checkpoint import name_of
 from kvtier.connector.hf_model import identity_of, kv_shape
 from kvtier.connector.plan import CopyOp, WorkerReport
 from kvtier.connector.scheduler import SchedulerSide
@@ -20,14 +26,30 @@ from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.opening import open_hierarchy
 from kvtier.tiers.prefetch import Pending
+from kvtier.tiers.tier import Outcome
+
+if int(_version.partition(".")[0]) < 5:
+    raise ImportError(f"KVTier needs transformers 5.0 or newer, here is {_version}: pip install -U 'kvtier[engine]'")
 
 _log = logging.getLogger(__name__)
 
 _WAIT: Final = 0.05  # seconds between looks at a lookup that waits for the disk; its own deadline ends it
 _SEALED: Final = 1.0  # seconds for new blocks to be hashed
-_PLAIN: Final = frozenset({"attention_mask"})  # tensors `generate` may be given beside the tokens
 _ONE: Final = ("num_beams", "num_return_sequences", "num_beam_groups")
-_OTHER_CACHES: Final = ("cache_implementation", "assistant_model", "prompt_lookup_num_tokens")
+_OWN_WAYS: Final = (  # of decoding, beside one token after the other behind the prompt as it was given
+    "assistant_model",
+    "assistant_early_exit",
+    "prompt_lookup_num_tokens",
+    "use_mtp",
+    "custom_generate",
+    "token_healing",
+)
+_WHOLE_PROMPT: Final = ("output_attentions", "output_hidden_states")
+_DYNAMIC: Final = (
+    None,
+    "dynamic",
+    "hybrid",
+)  # the cache that is made here; Gemma's checkpoints name the last
 
 
 @dataclass(slots=True)
@@ -57,12 +79,13 @@ class KVTier:
         self.num_cached_tokens = 0  # of the last `generate`: prompt tokens that were loaded, in every row
         self._config = config or Config.load()
         self._ids = count()
+        self._said: set[str] = set()
         self._side: SchedulerSide | None = None
         cache = self._config.cache
         try:
             self._shape = kv_shape(model, cache.block_size)
             path = model.name_or_path  # empty for a model made from a configuration
-            name = name or (Path(path).resolve().name if path else model.config.model_type)
+            name = name or (name_of(Path(path)) if path else model.config.model_type)
             identity = identity_of(model, name, self._shape, hash_scheme=cache.hash, epoch=cache.epoch)
         except ConfigError as error:
             _log.warning("nothing is kept of this model: %s", error)
@@ -74,13 +97,15 @@ class KVTier:
     def generate(self, input_ids: torch.Tensor, **options: Any) -> Any:
         """`model.generate(input_ids, **options)`: loads what is known, computes the rest, keeps what is new."""
         self.num_cached_tokens = 0
-        if not self._keeps(input_ids, options):
+        if not self._can_hold(input_ids, options):
             return self.model.generate(input_ids, **options)
+        if _asked(self.model, options, "cache_implementation") is not None:
+            options["cache_implementation"] = None  # generate() refuses it beside a cache, whichever it names
         rows = self._admit(input_ids)
         try:
             cache = self._load(rows)
             self.num_cached_tokens = min(row.num_loaded for row in rows) * self._shape.block_size
-            result = self.model.generate(input_ids, past_key_values=cache, **options)
+            result = self.model.generate(input_ids, **{**options, "past_key_values": cache})
             sequences = result if isinstance(result, torch.Tensor) else result.sequences
             self._store(rows, sequences if self._config.cache.store_generated else input_ids, cache)
             return result
@@ -91,8 +116,9 @@ class KVTier:
         """A cache with the leading tokens of every row ([rows, tokens]) that are known, and how many these are.
 
         Give it to `model(input_ids[:, num_cached:], past_key_values=cache)`; at least the last token is left.
+        Rows of one length without padding: what a mask would hide, this can't see.
         """
-        if not self._keeps(input_ids, {}):
+        if not self._can_hold(input_ids):
             return DynamicCache(), 0
         rows = self._admit(input_ids)
         try:
@@ -102,7 +128,7 @@ class KVTier:
 
     def store(self, input_ids: torch.Tensor, cache: DynamicCache) -> None:
         """Keep the KV of the tokens ([rows, tokens], from the first one on) that `cache` holds."""
-        if not self._keeps(input_ids, {}):
+        if not self._can_hold(input_ids):
             return
         rows = self._admit(input_ids)
         try:
@@ -131,23 +157,23 @@ class KVTier:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _keeps(self, input_ids: torch.Tensor, options: dict[str, Any]) -> bool:
-        """Whether blocks can hold the KV of this call: plain rows of tokens, each decoded once."""
-        mask = options.get("attention_mask")
-        settings = options.get("generation_config") or self.model.generation_config
-        asked = {name: options.get(name, getattr(settings, name, None)) for name in (*_ONE, *_OTHER_CACHES)}
-        return (
-            self._side is not None
-            and not self.model.training
-            and input_ids.ndim == 2
-            and input_ids.numel() > 0
-            and (mask is None or bool(mask.all()))
-            and options.get("past_key_values") is None
-            and options.get("use_cache") is not False
-            and all(asked[name] in (None, 1) for name in _ONE)
-            and all(asked[name] is None for name in _OTHER_CACHES)
-            and not any(isinstance(value, torch.Tensor) for name, value in options.items() if name not in _PLAIN)
-        )
+    def _can_hold(self, input_ids: torch.Tensor, options: dict[str, Any] | None = None) -> bool:
+        """Whether blocks can hold the KV of this call (None: no `generate`). If not, it is said once and counted."""
+        if self._side is None:
+            return False
+        reason = _no_rows(self.model, input_ids)
+        if reason is None and options is not None:
+            reason = _not_plain(self.model, input_ids, options)
+        if reason is not None:
+            self._say_once(f"nothing is loaded or kept of such a call: {reason}")
+            num_blocks = input_ids.numel() // self._shape.block_size
+            self._side.hierarchy.metrics.missed(Outcome.UNSUPPORTED, num_blocks)
+        return reason is None
+
+    def _say_once(self, warning: str) -> None:
+        if warning not in self._said:
+            self._said.add(warning)
+            _log.warning(warning)
 
     def _admit(self, input_ids: torch.Tensor) -> list[_Row]:
         rows = []
@@ -194,7 +220,9 @@ class KVTier:
     def _store(self, rows: Sequence[_Row], sequences: torch.Tensor, cache: DynamicCache) -> None:
         num_tokens = min(cache.get_seq_length(), sequences.shape[1])
         if not self._is_whole(cache, len(rows)):
-            _log.warning("nothing is kept of a cache that dropped tokens or has another shape; let load() make it")
+            self._say_once("nothing is kept of a cache that dropped tokens or has another shape; let load() make it")
+            num_blocks = len(rows) * num_tokens // self._shape.block_size
+            self._scheduler.hierarchy.metrics.dropped("l2", Outcome.UNSUPPORTED, num_blocks)
             return
         for index, row in enumerate(rows):
             row.chain.extend(sequences[index, row.num_tokens : num_tokens].tolist())
@@ -236,3 +264,54 @@ class KVTier:
             (failed if copier.copy(direction, pairs) else finished).append(op.op_id)
         self._scheduler.update(WorkerReport(tuple(finished), tuple(failed)))
         return not failed
+
+
+def _no_rows(model: Any, input_ids: torch.Tensor) -> str | None:
+    """What keeps blocks from holding these tokens' KV, and the mend; None for plain rows."""
+    if model.training:
+        return "the model is in training mode; call model.eval()"
+    if input_ids.ndim != 2 or input_ids.numel() == 0:
+        return f"input_ids has the shape {tuple(input_ids.shape)}; pass [rows, tokens]"
+    return None
+
+
+def _not_plain(model: Any, input_ids: torch.Tensor, options: dict[str, Any]) -> str | None:
+    """What keeps blocks from holding the KV of `generate(input_ids, **options)`, and the mend; None where they can."""
+    asked = {name: _asked(model, options, name) for name in (*_ONE, *_OWN_WAYS, *_WHOLE_PROMPT)}
+    if options.get("past_key_values") is not None:
+        return "past_key_values is a cache of the caller's; leave it out, or use load() and store()"
+    if _asked(model, options, "use_cache") is False:
+        return "use_cache=False; leave it out"
+    if (kind := _asked(model, options, "cache_implementation")) not in _DYNAMIC:
+        return f"cache_implementation={kind!r}; leave it out, or set it to None in model.generation_config"
+    if several := [name for name in _ONE if asked[name] not in (None, 1)]:
+        return f"{several[0]}={asked[several[0]]}; leave it at 1, and pass a prompt several times for several answers"
+    if ways := [name for name in _OWN_WAYS if asked[name]]:
+        return f"{ways[0]} decodes in a way of its own; leave it out"
+    if whole := [name for name in _WHOLE_PROMPT if asked[name]]:
+        return f"{whole[0]} would lack the tokens that are loaded; leave it out"
+    if _is_padded(model, input_ids, options):
+        return "padding or a mask; generate rows of one length together, without either"
+    tensors = {name for name, value in options.items() if isinstance(value, torch.Tensor)}
+    if more := sorted(tensors - {"attention_mask", "pad_token_id", "eos_token_id", "bos_token_id"}):
+        return f"{', '.join(more)}: KV that depends on more than the tokens; leave it out if it changes nothing"
+    return None
+
+
+def _asked(model: Any, options: dict[str, Any], name: str) -> Any:
+    """The value `generate` goes by: the argument, else the generation_config argument's, else the model's."""
+    if name in options:
+        return options[name]
+    settings = (options.get("generation_config"), model.generation_config)
+    return next((value for one in settings if (value := getattr(one, name, None)) is not None), None)
+
+
+def _is_padded(model: Any, input_ids: torch.Tensor, options: dict[str, Any]) -> bool:
+    """Whether any token is masked. Without a mask `generate` makes one that hides the padding token."""
+    mask = options.get("attention_mask")
+    if mask is not None:
+        return mask.shape != input_ids.shape or not bool(mask.all())
+    pad, ends = (_asked(model, options, name) for name in ("pad_token_id", "eos_token_id"))
+    if pad is None or (ends is not None and bool(torch.isin(torch.as_tensor(ends), torch.as_tensor(pad)).any())):
+        return False
+    return bool((input_ids == pad).any())

@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -34,20 +35,21 @@ if TYPE_CHECKING:
 _SECTIONS: Final = ("file", "cache", "breaker")  # of our configuration, those that mean something here
 _OPTIONS: Final = ("config", "revision")
 _MAX_PROMOTIONS: Final = 2  # of one chunk for one request: then it is computed, whatever goes wrong in between
-_METRICS: Final = {
-    "kvtier_miss": (OffloadingCounterMetadata, "Chunks promised and not loaded, by reason", ("reason",)),
-    "kvtier_store_blocks": (OffloadingCounterMetadata, "Chunks stored", ("tier",)),
-    "kvtier_store_dropped": (OffloadingCounterMetadata, "Chunks not stored, by reason", ("tier", "reason")),
-    "kvtier_corruption": (OffloadingCounterMetadata, "Chunks that failed verification", ("tier",)),
-    "kvtier_breaker_open": (OffloadingGaugeMetadata, "1 while a tier is detached", ("tier", "direction")),
-}
 
 
 class _Promotions(Counter[ChainHash]):
     """How often each chunk was promoted for one request; kept in vLLM's own record of the request."""
 
 
-class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """What the tiers need to know of vLLM's chunks."""
+
+    block_bytes: int
+    block_size: int = 1  # tokens a record has room for: vLLM does not tell us a chunk's
+
+
+class KVTierSecondaryTier(SecondaryTierManager):
     """kvtier's tiers as `{"type": "KVTierSecondaryTier", "module_path": "kvtier.connector.vllm_tier", "file": {…}}`.
 
     Runs in the scheduler's process, on its thread but for the I/O; nothing here waits but `drain_jobs` and `shutdown`,
@@ -75,8 +77,7 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         )
         num_chunks, chunk_bytes = len(primary_kv_view), self.block_size_bytes
         self.metrics = Metrics()
-        # One token a chunk at most: vLLM tells us no tokens.
-        ports = open_ports(config, identity.fingerprint(), (chunk_bytes, 1), self.metrics, Rates("load"))
+        ports = open_ports(config, identity.fingerprint(), _Chunks(chunk_bytes), self.metrics, Rates("load"))
         # As many may be kept from eviction by waiting stores: a quarter of vLLM's own tier.
         max_storing = max(1, min(config.cache.store_queue // chunk_bytes, num_chunks // 4))
         self.jobs = TierJobs(ports, chunk_bytes, max_storing, config.cache.prefetch_deadline, self.metrics)
@@ -146,7 +147,12 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         """Our counters, for vLLM's own Prometheus registry."""
-        return {name: kind(documentation, labels) for name, (kind, documentation, labels) in _METRICS.items()}
+        return {
+            f"vllm:{family.name}": (OffloadingCounterMetadata if family.is_counter else OffloadingGaugeMetadata)(
+                family.text, family.labels
+            )
+            for family in Metrics().families()
+        }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What our counters grew by since the last call; None where no job ended since."""
@@ -154,17 +160,13 @@ class KVTierSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
             return None
         self._has_news = False
         stats = OffloadingConnectorStats()
-        for name, labels, value in self.metrics.samples():
-            metric = name.removesuffix("_total")
-            if metric not in _METRICS:
-                continue
-            kind, _, label_names = _METRICS[metric]
-            values = tuple(labels[label] for label in label_names)
-            if kind is OffloadingGaugeMetadata:
-                stats.set_gauge(metric, value, values)
-            elif grown := value - self._reported.get((metric, values), 0.0):
-                self._reported[metric, values] = value
-                stats.increase_counter(metric, grown, values)
+        for sample in self.metrics.samples():
+            name = f"vllm:{sample.name}"
+            if not sample.is_counter:
+                stats.set_gauge(name, sample.value, sample.labels)
+            elif grown := sample.value - self._reported.get((name, sample.labels), 0.0):
+                self._reported[name, sample.labels] = sample.value
+                stats.increase_counter(name, grown, sample.labels)
         return stats
 
     def _take(self, job: TransferJob) -> tuple[list[OffloadKey], list[memoryview]]:

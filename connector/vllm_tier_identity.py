@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.version import __version__ as vllm_version
 
 from kvtier.connector.checkpoint import revision_of
+from kvtier.connector.vllm_model import checkpoint_path, hash_scheme, require_supported_version
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.identity import ModelIdentity, config_digest
 
@@ -44,6 +43,7 @@ def native_identity(config: VllmConfig, spec: "OffloadingSpec", revision: str | 
 
     ConfigError for block hashes that no other process could find again, and for weights that nothing names.
     """
+    require_supported_version()
     model: Any = config.model_config
     digest = config_digest(model.hf_config.to_dict())
     parallel, heads = spec.config.parallel, model.get_total_num_kv_heads()
@@ -65,7 +65,7 @@ def native_identity(config: VllmConfig, spec: "OffloadingSpec", revision: str | 
         pp_stages=(0, parallel.pp_size),
         pp_size=parallel.pp_size,
         layout=_layout(config, spec),
-        hash_scheme=_hash_scheme(config),
+        hash_scheme=hash_scheme(config.cache_config.prefix_caching_hash_algo),
         epoch=epoch,
     )
 
@@ -89,36 +89,14 @@ def _layout(config: VllmConfig, spec: "OffloadingSpec") -> str:
     return f"vllm-offload-{vllm_version}-{digest}"
 
 
-def _hash_scheme(config: VllmConfig) -> str:
-    algorithm = config.cache_config.prefix_caching_hash_algo
-    function = get_hash_fn_by_name(algorithm)
-    seed = resolve_none_hash_seed(function)
-    if seed != resolve_none_hash_seed(function):  # drawn anew each time
-        raise ConfigError(
-            f"prefix_caching_hash_algo {algorithm!r}: its hashes begin with random bytes, no other process finds them"
-            " again; set PYTHONHASHSEED to one value everywhere, or choose sha256"
-        )
-    return f"vllm-{algorithm}-{function(seed).hex()}"
-
-
 def _revision(config: VllmConfig) -> str:
     """The commit or the digest of the weights; of a drafter's too, whose KV stands in the same chunks."""
     if config.load_config.load_format == "dummy":
         raise ConfigError('load_format "dummy": nothing names random weights; give the tier a "revision" in hex')
     drafter = getattr(config.speculative_config, "draft_model_config", None)
     models = [model for model in (config.model_config, drafter) if model is not None]
-    revisions = sorted({_weights(model) for model in models})
+    revisions = list(dict.fromkeys(revision_of(checkpoint_path(model)) for model in models))
     return revisions[0] if len(revisions) == 1 else hashlib.sha256(" ".join(revisions).encode()).hexdigest()
-
-
-def _weights(model: Any) -> str:
-    path = Path(model.model)
-    if path.is_dir():
-        return revision_of(path)
-    commit = getattr(model.hf_config, "_commit_hash", None)  # of a hub's model
-    if not commit:
-        raise ConfigError(f'model "{model.model}": no commit is known of it; give the tier a "revision" in hex')
-    return f"git:{commit}"
 
 
 def _plain(value: object) -> str:

@@ -26,6 +26,7 @@ class WorkerSide:
         self._deadline = deadline
         self._loads: dict[int, list[tuple[int, CopyEvent]]] = {}  # op → (end layer, event) of each group
         self._stores: dict[int, CopyEvent] = {}
+        self._given_up: set[int] = set()  # stores whose blocks were written to before they were read
         self._layerwise: list[int] = []  # ops of this step's plan that its compute waits for
         self._late_at = 0.0  # when all of them should be there
 
@@ -59,6 +60,17 @@ class WorkerSide:
         for op in plan.stores:
             self._stores[op.op_id] = self._stream.store(_copies(op))
 
+    def fence(self, op_ids: Sequence[int]) -> None:
+        """Have these stores read their blocks before compute issued from now on writes to them.
+
+        One that is late, by the same deadline as a load, is given up: its slots hold who knows what.
+        """
+        late_at = time.monotonic() + self._deadline
+        for op_id in op_ids:
+            event = self._stores.get(op_id)
+            if event is not None and not self._stream.fence(event, max(0.0, late_at - time.monotonic())):
+                self._given_up.add(op_id)
+
     def poll(self) -> WorkerReport:
         """The ops that have ended since the last poll."""
         finished: list[int] = []
@@ -68,10 +80,12 @@ class WorkerSide:
             *((op_id, [event]) for op_id, event in self._stores.items()),
         ]:
             if all(event.done() for event in events):
-                (failed if any(event.error for event in events) else finished).append(op_id)
+                badly = op_id in self._given_up or any(event.error for event in events)
+                (failed if badly else finished).append(op_id)
         for op_id in (*finished, *failed):
             self._loads.pop(op_id, None)  # a layerwise op may be polled only after its step's compute
             self._stores.pop(op_id, None)
+            self._given_up.discard(op_id)
         return WorkerReport(tuple(finished), tuple(failed))
 
     def wait(self, timeout: float) -> None:

@@ -266,12 +266,7 @@ def _progress(console: Console) -> Progress:
 
 
 def _show(console: Console, runs: list[Run], identical: bool, hit: bool) -> None:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("", "TTFT ms", "faster", "prompt", "L1", "L2", "L3", "MB", "same"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for run in runs:

@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from kvtier.connector.checkpoint import name_of
 from kvtier.connector.hf_model import identity_of, kv_shape
 from kvtier.engine.config import EngineConfig
 from kvtier.tiers.errors import ConfigError
@@ -94,7 +95,7 @@ class Model:
         module, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(f"model {str(path)!r}: the checkpoint lacks {len(missing)} weights, {missing[0]} first")
-        return cls(module.to(_device_of(device)), directory.resolve().name)
+        return cls(module.to(_device_of(device)), name_of(directory))
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, *, seed: int = 0, dtype: str = "auto", device: str = "cpu") -> Self:

@@ -1,20 +1,30 @@
-"""The README's example, run as printed, twice, and its figures: those that the benchmarks saved."""
+"""The README's examples, run as printed, twice, and its figures: those that the benchmarks saved."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from _readme import BEGIN, END, figures
-from tiny_models import config_of
+from tiny_models import config_of, plain, prompt
 from transformers import AutoModelForCausalLM
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+from kvtier import Config
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+
+
+def examples(path: Path) -> list[str]:
+    """Its Python blocks, in order."""
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
 
 
 def test_the_api_example_runs_as_printed(tmp_path: Path) -> None:
-    example = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[0]
+    example = examples(README)[0]
     auto: Any = AutoModelForCausalLM
     auto.from_config(config_of("llama")).save_pretrained(tmp_path / "path" / "to" / "checkpoint")
     (tmp_path / "example.py").write_text(example.replace('"4GiB"', '"64MiB"').replace('"1GiB"', '"64MiB"'))
@@ -31,6 +41,44 @@ def test_the_api_example_runs_as_printed(tmp_path: Path) -> None:
     assert answers[1].endswith(" 0 384")  # 400 tokens: 24 full blocks of 16 can be loaded, the last is computed
     tokens = [run.stdout.splitlines()[0].split("]")[0] for run in (first, second)]
     assert tokens[0] == tokens[1]  # and the greedy text is the same
+
+
+def test_the_transformers_example_runs_as_printed(disk_dir: Path) -> None:
+    model: Any = plain("llama")
+    file = {"path": str(disk_dir), "size": "64MiB"}
+    config = Config.load(host={"size": "8MiB"}, file=file, cache={"load_or_recompute": "load"})
+    for num_cached in (0, 80):
+        names = {"model": model, "config": config, "input_ids": torch.tensor([prompt(1, 90)])}
+        exec(examples(README)[1], names)
+        kv: Any = names["kv"]
+        kv.drain()
+        kv.close()
+        assert kv.num_cached_tokens == num_cached
+
+
+def test_the_transformers_page_runs_as_printed(tmp_path: Path) -> None:
+    auto: Any = AutoModelForCausalLM
+    auto.from_config(config_of("llama")).save_pretrained(tmp_path / "path" / "to" / "checkpoint")
+    page = "\n".join(examples(ROOT / "docs" / "transformers.md"))
+    (tmp_path / "page.py").write_text(page.replace('"4GiB"', '"64MiB"').replace('"1GiB"', '"64MiB"'))
+    for found in (0, 384):
+        run = subprocess.run(
+            [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        lines = run.stdout.splitlines()
+        assert lines[0] == f"found {found} of 400"
+        assert "loaded 384" in lines
+        assert 'kvtier_lookup_blocks_total{tier="file"} 24.0' in lines
+        assert "engine found 400" in lines
+        assert "back 432" in lines  # 401 + 32 tokens and one more
+
+
+def test_what_it_says_of_s3_fifo_was_measured() -> None:
+    saved = json.loads((ROOT / "benchmarks" / "results" / "pool_throughput.json").read_text())
+    took = {row["verb"]: f"{row['us/block']:.2g}" for row in saved["results"] if "us/block" in row}
+    lru, s3fifo = took["store with eviction, lru"], took["store with eviction, s3fifo"]
+    assert f"S3-FIFO's keyed store takes {s3fifo} µs a block (LRU: {lru})" in README.read_text()
 
 
 def test_its_figures_are_those_the_benchmarks_saved() -> None:

@@ -1,13 +1,23 @@
 """Every counter kvtier keeps, on a registry of its own: what was found, missed, moved, dropped, and why."""
 
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 LOOKUP_TIERS: Final = ("l1", "l2", "file", "redis", "miss")
 _LOADS: Final = ("read", "load")  # the directions towards the engine; their time is what a request waits
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class Sample(NamedTuple):
+    """One series now, or a family of them: `labels` are then the labels' names and `value` is nothing."""
+
+    name: str
+    text: str
+    labels: tuple[str, ...]
+    is_counter: bool
+    value: float = 0.0
 
 
 class Metrics:
@@ -19,23 +29,16 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        self._lookup = Counter(
-            "kvtier_lookup_blocks", "Blocks asked for, by where they were found", ["tier"], registry=registry
-        )
-        self._miss = Counter(
-            "kvtier_miss", "Blocks not served from the cache, by reason", ["reason"], registry=registry
-        )
-        self._store = Counter("kvtier_store_blocks", "Blocks stored", ["tier"], registry=registry)
-        self._drop = Counter(
-            "kvtier_store_dropped", "Blocks not stored, by reason", ["tier", "reason"], registry=registry
-        )
-        self._bytes = Counter("kvtier_bytes", "Payload bytes moved", ["tier", "direction"], registry=registry)
-        self._corruption = Counter("kvtier_corruption", "Blocks that failed verification", ["tier"], registry=registry)
-        self._evict = Counter("kvtier_evicted", "Blocks evicted", ["tier"], registry=registry)
-        self._breaker = Gauge(
-            "kvtier_breaker_open", "1 while a tier is detached", ["tier", "direction"], registry=registry
-        )
-        self._slots = Gauge("kvtier_pool_slots", "Slots by state", ["tier", "state"], registry=registry)
+        self._families: list[Sample] = []
+        self._lookup = self._counter("kvtier_lookup_blocks", "Blocks asked for, by where they were found", "tier")
+        self._miss = self._counter("kvtier_miss", "Blocks not served from the cache, by reason", "reason")
+        self._store = self._counter("kvtier_store_blocks", "Blocks stored", "tier")
+        self._drop = self._counter("kvtier_store_dropped", "Blocks not stored, by reason", "tier", "reason")
+        self._bytes = self._counter("kvtier_bytes", "Payload bytes moved", "tier", "direction")
+        self._corruption = self._counter("kvtier_corruption", "Blocks that failed verification", "tier")
+        self._evict = self._counter("kvtier_evicted", "Blocks evicted", "tier")
+        self._breaker = self._gauge("kvtier_breaker_open", "1 while a tier is detached", "tier", "direction")
+        self._slots = self._gauge("kvtier_pool_slots", "Slots by state", "tier", "state")
         self._load_seconds = Histogram(
             "kvtier_load_seconds",
             "Time of one batch moved towards the engine",
@@ -100,15 +103,34 @@ class Metrics:
 
     def snapshot(self) -> dict[str, float]:
         """Every sample by its exposition name, as in `kvtier_store_blocks_total{tier="l2"}`."""
-        return {_series(name, labels): value for name, labels, value in self.samples()}
+        self._refreshed()
+        return {
+            _series(sample.name, sample.labels): sample.value
+            for family in self._registry.collect()
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
 
-    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
-        """Every sample as (exposition name, labels, value), for a registry that is not ours."""
+    def families(self) -> list[Sample]:
+        """Every counter and gauge there can be, for a registry of somebody else's."""
+        return list(self._families)
+
+    def samples(self) -> Iterator[Sample]:
+        """Every counter and gauge now."""
         self._refreshed()
         for family in self._registry.collect():
             for sample in family.samples:
-                if not sample.name.endswith("_created"):
-                    yield sample.name, sample.labels, sample.value
+                if family.type in ("counter", "gauge") and not sample.name.endswith("_created"):
+                    labels = tuple(sample.labels.values())
+                    yield Sample(family.name, family.documentation, labels, family.type == "counter", sample.value)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        self._families.append(Sample(name, text, labels, is_counter=True))
+        return Counter(name, text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        self._families.append(Sample(name, text, labels, is_counter=False))
+        return Gauge(name, text, labels, registry=self._registry)
 
     def _refreshed(self) -> None:
         for refresh in self._refresh:

@@ -1,5 +1,7 @@
 """From a configuration to a hierarchy with its tiers open."""
 
+from typing import Protocol
+
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.file_store import FileStore
@@ -8,10 +10,21 @@ from kvtier.tiers.host import HostRegion, HostTier, slot_stride
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.port import PortSettings, TierPort
 from kvtier.tiers.rates import Rates
-from kvtier.tiers.shape import KVShape
 
 
-def open_hierarchy(config: Config, fingerprint: bytes, shape: KVShape) -> Hierarchy:
+class Blocks(Protocol):
+    """What the tiers need to know of a model's blocks; a `KVShape` says it."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one whole block."""
+
+
+def open_hierarchy(config: Config, fingerprint: bytes, shape: Blocks) -> Hierarchy:
     """The hierarchy a configuration describes, for the blocks of one model (`ModelIdentity.fingerprint`, 32 bytes).
 
     Raises ConfigError where memory or disk are too small, StoreLocked, FormatError and FingerprintMismatch; a
@@ -32,7 +45,7 @@ def open_hierarchy(config: Config, fingerprint: bytes, shape: KVShape) -> Hierar
     try:
         if config.host.pin:
             region.pin()
-        ports = open_ports(config, fingerprint, (shape.block_bytes, shape.block_size), metrics, rates)
+        ports = open_ports(config, fingerprint, shape, metrics, rates)
     except BaseException:
         host.close()
         raise
@@ -45,26 +58,19 @@ def open_hierarchy(config: Config, fingerprint: bytes, shape: KVShape) -> Hierar
     return Hierarchy(host, ports, settings, metrics, rates)
 
 
-def open_ports(
-    config: Config, fingerprint: bytes, block: tuple[int, int], metrics: Metrics, rates: Rates
-) -> list[TierPort]:
-    """The tiers below host memory that a configuration names, for blocks of `block` = (bytes, tokens at most) each.
-
-    Raises and warns as `open_hierarchy` does of the disk.
-    """
-    return [_file_port(config, fingerprint, block, metrics, rates)] if config.file.path else []
+def open_ports(config: Config, fingerprint: bytes, shape: Blocks, metrics: Metrics, rates: Rates) -> list[TierPort]:
+    """The tiers below host memory alone, for an engine that keeps its own; raises and warns as `open_hierarchy`."""
+    return [_file_port(config, fingerprint, shape, metrics, rates)] if config.file.path else []
 
 
-def _file_port(config: Config, fingerprint: bytes, block: tuple[int, int], metrics: Metrics, rates: Rates) -> TierPort:
-    slot_bytes, block_size = block
-
+def _file_port(config: Config, fingerprint: bytes, shape: Blocks, metrics: Metrics, rates: Rates) -> TierPort:
     def open_file() -> FileStore:
         assert config.file.path is not None
         return FileStore.open(
             config.file.path,
             fingerprint,
-            slot_bytes=slot_bytes,
-            block_size=block_size,
+            slot_bytes=shape.block_bytes,
+            block_size=shape.block_size,
             size=config.file.size,
             mode=config.file.mode,
             durable=config.file.durable,

@@ -33,6 +33,7 @@ class Outcome(StrEnum):
     COPY_FAILED = "copy_failed"  # a d2h or h2d copy failed
     EPOCH = "epoch"  # admitted before the last reset
     CLOSED = "closed"  # the tier is shutting down
+    UNSUPPORTED = "unsupported"  # of a call or a cache that blocks cannot hold
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,8 @@
 """Stories of KVTier: transformers' generate() beside the tiers, kind by kind, and shared with our engine."""
 
+import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -7,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import VOCAB, config_of, prompt
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, Gemma3TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    DynamicCache,
+    Gemma3TextConfig,
+    GenerationConfig,
+    MambaConfig,
+    T5Config,
+)
 
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.transformers import KVTier
@@ -18,6 +31,7 @@ from kvtier.tiers.config import Config
 
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+SETTINGS: Any = GenerationConfig
 Open = Callable[..., KVTier]
 
 
@@ -27,16 +41,19 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32) -> Any:
         layers = ["sliding_attention"] * 3 + ["full_attention"]
         heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
         config: Any = Gemma3TextConfig(**SIZES, **heads, sliding_window=24, layer_types=layers, initializer_range=0.2)
-    elif kind == "deepseek":
-        config = DeepseekV3Config(
+    elif kind in ("deepseek-v2", "deepseek-v3"):
+        config = (DeepseekV2Config if kind == "deepseek-v2" else DeepseekV3Config)(
             **SIZES, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=16,
             qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, first_k_dense_replace=4, initializer_range=0.2,
         )  # fmt: skip
+    elif kind == "mamba":
+        config = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
     else:
         config = config_of(kind)
     torch.manual_seed(0)
     auto: Any = AutoModelForCausalLM
-    return auto.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    attention = None if kind == "mamba" else "sdpa"
+    return auto.from_config(config, dtype=dtype, attn_implementation=attention).eval()
 
 
 def ids(*rows: list[int]) -> torch.Tensor:
@@ -149,37 +166,151 @@ def test_a_cache_that_dropped_tokens_is_not_kept(open_tier: Open, caplog: pytest
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "said"),
     [
-        {"num_beams": 2},
-        {"use_cache": False},
-        {"num_return_sequences": 2, "do_sample": True},
-        {"attention_mask": torch.tensor([[0] * 10 + [1] * 80])},
-        {"cache_implementation": "static"},
+        ({"num_beams": 2}, "num_beams=2; leave it at 1"),
+        ({"generation_config": SETTINGS(num_beams=2)}, "num_beams=2; leave it at 1"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2; leave it at 1"),
+        ({"use_cache": False}, "use_cache=False; leave it out"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'; leave it out, or set"),
+        (
+            {"prompt_lookup_num_tokens": 3, "eos_token_id": 1, "pad_token_id": 1},
+            "prompt_lookup_num_tokens decodes in",
+        ),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states would lack"),
+        ({"past_key_values": DynamicCache()}, "past_key_values is a cache of the caller's; leave it out"),
+        ({"attention_mask": torch.tensor([[0] * 10 + [1] * 80])}, "padding or a mask; generate rows of one length"),
+        ({"pad_token_id": prompt(1, 90)[5]}, "padding or a mask"),  # transformers hides it where it stands
+        ({"position_ids": torch.arange(90)[None]}, "position_ids: KV that depends on more than the tokens"),
     ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_calls_that_blocks_cannot_hold_go_on_as_ever(open_tier: Open, options: dict[str, Any]) -> None:
+def test_calls_that_blocks_cannot_hold_go_on_as_ever_and_are_named_once(
+    open_tier: Open, caplog: pytest.LogCaptureFixture, options: dict[str, Any], said: str
+) -> None:
     model = model_of("llama")
     kv = open_tier(model)
     tokens = ids(prompt(1, 90))
+
+    def answer(generate: Callable[..., Any]) -> Any:
+        torch.manual_seed(5)
+        result = generate(tokens, **copy.deepcopy({**GREEDY, **options}))
+        return result if isinstance(result, torch.Tensor) else result.sequences
+
+    expected = answer(model.generate)
     for _ in range(2):
-        torch.manual_seed(5)
-        expected = model.generate(tokens, **{**GREEDY, **options})
-        torch.manual_seed(5)
-        assert torch.equal(kv.generate(tokens, **{**GREEDY, **options}), expected)
+        assert torch.equal(answer(kv.generate), expected)
         assert kv.num_cached_tokens == 0
-
-
-def test_a_model_whose_kv_no_block_holds_is_generated_as_ever(
-    open_tier: Open, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = model_of("deepseek")
-    kv = open_tier(model)
-    assert "K and V differ in shape" in caplog.text
-    tokens = ids(prompt(1, 60))
-    assert torch.equal(kv.generate(tokens, **GREEDY), model.generate(tokens, **GREEDY))
+    # One line in all, naming what and the mend; every block is counted.
+    [warning] = [record.message for record in caplog.records if record.name == "kvtier.connector.transformers"]
+    assert said in warning
+    assert "\n" not in warning
+    assert kv.stats()['kvtier_miss_total{reason="unsupported"}'] == 2 * (90 // 16)
+    # Nothing of it was kept under these tokens.
+    assert kv.drain()
     assert kv.load(tokens)[1] == 0
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "dynamic"])
+def test_a_checkpoint_that_names_the_usual_cache_is_kept_all_the_same(
+    open_tier: Open, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Gemma's checkpoints carry "hybrid" in their generation_config.json."""
+    model = model_of("gemma3")
+    model.generation_config.cache_implementation = kind
+    tokens = ids(prompt(1, 90))
+    expected = model.generate(tokens, **GREEDY)
+    kv = open_tier(model)
+    for num_cached in (0, 80):
+        assert torch.equal(kv.generate(tokens, **GREEDY), expected)
+        assert kv.num_cached_tokens == num_cached
+    assert torch.equal(kv.generate(tokens, **GREEDY, cache_implementation=kind), expected)
+    assert "such a call" not in caplog.text
+
+
+def test_load_and_store_do_not_ask_how_text_is_generated(open_tier: Open) -> None:
+    model = model_of("llama")
+    model.generation_config.num_beams = 4
+    tokens = ids(prompt(1, 70))
+    kv = open_tier(model)
+    cache = kv.load(tokens)[0]
+    with torch.inference_mode():
+        model(tokens, past_key_values=cache)
+    kv.store(tokens, cache)
+    assert kv.load(tokens)[1] == 64
+
+
+def test_a_model_in_training_is_named_with_the_mend(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("llama").train()
+    kv = open_tier(model)
+    assert kv.load(ids(prompt(1, 70)))[1] == 0
+    assert "training mode; call model.eval()" in caplog.text
+    assert kv.load(torch.tensor(prompt(1, 70)))[1] == 0
+    model.eval()
+    assert kv.load(torch.tensor(prompt(1, 70)))[1] == 0
+    assert "shape (70,); pass [rows, tokens]" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("deepseek-v2", "K and V differ in shape"),
+        ("deepseek-v3", "K and V differ in shape"),
+        ("mamba", "it keeps a state"),
+    ],
+)
+def test_a_model_whose_kv_no_block_holds_is_generated_as_ever(
+    open_tier: Open, caplog: pytest.LogCaptureFixture, kind: str, said: str
+) -> None:
+    model = model_of(kind)
+    kv = open_tier(model)
+    assert said in caplog.text
+    tokens = ids(prompt(1, 60))
+    for _ in range(2):
+        assert torch.equal(kv.generate(tokens, **GREEDY), model.generate(tokens, **GREEDY))
+        assert kv.num_cached_tokens == 0
+    assert kv.load(tokens)[1] == 0
+    kv.store(tokens, DynamicCache())
     assert kv.stats() == {}
+
+
+def test_what_an_encoder_reads_names_no_blocks(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
+    """T5's KV are of the answer, its tokens of the question: one must not be found under the other."""
+    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    sizes |= {"vocab_size": VOCAB, "decoder_start_token_id": 0}
+    auto: Any = AutoModelForSeq2SeqLM
+    torch.manual_seed(0)
+    model = auto.from_config(T5Config(**sizes)).eval()
+    kv = open_tier(model)
+    assert "hang on the encoder's text" in caplog.text
+    tokens = ids(prompt(1, 20))
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(tokens, **options)
+    for _ in range(2):
+        assert torch.equal(kv.generate(tokens, **options), expected)
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ("sys.modules['transformers'] = None", "needs transformers 5.0 or newer: pip install 'kvtier[engine]'"),
+        ("import transformers; transformers.__version__ = '4.57.6'", "transformers 5.0 or newer, here is 4.57.6: pip"),
+    ],
+)
+def test_without_transformers_or_with_an_old_one_the_import_says_what_to_install(before: str, said: str) -> None:
+    program = f"import sys; {before}; import kvtier.connector.transformers"
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert said in child.stderr.splitlines()[-1]
+
+
+def test_a_cache_computed_with_gradients_is_kept(open_tier: Open) -> None:
+    model = model_of("llama")
+    tokens = ids(prompt(1, 70), prompt(1, 70))  # and one prompt twice in a batch
+    kv = open_tier(model)
+    cache, _ = kv.load(tokens)
+    model(tokens, past_key_values=cache)
+    kv.store(tokens, cache)
+    assert kv.load(tokens)[1] == 64
 
 
 def test_only_prompts_are_kept_when_asked(open_tier: Open) -> None:

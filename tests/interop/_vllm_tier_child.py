@@ -85,7 +85,7 @@ def _step(llm: Any, disk: Disk, step: dict[str, Any]) -> Any:
                     [sample.name, *(sample.labels[name] for name in LABELS if name in sample.labels)]
                 ): sample.value
                 for sample in samples
-                if sample.name.startswith(("kvtier_", "vllm:kv_offload_tiering_chunk"))
+                if sample.name.startswith(("vllm:kvtier_", "vllm:kv_offload_tiering_chunk"))
             }
     raise ValueError(step["do"])
 

@@ -189,7 +189,7 @@ def rewrite(store: Path, *, sealed: bool) -> int:
 def test_a_cold_engine_stores_every_whole_chunk_and_says_the_same(house: House) -> None:
     assert house.cold["tokens"] == house.tokens
     assert house.cold["cached"][:2] == [0, 0]
-    assert house.metrics["kvtier_store_blocks_total file"] == NUM_CHUNKS
+    assert house.metrics["vllm:kvtier_store_blocks_total file"] == NUM_CHUNKS
 
 
 def test_a_new_engine_process_loads_what_another_stored(house: House) -> None:
@@ -208,8 +208,8 @@ def test_corrupted_chunks_are_counted_misses_and_the_answer_is_right(house: Hous
     [found, metrics, again] = run(house.model, tier(store), generate(), METRICS, generate())
     assert found["tokens"] == house.tokens
     assert found["cached"][:2] == [0, 0]
-    assert metrics["kvtier_corruption_total file"] == NUM_CHUNKS
-    assert metrics["kvtier_miss_total checksum"] == NUM_CHUNKS
+    assert metrics["vllm:kvtier_corruption_total file"] == NUM_CHUNKS
+    assert metrics["vllm:kvtier_miss_total checksum"] == NUM_CHUNKS
     assert again["tokens"] == house.tokens
 
 
@@ -241,10 +241,10 @@ def test_a_bad_disk_never_reaches_the_engine_and_is_used_again_when_it_is_well(
     [_, ill, metrics, _, _, probing, _, cured, after] = run(house.model, extra, *steps)
     assert ill["tokens"] == probing["tokens"] == cured["tokens"] == house.tokens
     assert ill["cached"][:2] == [0, 0]  # not one chunk came from the bad disk
-    assert metrics[f"kvtier_miss_total {reason}"] > 0
-    assert metrics["kvtier_breaker_open file read"] == 1
+    assert metrics[f"vllm:kvtier_miss_total {reason}"] > 0
+    assert metrics["vllm:kvtier_breaker_open file read"] == 1
     assert cured["cached"] == CACHED  # without a restart
-    assert after["kvtier_breaker_open file read"] == 0
+    assert after["vllm:kvtier_breaker_open file read"] == 0
 
 
 def test_a_store_that_is_emptied_mid_run_costs_its_chunks_and_nothing_else(house: House) -> None:
@@ -284,7 +284,11 @@ def test_layers_that_slide_get_right_hits(tmp_path: Path, house: House) -> None:
 @pytest.mark.parametrize(
     ("entry", "options", "line"),
     [
-        ({}, {"prefix_caching_hash_algo": "xxhash"}, "prefix_caching_hash_algo 'xxhash': its hashes begin with random"),
+        (
+            {},
+            {"prefix_caching_hash_algo": "xxhash"},
+            "prefix_caching_hash_algo 'xxhash': its chains begin at random here",
+        ),
         ({"revision": "main"}, {}, "model identity, revision 'main': give the commit or the digest"),
     ],
 )

@@ -148,9 +148,9 @@ def test_a_chunk_that_rotted_is_missed_alone_and_never_promised_again(make: Make
     assert checksum(memoryview(primary[8])) == before  # nothing unverified was written
     assert [answer(tier, key(n), request("other")) for n in (1, 2, 3)] == ["HIT", "MISS", "HIT"]
     values = tier.get_stats().data["data"]
-    assert values["kvtier_corruption"] == {("file",): 1}
-    assert values["kvtier_miss"] == {("checksum",): 1}
-    assert values["kvtier_store_blocks"] == {("file",): 3}
+    assert values["vllm:kvtier_corruption"] == {("file",): 1}
+    assert values["vllm:kvtier_miss"] == {("checksum",): 1}
+    assert values["vllm:kvtier_store_blocks"] == {("file",): 3}
     assert tier.get_stats() is None  # no news
 
 

@@ -1,0 +1,247 @@
+"""What vLLM keeps of a model: its KV groups' layers, where a slot holds them, and what all of it is named after."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import vllm
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+from kvtier.connector.checkpoint import config_digest_of, name_of, revision_of
+from kvtier.tiers.chain import root_hash
+from kvtier.tiers.config import CacheConfig
+from kvtier.tiers.engine_blocks import BlockPart, EngineBlocks
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.identity import ModelIdentity, config_digest
+from kvtier.tiers.shape import DTYPE_BYTES
+
+SUPPORTED: Final = ((0, 32), (0, 34))  # from, below: the releases whose connector interface this one is written for
+_SPECS: Final = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+_CPU_TILE: Final = 32  # tokens whose keys vLLM's CPU kernels keep transposed
+
+
+def require_supported_version() -> None:
+    """ConfigError names this vLLM's version and those that are supported."""
+    numbers = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2] if part.isdigit())
+    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
+        oldest, newest = (".".join(map(str, version)) for version in SUPPORTED)
+        raise ConfigError(f"vLLM {vllm.__version__}: this kvtier works with {oldest} up to below {newest}; install one")
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    """What one slot holds of `block_size` tokens: every rank's part, in it layer by layer in order of their indices.
+
+    Native, a layer is what vLLM presents as `[heads, tokens, content]`; canonical, `[2 (K, V), tokens, heads, dim]`.
+    """
+
+    block_size: int  # tokens
+    hash_size: int  # tokens that one of vLLM's hashes stands for
+    groups: tuple[tuple[str, ...], ...]  # names of the layers of each KV group
+    layers: tuple[str, ...]  # all of them, in the order of a slot
+    layer_bytes: tuple[int, ...]  # of one rank
+    num_parts: int  # tensor-parallel ranks that hold different heads
+    replicas: int  # consecutive ranks that hold the same
+    content: str  # how vLLM's kernels arrange the inside of a block: "plain", or a name for their own way
+    canonical: bool
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of one rank's part."""
+        return sum(self.layer_bytes)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one whole block."""
+        return self.num_parts * self.part_bytes
+
+
+def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> SlotPlan:
+    """The plan for a model. ConfigError where its KV cannot be kept right."""
+    _require_supported(vllm_config)
+    specs = dict[str, Any]()
+    for group in kv_cache_config.kv_cache_groups:
+        inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        specs.update({name: inner[name] if inner else group.kv_cache_spec for name in group.layer_names})
+    for name, spec in specs.items():
+        _require_plain(name, spec)
+    layers = tuple(sorted(specs, key=_index))
+    if len({_index(name) for name in layers}) != len(layers):
+        raise ConfigError(f"KV layout: {len(layers)} layers share indices; kvtier keeps models with one KV a layer")
+    if len({spec.block_size for spec in specs.values()}) != 1:
+        raise ConfigError("KV layout: KV groups with blocks of different sizes; kvtier keeps groups of one block size")
+    parallel, spec = vllm_config.parallel_config, specs[layers[0]]
+    replicas = kv_cache_config.kv_tp_replicas
+    plan = SlotPlan(
+        block_size=spec.block_size,
+        hash_size=kv_cache_config.hash_block_size or spec.block_size,
+        groups=tuple(tuple(group.layer_names) for group in kv_cache_config.kv_cache_groups),
+        layers=layers,
+        layer_bytes=tuple(specs[name].unpadded_page_size_bytes for name in layers),
+        num_parts=parallel.tensor_parallel_size // replicas,
+        replicas=replicas,
+        content=_content(spec),
+        canonical=canonical,
+    )
+    if canonical and (plan.content not in ("plain", "cpu-vec") or len(set(plan.layer_bytes)) > 1 or _is_mla(spec)):
+        raise ConfigError(f'keys "kvtier": KV of kind {plan.content!r} has no canonical form; use keys "vllm"')
+    return plan
+
+
+def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: int) -> EngineBlocks:
+    """A rank's KV tensors, by the names of their layers, as parts of slots. Each is `[blocks, heads, tokens, content]`.
+
+    With kernel blocks smaller than vLLM's, a block is several consecutive entries.
+    """
+    start = rank // plan.replicas * plan.part_bytes
+    num_blocks = _num_blocks(plan, kv_caches)
+    parts = list[BlockPart]()
+    for number, name in enumerate(plan.layers):
+        group = next(index for index, names in enumerate(plan.groups) if name in names)
+        tensor = _split(kv_caches[name], 0, num_blocks, -1)  # [blocks, kernel blocks, heads, tokens, content]
+        offset = start + sum(plan.layer_bytes[:number])
+        if not plan.canonical:
+            parts.append(BlockPart(tensor.transpose(1, 2), number, offset, group))
+            continue
+        for view in _keys_and_values(tensor, plan.content):
+            parts.append(BlockPart(view, number, offset, group))
+            offset += parts[-1].num_bytes
+    return EngineBlocks(parts, plan.block_bytes)
+
+
+def _split(tensor: torch.Tensor, dimension: int, *sizes: int) -> torch.Tensor:
+    split: torch.Tensor = tensor.unflatten(dimension, sizes)  # type: ignore[no-untyped-call]
+    return split
+
+
+def _num_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor]) -> int:
+    tensor = kv_caches[plan.layers[0]]
+    return tensor.numel() * tensor.itemsize // plan.layer_bytes[0]
+
+
+def _keys_and_values(tensor: torch.Tensor, content: str) -> Sequence[torch.Tensor]:
+    """Keys and values of `[blocks, kernel blocks, heads, tokens, 2 * dim]`, each as `[blocks, …tokens, heads, dim]`."""
+    tokens, both = tensor.shape[3:]
+    dim = both // 2
+    if content == "plain":
+        return [tensor[..., half].permute(0, 1, 3, 2, 4) for half in (slice(dim), slice(dim, both))]
+    # vLLM's CPU kernels: per head first all keys, in tiles of 32 tokens stored dimension by dimension, then all values.
+    flat = tensor.flatten(3)
+    keys = _split(flat[..., : tokens * dim], 3, tokens // _CPU_TILE, dim, _CPU_TILE)
+    values = _split(flat[..., tokens * dim :], 3, tokens, dim)
+    return [keys.permute(0, 1, 3, 5, 2, 4), values.permute(0, 1, 3, 2, 4)]
+
+
+def fingerprint(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: CacheConfig) -> bytes:
+    """32 bytes that name this model's KV. ConfigError where it could not be told from another's."""
+    named = identity(vllm_config, kv_cache_config, plan, cache).fingerprint()
+    if plan.canonical or cache.cache_salt is None:  # our own keys carry the salt
+        return named
+    return root_hash(named, cache_salt=cache.cache_salt)
+
+
+def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: CacheConfig) -> ModelIdentity:
+    """What the KV depends on: the checkpoint, and how vLLM was told to compute and to keep it."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    path = checkpoint_path(model)
+    spec = _spec(kv_cache_config, plan.layers[0])
+    dtype = str(model.dtype).removeprefix("torch.")
+    native = "vllm-layer-head-token" if plan.content == "plain" else f"vllm-layer-head-token/{plan.content}"
+    return ModelIdentity(
+        model=name_of(path),
+        revision=revision_of(path),
+        config_digest=config_digest(model.hf_config.to_dict()) if model.hf_overrides else config_digest_of(path),
+        dtype=dtype,
+        kv_dtype=str(spec.dtype).removeprefix("torch."),
+        compute_dtype=dtype,
+        quantization=model.quantization,
+        num_kv_heads=spec.num_kv_heads * plan.num_parts,
+        head_dim=spec.head_size,
+        block_size=plan.block_size,
+        layers=tuple(_index(name) for name in plan.layers),
+        kind="mla" if _is_mla(spec) else "full",
+        tp_ranks=(0, parallel.tensor_parallel_size),
+        tp_size=parallel.tensor_parallel_size,
+        layout="block-first" if plan.canonical else native,
+        hash_scheme=cache.hash if plan.canonical else hash_scheme(vllm_config.cache_config.prefix_caching_hash_algo),
+        epoch=cache.epoch,
+    )
+
+
+def hash_scheme(algorithm: str) -> str:
+    """vLLM's way to name blocks: the algorithm and what its chains begin with. ConfigError where that is random."""
+    function = get_hash_fn_by_name(algorithm)
+    seed = resolve_none_hash_seed(function)
+    if seed != resolve_none_hash_seed(function):
+        mend = "set PYTHONHASHSEED to one value for every process, or use --prefix-caching-hash-algo sha256"
+        raise ConfigError(f"prefix_caching_hash_algo {algorithm!r}: its chains begin at random here; {mend}")
+    return f"vllm-{algorithm}-{function(seed).hex()}"
+
+
+def checkpoint_path(model_config: Any) -> Path:
+    """The local directory vLLM reads the model from. ConfigError where there is none."""
+    path = Path(model_config.model)
+    if path.is_dir():
+        return path.resolve()
+    try:
+        return Path(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError) as error:
+        raise ConfigError(f"model {model_config.model!r}: no local checkpoint to name blocks after ({error})") from None
+
+
+def _spec(kv_cache_config: Any, layer: str) -> Any:
+    for group in kv_cache_config.kv_cache_groups:
+        if layer in group.layer_names:
+            inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+            return inner[layer] if inner else group.kv_cache_spec
+    raise KeyError(layer)
+
+
+def _index(name: str) -> int:
+    return int(extract_layer_index(name))
+
+
+def _is_mla(spec: Any) -> bool:
+    return type(spec).__name__ == "MLAAttentionSpec"
+
+
+def _content(spec: Any) -> str:
+    """How the platform's kernels arrange a block's inside. Two names, and neither reads what the other wrote."""
+    if not current_platform.is_cpu() or _is_mla(spec):
+        return "plain"
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return f"cpu-{_get_attn_isa(spec.dtype, spec.block_size, spec.head_size)}"
+
+
+def _require_supported(vllm_config: Any) -> None:
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name, 1)) > 1:
+            raise ConfigError(f"{name} {size}: kvtier keeps KV of tensor-parallel engines only; use 1")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method != "ngram":
+        raise ConfigError(f"speculative method {speculative.method!r}: a draft model's KV is not kept yet; use ngram")
+    if vllm_config.load_config.load_format == "dummy":
+        raise ConfigError('load_format "dummy": random weights have no name to keep blocks under; load a checkpoint')
+    if model.is_encoder_decoder:
+        raise ConfigError(f"model {model.model!r}: an encoder's KV is not kept; leave kvtier out")
+
+
+def _require_plain(name: str, spec: Any) -> None:
+    kind, dtype = type(spec).__name__, str(getattr(spec, "dtype", "")).removeprefix("torch.")
+    if kind not in _SPECS:
+        raise ConfigError(f"KV layout: layer {name} is of kind {kind}; kvtier keeps {', '.join(_SPECS)}")
+    if dtype not in DTYPE_BYTES or spec.kv_quant_mode:
+        raise ConfigError(f"KV layout: layer {name} keeps {dtype}; kvtier keeps {', '.join(DTYPE_BYTES)}")
+    item = DTYPE_BYTES[dtype] * (spec.head_size + (spec.head_size_v or 0))
+    if math.prod((spec.num_kv_heads, spec.block_size, item)) != spec.unpadded_page_size_bytes:
+        raise ConfigError(f"KV layout: layer {name} packs its blocks in a way this kvtier does not know")

@@ -1,0 +1,83 @@
+"""What a user may say in vLLM's `kv_connector_extra_config`: our configuration, and a word on keys and loads."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Final, Literal
+
+from kvtier.tiers.config import Config, options
+from kvtier.tiers.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+Keys = Literal["vllm", "kvtier"]
+
+_OWN: Final = {
+    "config": "a TOML file with kvtier's configuration",
+    "keys": '"vllm" (its own hashes) or "kvtier" (names every engine shares)',
+    "layerwise": "true to load each layer under the compute of the ones before",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """The options of one connector."""
+
+    config: Config
+    keys: Keys = "vllm"
+    layerwise: bool = False
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> "VllmOptions":
+        """From the extra configuration. A name nobody knows is a warning; a value that can't be used a ConfigError."""
+        own = {name: value for name, value in extra.items() if name in _OWN}
+        sections = {name: _known(name, value) for name, value in extra.items() if name not in _OWN}
+        keys, layerwise = own.get("keys", "vllm"), own.get("layerwise", False)
+        if keys not in ("vllm", "kvtier"):
+            raise ConfigError(f"kv_connector_extra_config, keys {keys!r}: use {_OWN['keys']}")
+        if not isinstance(layerwise, bool):
+            raise ConfigError(f"kv_connector_extra_config, layerwise {layerwise!r}: use true or false")
+        given = {name: value for name, value in sections.items() if value is not None}
+        return cls(Config.load(own.get("config"), **given), keys, layerwise)
+
+    def shared(self) -> Config:
+        """The configuration with L2 in memory that vLLM's workers can map; they pin it, this process need not."""
+        host = self.config.host.model_copy(update={"shared": True, "pin": False})
+        return self.config.model_copy(update={"host": host})
+
+    def warn(self, block_size: int, failure_policy: str) -> None:
+        """Say what is legal, and probably not what the user meant."""
+        asked = self.config.cache
+        if "block_size" in asked.model_fields_set and asked.block_size != block_size:
+            _log.warning(
+                "[cache] block_size %d: vLLM's blocks have %d tokens and so have kvtier's here; leave the option out, "
+                "or start vLLM with --block-size %d",
+                *(asked.block_size, block_size, asked.block_size),
+            )
+        if failure_policy == "fail":
+            _log.warning(
+                'kv_load_failure_policy "fail": a request whose KV cannot be loaded (a disk error, say) ends with an '
+                'error; with "recompute" vLLM computes it instead, and nobody notices'
+            )
+
+
+def _known(name: str, value: Any) -> Mapping[str, Any] | None:
+    """A section without options nobody knows; None for no section of ours."""
+    sections: dict[str, set[str]] = {}
+    for section, option, _ in options():
+        sections.setdefault(section, set()).add(option)
+    if name not in sections:
+        _log.warning("kv_connector_extra_config, %s: unknown and ignored%s", name, _nearest(name, {*sections, *_OWN}))
+        return None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"kv_connector_extra_config, {name} {value!r}: not a section; write its options in braces")
+    for option in value.keys() - sections[name]:
+        hint = _nearest(option, sections[name])
+        _log.warning("kv_connector_extra_config, %s.%s: unknown and ignored%s", name, option, hint)
+    return {option: value[option] for option in value.keys() & sections[name]}
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    close = get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}"

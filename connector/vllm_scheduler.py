@@ -1,0 +1,334 @@
+"""The scheduler half of the vLLM connector: vLLM's requests, blocks and steps in the words of our scheduler side."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from kvtier.connector.checkpoint import revision_of
+from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
+from kvtier.connector.scheduler import BlockChain, SchedulerSide
+from kvtier.connector.vllm_keys import OwnChain, VllmChain
+from kvtier.connector.vllm_messages import CopyReports, RegionHandle, StepMessage
+from kvtier.connector.vllm_model import SlotPlan
+from kvtier.connector.vllm_worker import with_blocks
+from kvtier.tiers.config import CacheConfig
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.prefetch import Pending
+
+_log = logging.getLogger(__name__)
+
+_ASK_AGAIN: Final = 0.05  # seconds an answer is good for: vLLM asks at every step for every request that waits
+_TINY: Final = 1 << 20  # bytes up to which a load is waited for rather than costing the request a step
+_PATIENCE: Final = 10.0  # seconds without a report after which an idle engine is not kept stepping for copies
+_NULL: Final = 0  # vLLM's block that stands for "not kept", e.g. behind a sliding window
+
+Tables = Sequence[Sequence[int]]
+"""A request's block ids, one table for each KV group."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A live request of vLLM's. Implements the scheduler side's `Request`."""
+
+    request: Any
+    request_id: str
+    keys: VllmChain | OwnChain
+    stored: int | None = None  # leading blocks stored, loaded or found; None: not scheduled yet
+    asked: int = 0  # tokens vLLM had at the last lookup
+    answer: tuple[int | None, bool] | None = None
+    good_until: float = 0.0
+    tables: Tables = ()  # as of its last load or store
+
+    @property
+    def chain(self) -> BlockChain:
+        return self.keys.current()
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.request.num_tokens)
+
+
+@dataclass(slots=True)
+class _Op:
+    """A copy that not every rank has reported yet."""
+
+    layerwise: bool
+    blocks: tuple[int, ...]  # that it reads, by the workers' ids; none for a load
+    left: int  # ranks
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is collected for the next message."""
+
+    lost: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    late: set[str] = field(default_factory=set)
+    targets: set[int] = field(default_factory=set)  # blocks that loads write to
+
+
+class SchedulerHalf:
+    """What `KVTierConnector` asks in vLLM's scheduler process. Called from its thread; nothing here waits."""
+
+    def __init__(
+        self, plan: SlotPlan, hierarchy: Hierarchy, cache: CacheConfig, root: bytes, num_blocks: int, num_ranks: int
+    ) -> None:
+        """`num_blocks` is how many vLLM has; `root` is where our own chains begin, and the parent of vLLM's."""
+        self.side = SchedulerSide(hierarchy)
+        self._plan = plan
+        self._cache = cache
+        self._root = root
+        self._num_blocks = num_blocks
+        self._num_ranks = num_ranks
+        self._region = RegionHandle.of(hierarchy.host.region)
+        self._layerwise = False
+        self._rows: dict[str, _Row] = {}
+        self._ops: dict[int, _Op] = {}
+        self._readers: dict[int, set[int]] = {}  # block → the stores that still have to read it
+        self._next = _Step()
+        self._tails = StepPlan(0, 0)
+        self._reported_at = 0.0
+        self._lora_digests: dict[str, bytes | None] = {}
+
+    def load_by_layers(self) -> None:
+        """Have every load run under the compute of the step that needs it."""
+        self._layerwise = len(self._plan.groups) == 1
+
+    def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """vLLM's `get_num_new_matched_tokens`: tokens that can be loaded, and whether that takes other steps."""
+        row = self._row(request)
+        if row is None or request.skip_reading_prefix_cache:
+            return 0, False
+        now = time.monotonic()
+        if row.answer is not None and row.asked == num_computed_tokens and now < row.good_until:
+            return row.answer
+        row.asked = num_computed_tokens
+        found = self.side.lookup(row, num_computed_tokens)
+        if isinstance(found, Pending):
+            row.answer = None
+            return None, False
+        row.answer, row.good_until = (found, bool(found) and not self._is_synchronous(found)), now + _ASK_AGAIN
+        return row.answer
+
+    def allocated(self, request: Any, tables: Tables, num_external_tokens: int) -> None:
+        """vLLM's `update_state_after_alloc`: load what was promised, or let go of the promise."""
+        row = self._rows.get(request.request_id)
+        if row is None:
+            return
+        row.answer = None
+        if not num_external_tokens:
+            self.side.allocated(row.request_id, (), 0)
+            return
+        synchronous = self._is_synchronous(num_external_tokens)
+        first, wanted = row.asked // self._plan.block_size, num_external_tokens // self._plan.block_size
+        row.tables = tables
+        loading = self.side.allocated(row.request_id, range(first + wanted), num_external_tokens, layerwise=synchronous)
+        targets = self._worker_blocks(tables, range(first, first + wanted))[0]
+        self._next.targets.update(targets)
+        if lost := targets[loading // self._plan.block_size :] if loading < num_external_tokens else ():
+            self._next.lost[row.request_id] = lost
+            if not synchronous and not loading:
+                self._next.late.add(row.request_id)
+
+    def build(self, output: Any) -> StepMessage:
+        """vLLM's `build_connector_meta`: this step's copies, and which earlier ones it must not overtake."""
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            row = self._rows.get(request_id)
+            if row is not None:
+                drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+                self._offer(row, num_scheduled - drafts, output.kv_connector_block_state)
+        plan = self._translated(self.side.build_plan())
+        tails, self._tails = self._tails, StepPlan(0, 0)
+        self._watch(tails)
+        step, self._next = self._next, _Step()
+        written = self._written(output) | step.targets if self._readers else set()
+        fences = {op_id for block in written & self._readers.keys() for op_id in self._readers[block]}
+        self._watch(plan)
+        return StepMessage(
+            region=self._region,
+            plan=plan.encode(),
+            tails=tails.encode(),
+            fences=tuple(sorted(fences)),
+            lost=step.lost,
+            late=frozenset(step.late),
+        )
+
+    def update(self, reports: CopyReports | None) -> None:
+        """vLLM's `update_connector_output`: what the workers say of their copies."""
+        if reports is None:
+            return
+        self._reported_at = time.monotonic()
+        finished: list[int] = []
+        failed: list[int] = []
+        for op_id, (well, badly) in reports.ops.items():
+            op = self._ops.get(op_id)
+            if op is None:
+                continue
+            op.left -= well + badly
+            op.failed |= badly > 0
+            if op.layerwise and badly:  # what was computed on top of it, maybe in steps planned since, is worthless
+                for other in self._ops.values():
+                    other.failed |= bool(other.blocks)
+            if op.left <= 0:
+                del self._ops[op_id]
+                (failed if op.failed else finished).append(op_id)
+                self._forget_readers(op_id, op.blocks)
+        update = self.side.update(WorkerReport(tuple(finished), tuple(failed)))
+        for request_id, first_block in update.failed:
+            if (row := self._rows.get(request_id)) is not None:
+                row.stored = min(row.stored or 0, first_block)
+
+    def finished(self, request: Any, tables: Tables) -> None:
+        """vLLM's `request_finished`: store what no step has offered yet; its blocks may be reused at once."""
+        row = self._rows.get(request.request_id)
+        if row is None:
+            return
+        if row.stored is not None and request.num_computed_tokens:
+            self._store(row, request.num_computed_tokens - request.num_in_flight_tokens, tables)
+            rest = self._translated(self.side.build_plan())
+            self._tails = StepPlan(rest.step, rest.region, self._tails.loads, (*self._tails.stores, *rest.stores))
+            assert not rest.loads, "a load is planned and sent in the same step"
+        del self._rows[request.request_id]
+        self.side.finished(request.request_id)
+
+    def found_in(self, request: Any, num_tokens: int) -> tuple[int, int]:
+        """How many of the tokens to be loaded were in host memory when first asked for, and how many below."""
+        found = self.side.found(request.request_id) if request.request_id in self._rows else None
+        in_host = min(num_tokens, (found.l2 if found else 0) * self._plan.block_size)
+        return in_host, num_tokens - in_host
+
+    @property
+    def pending(self) -> bool:
+        """Whether copies are under way whose end an idle engine should wait for."""
+        return bool(self._ops or self._tails) and time.monotonic() - self._reported_at < _PATIENCE
+
+    def reset(self) -> None:
+        """Forget every block in every tier below vLLM's own."""
+        self.side.hierarchy.reset()
+
+    def close(self) -> None:
+        """Let go of what was never reported, flush and close the tiers. Idempotent."""
+        self.side.close()
+        self.side.hierarchy.close()
+
+    def _is_synchronous(self, num_tokens: int) -> bool:
+        """vLLM cannot be told of a failed synchronous load where several KV groups share block ids."""
+        if len(self._plan.groups) > 1:
+            return False
+        return self._layerwise or num_tokens // self._plan.block_size * self._plan.block_bytes <= _TINY
+
+    def _row(self, request: Any) -> _Row | None:
+        """The request as we know it; None where its KV has no name."""
+        row = self._rows.get(request.request_id)
+        if row is None and (keys := self._keys(request)) is not None:
+            row = self._rows[request.request_id] = _Row(request, request.request_id, keys)
+            self.side.admit(row)
+        return row
+
+    def _keys(self, request: Any) -> VllmChain | OwnChain | None:
+        lora = request.lora_request
+        digest = None if lora is None else self._lora_digest(lora.lora_path)
+        if lora is not None and digest is None:
+            return None
+        if not self._plan.canonical:
+            return VllmChain(request, self._root, self._plan.block_size, self._plan.hash_size, digest)
+        if request.mm_features or request.prompt_embeds is not None:
+            return None
+        salt = request.cache_salt if request.cache_salt is not None else self._cache.cache_salt
+        name = None if lora is None else lora.lora_name
+        return OwnChain(request, (self._root, salt, name, digest), self._plan.block_size, self._cache.hash)
+
+    def _lora_digest(self, path: str) -> bytes | None:
+        """What an adapter's weights are; None, said once, where they are not in a local directory."""
+        if path not in self._lora_digests:
+            try:
+                self._lora_digests[path] = revision_of(Path(path)).encode()
+            except ConfigError as error:
+                _log.warning("nothing is kept of requests with this adapter: %s", error)
+                self._lora_digests[path] = None
+        return self._lora_digests[path]
+
+    def _offer(self, row: _Row, num_scheduled: int, state: Any) -> None:
+        """Plan stores of the blocks that a step fills."""
+        request, size = row.request, self._plan.block_size
+        if row.stored is None:
+            row.stored = request.num_computed_tokens // size
+        computed = request.num_computed_tokens + num_scheduled
+        if computed // size > row.stored:
+            self._store(row, computed, lambda: state.get_block_ids(row.request_id))
+
+    def _store(self, row: _Row, num_computed: int, tables: Any) -> None:
+        """Plan stores of what is full, named, in every group's table, and not planned yet."""
+        if not self._cache.store_generated:
+            num_computed = min(num_computed, row.request.num_prompt_tokens)
+        first = row.stored or 0
+        if num_computed // self._plan.block_size <= first:
+            return
+        last = min(len(row.chain.hashes), num_computed // self._plan.block_size)
+        if last <= first:
+            return
+        row.tables = tables() if callable(tables) else tables
+        kept = (all(len(table) > i and table[i] != _NULL for table in row.tables) for i in range(first, last))
+        end = next((first + i for i, is_kept in enumerate(kept) if not is_kept), last)
+        row.stored = last
+        if end > first:
+            self.side.store(row.request_id, first, range(first, end))
+
+    def _translated(self, plan: StepPlan) -> StepPlan:
+        """The plan in the workers' block ids: ours are positions in the request's tables."""
+        ops = ([self._translate(op) for op in ops] for ops in (plan.loads, plan.stores))
+        return StepPlan(plan.step, plan.region, *map(tuple, ops))
+
+    def _translate(self, op: CopyOp) -> CopyOp:
+        return with_blocks(op, *self._worker_blocks(self._rows[op.request_id].tables, op.device_blocks))
+
+    def _worker_blocks(self, tables: Tables, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The blocks at some positions of every group's table, without those not kept; and each one's position."""
+        pairs = [
+            (group * self._num_blocks + table[position], at)
+            for group, table in enumerate(tables)
+            for at, position in enumerate(positions)
+            if table[position] != _NULL
+        ]
+        return tuple(block for block, _ in pairs), tuple(at for _, at in pairs)
+
+    def _watch(self, plan: StepPlan) -> None:
+        """Expect every rank's report of these ops."""
+        for op in plan.loads:
+            self._ops[op.op_id] = _Op(op.layerwise, (), self._num_ranks)
+        for op in plan.stores:
+            self._ops[op.op_id] = _Op(False, op.device_blocks, self._num_ranks)
+            for block in op.device_blocks:
+                self._readers.setdefault(block, set()).add(op.op_id)
+        if plan:
+            self._reported_at = time.monotonic()
+
+    def _forget_readers(self, op_id: int, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if readers := self._readers.get(block):
+                readers.discard(op_id)
+                if not readers:
+                    del self._readers[block]
+
+    def _written(self, output: Any) -> set[int]:
+        """Blocks handed out anew in this step: only those can be written to while a store still reads them."""
+        new: list[tuple[Tables, int]] = [
+            (data.block_ids, data.num_computed_tokens) for data in output.scheduled_new_reqs
+        ]
+        cached = output.scheduled_cached_reqs
+        for request_id, tables, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if tables is not None:
+                new.append((tables, num_computed if request_id in cached.resumed_req_ids else 0))
+        size = self._plan.block_size
+        return {
+            group * self._num_blocks + block
+            for tables, num_computed in new
+            for group, table in enumerate(tables)
+            for block in table[num_computed // size :]
+        }

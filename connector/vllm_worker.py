@@ -1,0 +1,199 @@
+"""The worker half of the vLLM connector: one rank's copies between vLLM's KV tensors and the scheduler's L2."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
+from kvtier.connector.vllm_messages import CopyReports, RegionHandle, StepMessage
+from kvtier.connector.vllm_model import SlotPlan, engine_blocks
+from kvtier.connector.worker import WorkerSide
+from kvtier.tiers.cuda_transfer import CudaCopyStream
+from kvtier.tiers.engine_blocks import EngineBlocks
+from kvtier.tiers.host import HostRegion
+from kvtier.tiers.transfer import HostCopyStream
+
+_log = logging.getLogger(__name__)
+
+_DEADLINE: Final = 30.0  # seconds for a copy the step waits for: memory to memory, only a dead device takes longer
+
+
+class WorkerHalf:
+    """One rank. Called from the worker's thread, step by step:
+
+    `begin` (before anything is written) → `start_load` → compute, `wait_layer` → `start_store` → `collect`.
+    """
+
+    def __init__(self, plan: SlotPlan, *, layerwise: bool) -> None:
+        """`layerwise`: the engine calls `wait_layer` before each layer; otherwise a synchronous load ends at once."""
+        self._plan = plan
+        self._layerwise = layerwise
+        self._layer_numbers = {name: number for number, name in enumerate(plan.layers)}
+        self._rank = 0
+        self._blocks: EngineBlocks | None = None
+        self._region: HostRegion | None = None
+        self._side: WorkerSide | None = None
+        self._loads: dict[int, CopyOp] = {}
+        self._step: StepMessage | None = None
+        self._stores = StepPlan(0, 0)
+        self._spoiled = False  # a load this step's compute relied on has failed
+        self._refused: list[int] = []  # ops that were never given to the stream, and count as failed
+        self._reports: list[WorkerReport] = []
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._invalid: set[int] = set()
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor], rank: int) -> None:
+        """Take the rank's KV tensors, by the names of their layers."""
+        self._rank = rank
+        self._blocks = engine_blocks(self._plan, kv_caches, rank)
+
+    def begin(self, message: StepMessage) -> None:
+        """A step begins: what it is going to write to must have been read by now."""
+        if message is self._step:
+            return
+        self._step, self._spoiled = message, False
+        tails = StepPlan.decode(message.tails)
+        self._stores = StepPlan.decode(message.plan)
+        for request_id, blocks in message.lost.items():
+            self._lost(request_id, blocks, waits=request_id in message.late)
+        if tails or message.fences:
+            side = self._connected(message.region)
+            self._store(side, tails)
+            side.fence(message.fences)
+
+    def start_load(self, message: StepMessage) -> None:
+        """Start this step's loads; those its compute needs are waited for here, or layer by layer."""
+        self.begin(message)  # a runner that has no hook before the step
+        plan = self._stores
+        if not plan.loads:
+            return
+        side = self._connected(message.region)
+        self._loads |= {op.op_id: op for op in plan.loads}
+        side.start_load(plan)
+        if not self._layerwise and any(op.layerwise for op in plan.loads):
+            self._spoiled |= not side.wait_layer(len(self._plan.layers) - 1)
+
+    def wait_layer(self, name: str) -> None:
+        """The compute reaches a layer: wait until this step's synchronous loads have brought its KV."""
+        if self._layerwise and self._side is not None and any(op.layerwise for op in self._stores.loads):
+            self._spoiled |= not self._side.wait_layer(self._layer_numbers[name])
+
+    def start_store(self, message: StepMessage) -> None:
+        """The step's compute is issued: store the blocks it filled, unless a load it relied on has failed."""
+        plan, self._stores = self._stores, StepPlan(0, 0)
+        if not plan.stores:
+            return
+        side = self._connected(message.region)
+        if self._spoiled or (any(op.layerwise for op in plan.loads) and not side.arrived()):
+            self._spoiled = True
+            self._refused += [op.op_id for op in plan.stores]
+        else:
+            self._store(side, plan)
+
+    def collect(self) -> None:
+        """Look which copies have ended."""
+        if self._side is None:
+            return
+        report = self._side.poll()
+        self._reports.append(WorkerReport(report.finished, (*report.failed, *self._refused)))
+        self._refused = []
+        for op_id in (*report.finished, *report.failed):
+            op = self._loads.pop(op_id, None)
+            if op is None:
+                continue
+            if op_id in report.failed:
+                _log.warning("a load of %d blocks failed; they are computed again", len(op))
+                self._lost(op.request_id, op.device_blocks, waits=not op.layerwise)
+            elif not op.layerwise:
+                self._received.add(op.request_id)
+
+    def take_received(self) -> tuple[set[str], set[str]]:
+        """Requests whose asynchronous load has ended since the last call, and those of them whose KV did not come."""
+        received, failed = self._received, self._failed
+        self._received, self._failed = set(), set()
+        return received, failed
+
+    def take_invalid(self) -> set[int]:
+        """Blocks that hold nothing of use, since the last call."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_reports(self) -> CopyReports | None:
+        """What became of copies since the last call; None for nothing."""
+        reports, self._reports = self._reports, []
+        merged = WorkerReport(
+            tuple(op_id for report in reports for op_id in report.finished),
+            tuple(op_id for report in reports for op_id in report.failed),
+        )
+        return CopyReports.of(merged) if merged.finished or merged.failed else None
+
+    def close(self) -> CopyReports | None:
+        """End copies under way, up to a deadline, and let go of L2. Idempotent."""
+        if self._side is not None:
+            self._reports.append(self._side.close(_DEADLINE))
+            self._side = None
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+        return self.take_reports()
+
+    def _store(self, side: WorkerSide, plan: StepPlan) -> None:
+        if self._rank % self._plan.replicas == 0:
+            side.start_store(plan)
+        else:  # another rank stores the very same bytes
+            self._reports.append(WorkerReport(tuple(op.op_id for op in plan.stores)))
+
+    def _lost(self, request_id: str, blocks: tuple[int, ...], *, waits: bool) -> None:
+        """KV that was promised is not there. With several KV groups block ids are ambiguous: the request is named."""
+        self._spoiled |= not waits
+        if waits:
+            self._received.add(request_id)
+        if len(self._plan.groups) > 1:
+            self._failed.add(request_id)
+        else:
+            self._invalid.update(blocks)
+
+    def _connected(self, handle: RegionHandle) -> WorkerSide:
+        """Map L2 at the first step that needs it: the scheduler's half was made after this one."""
+        if self._side is None:
+            assert self._blocks is not None
+            self._region = region = handle.attach()
+            blocks = self._blocks
+            if blocks.device.type == "cuda":
+                region.pin(_TorchPin())
+            stream = CudaCopyStream(blocks, region) if blocks.device.type == "cuda" else HostCopyStream(blocks, region)
+            self._side = WorkerSide(stream, len(self._plan.layers), max(self._plan.layer_bytes), _DEADLINE)
+        return self._side
+
+
+class _TorchPin:
+    """Pinning through torch's own CUDA runtime, since vLLM comes without CuPy. Implements `PinRuntime`."""
+
+    def hostRegister(self, ptr: int, size: int, flags: int) -> None:
+        _check(_runtime().cudaHostRegister(ptr, size, flags))
+
+    def hostUnregister(self, ptr: int) -> None:
+        _check(_runtime().cudaHostUnregister(ptr))
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _check(status: Any) -> None:
+    if int(status) != 0:
+        raise RuntimeError(f"CUDA: {status}")
+
+
+def with_blocks(op: CopyOp, blocks: tuple[int, ...], slots_at: tuple[int, ...]) -> CopyOp:
+    """The op with a worker's block ids, one for each KV group and block; `slots_at` says which slot each belongs to."""
+    return replace(
+        op,
+        device_blocks=blocks,
+        host_slots=tuple(op.host_slots[i] for i in slots_at),
+        generations=tuple(op.generations[i] for i in slots_at),
+    )

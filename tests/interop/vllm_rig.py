@@ -1,0 +1,189 @@
+"""A real vLLM on the CPU over tiny random models, with kvtier's connector in it and within the test's reach.
+
+Import it only where vLLM is there. Everything runs in the test's process, engine after engine, unless a test asks for
+vLLM's own processes; `vllm_child.py` runs one of these in a process of its own.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+import numpy as np
+import torch
+import transformers
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+VOCAB: Final = 512
+BLOCK: Final = 32  # tokens: vLLM's CPU kernels take multiples of it
+FAMILIES: Final = ("llama", "qwen3", "mistral-window", "gemma3", "deepseek")
+_SIZES: Final[dict[str, Any]] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,  # logits far enough apart that greedy text is a fair test
+}
+
+
+def config_of(family: str) -> Any:
+    """A fresh config. Windows are 64 tokens; Gemma 3 slides in two of four layers; DeepSeek keeps one latent (MLA)."""
+    if family == "qwen3":
+        return transformers.Qwen3Config(**_SIZES)
+    if family == "mistral-window":
+        return transformers.MistralConfig(**_SIZES, sliding_window=64)
+    if family == "gemma3":
+        kinds = ["sliding_attention", "full_attention"] * 2
+        return transformers.Gemma3TextConfig(
+            **_SIZES, sliding_window=64, layer_types=kinds, query_pre_attn_scalar=32, tie_word_embeddings=False
+        )
+    if family == "deepseek":
+        sizes = {**_SIZES, "num_key_value_heads": 4, "head_dim": None}
+        ranks = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64}
+        dense = {"v_head_dim": 32, "first_k_dense_replace": 4, "n_routed_experts": 2, "n_group": 1, "topk_group": 1}
+        return transformers.DeepseekV2Config(**{k: v for k, v in sizes.items() if v is not None}, **ranks, **dense)
+    return transformers.LlamaConfig(**_SIZES)
+
+
+def make_checkpoint(family: str, path: Path, seed: int = 0) -> Path:
+    """A checkpoint directory with random weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32)
+    model.save_pretrained(path)
+    return path
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Random token ids."""
+    tokens: list[int] = np.random.default_rng(seed).integers(3, VOCAB, length).tolist()
+    return tokens
+
+
+def greedy(num_tokens: int = 16) -> SamplingParams:
+    """Text that depends on nothing but the KV."""
+    return SamplingParams(temperature=0, max_tokens=num_tokens, detokenize=False, ignore_eos=True)
+
+
+class Engine:
+    """One vLLM engine. `kvtier` is the connector's extra configuration, None for an engine without it."""
+
+    def __init__(
+        self, model: Path, kvtier: dict[str, Any] | None = None, *, policy: str = "recompute", **options: Any
+    ) -> None:
+        if kvtier is not None:
+            options["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="KVTierConnector",
+                kv_connector_module_path="kvtier.connector.vllm",
+                kv_role="kv_both",
+                kv_load_failure_policy=policy,
+                kv_connector_extra_config=kvtier,
+            )
+        defaults = {"dtype": "float32", "max_model_len": 1024, "num_gpu_blocks_override": 128, "block_size": BLOCK}
+        self.llm: Any = LLM(
+            model=str(model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            disable_log_stats=False,
+            **defaults | options,
+        )
+        self.core: Any = self.llm.llm_engine.engine_core
+
+    def run(self, prompts: Sequence[list[int]], num_tokens: int = 16, salt: str | None = None) -> list[Any]:
+        """vLLM's outputs, in order."""
+        asked: list[dict[str, Any]] = [{"prompt_token_ids": tokens} for tokens in prompts]
+        if salt is not None:
+            asked = [{**one, "cache_salt": salt} for one in asked]
+        outputs: list[Any] = self.llm.generate(asked, greedy(num_tokens), use_tqdm=False)
+        return outputs
+
+    def text(self, prompts: Sequence[list[int]], num_tokens: int = 16, salt: str | None = None) -> list[list[int]]:
+        """The new tokens of each prompt."""
+        return [list(output.outputs[0].token_ids) for output in self.run(prompts, num_tokens, salt)]
+
+    def forget_l1(self) -> None:
+        """vLLM's own prefix cache is empty."""
+        self.settle()
+        assert self.llm.llm_engine.reset_prefix_cache()
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.engine_core.scheduler
+
+    @property
+    def half(self) -> Any:
+        """The connector's half in the scheduler (in this process)."""
+        return self.scheduler.connector._scheduler
+
+    @property
+    def hierarchy(self) -> Any:
+        return self.half.side.hierarchy
+
+    @property
+    def worker(self) -> Any:
+        """vLLM's model runner (in this process)."""
+        return self.core.engine_core.model_executor.driver_worker.worker.model_runner
+
+    def settle(self) -> None:
+        """Every copy has ended and is in every tier. vLLM steps only for requests: this steps for the rest."""
+        if not self._is_here() or self.scheduler.connector is None:
+            return
+        for _ in range(1000):
+            if not self.half.pending:
+                break
+            self.core.engine_core.step()
+        assert not self.half._ops
+        assert self.hierarchy.drain(10)
+
+    def stats(self) -> dict[str, float]:
+        found: dict[str, float] = self.hierarchy.stats()
+        return found
+
+    def found_in(self, tier: str) -> int:
+        """Blocks found in a tier so far, as attributed when first asked."""
+        return int(self.stats()[f'kvtier_lookup_blocks_total{{tier="{tier}"}}'])
+
+    def close(self) -> None:
+        """Our laws hold, nothing leaked, and the engine goes."""
+        if self._is_here() and self.scheduler.connector is not None:
+            self.settle()
+            self.hierarchy.check()
+            assert not self.half._rows, "a request was forgotten"
+        self.core.shutdown()
+
+    def _is_here(self) -> bool:
+        return hasattr(self.core, "engine_core")
+
+
+@contextmanager
+def engine(model: Path, kvtier: dict[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
+    """An engine for a `with` block; checked and shut down behind it."""
+    made = Engine(model, kvtier, **options)
+    try:
+        yield made
+    except BaseException:
+        made.core.shutdown()
+        raise
+    made.close()
+
+
+def tiers(path: Path | None = None, **sections: Any) -> dict[str, Any]:
+    """A small configuration: L2, and a slab where a path is given."""
+    file = {} if path is None else {"file": {"path": str(path), "size": "64MiB"}}
+    return {"host": {"size": "32MiB"}, **file, **sections}
