@@ -3,7 +3,7 @@
 import hashlib
 import importlib.util
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,7 +66,7 @@ def request(name: str) -> Any:
     return ReqContext(name)
 
 
-def job(job_id: int, keys: Sequence[bytes], chunks: Sequence[int], context: Any, *, load: bool) -> Any:
+def job(job_id: int, keys: Collection[bytes], chunks: Sequence[int], context: Any, *, load: bool) -> Any:
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
     return TransferJob(job_id, keys, np.array(chunks, np.int32), is_promotion=load, req_context=context)
