@@ -27,7 +27,7 @@ except ImportError as error:
     raise ImportError(f"kvtier.connector.vllm needs vLLM 0.32 or 0.33 beside it ({error}); pip install vllm") from error
 
 from kvtier.connector.vllm_messages import LAST_REPORTS, CopyReports, StepMessage
-from kvtier.connector.vllm_model import fingerprint, require_supported_version, slot_plan
+from kvtier.connector.vllm_model import fingerprint, require_supported_version, slot_plan, why_none
 from kvtier.connector.vllm_options import VllmOptions
 from kvtier.connector.vllm_scheduler import SchedulerHalf
 from kvtier.connector.vllm_stats import KVTierProm, KVTierStats
@@ -68,6 +68,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if options.layerwise:
             self._scheduler_half.load_by_layers()
+        if (reason := why_none(vllm_config)) is not None:
+            _log.warning("nothing is kept of this model: %s", reason)
+            self._scheduler_half.keep_nothing()
         _log.info("kvtier keeps blocks of %d tokens, %d bytes each", plan.block_size, plan.block_bytes)
 
     @property

@@ -96,6 +96,14 @@ def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> Slo
     return plan
 
 
+def why_none(vllm_config: Any) -> str | None:
+    """Why nothing that is loaded could be used here; None where it can."""
+    cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    if vllm_config.model_config.use_mla and not (cache.enable_prefix_caching or scheduler.enable_chunked_prefill):
+        return "vLLM's MLA kernel on this platform computes whole prompts only, and cannot go on behind a prefix"
+    return None
+
+
 def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: int) -> EngineBlocks:
     """A rank's KV tensors, by the names of their layers, as parts of slots. Each is `[blocks, heads, tokens, content]`.
 
@@ -215,8 +223,10 @@ def _is_mla(spec: Any) -> bool:
 
 def _content(spec: Any) -> str:
     """How the platform's kernels arrange a block's inside. Two names, and neither reads what the other wrote."""
-    if not current_platform.is_cpu() or _is_mla(spec):
+    if not current_platform.is_cpu():
         return "plain"
+    if _is_mla(spec):
+        return "cpu-mla-amx" if torch.cpu._is_amx_tile_supported() else "cpu-mla"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     return f"cpu-{_get_attn_isa(spec.dtype, spec.block_size, spec.head_size)}"

@@ -86,6 +86,7 @@ class SchedulerHalf:
         self._num_ranks = num_ranks
         self._region = RegionHandle.of(hierarchy.host.region)
         self._layerwise = False
+        self._keeps = True
         self._rows: dict[str, _Row] = {}
         self._ops: dict[int, _Op] = {}
         self._readers: dict[int, set[int]] = {}  # block → the stores that still have to read it
@@ -97,6 +98,10 @@ class SchedulerHalf:
     def load_by_layers(self) -> None:
         """Have every load run under the compute of the step that needs it."""
         self._layerwise = len(self._plan.groups) == 1
+
+    def keep_nothing(self) -> None:
+        """Have every request pass as if there were no tiers."""
+        self._keeps = False
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """vLLM's `get_num_new_matched_tokens`: tokens that can be loaded, and whether that takes other steps."""
@@ -224,7 +229,7 @@ class SchedulerHalf:
     def _row(self, request: Any) -> _Row | None:
         """The request as we know it; None where its KV has no name."""
         row = self._rows.get(request.request_id)
-        if row is None and (keys := self._keys(request)) is not None:
+        if row is None and self._keeps and (keys := self._keys(request)) is not None:
             row = self._rows[request.request_id] = _Row(request, request.request_id, keys)
             self.side.admit(row)
         return row
