@@ -1,6 +1,7 @@
 """vLLM: our verified tiers below its native offloading, as one of its secondary tiers (`SecondaryTierManager`)."""
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,17 +21,22 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvtier.connector.tier_jobs import TierJobs
+from kvtier.connector.vllm_model import why_none
 from kvtier.connector.vllm_tier_identity import engine_config, native_identity
+from kvtier.tiers.chain import root_hash
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.opening import open_ports
+from kvtier.tiers.port import TierPort
 from kvtier.tiers.rates import Rates
 from kvtier.tiers.tier import ChainHash, Outcome
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+
+_log = logging.getLogger(__name__)
 
 _SECTIONS: Final = ("file", "cache", "breaker")  # of our configuration, those that mean something here
 _OPTIONS: Final = ("config", "revision")
@@ -72,12 +78,16 @@ class KVTierSecondaryTier(SecondaryTierManager):
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = _configuration(tier_type, options)
-        identity = native_identity(
-            engine_config(offloading_spec), offloading_spec, options.get("revision"), config.cache.epoch
-        )
+        engine = engine_config(offloading_spec)
+        identity = native_identity(engine, offloading_spec, options.get("revision"), config.cache.epoch)
+        root = root_hash(identity.fingerprint(), cache_salt=config.cache.cache_salt)
         num_chunks, chunk_bytes = len(primary_kv_view), self.block_size_bytes
         self.metrics = Metrics()
-        ports = open_ports(config, identity.fingerprint(), _Chunks(chunk_bytes), self.metrics, Rates("load"))
+        ports: list[TierPort] = []
+        if (reason := why_none(engine)) is None:
+            ports = open_ports(config, root, _Chunks(chunk_bytes), self.metrics, Rates("load"))
+        else:
+            _log.warning("secondary tier %s keeps nothing: %s", tier_type, reason)
         # As many may be kept from eviction by waiting stores: a quarter of vLLM's own tier.
         max_storing = max(1, min(config.cache.store_queue // chunk_bytes, num_chunks // 4))
         self.jobs = TierJobs(ports, chunk_bytes, max_storing, config.cache.prefetch_deadline, self.metrics)
@@ -192,6 +202,9 @@ def _configuration(tier_type: str, options: Mapping[str, Any]) -> Config:
         if name not in (*_SECTIONS, *_OPTIONS):
             known = ", ".join((*_OPTIONS, *_SECTIONS))
             raise ConfigError(f"secondary tier {tier_type}, {name} {value!r}: no such option here; known are {known}")
+    for name in _OPTIONS:
+        if not isinstance(options.get(name, ""), str):
+            raise ConfigError(f"secondary tier {tier_type}, {name} {options[name]!r}: not a text; write it in quotes")
     config = Config.load(options.get("config"), **{name: options[name] for name in _SECTIONS if name in options})
     if config.file.path is None:
         mend = 'name a directory: "file": {"path": "/var/cache/kvtier"}'

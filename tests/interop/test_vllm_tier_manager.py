@@ -1,7 +1,6 @@
 """Stories of the tier as vLLM's tiering manager calls it: jobs over a primary tier in memory, no engine."""
 
 import hashlib
-import importlib.util
 import mmap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -16,8 +15,7 @@ from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.identity import ModelIdentity
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed; `make test-vllm` runs these", allow_module_level=True)
+pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 CHUNK_BYTES = 8192
 NUM_CHUNKS = 16
@@ -44,11 +42,12 @@ def make(monkeypatch: pytest.MonkeyPatch, disk_dir: Path, primary: Any) -> Itera
     from kvtier.connector import vllm_tier
 
     monkeypatch.setattr(vllm_tier, "engine_config", lambda spec: None)
+    monkeypatch.setattr(vllm_tier, "why_none", lambda config: None)
     monkeypatch.setattr(vllm_tier, "native_identity", lambda config, spec, revision, epoch: IDENTITY)
     made: list[Any] = []
 
     def factory(**options: Any) -> Any:
-        section = {"path": str(disk_dir), "size": "4MiB", "mode": "buffered", **options.pop("file", {})}
+        section = {"path": str(disk_dir), "size": "8MiB", "mode": "buffered", **options.pop("file", {})}
         view = options.pop("view", None) or memoryview(primary)
         tier = vllm_tier.KVTierSecondaryTier(SimpleNamespace(), view, "kvtier", file=section, **options)
         made.append(tier)
@@ -131,6 +130,14 @@ def test_a_new_process_finds_them_and_keys_differ_by_group_and_length(make: Make
     assert answer(again, key(1, group=1), context) == answer(again, key(2), context) == "MISS"
 
 
+def test_a_salt_of_the_configuration_is_a_namespace_of_its_own(make: Make, primary: Any) -> None:
+    plain, salted = make(), make(cache={"cache_salt": "tenant"})
+    plain.submit_store(job(1, [key(1)], [0], request("r"), load=False))
+    assert ended(plain).success
+    assert answer(plain, key(1), request("r")) == "HIT"
+    assert answer(salted, key(1), request("r")) == "MISS"
+
+
 def test_a_chunk_that_rotted_is_missed_alone_and_never_promised_again(make: Make, primary: Any) -> None:
     tier, context = make(), request("r")
     fill(primary, 0, 1, 2)
@@ -210,6 +217,7 @@ def test_after_shutdown_nothing_holds_the_primary_tier(make: Make) -> None:
         ({"fil": {}}, "secondary tier kvtier, fil {}: no such option here; known are config, revision, file, cache, "),
         ({"file": {"path": "x", "sise": 1}}, "[file] sise 1: unknown option; did you mean size?"),
         ({"host": {"size": "1GiB"}}, "secondary tier kvtier, host {'size': '1GiB'}: no such option here; known are "),
+        ({"revision": 7}, "secondary tier kvtier, revision 7: not a text; write it in quotes"),
         ({}, "secondary tier kvtier, file.path: none is given, so nothing would be kept; name a directory: "),
     ],
 )
