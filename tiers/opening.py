@@ -45,7 +45,7 @@ def open_hierarchy(config: Config, fingerprint: bytes, shape: Blocks) -> Hierarc
     try:
         if config.host.pin:
             region.pin()
-        ports = [_file_port(config, fingerprint, shape, metrics, rates)] if config.file.path else []
+        ports = open_ports(config, fingerprint, shape, metrics, rates)
     except BaseException:
         host.close()
         raise
@@ -56,6 +56,11 @@ def open_hierarchy(config: Config, fingerprint: bytes, shape: Blocks) -> Hierarc
         prefetch_deadline=config.cache.prefetch_deadline,
     )
     return Hierarchy(host, ports, settings, metrics, rates)
+
+
+def open_ports(config: Config, fingerprint: bytes, shape: Blocks, metrics: Metrics, rates: Rates) -> list[TierPort]:
+    """The tiers below host memory alone, for an engine that keeps its own; raises and warns as `open_hierarchy`."""
+    return [_file_port(config, fingerprint, shape, metrics, rates)] if config.file.path else []
 
 
 def _file_port(config: Config, fingerprint: bytes, shape: Blocks, metrics: Metrics, rates: Rates) -> TierPort:

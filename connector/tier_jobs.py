@@ -1,0 +1,311 @@
+"""Whole jobs between an engine's own host memory and the tiers below it: bounded, with deadlines, never waited for."""
+
+import mmap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from threading import Condition
+from typing import ClassVar, Final
+
+import numpy as np
+
+from kvtier.tiers import memory
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.metrics import Metrics
+from kvtier.tiers.port import TierPort
+from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome
+
+BATCH_BYTES: Final = 8 << 20  # per read or write: a call as large as the slab makes
+_STORE_PATIENCE: Final = 10  # a store may wait in line for so many times the deadline of one operation
+_NO_PARENT: Final = bytes(32)  # the engine's keys do not tell
+_LOOK_AGAIN: Final = 0.02  # seconds between looks at the deadlines while draining
+
+
+@dataclass(frozen=True, slots=True)
+class EndedJob:
+    """What became of a job: an outcome for each block, in the order they were given, and how long it took."""
+
+    job_id: int
+    outcomes: list[Outcome]
+    seconds: float
+
+
+class TierJobs:
+    """Loads into and stores from memory that an engine owns, for engines that keep a host tier of their own.
+
+    Every job ends: each part of it waits and runs up to a deadline, then counts as TIMEOUT, and the engine may use its
+    memory again. So a load is read into memory of ours, verified there, and copied on only while its job still runs: a
+    read that hangs never writes to memory the engine took back. A store is written straight from the engine's memory;
+    one that was given up may have written another block's bytes, so it is forgotten when it ends.
+
+    Lock: `_changed` guards the bookkeeping; inside it only the metrics' is taken; never held across I/O or a copy.
+    """
+
+    def __init__(
+        self,
+        ports: Sequence[TierPort],
+        slot_bytes: int,
+        max_storing: int,
+        load_deadline: float,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """At most `max_storing` blocks wait for or are in a write; a load waits up to `load_deadline` seconds."""
+        self.ports = ports
+        self.slot_bytes = slot_bytes
+        self.metrics = metrics
+        self.clock = clock
+        self._max_storing = max_storing
+        self._load_deadline = load_deadline
+        self._per_batch = max(1, BATCH_BYTES // slot_bytes)
+        self._changed = Condition()
+        self._live: set[_Batch] = set()
+        self._ended: list[EndedJob] = []
+        self._num_storing = 0
+        self._staging: list[mmap.mmap] = []  # idle ones; there are never more than I/O threads
+
+    def holds(self, name: ChainHash) -> bool:
+        """Whether some tier holds the block, readable now; index-only."""
+        return any(port.holds([name])[0] for port in self.ports)
+
+    def load(self, job_id: int, names: Sequence[ChainHash], into: Sequence[memoryview]) -> None:
+        """Fill each buffer (`slot_bytes`, writable) with its block, from the first tier that holds it."""
+        homes = [next((p for p in self.ports if p.holds([name])[0]), None) for name in names]
+        job = _Job(job_id, self.clock(), [Outcome.EVICTED] * len(names), 1)
+        batches = [
+            _LoadBatch(self, job, port, part, [names[i] for i in part], [into[i] for i in part])
+            for port, run in groupby(range(len(names)), key=homes.__getitem__)
+            if port is not None
+            for part in self._parts(list(run))
+        ]
+        self._submit(job, batches, self.clock() + self._load_deadline)
+
+    def store(self, job_id: int, names: Sequence[ChainHash], payloads: Sequence[memoryview]) -> None:
+        """Store blocks in every tier. The memory must not change until the job has ended.
+
+        Where too many wait already the last ones are refused, as QUEUE_FULL.
+        """
+        with self._changed:
+            taken = max(0, min(len(names), self._max_storing - self._num_storing))
+            self._num_storing += taken
+        job = _Job(job_id, self.clock(), [Outcome.QUEUE_FULL] * len(names), 1, num_storing=taken)
+        for port in self.ports:
+            if taken < len(names):
+                self.metrics.dropped(port.name, Outcome.QUEUE_FULL, len(names) - taken)
+        batches = [
+            _StoreBatch(self, job, port, part, [names[i] for i in part], [payloads[i] for i in part], epoch=port.epoch)
+            for port in self.ports
+            for part in self._parts(list(range(taken)))
+        ]
+        patience = _STORE_PATIENCE * max((port.settings.deadline for port in self.ports), default=0.0)
+        self._submit(job, batches, self.clock() + patience)
+
+    def finished(self) -> list[EndedJob]:
+        """The jobs that ended since the last call; also keeps the deadlines and sends probes that are due. Cheap."""
+        for port in self.ports:
+            port.tick()
+        if not self._ended:
+            return []
+        with self._changed:
+            ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def idle(self) -> bool:
+        """Whether no job runs."""
+        return not self._live
+
+    def drain(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for every job's end, then give up the rest: after it none uses their memory."""
+        until = time.monotonic() + timeout
+        while self._live and time.monotonic() < until:
+            for port in self.ports:
+                port.tick()
+            with self._changed:
+                self._changed.wait_for(lambda: not self._live, _LOOK_AGAIN)
+        for batch in list(self._live):
+            self.give_up(batch)
+        with self._changed:  # what is left is being copied in memory, which cannot hang
+            self._changed.wait_for(lambda: not self._live, timeout)
+
+    def close(self, timeout: float) -> None:
+        """Drain and close the tiers, up to `timeout` seconds each. Idempotent."""
+        self.drain(timeout)
+        for port in self.ports:
+            port.close(timeout)
+
+    def check(self) -> None:
+        """Raise AssertionError where the books do not balance at idle, or a tier's own do not."""
+        with self._changed:
+            assert self._live or not self._num_storing, f"{self._num_storing} blocks being stored by no job"
+        for port in self.ports:
+            port.check()
+
+    # What the batches report, mostly from I/O threads.
+
+    def settle(self, batch: "_Batch", outcomes: Sequence[Outcome]) -> bool:
+        """Record what became of a batch; False where it was given up before."""
+        with self._changed:
+            if batch not in self._live:
+                return False
+            self._live.remove(batch)
+            job = batch.job
+            for position, outcome in zip(batch.positions, outcomes, strict=True):
+                if job.outcomes[position] is not Outcome.OK:  # one tier that took a block is enough
+                    job.outcomes[position] = outcome
+            self._end_part(job)
+            self._changed.notify_all()
+        self._count(batch, outcomes)
+        return True
+
+    def give_up(self, batch: "_Batch") -> None:
+        """Nobody waits for a batch any more, unless it is being copied already: then it has all but ended."""
+        with self._changed:
+            if not batch.copying:
+                self.settle(batch, [Outcome.TIMEOUT] * len(batch.positions))
+
+    def is_live(self, batch: "_Batch") -> bool:
+        """Whether somebody still waits for it."""
+        return batch in self._live
+
+    def begin_copy(self, batch: "_Batch") -> bool:
+        """Whether the engine's memory may be written to: from now on until `settle` the batch is not given up."""
+        with self._changed:
+            batch.copying = batch in self._live
+            return batch.copying
+
+    @contextmanager
+    def staging(self, count: int) -> Iterator[list[memoryview]]:
+        """Page-aligned buffers for `count` blocks. A read that hangs keeps them."""
+        with self._changed:
+            room = self._staging.pop() if self._staging else None
+        room = room or mmap.mmap(-1, self._per_batch * self.slot_bytes)
+        view = memoryview(room)
+        try:
+            yield [view[i * self.slot_bytes : (i + 1) * self.slot_bytes] for i in range(count)]
+        finally:
+            with self._changed:
+                self._staging.append(room)
+
+    def _parts(self, positions: list[int]) -> list[list[int]]:
+        return [positions[i : i + self._per_batch] for i in range(0, len(positions), self._per_batch)]
+
+    def _submit(self, job: "_Job", batches: Sequence["_Batch"], deadline: float) -> None:
+        with self._changed:
+            job.num_parts += len(batches)
+            self._live.update(batches)
+        for batch in batches:
+            batch.deadline = deadline
+            if not batch.port.queue.submit(batch, urgent=batch.direction == "read"):
+                batch.drop(Outcome.QUEUE_FULL)
+        with self._changed:
+            self._end_part(job)  # the one that stood for submitting
+
+    def _end_part(self, job: "_Job") -> None:
+        job.num_parts -= 1
+        if not job.num_parts:
+            self._num_storing -= job.num_storing
+            self._ended.append(EndedJob(job.job_id, job.outcomes, self.clock() - job.began))
+
+    def _count(self, batch: "_Batch", outcomes: Sequence[Outcome]) -> None:
+        for outcome in set(outcomes):
+            number = list(outcomes).count(outcome)
+            if batch.direction == "read" and outcome is not Outcome.OK:
+                self.metrics.missed(outcome, number)
+            elif batch.direction == "write" and outcome is Outcome.OK:
+                self.metrics.stored(batch.port.name, number)
+            elif batch.direction == "write":
+                self.metrics.dropped(batch.port.name, outcome, number)
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    job_id: int
+    began: float
+    outcomes: list[Outcome]  # until its batch ends, what a block ends with that no batch takes
+    num_parts: int  # not yet ended: batches, and one while it is being submitted
+    num_storing: int = 0  # blocks it takes of the bound on stores
+
+
+@dataclass(eq=False, slots=True)
+class _Batch:
+    """The blocks of one job that travel in one call. With `transfer` it implements the queue's `Job`."""
+
+    direction: ClassVar[Direction]
+
+    owner: TierJobs
+    job: _Job
+    port: TierPort
+    positions: list[int]  # in the job
+    names: list[ChainHash]
+    buffers: list[memoryview]  # the engine's
+    epoch: int = 0  # the port's when a store was offered
+    deadline: float = 0.0
+    copying: bool = False
+
+    def run(self) -> None:
+        self.deadline = self.owner.clock() + self.port.settings.deadline  # the wait in line had its own
+        if self.owner.is_live(self):
+            self.transfer()
+
+    def drop(self, outcome: Outcome) -> None:
+        self.owner.settle(self, [outcome] * len(self.positions))
+
+    def overdue(self) -> None:
+        self.port.failed(self.direction)
+        self.owner.give_up(self)
+
+    def transfer(self) -> None:
+        raise NotImplementedError
+
+
+class _LoadBatch(_Batch):
+    __slots__ = ()
+    direction = "read"
+
+    def transfer(self) -> None:
+        with self.owner.staging(len(self.names)) as staged:
+            results = self.port.read(self.names, staged)
+            if not self.owner.begin_copy(self):
+                return
+            whole = [i for i, result in enumerate(results) if isinstance(result, BlockRecord)]
+            _copy([self.buffers[i] for i in whole], [staged[i] for i in whole])
+        self.owner.settle(self, [Outcome.OK if isinstance(r, BlockRecord) else r for r in results])
+
+
+class _StoreBatch(_Batch):
+    __slots__ = ()
+    direction = "write"
+
+    def transfer(self) -> None:
+        if not self.port.writable:
+            return self.drop(Outcome.BREAKER_OPEN)
+        records = [
+            BlockRecord(name, _NO_PARENT, b"", checksum(payload))
+            for name, payload in zip(self.names, self.buffers, strict=True)
+        ]
+        outcomes = self.port.write(records, self.buffers, self.epoch)
+        tier = self.port.tier
+        if not self.owner.settle(self, outcomes) and tier is not None:
+            tier.discard(self.names)
+        return None
+
+
+def _copy(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
+    """Between buffers of equal size, whose owners keep them mapped; gives the GIL up once for many bytes."""
+    if not targets:
+        return
+    if not memory.can_copy_scattered():
+        for target, source in zip(targets, sources, strict=True):
+            target[:] = source
+        return
+    addresses = np.array([[_address(t), _address(s), t.nbytes] for t, s in zip(targets, sources, strict=True)])
+    step = memory.pieces_per_call(targets[0].nbytes)
+    for first in range(0, len(addresses), step):
+        memory.copy_scattered(*np.ascontiguousarray(addresses[first : first + step].T))
+
+
+def _address(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer, np.uint8).ctypes.data)

@@ -1,0 +1,243 @@
+"""Stories of jobs between an engine's memory and the tiers: whole, partial, refused, hung, drained."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, wait_until
+
+from kvtier.connector.tier_jobs import BATCH_BYTES, EndedJob, TierJobs
+from kvtier.tiers.metrics import Metrics
+from kvtier.tiers.port import PortSettings, TierPort
+from kvtier.tiers.rates import Rates
+from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+
+NAMES = chain_of(6).hashes
+DEADLINE = 2.0
+LOAD_DEADLINE = 3.0
+
+
+def ended_jobs(jobs: TierJobs) -> list[EndedJob]:
+    """The next jobs to end."""
+    found: list[EndedJob] = []
+
+    def any_ended() -> bool:
+        found.extend(jobs.finished())
+        return bool(found)
+
+    wait_until(any_ended)
+    return found
+
+
+class Story:
+    """Jobs over two tiers in memory, on a clock the test moves; the engine's memory is `slots`."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.metrics = Metrics()
+        self.tier, self.second = MemoryTier(), MemoryTier()
+        settings = PortSettings(deadline=DEADLINE, failures=2, retry_after=1.0, num_threads=1)
+        self.ports = [
+            TierPort(name, lambda tier=tier: tier, settings, self.metrics, Rates("load"), self.clock)  # type: ignore[misc]
+            for name, tier in (("file", self.tier), ("redis", self.second))
+        ]
+        self.jobs = TierJobs(self.ports, SLOT_BYTES, 4, LOAD_DEADLINE, self.metrics, self.clock)
+        self.slots = [memoryview(bytearray(SLOT_BYTES)) for _ in NAMES]
+
+    def fill(self, *positions: int) -> None:
+        for i in positions:
+            self.slots[i][:] = payload_of(NAMES[i])
+
+    def store(self, job_id: int, *positions: int) -> None:
+        self.jobs.store(job_id, [NAMES[i] for i in positions], [self.slots[i] for i in positions])
+
+    def load(self, job_id: int, *positions: int) -> None:
+        self.jobs.load(job_id, [NAMES[i] for i in positions], [self.slots[i] for i in positions])
+
+    def ended(self) -> EndedJob:
+        """The next job to end, alone."""
+        [ended] = ended_jobs(self.jobs)
+        return ended
+
+    def counted(self, series: str) -> float:
+        return self.metrics.snapshot().get(series, 0)
+
+    def holds(self, position: int) -> bool:
+        return bytes(self.slots[position]) == payload_of(NAMES[position])
+
+
+@pytest.fixture
+def story() -> Iterator[Story]:
+    story = Story()
+    yield story
+    for tier in (story.tier, story.second):
+        tier.gate.set()
+    story.jobs.close(10)
+    assert story.jobs.idle
+    story.jobs.check()
+
+
+def test_what_is_stored_is_loaded_again_from_the_first_tier_that_holds_it(story: Story) -> None:
+    story.fill(0, 1, 2)
+    story.store(7, 0, 1, 2)
+    assert story.ended() == EndedJob(7, [Outcome.OK] * 3, 0.0)
+    assert [set(tier.blocks) for tier in (story.tier, story.second)] == [set(NAMES[:3])] * 2  # every tier has them
+    assert story.jobs.holds(NAMES[0])
+    assert not story.jobs.holds(NAMES[3])
+
+    story.tier.discard(NAMES[1:2])
+    for slot in story.slots:
+        slot[:] = bytes(SLOT_BYTES)
+    story.load(8, 0, 1, 2)
+    assert story.ended().outcomes == [Outcome.OK] * 3
+    assert all(story.holds(i) for i in range(3))
+    assert story.second.reads == [NAMES[1]]  # what the first has lost
+
+
+def test_a_block_that_fails_alone_leaves_its_neighbours_whole_and_its_memory_untouched(story: Story) -> None:
+    story.tier.fill(chain_of(6))
+    record, data = story.tier.blocks[NAMES[1]]
+    story.tier.blocks[NAMES[1]] = (record, data[:-1] + b"?")  # rot
+    before = bytes(story.slots[1])
+    story.load(1, 0, 1, 2)
+    assert story.ended().outcomes == [Outcome.OK, Outcome.CHECKSUM, Outcome.OK]
+    assert story.holds(0)
+    assert story.holds(2)
+    assert bytes(story.slots[1]) == before  # not one unverified byte reached the engine's memory
+    assert story.counted('kvtier_corruption_total{tier="file"}') == 1
+    assert story.counted('kvtier_miss_total{reason="checksum"}') == 1
+    assert not story.jobs.holds(NAMES[1])  # nobody is promised it again
+
+
+def test_a_block_gone_between_lookup_and_load_is_a_miss(story: Story) -> None:
+    story.load(1, 4)
+    assert story.ended().outcomes == [Outcome.EVICTED]
+
+
+def test_a_read_that_hangs_ends_at_its_deadline_and_never_writes_to_memory_given_back(story: Story) -> None:
+    story.tier.fill(chain_of(6))
+    story.tier.gate.clear()
+    story.load(1, 0, 1)
+    wait_until(lambda: story.ports[0].queue._running)
+    story.clock.advance(DEADLINE)
+    assert story.ended().outcomes == [Outcome.TIMEOUT] * 2
+    assert story.counted('kvtier_miss_total{reason="timeout"}') == 2
+
+    # The engine uses its memory for something else; then the disk answers.
+    story.fill(0, 1)
+    story.slots[0][:] = b"x" * SLOT_BYTES
+    story.tier.gate.set()
+    assert story.ports[0].queue.drain(10)
+    assert bytes(story.slots[0]) == b"x" * SLOT_BYTES
+    assert not story.jobs.finished()  # and the job does not end twice
+
+
+def test_what_waits_behind_a_hung_read_ends_too_and_the_breaker_opens(story: Story) -> None:
+    story.tier.fill(chain_of(6))
+    story.tier.gate.clear()
+    story.load(1, 0)
+    wait_until(lambda: story.ports[0].queue._running)
+    story.load(2, 1)  # waits for the only thread
+    story.clock.advance(LOAD_DEADLINE)
+    ended = story.jobs.finished()
+    assert [job.outcomes for job in ended] == [[Outcome.TIMEOUT]] * 2
+    story.tier.gate.set()
+    assert story.ports[0].queue.drain(10)
+    story.ports[0].failed("read")  # the second in a row
+    assert not story.jobs.holds(NAMES[2])  # a miss from now on: nobody waits for that disk
+
+
+def test_a_store_that_was_given_up_is_forgotten_when_it_ends(story: Story) -> None:
+    """Its memory was another block's by then: what it wrote may be rubbish under a good name."""
+    story.fill(0)
+    story.tier.gate.clear()
+    story.store(1, 0)
+    wait_until(lambda: story.ports[0].queue._running)
+    wait_until(lambda: story.second.blocks)  # the other tier took it
+    story.clock.advance(DEADLINE)
+    assert story.ended().outcomes == [Outcome.OK]
+    assert story.counted('kvtier_store_dropped_total{tier="file",reason="timeout"}') == 1
+    story.tier.gate.set()
+    assert story.ports[0].queue.drain(10)
+    assert not story.tier.blocks
+
+
+def test_stores_past_the_bound_are_refused_at_once_newest_first(story: Story) -> None:
+    story.fill(*range(6))
+    story.tier.gate.clear()
+    story.store(1, 0, 1, 2)
+    story.store(2, 3, 4)  # four may wait: one of these two
+    story.store(3, 5)
+    [refused] = story.jobs.finished()
+    assert refused == EndedJob(3, [Outcome.QUEUE_FULL], 0.0)
+    story.tier.gate.set()
+    wait_until(lambda: story.jobs.idle)
+    assert [job.outcomes for job in story.jobs.finished()] == [[Outcome.OK] * 3, [Outcome.OK, Outcome.QUEUE_FULL]]
+    assert set(story.tier.blocks) == set(NAMES[:4])
+    assert story.counted('kvtier_store_dropped_total{tier="file",reason="queue_full"}') == 2
+    story.store(4, 5)  # the room is free again
+    assert story.ended().outcomes == [Outcome.OK]
+
+
+def test_a_failing_disk_costs_stores_and_loads_never_an_exception(story: Story) -> None:
+    story.tier.broken = story.second.broken = True
+    story.fill(0)
+    for job_id in range(2):
+        story.store(job_id, 0)
+        assert story.ended().outcomes == [Outcome.IO_ERROR]
+    story.store(2, 0)  # twice in a row: the breaker is open, the disk is left alone
+    assert story.ended().outcomes == [Outcome.BREAKER_OPEN]
+    story.tier.broken = False
+    story.clock.advance(1.0)
+    story.jobs.finished()  # sends the probe that is due
+    assert story.ports[0].queue.drain(10)
+    story.store(3, 0)
+    assert story.ended().outcomes == [Outcome.OK]  # it is back, without a restart
+
+
+def test_drain_gives_up_what_hangs_and_nothing_touches_memory_after_it(story: Story) -> None:
+    story.tier.fill(chain_of(6))
+    story.tier.gate.clear()
+    story.load(1, 0, 1)
+    story.store(2, 2)
+    story.jobs.drain(0.05)
+    assert story.jobs.idle
+    assert {job.job_id for job in story.jobs.finished()} == {1, 2}
+    before = [bytes(slot) for slot in story.slots]
+    story.tier.gate.set()
+    assert story.ports[0].queue.drain(10)
+    assert [bytes(slot) for slot in story.slots] == before
+    assert NAMES[2] not in story.tier.writes  # it had not begun: it never does
+
+
+def test_a_large_job_travels_in_calls_of_bounded_size_and_ends_as_one() -> None:
+    class CountingTier(MemoryTier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[int] = []
+
+        def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
+            self.calls.append(len(hashes))
+            return super().read(hashes, into)
+
+    tier, metrics, size = CountingTier(), Metrics(), BATCH_BYTES // 2
+    port = TierPort("file", lambda: tier, PortSettings(), metrics, Rates("load"))
+    jobs = TierJobs([port], size, 8, 60.0, metrics)
+    slots = [memoryview(bytearray(payload_of(name, size))) for name in NAMES[:5]]
+    jobs.store(1, NAMES[:5], slots)
+    ended_jobs(jobs)
+    for slot in slots:
+        slot[:8] = bytes(8)
+    jobs.load(2, NAMES[:5], slots)
+    [loaded] = ended_jobs(jobs)
+    assert loaded.outcomes == [Outcome.OK] * 5
+    assert [bytes(slot) == payload_of(name, size) for name, slot in zip(NAMES, slots, strict=False)] == [True] * 5
+    assert tier.calls == [2, 2, 1]
+    jobs.close(10)
+
+
+def test_without_the_scattered_copy_the_same_bytes_arrive(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.tiers.memory.can_copy_scattered", lambda: False)
+    story.tier.fill(chain_of(6))
+    story.load(1, *range(6))
+    assert story.ended().outcomes == [Outcome.OK] * 6
+    assert all(story.holds(i) for i in range(6))
