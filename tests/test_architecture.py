@@ -74,7 +74,7 @@ TORCH_FILES: Final = {
     *(f"engine/{name}.py" for name in ("model", "model_runner", "llm", "demo_worker")),
 }
 # Named after the engine they adapt, by the design; nobody runs them from their folder.
-ADAPTERS: Final = ("connector/transformers.py", "kvtier/connector/transformers.py")
+ADAPTERS: Final = tuple(f"{home}connector/{name}.py" for home in ("", "kvtier/") for name in ("transformers", "sglang"))
 # Past the budget, with the reason. The keys are the places that `test_style_budget` prints.
 EXPLAINED: Final = {
     "tiers/file_store.py:open": "the tier's whole configuration; every caller names each",

@@ -73,13 +73,13 @@ class Geometry:
     def of(cls, layout: KVLayout, shape: KVShape) -> "Geometry":
         """Merge heads into tokens, tokens into K and V, K and V into a layer, where they lie next to each other."""
         run = shape.head_dim * DTYPE_BYTES[shape.dtype]
-        num_kv, num_tokens, num_heads = 2, shape.block_size, shape.num_kv_heads
+        num_kv, num_tokens, num_heads = shape.num_kv, shape.block_size, shape.num_kv_heads
         if num_heads == 1 or layout.head_stride == run:
             run, num_heads = run * num_heads, 1
             if num_tokens == 1 or layout.token_stride == run:
                 run, num_tokens = run * num_tokens, 1
-                if layout.kv_stride == run:
-                    run, num_kv = run * 2, 1
+                if num_kv == 1 or layout.kv_stride == run:
+                    run, num_kv = run * num_kv, 1
         strides = layout.block_stride, layout.kv_stride, layout.token_stride, layout.head_stride
         return cls(tuple(layout.bases), *strides, num_kv, num_tokens, num_heads, run)
 
@@ -212,9 +212,9 @@ def scatter_reference(
 def _layer_view(
     layout: KVLayout, shape: KVShape, layer: int, blocks: Sequence[int] | NDArray[np.int64]
 ) -> NDArray[np.uint8]:
-    """One layer's bytes in place, `[num_blocks, 2, block_size, num_kv_heads, head_bytes]`."""
+    """One layer's bytes in place, `[num_blocks, num_kv, block_size, num_kv_heads, head_bytes]`."""
     head_bytes = shape.head_dim * DTYPE_BYTES[shape.dtype]
-    dimensions = (max(blocks, default=-1) + 1, 2, shape.block_size, shape.num_kv_heads, head_bytes)
+    dimensions = (max(blocks, default=-1) + 1, shape.num_kv, shape.block_size, shape.num_kv_heads, head_bytes)
     strides = (layout.block_stride, layout.kv_stride, layout.token_stride, layout.head_stride, 1)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(dimensions, strides, strict=True))
     flat = memory.bytes_at(layout.bases[layer], max(0, extent))

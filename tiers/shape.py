@@ -11,8 +11,8 @@ DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 class KVShape:
     """The KV of `block_size` tokens in all layers of one KV group.
 
-    A block is `[num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]` of `dtype`, C-contiguous: the canonical
-    block layout, the same in L1, L2 and L3.
+    A block is `[num_layers, num_kv, block_size, num_kv_heads, head_dim]` of `dtype`, C-contiguous: the canonical block
+    layout, the same in L1, L2 and L3. `num_kv` is 2 (K, V), or 1 where both are read from one latent (MLA).
     """
 
     num_layers: int
@@ -20,23 +20,24 @@ class KVShape:
     head_dim: int
     block_size: int  # tokens
     dtype: str  # a key of DTYPE_BYTES
+    num_kv: int = 2
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype {self.dtype!r}: use one of {', '.join(DTYPE_BYTES)}")
-        for field in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
+        for field in ("num_layers", "num_kv_heads", "head_dim", "block_size", "num_kv"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} {getattr(self, field)}: must be at least 1")
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        """[num_layers, 2, block_size, num_kv_heads, head_dim]."""
-        return (self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
+        """[num_layers, num_kv, block_size, num_kv_heads, head_dim]."""
+        return (self.num_layers, self.num_kv, self.block_size, self.num_kv_heads, self.head_dim)
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of K and V of one layer in one block."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_kv * self.block_size * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:

@@ -256,3 +256,19 @@ def test_the_source_compiles_for_real_devices(architecture: str, tmp_path: Path)
         code = (tmp_path / "out").read_bytes()
         assert b"kv_gather" in code
         assert b"kv_scatter" in code
+
+
+def test_a_latent_is_there_once_not_as_keys_and_values() -> None:
+    """MLA: num_kv is 1, whatever the stride between K and V would be."""
+    shape = KVShape(num_layers=2, num_kv_heads=1, head_dim=6, block_size=4, dtype="float32", num_kv=1)
+    assert shape.block_shape == (2, 1, 4, 1, 6)
+    assert shape.block_bytes == 2 * 4 * 6 * 4
+    pool = np.random.default_rng(0).integers(0, 256, (2, 5, 4, 24), dtype=np.uint8)  # [layers, blocks, tokens, bytes]
+    layout = KVLayout([pool[layer].ctypes.data for layer in range(2)], pool.strides[1], 0, pool.strides[2], 24)
+    assert Geometry.of(layout, shape).run_bytes == shape.layer_bytes
+    slots = np.zeros((2, shape.block_bytes), np.uint8)
+    gather_reference(layout, shape, [3, 1], slots)
+    assert np.array_equal(slots[0], pool[:, 3].reshape(-1))
+    assert np.array_equal(slots[1], pool[:, 1].reshape(-1))
+    with pytest.raises(ValueError, match="num_kv 0: must be at least 1"):
+        KVShape(2, 1, 6, 4, "float32", num_kv=0)
