@@ -21,7 +21,8 @@ from vllm_rig import Engine, greedy  # noqa: E402
 
 def transfer(arm: str, folder: Path) -> dict[str, Any] | None:
     """vLLM's `kv_transfer_config` of an arm."""
-    common = {"kv_role": "kv_both"}
+    common: dict[str, Any] = {"kv_role": "kv_both"}
+    extra: dict[str, Any]
     if arm == "kvtier":
         extra = {"host": {"size": "2GiB"}, "file": {"path": str(folder), "size": "4GiB"}}
         module = {"kv_connector_module_path": "kvtier.connector.vllm", "kv_load_failure_policy": "recompute"}
