@@ -42,7 +42,12 @@ def main() -> None:
     FileIO.preadv = disk.before(FileIO.preadv)  # type: ignore[method-assign]
     FileIO.pwritev = disk.before(FileIO.pwritev)  # type: ignore[method-assign]
     job = json.load(sys.stdin)
-    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": job["extra"]}
+    transfer = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "engine_id": job["engine_id"],
+        "kv_connector_extra_config": job["extra"],
+    }
     llm = LLM(
         model=job["model"],
         kv_transfer_config=transfer if job["extra"] else None,

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -69,15 +70,20 @@ def start(
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    job = {"model": str(model), "extra": extra, "steps": steps, "options": options}
-    return subprocess.run(
-        [sys.executable, str(HERE / "_vllm_tier_child.py")],
-        input=json.dumps(job),
-        env={**os.environ, **settings, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    engine_id = f"kvtier-test-{uuid.uuid4()}"
+    job = {"model": str(model), "extra": extra, "steps": steps, "options": options, "engine_id": engine_id}
+    try:
+        return subprocess.run(
+            [sys.executable, str(HERE / "_vllm_tier_child.py")],
+            input=json.dumps(job),
+            env={**os.environ, **settings, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+    finally:
+        for left in Path("/dev/shm").glob(f"vllm_offload_{engine_id}*"):  # by an engine that was refused its start
+            left.unlink()
 
 
 class House:
