@@ -211,6 +211,41 @@ def test_a_failed_load_is_named_with_its_first_block_and_counted(bench: Bench) -
     bench.scheduler.finished("a")
 
 
+def test_a_failed_load_is_final_for_its_request_and_for_no_other(bench: Bench) -> None:
+    request = request_of(3)
+    store(bench.hierarchy, request.chain)
+    bench.scheduler.lookup(request, 0)
+    bench.scheduler.allocated("a", [0, 1, 2, 3], 3 * BLOCK_SIZE)
+    bench.step()
+    bench.stream.fail_next()
+    assert bench.update().failed == (("a", 0),)
+    assert bench.scheduler.lookup(request, 0) == 0  # asked again at every step: a promise would fail for ever
+    bench.scheduler.finished("a")
+    other = request_of(3, "b")
+    assert bench.scheduler.lookup(other, 0) == 3 * BLOCK_SIZE
+    bench.scheduler.finished("b")
+
+
+def test_a_store_is_fenced_before_its_blocks_are_written_again(bench: Bench) -> None:
+    first, second = request_of(1), request_of(1, "b", first_token=100)
+    for request, block in ((first, 0), (second, 1)):
+        bench.scheduler.lookup(request, 0)
+        bench.scheduler.allocated(request.request_id, [block], 0)
+        bench.compute(request, 0, [block])
+        bench.scheduler.store(request.request_id, 0, [block])
+    ops = bench.step().stores
+    bench.stream.complete_next()  # the first one has read its block
+    bench.worker.fence([op.op_id for op in ops])  # the second one is late: by now its block holds something else
+    bench.l1[:2] = 0
+    bench.stream.complete_all()
+    bench.update()
+    assert bench.hierarchy.drain(5)
+    assert bench.hierarchy.lookup(first.chain.hashes).l2 == 1
+    assert bench.hierarchy.lookup(second.chain.hashes).l2 == 0
+    for request in (first, second):
+        bench.scheduler.finished(request.request_id)
+
+
 def test_a_failed_store_leaves_nothing_visible(bench: Bench) -> None:
     request = request_of(2)
     bench.scheduler.lookup(request, 0)

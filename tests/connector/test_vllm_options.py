@@ -1,0 +1,72 @@
+"""What a user may say in vLLM's extra config, and what kvtier answers where that is a slip."""
+
+import importlib
+import importlib.util
+import logging
+from pathlib import Path
+
+import pytest
+
+from kvtier.connector.vllm_options import VllmOptions
+from kvtier.tiers.errors import ConfigError
+
+
+def test_sections_of_our_configuration_and_three_words(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.toml"
+    file.write_text('[host]\nsize = "2GiB"\n[cache]\nepoch = 3\n')
+    options = VllmOptions.of({"config": str(file), "host": {"size": "1MiB"}, "keys": "kvtier", "layerwise": True})
+    assert options.config.host.size == 1 << 20  # what stands beside the file overrides it
+    assert options.config.cache.epoch == 3
+    assert options.keys == "kvtier"
+    assert options.layerwise
+    assert VllmOptions.of({}).keys == "vllm"
+
+
+def test_workers_can_map_l2_and_this_process_does_not_pin_it() -> None:
+    options = VllmOptions.of({"host": {"size": "1MiB"}})
+    assert options.shared().host.shared
+    assert not options.shared().host.pin
+    assert options.shared().host.size == 1 << 20
+
+
+def test_a_name_nobody_knows_is_a_warning_with_the_nearest(caplog: pytest.LogCaptureFixture) -> None:
+    options = VllmOptions.of({"hots": {"size": "1MiB"}, "file": {"pathh": "kv"}, "layer_wise": True})
+    assert options.config.file.path is None
+    assert not options.layerwise
+    assert [record.getMessage() for record in caplog.records] == [
+        "kv_connector_extra_config, hots: unknown and ignored; did you mean host?",
+        "kv_connector_extra_config, file.pathh: unknown and ignored; did you mean path?",
+        "kv_connector_extra_config, layer_wise: unknown and ignored; did you mean layerwise?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"keys": "sglang"}, r"keys 'sglang': use \"vllm\" \(its own hashes\) or \"kvtier\""),
+        ({"layerwise": "yes"}, "layerwise 'yes': use true or false"),
+        ({"host": 5}, "host 5: not a section"),
+        ({"host": {"size": "5 apples"}}, r"\[host\] size \"5 apples\": no unit 'apples'"),
+        ({"config": "/nowhere.toml"}, "No such file or directory; name a TOML file"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_one_line(extra: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        VllmOptions.of(extra)
+
+
+def test_what_is_legal_and_hardly_meant_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    VllmOptions.of({"cache": {"block_size": 16}}).warn(32, "recompute")
+    assert "[cache] block_size 16: vLLM's blocks have 32 tokens" in caplog.text
+    assert "--block-size 16" in caplog.text
+    caplog.clear()
+    VllmOptions.of({"cache": {"block_size": 32}}).warn(32, "fail")
+    [record] = caplog.records
+    assert 'kv_load_failure_policy "fail"' in record.getMessage()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
+def test_without_vllm_the_import_says_what_to_install() -> None:
+    with pytest.raises(ImportError, match=r"needs vLLM 0\.32 or 0\.33 beside it .*pip install vllm"):
+        importlib.import_module("kvtier.connector.vllm")

@@ -1,0 +1,170 @@
+"""What vLLM is told at start where kvtier cannot serve it right: one line that names what, and the mend."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
+
+import torch
+import vllm
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
+from vllm_rig import Engine, make_checkpoint, tiers
+
+from kvtier.connector import vllm_model
+from kvtier.connector.vllm_model import engine_blocks, hash_scheme, identity, require_supported_version, slot_plan
+from kvtier.tiers.config import CacheConfig
+from kvtier.tiers.errors import ConfigError
+
+LAYERS = tuple(f"model.layers.{number}.self_attn.attn" for number in range(3))
+SPEC = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+
+
+def configs(spec: Any = SPEC, *, tp: int = 1, replicas: int = 1, **changed: Any) -> tuple[Any, Any]:
+    """vLLM's configuration and its KV cache's, as far as they are read; `changed` are fields of the former."""
+    parallel = {"tensor_parallel_size": tp, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1}
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        model_config=SimpleNamespace(model="m", is_encoder_decoder=False),
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
+    )
+    for path, value in changed.items():
+        section, _, field = path.partition("__")
+        if field:
+            setattr(getattr(config, section), field, value)
+        else:
+            setattr(config, section, value)
+    groups = [KVCacheGroupSpec(list(LAYERS), spec)]
+    return config, SimpleNamespace(kv_cache_groups=groups, kv_tp_replicas=replicas, hash_block_size=32)
+
+
+def plan_of(*arguments: Any, canonical: bool = False, **options: Any) -> Any:
+    return slot_plan(*configs(*arguments, **options), canonical=canonical)
+
+
+def test_another_version_is_refused_with_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_supported_version()
+    for version in ("0.31.2", "0.34.0", "1.0.0+cpu"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        with pytest.raises(ConfigError, match=rf"vLLM {version.replace('+', '.')}: this kvtier works with 0\.32 up to"):
+            require_supported_version()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size 2: .* use 1"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
+        ({"load_config__load_format": "dummy"}, 'load_format "dummy": random weights have no name'),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "speculative method 'eagle': .* use ngram"),
+        ({"model_config__is_encoder_decoder": True}, "an encoder's KV is not kept"),
+        ({"spec": replace(SPEC, dtype=torch.uint8)}, r"layer model\.layers\.0.* keeps uint8; kvtier keeps"),
+        ({"spec": replace(SPEC, state_content_bytes=100)}, "packs its blocks in a way this kvtier does not know"),
+        ({"spec": MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,))}, "is of kind MambaSpec"),
+    ],
+)
+def test_what_cannot_be_kept_right_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_of(**changed)
+
+
+def test_keys_that_begin_at_random_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ConfigError, match=r"'xxhash': its chains begin at random here; set PYTHONHASHSEED"):
+        hash_scheme("xxhash")
+    assert hash_scheme("sha256_cbor") == (
+        "vllm-sha256_cbor-9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0"
+    )
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert hash_scheme("sha256_cbor").endswith("4e1195df020de59e0d65a33a4279f1183e7ae4e5d980e309f8b55adff2e61c3e")
+    assert hash_scheme("xxhash") == hash_scheme("xxhash")
+
+
+def test_an_engine_that_cannot_be_served_does_not_start(tmp_path: Path) -> None:
+    model = make_checkpoint("llama", tmp_path / "m")
+    with pytest.raises(ConfigError, match="load_format"):
+        Engine(model, tiers(), load_format="dummy")
+
+
+def test_every_setting_that_changes_kv_is_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_checkpoint("llama", tmp_path / "m")
+    config, kv_cache = configs()
+    model = {"model": str(path), "dtype": torch.bfloat16, "quantization": None, "hf_overrides": {}, "revision": None}
+    config.model_config = SimpleNamespace(**model, is_encoder_decoder=False)
+    config.cache_config = SimpleNamespace(prefix_caching_hash_algo="sha256")
+    plan = slot_plan(config, kv_cache, canonical=False)
+
+    def named(**changed: Any) -> bytes:
+        cache = CacheConfig(epoch=changed.pop("epoch", 0))
+        algorithm = changed.pop("algorithm", "sha256")
+        monkeypatch.setattr(config.cache_config, "prefix_caching_hash_algo", algorithm)
+        settings = SimpleNamespace(**{**vars(config.model_config), **changed})
+        return identity(
+            SimpleNamespace(**{**vars(config), "model_config": settings}), kv_cache, plan, cache
+        ).fingerprint()
+
+    overridden = SimpleNamespace(to_dict=lambda: {"rope_theta": 5})
+    other = make_checkpoint("llama", tmp_path / "other", seed=1)
+    names = [
+        named(),
+        named(dtype=torch.float16),
+        named(quantization="fp8"),
+        named(epoch=1),
+        named(algorithm="sha256_cbor"),
+        named(model=str(other)),
+        named(hf_overrides={"rope_theta": 5}, hf_config=overridden),
+    ]
+    assert len(set(names)) == len(names)
+    assert named() == names[0]
+
+
+# --- where the bytes go ----------------------------------------------------------------------------------------------
+
+
+def test_ranks_lie_one_after_another_and_equal_ones_share() -> None:
+    plan = plan_of(tp=4, replicas=2)
+    layer = 2 * 32 * 2 * 64 * 2  # heads, tokens, K and V, dim, bytes
+    assert plan.block_bytes == 2 * 3 * layer
+    caches = {name: torch.zeros(5, 2, 32, 128, dtype=torch.bfloat16) for name in LAYERS}
+    starts = [min(part.offset for part in engine_blocks(plan, caches, rank).parts) for rank in range(4)]
+    assert starts == [0, 0, 3 * layer, 3 * layer]
+
+
+def test_one_latent_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLA on two ranks: both hold the same, one copy is stored."""
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    plan = plan_of(spec, tp=2, replicas=2)
+    assert plan.block_bytes == 3 * 16 * 576 * 2
+    caches = {name: torch.zeros(5, 1, 16, 576, dtype=torch.bfloat16) for name in LAYERS}
+    for rank in (0, 1):
+        assert [part.offset for part in engine_blocks(plan, caches, rank).parts] == [0, 18432, 36864]
+    with pytest.raises(ConfigError, match=r'keys "kvtier": .* has no canonical form; use keys "vllm"'):
+        plan_of(spec, canonical=True)
+
+
+@pytest.mark.parametrize("content", ["plain", "cpu-vec"])
+@pytest.mark.parametrize("kernel_blocks", [1, 2])
+def test_the_canonical_order_is_the_same_whatever_the_kernel_keeps(
+    content: str, kernel_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if content == "cpu-vec" and kernel_blocks > 1:
+        pytest.skip("vLLM's CPU kernels take whole blocks")
+    monkeypatch.setattr(vllm_model, "_content", lambda spec: content)
+    plan = plan_of(canonical=True)
+    keys, values = (torch.randn(4, 32, 2, 64).to(torch.bfloat16) for _ in range(2))  # [blocks, tokens, heads, dim]
+    by_head = keys.transpose(1, 2), values.transpose(1, 2)
+    if content == "plain":
+        kept = torch.cat(by_head, -1)
+    else:  # per head all keys, dimension by dimension, then all values
+        kept = torch.cat([by_head[0].transpose(2, 3).flatten(2), by_head[1].flatten(2)], -1).view(4, 2, 32, 128)
+    split = kept.view(4, 2, kernel_blocks, 32 // kernel_blocks, 128)
+    kept = split.transpose(1, 2).flatten(0, 1).contiguous()
+    blocks = engine_blocks(plan, dict.fromkeys(LAYERS, kept), 0)
+    of_layer = [part for part in blocks.parts if part.layer == 1]
+    assert [part.offset for part in of_layer] == [2 * 8192, 3 * 8192]
+    for part, expected in zip(of_layer, (keys, values), strict=True):
+        assert torch.equal(part.tensor.flatten(1), expected.flatten(1))
