@@ -85,28 +85,26 @@ class Arm:
         self.forget()
         return {"seconds": seconds, "cpu": time.process_time() - cpu}
 
-    def decode(self, stems: list[list[int]], hits: list[list[int]], num_steps: int) -> dict[str, list[float]]:
-        """Step times of unrelated decoding requests: while copies run beside them, and while none does.
+    def decode(self, stems: list[list[int]], hits: list[list[int]], num_cycles: int) -> dict[str, list[float]]:
+        """Times of eight steps of unrelated decoding requests, every other time with a load of a long hit beside them.
 
-        Every eighth step a request with a long hit (or, without offload, nothing) comes and is aborted before it
-        computes: what is left of it in the steps is its copies alone.
+        The request that loads is aborted before it computes: what is left of it is its lookup and its copies.
         """
         self.forget()
         for stem in stems:
-            self.add(stem, num_steps + 8)
-        for _ in range(4):
+            self.add(stem, 8 * num_cycles + 16)
+        for _ in range(8):
             self.llm.step()
-        times: dict[str, list[float]] = {"copying": [], "quiet": []}
-        for number in range(num_steps):
-            guest = self.add(hits[number // 8 % len(hits)], 1) if number % 8 == 0 else None
-            before = self._copies()
+        times: dict[str, list[float]] = {"loading": [], "quiet": []}
+        for number in range(num_cycles):
             begun = time.perf_counter()
-            self.llm.step()
-            seconds = time.perf_counter() - begun
-            if guest is not None:
-                self.llm.abort_request([guest])
-                continue  # the step that admits the guest also looks it up: that is not decoding
-            times["copying" if before else "quiet"].append(seconds)
+            guest = self.add(hits[number // 2 % len(hits)], 1) if number % 2 else None
+            for step in range(8):
+                self.llm.step()
+                if guest is not None and step == 0:
+                    assert self._copies(), "the hit is not loaded"
+                    self.llm.abort_request([guest])
+            times["loading" if guest else "quiet"].append(time.perf_counter() - begun)
         self.finish()
         return times
 

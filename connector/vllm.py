@@ -66,11 +66,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_half = SchedulerHalf(
             plan, open_hierarchy(options.shared(), named, plan), cache, named, kv_cache_config.num_blocks, num_ranks
         )
-        if options.layerwise:
-            self._scheduler_half.load_by_layers()
         if (reason := why_none(vllm_config)) is not None:
             _log.warning("nothing is kept of this model: %s", reason)
-            self._scheduler_half.keep_nothing()
+        shares = bool(vllm_config.cache_config.enable_prefix_caching)
+        self._scheduler_half.configure(layerwise=options.layerwise, keeps=reason is None, shares=shares)
         _log.info("kvtier keeps blocks of %d tokens, %d bytes each", plan.block_size, plan.block_bytes)
 
     @property

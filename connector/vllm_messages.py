@@ -41,6 +41,7 @@ class StepMessage(KVConnectorMetadata):
     region: RegionHandle
     plan: bytes  # `StepPlan`: loads, and stores of blocks this step fills
     tails: bytes  # `StepPlan`: stores of requests that have ended; before the step's compute
+    is_idle: bool  # nothing is computed in this step
     fences: tuple[int, ...] = ()  # stores whose blocks this step writes to
     lost: dict[str, tuple[int, ...]] = field(default_factory=dict)  # request → blocks promised and not there any more
     late: frozenset[str] = frozenset()  # of those, the requests that wait for an asynchronous load

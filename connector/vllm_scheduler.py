@@ -18,11 +18,13 @@ from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.prefetch import Pending
+from kvtier.tiers.tier import ChainHash
 
 _log = logging.getLogger(__name__)
 
 _ASK_AGAIN: Final = 0.05  # seconds an answer is good for: vLLM asks at every step for every request that waits
 _TINY: Final = 1 << 20  # bytes up to which a load is waited for rather than costing the request a step
+_SHORT: Final = 256 << 20  # the same where nothing else is computed that would wait too
 _PATIENCE: Final = 10.0  # seconds without a report after which an idle engine is not kept stepping for copies
 _NULL: Final = 0  # vLLM's block that stands for "not kept", e.g. behind a sliding window
 
@@ -41,6 +43,7 @@ class _Row:
     asked: int = 0  # tokens vLLM had at the last lookup
     answer: tuple[int | None, bool] | None = None
     good_until: float = 0.0
+    synchronous: bool = False  # how the answer's load would be made
     tables: Tables = ()  # as of its last load or store
 
     @property
@@ -56,6 +59,7 @@ class _Row:
 class _Op:
     """A copy that not every rank has reported yet."""
 
+    request_id: str
     layerwise: bool
     blocks: tuple[int, ...]  # that it reads, by the workers' ids; none for a load
     left: int  # ranks
@@ -87,21 +91,24 @@ class SchedulerHalf:
         self._region = RegionHandle.of(hierarchy.host.region)
         self._layerwise = False
         self._keeps = True
+        self._shares = True
+        self._was_idle = True
         self._rows: dict[str, _Row] = {}
         self._ops: dict[int, _Op] = {}
+        self._arriving: dict[str, set[ChainHash]] = {}  # request → blocks on their way to L1 for it
         self._readers: dict[int, set[int]] = {}  # block → the stores that still have to read it
         self._next = _Step()
         self._tails = StepPlan(0, 0)
         self._reported_at = 0.0
         self._lora_digests: dict[str, bytes | None] = {}
 
-    def load_by_layers(self) -> None:
-        """Have every load run under the compute of the step that needs it."""
-        self._layerwise = len(self._plan.groups) == 1
-
-    def keep_nothing(self) -> None:
-        """Have every request pass as if there were no tiers."""
-        self._keeps = False
+    def configure(self, *, layerwise: bool, keeps: bool, shares: bool) -> None:
+        """`layerwise`: every load runs under the compute of the step that needs it; without `keeps` every request
+        passes as if there were no tiers; with `shares` vLLM gives blocks that one request loaded to the next.
+        """
+        self._layerwise = layerwise and len(self._plan.groups) == 1
+        self._keeps = keeps
+        self._shares = shares
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """vLLM's `get_num_new_matched_tokens`: tokens that can be loaded, and whether that takes other steps."""
@@ -113,10 +120,11 @@ class SchedulerHalf:
             return row.answer
         row.asked = num_computed_tokens
         found = self.side.lookup(row, num_computed_tokens)
-        if isinstance(found, Pending):
+        if isinstance(found, Pending) or (found and self._is_arriving(row)):
             row.answer = None
             return None, False
-        row.answer, row.good_until = (found, bool(found) and not self._is_synchronous(found)), now + _ASK_AGAIN
+        row.synchronous = self._is_synchronous(found)
+        row.answer, row.good_until = (found, bool(found) and not row.synchronous), now + _ASK_AGAIN
         return row.answer
 
     def allocated(self, request: Any, tables: Tables, num_external_tokens: int) -> None:
@@ -128,19 +136,23 @@ class SchedulerHalf:
         if not num_external_tokens:
             self.side.allocated(row.request_id, (), 0)
             return
-        synchronous = self._is_synchronous(num_external_tokens)
         first, wanted = row.asked // self._plan.block_size, num_external_tokens // self._plan.block_size
         row.tables = tables
-        loading = self.side.allocated(row.request_id, range(first + wanted), num_external_tokens, layerwise=synchronous)
+        loading = self.side.allocated(
+            row.request_id, range(first + wanted), num_external_tokens, layerwise=row.synchronous
+        )
+        if loading and not row.synchronous:
+            self._arriving[row.request_id] = set(row.chain.hashes[first : first + loading // self._plan.block_size])
         targets = self._worker_blocks(tables, range(first, first + wanted))[0]
         self._next.targets.update(targets)
         if lost := targets[loading // self._plan.block_size :] if loading < num_external_tokens else ():
             self._next.lost[row.request_id] = lost
-            if not synchronous and not loading:
+            if not row.synchronous and not loading:
                 self._next.late.add(row.request_id)
 
     def build(self, output: Any) -> StepMessage:
         """vLLM's `build_connector_meta`: this step's copies, and which earlier ones it must not overtake."""
+        self._was_idle = not output.num_scheduled_tokens
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             row = self._rows.get(request_id)
             if row is not None:
@@ -157,6 +169,7 @@ class SchedulerHalf:
             region=self._region,
             plan=plan.encode(),
             tails=tails.encode(),
+            is_idle=self._was_idle,
             fences=tuple(sorted(fences)),
             lost=step.lost,
             late=frozenset(step.late),
@@ -182,6 +195,8 @@ class SchedulerHalf:
                 del self._ops[op_id]
                 (failed if op.failed else finished).append(op_id)
                 self._forget_readers(op_id, op.blocks)
+                if not op.blocks:
+                    self._arriving.pop(op.request_id, None)
         update = self.side.update(WorkerReport(tuple(finished), tuple(failed)))
         for request_id, first_block in update.failed:
             if (row := self._rows.get(request_id)) is not None:
@@ -221,10 +236,22 @@ class SchedulerHalf:
         self.side.hierarchy.close()
 
     def _is_synchronous(self, num_tokens: int) -> bool:
-        """vLLM cannot be told of a failed synchronous load where several KV groups share block ids."""
+        """Whether to wait for a load: where it is short, or costs nobody else a wait.
+
+        Never with several KV groups: vLLM could not be told if it failed, their block ids being ambiguous.
+        """
         if len(self._plan.groups) > 1:
             return False
-        return self._layerwise or num_tokens // self._plan.block_size * self._plan.block_bytes <= _TINY
+        alone = self._was_idle and not self._next.targets
+        num_bytes = num_tokens // self._plan.block_size * self._plan.block_bytes
+        return self._layerwise or num_bytes <= (_SHORT if alone else _TINY)
+
+    def _is_arriving(self, row: _Row) -> bool:
+        """Whether the first block wanted is on its way to L1 for another request, from whom vLLM will have it."""
+        if not (self._shares and self._arriving):
+            return False
+        wanted = row.chain.hashes[row.asked // self._plan.block_size]
+        return any(wanted in hashes for hashes in self._arriving.values())
 
     def _row(self, request: Any) -> _Row | None:
         """The request as we know it; None where its KV has no name."""
@@ -304,9 +331,9 @@ class SchedulerHalf:
     def _watch(self, plan: StepPlan) -> None:
         """Expect every rank's report of these ops."""
         for op in plan.loads:
-            self._ops[op.op_id] = _Op(op.layerwise, (), self._num_ranks)
+            self._ops[op.op_id] = _Op(op.request_id, op.layerwise, (), self._num_ranks)
         for op in plan.stores:
-            self._ops[op.op_id] = _Op(False, op.device_blocks, self._num_ranks)
+            self._ops[op.op_id] = _Op(op.request_id, False, op.device_blocks, self._num_ranks)
             for block in op.device_blocks:
                 self._readers.setdefault(block, set()).add(op.op_id)
         if plan:

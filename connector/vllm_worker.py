@@ -18,6 +18,7 @@ from kvtier.tiers.transfer import HostCopyStream
 
 _log = logging.getLogger(__name__)
 
+_IDLE_WAIT: Final = 0.005  # seconds an idle step waits for a copy: how long a request that comes then may wait
 _DEADLINE: Final = 30.0  # seconds for a copy the step waits for: memory to memory, only a dead device takes longer
 
 
@@ -98,6 +99,8 @@ class WorkerHalf:
         """Look which copies have ended."""
         if self._side is None:
             return
+        if self._step is not None and self._step.is_idle:
+            self._side.wait(_IDLE_WAIT)
         report = self._side.poll()
         self._reports.append(WorkerReport(report.finished, (*report.failed, *self._refused)))
         self._refused = []
@@ -166,7 +169,8 @@ class WorkerHalf:
             if blocks.device.type == "cuda":
                 region.pin(_TorchPin())
             stream = CudaCopyStream(blocks, region) if blocks.device.type == "cuda" else HostCopyStream(blocks, region)
-            self._side = WorkerSide(stream, len(self._plan.layers), max(self._plan.layer_bytes), _DEADLINE)
+            sizes = len(self._plan.layers), max(self._plan.layer_bytes)
+            self._side = WorkerSide(stream, *sizes, _DEADLINE, by_layers=self._layerwise)
         return self._side
 
 

@@ -18,12 +18,18 @@ class WorkerSide:
     A layerwise load is cut into groups of layers: the first layers compute while the last are still on their way.
     """
 
-    def __init__(self, stream: CopyStream, num_layers: int, layer_bytes: int, deadline: float) -> None:
-        """`layer_bytes` are one layer's in one block; `deadline` is how many seconds a layer may wait for its load."""
+    def __init__(
+        self, stream: CopyStream, num_layers: int, layer_bytes: int, deadline: float, *, by_layers: bool = True
+    ) -> None:
+        """`layer_bytes` are one layer's in one block; `deadline` is how many seconds a layer may wait for its load.
+
+        Without `by_layers` nobody asks for a layer before the last one is there: loads are not cut.
+        """
         self._stream = stream
         self._num_layers = num_layers
         self._layer_bytes = layer_bytes
         self._deadline = deadline
+        self._by_layers = by_layers
         self._loads: dict[int, list[tuple[int, CopyEvent]]] = {}  # op → (end layer, event) of each group
         self._stores: dict[int, CopyEvent] = {}
         self._given_up: set[int] = set()  # stores whose blocks were written to before they were read
@@ -35,7 +41,8 @@ class WorkerSide:
         self._layerwise = [op.op_id for op in plan.loads if op.layerwise]
         self._late_at = time.monotonic() + self._deadline
         for op in plan.loads:
-            ranges = self._groups(len(op)) if op.layerwise else [(0, self._num_layers)]
+            cut = op.layerwise and self._by_layers
+            ranges = self._groups(len(op)) if cut else [(0, self._num_layers)]
             self._loads[op.op_id] = [(end, self._stream.load(_copies(op, (start, end)))) for start, end in ranges]
 
     def wait_layer(self, layer: int) -> bool:
@@ -89,9 +96,15 @@ class WorkerSide:
         return WorkerReport(tuple(finished), tuple(failed))
 
     def wait(self, timeout: float) -> None:
-        """Wait until the oldest load has ended, at most `timeout` seconds: for an engine with nothing else to do."""
+        """Wait until the oldest load, else the oldest store, has ended, at most `timeout` seconds.
+
+        For an engine with nothing else to do: one that spins instead keeps the GIL from the copying thread.
+        """
         for groups in self._loads.values():
             groups[-1][1].wait(timeout)
+            return
+        for event in self._stores.values():
+            event.wait(timeout)
             return
 
     @property
