@@ -70,6 +70,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             _log.warning("nothing is kept of this model: %s", reason)
         shares = bool(vllm_config.cache_config.enable_prefix_caching)
         self._scheduler_half.configure(layerwise=options.layerwise, keeps=reason is None, shares=shares)
+        if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
+            self._scheduler_half.tell(kv_cache_config.kv_cache_groups)
         _log.info("kvtier keeps blocks of %d tokens, %d bytes each", plan.block_size, plan.block_bytes)
 
     @property
@@ -205,8 +207,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     # both
 
     def take_events(self) -> Iterable[Any]:
-        """KV events of the tiers."""
-        return ()
+        """KV events of the tiers: which blocks came to host memory or to storage, and which left."""
+        return self._scheduler_half.take_events() if self._scheduler_half is not None else ()
 
     def shutdown(self) -> None:
         """End copies, up to a deadline, and close the tiers. vLLM shuts the workers down first."""

@@ -10,10 +10,12 @@ from typing import Any, Final
 from kvtier.connector.checkpoint import revision_of
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.connector.scheduler import BlockChain, SchedulerSide
+from kvtier.connector.vllm_events import VllmEvents
 from kvtier.connector.vllm_keys import OwnChain, VllmChain
 from kvtier.connector.vllm_messages import CopyReports, RegionHandle, StepMessage
 from kvtier.connector.vllm_model import SlotPlan
 from kvtier.connector.vllm_worker import with_blocks
+from kvtier.tiers.chain import root_hash
 from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy import Hierarchy
@@ -93,6 +95,7 @@ class SchedulerHalf:
         self._keeps = True
         self._shares = True
         self._was_idle = True
+        self._events: VllmEvents | None = None  # where vLLM publishes them
         self._rows: dict[str, _Row] = {}
         self._ops: dict[int, _Op] = {}
         self._arriving: dict[str, set[ChainHash]] = {}  # request → blocks on their way to L1 for it
@@ -109,6 +112,15 @@ class SchedulerHalf:
         self._layerwise = layerwise and len(self._plan.groups) == 1
         self._keeps = keeps
         self._shares = shares
+
+    def tell(self, groups: Sequence[Any]) -> None:
+        """Have `take_events` say what the tiers hold; `groups` are vLLM's KV groups."""
+        root = root_hash(self._root, cache_salt=self._cache.cache_salt) if self._plan.canonical else self._root
+        self._events = VllmEvents(self.side.hierarchy, root, groups, canonical=self._plan.canonical)
+
+    def take_events(self) -> list[Any]:
+        """vLLM's KV events: what came to the tiers and what left them since the last time."""
+        return list(self._events.take()) if self._events is not None else []
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """vLLM's `get_num_new_matched_tokens`: tokens that can be loaded, and whether that takes other steps."""
@@ -223,8 +235,12 @@ class SchedulerHalf:
 
     @property
     def pending(self) -> bool:
-        """Whether copies are under way whose end an idle engine should wait for."""
-        return bool(self._ops or self._tails) and time.monotonic() - self._reported_at < _PATIENCE
+        """Whether copies are under way whose end an idle engine should wait for, or there is something to tell."""
+        events = self._events
+        if events is not None and events.due:
+            return True
+        coming = bool(self._ops or self._tails) or (events is not None and events.coming)
+        return coming and time.monotonic() - self._reported_at < _PATIENCE
 
     def reset(self) -> None:
         """Forget every block in every tier below vLLM's own."""
@@ -309,6 +325,8 @@ class SchedulerHalf:
         row.stored = last
         if end > first:
             self.side.store(row.request_id, first, range(first, end))
+            if self._events is not None:
+                self._events.note(row.chain.parent(0), row.chain.hashes[first:end], row.request.lora_request)
 
     def _translated(self, plan: StepPlan) -> StepPlan:
         """The plan in the workers' block ids: ours are positions in the request's tables."""

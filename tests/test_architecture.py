@@ -33,13 +33,14 @@ GROUPS: Final = {
         "config",
         "memory",
     },
-    "pool": {"metrics", "policy", "index", "links", "idle", "slots", "lease", "pool"},
+    "pool": {"metrics", "policy", "index", "changes", "links", "idle", "slots", "lease", "pool"},
     "device": {"device"},
     "host": {"host"},
     "file": {
         "file_io",
         "slab",
         "slab_file",
+        "slab_changes",
         "slab_space",
         "slab_writer",
         "extents",
@@ -48,7 +49,7 @@ GROUPS: Final = {
         "file_store",
     },
     "transfer": {"transfer", "block_copier", "engine_blocks", "packer", "cuda_transfer", "kernels"},
-    "hierarchy": {"opening", "hierarchy", "prefetch", "demote", "port", "breaker", "io_queue", "rates"},
+    "hierarchy": {"opening", "hierarchy", "prefetch", "demote", "port", "breaker", "io_queue", "rates", "events"},
 }
 # Tiers never import each other; copies know L2's region; the hierarchy alone knows them all.
 MAY_IMPORT: Final = {

@@ -11,6 +11,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.tiers.changes import ChangeLog
+from kvtier.tiers.index import Slots, Words, to_words
 from kvtier.tiers.tier import ChainHash
 
 MAX_OPEN: Final = 4  # extents being filled at once: as many chains stay adjacent while they are stored together
@@ -67,6 +69,7 @@ class ExtentMap:
         self.index: dict[ChainHash, int] = {}
         self.epoch = 0
         self.num_evicted = 0
+        self.changes: ChangeLog | None = None  # while somebody listens
         num_slots = num_extents * slots_per_extent
         self.generations = array("I", bytes(4 * num_slots))
         self._hash_of: list[ChainHash | None] = [None] * num_slots
@@ -170,8 +173,7 @@ class ExtentMap:
         self._busy[extent] += 1
         kept = [self._hash_of[slot] for slot in keep]
         self.num_evicted += self._live[extent] - len(keep)
-        for slot in self._slots(extent):
-            self._unlink(slot)
+        self._unlink([slot for slot in self._slots(extent) if self._hash_of[slot] is not None])
         self._fill[extent] = 0
         hashes = [chain_hash for chain_hash in kept if chain_hash is not None]
         return Claim(extent, bool(self._dirty[extent]), self.epoch, keep, hashes)
@@ -221,7 +223,7 @@ class ExtentMap:
 
         The caller blanks those rows. It gives the run back with `leave`, as it does one it could not fill.
         """
-        twins = []
+        twins, stored = [], []
         for slot, chain_hash in zip(run.slots, hashes, strict=True):
             if chain_hash in self.index:
                 twins.append(slot)
@@ -230,6 +232,9 @@ class ExtentMap:
             self._hash_of[slot] = chain_hash
             self._hits[slot] = 0
             self._live[run.extent] += 1
+            stored.append(slot)
+        if self.changes is not None:
+            self.changes.stored(np.array(stored, np.int64))
         return twins
 
     def leave(self, extent: int) -> None:
@@ -243,12 +248,14 @@ class ExtentMap:
         if slot is None:
             return None
         self._busy[slot // self.per_extent] += 1
-        self._unlink(slot)
+        self._unlink([slot])
         return slot
 
     def clear(self) -> None:
         """Forget everything; extents are free again as soon as nobody is in them."""
         self.epoch += 1
+        if self.changes is not None:
+            self.changes.cleared(self.words)
         for slot in self.index.values():
             self._hash_of[slot] = None
         self.index.clear()
@@ -259,16 +266,25 @@ class ExtentMap:
         for extent in [extent for extent in self._order if not self._busy[extent]]:
             self._settle(extent)
 
+    def words(self, slots: Slots) -> Words:
+        """The names of the blocks in these slots, each of which holds one."""
+        return to_words([name for slot in slots.tolist() if (name := self._hash_of[slot]) is not None])
+
     def _slots(self, extent: int) -> range:
         return range(extent * self.per_extent, (extent + 1) * self.per_extent)
 
-    def _unlink(self, slot: int) -> None:
-        chain_hash = self._hash_of[slot]
-        if chain_hash is not None:
+    def _unlink(self, slots: Sequence[int]) -> None:
+        """Slots that hold blocks hold none any more."""
+        if self.changes is not None:
+            gone = np.array(slots, np.int64)
+            self.changes.removed(gone, self.words(gone))
+        for slot in slots:
+            chain_hash = self._hash_of[slot]
+            assert chain_hash is not None
             del self.index[chain_hash]
             self._hash_of[slot] = None
             self._live[slot // self.per_extent] -= 1
-        self._hits[slot] = 0
+            self._hits[slot] = 0
 
     def _close(self, extent: int) -> None:
         del self._open[extent]
@@ -298,6 +314,8 @@ class ExtentMap:
             extent, position = divmod(slot, self.per_extent)
             live[extent] += 1
             assert position < self._fill[extent], f"slot {slot} is ready beyond its extent's fill mark"
+        if self.changes is not None:
+            self.changes.check(np.array(sorted(named), np.int64))
         assert live == self._live, "live counts are off"
         assert min(self._busy, default=0) >= 0, "an extent was left more often than entered"
         free = {extent for extent, state in enumerate(self._state) if state is _State.FREE}

@@ -19,6 +19,7 @@ from kvtier.tiers.extents import ExtentMap
 from kvtier.tiers.file_io import FileIO
 from kvtier.tiers.group_sync import GroupSync
 from kvtier.tiers.payload_io import CALL_BYTES, Mode, PayloadIO, probe_mode
+from kvtier.tiers.slab_changes import SlabChanges
 from kvtier.tiers.slab_file import is_ours, open_slab, release
 from kvtier.tiers.slab_space import SlabFile, blank_slots, read_rows, write_owner
 from kvtier.tiers.slab_writer import SlabWriter
@@ -67,6 +68,7 @@ class FileStore:
         self._counts: Counter[str] = Counter()
         self._rows = read_rows(io, file.fd, file.superblock)
         self._blocks = ExtentMap(file.superblock.num_extents, file.superblock.slots_per_extent)
+        self.announcer = SlabChanges(self._blocks, self._rows, self._lock)
         self._writer = SlabWriter(io, file, payload, self._blocks, self._rows, self._lock)
         if durable:
             self._writer.sync = GroupSync(lambda: io.sync(file.fd))

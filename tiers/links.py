@@ -61,6 +61,17 @@ class ChainLinks:
         parent = int(self.parent[slot])
         return parent if self.generation[parent] == self._parent_generation[slot] else self.nobody
 
+    def chain_order(self) -> Slots:
+        """All slots, each behind its parent."""
+        everyone = np.arange(self.nobody + 1)
+        parents, alive = self.parents(everyone)
+        ancestors = np.where(alive, parents, self.nobody)  # of each slot; twice as far away with each turn
+        depths = (ancestors != self.nobody).astype(np.int64)
+        while (ancestors != self.nobody).any():
+            depths += depths[ancestors]
+            ancestors = ancestors[ancestors]
+        return np.argsort(depths[:-1], kind="stable")
+
     def reset(self) -> None:
         """Forget every link."""
         self.children[:] = 0

@@ -12,7 +12,7 @@ from kvtier.tiers.idle import no_slots
 from kvtier.tiers.index import Slots, Words, to_words
 from kvtier.tiers.lease import Lease, PoolCounts, Reservation
 from kvtier.tiers.slots import FILLING, QUARANTINED, READY, SlotTable
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers.tier import BlockRecord, ChainHash, Changes
 
 T = TypeVar("T")
 
@@ -185,6 +185,34 @@ class SlotPool:
                     slot = table.links.parent_of(slot)
                 chosen.update(dict.fromkeys(reversed(branch)))
             return table.index.names(np.array(list(chosen)[:n], np.int64))
+
+    # --- telling ------------------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Keep a log of the blocks that come and go, for one reader that knows none. Called again it starts over."""
+        with self._lock:
+            self._settle_dropped()
+            self._table.listen()
+
+    def changes(self, records: Sequence[BlockRecord | None], limit: int) -> Changes:
+        """What the reader has to forget and, up to `limit` blocks, to learn; `records` says what is in each slot.
+
+        Before `listen` nothing. ValueError where a ready slot has no record.
+        """
+        with self._lock:
+            if self._table.changes is None:
+                return Changes([], [])
+            gone, slots, cleared = self._table.changes.take(limit)
+            stored = [record for slot in slots.tolist() if (record := records[slot]) is not None]
+        if len(stored) < len(slots):
+            raise ValueError(f"changes: {len(slots) - len(stored)} ready slots have no record")
+        return Changes(gone, stored, cleared)
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether the reader may have something to learn."""
+        log = self._table.changes
+        return log is not None and log.waiting
 
     # --- the whole ----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from kvtier.tiers.changes import ChangeLog
 from kvtier.tiers.idle import IdleSlots
 from kvtier.tiers.index import HashIndex, Slots, Words, to_words
 from kvtier.tiers.links import ChainLinks
@@ -45,6 +46,7 @@ class SlotTable:
         self.num_quarantined = 0
         self.num_evicted = 0
         self.num_dirty_dropped = 0
+        self.changes: ChangeLog | None = None  # while somebody listens
         self._free = np.arange(num_slots - 1, -1, -1)  # a stack, its top at `num_free`
 
     # --- finding ------------------------------------------------------------------------------------------------
@@ -92,6 +94,8 @@ class SlotTable:
         self.num_ready += len(slots)
         self.num_leased += len(slots)
         self.policy.admit(slots)
+        if self.changes is not None:
+            self.changes.stored(slots)
 
     def free(self, slots: Slots) -> None:
         """→ FREE, whatever they were; they have no name. The first of them is taken again first."""
@@ -116,6 +120,8 @@ class SlotTable:
 
     def reset(self) -> None:
         """Forget every name. Idle slots are freed; those with references become FILLING ones without a name."""
+        if self.changes is not None:
+            self.changes.cleared(self.index.words)
         state, refs = self.state[: self.num_slots], self.refs[: self.num_slots]
         ready = state == READY
         self.free(np.flatnonzero(ready & (refs == 0)))
@@ -127,10 +133,18 @@ class SlotTable:
 
     def _forget(self, slots: Slots) -> None:
         self.index.remove(slots)
+        if self.changes is not None:
+            self.changes.removed(slots, self.index.words(slots))
         if self.idle.num_dirty:
             self.num_dirty_dropped += self.idle.mark_clean(slots)
         self.num_ready -= len(slots)
         self.links.clear(slots)
+
+    def listen(self) -> None:
+        """Keep a log of the ready slots that come and go, for a reader who knows none of them."""
+        self.changes = ChangeLog(self.num_slots)
+        order = self.links.chain_order()
+        self.changes.stored(order[self.state[order] == READY])
 
     # --- references ---------------------------------------------------------------------------------------------
 
@@ -183,6 +197,8 @@ class SlotTable:
         self.idle.check(np.flatnonzero(ready & (refs == 0)))
         self.links.check(np.flatnonzero(ready | filling))
         assert self.state[self.num_slots] == FREE, "nobody's row is taken"
+        if self.changes is not None:
+            self.changes.check(np.flatnonzero(ready))
         named = self.index.check()
         assert np.count_nonzero(ready[named]) == self.num_ready, "a ready slot has no name"
         assert (ready | (filling & (refs == 0)))[named].all(), (

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 ChainHash = bytes
 """32 bytes naming a block and everything before it (`chain.py`). Never truncated."""
@@ -44,6 +44,19 @@ class BlockRecord:
     parent: ChainHash
     tokens: bytes  # u32 little-endian, one per token
     checksum: int  # xxh3-64 of the payload (`checksum.py`)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What brings a reader's idea of a tier up to date: forget `gone`, then learn `stored`.
+
+    `gone` names only blocks the reader was told of, `stored` only such as it does not know, in the order they became
+    findable. With `cleared`, `gone` is all the reader knew.
+    """
+
+    gone: list[ChainHash]
+    stored: list[BlockRecord]
+    cleared: bool = False
 
 
 class Tier(Protocol):
@@ -88,3 +101,27 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Release files and locks once the last running operation has ended; returns at once; idempotent."""
+
+
+class Announcer(Protocol):
+    """Says which blocks come to a tier and leave it, to one reader. Thread-safe; no method waits for I/O."""
+
+    def listen(self) -> None:
+        """Keep a log from now on, for a reader that knows no block. Called again it starts over."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the reader may have something to learn."""
+
+    def take(self, limit: int) -> Changes:
+        """What the reader has to forget and, up to `limit` blocks, to learn. Nothing before `listen`."""
+
+    def hush(self) -> list[ChainHash]:
+        """Keep no log any more; returns what the reader knows."""
+
+
+@runtime_checkable
+class Announces(Protocol):
+    """A tier that tells. Not every tier does: what a store shared with others holds is not this process's to say."""
+
+    announcer: Announcer
