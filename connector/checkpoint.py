@@ -34,8 +34,9 @@ def name_of(path: Path) -> str:
 def revision_of(path: Path) -> str:
     """What the weights in a checkpoint directory are, for `ModelIdentity.revision`.
 
-    A snapshot of a model hub is named by its commit; any other directory by the xxh3-128 of its weight files, which are
-    read once for each time they change. ConfigError where there are none.
+    A snapshot of a model hub is named by its commit; any other directory by the xxh3-128 of its weight files, and of
+    code and an adapter's settings beside them; they are read once for each time they change. ConfigError where there
+    are no weights.
     """
     if path.parent.name == "snapshots" and _COMMIT.fullmatch(path.name):
         return f"git:{path.name}"
@@ -43,6 +44,7 @@ def revision_of(path: Path) -> str:
     if not files:
         mend = f"name a directory with one of {', '.join(_WEIGHTS)}"
         raise ConfigError(f"checkpoint {path}: no weights there to name blocks after; {mend}")
+    files += sorted([*path.glob("*.py"), *path.glob("adapter_config.json")])
     stamp = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     return _digest(path, stamp)
 

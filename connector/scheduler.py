@@ -163,6 +163,17 @@ class SchedulerSide:
         self._planned_loads.append(op)
         return len(op) * block_size
 
+    def forget_promises(self) -> None:
+        """Let go of all that was promised and not allocated: behind a reset it would be old."""
+        for known in self._requests.values():
+            if known.prefetch is not None:
+                self.hierarchy.cancel(known.prefetch)
+                known.prefetch = None
+
+    def recompute(self, request_id: str) -> None:
+        """Promise this request nothing more: what it was promised was not there."""
+        self._requests[request_id].recompute = True
+
     def found(self, request_id: str) -> Attribution | None:
         """Where the blocks of a live request were when it was first looked up."""
         return self._requests[request_id].found

@@ -69,7 +69,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if (reason := why_none(vllm_config)) is not None:
             _log.warning("nothing is kept of this model: %s", reason)
         shares = bool(vllm_config.cache_config.enable_prefix_caching)
-        self._scheduler_half.configure(layerwise=options.layerwise, keeps=reason is None, shares=shares)
+        waits = vllm_config.max_concurrent_batches == 1 or self._kv_transfer_config.kv_load_failure_policy == "fail"
+        if options.layerwise and not waits:
+            _log.warning(
+                "kv_connector_extra_config, layerwise: ignored, since vLLM schedules asynchronously and could not take "
+                "back a step whose load failed; start it with --no-async-scheduling"
+            )
+        self._scheduler_half.configure(layerwise=options.layerwise, waits=waits, keeps=reason is None, shares=shares)
         if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
             self._scheduler_half.tell(kv_cache_config.kv_cache_groups)
         _log.info("kvtier keeps blocks of %d tokens, %d bytes each", plan.block_size, plan.block_bytes)

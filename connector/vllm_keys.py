@@ -11,14 +11,13 @@ _DIGEST: Final = 32  # bytes of a name
 
 
 class VllmChain:
-    """A request's blocks under vLLM's hashes, each of which stands for `hash_size` tokens and all before them."""
+    """A request's blocks under vLLM's hashes."""
 
-    __slots__ = ("_hashes", "_lora", "_per_block", "_request", "block_size", "root")
+    __slots__ = ("_hashes", "_lora", "_request", "block_size", "root")
 
-    def __init__(self, request: Any, root: ChainHash, block_size: int, hash_size: int, lora: bytes | None) -> None:
+    def __init__(self, request: Any, root: ChainHash, block_size: int, lora: bytes | None) -> None:
         """`lora` is what the adapter's weights are: vLLM's hashes know its name and path alone."""
         self._request = request
-        self._per_block = block_size // hash_size
         self._lora = lora
         self._hashes: list[ChainHash] = []
         self.block_size = block_size
@@ -32,10 +31,9 @@ class VllmChain:
     def hashes(self) -> Sequence[ChainHash]:
         """The names of its full blocks. vLLM's own list, where its hashes can be taken as they are."""
         theirs: list[bytes] = self._request.block_hashes
-        if self._per_block == 1 and self._lora is None and (not theirs or len(theirs[0]) == _DIGEST):
+        if self._lora is None and (not theirs or len(theirs[0]) == _DIGEST):
             return theirs
-        for last in range((len(self._hashes) + 1) * self._per_block - 1, len(theirs), self._per_block):
-            name = theirs[last]
+        for name in theirs[len(self._hashes) :]:
             if self._lora is not None:
                 name = hashlib.sha256(self._lora + name).digest()
             self._hashes.append(name if len(name) == _DIGEST else name * 2)  # 16 bytes of xxh3, as our own scheme's

@@ -44,7 +44,6 @@ class SlotPlan:
     """
 
     block_size: int  # tokens
-    hash_size: int  # tokens that one of vLLM's hashes stands for
     groups: tuple[tuple[str, ...], ...]  # names of the layers of each KV group
     layers: tuple[str, ...]  # all of them, in the order of a slot
     layer_bytes: tuple[int, ...]  # of one rank
@@ -78,11 +77,15 @@ def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> Slo
         raise ConfigError(f"KV layout: {len(layers)} layers share indices; kvtier keeps models with one KV a layer")
     if len({spec.block_size for spec in specs.values()}) != 1:
         raise ConfigError("KV layout: KV groups with blocks of different sizes; kvtier keeps groups of one block size")
+    if len({spec.page_size_bytes for spec in specs.values()}) != 1:  # the scheduler's half would see one of them only
+        raise ConfigError("KV layout: layers whose KV differs in size; kvtier keeps models whose layers are alike")
     parallel, spec = vllm_config.parallel_config, specs[layers[0]]
+    if kv_cache_config.hash_block_size not in (None, spec.block_size):
+        unit = kv_cache_config.hash_block_size
+        raise ConfigError(f"prefix_match_unit {unit}: kvtier keeps whole blocks of {spec.block_size} tokens; unset it")
     replicas = kv_cache_config.kv_tp_replicas
     plan = SlotPlan(
         block_size=spec.block_size,
-        hash_size=kv_cache_config.hash_block_size or spec.block_size,
         groups=tuple(tuple(group.layer_names) for group in kv_cache_config.kv_cache_groups),
         layers=layers,
         layer_bytes=tuple(specs[name].unpadded_page_size_bytes for name in layers),
@@ -166,11 +169,11 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
     return ModelIdentity(
         model=name_of(path),
         revision=revision_of(path),
-        config_digest=config_digest(model.hf_config.to_dict()) if model.hf_overrides else config_digest_of(path),
+        config_digest=_config_digest(model, path),
         dtype=dtype,
         kv_dtype=str(spec.dtype).removeprefix("torch."),
         compute_dtype=dtype,
-        quantization=model.quantization,
+        quantization=_quantization(model),
         num_kv_heads=spec.num_kv_heads * plan.num_parts,
         head_dim=spec.head_size,
         block_size=plan.block_size,
@@ -182,6 +185,19 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
         hash_scheme=cache.hash if plan.canonical else hash_scheme(vllm_config.cache_config.prefix_caching_hash_algo),
         epoch=cache.epoch,
     )
+
+
+def _config_digest(model: Any, path: Path) -> str:
+    """The checkpoint's own configuration, or what vLLM was told to take instead."""
+    if model.hf_overrides or model.hf_config_path:
+        return config_digest(model.hf_config.to_dict())
+    return config_digest_of(path)
+
+
+def _quantization(model: Any) -> str | None:
+    """Method and settings that vLLM was given; those of the checkpoint are in its configuration."""
+    settings = model.quantization_config
+    return model.quantization if settings is None else f"{model.quantization} {settings}"
 
 
 def hash_scheme(algorithm: str) -> str:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from kvtier.tiers.tier import ChainHash
 _log = logging.getLogger(__name__)
 
 _ASK_AGAIN: Final = 0.05  # seconds an answer is good for: vLLM asks at every step for every request that waits
+_LOOK_AGAIN: Final = 0.002  # seconds the answer "ask again" is good for
 _TINY: Final = 1 << 20  # bytes up to which a load is waited for rather than costing the request a step
 _SHORT: Final = 256 << 20  # the same where nothing else is computed that would wait too
 _PATIENCE: Final = 10.0  # seconds without a report after which an idle engine is not kept stepping for copies
@@ -74,7 +76,7 @@ class _Step:
 
     lost: dict[str, tuple[int, ...]] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
-    targets: set[int] = field(default_factory=set)  # blocks that loads write to
+    targets: set[int] = field(default_factory=set)  # blocks that loads write to, by vLLM's ids
 
 
 class SchedulerHalf:
@@ -92,6 +94,7 @@ class SchedulerHalf:
         self._num_ranks = num_ranks
         self._region = RegionHandle.of(hierarchy.host.region)
         self._layerwise = False
+        self._waits = True
         self._keeps = True
         self._shares = True
         self._was_idle = True
@@ -99,17 +102,19 @@ class SchedulerHalf:
         self._rows: dict[str, _Row] = {}
         self._ops: dict[int, _Op] = {}
         self._arriving: dict[str, set[ChainHash]] = {}  # request → blocks on their way to L1 for it
-        self._readers: dict[int, set[int]] = {}  # block → the stores that still have to read it
+        self._readers: dict[int, set[int]] = {}  # block, by vLLM's id → the stores that still have to read it
         self._next = _Step()
         self._tails = StepPlan(0, 0)
         self._reported_at = 0.0
-        self._lora_digests: dict[str, bytes | None] = {}
+        self._unnamed: set[str] = set()  # adapters that a word was said about
 
-    def configure(self, *, layerwise: bool, keeps: bool, shares: bool) -> None:
-        """`layerwise`: every load runs under the compute of the step that needs it; without `keeps` every request
-        passes as if there were no tiers; with `shares` vLLM gives blocks that one request loaded to the next.
+    def configure(self, *, layerwise: bool, waits: bool, keeps: bool, shares: bool) -> None:
+        """`layerwise`: every load runs under the compute of the step that needs it; without `waits` none does, since
+        vLLM could not take back what it computed on a load that fails; without `keeps` every request passes as if
+        there were no tiers; with `shares` vLLM gives blocks that one request loaded to the next.
         """
-        self._layerwise = layerwise and len(self._plan.groups) == 1
+        self._layerwise = layerwise
+        self._waits = waits and len(self._plan.groups) == 1
         self._keeps = keeps
         self._shares = shares
 
@@ -133,8 +138,8 @@ class SchedulerHalf:
         row.asked = num_computed_tokens
         found = self.side.lookup(row, num_computed_tokens)
         if isinstance(found, Pending) or (found and self._is_arriving(row)):
-            row.answer = None
-            return None, False
+            row.answer, row.good_until = (None, False), now + _LOOK_AGAIN
+            return row.answer
         row.synchronous = self._is_synchronous(found)
         row.answer, row.good_until = (found, bool(found) and not row.synchronous), now + _ASK_AGAIN
         return row.answer
@@ -155,10 +160,12 @@ class SchedulerHalf:
         )
         if loading and not row.synchronous:
             self._arriving[row.request_id] = set(row.chain.hashes[first : first + loading // self._plan.block_size])
-        targets = self._worker_blocks(tables, range(first, first + wanted))[0]
-        self._next.targets.update(targets)
-        if lost := targets[loading // self._plan.block_size :] if loading < num_external_tokens else ():
-            self._next.lost[row.request_id] = lost
+        self._next.targets.update(self._physical(self._worker_blocks(tables, range(first, first + wanted))[0]))
+        if loading < num_external_tokens:
+            arrives = first + loading // self._plan.block_size
+            self._next.lost[row.request_id] = self._worker_blocks(tables, range(arrives, first + wanted))[0]
+            self.side.recompute(row.request_id)
+            row.stored = min(row.stored or 0, first)
             if not row.synchronous and not loading:
                 self._next.late.add(row.request_id)
 
@@ -243,7 +250,10 @@ class SchedulerHalf:
         return coming and time.monotonic() - self._reported_at < _PATIENCE
 
     def reset(self) -> None:
-        """Forget every block in every tier below vLLM's own."""
+        """Forget every block in every tier below vLLM's own, and every promise of one."""
+        self.side.forget_promises()
+        for row in self._rows.values():
+            row.answer = None
         self.side.hierarchy.reset()
 
     def close(self) -> None:
@@ -254,9 +264,10 @@ class SchedulerHalf:
     def _is_synchronous(self, num_tokens: int) -> bool:
         """Whether to wait for a load: where it is short, or costs nobody else a wait.
 
-        Never with several KV groups: vLLM could not be told if it failed, their block ids being ambiguous.
+        Never with several KV groups: vLLM could not be told if it failed, their block ids being ambiguous. Never with
+        several steps in flight: those planned before the failure is known are computed on top of it.
         """
-        if len(self._plan.groups) > 1:
+        if not self._waits:
             return False
         alone = self._was_idle and not self._next.targets
         num_bytes = num_tokens // self._plan.block_size * self._plan.block_bytes
@@ -283,7 +294,7 @@ class SchedulerHalf:
         if lora is not None and digest is None:
             return None
         if not self._plan.canonical:
-            return VllmChain(request, self._root, self._plan.block_size, self._plan.hash_size, digest)
+            return VllmChain(request, self._root, self._plan.block_size, digest)
         if request.mm_features or request.prompt_embeds is not None:
             return None
         salt = request.cache_salt if request.cache_salt is not None else self._cache.cache_salt
@@ -291,20 +302,20 @@ class SchedulerHalf:
         return OwnChain(request, (self._root, salt, name, digest), self._plan.block_size, self._cache.hash)
 
     def _lora_digest(self, path: str) -> bytes | None:
-        """What an adapter's weights are; None, said once, where they are not in a local directory."""
-        if path not in self._lora_digests:
-            try:
-                self._lora_digests[path] = revision_of(Path(path)).encode()
-            except ConfigError as error:
+        """What an adapter is; None, said once, where it is not in a local directory."""
+        try:
+            return revision_of(Path(path)).encode()
+        except (ConfigError, OSError) as error:
+            if path not in self._unnamed:
                 _log.warning("nothing is kept of requests with this adapter: %s", error)
-                self._lora_digests[path] = None
-        return self._lora_digests[path]
+                self._unnamed.add(path)
+            return None
 
     def _offer(self, row: _Row, num_scheduled: int, state: Any) -> None:
         """Plan stores of the blocks that a step fills."""
         request, size = row.request, self._plan.block_size
         if row.stored is None:
-            row.stored = request.num_computed_tokens // size
+            row.stored = 0  # what vLLM found in its own cache too: tiers that hold it take no copy, others lost it
         computed = request.num_computed_tokens + num_scheduled
         if computed // size > row.stored:
             self._store(row, computed, lambda: state.get_block_ids(row.request_id))
@@ -320,13 +331,16 @@ class SchedulerHalf:
         if last <= first:
             return
         row.tables = tables() if callable(tables) else tables
-        kept = (all(len(table) > i and table[i] != _NULL for table in row.tables) for i in range(first, last))
-        end = next((first + i for i, is_kept in enumerate(kept) if not is_kept), last)
+        kept = [all(table[i] != _NULL for table in row.tables) for i in range(first, last)]
         row.stored = last
-        if end > first:
-            self.side.store(row.request_id, first, range(first, end))
-            if self._events is not None:
-                self._events.note(row.chain.parent(0), row.chain.hashes[first:end], row.request.lora_request)
+        for is_kept, run in groupby(range(first, last), lambda i: kept[i - first]):
+            if is_kept:
+                self._store_run(row, list(run))
+
+    def _store_run(self, row: _Row, run: list[int]) -> None:
+        self.side.store(row.request_id, run[0], run)
+        if self._events is not None:
+            self._events.note(row.chain.parent(0), row.chain.hashes[run[0] : run[-1] + 1], row.request.lora_request)
 
     def _translated(self, plan: StepPlan) -> StepPlan:
         """The plan in the workers' block ids: ours are positions in the request's tables."""
@@ -352,13 +366,17 @@ class SchedulerHalf:
             self._ops[op.op_id] = _Op(op.request_id, op.layerwise, (), self._num_ranks)
         for op in plan.stores:
             self._ops[op.op_id] = _Op(op.request_id, False, op.device_blocks, self._num_ranks)
-            for block in op.device_blocks:
+            for block in self._physical(op.device_blocks):
                 self._readers.setdefault(block, set()).add(op.op_id)
         if plan:
             self._reported_at = time.monotonic()
 
+    def _physical(self, blocks: Sequence[int]) -> set[int]:
+        """vLLM's own ids of the workers' blocks: its groups share one pool, and one memory."""
+        return {block % self._num_blocks for block in blocks}
+
     def _forget_readers(self, op_id: int, blocks: Sequence[int]) -> None:
-        for block in blocks:
+        for block in self._physical(blocks):
             if readers := self._readers.get(block):
                 readers.discard(op_id)
                 if not readers:
@@ -376,9 +394,4 @@ class SchedulerHalf:
             if tables is not None:
                 new.append((tables, num_computed if request_id in cached.resumed_req_ids else 0))
         size = self._plan.block_size
-        return {
-            group * self._num_blocks + block
-            for tables, num_computed in new
-            for group, table in enumerate(tables)
-            for block in table[num_computed // size :]
-        }
+        return {block for tables, num_computed in new for table in tables for block in table[num_computed // size :]}

@@ -13,6 +13,7 @@ from kvtier.connector.vllm_model import SlotPlan, engine_blocks
 from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.cuda_transfer import CudaCopyStream
 from kvtier.tiers.engine_blocks import EngineBlocks
+from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.transfer import HostCopyStream
 
@@ -41,6 +42,7 @@ class WorkerHalf:
         self._step: StepMessage | None = None
         self._stores = StepPlan(0, 0)
         self._spoiled = False  # a load this step's compute relied on has failed
+        self._unreachable = False
         self._refused: list[int] = []  # ops that were never given to the stream, and count as failed
         self._reports: list[WorkerReport] = []
         self._received: set[str] = set()
@@ -61,10 +63,11 @@ class WorkerHalf:
         self._stores = StepPlan.decode(message.plan)
         for request_id, blocks in message.lost.items():
             self._lost(request_id, blocks, waits=request_id in message.late)
-        if tails or message.fences:
-            side = self._connected(message.region)
+        if (tails or message.fences) and (side := self._connected(message.region)) is not None:
             self._store(side, tails)
             side.fence(message.fences)
+        elif tails:
+            self._refuse(tails)
 
     def start_load(self, message: StepMessage) -> None:
         """Start this step's loads; those its compute needs are waited for here, or layer by layer."""
@@ -73,15 +76,18 @@ class WorkerHalf:
         if not plan.loads:
             return
         side = self._connected(message.region)
+        if side is None:
+            return self._refuse(plan)
         self._loads |= {op.op_id: op for op in plan.loads}
         side.start_load(plan)
         if not self._layerwise and any(op.layerwise for op in plan.loads):
             self._spoiled |= not side.wait_layer(len(self._plan.layers) - 1)
+        return None
 
     def wait_layer(self, name: str) -> None:
         """The compute reaches a layer: wait until this step's synchronous loads have brought its KV."""
         if self._layerwise and self._side is not None and any(op.layerwise for op in self._stores.loads):
-            self._spoiled |= not self._side.wait_layer(self._layer_numbers[name])
+            self._spoiled |= not self._side.wait_layer(self._layer_numbers.get(name, 0))
 
     def start_store(self, message: StepMessage) -> None:
         """The step's compute is issued: store the blocks it filled, unless a load it relied on has failed."""
@@ -89,22 +95,26 @@ class WorkerHalf:
         if not plan.stores:
             return
         side = self._connected(message.region)
-        if self._spoiled or (any(op.layerwise for op in plan.loads) and not side.arrived()):
+        if side is None or self._spoiled or (any(op.layerwise for op in plan.loads) and not side.arrived()):
             self._spoiled = True
-            self._refused += [op.op_id for op in plan.stores]
+            self._refuse(StepPlan(plan.step, plan.region, (), plan.stores))
         else:
             self._store(side, plan)
 
     def collect(self) -> None:
         """Look which copies have ended."""
+        self._reports.append(WorkerReport((), tuple(self._refused)))
+        self._refused = []
         if self._side is None:
             return
         if self._step is not None and self._step.is_idle:
             self._side.wait(_IDLE_WAIT)
         report = self._side.poll()
-        self._reports.append(WorkerReport(report.finished, (*report.failed, *self._refused)))
-        self._refused = []
-        for op_id in (*report.finished, *report.failed):
+        ended = (*report.finished, *report.failed)
+        if self._spoiled and any(op.layerwise for op_id, op in self._loads.items() if op_id not in ended):
+            raise RuntimeError(f"a load that a step needed has not ended in {_DEADLINE:.0f} s: memory is stuck")
+        self._reports.append(report)
+        for op_id in ended:
             op = self._loads.pop(op_id, None)
             if op is None:
                 continue
@@ -160,18 +170,31 @@ class WorkerHalf:
         else:
             self._invalid.update(blocks)
 
-    def _connected(self, handle: RegionHandle) -> WorkerSide:
-        """Map L2 at the first step that needs it: the scheduler's half was made after this one."""
-        if self._side is None:
+    def _refuse(self, plan: StepPlan) -> None:
+        """Copies that are not made count as failed."""
+        self._refused += [op.op_id for op in (*plan.loads, *plan.stores)]
+        for op in plan.loads:
+            self._lost(op.request_id, op.device_blocks, waits=not op.layerwise)
+
+    def _connected(self, handle: RegionHandle) -> WorkerSide | None:
+        """Map L2 at the first step that needs it: the scheduler's half was made after this one. None: it can't be."""
+        if self._side is None and not self._unreachable:
             assert self._blocks is not None
-            self._region = region = handle.attach()
-            blocks = self._blocks
-            if blocks.device.type == "cuda":
-                region.pin(_TorchPin())
-            stream = CudaCopyStream(blocks, region) if blocks.device.type == "cuda" else HostCopyStream(blocks, region)
-            sizes = len(self._plan.layers), max(self._plan.layer_bytes)
-            self._side = WorkerSide(stream, *sizes, _DEADLINE, by_layers=self._layerwise)
+            try:
+                self._region = handle.attach()
+            except (OSError, ConfigError) as error:
+                self._unreachable = True
+                _log.warning("the scheduler's memory cannot be mapped here, nothing is kept: %s", error)
+                return None
+            self._side = self._started(self._blocks, self._region)
         return self._side
+
+    def _started(self, blocks: EngineBlocks, region: HostRegion) -> WorkerSide:
+        if blocks.device.type == "cuda":
+            region.pin(_TorchPin())
+        stream = CudaCopyStream(blocks, region) if blocks.device.type == "cuda" else HostCopyStream(blocks, region)
+        sizes = len(self._plan.layers), max(self._plan.layer_bytes)
+        return WorkerSide(stream, *sizes, _DEADLINE, by_layers=self._layerwise)
 
 
 class _TorchPin:

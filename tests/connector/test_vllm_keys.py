@@ -24,13 +24,13 @@ class Request:
         return len(self.all_token_ids)
 
 
-def vllm_request(tokens: list[int], hash_size: int) -> Request:
-    return Request(tokens, VllmKeys().hashes(tokens, hash_size))
+def vllm_request(tokens: list[int]) -> Request:
+    return Request(tokens, VllmKeys().hashes(tokens, 4))
 
 
 def test_vllms_hashes_are_taken_as_they_are() -> None:
-    request = vllm_request([1, 2, 3, 4, 5, 6, 7, 8, 9], 4)
-    chain = VllmChain(request, ROOT, 4, 4, None)
+    request = vllm_request([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    chain = VllmChain(request, ROOT, 4, None)
     assert chain.hashes is request.block_hashes  # nothing is copied, however often it is asked
     assert chain.hashes[0].hex() == "58d0879dff3800f65f8c5fd449d73048c0f7699dd238a03b84b146b151d55111"
     assert chain.parent(0) == ROOT
@@ -38,24 +38,15 @@ def test_vllms_hashes_are_taken_as_they_are() -> None:
     assert chain.block_tokens(1) == pack_tokens([5, 6, 7, 8])
 
 
-def test_a_block_of_several_hashes_goes_by_the_last() -> None:
-    request = vllm_request(list(range(1, 12)), 2)
-    chain = VllmChain(request, ROOT, 4, 2, None)
-    assert chain.hashes == [request.block_hashes[1], request.block_hashes[3]]
-    request.all_token_ids.append(12)
-    request.block_hashes[:] = VllmKeys().hashes(request.all_token_ids, 2)
-    assert chain.hashes == [request.block_hashes[i] for i in (1, 3, 5)]
-
-
 def test_short_hashes_are_written_twice() -> None:
     request = Request([1, 2], [b"x" * 16])
-    assert VllmChain(request, ROOT, 2, 2, None).hashes == [b"x" * 32]
+    assert VllmChain(request, ROOT, 2, None).hashes == [b"x" * 32]
 
 
 def test_an_adapters_weights_are_part_of_the_name() -> None:
-    request = vllm_request([1, 2, 3, 4], 4)
-    plain = VllmChain(request, ROOT, 4, 4, None).hashes
-    one, other = (VllmChain(request, ROOT, 4, 4, digest).hashes for digest in (b"one", b"other"))
+    request = vllm_request([1, 2, 3, 4])
+    plain = VllmChain(request, ROOT, 4, None).hashes
+    one, other = (VllmChain(request, ROOT, 4, digest).hashes for digest in (b"one", b"other"))
     assert len({plain[0], one[0], other[0]}) == 3
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
-from vllm_rig import BLOCK, Engine, engine, make_checkpoint, prompt, tiers
+from vllm_rig import BLOCK, Engine, engine, greedy, make_checkpoint, prompt, tiers
 
 from kvtier.tiers.engine_blocks import PartCopier
 
@@ -61,9 +61,6 @@ def test_a_block_damaged_on_disk_is_not_served(model: Path, expected: list[list[
         assert vllm.text(PROMPTS) == expected
         assert vllm.found_in("file") == BLOCKS
         assert vllm.stats()['kvtier_corruption_total{tier="file"}'] > 0
-
-
-Fail = Callable[[], None]
 
 
 @pytest.fixture
@@ -142,6 +139,45 @@ def test_an_l1_too_small_for_all_preempts_and_loads_again(model: Path) -> None:
             outputs = vllm.run(batch, 64)
             assert [list(output.outputs[0].token_ids) for output in outputs] == right
         assert vllm.found_in("l2") > 0
+
+
+def test_groups_that_share_memory_wait_for_each_others_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3: a block one group's store still has to read goes to the other group. L1 is small, stores are slow."""
+    path = make_checkpoint("gemma3", tmp_path / "model")
+    prompts = [prompt(50 + i, 34) for i in range(12)]
+    small: dict[str, Any] = {"num_gpu_blocks_override": 10, "max_model_len": 64, "max_num_seqs": 1}
+    with engine(path, max_model_len=64) as plain:
+        right = [plain.text([tokens], 2)[0] for tokens in prompts]
+    copy = PartCopier.copy
+
+    def slow(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
+        if direction == "store":
+            time.sleep(0.1)
+        return copy(self, direction, copies, cancelled)
+
+    monkeypatch.setattr(PartCopier, "copy", slow)
+    with engine(path, tiers(), **small) as vllm:
+        for tokens in prompts:
+            vllm.text([tokens], 2)
+        vllm.forget_l1()
+        monkeypatch.setattr(PartCopier, "copy", copy)
+        outputs = [vllm.run([tokens], 2)[0] for tokens in prompts]
+        assert [list(output.outputs[0].token_ids) for output in outputs] == right
+        assert sum(output.num_cached_tokens for output in outputs) == 12 * BLOCK
+
+
+def test_what_was_promised_before_a_reset_is_not_loaded_after_it(model: Path) -> None:
+    """The weights may be others by now."""
+    with engine(model, tiers()) as vllm:
+        fill(vllm)
+        llm = vllm.llm.llm_engine
+        llm.add_request("waiting", {"prompt_token_ids": PROMPTS[0]}, greedy(4))
+        [request] = vllm.scheduler.requests.values()
+        assert vllm.half.matched(request, 0)[0] == 6 * BLOCK
+        assert llm.reset_prefix_cache(reset_connector=True)
+        assert vllm.half.matched(request, 0)[0] == 0
+        [output] = [output for _ in range(20) for output in llm.step() if output.finished]
+        assert output.num_cached_tokens == 0
 
 
 def test_resetting_the_connector_forgets_every_tier(model: Path, expected: list[list[int]], tmp_path: Path) -> None:

@@ -72,8 +72,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no prefix caching": {"enable_prefix_caching": False},
     "chunked prefill": {"max_num_batched_tokens": 64, "enable_chunked_prefill": True},
     "no chunked prefill": {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024},
-    "synchronous scheduling": {"async_scheduling": False},
-    "asynchronous scheduling": {"async_scheduling": True},
     "sha256_cbor": {"prefix_caching_hash_algo": "sha256_cbor"},
     "bf16": {"dtype": "bfloat16"},
 }

@@ -39,7 +39,7 @@ def configs(spec: Any = SPEC, *, tp: int = 1, replicas: int = 1, **changed: Any)
         else:
             setattr(config, section, value)
     groups = [KVCacheGroupSpec(list(LAYERS), spec)]
-    return config, SimpleNamespace(kv_cache_groups=groups, kv_tp_replicas=replicas, hash_block_size=32)
+    return config, SimpleNamespace(kv_cache_groups=groups, kv_tp_replicas=replicas, hash_block_size=spec.block_size)
 
 
 def plan_of(*arguments: Any, canonical: bool = False, **options: Any) -> Any:
@@ -72,6 +72,23 @@ def test_what_cannot_be_kept_right_is_refused(changed: dict[str, Any], message: 
         plan_of(**changed)
 
 
+def test_blocks_hashed_in_parts_are_refused() -> None:
+    config, kv_cache = configs()
+    kv_cache.hash_block_size = 16
+    with pytest.raises(ConfigError, match=r"prefix_match_unit 16: kvtier keeps whole blocks of 32 tokens; unset it"):
+        slot_plan(config, kv_cache, canonical=False)
+
+
+def test_layers_of_different_sizes_are_refused() -> None:
+    """The scheduler's half sees one of them only: the worker's, made first, refuses."""
+    config, kv_cache = configs()
+    inner = {name: SPEC for name in LAYERS} | {LAYERS[0]: replace(SPEC, num_kv_heads=4)}
+    spec = SimpleNamespace(kv_cache_specs=inner)
+    kv_cache.kv_cache_groups = [SimpleNamespace(layer_names=list(LAYERS), kv_cache_spec=spec)]
+    with pytest.raises(ConfigError, match="layers whose KV differs in size"):
+        slot_plan(config, kv_cache, canonical=False)
+
+
 def test_keys_that_begin_at_random_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ConfigError, match=r"'xxhash': its chains begin at random here; set PYTHONHASHSEED"):
@@ -94,6 +111,7 @@ def test_every_setting_that_changes_kv_is_another_name(tmp_path: Path, monkeypat
     path = make_checkpoint("llama", tmp_path / "m")
     config, kv_cache = configs()
     model = {"model": str(path), "dtype": torch.bfloat16, "quantization": None, "hf_overrides": {}, "revision": None}
+    model |= {"hf_config_path": None, "quantization_config": None}
     config.model_config = SimpleNamespace(**model, is_encoder_decoder=False)
     config.cache_config = SimpleNamespace(prefix_caching_hash_algo="sha256")
     plan = slot_plan(config, kv_cache, canonical=False)
@@ -117,6 +135,8 @@ def test_every_setting_that_changes_kv_is_another_name(tmp_path: Path, monkeypat
         named(algorithm="sha256_cbor"),
         named(model=str(other)),
         named(hf_overrides={"rope_theta": 5}, hf_config=overridden),
+        named(hf_config_path="elsewhere", hf_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 6})),
+        named(quantization="fp8", quantization_config={"ignore": ["model.layers.0"]}),
     ]
     assert len(set(names)) == len(names)
     assert named() == names[0]
