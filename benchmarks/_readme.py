@@ -31,6 +31,11 @@ CLAIMS: Final = (
     ("time to first token, 4,096 tokens: cold ÷ L2", "ttft", "L2"),
     ("cold ÷ L3 (page cache dropped)", "ttft", "L3"),
     ("CPU time of an engine that never hits, with ÷ without kvtier (lower end of 95 %)", "ttft", "never-hit"),
+    ("a real vLLM, time to first token of 1,024 to 4,096 tokens: no offload ÷ a hit", "engine_ttft", "no offload"),
+    ("the same: a hit ÷ of vLLM's native offloading (lower end of 95 %)", "engine_ttft", "over native"),
+    ("the same: a hit ÷ of vLLM's example connector (lower end of 95 %)", "engine_ttft", "over example"),
+    ("CPU time of a vLLM that never hits, with ÷ without kvtier (lower end of 95 %)", "engine_ttft", "never-hit"),
+    ("vLLM: unrelated decoding beside loads ÷ without", "engine_ttft", "unrelated"),
 )
 
 
