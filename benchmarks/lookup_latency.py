@@ -3,8 +3,8 @@
 The prompt is a Python list of 131,072 token ids in blocks of 16, every block held by a full `SlotPool` of 65,536.
 The limit, timed in the same round: the list into an array of u32 (`array('I', list)`) and a bare `hashlib.sha256`
 loop over parent ‖ tokens, in its fastest spelling known to us. Medians over interleaved rounds, per-round ratios.
-"keys kvtier" is what naming blocks by our own chain adds to vLLM's scheduler for such a prompt, once a request, in blocks
-of 32; under vLLM's own hashes nothing is added.
+"keys kvtier" is what naming blocks by our own chain adds to vLLM's scheduler for such a prompt, once a request, in
+blocks of 32; under vLLM's own hashes nothing is added.
 """
 
 import gc

@@ -191,6 +191,31 @@ def test_resetting_the_connector_forgets_every_tier(model: Path, expected: list[
         assert sum(output.num_cached_tokens for output in vllm.run(PROMPTS)) == BLOCKS * BLOCK
 
 
+def test_a_shutdown_with_copies_in_flight_ends_them_and_keeps_what_they_stored(
+    model: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = PartCopier.copy
+
+    def slow(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
+        time.sleep(0.3)
+        return copy(self, direction, copies, cancelled)
+
+    monkeypatch.setattr(PartCopier, "copy", slow)
+    vllm = Engine(model, tiers(tmp_path))
+    assert vllm.text(PROMPTS) == expected
+    assert vllm.half.pending
+    hierarchy = vllm.hierarchy
+    begun = time.monotonic()
+    vllm.core.shutdown()
+    assert time.monotonic() - begun < 20
+    hierarchy.check()
+    monkeypatch.setattr(PartCopier, "copy", copy)
+    with engine(model, tiers(tmp_path)) as again:
+        outputs = again.run(PROMPTS)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert sum(output.num_cached_tokens for output in outputs) == BLOCKS * BLOCK
+
+
 def test_a_slab_that_is_cut_or_removed_under_us(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
     for damage in ("cut", "removed"):
         folder = tmp_path / damage

@@ -68,6 +68,26 @@ def test_groups_of_layers_with_tables_of_their_own_share_a_slot(models: dict[str
         assert loaded == 18 * vllm.half._plan.block_bytes
 
 
+def test_vllm_is_told_which_tier_a_hit_came_from(models: dict[str, Path], tmp_path: Path) -> None:
+    with engine(models["llama"], tiers(tmp_path)) as vllm:
+        vllm.text(PROMPTS)
+    told: list[dict[str, int]] = []
+    with engine(models["llama"], tiers(tmp_path)) as vllm:
+        connector = vllm.scheduler.connector
+        ask = connector.get_external_cache_hit_sources
+
+        def listen(request: Any, num_tokens: int) -> Any:
+            sources = ask(request, num_tokens)
+            told.append({source.value: count for source, count in sources.items()})
+            return sources
+
+        connector.get_external_cache_hit_sources = listen
+        for _ in range(2):
+            vllm.text([PROMPTS[0]])
+            vllm.forget_l1()
+    assert told == [{"disk": 6 * BLOCK}, {"host": 6 * BLOCK}]
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "no prefix caching": {"enable_prefix_caching": False},
     "chunked prefill": {"max_num_batched_tokens": 64, "enable_chunked_prefill": True},

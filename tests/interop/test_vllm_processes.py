@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -97,26 +98,31 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def readme_command(model: Path, store: Path) -> list[str]:
+    """The README's `vllm serve …`, as printed but for the model, the store and their sizes."""
+    [block] = [part for part in (ROOT / "README.md").read_text().split("```") if "vllm serve" in part]
+    command = shlex.split(block)
+    assert command[:2] == ["vllm", "serve"]
+    changes = {"path/to/checkpoint": str(model), "kv-cache": str(store), "16GiB": "32MiB", "256GiB": "64MiB"}
+    for printed, here in changes.items():
+        assert any(printed in word for word in command)
+        command = [word.replace(f'"{printed}"', f'"{here}"') if word != printed else here for word in command]
+    return command
+
+
 @contextlib.contextmanager
-def serving(model: Path, kvtier: dict[str, Any]) -> Iterator[str]:
-    """`vllm serve`, and its address."""
+def serving(model: Path, store: Path) -> Iterator[str]:
+    """`vllm serve` as in the README, and its address."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    transfer = {
-        "kv_connector": "KVTierConnector",
-        "kv_connector_module_path": "kvtier.connector.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": kvtier,
-    }
-    arguments = ["--port", str(port), "--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32"]
+    _, _, path, *arguments = readme_command(model, store)
+    arguments += ["--port", str(port), "--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32"]
     arguments += ["--max-model-len", "1024", "--block-size", str(BLOCK), "--num-gpu-blocks-override", "64"]
     arguments += ["--served-model-name", "m", "--enable-prompt-tokens-details"]
-    arguments += ["--kv-transfer-config", json.dumps(transfer)]
     server = subprocess.Popen(
         # what `vllm serve` runs; the CPU build's command wants a package by the name of the GPU build's
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *arguments],
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, *arguments],
         env=variables(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -161,13 +167,13 @@ def test_a_chat_over_http_finds_its_first_turn(chat_model: Path, tmp_path: Path)
         return str(answer.choices[0].message.content), cached
 
     first: list[Any] = [{"role": "user", "content": question}]
-    with serving(chat_model, tiers(tmp_path)) as address:
+    with serving(chat_model, tmp_path / "kv") as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60)
         text, cached = ask(client, first)
         assert cached == 0
         time.sleep(1.5)  # an idle engine ends its stores by itself
     turn = [*first, {"role": "assistant", "content": text}, {"role": "user", "content": again}]
-    with serving(chat_model, tiers(tmp_path)) as address:  # a new server: only the slab is left
+    with serving(chat_model, tmp_path / "kv") as address:  # a new server: only the slab is left
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60)
         _, cached = ask(client, turn)
         assert cached >= 4 * BLOCK  # the question and most of the answer
