@@ -63,8 +63,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         named = fingerprint(vllm_config, kv_cache_config, plan, cache)
         num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self._stats = KVTierStats.every(_STATS_EVERY)
+        parallel = vllm_config.parallel_config
+        config = options.shared(parallel.data_parallel_rank, parallel.data_parallel_size)
         self._scheduler_half = SchedulerHalf(
-            plan, open_hierarchy(options.shared(), named, plan), cache, named, kv_cache_config.num_blocks, num_ranks
+            plan, open_hierarchy(config, named, plan), cache, named, kv_cache_config.num_blocks, num_ranks
         )
         if (reason := why_none(vllm_config)) is not None:
             _log.warning("nothing is kept of this model: %s", reason)

@@ -41,10 +41,17 @@ class VllmOptions:
         given = {name: value for name, value in sections.items() if value is not None}
         return cls(Config.load(own.get("config"), **given), keys, layerwise)
 
-    def shared(self) -> Config:
-        """The configuration with L2 in memory that vLLM's workers can map; they pin it, this process need not."""
+    def shared(self, replica: int = 0, num_replicas: int = 1) -> Config:
+        """The configuration with L2 in memory that vLLM's workers can map; they pin it, this process need not.
+
+        Data-parallel replicas of one server share the file tier's size, in a directory each: a slab has one owner.
+        """
         host = self.config.host.model_copy(update={"shared": True, "pin": False})
-        return self.config.model_copy(update={"host": host})
+        file = self.config.file
+        if file.path is not None and num_replicas > 1:
+            own = {"path": file.path / f"replica-{replica}", "size": file.size // num_replicas}
+            file = file.model_copy(update=own)
+        return self.config.model_copy(update={"host": host, "file": file})
 
     def warn(self, block_size: int, failure_policy: str) -> None:
         """Say what is legal, and probably not what the user meant."""

@@ -29,6 +29,13 @@ def test_workers_can_map_l2_and_this_process_does_not_pin_it() -> None:
     assert options.shared().host.size == 1 << 20
 
 
+def test_data_parallel_replicas_have_a_directory_each() -> None:
+    options = VllmOptions.of({"file": {"path": "kv", "size": "4GiB"}})
+    alone, second = options.shared().file, options.shared(1, 2).file
+    assert (alone.path, alone.size) == (Path("kv"), 4 << 30)
+    assert (second.path, second.size) == (Path("kv/replica-1"), 2 << 30)
+
+
 def test_a_name_nobody_knows_is_a_warning_with_the_nearest(caplog: pytest.LogCaptureFixture) -> None:
     options = VllmOptions.of({"hots": {"size": "1MiB"}, "file": {"pathh": "kv"}, "layer_wise": True})
     assert options.config.file.path is None
