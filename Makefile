@@ -47,7 +47,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 # Their libraries warn of much: here a warning is no error. vLLM's stories take a core each, SGLang's want the machine.
-test-vllm: ENGINE_ARGS ?= -n 2 --dist loadfile
+test-vllm: ENGINE_ARGS = -n 2 --dist worksteal
 test-vllm test-sglang: test-%:
 	.ci/beside-engine $*
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-$*/bin/python -m pytest -W default \
