@@ -77,7 +77,7 @@ class WorkerHalf:
             return
         side = self._connected(message.region)
         if side is None:
-            return self._refuse(plan)
+            return self._refuse(StepPlan(plan.step, plan.region, plan.loads))
         self._loads |= {op.op_id: op for op in plan.loads}
         side.start_load(plan)
         if not self._layerwise and any(op.layerwise for op in plan.loads):

@@ -73,6 +73,16 @@ def test_rewritten_files_are_read_again(tmp_path: Path) -> None:
     assert revision_of(path) != before
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "modeling_own.py"])
+def test_an_adapters_settings_and_code_beside_the_weights_are_part_of_the_name(tmp_path: Path, name: str) -> None:
+    path = saved(tmp_path / "m")
+    names = [revision_of(path)]
+    for content in ('{"lora_alpha": 16}', '{"lora_alpha": 640}'):
+        (path / name).write_text(content)
+        names.append(revision_of(path))
+    assert len(set(names)) == 3
+
+
 def test_a_snapshot_goes_by_its_commit(tmp_path: Path) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     assert revision_of(tmp_path / "models--m" / "snapshots" / commit) == f"git:{commit}"

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import torch
-from vllm_rig import BLOCK, FAMILIES, engine, make_checkpoint, prompt, tiers
+from vllm_rig import BLOCK, FAMILIES, engine, greedy, make_checkpoint, prompt, tiers
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -66,6 +66,24 @@ def test_groups_of_layers_with_tables_of_their_own_share_a_slot(models: dict[str
         assert list(output.outputs[0].token_ids) == expected[0]
         loaded = vllm.stats()['kvtier_bytes_total{tier="l2",direction="load"}']
         assert loaded == 18 * vllm.half._plan.block_bytes
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_no_step_waits_for_a_load_where_vllm_could_not_take_it_back(
+    models: dict[str, Path], tmp_path: Path, waits: bool
+) -> None:
+    """`waits` is False under asynchronous scheduling, which vLLM does not run on a CPU: here it is set by hand."""
+    with engine(models["llama"], tiers(tmp_path)) as vllm:
+        expected = vllm.text([PROMPTS[0]])
+        vllm.forget_l1()
+        vllm.half.configure(layerwise=False, waits=waits, keeps=True, shares=True)
+        llm = vllm.llm.llm_engine
+        llm.add_request("asked", {"prompt_token_ids": PROMPTS[0]}, greedy())
+        [request] = vllm.scheduler.requests.values()
+        assert vllm.half.matched(request, 0) == (6 * BLOCK, not waits)
+        [output] = [output for _ in range(60) for output in llm.step() if output.finished]
+        assert [list(output.outputs[0].token_ids)] == expected
+        assert output.num_cached_tokens == 6 * BLOCK
 
 
 def test_vllm_is_told_which_tier_a_hit_came_from(models: dict[str, Path], tmp_path: Path) -> None:
