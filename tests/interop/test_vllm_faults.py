@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 from vllm_rig import BLOCK, Engine, engine, greedy, make_checkpoint, prompt, tiers
 
+from kvtier.connector.vllm_messages import RegionHandle
 from kvtier.tiers.engine_blocks import PartCopier
 
 pytestmark = pytest.mark.timeout(300)
@@ -214,6 +215,22 @@ def test_a_shutdown_with_copies_in_flight_ends_them_and_keeps_what_they_stored(
         outputs = again.run(PROMPTS)
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
         assert sum(output.num_cached_tokens for output in outputs) == BLOCKS * BLOCK
+
+
+def test_a_worker_that_cannot_map_the_schedulers_memory_goes_on_without(
+    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(self: RegionHandle) -> Any:
+        raise PermissionError("not this user's process")
+
+    monkeypatch.setattr(RegionHandle, "attach", refused)
+    with engine(model, tiers()) as vllm:
+        for _ in range(2):
+            assert vllm.text(PROMPTS) == expected
+            vllm.forget_l1()
+        assert vllm.found_in("l2") == 0
+        assert vllm.stats()['kvtier_store_dropped_total{tier="l2",reason="copy_failed"}'] > 0
+    assert caplog.text.count("the scheduler's memory cannot be mapped here") == 1
 
 
 def test_a_slab_that_is_cut_or_removed_under_us(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
