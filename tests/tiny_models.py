@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 VOCAB = 211
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -24,14 +24,14 @@ FAMILIES = ("llama", "qwen2", "qwen2-mixed", "qwen3", "mistral", "mistral-window
 def config_of(family: str) -> PretrainedConfig:
     """A fresh config; "-window" slides over 24 tokens, "-mixed" does so in two of three layers."""
     if family == "llama":
-        return LlamaConfig(**_SIZES)
+        return LlamaConfig(**SIZES)
     if family == "qwen2":
-        return Qwen2Config(**_SIZES)
+        return Qwen2Config(**SIZES)
     if family == "qwen2-mixed":
-        return Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=24, max_window_layers=1)
+        return Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=24, max_window_layers=1)
     if family == "qwen3":
-        return Qwen3Config(**_SIZES, head_dim=32)
-    return MistralConfig(**_SIZES, sliding_window=24 if family == "mistral-window" else None)
+        return Qwen3Config(**SIZES, head_dim=32)
+    return MistralConfig(**SIZES, sliding_window=24 if family == "mistral-window" else None)
 
 
 def plain(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:

@@ -12,28 +12,12 @@ import torch
 pytest.importorskip("sglang", reason="needs SGLang; run `make test-sglang`")
 
 from sglang_rig import PAGE_SIZE, Died, Sglang, Slab, names_of, settle, wait_until
+from tiny_models import SIZES, prompt
 from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig
 
 from kvtier.tiers.key_schemes import sglang_hashes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-SIZES: Final[dict[str, Any]] = {
-    "vocab_size": 211,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,  # logits far enough apart that greedy text is a fair test
-}
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    tokens: list[int] = np.random.default_rng(seed).integers(3, SIZES["vocab_size"], length).tolist()
-    return tokens
-
 
 SHARED: Final = prompt(1, 160)
 PROMPTS: Final = [SHARED + prompt(2, 100), SHARED + prompt(3, 75), prompt(4, 200)]
