@@ -8,7 +8,7 @@
 #   make bench        every benchmark in its quick form
 #   make setup        only the set-up: .venv with the `kvtier` command
 #
-# On a GPU machine, first:  export TORCH=torch EXTRAS=cuda,engine,dev
+# On a GPU machine, first:  export TORCH=torch EXTRAS=cuda,engine,service,dev
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -19,7 +19,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-EXTRAS ?= engine,dev
+EXTRAS ?= engine,service,dev
 PYTEST_ARGS ?= -n auto --dist loadfile
 ENGINE_ARGS ?=
 DEMO_ARGS ?=

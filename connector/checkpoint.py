@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import xxhash
 
-from kvtier.tiers.config import format_size
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.identity import config_digest
+from kvtier.tiers.quantities import format_size
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import pytest
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-PACKAGES: Final = ("tiers", "connector", "engine")
+PACKAGES: Final = ("tiers", "connector", "engine", "service")
 
 GROUPS: Final = {
     "basics": {
@@ -31,6 +31,7 @@ GROUPS: Final = {
         "identity",
         "key_schemes",
         "config",
+        "quantities",
         "memory",
     },
     "pool": {"metrics", "policy", "index", "changes", "links", "idle", "slots", "lease", "pool"},
@@ -49,6 +50,7 @@ GROUPS: Final = {
         "file_store",
     },
     "transfer": {"transfer", "block_copier", "engine_blocks", "packer", "cuda_transfer", "kernels"},
+    "redis": {"redis_store", "redis_wire", "redis_nodes"},
     "hierarchy": {"opening", "hierarchy", "prefetch", "demote", "port", "breaker", "io_queue", "rates", "events"},
 }
 # Tiers never import each other; copies know L2's region; the hierarchy alone knows them all.
@@ -58,6 +60,7 @@ MAY_IMPORT: Final = {
     "device": {"basics", "pool", "device"},
     "host": {"basics", "pool", "host"},
     "file": {"basics", "pool", "file"},
+    "redis": {"basics", "pool", "redis"},
     "transfer": {"basics", "pool", "host", "transfer"},
     "hierarchy": set(GROUPS),
 }
@@ -65,6 +68,7 @@ PACKAGE_MAY_IMPORT: Final = {
     "tiers": {"tiers"},
     "connector": {"tiers", "connector"},
     "engine": {"tiers", "connector", "engine"},
+    "service": {"tiers", "connector", "service"},
 }
 TORCH_FILES: Final = {
     *(f"tiers/{name}.py" for name in ("device", "host", "transfer", "packer", "cuda_transfer", "kernels")),

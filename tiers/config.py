@@ -1,7 +1,6 @@
 """The one frozen configuration: TOML file ⊂ environment ⊂ arguments. Nothing else reads the environment."""
 
 import json
-import math
 import os
 import re
 import tomllib
@@ -10,7 +9,16 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
@@ -21,67 +29,10 @@ from pydantic_settings import (
 )
 
 from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.quantities import format_size, format_time, parse_duration, parse_size, parse_time
 
 ENV_PREFIX: Final = "KVTIER_"
 _DELIMITER: Final = "__"
-
-_SIZE_UNITS: Final = {"B": 1} | {
-    prefix + suffix: base ** (power + 1)
-    for suffix, base in (("iB", 1024), ("B", 1000))
-    for power, prefix in enumerate("KMGTP")
-}
-_TIME_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-_QUANTITY: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_MAX_SIZE: Final = 2**50  # 1 PiB: beyond it, a slip of the finger
-_MAX_TIME: Final = 24 * 3600.0
-
-
-def parse_size(value: object) -> int:
-    """Bytes in "4GiB" (2**30), "4GB" (10**9), "4096" or 4096. ValueError says what is wrong and what to write."""
-    if isinstance(value, str):
-        number, unit = _quantity(value, "a size", 'write a number of bytes, or one with a unit, as in "4GiB"')
-        if unit and unit not in _SIZE_UNITS:
-            raise ValueError(f"no unit {unit!r}; use one of {', '.join(_SIZE_UNITS)}")
-        value = round(number * _SIZE_UNITS[unit or "B"])
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError('not a size; write a number of bytes, or a text such as "4GiB"')
-    if not 0 < value <= _MAX_SIZE:
-        raise ValueError("outside 1 byte to 1PiB; choose a size in that range")
-    return value
-
-
-def parse_time(value: object) -> float:
-    """Seconds in "50ms", "2s", "1.5" or 1.5. ValueError says what is wrong and what to write."""
-    if isinstance(value, str):
-        number, unit = _quantity(value, "a time", 'write seconds, or a number with a unit, as in "50ms"')
-        if unit and unit not in _TIME_UNITS:
-            raise ValueError(f"no unit {unit!r}; use one of {', '.join(_TIME_UNITS)}")
-        value = number * _TIME_UNITS[unit or "s"]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError('not a time; write seconds, or a text such as "50ms"')
-    if not 0 < value <= _MAX_TIME:
-        raise ValueError("outside 0 to 24h; choose a time in that range")
-    return float(value)
-
-
-def _quantity(text: str, kind: str, mend: str) -> tuple[float, str]:
-    matched = _QUANTITY.fullmatch(text)
-    if matched is None or len(text) > 32:
-        raise ValueError(f"not {kind}; {mend}")
-    return float(matched[1]), matched[2]
-
-
-def format_size(num_bytes: int) -> str:
-    """The shortest exact way to write a size: "4GiB", "1536MiB", "4GB", "1000"."""
-    exact = (f"{num_bytes // scale}{unit}" for unit, scale in reversed(_SIZE_UNITS.items()) if num_bytes % scale == 0)
-    return min((text.removesuffix("B") if text[-2:-1].isdigit() else text for text in exact), key=len)
-
-
-def format_time(seconds: float) -> str:
-    """A time with the unit that reads best: "2s", "50ms", "10us"."""
-    if seconds >= 1:
-        return f"{seconds:g}s"
-    return f"{seconds * 1e3:g}ms" if seconds >= 1e-3 else f"{seconds * 1e6:g}us"
 
 
 def _not_a_bool(value: object) -> object:
@@ -99,6 +50,33 @@ def _path(value: object) -> object:
 def _salt(value: object) -> object:
     if not isinstance(value, str) or not value:
         raise ValueError("not a text of one character or more; leave the option out for none")
+    return value
+
+
+def _file(value: object) -> object:
+    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+        raise ValueError("not a file's name; write one, or leave the option out")
+    return Path(value).expanduser()
+
+
+def _socket(value: object) -> object:
+    path = _file(value)
+    longest = 107  # bytes of sockaddr_un.sun_path, with its terminating zero 108
+    if len(os.fsencode(str(path))) > longest:
+        raise ValueError(f"a socket's path has {longest} bytes at most; choose a shorter one, as in /run/kvtier.sock")
+    return path
+
+
+def _key_prefix(value: object) -> object:
+    if not isinstance(value, str) or not re.fullmatch(r"[\w.:-]{1,64}", value, re.ASCII):
+        raise ValueError("not 1 to 64 letters, digits or any of ._:-; choose such a prefix")
+    return value
+
+
+def _address(value: object) -> object:
+    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    if not host or not port.isdecimal() or not int(port) <= 65535:
+        raise ValueError("not HOST:PORT; write it as in 127.0.0.1:9400")
     return value
 
 
@@ -182,6 +160,58 @@ class L1Config(_Section):
         return self
 
 
+class RedisConfig(_Section):
+    """L3 in Redis or Valkey: blocks that nodes share."""
+
+    url: SecretStr | None = Field(
+        default=None,
+        description="redis://, rediss:// or unix://; several, separated by commas, for a cluster's nodes or Sentinels; "
+        "none = tier off",
+    )
+    mode: Literal["standalone", "cluster", "sentinel"] = Field(default="standalone", description="what url names")
+    sentinel_name: str = Field(default="mymaster", description="the name Sentinels know the master by")
+    username: str | None = Field(default=None, description="ACL user")
+    password: SecretStr | None = Field(default=None, description="its password; never logged")
+    ca: Annotated[Path, BeforeValidator(_file)] | None = Field(
+        default=None, description="certificate authority of rediss:// servers; none = the system's"
+    )
+    prefix: Annotated[str, BeforeValidator(_key_prefix)] = Field(
+        default="kvtier", description="what every key begins with"
+    )
+    ttl: Annotated[float, BeforeValidator(parse_duration), PlainSerializer(format_time, when_used="json")] = Field(
+        default=parse_duration("24h"), description="how long a block nobody reads is kept"
+    )
+    connect_timeout: Time = Field(default=parse_time("100ms"), description="longest a connection may take to open")
+    deadline: Time = Field(
+        default=parse_time("250ms"), description="longest a batch may take, besides its size over bandwidth"
+    )
+    bandwidth: Size = Field(default=parse_size("50MB"), description="bytes per second a batch is given time for")
+    in_flight: Size = Field(default=parse_size("64MiB"), description="bytes of requests and replies under way at once")
+
+
+class ServiceConfig(_Section):
+    """The node's daemon: where it listens, and where engines find it."""
+
+    socket: Annotated[Path, BeforeValidator(_socket)] | None = Field(
+        default=None, description="Unix socket of `kvtier serve`; an engine given it uses that daemon's tiers"
+    )
+    http: Annotated[str, BeforeValidator(_address)] = Field(
+        default="127.0.0.1:9400", description="address of the daemon's metrics, health and admin pages"
+    )
+    token: SecretStr | None = Field(default=None, description="what admin requests must carry; never logged")
+    allow_remote: bool = Field(default=False, description="let http be an address other machines reach; needs a token")
+
+    @model_validator(mode="after")
+    def _guarded(self) -> Self:
+        host = self.http.rpartition(":")[0].strip("[]")
+        if host not in ("127.0.0.1", "::1", "localhost"):
+            if not self.allow_remote:
+                raise ValueError(f'http "{self.http}": other machines reach it; use 127.0.0.1 or set allow_remote')
+            if self.token is None:
+                raise ValueError(f'http "{self.http}": other machines reach it; set a token')
+        return self
+
+
 class BreakerConfig(_Section):
     """When a failing tier is left alone, and for how long."""
 
@@ -204,6 +234,8 @@ class Config(BaseSettings):
     file: FileConfig = FileConfig()
     cache: CacheConfig = CacheConfig()
     l1: L1Config = L1Config()
+    redis: RedisConfig = RedisConfig()
+    service: ServiceConfig = ServiceConfig()
     breaker: BreakerConfig = BreakerConfig()
 
     @classmethod

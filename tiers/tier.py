@@ -103,6 +103,17 @@ class Tier(Protocol):
         """Release files and locks once the last running operation has ended; returns at once; idempotent."""
 
 
+@runtime_checkable
+class Locates(Protocol):
+    """A tier whose blocks others put there too: its `lookup` knows only what it wrote or was told by `locate`."""
+
+    def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
+        """Ask the storage how many leading blocks of the chain it holds; `lookup` and `holds` know them from then on.
+
+        Blocks, like `read`: called on the hierarchy's I/O threads. An Outcome says why there is no answer.
+        """
+
+
 class Announcer(Protocol):
     """Says which blocks come to a tier and leave it, to one reader. Thread-safe; no method waits for I/O."""
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from kvtier.tiers.config import Config, format_size, format_time, options, parse_size, parse_time
+from kvtier.tiers.config import Config, options
 from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.quantities import format_size, format_time, parse_size, parse_time
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,7 +114,7 @@ BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
     ({"hots": {"size": 1}}, "[hots]: unknown section; did you mean [host]?"),
     ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, file, host, l1"),
     ({"block_size": 16}, "block_size 16: belongs in a section; write it as [cache] block_size"),
-    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, l1, breaker"),
+    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, l1, redis, service, breaker"),
     # clash
     ({"l1": {"size": "1GiB", "num_blocks": 3}}, "[l1] num_blocks 3: size 1GiB is given too; remove one of them"),
 ]  # fmt: skip

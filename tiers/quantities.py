@@ -1,0 +1,75 @@
+"""Sizes and times as people write them: "4GiB", "50ms", "7d"."""
+
+import math
+import re
+from typing import Final
+
+_SIZE_UNITS: Final = {"B": 1} | {
+    prefix + suffix: base ** (power + 1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+    for power, prefix in enumerate("KMGTP")
+}
+_TIME_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_QUANTITY: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_MAX_SIZE: Final = 2**50  # 1 PiB: beyond it, a slip of the finger
+_MAX_TIME: Final = 24 * 3600.0
+_MAX_DURATION: Final = 365 * 24 * 3600.0
+
+
+def parse_size(value: object) -> int:
+    """Bytes in "4GiB" (2**30), "4GB" (10**9), "4096" or 4096. ValueError says what is wrong and what to write."""
+    if isinstance(value, str):
+        number, unit = _quantity(value, "a size", 'write a number of bytes, or one with a unit, as in "4GiB"')
+        if unit and unit not in _SIZE_UNITS:
+            raise ValueError(f"no unit {unit!r}; use one of {', '.join(_SIZE_UNITS)}")
+        value = round(number * _SIZE_UNITS[unit or "B"])
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError('not a size; write a number of bytes, or a text such as "4GiB"')
+    if not 0 < value <= _MAX_SIZE:
+        raise ValueError("outside 1 byte to 1PiB; choose a size in that range")
+    return value
+
+
+def parse_time(value: object) -> float:
+    """Seconds in "50ms", "2s", "1.5" or 1.5. ValueError says what is wrong and what to write."""
+    if isinstance(value, str):
+        number, unit = _quantity(value, "a time", 'write seconds, or a number with a unit, as in "50ms"')
+        if unit and unit not in _TIME_UNITS:
+            raise ValueError(f"no unit {unit!r}; use one of {', '.join(_TIME_UNITS)}")
+        value = number * _TIME_UNITS[unit or "s"]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError('not a time; write seconds, or a text such as "50ms"')
+    if not 0 < value <= _MAX_TIME:
+        raise ValueError("outside 0 to 24h; choose a time in that range")
+    return float(value)
+
+
+def parse_duration(value: object) -> float:
+    """Seconds, as `parse_time`, but up to a year and with the unit "d"; for what is kept, not waited for."""
+    if isinstance(value, str) and value.strip().endswith("d"):
+        value = _quantity(value.strip()[:-1], "a time", 'write it as in "7d"')[0] * 24 * 3600
+    if isinstance(value, str):
+        return parse_time(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= _MAX_DURATION:
+        raise ValueError('outside 1s to 365d; write a time such as "24h" or "7d"')
+    return float(value)
+
+
+def _quantity(text: str, kind: str, mend: str) -> tuple[float, str]:
+    matched = _QUANTITY.fullmatch(text)
+    if matched is None or len(text) > 32:
+        raise ValueError(f"not {kind}; {mend}")
+    return float(matched[1]), matched[2]
+
+
+def format_size(num_bytes: int) -> str:
+    """The shortest exact way to write a size: "4GiB", "1536MiB", "4GB", "1000"."""
+    exact = (f"{num_bytes // scale}{unit}" for unit, scale in reversed(_SIZE_UNITS.items()) if num_bytes % scale == 0)
+    return min((text.removesuffix("B") if text[-2:-1].isdigit() else text for text in exact), key=len)
+
+
+def format_time(seconds: float) -> str:
+    """A time with the unit that reads best: "2s", "50ms", "10us"."""
+    if seconds >= 1:
+        return f"{seconds:g}s"
+    return f"{seconds * 1e3:g}ms" if seconds >= 1e-3 else f"{seconds * 1e6:g}us"
