@@ -51,7 +51,21 @@ GROUPS: Final = {
     },
     "transfer": {"transfer", "block_copier", "engine_blocks", "packer", "cuda_transfer", "kernels"},
     "redis": {"redis_store", "redis_wire", "redis_nodes"},
-    "hierarchy": {"opening", "hierarchy", "prefetch", "demote", "port", "breaker", "io_queue", "rates", "events"},
+    "hierarchy": {
+        "opening",
+        "below",
+        "local_tiers",
+        "hierarchy",
+        "locate",
+        "prefetch",
+        "progress",
+        "demote",
+        "port",
+        "breaker",
+        "io_queue",
+        "rates",
+        "events",
+    },
 }
 # Tiers never import each other; copies know L2's region; the hierarchy alone knows them all.
 MAY_IMPORT: Final = {
@@ -84,6 +98,9 @@ ADAPTERS: Final = tuple(f"{home}connector/{name}.py" for home in ("", "kvtier/")
 EXPLAINED: Final = {
     "tiers/file_store.py:open": "the tier's whole configuration; every caller names each",
     "kvtier/cli.py:kvtier.engine.demo": "torch and transformers take seconds to import; no other verb needs them",
+    "tiers/below.py:TiersBelow": "all that a connector may ask, here or of a daemon: one list to read, a line or two each",
+    "tiers/local_tiers.py:LocalTiers": "implements that list",
+    "connector/remote.py:RemoteTiers": "implements that list",
     "tiers/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
     "tiers/io_queue.py:_work:except": "top of the worker loop: a failed job is counted, the thread lives on",
     "connector/vllm.py:KVTierConnector": "vLLM's interface, whose methods these are; each is a line or two",
