@@ -98,7 +98,7 @@ ADAPTERS: Final = tuple(f"{home}connector/{name}.py" for home in ("", "kvtier/")
 EXPLAINED: Final = {
     "tiers/file_store.py:open": "the tier's whole configuration; every caller names each",
     "kvtier/cli.py:kvtier.engine.demo": "torch and transformers take seconds to import; no other verb needs them",
-    "tiers/below.py:TiersBelow": "all that a connector may ask, here or of a daemon: one list to read, a line or two each",
+    "tiers/below.py:TiersBelow": "all that a connector may ask, here or of a daemon, in one list",
     "tiers/local_tiers.py:LocalTiers": "implements that list",
     "connector/remote.py:RemoteTiers": "implements that list",
     "tiers/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
