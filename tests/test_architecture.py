@@ -51,7 +51,18 @@ GROUPS: Final = {
     },
     "transfer": {"transfer", "block_copier", "engine_blocks", "packer", "cuda_transfer", "kernels"},
     "redis": {"redis_store", "redis_wire", "redis_nodes"},
-    "hierarchy": {"opening", "hierarchy", "prefetch", "demote", "port", "breaker", "io_queue", "rates", "events"},
+    "hierarchy": {
+        "opening",
+        "hierarchy",
+        "prefetch",
+        "demote",
+        "port",
+        "breaker",
+        "io_queue",
+        "rates",
+        "events",
+        "inventory",
+    },
 }
 # Tiers never import each other; copies know L2's region; the hierarchy alone knows them all.
 MAY_IMPORT: Final = {
