@@ -32,6 +32,7 @@ GROUPS: Final = {
         "key_schemes",
         "config",
         "quantities",
+        "finding",
         "memory",
     },
     "pool": {"metrics", "policy", "index", "changes", "links", "idle", "slots", "lease", "pool"},
@@ -42,6 +43,7 @@ GROUPS: Final = {
         "slab",
         "slab_file",
         "slab_changes",
+        "slab_check",
         "slab_space",
         "slab_writer",
         "extents",
@@ -50,7 +52,7 @@ GROUPS: Final = {
         "file_store",
     },
     "transfer": {"transfer", "block_copier", "engine_blocks", "packer", "cuda_transfer", "kernels"},
-    "redis": {"redis_store", "redis_wire", "redis_nodes"},
+    "redis": {"redis_doctor", "redis_store", "redis_wire", "redis_nodes"},
     "hierarchy": {"opening", "hierarchy", "prefetch", "demote", "port", "breaker", "io_queue", "rates", "events"},
 }
 # Tiers never import each other; copies know L2's region; the hierarchy alone knows them all.
