@@ -98,7 +98,9 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 
 
 def _finding_table(findings: Sequence[Finding]) -> Table:
-    table = Table("check", "", "found", "mend", title="kvtier doctor", title_justify="left")
+    table = Table("check", "", title="kvtier doctor", title_justify="left")
+    for column in ("found", "mend"):
+        table.add_column(column, overflow="fold")  # a command is worth nothing with its end cut off
     for finding in findings:
         colour = _COLOUR[finding.status]
         texts = map(escape, (finding.found, finding.mend))

@@ -157,7 +157,7 @@ def _measure(directory: Path, span: int) -> DiskRates:
 
 
 def _rate(transfer: Callable[[memoryview, int], None], part: int, covered: int) -> tuple[float, int]:
-    """Bytes per second over all threads, each going round the first `covered` bytes of its part; the least one moved."""
+    """Bytes per second over all threads, each going round the first `covered` bytes of its part; the least moved."""
     moved = [0] * _NUM_THREADS
     failures: list[OSError] = []
     noise = os.urandom(_CALL_BYTES)  # a file system that compresses must not shine

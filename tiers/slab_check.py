@@ -70,8 +70,11 @@ def check_slab(
             undo.callback(payload.close)
             return _check(io, file, payload, progress, repair)
     except OSError as error:
-        verb = "repaired" if repair else "read"
-        raise TierUnavailable(f"{path}: {error.strerror or error}; it could not be {verb} whole") from error
+        mend = (
+            "run it as the slab's owner" if isinstance(error, PermissionError) else "see the kernel's log of its disk"
+        )
+        verb = "repair" if repair else "read"
+        raise TierUnavailable(f"{path}: {error.strerror or error}; could not {verb} all of it: {mend}") from error
 
 
 def _check(io: FileIO, file: SlabFile, payload: PayloadIO, progress: Progress | None, repair: bool) -> SlabCheck:
