@@ -6,11 +6,12 @@ from typing import Any, Final
 
 import redis
 from redis.backoff import NoBackoff
-from redis.connection import SSLConnection
 from redis.retry import Retry
 
 from kvtier.tiers.config import RedisConfig
+from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.finding import Finding, error, ok, warning
+from kvtier.tiers.redis_options import Servers, parse
 
 _ANSWER_SECONDS: Final = 2.0  # for one command; a doctor is more patient than a tier
 _SMALL_BYTES: Final = 64 << 20
@@ -27,15 +28,14 @@ def check_redis(config: RedisConfig) -> list[Finding]:
     """A line or more for every server that [redis] url names, and for the masters that Sentinels name."""
     if config.url is None:
         return [ok("redis", "off: no [redis] url")]
+    try:
+        servers = parse(config)
+    except ConfigError as refused:
+        found, _, mend = str(refused).rpartition("; ")
+        return [error("redis", found, mend)]
     findings: list[Finding] = []
     masters: dict[str, Options] = {}
-    for number, url in enumerate(config.url.get_secret_value().split(","), 1):
-        try:
-            options = _options(config, url.strip())
-        except ValueError:  # its text could quote a password
-            found = f"[redis] url: number {number} is no address"
-            findings.append(error("redis", found, "write redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH"))
-            continue
+    for options in _options(config, servers):
         name = f"redis {_place(options)}"
         with _answers(name, findings), redis.Redis(**options) as client:
             findings += _check_server(config, client, name)
@@ -47,21 +47,16 @@ def check_redis(config: RedisConfig) -> list[Finding]:
     return findings
 
 
-def _options(config: RedisConfig, url: str) -> Options:
-    """How to reach a server of [redis] url; ValueError where that is no address."""
-    pool = redis.ConnectionPool.from_url(url)  # opens nothing
-    given = pool.connection_kwargs
-    options: Options = {name: given[name] for name in ("db", "username", "password") if name in given}
-    if "path" in given:
-        options["unix_socket_path"] = given["path"]
+def _options(config: RedisConfig, servers: Servers) -> list[Options]:
+    """How to reach each of the servers; [redis] username and password are the master's where they are Sentinels."""
+    common = servers.common | {"socket_timeout": _ANSWER_SECONDS, "retry": Retry(NoBackoff(), 0)}
+    if config.mode == "sentinel":
+        common |= {name: value for name, value in servers.login.items() if name != "db"}
     else:
-        options |= {"host": given.get("host", "localhost"), "port": given.get("port", 6379)}
-    if pool.connection_class is SSLConnection:
-        options |= {"ssl": True, "ssl_ca_certs": str(config.ca) if config.ca else None}
-    if config.mode != "sentinel":  # user and password are the master's there; Sentinels have theirs in the URL
-        options |= _login(config)
-    options |= {"socket_connect_timeout": config.connect_timeout, "socket_timeout": _ANSWER_SECONDS}
-    return options | {"retry": Retry(NoBackoff(), 0), "protocol": 2}
+        common |= servers.login | _login(config)
+    if servers.path is not None:
+        return [common | {"unix_socket_path": servers.path}]
+    return [common | {"host": host, "port": port} for host, port in servers.addresses]
 
 
 def _login(config: RedisConfig) -> Options:
@@ -94,7 +89,7 @@ def _check_server(config: RedisConfig, client: Client, name: str) -> Iterator[Fi
 def _master(config: RedisConfig, client: Client, options: Options) -> Options | None:
     """How to reach the master that a Sentinel names."""
     address = _master_address(config, client)
-    kept = {name: value for name, value in options.items() if name not in ("username", "password", "unix_socket_path")}
+    kept = {name: value for name, value in options.items() if name not in ("username", "password")}
     return kept | _login(config) | {"host": address[0], "port": address[1]} if address else None
 
 
