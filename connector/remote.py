@@ -140,7 +140,7 @@ class RemoteTiers:
         """One round trip, with all that was left unsent; all are dropped where it takes too long."""
         if not wanted:
             return []
-        heads = [Wanted(each.hashes[:MAX_ITEMS], each.parent, each.root) for each in wanted]
+        heads = [Wanted(each.hashes[:MAX_ITEMS], each.parent, each.tenant) for each in wanted]
         with self._lock:
             first = self._numbers(len(wanted))
         link, answers = self._call(Reserve(first, heads), _ANSWER)
