@@ -119,7 +119,7 @@ EXPLAINED: Final = {
     "connector/remote.py:RemoteTiers": "implements that list",
     "service/loop.py:settle:except": "whatever a call from another thread raises is its caller's to hear",
     "service/loop.py:submit:except": "the same",
-    "service/session.py:_receive:except": "top of a client's turn: what one client's words led to is not the others' end",
+    "service/session.py:_receive:except": "top of a client's turn: its words must not end the others' service",
     "tiers/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
     "tiers/io_queue.py:_work:except": "top of the worker loop: a failed job is counted, the thread lives on",
     "connector/vllm.py:KVTierConnector": "vLLM's interface, whose methods these are; each is a line or two",
