@@ -33,6 +33,7 @@ GROUPS: Final = {
         "config",
         "quantities",
         "memory",
+        "breaker",
     },
     "pool": {"metrics", "policy", "index", "changes", "links", "idle", "slots", "lease", "pool"},
     "device": {"device"},
@@ -50,8 +51,18 @@ GROUPS: Final = {
         "file_store",
     },
     "transfer": {"transfer", "block_copier", "engine_blocks", "packer", "cuda_transfer", "kernels"},
-    "redis": {"redis_store", "redis_wire", "redis_nodes"},
-    "hierarchy": {"opening", "hierarchy", "prefetch", "demote", "port", "breaker", "io_queue", "rates", "events"},
+    "redis": {
+        "redis_options",
+        "redis_nodes",
+        "redis_wire",
+        "redis_records",
+        "redis_lanes",
+        "redis_batch",
+        "redis_epoch",
+        "redis_names",
+        "redis_store",
+    },
+    "hierarchy": {"opening", "hierarchy", "prefetch", "demote", "port", "io_queue", "rates", "events"},
 }
 # Tiers never import each other; copies know L2's region; the hierarchy alone knows them all.
 MAY_IMPORT: Final = {
