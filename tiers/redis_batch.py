@@ -29,7 +29,7 @@ class Batches:
         self._threads = ThreadPoolExecutor(_MAX_LANES, "kvtier-redis")
 
     def run(
-        self, hashes: Sequence[ChainHash], epoch: bytes, deadline: float, work: Work
+        self, hashes: Sequence[ChainHash], epoch: int, deadline: float, work: Work
     ) -> tuple[list[Answer | None], Reply]:
         """What became of each block under `work`, and what stands as epoch on its server (UNASKED: not known).
 
