@@ -1,19 +1,21 @@
-"""Both sides in one process: a hierarchy of its own, and copies between it and one engine's L1."""
+"""Both sides in one process: the tiers below, its own or the daemon's, and copies between them and one engine's L1."""
 
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from kvtier.connector.opening import open_tiers
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.config import Config
 from kvtier.tiers.cuda_transfer import CudaCopyStream
 from kvtier.tiers.device import BlockPool
+from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import cuda_runtime
 from kvtier.tiers.identity import ModelIdentity
-from kvtier.tiers.opening import open_hierarchy
+from kvtier.tiers.local_tiers import LocalTiers
 from kvtier.tiers.shape import KVShape
-from kvtier.tiers.transfer import HostCopyStream
+from kvtier.tiers.transfer import CopyStream, HostCopyStream
 
 if TYPE_CHECKING:
     import torch
@@ -33,20 +35,27 @@ class LocalConnector:
     """
 
     def __init__(self, config: Config, fingerprint: bytes, shape: KVShape, tensor: "torch.Tensor") -> None:
-        self.hierarchy = open_hierarchy(config, fingerprint, shape)
-        try:
-            self._start(config, shape, tensor)
-        except BaseException:
-            self.hierarchy.close()
-            raise
-
-    def _start(self, config: Config, shape: KVShape, tensor: "torch.Tensor") -> None:
-        self.scheduler = SchedulerSide(self.hierarchy)
-        region = self.hierarchy.host.region
+        self.tiers = open_tiers(config, fingerprint, shape)
         if tensor.is_cuda and config.host.pin and cuda_runtime() is None:
             _log.warning("[host] pin: no CuPy to pin L2 with, copies will be slow; install kvtier[cuda]")
-        stream = CudaCopyStream(tensor, region) if tensor.is_cuda else HostCopyStream(tensor, region)
-        self.worker = WorkerSide(stream, shape.num_layers, shape.layer_bytes, _COPY_DEADLINE)
+
+        def follow(region_id: int) -> CopyStream | None:
+            region = self.tiers.region
+            if region is None or region.region_id != region_id:
+                return None
+            if config.host.pin:
+                region.pin()
+            return CudaCopyStream(tensor, region) if tensor.is_cuda else HostCopyStream(tensor, region)
+
+        self.scheduler = SchedulerSide(self.tiers)
+        self.worker = WorkerSide(follow, shape.num_layers, shape.layer_bytes, _COPY_DEADLINE)
+
+    @property
+    def hierarchy(self) -> Hierarchy:
+        """The hierarchy of this process; AttributeError where the tiers are a daemon's."""
+        if not isinstance(self.tiers, LocalTiers):
+            raise AttributeError("the tiers are the daemon's")
+        return self.tiers.hierarchy
 
     @classmethod
     def connect(cls, config: Config) -> "Callable[[ModelIdentity, BlockPool], LocalConnector]":
@@ -55,10 +64,10 @@ class LocalConnector:
 
     def reset(self) -> None:
         """Forget every block in every tier below L1."""
-        self.hierarchy.reset()
+        self.tiers.reset()
 
     def close(self) -> None:
         """End copies, flush stores, close the tiers. Idempotent."""
         self.scheduler.update(self.worker.close(timeout=_COPY_DEADLINE))
         self.scheduler.close()
-        self.hierarchy.close()
+        self.tiers.close()

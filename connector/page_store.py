@@ -7,10 +7,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.block_copier import BlockCopies
+from kvtier.tiers.below import TiersBelow, Wanted
+from kvtier.tiers.block_copier import BlockCopies, Direction
+from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.engine_blocks import EngineBlocks, PartCopier
-from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.metrics import LOOKUP_TIERS
+from kvtier.tiers.host import HostRegion
 from kvtier.tiers.prefetch import Pending
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
@@ -26,31 +27,26 @@ class PageStore:
     memory and an L2 slot. No method raises for a storage failure; every wait has a deadline; failures are counted.
     """
 
-    def __init__(self, hierarchy: Hierarchy, blocks: EngineBlocks, root: ChainHash, load_deadline: float) -> None:
-        """`root` stands for a parent that is not known; `load_deadline`, in seconds, bounds one call of `load`.
+    def __init__(self, tiers: TiersBelow, blocks: EngineBlocks, root: ChainHash, cache: CacheConfig) -> None:
+        """`root` stands for a parent that is not known; `cache` says how long one call of `held` or `load` may take.
 
-        ValueError if the blocks are not in host memory or not as large as the hierarchy's slots.
+        ValueError if the blocks are not in host memory or not as large as the tiers' slots.
         """
-        self.hierarchy = hierarchy
-        self._copier = PartCopier(blocks, hierarchy.host.region)
+        self.tiers = tiers
+        self._blocks = blocks
         self._root = root
-        self._load_deadline = load_deadline
-        self._through = hierarchy.settings.write_policy == "write_through"
-        # A quarter of L2 is what one prefetch may have under way and what a tier below takes into its queue.
-        slot_bytes = hierarchy.host.region.slot_bytes
-        # Over lower tiers L2 is a passage, which a chain longer than itself must pass: batches are not linked there, or
-        # the pool would keep the head, and have no room for the tail.
-        self._is_passage = bool(hierarchy.ports)
-        in_queue = hierarchy.settings.store_queue // slot_bytes
-        self._batch = max(1, min(hierarchy.host.pool.num_slots // 4, in_queue))
+        self._load_deadline = cache.prefetch_deadline
+        self._through = cache.write_policy == "write_through"
+        self._store_queue = cache.store_queue
+        self._copier: tuple[HostRegion, PartCopier] | None = None
+        if tiers.region is not None:
+            self._copier_of(tiers.region)
 
     def held(self, names: Sequence[ChainHash]) -> int:
-        """How many leading pages some tier holds. From memory, without I/O."""
-        where = self.hierarchy.lookup(names)
-        for tier in LOOKUP_TIERS:
-            self.hierarchy.metrics.looked_up(tier, getattr(where, tier))
-        self.hierarchy.metrics.missed(Outcome.ABSENT, where.miss)
-        return where.blocks - where.miss
+        """How many leading pages some tier holds: from memory, but for what nodes share."""
+        where = self.tiers.lookup(names, self._load_deadline)
+        self.tiers.count(where)
+        return where.below
 
     def load(self, names: Sequence[ChainHash], pages: NDArray[np.int64], parent: ChainHash | None = None) -> int:
         """Fill the engine's pages; how many leading ones hold what was stored under their names, verified.
@@ -75,55 +71,78 @@ class PageStore:
 
         They are hashed and written in the background. Waits while the tiers below catch up, so that a small L2 does.
         """
-        epoch = self.hierarchy.epoch
+        epoch = self.tiers.epoch
         end = time.monotonic() + _STORE_WAIT
         taken: list[bool] = []
         while len(taken) < len(names) and all(taken):
             batch = slice(len(taken), len(taken) + self._batch)
-            self.hierarchy.drain(max(0.0, end - time.monotonic()), below=self._through)
+            self.tiers.drain(max(0.0, end - time.monotonic()), below=self._through)
             previous = names[batch.start - 1] if batch.start else parent or self._root
             taken += self._store(names[batch], pages[batch], previous, epoch)
         if rest := len(names) - len(taken):  # behind a page that was not taken nobody would find them
-            self.hierarchy.metrics.dropped("l2", Outcome.PARENT_FAILED, rest)
+            self.tiers.metrics.dropped("l2", Outcome.PARENT_FAILED, rest)
         return taken + [False] * rest
 
     def _load(self, names: Sequence[ChainHash], pages: NDArray[np.int64], parent: ChainHash, end: float) -> int:
         started = time.monotonic()
-        prefetch = self.hierarchy.prefetch(names, parent)
-        if prefetch.refused:
-            self.hierarchy.metrics.missed(Outcome.NO_SLOT, len(names))
-        while isinstance(self.hierarchy.poll(prefetch), Pending) and (left := end - time.monotonic()) > 0:
-            self.hierarchy.wait_progress(min(left, _LOOK))
-        with self.hierarchy.claim(prefetch) as lease:
+        region = self.tiers.region  # before asking: a daemon that was restarted since has another
+        claim = self.tiers.ask(names, parent, block_size=1)
+        while isinstance(self.tiers.poll(claim), Pending) and (left := end - time.monotonic()) > 0:
+            self.tiers.wait_progress(min(left, _LOOK))
+        if claim.refusal is Outcome.NO_SLOT:
+            self.tiers.metrics.missed(Outcome.NO_SLOT, len(names))
+        with self.tiers.take(claim) as lease:
             count = len(lease)
-            if count and self._copier.copy("load", BlockCopies(pages[:count], lease.slots)):
-                self.hierarchy.metrics.missed(Outcome.COPY_FAILED, count)
+            if count and self._copy("load", BlockCopies(pages[:count], lease.slots), region):
+                self.tiers.metrics.missed(Outcome.COPY_FAILED, count)
                 return 0
         self._moved("load", count, time.monotonic() - started)
         return count
 
     def _store(self, names: Sequence[ChainHash], pages: NDArray[np.int64], parent: ChainHash, epoch: int) -> list[bool]:
-        held = self.hierarchy.host.pool.holds(names)
-        reservation = self.hierarchy.reserve(names, self._linked(parent))
+        region, held = self.tiers.region, self.tiers.holds(names)
+        [reservation] = self.tiers.reserve([Wanted(names, self._linked(parent), self._root)])
         if reservation is None:
             return held
         if reservation.hashes:
             copies = BlockCopies(pages[reservation.indices], reservation.slots)
-            if self._copier.copy("store", copies):
-                self.hierarchy.abandon(reservation, Outcome.COPY_FAILED)
+            if self._copy("store", copies, region):
+                self.tiers.abandon(reservation, Outcome.COPY_FAILED)
                 return held
             parents = [parent, *names]
             records = [BlockRecord(names[i], parents[i], b"", 0) for i in reservation.indices]
-            self.hierarchy.seal(reservation, records, epoch)
+            self.tiers.seal(reservation, records, epoch)
             self._moved("store", len(records), 0.0)
         end = reservation.indices[-1] + 1 if reservation.hashes else 0  # before it, others are storing what is not held
         return [i < end or is_held for i, is_held in enumerate(held)]
 
+    @property
+    def _batch(self) -> int:
+        """Pages in one go: a quarter of L2 is what one claim may fetch at once, and what a tier below may queue."""
+        region = self.tiers.region
+        in_queue = self.tiers.num_slots if region is None else self._store_queue // region.slot_bytes
+        return max(1, min(self.tiers.num_slots // 4, in_queue))
+
+    def _copy(self, direction: Direction, copies: BlockCopies, region: HostRegion | None) -> str | None:
+        """Copy to or from the region the slots are of; why that failed, or None."""
+        if region is None or region is not self.tiers.region:
+            return "the daemon was restarted meanwhile"
+        return self._copier_of(region).copy(direction, copies)
+
+    def _copier_of(self, region: HostRegion) -> PartCopier:
+        if self._copier is None or self._copier[0] is not region:
+            self._copier = region, PartCopier(self._blocks, region)
+        return self._copier[1]
+
     def _linked(self, parent: ChainHash | None) -> ChainHash:
-        """The parent as the pool is told it."""
-        return self._root if self._is_passage or parent is None else parent
+        """The parent as the pool is told it.
+
+        Over lower tiers L2 is a passage, which a chain longer than itself must pass: batches are not linked there, or
+        the pool would keep the head, and have no room for the tail.
+        """
+        return self._root if self.tiers.has_lower or parent is None else parent
 
     def _moved(self, direction: str, num_pages: int, seconds: float) -> None:
-        if num_pages:
-            num_bytes = num_pages * self.hierarchy.host.region.slot_bytes
-            self.hierarchy.metrics.moved("l2", direction, num_bytes, seconds)
+        if num_pages and (region := self.tiers.region) is not None:
+            num_bytes = num_pages * region.slot_bytes
+            self.tiers.metrics.moved("l2", direction, num_bytes, seconds)

@@ -2,15 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
-from kvtier.tiers.hierarchy import Attribution, Hierarchy
-from kvtier.tiers.metrics import LOOKUP_TIERS
-from kvtier.tiers.pool import Lease, Reservation
-from kvtier.tiers.prefetch import PENDING, Pending, Prefetch
+from kvtier.tiers.below import Attribution, Claim, TiersBelow, Wanted
+from kvtier.tiers.lease import Lease, Reservation
+from kvtier.tiers.prefetch import PENDING, Pending
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 
@@ -22,6 +21,10 @@ class BlockChain(Protocol):
     @property
     def hashes(self) -> Sequence[ChainHash]:
         """The names of its full blocks."""
+
+    @property
+    def tenant(self) -> ChainHash:
+        """Whose blocks they are: the root of chains with this request's cache_salt."""
 
     def parent(self, block: int) -> ChainHash:
         """The name before block `block`: the root for block 0."""
@@ -51,10 +54,9 @@ class _Known:
     """What is remembered of a live request."""
 
     request: Request
-    epoch: int  # the hierarchy's at admission
-    base: int = 0  # blocks found in L1 when the prefetch started
+    epoch: int  # the tiers' at admission
     asked: int = 0  # blocks found in L1 at the last lookup
-    prefetch: Prefetch | None = None
+    claim: Claim | None = None
     found: Attribution | None = None  # where its blocks were when first asked
     recompute: bool = False  # decided once: loading is slower, or has failed
 
@@ -70,43 +72,54 @@ class ConnectorUpdate:
 
 @dataclass(slots=True)
 class _Load:
-    request_id: str
+    op: CopyOp
     first_block: int
-    num_blocks: int
     lease: Lease
     planned_at: float
 
 
 @dataclass(slots=True)
 class _Store:
-    reservation: Reservation
-    records: list[BlockRecord]
+    """Blocks to be stored: first wanted, then with their slots."""
+
+    request_id: str
+    chain: BlockChain
+    first_block: int
+    wanted: Wanted
     epoch: int
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[int]  # in L1, that are not released yet
+    reservation: Reservation | None = None
+
+    def records(self) -> list[BlockRecord]:
+        """Of the blocks that are copied; what they hold is hashed later."""
+        assert self.reservation is not None
+        chain, positions = self.chain, [self.first_block + index for index in self.reservation.indices]
+        return [BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0) for i in positions]
 
 
 class SchedulerSide:
-    """The hierarchy as one engine's scheduler sees it. Called from that scheduler's thread only.
+    """The tiers below L1 as one engine's scheduler sees them. Called from that scheduler's thread only.
 
     Per request: `lookup` (again and again, idempotent) → `allocated` → `store` as blocks fill → `finished`.
-    Per step: `build_plan` → the worker → `update` with its report.
+    Per step: `build_plan` → the worker → `update` with its report. Where the tiers are a daemon's, `build_plan` makes
+    the step's one round trip, and only if there is something to store.
     """
 
-    def __init__(self, hierarchy: Hierarchy) -> None:
-        self.hierarchy = hierarchy
+    def __init__(self, tiers: TiersBelow) -> None:
+        self.tiers = tiers
         self._requests: dict[str, _Known] = {}
-        self._region_id = hierarchy.host.region.region_id
         self._op_ids = count(1)
         self._steps = count(1)
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
-        self._planned_loads: list[CopyOp] = []
-        self._planned_stores: list[CopyOp] = []
+        self._planned: list[CopyOp] = []  # loads
+        self._region_id = 0  # of the planned loads
+        self._wanted: dict[int, _Store] = {}
         self._released: list[int] = []
 
     def admit(self, request: Request) -> None:
         """Know a request that is only going to store. `lookup` does this too. Idempotent."""
-        self._requests.setdefault(request.request_id, _Known(request, self.hierarchy.epoch))
+        self._requests.setdefault(request.request_id, _Known(request, self.tiers.epoch))
 
     def lookup(self, request: Request, num_computed_tokens: int) -> int | Pending:
         """How many tokens beyond the `num_computed_tokens` in L1 can be loaded, or PENDING: ask again next step.
@@ -118,18 +131,12 @@ class SchedulerSide:
         in_l1 = num_computed_tokens // block_size
         self.admit(request)
         known = self._requests[request.request_id]
-        if known.prefetch is not None and in_l1 < known.base:  # L1 lost blocks meanwhile: ask for those too
-            self.hierarchy.cancel(known.prefetch)
-            known.prefetch = None
-        if known.prefetch is None and not known.recompute:
-            self._start(known, in_l1)
+        if known.claim is not None and in_l1 < known.claim.num_l1:  # L1 lost blocks meanwhile: ask for those too
+            self._cancel(known)
+        if known.claim is None and not known.recompute:
+            known.claim = self._ask(request, in_l1)
         known.asked = in_l1
-        if known.prefetch is None:
-            return 0
-        found = self.hierarchy.poll(known.prefetch)
-        if isinstance(found, Pending):
-            return PENDING
-        return max(0, known.base + found - in_l1) * block_size
+        return PENDING if (found := self._answer(known)) is None else max(0, found - in_l1) * block_size
 
     def allocated(
         self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, *, layerwise: bool = False
@@ -142,33 +149,32 @@ class SchedulerSide:
         only lets go of what was promised.
         """
         known = self._requests[request_id]
-        prefetch, known.prefetch = known.prefetch, None
-        if prefetch is None:
+        claim, known.claim = known.claim, None
+        if claim is None:
             return 0
         block_size = known.request.chain.block_size
         num_blocks = num_external_tokens // block_size
         if not num_blocks:
-            self.hierarchy.cancel(prefetch)
+            self.tiers.cancel(claim)
             return 0
-        lease = self.hierarchy.claim(prefetch)
-        skip = known.asked - known.base
+        lease, region = self.tiers.take(claim), self.tiers.region
+        skip = known.asked - claim.num_l1
         slots = lease.slots[skip : skip + num_blocks].tolist()
         generations = lease.generations[skip : skip + num_blocks].tolist()
-        if not slots:
+        if not slots or region is None:
             lease.release()
             return 0
+        self._region_id = region.region_id
         blocks = [int(block) for block in block_ids[known.asked : known.asked + len(slots)]]
         op = CopyOp(next(self._op_ids), request_id, tuple(blocks), tuple(slots), tuple(generations), layerwise)
-        self._loads[op.op_id] = _Load(request_id, known.asked, len(op), lease, time.monotonic())
-        self._planned_loads.append(op)
+        self._loads[op.op_id] = _Load(op, known.asked, lease, time.monotonic())
+        self._planned.append(op)
         return len(op) * block_size
 
     def forget_promises(self) -> None:
         """Let go of all that was promised and not allocated: behind a reset it would be old."""
         for known in self._requests.values():
-            if known.prefetch is not None:
-                self.hierarchy.cancel(known.prefetch)
-                known.prefetch = None
+            self._cancel(known)
 
     def recompute(self, request_id: str) -> None:
         """Promise this request nothing more: what it was promised was not there."""
@@ -178,40 +184,33 @@ class SchedulerSide:
         """Where the blocks of a live request were when it was first looked up."""
         return self._requests[request_id].found
 
-    def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
+    def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> int:
         """Blocks `first_block…` of the request's table became full in this step; copy those not held yet to L2.
 
-        Every block named here must keep its content until an update names it in `released`: the engine keeps it
-        referenced in L1, or has the worker `fence` the op before the block is written again.
+        Returns the id of the op that the next plan has, if there is anything to copy. Every block named here must keep
+        its content until an update names it in `released`: the engine keeps it referenced in L1, or has the worker
+        `fence` the op before the block is written again.
         """
         known = self._requests[request_id]
-        chain = known.request.chain
-        hashes = chain.hashes[first_block : first_block + len(block_ids)]
-        blocks = [int(block) for block in block_ids]
-        stale = known.epoch != self.hierarchy.epoch
-        reservation = None if stale else self.hierarchy.reserve(hashes, chain.parent(first_block))
-        if stale:
-            self.hierarchy.metrics.dropped("l2", Outcome.EPOCH, len(blocks))
-        if reservation is None or not reservation.hashes:
-            self._released += blocks
-            return
-        copied = [blocks[i] for i in reservation.indices]
-        kept = set(reservation.indices)
-        self._released += [block for i, block in enumerate(blocks) if i not in kept]
-        records = [
-            BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0)
-            for i in (first_block + index for index in reservation.indices)
-        ]
-        slots, generations = tuple(reservation.slots.tolist()), tuple(reservation.generations.tolist())
-        op = CopyOp(next(self._op_ids), request_id, tuple(copied), slots, generations)
-        self._stores[op.op_id] = _Store(reservation, records, known.epoch, copied)
-        self._planned_stores.append(op)
+        chain, blocks = known.request.chain, [int(block) for block in block_ids]
+        hashes = chain.hashes[first_block : first_block + len(blocks)]
+        wanted = Wanted(hashes, chain.parent(first_block), chain.tenant)
+        op_id = next(self._op_ids)
+        self._wanted[op_id] = _Store(request_id, chain, first_block, wanted, known.epoch, blocks)
+        return op_id
 
     def build_plan(self) -> StepPlan:
         """This step's copies; everything said since the last plan."""
-        loads, stores = tuple(self._planned_loads), tuple(self._planned_stores)
-        self._planned_loads, self._planned_stores = [], []
-        return StepPlan(next(self._steps), self._region_id, loads, stores)
+        stores = self._reserved()
+        loads, self._planned = tuple(self._planned), []
+        region = self.tiers.region
+        region_id = 0 if region is None else region.region_id
+        if loads and self._region_id != region_id:  # the daemon was restarted since: its old memory has what they load
+            region_id = self._region_id
+            for op in stores:
+                self._drop(self._stores.pop(op.op_id), Outcome.CLOSED)
+            stores = []
+        return StepPlan(next(self._steps), region_id, loads, tuple(stores))
 
     def update(self, report: WorkerReport) -> ConnectorUpdate:
         """Take in what the worker's copies came to: release leases, seal stores, name what failed."""
@@ -219,46 +218,43 @@ class SchedulerSide:
         failed: list[tuple[str, int]] = []
         for op_id in (*report.finished, *report.failed):
             well = op_id in report.finished
-            if op_id in self._loads:
-                load = self._loads.pop(op_id)
+            if (load := self._loads.pop(op_id, None)) is not None:
                 if well:
-                    loaded.append(load.request_id)
-                    self._moved("load", load.num_blocks, time.monotonic() - load.planned_at)
+                    loaded.append(load.op.request_id)
+                    self._moved("load", len(load.op), time.monotonic() - load.planned_at)
                 else:
-                    failed.append((load.request_id, load.first_block))
-                    if (known := self._requests.get(load.request_id)) is not None:
+                    failed.append((load.op.request_id, load.first_block))
+                    if (known := self._requests.get(load.op.request_id)) is not None:
                         known.recompute = True  # final for this request: what failed once would be asked for for ever
-                    self.hierarchy.metrics.missed(Outcome.COPY_FAILED, load.num_blocks)
+                    self.tiers.metrics.missed(Outcome.COPY_FAILED, len(load.op))
                 load.lease.release()
-            elif op_id in self._stores:
-                store = self._stores.pop(op_id)
-                self._released += store.blocks
+            elif (store := self._stores.pop(op_id, None)) is not None and store.reservation is not None:
                 if well:
-                    self._moved("store", len(store.records), 0.0)
-                    self.hierarchy.seal(store.reservation, store.records, store.epoch)
+                    self._released += store.blocks
+                    self._moved("store", len(store.reservation), 0.0)
+                    self.tiers.seal(store.reservation, store.records(), store.epoch)
                 else:
-                    self.hierarchy.abandon(store.reservation, Outcome.COPY_FAILED)
+                    self._drop(store, Outcome.COPY_FAILED)
         released, self._released = self._released, []
         return ConnectorUpdate(tuple(loaded), tuple(failed), tuple(released))
 
     def finished(self, request_id: str) -> None:
         """The request ended or was aborted. Copies under way go on and are still reported by `update`. Idempotent."""
-        known = self._requests.pop(request_id, None)
-        if known is not None and known.prefetch is not None:
-            self.hierarchy.cancel(known.prefetch)
+        if (known := self._requests.pop(request_id, None)) is not None:
+            self._cancel(known)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """A step prefilled `num_tokens` in `seconds`: what loading competes with."""
-        self.hierarchy.rates.computed(num_tokens, seconds)
+        self.tiers.computed(num_tokens, seconds)
 
     def wait(self, timeout: float) -> None:
         """Wait until a pending lookup may have an answer, at most `timeout` seconds: for an engine that is idle."""
-        self.hierarchy.wait_progress(timeout)
+        self.tiers.wait_progress(timeout)
 
     @property
     def idle(self) -> bool:
         """Whether no copy is planned or under way."""
-        return not (self._loads or self._stores)
+        return not (self._loads or self._stores or self._wanted)
 
     def close(self) -> None:
         """Let go of every promise and every copy that was never reported. Idempotent."""
@@ -266,40 +262,68 @@ class SchedulerSide:
             self.finished(request_id)
         for load in self._loads.values():
             load.lease.release()
-        for store in self._stores.values():
-            self.hierarchy.abandon(store.reservation, Outcome.CLOSED)
-        self._loads.clear()
-        self._stores.clear()
+        for store in (*self._stores.values(), *self._wanted.values()):
+            self._drop(store, Outcome.CLOSED)
+        for left in (self._loads, self._stores, self._wanted):
+            left.clear()
 
     def _moved(self, direction: str, num_blocks: int, seconds: float) -> None:
-        num_bytes = num_blocks * self.hierarchy.host.region.slot_bytes
-        self.hierarchy.metrics.moved("l2", direction, num_bytes, seconds)
+        if (region := self.tiers.region) is not None:
+            self.tiers.metrics.moved("l2", direction, num_blocks * region.slot_bytes, seconds)
 
-    def _start(self, known: _Known, in_l1: int) -> None:
-        """First ask: say where every block is, decide load or recompute, claim what is worth loading."""
-        request, known.base = known.request, in_l1
+    def _ask(self, request: Request, in_l1: int) -> Claim:
+        """Ask where every block is that may be promised, and claim what is worth loading."""
         chain = request.chain
         usable = min(len(chain.hashes), (request.num_tokens - 1) // chain.block_size)
-        hashes = chain.hashes[:usable]
-        where = self.hierarchy.lookup(hashes, min(in_l1, usable))
-        if first := known.found is None:
-            known.found = where
-            for tier in LOOKUP_TIERS:
-                self.hierarchy.metrics.looked_up(tier, getattr(where, tier))
-            self.hierarchy.metrics.missed(Outcome.ABSENT, where.miss)
-        block_bytes = self.hierarchy.host.region.slot_bytes
-        below = {"file": where.file * block_bytes, "redis": where.redis * block_bytes}
-        num_found = where.l2 + where.file + where.redis
-        if not num_found:
-            return
-        if not self.hierarchy.rates.worth_loading(num_found * chain.block_size, below):
-            self.hierarchy.metrics.missed(Outcome.RECOMPUTE, num_found)
-            known.recompute = True
-            return
-        prefetch = self.hierarchy.prefetch(hashes[in_l1 : in_l1 + num_found], chain.parent(in_l1))
-        if not prefetch.refused:
-            known.prefetch = prefetch
-            return
-        self.hierarchy.cancel(prefetch)
-        if first:
-            self.hierarchy.metrics.missed(Outcome.NO_SLOT, num_found)
+        return self.tiers.ask(chain.hashes[:usable], chain.parent(0), min(in_l1, usable), block_size=chain.block_size)
+
+    def _answer(self, known: _Known) -> int | None:
+        """How many leading blocks L1 and the promise cover, 0 for no promise; None: not known yet."""
+        claim = known.claim
+        if claim is None:
+            return 0
+        promised = self.tiers.poll(claim)
+        if claim.found is not None and known.found is None:
+            known.found = claim.found
+            self.tiers.count(claim.found)
+            if claim.refusal is Outcome.NO_SLOT:
+                self.tiers.metrics.missed(Outcome.NO_SLOT, claim.found.below)
+        if isinstance(promised, Pending):
+            return None
+        known.recompute |= claim.refusal is Outcome.RECOMPUTE
+        is_empty = claim.refusal is not None or (claim.found is not None and not claim.found.below)
+        if is_empty and time.monotonic() >= claim.good_until:  # what ended in failure is final; this may be asked anew
+            self._cancel(known)
+        return claim.num_l1 + promised
+
+    def _cancel(self, known: _Known) -> None:
+        claim, known.claim = known.claim, None
+        if claim is not None:
+            self.tiers.cancel(claim)
+
+    def _reserved(self) -> list[CopyOp]:
+        """Slots for everything that is to be stored, in one question; as copies."""
+        wanted, self._wanted = self._wanted, {}
+        for op_id in [op_id for op_id, store in wanted.items() if store.epoch != self.tiers.epoch]:
+            self._drop(wanted.pop(op_id), Outcome.EPOCH)
+        reservations = self.tiers.reserve([store.wanted for store in wanted.values()]) if wanted else []
+        ops = []
+        for (op_id, store), reservation in zip(wanted.items(), reservations, strict=True):
+            indices = [] if reservation is None else reservation.indices
+            kept = set(indices)
+            self._released += [block for i, block in enumerate(store.blocks) if i not in kept]
+            if reservation is None or not indices:
+                continue
+            store.blocks = [store.blocks[i] for i in indices]
+            store.reservation = reservation
+            self._stores[op_id] = store
+            slots, generations = tuple(reservation.slots.tolist()), tuple(reservation.generations.tolist())
+            ops.append(CopyOp(op_id, store.request_id, tuple(store.blocks), slots, generations))
+        return ops
+
+    def _drop(self, store: _Store, reason: Outcome) -> None:
+        self._released += store.blocks
+        if store.reservation is not None:
+            self.tiers.abandon(store.reservation, reason)
+        else:
+            self.tiers.metrics.dropped("l2", reason, len(store.blocks))

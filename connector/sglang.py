@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.connector.checkpoint import config_of, name_of, revision_of
+from kvtier.connector.opening import open_tiers
 from kvtier.connector.page_store import PageStore
 from kvtier.connector.sglang_pool import is_latent, pool_blocks, pool_shape
 from kvtier.tiers.chain import root_hash
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.identity import ModelIdentity, config_digest
-from kvtier.tiers.opening import open_hierarchy
 from kvtier.tiers.shape import KVShape
 from kvtier.tiers.tier import ChainHash, Outcome
 
@@ -77,9 +77,9 @@ class KVTierStorage(HiCacheStorage):
         identity = _identity(self._storage_config, mem_pool_host, shape, self._config.cache.epoch)
         fingerprint = identity.fingerprint()
         blocks = pool_blocks(mem_pool_host, shape)
-        hierarchy = open_hierarchy(self._config, fingerprint, shape)
+        tiers = open_tiers(self._config, fingerprint, shape)
         self._page_size, self._page_bytes = shape.block_size, shape.block_bytes
-        self._store = PageStore(hierarchy, blocks, root_hash(fingerprint), self._config.cache.prefetch_deadline)
+        self._store = PageStore(tiers, blocks, root_hash(fingerprint), self._config.cache)
         _log.info("kvtier keeps pages of %d bytes under fingerprint %s", shape.block_bytes, fingerprint.hex()[:16])
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -140,11 +140,11 @@ class KVTierStorage(HiCacheStorage):
     def clear(self) -> None:
         """Forget every page of this model in every tier."""
         if self._store is not None:
-            self._store.hierarchy.reset()
+            self._store.tiers.reset()
 
     def stats(self) -> dict[str, float]:
         """Every counter and gauge of the tiers by its exposition name."""
-        return {} if self._store is None else self._store.hierarchy.stats()
+        return {} if self._store is None else self._store.tiers.stats()
 
     def get_stats(self) -> Any:
         """SGLang's own storage metrics: pages and GB/s of each batch since the last call."""
@@ -163,9 +163,9 @@ class KVTierStorage(HiCacheStorage):
         """Write what is queued, log the counters, close the tiers. Idempotent; later calls find nothing."""
         store, self._store = self._store, None
         if store is not None:
-            store.hierarchy.drain(_CLOSE_WAIT)
-            counters = {name: value for name, value in store.hierarchy.stats().items() if "_total" in name and value}
-            store.hierarchy.close(_CLOSE_WAIT)
+            store.tiers.drain(_CLOSE_WAIT)
+            counters = {name: value for name, value in store.tiers.stats().items() if "_total" in name and value}
+            store.tiers.close(_CLOSE_WAIT)
             _log.info("kvtier closed: %s", json.dumps(counters))
 
     def _pages(self, keys: list[str], host_indices: Any) -> NDArray[np.int64] | None:
@@ -178,7 +178,7 @@ class KVTierStorage(HiCacheStorage):
             pages = rows[:, 0] // self._page_size
             if (rows == pages[:, None] * self._page_size + np.arange(self._page_size)).all():
                 return pages
-        self._store.hierarchy.metrics.missed(Outcome.COPY_FAILED, len(keys))
+        self._store.tiers.metrics.missed(Outcome.COPY_FAILED, len(keys))
         return None
 
     def _measured(self, batches: "deque[tuple[int, float]]", num_pages: int, started: float) -> None:

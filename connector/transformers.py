@@ -18,13 +18,13 @@ except ImportError as error:
 
 from kvtier.connector.checkpoint import name_of
 from kvtier.connector.hf_model import identity_of, kv_shape
+from kvtier.connector.opening import open_tiers
 from kvtier.connector.plan import CopyOp, WorkerReport
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.tiers.block_copier import BlockCopier, BlockCopies, Direction
 from kvtier.tiers.chain import TokenChain, root_hash
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.opening import open_hierarchy
 from kvtier.tiers.prefetch import Pending
 from kvtier.tiers.tier import Outcome
 
@@ -92,7 +92,7 @@ class KVTier:
             return
         fingerprint = identity.fingerprint()
         self._root = root_hash(fingerprint, cache_salt=cache.cache_salt)
-        self._side = SchedulerSide(open_hierarchy(self._config, fingerprint, self._shape))
+        self._side = SchedulerSide(open_tiers(self._config, fingerprint, self._shape))
 
     def generate(self, input_ids: torch.Tensor, **options: Any) -> Any:
         """`model.generate(input_ids, **options)`: loads what is known, computes the rest, keeps what is new."""
@@ -138,18 +138,18 @@ class KVTier:
 
     def stats(self) -> dict[str, float]:
         """Every counter and gauge of the tiers by its exposition name."""
-        return {} if self._side is None else self._side.hierarchy.stats()
+        return {} if self._side is None else self._side.tiers.stats()
 
     def drain(self, timeout: float = 30.0) -> bool:
         """Wait until everything stored so far is in the lowest tier; False when `timeout` seconds pass first."""
-        return self._side is None or self._side.hierarchy.drain(timeout)
+        return self._side is None or self._side.tiers.drain(timeout)
 
     def close(self) -> None:
         """Flush and close the tiers. Idempotent; later calls generate without them."""
         side, self._side = self._side, None
         if side is not None:
             side.close()
-            side.hierarchy.close()
+            side.tiers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -167,7 +167,7 @@ class KVTier:
         if reason is not None:
             self._say_once(f"nothing is loaded or kept of such a call: {reason}")
             num_blocks = input_ids.numel() // self._shape.block_size
-            self._side.hierarchy.metrics.missed(Outcome.UNSUPPORTED, num_blocks)
+            self._side.tiers.metrics.missed(Outcome.UNSUPPORTED, num_blocks)
         return reason is None
 
     def _say_once(self, warning: str) -> None:
@@ -222,7 +222,7 @@ class KVTier:
         if not self._is_whole(cache, len(rows)):
             self._say_once("nothing is kept of a cache that dropped tokens or has another shape; let load() make it")
             num_blocks = len(rows) * num_tokens // self._shape.block_size
-            self._scheduler.hierarchy.metrics.dropped("l2", Outcome.UNSUPPORTED, num_blocks)
+            self._scheduler.tiers.metrics.dropped("l2", Outcome.UNSUPPORTED, num_blocks)
             return
         for index, row in enumerate(rows):
             row.chain.extend(sequences[index, row.num_tokens : num_tokens].tolist())
@@ -234,7 +234,7 @@ class KVTier:
                 self._copy("store", ops, self._blocks_of(cache, index, first, last))
             else:
                 self._scheduler.update(WorkerReport())
-        self._scheduler.hierarchy.drain(_SEALED, below=False)  # the next call finds what this one computed
+        self._scheduler.tiers.drain(_SEALED, below=False)  # the next call finds what this one computed
 
     def _is_whole(self, cache: DynamicCache, num_rows: int) -> bool:
         shape = (num_rows, self._shape.num_kv_heads, cache.get_seq_length(), self._shape.head_dim)
@@ -258,8 +258,10 @@ class KVTier:
         """Copy between `blocks` and L2 slots, here and now; False where that failed."""
         finished: list[int] = []
         failed: list[int] = []
+        region = self._scheduler.tiers.region
         for op in ops:
-            copier = BlockCopier(blocks, self._scheduler.hierarchy.host.region)
+            assert region is not None, "an op names slots of a region"
+            copier = BlockCopier(blocks, region)
             pairs = BlockCopies(np.array(op.device_blocks, np.int64), np.array(op.host_slots, np.int64))
             (failed if copier.copy(direction, pairs) else finished).append(op.op_id)
         self._scheduler.update(WorkerReport(tuple(finished), tuple(failed)))

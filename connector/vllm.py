@@ -26,13 +26,13 @@ try:
 except ImportError as error:
     raise ImportError(f"kvtier.connector.vllm needs vLLM 0.32 or 0.33 beside it ({error}); pip install vllm") from error
 
+from kvtier.connector.opening import open_tiers
 from kvtier.connector.vllm_messages import LAST_REPORTS, CopyReports, StepMessage
 from kvtier.connector.vllm_model import fingerprint, require_supported_version, slot_plan, why_none
 from kvtier.connector.vllm_options import VllmOptions
 from kvtier.connector.vllm_scheduler import SchedulerHalf
 from kvtier.connector.vllm_stats import KVTierProm, KVTierStats
 from kvtier.connector.vllm_worker import WorkerHalf
-from kvtier.tiers.opening import open_hierarchy
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         parallel = vllm_config.parallel_config
         config = options.shared(parallel.data_parallel_rank, parallel.data_parallel_size)
         self._scheduler_half = SchedulerHalf(
-            plan, open_hierarchy(config, named, plan), cache, named, kv_cache_config.num_blocks, num_ranks
+            plan, open_tiers(config, named, plan), cache, named, kv_cache_config.num_blocks, num_ranks
         )
         if (reason := why_none(vllm_config)) is not None:
             _log.warning("nothing is kept of this model: %s", reason)
@@ -145,7 +145,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """What the tiers counted since the last time, about once a second."""
         if self._scheduler_half is None:
             return None
-        return self._stats.since_last(self._scheduler_half.side.hierarchy.metrics)
+        return self._stats.since_last(self._scheduler_half.side.tiers.metrics)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:

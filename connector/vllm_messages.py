@@ -38,7 +38,7 @@ class RegionHandle:
 class StepMessage(KVConnectorMetadata):
     """One step, from the scheduler to every worker."""
 
-    region: RegionHandle
+    region: RegionHandle | None  # None: the daemon was not reached yet, and nothing is planned
     plan: bytes  # `StepPlan`: loads, and stores of blocks this step fills
     tails: bytes  # `StepPlan`: stores of requests that have ended; before the step's compute
     is_idle: bool  # nothing is computed in this step

@@ -3,23 +3,24 @@
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
 from kvtier.connector.checkpoint import revision_of
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
-from kvtier.connector.scheduler import BlockChain, SchedulerSide
+from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.vllm_events import VllmEvents
 from kvtier.connector.vllm_keys import OwnChain, VllmChain
 from kvtier.connector.vllm_messages import CopyReports, RegionHandle, StepMessage
 from kvtier.connector.vllm_model import SlotPlan
+from kvtier.connector.vllm_requests import NextStep, Row, Tables, WatchedOp
 from kvtier.connector.vllm_worker import with_blocks
+from kvtier.tiers.below import TiersBelow
 from kvtier.tiers.chain import root_hash
 from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.local_tiers import LocalTiers
 from kvtier.tiers.prefetch import Pending
 from kvtier.tiers.tier import ChainHash
 
@@ -32,79 +33,33 @@ _SHORT: Final = 256 << 20  # the same where nothing else is computed that would 
 _PATIENCE: Final = 10.0  # seconds without a report after which an idle engine is not kept stepping for copies
 _NULL: Final = 0  # vLLM's block that stands for "not kept", e.g. behind a sliding window
 
-Tables = Sequence[Sequence[int]]
-"""A request's block ids, one table for each KV group."""
-
-
-@dataclass(slots=True)
-class _Row:
-    """A live request of vLLM's. Implements the scheduler side's `Request`."""
-
-    request: Any
-    request_id: str
-    keys: VllmChain | OwnChain
-    stored: int | None = None  # leading blocks stored, loaded or found; None: not scheduled yet
-    asked: int = 0  # tokens vLLM had at the last lookup
-    answer: tuple[int | None, bool] | None = None
-    good_until: float = 0.0
-    synchronous: bool = False  # how the answer's load would be made
-    tables: Tables = ()  # as of its last load or store
-
-    @property
-    def chain(self) -> BlockChain:
-        return self.keys.current()
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.request.num_tokens)
-
-
-@dataclass(slots=True)
-class _Op:
-    """A copy that not every rank has reported yet."""
-
-    request_id: str
-    layerwise: bool
-    blocks: tuple[int, ...]  # that it reads, by the workers' ids; none for a load
-    left: int  # ranks
-    failed: bool = False
-
-
-@dataclass(slots=True)
-class _Step:
-    """What is collected for the next message."""
-
-    lost: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    late: set[str] = field(default_factory=set)
-    targets: set[int] = field(default_factory=set)  # blocks that loads write to, by vLLM's ids
-
 
 class SchedulerHalf:
     """What `KVTierConnector` asks in vLLM's scheduler process. Called from its thread; nothing here waits."""
 
     def __init__(
-        self, plan: SlotPlan, hierarchy: Hierarchy, cache: CacheConfig, root: bytes, num_blocks: int, num_ranks: int
+        self, plan: SlotPlan, tiers: TiersBelow, cache: CacheConfig, root: bytes, num_blocks: int, num_ranks: int
     ) -> None:
         """`num_blocks` is how many vLLM has; `root` is where our own chains begin, and the parent of vLLM's."""
-        self.side = SchedulerSide(hierarchy)
+        self.side = SchedulerSide(tiers)
         self._plan = plan
         self._cache = cache
         self._root = root
         self._num_blocks = num_blocks
         self._num_ranks = num_ranks
-        self._region = RegionHandle.of(hierarchy.host.region)
+        self._region: RegionHandle | None = None
         self._layerwise = False
         self._waits = True
         self._keeps = True
         self._shares = True
         self._was_idle = True
         self._events: VllmEvents | None = None  # where vLLM publishes them
-        self._rows: dict[str, _Row] = {}
-        self._ops: dict[int, _Op] = {}
+        self._rows: dict[str, Row] = {}
+        self._ops: dict[int, WatchedOp] = {}
         self._arriving: dict[str, set[ChainHash]] = {}  # request → blocks on their way to L1 for it
         self._readers: dict[int, set[int]] = {}  # block, by vLLM's id → the stores that still have to read it
-        self._next = _Step()
-        self._tails = StepPlan(0, 0)
+        self._next = NextStep()
+        self._tails: dict[int, Tables] = {}  # stores of requests that have ended, not planned yet, and their blocks
         self._reported_at = 0.0
         self._unnamed: set[str] = set()  # adapters that a word was said about
 
@@ -121,7 +76,10 @@ class SchedulerHalf:
     def tell(self, groups: Sequence[Any]) -> None:
         """Have `take_events` say what the tiers hold; `groups` are vLLM's KV groups."""
         root = root_hash(self._root, cache_salt=self._cache.cache_salt) if self._plan.canonical else self._root
-        self._events = VllmEvents(self.side.hierarchy, root, groups, canonical=self._plan.canonical)
+        if not isinstance(self.side.tiers, LocalTiers):
+            _log.warning("kv events: what the daemon's tiers hold is the daemon's to publish; here are vLLM's own only")
+            return
+        self._events = VllmEvents(self.side.tiers.hierarchy, root, groups, canonical=self._plan.canonical)
 
     def take_events(self) -> list[Any]:
         """vLLM's KV events: what came to the tiers and what left them since the last time."""
@@ -177,15 +135,14 @@ class SchedulerHalf:
             if row is not None:
                 drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
                 self._offer(row, num_scheduled - drafts, output.kv_connector_block_state)
-        plan = self._translated(self.side.build_plan())
-        tails, self._tails = self._tails, StepPlan(0, 0)
+        tails, plan = self._planned()
         self._watch(tails)
-        step, self._next = self._next, _Step()
+        step, self._next = self._next, NextStep()
         written = self._written(output) | step.targets if self._readers else set()
         fences = {op_id for block in written & self._readers.keys() for op_id in self._readers[block]}
         self._watch(plan)
         return StepMessage(
-            region=self._region,
+            region=self._handle(),
             plan=plan.encode(),
             tails=tails.encode(),
             is_idle=self._was_idle,
@@ -227,10 +184,8 @@ class SchedulerHalf:
         if row is None:
             return
         if row.stored is not None and request.num_computed_tokens:
-            self._store(row, request.num_computed_tokens - request.num_in_flight_tokens, tables)
-            rest = self._translated(self.side.build_plan())
-            self._tails = StepPlan(rest.step, rest.region, self._tails.loads, (*self._tails.stores, *rest.stores))
-            assert not rest.loads, "a load is planned and sent in the same step"
+            ops = self._store(row, request.num_computed_tokens - request.num_in_flight_tokens, tables)
+            self._tails.update(dict.fromkeys(ops, row.tables))
         del self._rows[request.request_id]
         self.side.finished(request.request_id)
 
@@ -254,12 +209,12 @@ class SchedulerHalf:
         self.side.forget_promises()
         for row in self._rows.values():
             row.answer = None
-        self.side.hierarchy.reset()
+        self.side.tiers.reset()
 
     def close(self) -> None:
         """Let go of what was never reported, flush and close the tiers. Idempotent."""
         self.side.close()
-        self.side.hierarchy.close()
+        self.side.tiers.close()
 
     def _is_synchronous(self, num_tokens: int) -> bool:
         """Whether to wait for a load: where it is short, or costs nobody else a wait.
@@ -273,18 +228,18 @@ class SchedulerHalf:
         num_bytes = num_tokens // self._plan.block_size * self._plan.block_bytes
         return self._layerwise or num_bytes <= (_SHORT if alone else _TINY)
 
-    def _is_arriving(self, row: _Row) -> bool:
+    def _is_arriving(self, row: Row) -> bool:
         """Whether the first block wanted is on its way to L1 for another request, from whom vLLM will have it."""
         if not (self._shares and self._arriving):
             return False
         wanted = row.chain.hashes[row.asked // self._plan.block_size]
         return any(wanted in hashes for hashes in self._arriving.values())
 
-    def _row(self, request: Any) -> _Row | None:
+    def _row(self, request: Any) -> Row | None:
         """The request as we know it; None where its KV has no name."""
         row = self._rows.get(request.request_id)
         if row is None and self._keeps and (keys := self._keys(request)) is not None:
-            row = self._rows[request.request_id] = _Row(request, request.request_id, keys)
+            row = self._rows[request.request_id] = Row(request, request.request_id, keys)
             self.side.admit(row)
         return row
 
@@ -311,7 +266,7 @@ class SchedulerHalf:
                 self._unnamed.add(path)
             return None
 
-    def _offer(self, row: _Row, num_scheduled: int, state: Any) -> None:
+    def _offer(self, row: Row, num_scheduled: int, state: Any) -> None:
         """Plan stores of the blocks that a step fills."""
         request, size = row.request, self._plan.block_size
         if row.stored is None:
@@ -320,35 +275,51 @@ class SchedulerHalf:
         if computed // size > row.stored:
             self._store(row, computed, lambda: state.get_block_ids(row.request_id))
 
-    def _store(self, row: _Row, num_computed: int, tables: Any) -> None:
-        """Plan stores of what is full, named, in every group's table, and not planned yet."""
+    def _store(self, row: Row, num_computed: int, tables: Any) -> list[int]:
+        """Plan stores of what is full, named, in every group's table, and not planned yet; as ids of their ops."""
         if not self._cache.store_generated:
             num_computed = min(num_computed, row.request.num_prompt_tokens)
         first = row.stored or 0
         if num_computed // self._plan.block_size <= first:
-            return
+            return []
         last = min(len(row.chain.hashes), num_computed // self._plan.block_size)
         if last <= first:
-            return
+            return []
         row.tables = tables() if callable(tables) else tables
         kept = [all(table[i] != _NULL for table in row.tables) for i in range(first, last)]
         row.stored = last
-        for is_kept, run in groupby(range(first, last), lambda i: kept[i - first]):
-            if is_kept:
-                self._store_run(row, list(run))
+        runs = groupby(range(first, last), lambda i: kept[i - first])
+        return [self._store_run(row, list(run)) for is_kept, run in runs if is_kept]
 
-    def _store_run(self, row: _Row, run: list[int]) -> None:
-        self.side.store(row.request_id, run[0], run)
+    def _store_run(self, row: Row, run: list[int]) -> int:
+        op_id = self.side.store(row.request_id, run[0], run)
         if self._events is not None:
             self._events.note(row.chain.parent(0), row.chain.hashes[run[0] : run[-1] + 1], row.request.lora_request)
+        return op_id
 
-    def _translated(self, plan: StepPlan) -> StepPlan:
-        """The plan in the workers' block ids: ours are positions in the request's tables."""
-        ops = ([self._translate(op) for op in ops] for ops in (plan.loads, plan.stores))
-        return StepPlan(plan.step, plan.region, *map(tuple, ops))
+    def _planned(self) -> tuple[StepPlan, StepPlan]:
+        """What must be read before the step's compute, and the step's own copies, in the workers' block ids.
 
-    def _translate(self, op: CopyOp) -> CopyOp:
-        return with_blocks(op, *self._worker_blocks(self._rows[op.request_id].tables, op.device_blocks))
+        Ours are positions in the request's tables.
+        """
+        plan = self.side.build_plan()
+        tails, self._tails = self._tails, {}
+        late = [self._translate(op, tails[op.op_id]) for op in plan.stores if op.op_id in tails]
+        loads, stores = (
+            tuple(self._translate(op, self._rows[op.request_id].tables) for op in ops if op.op_id not in tails)
+            for ops in (plan.loads, plan.stores)
+        )
+        return StepPlan(plan.step, plan.region, (), tuple(late)), StepPlan(plan.step, plan.region, loads, stores)
+
+    def _translate(self, op: CopyOp, tables: Tables) -> CopyOp:
+        return with_blocks(op, *self._worker_blocks(tables, op.device_blocks))
+
+    def _handle(self) -> RegionHandle | None:
+        """Where the workers find L2: another place once a daemon was restarted."""
+        region = self.side.tiers.region
+        if region is not None and (self._region is None or self._region.region_id != region.region_id):
+            self._region = RegionHandle.of(region)
+        return self._region
 
     def _worker_blocks(self, tables: Tables, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The blocks at some positions of every group's table, without those not kept; and each one's position."""
@@ -363,9 +334,9 @@ class SchedulerHalf:
     def _watch(self, plan: StepPlan) -> None:
         """Expect every rank's report of these ops."""
         for op in plan.loads:
-            self._ops[op.op_id] = _Op(op.request_id, op.layerwise, (), self._num_ranks)
+            self._ops[op.op_id] = WatchedOp(op.request_id, op.layerwise, (), self._num_ranks)
         for op in plan.stores:
-            self._ops[op.op_id] = _Op(op.request_id, False, op.device_blocks, self._num_ranks)
+            self._ops[op.op_id] = WatchedOp(op.request_id, False, op.device_blocks, self._num_ranks)
             for block in self._physical(op.device_blocks):
                 self._readers.setdefault(block, set()).add(op.op_id)
         if plan:

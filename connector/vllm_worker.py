@@ -42,7 +42,7 @@ class WorkerHalf:
         self._step: StepMessage | None = None
         self._stores = StepPlan(0, 0)
         self._spoiled = False  # a load this step's compute relied on has failed
-        self._unreachable = False
+        self._unreachable: int | None = None  # the region that could not be mapped
         self._refused: list[int] = []  # ops that were never given to the stream, and count as failed
         self._reports: list[WorkerReport] = []
         self._received: set[str] = set()
@@ -113,8 +113,11 @@ class WorkerHalf:
         ended = (*report.finished, *report.failed)
         if self._spoiled and any(op.layerwise for op_id, op in self._loads.items() if op_id not in ended):
             raise RuntimeError(f"a load that a step needed has not ended in {_DEADLINE:.0f} s: memory is stuck")
+        self._take_in(report)
+
+    def _take_in(self, report: WorkerReport) -> None:
         self._reports.append(report)
-        for op_id in ended:
+        for op_id in (*report.finished, *report.failed):
             op = self._loads.pop(op_id, None)
             if op is None:
                 continue
@@ -146,13 +149,16 @@ class WorkerHalf:
 
     def close(self) -> CopyReports | None:
         """End copies under way, up to a deadline, and let go of L2. Idempotent."""
+        self._disconnect()
+        return self.take_reports()
+
+    def _disconnect(self) -> None:
         if self._side is not None:
-            self._reports.append(self._side.close(_DEADLINE))
+            self._take_in(self._side.close(_DEADLINE))
             self._side = None
         if self._region is not None:
             self._region.close()
             self._region = None
-        return self.take_reports()
 
     def _store(self, side: WorkerSide, plan: StepPlan) -> None:
         if self._rank % self._plan.replicas == 0:
@@ -176,14 +182,21 @@ class WorkerHalf:
         for op in plan.loads:
             self._lost(op.request_id, op.device_blocks, waits=not op.layerwise)
 
-    def _connected(self, handle: RegionHandle) -> WorkerSide | None:
-        """Map L2 at the first step that needs it: the scheduler's half was made after this one. None: it can't be."""
-        if self._side is None and not self._unreachable:
+    def _connected(self, handle: RegionHandle | None) -> WorkerSide | None:
+        """Map L2 at the first step that needs it: the scheduler's half was made after this one. None: it can't be.
+
+        Anew where a daemon was restarted: its memory is another then.
+        """
+        if handle is None:
+            return None
+        if self._region is not None and self._region.region_id != handle.region_id:
+            self._disconnect()
+        if self._side is None and self._unreachable != handle.region_id:
             assert self._blocks is not None
             try:
                 self._region = handle.attach()
             except (OSError, ConfigError) as error:
-                self._unreachable = True
+                self._unreachable = handle.region_id
                 _log.warning("the scheduler's memory cannot be mapped here, nothing is kept: %s", error)
                 return None
             self._side = self._started(self._blocks, self._region)

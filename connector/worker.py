@@ -1,15 +1,19 @@
 """The worker side: carries out a plan's copies between L1 and L2 beside the compute, and reports how they ended."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
 
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
-from kvtier.tiers.transfer import BlockCopies, CopyEvent, CopyStream
+from kvtier.tiers.transfer import BlockCopies, CopyEvent, CopyStream, HostEvent
 
 _GROUP_BYTES: Final = 4 << 20  # a layer group is copied in pieces of about this size: large copies, early first layers
+
+
+Follow = Callable[[int], CopyStream | None]
+"""The stream to a region by its id; None where that region cannot be reached."""
 
 
 class WorkerSide:
@@ -19,13 +23,16 @@ class WorkerSide:
     """
 
     def __init__(
-        self, stream: CopyStream, num_layers: int, layer_bytes: int, deadline: float, *, by_layers: bool = True
+        self, stream: CopyStream | Follow, num_layers: int, layer_bytes: int, deadline: float, *, by_layers: bool = True
     ) -> None:
         """`layer_bytes` are one layer's in one block; `deadline` is how many seconds a layer may wait for its load.
 
+        Instead of a stream, what makes one for the region a plan names: a daemon that was restarted has another.
         Without `by_layers` nobody asks for a layer before the last one is there: loads are not cut.
         """
-        self._stream = stream
+        self._follow = stream if callable(stream) else None
+        self._stream = None if callable(stream) else stream
+        self._region: int | None = None
         self._num_layers = num_layers
         self._layer_bytes = layer_bytes
         self._deadline = deadline
@@ -41,9 +48,10 @@ class WorkerSide:
         self._layerwise = [op.op_id for op in plan.loads if op.layerwise]
         self._late_at = time.monotonic() + self._deadline
         for op in plan.loads:
+            stream = self._stream_of(plan)
             cut = op.layerwise and self._by_layers
             ranges = self._groups(len(op)) if cut else [(0, self._num_layers)]
-            self._loads[op.op_id] = [(end, self._stream.load(_copies(op, (start, end)))) for start, end in ranges]
+            self._loads[op.op_id] = [(end, stream.load(_copies(op, (start, end)))) for start, end in ranges]
 
     def wait_layer(self, layer: int) -> bool:
         """Wait until every layerwise load of this step has brought layer `layer`; False where one failed or is late.
@@ -54,7 +62,7 @@ class WorkerSide:
         for op_id in self._layerwise:
             event = next(event for end, event in self._loads[op_id] if layer < end)
             left = max(0.0, self._late_at - time.monotonic())  # one deadline for all layers and loads of the step
-            arrived &= self._stream.fence(event, left) and event.error is None
+            arrived &= self._fence(event, left) and event.error is None
         return arrived
 
     def arrived(self) -> bool:
@@ -65,7 +73,7 @@ class WorkerSide:
     def start_store(self, plan: StepPlan) -> None:
         """Enqueue the plan's L1 → L2 copies, behind the compute that fills them."""
         for op in plan.stores:
-            self._stores[op.op_id] = self._stream.store(_copies(op))
+            self._stores[op.op_id] = self._stream_of(plan).store(_copies(op))
 
     def fence(self, op_ids: Sequence[int]) -> None:
         """Have these stores read their blocks before compute issued from now on writes to them.
@@ -75,7 +83,7 @@ class WorkerSide:
         late_at = time.monotonic() + self._deadline
         for op_id in op_ids:
             event = self._stores.get(op_id)
-            if event is not None and not self._stream.fence(event, max(0.0, late_at - time.monotonic())):
+            if event is not None and not self._fence(event, max(0.0, late_at - time.monotonic())):
                 self._given_up.add(op_id)
 
     def poll(self) -> WorkerReport:
@@ -114,12 +122,28 @@ class WorkerSide:
 
     def close(self, timeout: float) -> WorkerReport:
         """Drain for up to `timeout` seconds, then stop; reports what ended, counting what did not as failed."""
-        self._stream.close(timeout)
+        if self._stream is not None:
+            self._stream.close(timeout)
         report = self.poll()
         left = (*self._loads, *self._stores)
         self._loads.clear()
         self._stores.clear()
         return WorkerReport(report.finished, (*report.failed, *left))
+
+    def _stream_of(self, plan: StepPlan) -> CopyStream:
+        """The stream to the plan's region. Copies still under way to another one are ended first."""
+        if self._follow is not None and (self._stream is None or plan.region != self._region):
+            stream = self._follow(plan.region)
+            if self._stream is not None:
+                self._stream.close(self._deadline)
+            self._stream, self._region = stream or _NoStream(), plan.region
+        assert self._stream is not None
+        return self._stream
+
+    def _fence(self, event: CopyEvent, timeout: float) -> bool:
+        """Behind a change of regions the event may be of a stream that is closed: it has ended then."""
+        assert self._stream is not None
+        return event.done() or self._stream.fence(event, timeout)
 
     def _groups(self, num_blocks: int) -> Sequence[tuple[int, int]]:
         """Layer ranges of about _GROUP_BYTES each."""
@@ -129,3 +153,23 @@ class WorkerSide:
 
 def _copies(op: CopyOp, layers: tuple[int, int] | None = None) -> BlockCopies:
     return BlockCopies(np.array(op.device_blocks, np.int64), np.array(op.host_slots, np.int64), layers)
+
+
+class _NoStream:
+    """A `CopyStream` to a region that cannot be reached: every copy fails at once."""
+
+    def load(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
+        event = HostEvent()
+        event.end("the region is gone")
+        return event
+
+    store = load
+
+    def fence(self, event: CopyEvent, timeout: float) -> bool:
+        return event.done()
+
+    def drain(self, timeout: float) -> bool:
+        return True
+
+    def close(self, timeout: float) -> None:
+        pass

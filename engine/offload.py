@@ -22,7 +22,7 @@ class SchedulerConnector(Protocol):
         Returns how many of them are being loaded; the request computes the others.
         """
 
-    def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
+    def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> object:
         """These blocks of the request's table are full once this step has computed; each is held until released."""
 
     def build_plan(self) -> StepPlan:

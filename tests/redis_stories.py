@@ -42,7 +42,7 @@ def opened(url: str, fingerprint: bytes = FINGERPRINT, **more: object) -> Iterat
         store.close()
 
 
-def over_redis(url: str, patience: PortSettings = IMPATIENT, slots: int = 32, **more: object) -> Hierarchy:
+def over_redis(url: str, patience: PortSettings = IMPATIENT, slots: int = 128, **more: object) -> Hierarchy:
     """A hierarchy over the tier."""
     metrics, rates = Metrics(), Rates("load")
     port = TierPort("redis", lambda: open_store(url, **more), patience, metrics, rates)

@@ -5,41 +5,27 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import Condition
 from typing import Final, Literal
 
 import numpy as np
 
+from kvtier.tiers.below import Attribution
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.demote import Demoter
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.io_queue import IoQueue
+from kvtier.tiers.locate import Locator
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.pool import Lease, Reservation
 from kvtier.tiers.port import TierPort
 from kvtier.tiers.prefetch import Pending, Prefetch, Prefetcher
+from kvtier.tiers.progress import Progress
 from kvtier.tiers.rates import Rates
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 _SIGHTINGS_PER_SLOT: Final = 4  # how many blocks not yet admitted are remembered, per L2 slot
 
 WritePolicy = Literal["write_through", "write_back"]
-
-
-@dataclass(frozen=True, slots=True)
-class Attribution:
-    """Where the blocks of one lookup were when first asked. The parts sum to `blocks`, or it cannot be built."""
-
-    blocks: int
-    l1: int = 0
-    l2: int = 0
-    file: int = 0
-    redis: int = 0
-    miss: int = 0
-
-    def __post_init__(self) -> None:
-        if self.l1 + self.l2 + self.file + self.redis + self.miss != self.blocks:
-            raise AssertionError(f"attribution does not sum: {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +63,8 @@ class Hierarchy:
         self.metrics = metrics
         self.rates = rates
         self.epoch = 0  # counts resets: a store admitted before one never seals after it
-        self._lock = Condition()
+        self.progress = self._lock = Progress()
+        self.locator = Locator(ports, self.progress, clock)
         self.prefetcher = Prefetcher(host, ports, self._lock, metrics, clock, settings.lease_deadline)
         self._demoters = [Demoter(port, host, settings.store_queue, metrics, clock) for port in ports]
         self._sealing = IoQueue("seal", 1, 1 << 16, clock)
@@ -175,12 +162,12 @@ class Hierarchy:
         self.prefetcher.tick()
 
     def wait_progress(self, timeout: float) -> None:
-        """Wait until a prefetch moved on, at most `timeout` seconds: for an engine with nothing else to do.
+        """Wait until a prefetch moved on or a question was answered, at most `timeout` seconds, for an idle engine.
 
-        Returns at once where a prefetch has ended that no `poll` has reported yet.
+        Returns at once where a prefetch has ended that no `poll` has reported yet, or an answer was not read.
         """
         with self._lock:
-            if not self.prefetcher.has_news():
+            if not (self.prefetcher.has_news() or self.locator.has_news()):
                 self._lock.wait(timeout)
 
     def reset(self) -> None:
@@ -216,6 +203,7 @@ class Hierarchy:
     def check(self) -> None:
         """Raise AssertionError where a conservation law is broken; at idle also where a lease or a slot leaked."""
         self.prefetcher.check()
+        self.locator.check()
         queues_idle = self._sealing.idle and all(port.queue.idle for port in self.ports)
         idle = queues_idle and self.prefetcher.idle  # asked before counting: what ends in between is no leak
         counts = self.host.pool.check()

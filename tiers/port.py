@@ -12,7 +12,7 @@ from kvtier.tiers.errors import KVTierError, TierUnavailable
 from kvtier.tiers.io_queue import IoQueue
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.rates import Rates
-from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome, Tier
+from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Locates, Outcome, Tier
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +76,21 @@ class TierPort:
         """Which of the blocks are held, and readable now, each by itself."""
         tier = self._readable()
         return tier.holds(hashes) if tier is not None else [False] * len(hashes)
+
+    @property
+    def locates(self) -> bool:
+        """Whether the tier holds blocks that only asking it would show, and answers now."""
+        return isinstance(self._readable(), Locates)
+
+    def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
+        """`Locates.locate`, reported to the read breaker. Called on this port's threads."""
+        tier: object = self._readable()
+        if not isinstance(tier, Locates):
+            return Outcome.BREAKER_OPEN
+        began = self._clock()
+        answer = tier.locate(hashes)
+        self._judge("read", [answer if isinstance(answer, Outcome) else Outcome.OK], began)
+        return answer
 
     @property
     def writable(self) -> bool:

@@ -4,13 +4,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from threading import Condition
 from typing import Final
 
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.pool import Lease, Reservation
 from kvtier.tiers.port import TierPort
+from kvtier.tiers.progress import Progress
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 _log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Prefetcher:
         self,
         host: HostTier,
         ports: Sequence[TierPort],
-        lock: Condition,
+        lock: Progress,
         metrics: Metrics,
         clock: Callable[[], float],
         lease_deadline: float,

@@ -13,6 +13,7 @@ from kvtier.connector.scheduler import ConnectorUpdate, SchedulerSide
 from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.chain import TokenChain
 from kvtier.tiers.hierarchy import HierarchySettings
+from kvtier.tiers.local_tiers import LocalTiers
 from kvtier.tiers.prefetch import PENDING
 from kvtier.tiers.rates import LoadPolicy
 from kvtier.tiers.transfer import CopyEvent, ManualCopyStream
@@ -48,7 +49,7 @@ class Bench:
         self.hierarchy = hierarchy_of(slots, tier, settings, clock or time.monotonic, load_policy=load_policy)
         self.l1 = np.zeros((16, NUM_LAYERS, LAYER_BYTES), np.uint8)
         self.stream = ManualCopyStream(self.l1, self.hierarchy.host.region)
-        self.scheduler = SchedulerSide(self.hierarchy)
+        self.scheduler = SchedulerSide(LocalTiers(self.hierarchy))
         self.worker = WorkerSide(self.stream, NUM_LAYERS, LAYER_BYTES, deadline=0.01)
 
     def step(self) -> StepPlan:

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from kvtier.connector import page_store
 from kvtier.connector.page_store import PageStore
+from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
+from kvtier.tiers.local_tiers import LocalTiers
 from kvtier.tiers.port import PortSettings
 from kvtier.tiers.tier import ChainHash, Outcome
 
@@ -29,7 +31,9 @@ class Engine:
     def __init__(self, hierarchy: Hierarchy, load_deadline: float = 20.0) -> None:
         self.memory = torch.zeros(NUM_PAGES, SLOT_BYTES, dtype=torch.uint8)
         self.hierarchy = hierarchy
-        self.store = PageStore(hierarchy, EngineBlocks([BlockPart(self.memory, 0, 0)], SLOT_BYTES), ROOT, load_deadline)
+        blocks = EngineBlocks([BlockPart(self.memory, 0, 0)], SLOT_BYTES)
+        cache = CacheConfig(prefetch_deadline=load_deadline, write_policy=hierarchy.settings.write_policy)
+        self.store = PageStore(LocalTiers(hierarchy), blocks, ROOT, cache)
 
     def compute(self, names: Sequence[ChainHash]) -> NDArray[np.int64]:
         """Pages with the bytes that belong to the names, in any order."""

@@ -75,7 +75,7 @@ def open_tier(disk_dir: Path) -> Iterator[Open]:
     for kv in opened:
         assert kv.drain()
         if kv._side is not None:
-            kv._side.hierarchy.check()
+            kv._side.tiers.check()
         kv.close()
         kv.close()
 
@@ -149,7 +149,8 @@ def test_the_test_can_fail_a_corrupt_block_changes_the_logits(open_tier: Open) -
     right = logits()
     assert torch.equal(right, logits())
     assert kv._side is not None
-    kv._side.hierarchy.host.region.array[:, 1000:2000] ^= 0x10
+    assert kv._side.tiers.region is not None
+    kv._side.tiers.region.array[:, 1000:2000] ^= 0x10
     assert not torch.equal(right, logits())
 
 

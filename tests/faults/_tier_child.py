@@ -18,6 +18,7 @@ from fault_rig import FaultyIO, fetch, over_slab  # noqa: E402
 from kvtier.connector.scheduler import SchedulerSide  # noqa: E402
 from kvtier.connector.worker import WorkerSide  # noqa: E402
 from kvtier.tiers.chain import TokenChain  # noqa: E402
+from kvtier.tiers.local_tiers import LocalTiers  # noqa: E402
 from kvtier.tiers.transfer import HostCopyStream  # noqa: E402
 
 NUM_BLOCKS = 6
@@ -37,7 +38,7 @@ def serve(directory: Path) -> None:
     io = FaultyIO()
     hierarchy = over_slab(directory, io, slots=64)
     io.delay = 0.005
-    side = SchedulerSide(hierarchy)
+    side = SchedulerSide(LocalTiers(hierarchy))
     l1 = np.zeros((4096, 4, SLOT_BYTES // 4), np.uint8)
     stream = HostCopyStream(l1, hierarchy.host.region)
     worker = WorkerSide(stream, 4, SLOT_BYTES // 4, 1.0)

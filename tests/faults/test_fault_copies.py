@@ -21,6 +21,7 @@ from kvtier.tiers.config import Config
 from kvtier.tiers.device import BlockPool
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.identity import ModelIdentity
+from kvtier.tiers.local_tiers import LocalTiers
 from kvtier.tiers.opening import open_hierarchy
 from kvtier.tiers.tier import Outcome
 from kvtier.tiers.transfer import BlockCopies, CopyEvent, HostCopyStream, HostEvent, ManualCopyStream
@@ -89,7 +90,7 @@ class ManualConnector:
     def __init__(self, identity: ModelIdentity, pool: BlockPool, kind: type[Witness], host: str) -> None:
         config = Config.load(host={"size": host, "huge_pages": False}, cache={"load_or_recompute": "load"})
         self.hierarchy = open_hierarchy(config, identity.fingerprint(), pool.shape)
-        self.scheduler = SchedulerSide(self.hierarchy)
+        self.scheduler = SchedulerSide(LocalTiers(self.hierarchy))
         self.stream = kind(pool.tensor, self.hierarchy.host.region)
         self.worker = WorkerSide(self.stream, pool.shape.num_layers, pool.shape.layer_bytes, 0.01)
 

@@ -35,6 +35,7 @@ from kvtier.tiers.config import Config
 from kvtier.tiers.file_store import FileStore
 from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
 from kvtier.tiers.index import NAME_MIX, to_words
+from kvtier.tiers.local_tiers import LocalTiers
 from kvtier.tiers.opening import open_hierarchy
 from kvtier.tiers.payload_io import Mode
 from kvtier.tiers.shape import KVShape
@@ -164,7 +165,7 @@ def test_a_lease_is_reclaimed_at_its_deadline_unless_a_copy_reads_its_slots(open
     clock, chain = FakeClock(), chain_of(3)
     hierarchy = opened(slots=32, clock=clock, settings=HierarchySettings(lease_deadline=30.0))
     store(hierarchy, chain)
-    side = SchedulerSide(hierarchy)
+    side = SchedulerSide(LocalTiers(hierarchy))
     l1 = np.zeros((8, 4, SLOT_BYTES // 4), np.uint8)
     stream = ManualCopyStream(l1, hierarchy.host.region)
     worker = WorkerSide(stream, 4, SLOT_BYTES // 4, deadline=0.01)

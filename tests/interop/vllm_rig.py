@@ -156,7 +156,7 @@ class Engine:
 
     @property
     def hierarchy(self) -> Any:
-        return self.half.side.hierarchy
+        return self.half.side.tiers.hierarchy
 
     @property
     def worker(self) -> Any:

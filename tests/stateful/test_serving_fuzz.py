@@ -24,6 +24,7 @@ from kvtier.engine.sequence import Sequence as Live
 from kvtier.tiers.chain import TokenChain, root_hash
 from kvtier.tiers.device import BlockPool
 from kvtier.tiers.hierarchy import HierarchySettings
+from kvtier.tiers.local_tiers import LocalTiers
 from kvtier.tiers.port import PortSettings
 from kvtier.tiers.rates import LoadPolicy
 from kvtier.tiers.shape import KVShape
@@ -112,7 +113,7 @@ class World:
         self.pool = BlockPool(KVShape(1, 1, 1, BLOCK_SIZE, "float32"), self.num_blocks)
         self.l1 = np.zeros((self.num_blocks, NUM_LAYERS, LAYER_BYTES), np.uint8)
         self.stream = FlakyStream(self.l1, self.hierarchy.host.region, dice)
-        self.side = SchedulerSide(self.hierarchy)
+        self.side = SchedulerSide(LocalTiers(self.hierarchy))
         self.worker = WorkerSide(self.stream, NUM_LAYERS, LAYER_BYTES, deadline=0.0)
         self.scheduler = Scheduler(self.config, self.pool, self.side)
         self.live: dict[str, Live] = {}

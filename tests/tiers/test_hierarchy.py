@@ -16,7 +16,8 @@ from doubles import (
     wait_until,
 )
 
-from kvtier.tiers.hierarchy import Attribution, Hierarchy, HierarchySettings
+from kvtier.tiers.below import Attribution
+from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
 from kvtier.tiers.port import PortSettings
 from kvtier.tiers.prefetch import PENDING
 from kvtier.tiers.tier import Outcome

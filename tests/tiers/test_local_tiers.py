@@ -1,0 +1,205 @@
+"""Stories of a request's question: what nobody local has is asked of shared tiers once, in the background."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, store, wait_until
+
+from kvtier.tiers.below import Attribution, Claim, Wanted
+from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
+from kvtier.tiers.host import HostRegion, HostTier
+from kvtier.tiers.local_tiers import LocalTiers
+from kvtier.tiers.metrics import Metrics
+from kvtier.tiers.port import PortSettings, TierPort
+from kvtier.tiers.prefetch import PENDING
+from kvtier.tiers.rates import Rates
+from kvtier.tiers.tier import ChainHash, Outcome
+
+
+class SharedTier(MemoryTier):
+    """What others put there too: nothing is known before it was asked about."""
+
+    name = "redis"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[ChainHash] = set()
+        self.questions: list[int] = []  # blocks in each question
+        self.answer: Callable[[Sequence[ChainHash]], int | Outcome] = self._count
+
+    def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
+        self.questions.append(len(hashes))
+        self.gate.wait(30)
+        return self.answer(hashes)
+
+    def _count(self, hashes: Sequence[ChainHash]) -> int:
+        held = super().lookup(hashes)
+        self.known.update(hashes[:held])
+        return held
+
+    def lookup(self, hashes: Sequence[ChainHash]) -> int:
+        return next((i for i, h in enumerate(hashes) if h not in self.known), len(hashes))
+
+    def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
+        return [h in self.known for h in hashes]
+
+
+class Bench:
+    """L2 of 32 slots over a file tier and a shared one."""
+
+    def __init__(self, clock: FakeClock, load_policy: str = "load") -> None:
+        self.file, self.shared, self.clock = MemoryTier(), SharedTier(), clock
+        metrics, rates = Metrics(), Rates("load" if load_policy == "load" else "recompute")
+        host = HostTier(HostRegion.allocate(32, SLOT_BYTES, huge_pages=False, prefault=False))
+        patience = PortSettings(deadline=5.0, failures=2, retry_after=1.0, num_threads=2)
+        ports = [
+            TierPort("file", lambda: self.file, patience, metrics, rates, clock),
+            TierPort("redis", lambda: self.shared, patience, metrics, rates, clock),
+        ]
+        self.hierarchy = Hierarchy(host, ports, HierarchySettings(), metrics, rates, clock)
+        self.tiers = LocalTiers(self.hierarchy)
+
+    def settled(self, claim: Claim) -> int:
+        """The promise, once it is made."""
+        wait_until(lambda: self.tiers.poll(claim) is not PENDING)
+        promised = self.tiers.poll(claim)
+        assert isinstance(promised, int)
+        return promised
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench(FakeClock())
+    yield bench
+    bench.shared.gate.set()
+    assert bench.hierarchy.drain(10)
+    bench.hierarchy.check()
+    assert bench.hierarchy.prefetcher.idle
+    bench.hierarchy.close()
+
+
+def test_a_prefix_through_all_tiers_is_counted_where_it_was(bench: Bench) -> None:
+    chain = chain_of(10)
+    store(bench.hierarchy, chain, 0, 4)
+    bench.hierarchy.drain(10)
+    bench.file.blocks.clear()  # 2 and 3 are in L2 only …
+    bench.file.fill(chain, 4, 5)
+    bench.shared.blocks.clear()
+    bench.shared.fill(chain, 6, 7)  # … and somebody else computed these
+    claim = bench.tiers.ask(chain.hashes, chain.root, 2, block_size=4)
+    assert bench.settled(claim) == 6
+    assert claim.found == Attribution(blocks=10, l1=2, l2=2, file=2, redis=2, miss=2)
+    assert bench.shared.questions == [4]  # only what nobody local has
+    with bench.tiers.take(claim) as lease:
+        for slot, chain_hash in zip(lease.slots.tolist(), chain.hashes[2:8], strict=True):
+            assert bytes(bench.hierarchy.host.region.slot(slot)) == payload_of(chain_hash)
+
+
+def test_what_is_known_here_is_asked_of_nobody(bench: Bench) -> None:
+    chain = chain_of(4)
+    store(bench.hierarchy, chain)
+    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    assert bench.tiers.poll(claim) == 4
+    assert bench.shared.questions == []
+    bench.tiers.cancel(claim)
+
+
+def test_the_question_is_asked_in_the_background(bench: Bench) -> None:
+    chain = chain_of(3)
+    bench.shared.gate.clear()  # the server does not answer
+    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    assert bench.tiers.poll(claim) is PENDING
+    before: Attribution | None = claim.found
+    bench.shared.gate.set()
+    assert bench.settled(claim) == 0
+    assert (before, claim.found) == (None, Attribution(blocks=3, miss=3))
+    assert claim.good_until > 0  # asking anew costs the server a round trip: not at every step
+
+
+def test_sixty_four_requests_with_one_prefix_ask_once_and_read_once(bench: Bench) -> None:
+    chain = chain_of(8)
+    bench.shared.fill(chain)
+    bench.shared.gate.clear()
+    claims = [bench.tiers.ask(chain.hashes, chain.root, block_size=4) for _ in range(64)]
+    bench.shared.gate.set()
+    assert [bench.settled(claim) for claim in claims] == [8] * 64
+    assert bench.shared.questions == [8]
+    assert sorted(bench.shared.reads) == sorted(chain.hashes)
+    for claim in claims:
+        bench.tiers.cancel(claim)
+
+
+def test_a_silent_server_is_given_up_at_its_deadline_and_then_left_alone(bench: Bench) -> None:
+    chain, other = chain_of(3), chain_of(3, first_token=100)
+    bench.shared.gate.clear()
+    for num_asked, names in enumerate((chain, other)):  # two failures open the breaker
+        claim = bench.tiers.ask(names.hashes, names.root, block_size=4)
+        wait_until(lambda: len(bench.shared.questions) > num_asked)  # noqa: B023
+        assert bench.tiers.poll(claim) is PENDING
+        bench.clock.advance(6)
+        assert bench.settled(claim) == 0
+    assert not bench.hierarchy.ports[1].breakers["read"].closed
+    num_asked = len(bench.shared.questions)
+    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    assert bench.tiers.poll(claim) == 0  # at once: nobody waits for a dead server
+    assert len(bench.shared.questions) == num_asked
+
+
+def test_what_was_evicted_since_it_was_located_is_a_miss(bench: Bench) -> None:
+    chain = chain_of(4)
+    bench.shared.fill(chain)
+
+    def locate_and_evict(hashes: Sequence[ChainHash]) -> int:
+        held = bench.shared._count(hashes)
+        bench.shared.blocks.clear()
+        return held
+
+    bench.shared.answer = locate_and_evict
+    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    assert bench.settled(claim) == 0
+    assert claim.found == Attribution(blocks=4, redis=4)  # where it was when asked
+    assert bench.hierarchy.stats()['kvtier_miss_total{reason="evicted"}'] == 4
+    bench.tiers.cancel(claim)
+
+
+def test_an_answer_nobody_wants_any_more_disturbs_nobody(bench: Bench) -> None:
+    chain = chain_of(4)
+    bench.shared.fill(chain)
+    bench.shared.gate.clear()
+    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    bench.tiers.cancel(claim)  # the request was aborted
+    bench.shared.gate.set()
+    assert bench.hierarchy.drain(10)
+    assert bench.shared.reads == []
+
+
+def test_lookup_waits_for_shared_tiers_up_to_its_timeout(bench: Bench) -> None:
+    chain = chain_of(4)
+    bench.shared.fill(chain, 0, 1)
+    assert bench.tiers.lookup(chain.hashes, 10.0) == Attribution(blocks=4, redis=2, miss=2)
+    bench.shared.gate.clear()
+    bench.shared.known.clear()
+    assert bench.tiers.lookup(chain.hashes, 0.01) == Attribution(blocks=4, miss=4)
+
+
+def test_slower_than_computing_is_said_once_and_for_good() -> None:
+    bench = Bench(FakeClock(), load_policy="recompute")
+    chain = chain_of(4)
+    bench.shared.fill(chain)
+    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    assert bench.settled(claim) == 0
+    assert claim.refusal is Outcome.RECOMPUTE
+    assert bench.shared.reads == []
+    bench.hierarchy.close()
+
+
+def test_all_of_a_step_is_reserved_in_one_go(bench: Bench) -> None:
+    first, second = chain_of(3), chain_of(2, first_token=100)
+    store(bench.hierarchy, first, 0, 1)
+    wanted = [Wanted(each.hashes, each.parent(0), each.tenant) for each in (first, second)]
+    one, two = bench.tiers.reserve(wanted)
+    assert one is not None
+    assert two is not None
+    assert (one.indices, two.indices) == ([1, 2], [0, 1])  # the block that is held needs no slot
+    for reservation in (one, two):
+        bench.tiers.abandon(reservation, Outcome.COPY_FAILED)
