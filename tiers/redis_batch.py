@@ -111,11 +111,10 @@ class Batches:
     def _failed(self, error: WireError, answers: list[Answer | None], positions: list[int]) -> None:
         """The rest of a share that a connection's failure ended."""
         outcome = error.outcome
-        if outcome is Outcome.BREAKER_OPEN:
-            if all(not endpoint.usable for endpoint in self.nodes.endpoints()):
-                outcome = Outcome.IO_ERROR  # not one server is left: the port may know
-        elif outcome is not Outcome.CLOSED:
-            self.nodes.refresh()
+        if outcome is not Outcome.CLOSED:
+            self.nodes.refresh()  # of a server left alone too: its replica may have its place by now
+        if outcome is Outcome.BREAKER_OPEN and all(not endpoint.usable for endpoint in self.nodes.endpoints()):
+            outcome = Outcome.IO_ERROR  # not one server is left: the port may know
         for position in positions:
             if answers[position] is None:
                 answers[position] = outcome
