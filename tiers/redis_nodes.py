@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 MAX_LINES: Final = 2  # payload connections per server: one for each of the port's threads
 _SHARD_FAILURES: Final = 2  # in a row; fewer than the port's, so that one bad shard does not detach them all
 _SHARD_RETRY: Final = 1.0  # seconds until a shard left alone is tried again, doubling
-_REFRESH_EVERY: Final = 0.5  # seconds at least between two looks at a cluster's topology
+_REFRESH_EVERY: Final = 1.0  # seconds at least between two looks at a cluster's topology
 
 
 @dataclass(eq=False, slots=True)

@@ -39,9 +39,8 @@ class RedisStore:
     a slow or dead one costs its own keys. Nothing is tried twice.
 
     All processes of a namespace share an epoch, a number in a key of its own that is part of every block's key. A reset
-    writes a new one: whatever was stored before is not found any more, by anybody, and goes when its time is up. Every
-    batch reads the epoch along, so the others learn of it. A lost epoch (an emptied server) is replaced by a new one:
-    blocks may be lost with it, but none comes back.
+    raises it: whatever was stored before is not found any more, by anybody, and goes when its time is up. Every batch
+    reads it along, so the others learn of it with their next one.
     """
 
     name = "redis"
@@ -271,6 +270,7 @@ def _survey_all(client: Client, label: str, value_bytes: int) -> int:
         max_value = min(max_value, found.max_value)
         for warning in judge(found, where, value_bytes, cluster=isinstance(client, RedisCluster)):
             warnings.setdefault(warning, where)
+        server.connection_pool.disconnect()  # nothing of ours stays open there but payload connections
     for warning, where in warnings.items():
         _log.warning("[redis] %s: %s", where, warning)
     return max_value
