@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, payload_of, record_of, wait_until
@@ -10,6 +11,7 @@ from kvtier.tiers.chain import TokenChain
 from kvtier.tiers.config import Config, RedisConfig
 from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
 from kvtier.tiers.host import HostRegion, HostTier
+from kvtier.tiers.local_tiers import LocalTiers
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.port import PortSettings, TierPort
 from kvtier.tiers.rates import Rates
@@ -26,13 +28,13 @@ def options(url: str, **more: object) -> RedisConfig:
     return Config.load(redis={"url": url, "bandwidth": "1GB", **more}).redis
 
 
-def open_store(url: str, fingerprint: bytes = FINGERPRINT, **more: object) -> RedisStore:
+def open_store(url: str, fingerprint: bytes = FINGERPRINT, **more: Any) -> RedisStore:
     """The tier itself."""
     return RedisStore.open(options(url, **more), fingerprint, slot_bytes=SLOT_BYTES, block_size=BLOCK_SIZE)
 
 
 @contextmanager
-def opened(url: str, fingerprint: bytes = FINGERPRINT, **more: object) -> Iterator[RedisStore]:
+def opened(url: str, fingerprint: bytes = FINGERPRINT, **more: Any) -> Iterator[RedisStore]:
     """The tier, its laws checked at the end."""
     store = open_store(url, fingerprint, **more)
     try:
@@ -42,7 +44,7 @@ def opened(url: str, fingerprint: bytes = FINGERPRINT, **more: object) -> Iterat
         store.close()
 
 
-def over_redis(url: str, patience: PortSettings = IMPATIENT, slots: int = 32, **more: object) -> Hierarchy:
+def over_redis(url: str, patience: PortSettings = IMPATIENT, slots: int = 128, **more: Any) -> Hierarchy:
     """A hierarchy over the tier."""
     metrics, rates = Metrics(), Rates("load")
     port = TierPort("redis", lambda: open_store(url, **more), patience, metrics, rates)
@@ -87,6 +89,11 @@ def whole(outcomes: Sequence[Outcome]) -> bool:
 def reads_again(store: RedisStore, chain: TokenChain) -> None:
     """Sooner or later, without a restart."""
     wait_until(lambda: whole(read(store, chain)))
+
+
+def located(hierarchy: Hierarchy, chain: TokenChain) -> int:
+    """How many of a chain's blocks Redis holds, asked as for a request: its server too, where the index knows none."""
+    return LocalTiers(hierarchy).lookup(chain.hashes, 5.0).redis
 
 
 def is_open(hierarchy: Hierarchy, direction: str) -> bool:

@@ -112,7 +112,7 @@ class Batches:
         """The rest of a share that a connection's failure ended."""
         outcome = error.outcome
         if outcome is not Outcome.CLOSED:
-            self.nodes.refresh()
+            self.nodes.refresh()  # of a server left alone too: its replica may have its place by now
         if outcome is Outcome.BREAKER_OPEN and not any(endpoint.usable for endpoint in self.nodes.endpoints()):
             outcome = Outcome.IO_ERROR  # not one server is left: the port may know
         for position in positions:

@@ -5,6 +5,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import pytest
 from doubles import chain_of, store, wait_until
@@ -14,6 +15,7 @@ from redis_stories import (
     CHAIN,
     OTHER,
     is_open,
+    located,
     opened,
     over_redis,
     read,
@@ -25,8 +27,10 @@ from redis_stories import (
 )
 from toxic_proxy import Cut, ToxicProxy
 
+from kvtier.tiers.chain import TokenChain
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.port import PortSettings
+from kvtier.tiers.redis_store import RedisStore
 from kvtier.tiers.tier import Outcome
 
 pytestmark = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
@@ -75,9 +79,14 @@ def stored(hierarchy: Hierarchy) -> Hierarchy:
 def stores_and_loads(hierarchy: Hierarchy, first_token: int) -> None:
     """A new chain goes down and comes up again."""
     chain = chain_of(4, first_token)
-    assert store(hierarchy, chain) == 4
-    assert hierarchy.drain(10)
-    forget_l2(hierarchy)
+
+    def stored_and_found() -> bool:  # a server that lost all it had costs the first batch too: its epoch is a new one
+        store(hierarchy, chain)
+        assert hierarchy.drain(10)
+        forget_l2(hierarchy)
+        return located(hierarchy, chain) == 4
+
+    until(hierarchy, stored_and_found)
     assert fetch(hierarchy, chain) == 4
 
 
@@ -127,7 +136,12 @@ def test_a_server_killed_in_the_middle_of_a_load_costs_hits_and_nothing_else(
     hierarchy = stored(over(proxy.port))
     answered = proxy.num_answered
     proxy.rate = 64 * 1024
-    killer = threading.Thread(target=lambda: (wait_until(lambda: proxy.num_answered > answered + 6000), server.kill()))
+
+    def kill_in_the_middle() -> None:
+        wait_until(lambda: proxy.num_answered > answered + 6000)
+        server.kill()
+
+    killer = threading.Thread(target=kill_in_the_middle)
     killer.start()
     assert fetch(hierarchy, CHAIN) < 8  # every byte of what did come is checked
     killer.join()
@@ -141,12 +155,13 @@ def test_an_open_breaker_leaves_the_server_alone(over: Open, proxy: ToxicProxy) 
     hierarchy = stored(over(proxy.port, NEVER_AGAIN))
     proxy.mute()
     miss_until_open(hierarchy)
-    wait_until(lambda: proxy.num_open == 0)
+    assert hierarchy.drain(10)
     before = (proxy.num_asked, proxy.num_connections)
     port = hierarchy.ports[0]
     for _ in range(1000):
         assert port.lookup(CHAIN.hashes) == 0
         assert hierarchy.lookup(CHAIN.hashes).miss == 8
+        assert located(hierarchy, CHAIN) == 0
     assert fetch(hierarchy, CHAIN) == 0
     assert (proxy.num_asked, proxy.num_connections) == before
     proxy.heal()
@@ -170,9 +185,8 @@ def frozen(server: RedisServer, proxy: ToxicProxy) -> Iterator[None]:
 
 @contextmanager
 def paused(server: RedisServer, proxy: ToxicProxy) -> Iterator[None]:
-    server.cli("CLIENT", "PAUSE", "60000", "ALL")
+    server.cli("CLIENT", "PAUSE", "2000", "ALL")  # it would not hear an UNPAUSE either
     yield
-    server.cli("CLIENT", "UNPAUSE")
 
 
 @contextmanager
@@ -203,7 +217,8 @@ def test_a_server_that_never_answers_is_a_miss_at_the_deadline_and_is_used_again
         assert hierarchy.drain(20)
     until(hierarchy, lambda: not is_open(hierarchy, "read"))
     forget_l2(hierarchy)
-    assert fetch(hierarchy, CHAIN) == 8  # its memory is as it was
+    assert located(hierarchy, CHAIN) == 8  # its memory is as it was
+    assert fetch(hierarchy, CHAIN) == 8
     until(hierarchy, lambda: not is_open(hierarchy, "write"))
     stores_and_loads(hierarchy, 50_000)
 
@@ -252,10 +267,10 @@ def test_an_answer_that_drips_cannot_outlast_the_deadline(proxy: ToxicProxy) -> 
     with opened(f"redis://127.0.0.1:{proxy.port}") as tier:
         written(tier, CHAIN)
         proxy.piece, proxy.rate = 1, 100  # always something, never a silence as long as the deadline: 5 minutes in all
-        finished = threading.Event()
-        reader = threading.Thread(target=lambda: (read(tier, CHAIN), finished.set()), daemon=True)
+        reader = threading.Thread(target=read, args=(tier, CHAIN), daemon=True)
         reader.start()
-        assert finished.wait(20)
+        reader.join(20)
+        assert not reader.is_alive()
         proxy.heal()
         reads_again(tier, CHAIN)
 
@@ -275,9 +290,13 @@ def test_cut_off_anywhere_no_part_of_a_value_is_used(proxy: ToxicProxy, how: Cut
             reads_again(tier, CHAIN)
 
 
+def written_at_last(tier: RedisStore, chain: TokenChain) -> bool:
+    return whole(write(tier, chain))
+
+
 def test_a_store_cut_off_anywhere_leaves_whole_blocks_or_none(proxy: ToxicProxy, server: RedisServer) -> None:
     with opened(f"redis://127.0.0.1:{proxy.port}") as tier, opened(server.url) as witness:
-        for number, num_bytes in enumerate(range(1, 30_000, 2801)):
+        for number, num_bytes in enumerate(range(1, 24_000, 2801)):
             chain = chain_of(6, first_token=10_000 * (number + 1))
             proxy.cut_after(num_bytes, asked=True)
             outcomes = write(tier, chain)
@@ -287,7 +306,7 @@ def test_a_store_cut_off_anywhere_leaves_whole_blocks_or_none(proxy: ToxicProxy,
             assert outcomes.count(Outcome.OK) <= found < 6  # what was acknowledged is there
             assert read(witness, chain)[:found] == [Outcome.OK] * found
             proxy.heal()
-            wait_until(lambda tier=tier, chain=chain: whole(write(tier, chain)))
+            wait_until(partial(written_at_last, tier, chain))
             assert whole(read(witness, chain))
 
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doubles import chain_of, store, wait_until
@@ -13,6 +14,7 @@ from redis_stories import (
     FINGERPRINT,
     OTHER,
     is_open,
+    located,
     opened,
     over_redis,
     read,
@@ -69,7 +71,7 @@ def stored(hierarchy: Hierarchy) -> Hierarchy:
 def fetches_all_again(hierarchy: Hierarchy) -> None:
     def fetched() -> bool:
         forget_l2(hierarchy)
-        return hierarchy.lookup(LONG.hashes).redis == 24 and fetch(hierarchy, LONG) == 24
+        return located(hierarchy, LONG) == 24 and fetch(hierarchy, LONG) == 24
 
     until(hierarchy, fetched)
 
@@ -176,7 +178,8 @@ def test_a_server_that_turns_read_only_drops_stores_serves_on_and_takes_them_aga
 def test_a_wrong_password_is_one_line_without_it(caplog: pytest.LogCaptureFixture) -> None:
     with standalone(password=SECRET) as server:
         wrong = "not-" + SECRET[::-1]
-        for more in ({"password": wrong}, {}, {"username": "nobody", "password": wrong}):
+        logins: list[dict[str, Any]] = [{"password": wrong}, {}, {"username": "nobody", "password": wrong}]
+        for more in logins:
             with pytest.raises(ConfigError, match="password") as told, opened(server.url, **more):
                 pass
             assert "\n" not in str(told.value)
