@@ -29,6 +29,7 @@ class Epoch:
         self._known = 0  # the highest seen, or wanted by a reset
         self._agreed = False  # the servers have heard of it
         self._lost = False  # and have forgotten it since
+        self.refusal: Refusal | None = None  # what the server said last time it would not agree
 
     @property
     def value(self) -> int | None:
@@ -75,16 +76,16 @@ class Epoch:
         """Ask what stands there; write ours where it is higher, or a new one where nobody has any. WireError."""
         get = command(b"GET", self._key)
         (seen,) = self._batches.ask(self._key, [get], deadline)
-        answer: Reply = None
+        answer: Reply = seen
         known, number = self._known, parse_epoch(seen)
-        if number < max(known, 1):
+        if number < max(known, 1) and not isinstance(seen, Refusal):
             only_new = [b"NX"] if seen is None else []  # another process may begin at this very moment
             write = command(b"SET", self._key, format_epoch(known or _now()), *only_new)
             answer, seen = self._batches.ask(self._key, [write, get], deadline)
             number = parse_epoch(seen)
         if number < max(known, 1):
-            full = isinstance(answer, Refusal) and answer.code == "OOM"
-            return Outcome.FULL if full else Outcome.IO_ERROR
+            self.refusal = answer if isinstance(answer, Refusal) else None
+            return Outcome.FULL if self.refusal is not None and self.refusal.code == "OOM" else Outcome.IO_ERROR
         with self._lock:
             if number >= self._known:  # else reset meanwhile: once more
                 if number > self._known:
