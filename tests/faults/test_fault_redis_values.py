@@ -3,6 +3,7 @@
 import itertools
 import os
 import pickle
+import random
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,7 +151,12 @@ def hostile(value: bytes, other: bytes, path: Path) -> Iterator[bytes]:
     """Values in the place of a good one."""
     head = 4 + int.from_bytes(value[:4], "little")
     yield from (b"", b"\0", value[:-1], value + b"\0", value[: len(value) // 2], value * 2)  # wrong lengths
-    yield from (os.urandom(100), os.urandom(len(value)), bytes(len(value)), b"\xff" * len(value))
+    yield from (
+        random.Random(1).randbytes(100),
+        random.Random(1).randbytes(len(value)),
+        bytes(len(value)),
+        b"\xff" * len(value),
+    )
     yield other  # right in itself, another block's
     yield other[:head] + value[head:]
     yield value[:head] + other[head:]
@@ -262,6 +268,32 @@ def test_hostile_answers_are_misses_and_take_no_memory(server: RedisServer, answ
         proxy.heal()
         written(tier, OTHER)
         reads_again(tier, OTHER)
+
+
+@pytest.mark.parametrize(
+    "epoch", [b"", b"0" * 16, b"f" * 16, b"F" * 16, b"-1", b"9" * 400, random.Random(2).randbytes(16), bytes(1 << 20)]
+)
+def test_a_hostile_epoch_costs_hits_at_most(tier: RedisStore, server: RedisServer, epoch: bytes) -> None:
+    [key] = [key for key in server.all_keys() if key.endswith("epoch")]
+    server.cli("SET", key, stdin=epoch)
+    read(tier, CHAIN)  # compares every byte
+    wait_until(lambda: whole(write(tier, CHAIN)) and whole(read(tier, CHAIN)))
+    with opened(server.url) as other:
+        assert other.locate(CHAIN.hashes) == 8
+        tier.reset()
+        wait_until(lambda: whole(write(tier, OTHER)) and whole(read(tier, OTHER)))
+        assert set(read(tier, CHAIN)) <= {*GONE, Outcome.EPOCH}
+        assert set(read(other, CHAIN)) <= {*GONE, Outcome.EPOCH}
+
+
+def test_an_epoch_of_another_type_costs_hits_at_most(tier: RedisStore, server: RedisServer) -> None:
+    [key] = [key for key in server.all_keys() if key.endswith("epoch")]
+    server.cli("DEL", key)
+    server.cli("RPUSH", key, "not", "a", "string")
+    read(tier, CHAIN)
+    wait_until(lambda: whole(write(tier, CHAIN)) and whole(read(tier, CHAIN)))
+    with opened(server.url) as other:
+        assert other.locate(CHAIN.hashes) == 8
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
