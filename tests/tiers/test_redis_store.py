@@ -454,7 +454,7 @@ def test_a_server_that_shows_no_settings_is_asked_for_none(
             written(store, CHAIN)
             assert whole(read(store, CHAIN))
         assert caplog.records == []
-        server.cli("ACL", "SETUSER", "engine", "-get", "-set")
+        server.cli("ACL", "SETUSER", "engine", "-getrange", "-set")
         assert "denies it a command" in refused(server.url, username="engine", password=SECRET)
     finally:
         server.cli("ACL", "DELUSER", "engine")
