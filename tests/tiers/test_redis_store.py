@@ -301,6 +301,12 @@ def test_an_idle_connection_the_server_closed_costs_nothing(server: RedisServer,
     assert whole(read(store, CHAIN))
 
 
+def test_over_a_unix_socket(tmp_path: Path) -> None:
+    with standalone("--unixsocket", str(tmp_path / "redis.sock")), opened(f"unix://{tmp_path}/redis.sock") as store:
+        written(store, CHAIN)
+        assert whole(read(store, CHAIN))
+
+
 def test_a_cluster_spreads_the_blocks_and_one_batch_finds_them_all() -> None:
     with cluster() as nodes, opened(nodes.url, mode="cluster") as store:
         long = chain_of(300)

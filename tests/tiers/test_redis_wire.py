@@ -282,5 +282,6 @@ def test_the_installed_redis_py_hands_over_its_socket(tls: bool) -> None:
         assert wire.is_clean
         assert wire.is_quiet()
         connection.disconnect()
-        assert connection._get_socket() is None
+        with pytest.raises(WireError, match="gave no socket"):
+            socket_of(connection)
         client.close()
