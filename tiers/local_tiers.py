@@ -82,6 +82,12 @@ class LocalTiers:
             return self.hierarchy.host.pool.lease([])
         return self.hierarchy.claim(claim.prefetch)
 
+    def promised(self, claim: Claim) -> Lease | None:
+        """The lease behind a promise, which stays the claim's: for telling somebody else which slots it is of."""
+        assert isinstance(claim, _Claim)
+        leases = claim.prefetch.leases if claim.prefetch is not None and claim.prefetch.done else []
+        return leases[0] if leases else None
+
     def cancel(self, claim: Claim) -> None:
         """Let go of questions and of what was promised."""
         assert isinstance(claim, _Claim)

@@ -26,8 +26,10 @@ class Blocks(Protocol):
         """Bytes of one whole block."""
 
 
-def open_hierarchy(config: Config, fingerprint: bytes, shape: Blocks) -> Hierarchy:
+def open_hierarchy(config: Config, fingerprint: bytes, shape: Blocks, *, lease_deadline: float = 60.0) -> Hierarchy:
     """The hierarchy a configuration describes, for the blocks of one model (`ModelIdentity.fingerprint`, 32 bytes).
+
+    A promise nobody asks about is kept for `lease_deadline` seconds.
 
     Raises ConfigError where memory or disk are too small, StoreLocked, FormatError and FingerprintMismatch; a
     directory that cannot be used is one warning, and the tier attaches when it can.
@@ -56,6 +58,7 @@ def open_hierarchy(config: Config, fingerprint: bytes, shape: Blocks) -> Hierarc
         admit_after=config.cache.admit_after,
         store_queue=config.cache.store_queue,
         prefetch_deadline=config.cache.prefetch_deadline,
+        lease_deadline=lease_deadline,
     )
     return Hierarchy(host, ports, settings, metrics, rates)
 

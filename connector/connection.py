@@ -1,0 +1,123 @@
+"""One connection to the daemon's socket: who is at the other end, frames both ways, no wait but the one asked for."""
+
+import os
+import select
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from kvtier.connector.frames import MAX_FRAME, FrameReader
+from kvtier.tiers.errors import ConfigError
+
+_PEER: Final = struct.Struct("3i")
+_RECEIVE: Final = 256 << 10  # bytes read at once
+_MAX_OUTPUT: Final = 2 * MAX_FRAME  # bytes the other end may leave unread
+
+
+class Peer(NamedTuple):
+    """Who is at the other end, as the kernel says."""
+
+    pid: int  # 0: it lives in a pid namespace this process does not see
+    uid: int
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """The process that connected; asked by a client, the one that listens."""
+    pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return Peer(pid, uid)
+
+
+def is_trusted(uid: int) -> bool:
+    """Whether a user may have this one's blocks, or serve them."""
+    return uid in (os.geteuid(), 0)
+
+
+class Connection:
+    """A client's end. Not thread-safe, but for `wait`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError where nobody listens, ConfigError where another user does."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._reader = FrameReader(MAX_FRAME)
+        self._output = bytearray()
+        self._kept: list[Any] = []  # bodies received behind the one that was asked for
+        self._greeted = False  # the first bytes may bring a file along
+        self.files: list[int] = []  # that came with the frames read so far; whoever takes one out closes it
+        try:
+            self._socket.connect(os.fspath(path))
+            peer = peer_of(self._socket)
+            if not is_trusted(peer.uid):
+                raise ConfigError(
+                    f'[service] socket "{path}": user {peer.uid} serves it, this is user {os.geteuid()}; '
+                    "name the socket of a daemon of your own"
+                )
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def send(self, frame: bytes) -> bool:
+        """Send, or keep what does not fit for the next call; True where nothing is left.
+
+        Raises OSError where the other end is gone or has not read for too long.
+        """
+        self._output += frame
+        if self._output:
+            try:
+                sent = self._socket.send(self._output)
+            except BlockingIOError:
+                sent = 0
+            del self._output[:sent]
+            if len(self._output) > _MAX_OUTPUT:
+                raise OSError("the daemon does not read")
+        return not self._output
+
+    def receive(self) -> list[Any]:
+        """The bodies of the frames that have arrived. Raises OSError where the other end is gone, FormatError."""
+        bodies, self._kept = self._kept, []
+        while True:
+            try:
+                data = self._receive()
+            except BlockingIOError:
+                return bodies
+            if not data:
+                if bodies:
+                    return bodies  # the end is there again at the next call
+                raise ConnectionResetError("the daemon has hung up")
+            bodies += self._reader.feed(data)
+            if len(data) < _RECEIVE:
+                return bodies
+
+    def receive_first(self, timeout: float) -> Any:
+        """The body of the next frame alone, within `timeout` seconds; None where there is none. Errors as `receive`."""
+        end = time.monotonic() + timeout
+        while not self._kept:
+            self._kept = self.receive()
+            if not self._kept and not self.wait(max(0.0, end - time.monotonic())):
+                return None
+        return self._kept.pop(0)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for something to receive. From any thread."""
+        poll = select.poll()
+        try:
+            poll.register(self._socket.fileno(), select.POLLIN | (select.POLLOUT if self._output else 0))
+        except ValueError:  # closed meanwhile
+            return False
+        return bool(poll.poll(timeout * 1000))
+
+    def close(self) -> None:
+        """Hang up; idempotent."""
+        self._socket.close()
+        for fd in self.files:
+            os.close(fd)
+        self.files.clear()
+
+    def _receive(self) -> bytes:
+        if self._greeted:
+            return self._socket.recv(_RECEIVE)
+        data, files, _, _ = socket.recv_fds(self._socket, _RECEIVE, 1, socket.MSG_CMSG_CLOEXEC)
+        self.files += files
+        self._greeted = bool(data)
+        return data

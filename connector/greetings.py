@@ -1,0 +1,122 @@
+"""The first frame each way: a client says who it is and what it wants, the daemon lets it in or says why not.
+
+A client's is a `Hello` or a `Join`, the daemon's a `Welcome`, `Joined` or `Refused`. The version stands
+before everything that may change with it.
+"""
+
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from kvtier.connector.frames import ID_BYTES, decoded, flag, number, octets, pack_frame, seconds, text
+from kvtier.tiers.errors import FormatError
+
+VERSION: Final = 1
+_MAGIC: Final = "kvtier"
+_MAX_SLOTS: Final = 1 << 32
+
+
+class Hello(NamedTuple):
+    """A client asks for the tiers of one model."""
+
+    fingerprint: bytes  # 32
+    block_size: int  # tokens
+    block_bytes: int
+    size: int  # bytes of L2 it would like the model to have
+    reset: bool  # a reset the daemon was not told of: everything is to be forgotten first
+
+
+class Join(NamedTuple):
+    """A process that copies for a client says so: what the client holds is held until it has ended too."""
+
+    client: bytes
+
+
+class Welcome(NamedTuple):
+    """The tiers are open; the region's file descriptor comes with this frame."""
+
+    client: bytes  # how the client is called
+    instance: bytes  # names this opening of the tiers: equal means the same region
+    num_slots: int
+    slot_bytes: int
+    epoch: int
+    has_lower: bool
+    lease_deadline: float  # seconds a promise holds that nobody renews
+
+
+class Joined(NamedTuple):
+    """The process is watched from now on."""
+
+
+class Refused(NamedTuple):
+    """No, and why: one line for a person."""
+
+    why: str
+
+
+Greeting: TypeAlias = Hello | Join
+Reception: TypeAlias = Welcome | Joined | Refused
+
+
+def pack_greeting(greeting: Greeting) -> bytes:
+    """A client's first frame."""
+    return pack_frame([_MAGIC, VERSION, type(greeting).__name__, *greeting])
+
+
+def unpack_greeting(body: Any) -> Greeting:
+    """Inverse of `pack_greeting`. FormatError names both versions where they differ."""
+    return decoded(_greeting, body)
+
+
+def pack_reception(reception: Reception) -> bytes:
+    """The daemon's first frame."""
+    return pack_frame([_MAGIC, VERSION, type(reception).__name__, *reception])
+
+
+def unpack_reception(body: Any) -> Reception:
+    """Inverse of `pack_reception`. FormatError names both versions where they differ."""
+    return decoded(_reception, body)
+
+
+def _header(body: Any) -> tuple[str, list[Any]]:
+    magic, version, kind, *fields = body
+    if magic != _MAGIC:
+        raise FormatError("not a greeting of kvtier")
+    if version != VERSION:
+        raise FormatError(f"protocol version {version!r:.20}, this side speaks {VERSION}: run one kvtier on both sides")
+    return text(kind), fields
+
+
+def _greeting(body: Any) -> Greeting:
+    kind, fields = _header(body)
+    if kind == Join.__name__:
+        (client,) = fields
+        return Join(octets(client, ID_BYTES))
+    if kind != Hello.__name__:
+        raise FormatError(f"unknown greeting {kind!r:.40}")
+    fingerprint, block_size, block_bytes, size, reset = fields
+    hello = Hello(
+        octets(fingerprint, 32), number(block_size, 1 << 20), number(block_bytes, 1 << 40), number(size), flag(reset)
+    )
+    if not hello.block_size or not hello.block_bytes:
+        raise FormatError(f"blocks of {hello.block_size} tokens and {hello.block_bytes} bytes")
+    return hello
+
+
+def _reception(body: Any) -> Reception:
+    kind, fields = _header(body)
+    if kind == Refused.__name__:
+        (why,) = fields
+        return Refused(text(why))
+    if kind == Joined.__name__ and not fields:
+        return Joined()
+    if kind != Welcome.__name__:
+        raise FormatError(f"unknown reception {kind!r:.40}")
+    client, instance, num_slots, slot_bytes, epoch, has_lower, lease_deadline = fields
+    return Welcome(
+        octets(client, ID_BYTES),
+        octets(instance, ID_BYTES),
+        number(num_slots, _MAX_SLOTS),
+        number(slot_bytes, 1 << 40),
+        number(epoch),
+        flag(has_lower),
+        seconds(lease_deadline),
+    )

@@ -1,0 +1,319 @@
+"""What a client and the daemon say to each other: each message typed, its fields checked where it is decoded.
+
+Behind the greetings (`greetings.py`) a client sends requests `[number, [operation, …]]` and the daemon replies
+`[number, epoch, answers, news]`: the number is the request's, or 0 where nobody waits for an answer. docs/format.md has
+the fields one by one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.connector.frames import (
+    ID_BYTES,
+    decoded,
+    flag,
+    number,
+    octets,
+    pack_frame,
+    pack_hashes,
+    pack_numbers,
+    seconds,
+    text,
+    unpack_hashes,
+    unpack_numbers,
+)
+from kvtier.tiers.below import Attribution, Wanted
+from kvtier.tiers.errors import FormatError
+from kvtier.tiers.tier import ChainHash, Outcome
+
+_MAX_SLOTS: Final = 1 << 32
+
+
+class Ask(NamedTuple):
+    """Where are these blocks, and may I have those beyond the first `num_l1`? News of the claim follows."""
+
+    claim: int
+    parent: ChainHash  # of hashes[0]
+    num_l1: int
+    block_size: int
+    hashes: Sequence[ChainHash]
+
+
+class Renew(NamedTuple):
+    """These claims are still wanted."""
+
+    claims: Sequence[int]
+
+
+class Cancel(NamedTuple):
+    """These are not."""
+
+    claims: Sequence[int]
+
+
+class Take(NamedTuple):
+    """These become leases, of the same numbers."""
+
+    claims: Sequence[int]
+
+
+class Release(NamedTuple):
+    """The copies out of these leases have ended."""
+
+    leases: Sequence[int]
+
+
+class Reserve(NamedTuple):
+    """Slots for what a step stores; answered by a list of `Granted` or nil. The reservations count up from `first`."""
+
+    first: int
+    wanted: Sequence[Wanted]
+
+
+class Seal(NamedTuple):
+    """A reservation's slots are filled; `tokens` of each of its blocks, u32 little-endian."""
+
+    reservation: int
+    epoch: int
+    tokens: Sequence[bytes]
+
+
+class Abandon(NamedTuple):
+    """A reservation's slots will not be filled; no copy into them is under way."""
+
+    reservation: int
+    reason: Outcome
+
+
+class Computed(NamedTuple):
+    """A step prefilled `num_tokens` in `seconds`."""
+
+    num_tokens: int
+    seconds: float
+
+
+class Lookup(NamedTuple):
+    """Where are these blocks? Answered as `News.found` is told, within `timeout` seconds where nodes share a tier."""
+
+    hashes: Sequence[ChainHash]
+    timeout: float
+
+
+class Holds(NamedTuple):
+    """Which of the blocks does L2 hold? Answered by a byte for each, 1 or 0."""
+
+    hashes: Sequence[ChainHash]
+
+
+class Ended(NamedTuple):
+    """The copies of a client this process was before have ended: what that one still holds can go."""
+
+    client: bytes
+
+
+class Bye(NamedTuple):
+    """The client closes; none of its copies is under way."""
+
+
+class Reset(NamedTuple):
+    """Forget everything in every tier. Answered by true when it is done."""
+
+
+class Drain(NamedTuple):
+    """Wait for stores. Answered by whether all were written within `timeout` seconds."""
+
+    timeout: float
+    below: bool
+
+
+class Check(NamedTuple):
+    """Hold every conservation law. Answered by what is broken, "" where nothing is."""
+
+
+Operation: TypeAlias = (
+    Ask | Renew | Cancel | Take | Release | Reserve | Seal | Abandon | Computed
+    | Lookup | Holds | Ended | Bye | Reset | Drain | Check
+)  # fmt: skip
+
+
+class Granted(NamedTuple):
+    """Slots reserved for one `Wanted`: for its hashes at `indices`."""
+
+    indices: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    generations: NDArray[np.int64]
+
+
+class News(NamedTuple):
+    """What became of a claim, told once: the slots of the blocks promised, none where nothing is."""
+
+    claim: int
+    found: Attribution
+    refusal: Outcome | None
+    good_for: float  # seconds before an answer that nothing is held can be another one
+    slots: NDArray[np.int64]
+    generations: NDArray[np.int64]
+
+
+class Reply(NamedTuple):
+    """What the daemon sends: answers to a request, news of claims, and the epoch now."""
+
+    request: int  # 0: nobody asked
+    epoch: int
+    answers: list[Any]  # of the operations that have one, in their order; as they are on the wire
+    news: list[News]
+
+
+def pack_request(request: int, operations: Sequence[Operation]) -> bytes:
+    """A client's frame. `request` is 0 where no answer is waited for."""
+    packed = [
+        pack(each) if (pack := _PACK.get(type(each))) is not None else [_CODES[type(each)], *each]
+        for each in operations
+    ]
+    return pack_frame([request, packed])
+
+
+def unpack_request(body: Any) -> tuple[int, list[Operation]]:
+    """Inverse of `pack_request`."""
+    return decoded(_request, body)
+
+
+def pack_reply(reply: Reply) -> bytes:
+    """The daemon's frame."""
+    return pack_frame([reply.request, reply.epoch, reply.answers, [_pack_news(news) for news in reply.news]])
+
+
+def unpack_reply(body: Any) -> Reply:
+    """Inverse of `pack_reply`; the answers stay as they are until whoever asked unpacks them."""
+    return decoded(_reply, body)
+
+
+def pack_granted(granted: Granted) -> list[bytes]:
+    """One answer to a `Reserve`."""
+    return [pack_numbers(each) for each in granted]
+
+
+def unpack_granted(answer: Any, num_wanted: int, num_slots: int) -> Granted:
+    """Inverse of `pack_granted`, for a `Wanted` of `num_wanted` hashes and a region of `num_slots`."""
+    indices, slots, generations = answer
+    granted = Granted(
+        unpack_numbers(indices, num_wanted), unpack_numbers(slots, num_slots), unpack_numbers(generations, 1 << 62)
+    )
+    if not len(granted.indices) == len(granted.slots) == len(granted.generations):
+        raise FormatError("a grant's columns differ in length")
+    return granted
+
+
+def pack_found(found: Attribution) -> list[int]:
+    """Blocks, then how many of them in each tier, then the misses."""
+    return [found.blocks, found.l1, found.l2, found.file, found.redis, found.miss]
+
+
+def unpack_found(where: Any) -> Attribution:
+    """Inverse of `pack_found`."""
+    blocks, l1, l2, file, redis, miss = map(number, where)
+    return Attribution(blocks, l1, l2, file, redis, miss)
+
+
+def _request(body: Any) -> tuple[int, list[Operation]]:
+    request, operations = body
+    return number(request), [_UNPACK[number(code, len(_UNPACK))](*fields) for code, *fields in operations]
+
+
+def _reply(body: Any) -> Reply:
+    request, epoch, answers, news = body
+    if type(answers) is not list:
+        raise FormatError("answers are not a list")
+    return Reply(number(request), number(epoch), answers, [_unpack_news(*fields) for fields in news])
+
+
+def _pack_news(news: News) -> list[Any]:
+    refusal = None if news.refusal is None else str(news.refusal)
+    slots, generations = pack_numbers(news.slots), pack_numbers(news.generations)
+    return [news.claim, pack_found(news.found), refusal, news.good_for, slots, generations]
+
+
+def _unpack_news(claim: Any, where: Any, refusal: Any, good_for: Any, slots: Any, generations: Any) -> News:
+    found = unpack_found(where)
+    why = None if refusal is None else Outcome(text(refusal))
+    places = unpack_numbers(slots, _MAX_SLOTS), unpack_numbers(generations, 1 << 62)
+    if len(places[0]) != len(places[1]) or len(places[0]) > found.below:
+        raise FormatError("more blocks promised than found, or columns of different lengths")
+    return News(number(claim), found, why, seconds(good_for), *places)
+
+
+def _numbers(values: Any) -> list[int]:
+    if type(values) is not list:
+        raise FormatError("not a list of numbers")
+    return [number(value) for value in values]
+
+
+def _ask(claim: Any, parent: Any, num_l1: Any, block_size: Any, hashes: Any) -> Ask:
+    names = unpack_hashes(hashes)
+    return Ask(number(claim), octets(parent, 32), number(num_l1, len(names) + 1), number(block_size, 1 << 20), names)
+
+
+def _wanted(hashes: Any, parent: Any, tenant: Any) -> Wanted:
+    return Wanted(unpack_hashes(hashes), octets(parent, 32), octets(tenant, 32))
+
+
+def _pack_wanted(wanted: Wanted) -> list[bytes]:
+    return [pack_hashes(wanted.hashes), wanted.parent, wanted.tenant]
+
+
+def _seal(reservation: Any, epoch: Any, tokens: Any) -> Seal:
+    if type(tokens) is not list or not all(type(each) is bytes for each in tokens):
+        raise FormatError("tokens are not a list of bytes")
+    return Seal(number(reservation), number(epoch), tokens)
+
+
+_UNPACK: Final[list[Callable[..., Operation]]] = [
+    _ask,
+    lambda claims: Renew(_numbers(claims)),
+    lambda claims: Cancel(_numbers(claims)),
+    lambda claims: Take(_numbers(claims)),
+    lambda leases: Release(_numbers(leases)),
+    lambda first, wanted: Reserve(number(first), [_wanted(*fields) for fields in wanted]),
+    _seal,
+    lambda reservation, reason: Abandon(number(reservation), Outcome(text(reason))),
+    lambda num_tokens, spent: Computed(number(num_tokens), seconds(spent)),
+    lambda hashes: Holds(unpack_hashes(hashes)),
+    lambda hashes, timeout: Lookup(unpack_hashes(hashes), seconds(timeout)),
+    lambda client: Ended(octets(client, ID_BYTES)),
+    Bye,
+    Reset,
+    lambda timeout, below: Drain(seconds(timeout), flag(below)),
+    Check,
+]
+_CODES: Final[dict[type, int]] = {
+    kind: code
+    for code, kind in enumerate(
+        (
+            Ask,
+            Renew,
+            Cancel,
+            Take,
+            Release,
+            Reserve,
+            Seal,
+            Abandon,
+            Computed,
+            Holds,
+            Lookup,
+            Ended,
+            Bye,
+            Reset,
+            Drain,
+            Check,
+        )
+    )
+}
+_PACK: Final[dict[type, Callable[[Any], list[Any]]]] = {  # those whose fields are not on the wire as they are
+    Ask: lambda op: [0, op.claim, op.parent, op.num_l1, op.block_size, pack_hashes(op.hashes)],
+    Reserve: lambda op: [5, op.first, [_pack_wanted(wanted) for wanted in op.wanted]],
+    Holds: lambda op: [9, pack_hashes(op.hashes)],
+    Lookup: lambda op: [10, pack_hashes(op.hashes), op.timeout],
+}

@@ -1,0 +1,281 @@
+"""The daemon: takes clients in, gives each the tiers of its model, and gives back what dead ones held."""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+from kvtier.connector.connection import is_trusted, peer_of
+from kvtier.connector.greetings import Hello, Refused, pack_reception
+from kvtier.service.listener import Listener
+from kvtier.service.loop import Loop, now
+from kvtier.service.namespaces import Namespace, Namespaces, Opening
+from kvtier.service.session import Session
+from kvtier.tiers.config import Config
+from kvtier.tiers.errors import ConfigError, KVTierError, TierUnavailable
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+MAX_CLIENTS: Final = 256
+_TICK: Final = 0.05  # seconds between two looks at deadlines while a claim waits
+_IDLE_TICK: Final = 0.5
+_GREETING_DEADLINE: Final = 5.0  # seconds a connection may say nothing
+_SUBMIT_DEADLINE: Final = 5.0  # seconds a call from another thread waits for the loop
+
+
+class Client(NamedTuple):
+    """One client, for people: alive, or dead with processes that may still copy."""
+
+    pids: list[int]
+    uid: int
+    connected: bool
+    fingerprint: bytes | None  # of its model; None before it was welcomed
+    seconds: float  # since it connected
+    claims: int
+    leases: int
+    reservations: int
+
+
+class Daemon:
+    """One node's tiers behind a Unix socket. `run` serves on the calling thread until `stop`, then `close`.
+
+    Everything lives on that thread; from others: `submit`, `call`, `stop`, and the hierarchies, which are thread-safe.
+    Implements `session.Server`.
+    """
+
+    def __init__(self, config: Config, path: Path) -> None:
+        """Take the socket at `path`. Raises StoreLocked and ConfigError as `Listener` does."""
+        self.config = config
+        self.loop = Loop()
+        self.counts: Counter[str] = Counter()
+        self.started = now()
+        self._namespaces = Namespaces(config)
+        self._sessions: dict[bytes, Session] = {}
+        self._waiting: dict[bytes, list[tuple[Session, Hello]]] = {}  # fingerprint being opened → who wants it
+        self._openings: list[Opening] = []  # planned, one at a time is carried out
+        self._ticked = 0.0
+        self._listener = Listener(path)
+        self.loop.watch(self._listener.socket.fileno(), self._accept)
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        self.loop.run(self._turn)
+
+    def stop(self) -> None:
+        """End `run`. Safe in a signal handler and from any thread."""
+        self.loop.stop()
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """After `run`: hang up, write what waits to be written, and close every tier. False where time ran out."""
+        deadline = time.monotonic() + timeout
+        self._listener.close()
+        for session in list(self._sessions.values()):
+            session.end("shutdown")
+        self.loop.close()
+        threads = [
+            threading.Thread(target=each.tiers.close, args=(timeout,), name="kvtier-close", daemon=True)
+            for each in self._namespaces.clear()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline + 0.5 - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
+    # for people and their tools
+
+    def namespaces(self) -> list[Namespace]:
+        """The models whose tiers are open. On the loop's thread: `submit` it."""
+        return list(self._namespaces)
+
+    def clients(self) -> list[Client]:
+        """Who is there. On the loop's thread: `submit` it."""
+        return [_client(session) for session in self._sessions.values()]
+
+    def submit(self, function: Callable[[], T]) -> "Future[T]":
+        """Have `function` called on the loop's thread, where it must not wait; its result comes in the future."""
+        return self.loop.submit(function)
+
+    def call(self, function: Callable[[], T], timeout: float = _SUBMIT_DEADLINE) -> T:
+        """`submit`, and wait for the result. TierUnavailable where the loop does not get to it in time."""
+        try:
+            return self.loop.submit(function).result(timeout)
+        except TimeoutError:
+            raise TierUnavailable(f"the daemon's loop has not answered within {timeout:g} s") from None
+
+    def check(self) -> None:
+        """Raise AssertionError where a law of the budget or of any namespace is broken. On the loop's thread."""
+        self._namespaces.check()
+        for namespace in self._namespaces:
+            namespace.hierarchy.check(in_use=namespace.in_use)
+
+    # what sessions ask: `session.Server`
+
+    def admit(self, session: Session, hello: Hello) -> None:
+        """Give the session its model's tiers, opening them first where they are not; refuse it where that fails."""
+        try:
+            namespace = self._namespaces.find(hello)
+            if namespace is None:
+                if not self._namespaces.is_opening(hello.fingerprint):
+                    self._openings.append(self._namespaces.plan(hello))
+                    if len(self._openings) == 1:
+                        self._open_next()
+                self._waiting.setdefault(hello.fingerprint, []).append((session, hello))
+                return
+        except ConfigError as error:
+            self.log(f"client {session.peer.pid} is refused: {error}")
+            session.refuse(str(error))
+            return
+        if hello.reset:
+            self.aside(namespace.tiers.reset, lambda _: self._welcome(session, namespace))
+        else:
+            self._welcome(session, namespace)
+
+    def join(self, session: Session, client: bytes) -> None:
+        """Watch the session's peer for the client it names."""
+        copies_for = self._sessions.get(client)
+        if copies_for is None:
+            session.refuse("no such client: it has ended, or the daemon was started anew")
+            return
+        try:
+            copies_for.watch_process(session.peer.pid)
+        except OSError as error:
+            session.refuse(f"process {session.peer.pid} cannot be watched: {error}")
+        else:
+            session.joined()
+
+    def copies_ended(self, session: Session, client: bytes) -> None:
+        """What an earlier connection of the same process still holds can go."""
+        before = self._sessions.get(client)
+        if before is not None and before is not session and before.peer == session.peer:
+            before.end("replaced")
+
+    def ended(self, session: Session) -> None:
+        """Nothing is left of it."""
+        self._sessions.pop(session.client, None)
+        namespace, session.namespace = session.namespace, None
+        if namespace is not None:
+            namespace.members.discard(session)
+            namespace.idle_since = now()
+
+    def aside(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Do what waits on a thread of its own: a session has one such thing going at most."""
+
+        def run() -> None:
+            result = work()
+            self.loop.call(lambda: done(result))
+
+        threading.Thread(target=run, name="kvtier-aside", daemon=True).start()
+
+    def log(self, line: str) -> None:
+        """One line, as a warning."""
+        logger.warning("%s", line)
+
+    # inside
+
+    def _accept(self, events: int) -> None:
+        try:
+            connection, _ = self._listener.socket.accept()
+        except OSError:  # it went away again, or we have no file left for it
+            self.counts["not_accepted"] += 1
+            return
+        connection.setblocking(False)
+        peer = peer_of(connection)
+        try:
+            if not is_trusted(peer.uid):
+                raise ConfigError(f"user {peer.uid} may not use the daemon of user {os.geteuid()}")
+            if len(self._sessions) >= MAX_CLIENTS:
+                raise ConfigError(f"{MAX_CLIENTS} clients are there already")
+            session = Session(self, connection, peer)
+        except ConfigError as error:
+            self._turn_away(connection, str(error))
+        except OSError:  # a process that no one can watch: dead already, or of another pid namespace
+            self._turn_away(connection, f"process {peer.pid} cannot be watched: share the pid namespace of the daemon")
+        else:
+            self._sessions[session.client] = session
+
+    def _turn_away(self, connection: socket.socket, why: str) -> None:
+        self.counts["turned_away"] += 1
+        with connection:
+            try:
+                connection.send(pack_reception(Refused(why)))
+            except OSError:
+                return
+
+    def _open_next(self) -> None:
+        opening = self._openings[0]
+
+        def run() -> Namespace | KVTierError:
+            try:
+                return opening.run()
+            except KVTierError as error:
+                return error
+            except OSError as error:
+                return TierUnavailable(str(error))
+
+        self.aside(run, lambda result: self._opened(opening, result))
+
+    def _opened(self, opening: Opening, result: Namespace | KVTierError) -> None:
+        fingerprint = opening.hello.fingerprint
+        waiting = self._waiting.pop(fingerprint, [])
+        self._namespaces.opened(fingerprint, result if isinstance(result, Namespace) else None)
+        if isinstance(result, Namespace):
+            result.tiers.hierarchy.progress.watch(lambda: self._note_progress(result))
+        for session, hello in waiting:
+            if isinstance(result, Namespace):
+                self.admit(session, hello)
+            else:
+                session.refuse(str(result))
+        self._openings.pop(0)
+        if self._openings:
+            self._open_next()
+
+    def _welcome(self, session: Session, namespace: Namespace) -> None:
+        session.welcome(namespace)
+        for member in list(namespace.members):  # the reset may have been another's news
+            member.tell()
+
+    def _note_progress(self, namespace: Namespace) -> None:
+        """On any thread, under the hierarchy's lock: leave a note, wake the loop."""
+        if not namespace.progressed:
+            namespace.progressed = True
+            self.loop.wake()
+
+    def _turn(self) -> float:
+        """After every round: pass on what has come to pass; now and then let deadlines pass. Seconds to wait."""
+        at = now()
+        is_due = at - self._ticked >= _TICK
+        for namespace in self._namespaces:
+            progressed, namespace.progressed = namespace.progressed, False
+            if progressed or is_due:
+                if is_due:
+                    namespace.tiers.tick()
+                for member in list(namespace.members):
+                    member.tell()
+        if is_due:
+            self._ticked = at
+            for session in list(self._sessions.values()):
+                session.pass_time(at)
+                if not session.greeted and at - session.since > _GREETING_DEADLINE:
+                    session.end_connection("silent")
+        return _TICK if any(each.waits for each in self._sessions.values()) else _IDLE_TICK
+
+
+def _client(session: Session) -> Client:
+    namespace, held = session.namespace, session.counts
+    return Client(
+        session.pids,
+        session.peer.uid,
+        session.connected,
+        namespace.fingerprint if namespace is not None else None,
+        now() - session.since,
+        *held,
+    )

@@ -1,0 +1,111 @@
+"""The daemon's Unix socket: made so that it is never half there, and only this user's processes get in."""
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Final
+
+from kvtier.connector.connection import is_trusted
+from kvtier.tiers.errors import ConfigError, StoreLocked
+
+BACKLOG: Final = 512
+_MAX_PATH: Final = 107  # bytes of sockaddr_un.sun_path, less its terminating zero
+
+
+class Listener:
+    """A listening socket at a path, with the lock that makes it the only one there.
+
+    The lock is a file beside it, `{path}.lock`, which stays: whoever holds it may replace the socket.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises StoreLocked naming the pid of another daemon, ConfigError where the path cannot be used."""
+        self.path = path
+        if len(os.fsencode(path)) > _MAX_PATH - len(".new"):
+            raise ConfigError(
+                f'[service] socket "{path}": has {len(os.fsencode(path))} bytes, at most {_MAX_PATH - len(".new")}'
+                f" can be used; choose a shorter path"
+            )
+        _check_directory(path)
+        self._lock = _lock(path)
+        try:
+            _check_owner(path)
+            self.socket = _listen(path)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def close(self) -> None:
+        """Take the socket away; idempotent."""
+        if self._lock >= 0:
+            self.socket.close()
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _check_directory(path: Path) -> None:
+    home = path.absolute().parent
+    try:
+        found = home.stat()
+    except OSError as error:
+        raise ConfigError(f'[service] socket "{path}": {home}: {error.strerror}; make that directory') from None
+    if not is_trusted(found.st_uid):
+        raise ConfigError(
+            f'[service] socket "{path}": {home} is user {found.st_uid}\'s, this is user {os.geteuid()}; '
+            "choose a directory of your own"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+        raise ConfigError(
+            f'[service] socket "{path}": others may replace files in {home}; `chmod go-w` it, or choose another'
+        )
+
+
+def _check_owner(path: Path) -> None:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise ConfigError(f'[service] socket "{path}": a file that is no socket is there; move it, or choose another')
+    if not is_trusted(found.st_uid):
+        raise ConfigError(
+            f'[service] socket "{path}": user {found.st_uid}\'s, this is user {os.geteuid()}; choose another path'
+        )
+
+
+def _lock(path: Path) -> int:
+    name = f"{path}.lock"
+    try:
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ConfigError(f'[service] socket "{path}": {name}: {error.strerror}; choose another path') from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = os.pread(fd, 20, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(fd)
+        raise StoreLocked(f'[service] socket "{path}": the daemon with pid {owner} serves it') from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, str(os.getpid()).encode(), 0)
+    return fd
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    fresh = f"{path}.new"
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(fresh)
+        listener.bind(fresh)
+        os.chmod(fresh, 0o600)  # nobody gets in before `listen`
+        listener.listen(BACKLOG)
+        os.rename(fresh, path)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f'[service] socket "{path}": {error.strerror}; choose another path') from None
+    return listener

@@ -1,0 +1,157 @@
+"""The tiers of each model that the daemon serves: one hierarchy per fingerprint, inside one memory budget."""
+
+import math
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol
+
+from kvtier.connector.frames import ID_BYTES
+from kvtier.connector.greetings import Hello
+from kvtier.service.loop import now
+from kvtier.tiers.config import Config
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.host import slot_stride
+from kvtier.tiers.local_tiers import LocalTiers
+from kvtier.tiers.opening import open_hierarchy
+from kvtier.tiers.quantities import format_size
+
+LEASE_DEADLINE: Final = 60.0  # seconds a promise is kept that its client does not renew
+_MIN_BLOCKS: Final = 8  # fewer in L2 are of no use: promises take half of them, each prefetch a quarter
+
+
+class Member(Protocol):
+    """One who uses a namespace, dead or alive: while there is one, it stays open."""
+
+    @property
+    def holds_slots(self) -> bool:
+        """Whether it has leases, or slots to fill."""
+
+    def tell(self) -> None:
+        """Some claim may have an answer, or the epoch may be another one: look, and say so."""
+
+
+class Blocks(NamedTuple):
+    """The blocks of one model. Implements `opening.Blocks`."""
+
+    block_size: int
+    block_bytes: int
+
+
+@dataclass(eq=False)
+class Namespace:
+    """One model's tiers, while they are open."""
+
+    fingerprint: bytes
+    blocks: Blocks
+    size: int  # bytes of L2
+    tiers: LocalTiers
+    instance: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
+    members: set[Member] = field(default_factory=set)
+    idle_since: float = field(default_factory=now)
+    progressed: bool = False  # some claim may have an answer: set by any thread, read by the loop
+
+    @property
+    def hierarchy(self) -> Hierarchy:
+        """The hierarchy behind the tiers."""
+        return self.tiers.hierarchy
+
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody has leases, or slots to fill. On the loop's thread."""
+        return any(member.holds_slots for member in self.members)
+
+
+class Opening(NamedTuple):
+    """What has to be done for a namespace that is not open: it waits, so on another thread than the loop's."""
+
+    hello: Hello
+    size: int
+    close_first: list[Namespace]
+    config: Config
+
+    def run(self) -> Namespace:
+        """Close what makes room, then open. Raises what `open_hierarchy` does."""
+        for namespace in self.close_first:
+            namespace.tiers.close()
+        blocks = Blocks(self.hello.block_size, self.hello.block_bytes)
+        host = self.config.host.model_copy(update={"size": self.size, "shared": True, "pin": False})
+        config = self.config.model_copy(update={"host": host})
+        hierarchy = open_hierarchy(config, self.hello.fingerprint, blocks, lease_deadline=math.inf)
+        return Namespace(self.hello.fingerprint, blocks, self.size, LocalTiers(hierarchy))
+
+
+class Namespaces:
+    """Which models are open, and how much host memory each has. Lives on the loop's thread.
+
+    Law (`check`): what the namespaces have, those being opened included, is within the budget.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.budget = config.host.size
+        self._config = config
+        self._open: dict[bytes, Namespace] = {}
+        self._opening: dict[bytes, int] = {}  # fingerprint → bytes of L2 set aside for it
+
+    def __iter__(self) -> Iterator[Namespace]:
+        return iter(list(self._open.values()))
+
+    @property
+    def used(self) -> int:
+        """Bytes of L2 given away."""
+        return sum(namespace.size for namespace in self._open.values()) + sum(self._opening.values())
+
+    def find(self, hello: Hello) -> Namespace | None:
+        """The model's namespace if it is open. ConfigError where its blocks are not those the client speaks of."""
+        namespace = self._open.get(hello.fingerprint)
+        blocks = Blocks(hello.block_size, hello.block_bytes)
+        if namespace is not None and namespace.blocks != blocks:
+            raise ConfigError(
+                f"blocks of {blocks.block_size} tokens in {blocks.block_bytes} bytes: this model's here are "
+                f"{namespace.blocks.block_size} tokens in {namespace.blocks.block_bytes}; run one kvtier everywhere"
+            )
+        return namespace
+
+    def is_opening(self, fingerprint: bytes) -> bool:
+        """Whether it will be there soon."""
+        return fingerprint in self._opening
+
+    def plan(self, hello: Hello) -> Opening:
+        """Set memory aside for a model, taking it from those nobody uses, longest unused first.
+
+        ConfigError where that leaves room for fewer than eight blocks.
+        """
+        stride = slot_stride(hello.block_bytes)
+        idle = sorted((each for each in self if not each.members), key=lambda each: each.idle_since)
+        left = self.budget - self.used
+        can_have = min(hello.size, left + sum(namespace.size for namespace in idle))
+        if can_have < _MIN_BLOCKS * stride:
+            raise ConfigError(
+                f"[host] size: the daemon has {format_size(max(0, can_have))} of {format_size(self.budget)} for this "
+                f"model, {_MIN_BLOCKS} of its blocks take {format_size(_MIN_BLOCKS * stride)}; raise it there"
+            )
+        victims = []
+        while left < hello.size and idle:
+            victims.append(idle.pop(0))
+            left += victims[-1].size
+            del self._open[victims[-1].fingerprint]
+        size = min(hello.size, left) // stride * stride
+        self._opening[hello.fingerprint] = size
+        return Opening(hello, size, victims, self._config)
+
+    def opened(self, fingerprint: bytes, namespace: Namespace | None) -> None:
+        """An opening has ended, well or with nothing."""
+        del self._opening[fingerprint]
+        if namespace is not None:
+            self._open[fingerprint] = namespace
+
+    def check(self) -> None:
+        """The budget's law."""
+        assert self.used <= self.budget, f"{self.used} bytes of L2 given away, {self.budget} is the budget"
+
+    def clear(self) -> list[Namespace]:
+        """Take them all away; the caller closes them."""
+        namespaces = list(self)
+        self._open.clear()
+        return namespaces

@@ -1,0 +1,42 @@
+"""`kvtier serve`: the daemon on the command line."""
+
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from kvtier.service.daemon import Daemon
+from kvtier.tiers.config import Config
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.quantities import format_size
+
+app = typer.Typer()
+
+_DRAIN: Final = 10.0  # seconds from a signal to the end
+
+
+@app.command("serve")
+def serve(
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="TOML file; the environment overrides it.")
+    ] = None,
+    socket: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Where engines connect; instead of [service] socket.")
+    ] = None,
+) -> None:
+    """Serve host memory and the tiers below it to the engines of this node, until SIGTERM or Ctrl-C."""
+    settings = Config.load(config, **({"service": {"socket": socket}} if socket is not None else {}))
+    path = settings.service.socket
+    if path is None:
+        raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
+    logging.basicConfig(level=logging.INFO, format="kvtier: %(message)s", stream=sys.stderr)
+    daemon = Daemon(settings, path)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: daemon.stop())
+    logging.getLogger(__name__).info("ready on %s, %s of host memory", path, format_size(settings.host.size))
+    daemon.run()
+    if not daemon.close(_DRAIN):
+        logging.getLogger(__name__).warning("stores still waited after %g s: they are dropped", _DRAIN)

@@ -1,0 +1,376 @@
+"""One client of the daemon: its socket, the processes that copy for it, and all that it holds."""
+
+import contextlib
+import os
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from kvtier.connector.connection import Peer
+from kvtier.connector.frames import ID_BYTES, MAX_FRAME, MAX_HELLO, FrameReader
+from kvtier.connector.greetings import (
+    Hello,
+    Join,
+    Joined,
+    Reception,
+    Refused,
+    Welcome,
+    pack_reception,
+    unpack_greeting,
+)
+from kvtier.connector.messages import (
+    Bye,
+    Check,
+    Drain,
+    Ended,
+    Lookup,
+    News,
+    Operation,
+    Reply,
+    Reset,
+    pack_found,
+    pack_reply,
+    unpack_request,
+)
+from kvtier.service.holdings import Counts, Holdings
+from kvtier.service.loop import READABLE, WRITABLE, Loop, now
+from kvtier.service.namespaces import LEASE_DEADLINE, Namespace
+from kvtier.tiers.errors import FormatError
+
+MAX_PROCESSES: Final = 256  # that copy for one client
+_MAX_OUTPUT: Final = 4 << 20  # bytes a client may leave unread
+_RECEIVE: Final = 256 << 10  # bytes read at once
+_MAX_TURN: Final = 16  # readings in a row, so that one client does not keep the loop for itself
+_MAX_WAIT: Final = 600.0  # seconds
+
+
+class Server(Protocol):
+    """What a session asks of the daemon it belongs to."""
+
+    loop: Loop
+    counts: Counter[str]  # what became of clients and of what they held
+
+    def admit(self, session: "Session", hello: Hello) -> None:
+        """Welcome it to its model's tiers, now or when they are open, or refuse it."""
+
+    def join(self, session: "Session", client: bytes) -> None:
+        """Watch the process at the session's other end for that client."""
+
+    def copies_ended(self, session: "Session", client: bytes) -> None:
+        """The process of this session was that client before; no copy of those times is under way."""
+
+    def ended(self, session: "Session") -> None:
+        """Forget it: it holds nothing."""
+
+    def aside(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Have `work` done on a thread of its own, and `done` called with its result on the loop's."""
+
+    def log(self, line: str) -> None:
+        """Say what the person who runs the daemon should know."""
+
+
+class Session:
+    """One client, from its connection to the end of its last process. Lives on the loop's thread.
+
+    connected → greeted → welcomed → gone. Where the connection ends without a `Bye`, its leases and filling slots
+    stay until every process of the client has ended, since a copy of theirs may outlive the socket.
+    """
+
+    def __init__(self, daemon: Server, connection: socket.socket, peer: Peer) -> None:
+        """Raises OSError where the peer's process cannot be watched."""
+        self.peer = peer
+        self.client = secrets.token_bytes(ID_BYTES)
+        self.since = now()
+        self.namespace: Namespace | None = None
+        self.holdings: Holdings | None = None
+        self.greeted = False
+        self._daemon = daemon
+        self._socket: socket.socket | None = connection
+        self._reader = FrameReader(MAX_HELLO)
+        self._output = bytearray()
+        self._processes: dict[int, int] = {}  # pidfd → pid, of those that live
+        self._busy = False  # with an operation that waits, on a thread of its own
+        self._told_epoch = 0
+        self.watch_process(peer.pid)
+        daemon.loop.watch(connection.fileno(), self._ready)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the client that live."""
+        return sorted(set(self._processes.values()))
+
+    @property
+    def connected(self) -> bool:
+        """Whether the socket is open."""
+        return self._socket is not None
+
+    @property
+    def counts(self) -> Counts:
+        """How much it holds."""
+        return self.holdings.counts if self.holdings is not None else Counts(0, 0, 0)
+
+    @property
+    def holds_slots(self) -> bool:
+        """Whether it has leases, or slots to fill."""
+        return self.counts.leases > 0 or self.counts.reservations > 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether some claim of its has no answer yet."""
+        return self.holdings is not None and self.holdings.waits
+
+    # what the daemon calls
+
+    def welcome(self, namespace: Namespace) -> None:
+        """The tiers are open: let the client have them."""
+        if self._socket is None:
+            return
+        tiers = namespace.tiers
+        region = tiers.region
+        assert region is not None
+        assert region.fd is not None
+        self.namespace = namespace
+        self.holdings = Holdings(tiers, LEASE_DEADLINE, now)
+        self._told_epoch = tiers.epoch
+        self._reader.limit = MAX_FRAME
+        namespace.members.add(self)
+        welcome = Welcome(
+            self.client,
+            namespace.instance,
+            region.num_slots,
+            region.slot_bytes,
+            tiers.epoch,
+            tiers.has_lower,
+            LEASE_DEADLINE,
+        )
+        try:
+            socket.send_fds(self._socket, [pack_reception(welcome)], [region.fd])  # the first bytes: they all fit
+        except OSError:
+            self.end_connection("died")
+
+    def refuse(self, why: str) -> None:
+        """Say no, and why, and hang up."""
+        self._receive_reception(Refused(why[:500]))
+        self.end_connection("refused")
+
+    def tell(self) -> None:
+        """Send the news there is: claims that were answered, an epoch that has changed."""
+        if self.holdings is None or self.namespace is None or self._socket is None:
+            return
+        news = self.holdings.news() if self.holdings.waits else []
+        if news or self._told_epoch != self.namespace.tiers.epoch:
+            self._reply(0, [], news)
+
+    def pass_time(self, at: float) -> None:
+        """Let promises lapse that nobody has renewed, once all that the client has sent was read."""
+        holdings = self.holdings
+        if holdings is not None and self.connected and holdings.may_lapse(at) and self._receive():
+            self._daemon.counts["promises_lapsed"] += holdings.lapse(at)
+
+    def watch_process(self, pid: int) -> None:
+        """Hold what the client holds until this process has ended too. OSError where it cannot be watched."""
+        if pid in self._processes.values():
+            return
+        if len(self._processes) >= MAX_PROCESSES:
+            raise OSError(f"more than {MAX_PROCESSES} processes")
+        fd = os.pidfd_open(pid)
+        self._processes[fd] = pid
+        self._daemon.loop.watch(fd, lambda events: self._process_ended(fd))
+
+    def end_connection(self, reason: str) -> None:
+        """Hang up; `reason` is counted. Promises go; leases and reservations stay while a process lives. Idempotent."""
+        if self._socket is None:
+            return
+        self._daemon.counts[reason] += 1
+        self._daemon.loop.forget(self._socket.fileno())
+        self._socket.close()
+        self._socket = None
+        self._output.clear()
+        if self.holdings is not None:
+            self.holdings.forgo()
+        if self.holdings is None or not any(self.holdings.counts) or not self._processes:
+            self.end(reason)
+
+    def end(self, reason: str) -> None:
+        """No copy of this client's is under way: give back all it holds, and forget it. Idempotent."""
+        self.end_connection(reason)
+        for fd in self._processes:
+            self._daemon.loop.forget(fd)
+            os.close(fd)
+        self._processes.clear()
+        if self.holdings is not None:
+            gone = self.holdings.let_go()
+            self._daemon.counts["leases_reclaimed"] += gone.leases
+            self._daemon.counts["reservations_reclaimed"] += gone.reservations
+            self.holdings = None
+        self._daemon.ended(self)
+
+    # what the loop calls
+
+    def _ready(self, events: int) -> None:
+        if events & WRITABLE:
+            self._flush()
+        if events & ~WRITABLE:
+            self._receive()
+
+    def _process_ended(self, fd: int) -> None:
+        self._daemon.loop.forget(fd)
+        os.close(fd)
+        del self._processes[fd]
+        if not self._processes and self._socket is None:  # else a child it forked may live, with socket and region
+            self.end("died")
+
+    def _receive(self) -> bool:
+        """Read and do what the client has sent; True where that was all of it."""
+        for _ in range(_MAX_TURN):
+            if self._socket is None:
+                return True
+            try:
+                data = self._socket.recv(_RECEIVE)
+            except BlockingIOError:
+                return True
+            except OSError:
+                data = b""
+            if not data:
+                self.end_connection("died")
+                return True
+            try:
+                for body in self._reader.feed(data):
+                    self._take_in(body)
+            except FormatError as error:
+                self._daemon.log(f"client {self.peer.pid} is cut off: {error}")
+                if self.holdings is None:
+                    self.refuse(str(error))
+                self.end_connection("malformed")
+            except Exception as error:  # whatever one client's words led to must not end the others' service
+                self._daemon.log(f"client {self.peer.pid} is cut off: {error!r}")
+                self.end_connection("error")
+            if len(data) < _RECEIVE:
+                return True  # a later byte makes the socket readable again
+        return False
+
+    def _take_in(self, body: Any) -> None:
+        if self._socket is None:  # cut off by an earlier frame
+            return
+        if self.holdings is not None:
+            self._serve(*unpack_request(body))
+            return
+        if self.greeted:
+            raise FormatError("a second frame before the first was answered")
+        self.greeted = True
+        match unpack_greeting(body):
+            case Hello() as hello:
+                self._daemon.admit(self, hello)
+            case Join(client):
+                self._daemon.join(self, client)
+
+    def _serve(self, request: int, operations: list[Operation]) -> None:
+        assert self.holdings is not None
+        answers: list[Any] = []
+        news: list[News] = []
+        for operation in operations:
+            match operation:
+                case Bye():
+                    self.end("bye")
+                    return
+                case Ended(client):
+                    self._daemon.copies_ended(self, client)
+                case Reset() | Drain() | Check() | Lookup():
+                    if len(operations) > 1 or self._busy:
+                        raise FormatError("an operation that waits comes alone, one at a time")
+                    self._serve_aside(request, operation)
+                    return
+                case _:
+                    answer = self.holdings.apply(operation, news)
+                    if answer is not None:
+                        answers.append(answer)
+        if request or news:
+            self._reply(request, answers, news)
+
+    def _serve_aside(self, request: int, operation: Reset | Drain | Check | Lookup) -> None:
+        assert self.namespace is not None
+        tiers = self.namespace.tiers
+        work: Callable[[], Any]
+        match operation:
+            case Reset():
+                work = tiers.reset
+            case Drain(timeout, below):
+                work = lambda: tiers.drain(min(timeout, _MAX_WAIT), below=below)  # noqa: E731
+            case Lookup(hashes, timeout):
+                work = lambda: pack_found(tiers.lookup(hashes, min(timeout, _MAX_WAIT)))  # noqa: E731
+            case Check():
+                in_use = self.namespace.in_use
+                work = lambda: _broken(lambda: tiers.hierarchy.check(in_use=in_use))  # noqa: E731
+
+        def done(answer: Any) -> None:
+            self._busy = False
+            if self._socket is not None and self.holdings is not None:
+                self._reply(request, [True if answer is None else answer], [])
+            if self.namespace is not None:  # the epoch may be another one: all who use it want to know
+                for member in list(self.namespace.members):
+                    member.tell()
+
+        self._busy = True
+        self._daemon.aside(work, done)
+
+    # writing
+
+    def _reply(self, request: int, answers: list[Any], news: list[News]) -> None:
+        assert self.namespace is not None
+        epoch = self._told_epoch = self.namespace.tiers.epoch
+        self._send(pack_reply(Reply(request, epoch, answers, news)))
+
+    def joined(self) -> None:
+        """The process at the other end is watched now, by the client it copies for."""
+        self._receive_reception(Joined())
+        self.end_connection("joined")
+
+    def _receive_reception(self, reception: Reception) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.send(pack_reception(reception))
+
+    def _send(self, frame: bytes) -> None:
+        if self._socket is None:
+            return
+        if self._output:
+            self._output += frame
+        else:
+            try:
+                sent = self._socket.send(frame)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                self.end_connection("died")
+                return
+            if sent == len(frame):
+                return
+            self._output += frame[sent:]
+            self._daemon.loop.change(self._socket.fileno(), READABLE | WRITABLE)
+        if len(self._output) > _MAX_OUTPUT:
+            self._daemon.log(f"client {self.peer.pid} is cut off: it does not read what it is sent")
+            self.end_connection("slow_reader")
+
+    def _flush(self) -> None:
+        if self._socket is None:
+            return
+        try:
+            sent = self._socket.send(self._output)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.end_connection("died")
+            return
+        del self._output[:sent]
+        if not self._output:
+            self._daemon.loop.change(self._socket.fileno(), READABLE)
+
+
+def _broken(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except AssertionError as error:
+        return str(error)[:500] or "a law does not hold"
+    return ""
