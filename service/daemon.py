@@ -28,6 +28,7 @@ MAX_CLIENTS: Final = 256
 _TICK: Final = 0.05  # seconds between two looks at deadlines while a claim waits
 _IDLE_TICK: Final = 0.5
 _GREETING_DEADLINE: Final = 5.0  # seconds a connection may say nothing
+_LOG_PAUSE: Final = 1.0  # seconds
 _SUBMIT_DEADLINE: Final = 5.0  # seconds a call from another thread waits for the loop
 
 
@@ -51,9 +52,13 @@ class Daemon:
     Implements `session.Server`.
     """
 
-    def __init__(self, config: Config, path: Path) -> None:
-        """Take the socket at `path`. Raises StoreLocked and ConfigError as `Listener` does."""
+    def __init__(self, config: Config, path: Path, *, lease_deadline: float = 60.0) -> None:
+        """Take the socket at `path`. Raises StoreLocked and ConfigError as `Listener` does.
+
+        A promise its client does not renew is kept for `lease_deadline` seconds.
+        """
         self.config = config
+        self.lease_deadline = lease_deadline
         self.loop = Loop()
         self.counts: Counter[str] = Counter()
         self.started = now()
@@ -61,7 +66,7 @@ class Daemon:
         self._sessions: dict[bytes, Session] = {}
         self._waiting: dict[bytes, list[tuple[Session, Hello]]] = {}  # fingerprint being opened → who wants it
         self._openings: list[Opening] = []  # planned, one at a time is carried out
-        self._ticked = 0.0
+        self._ticked = self._log_from = 0.0
         self._listener = Listener(path)
         self.loop.watch(self._listener.socket.fileno(), self._accept)
 
@@ -176,7 +181,11 @@ class Daemon:
         threading.Thread(target=run, name="kvtier-aside", daemon=True).start()
 
     def log(self, line: str) -> None:
-        """One line, as a warning."""
+        """One line, as a warning; at most one in a second, since whoever babbles is not to fill the disk."""
+        if now() < self._log_from:
+            self.counts["not_logged"] += 1
+            return
+        self._log_from = now() + _LOG_PAUSE
         logger.warning("%s", line)
 
     # inside

@@ -36,7 +36,7 @@ from kvtier.connector.messages import (
 )
 from kvtier.service.holdings import Counts, Holdings
 from kvtier.service.loop import READABLE, WRITABLE, Loop, now
-from kvtier.service.namespaces import LEASE_DEADLINE, Namespace
+from kvtier.service.namespaces import Namespace
 from kvtier.tiers.errors import FormatError
 
 MAX_PROCESSES: Final = 256  # that copy for one client
@@ -51,6 +51,7 @@ class Server(Protocol):
 
     loop: Loop
     counts: Counter[str]  # what became of clients and of what they held
+    lease_deadline: float  # seconds a promise is kept that its client does not renew
 
     def admit(self, session: "Session", hello: Hello) -> None:
         """Welcome it to its model's tiers, now or when they are open, or refuse it."""
@@ -132,7 +133,7 @@ class Session:
         assert region is not None
         assert region.fd is not None
         self.namespace = namespace
-        self.holdings = Holdings(tiers, LEASE_DEADLINE, now)
+        self.holdings = Holdings(tiers, self._daemon.lease_deadline, now)
         self._told_epoch = tiers.epoch
         self._reader.limit = MAX_FRAME
         namespace.members.add(self)
@@ -143,17 +144,17 @@ class Session:
             region.slot_bytes,
             tiers.epoch,
             tiers.has_lower,
-            LEASE_DEADLINE,
+            self._daemon.lease_deadline,
         )
         try:
             socket.send_fds(self._socket, [pack_reception(welcome)], [region.fd])  # the first bytes: they all fit
         except OSError:
             self.end_connection("died")
 
-    def refuse(self, why: str) -> None:
-        """Say no, and why, and hang up."""
-        self._receive_reception(Refused(why[:500]))
-        self.end_connection("refused")
+    def refuse(self, why: str, reason: str = "refused") -> None:
+        """Say no, and why, and hang up; `reason` is counted."""
+        self._send_reception(Refused(why[:500]))
+        self.end_connection(reason)
 
     def tell(self) -> None:
         """Send the news there is: claims that were answered, an epoch that has changed."""
@@ -242,7 +243,7 @@ class Session:
             except FormatError as error:
                 self._daemon.log(f"client {self.peer.pid} is cut off: {error}")
                 if self.holdings is None:
-                    self.refuse(str(error))
+                    self.refuse(str(error), "malformed")
                 self.end_connection("malformed")
             except Exception as error:  # whatever one client's words led to must not end the others' service
                 self._daemon.log(f"client {self.peer.pid} is cut off: {error!r}")
@@ -324,10 +325,10 @@ class Session:
 
     def joined(self) -> None:
         """The process at the other end is watched now, by the client it copies for."""
-        self._receive_reception(Joined())
+        self._send_reception(Joined())
         self.end_connection("joined")
 
-    def _receive_reception(self, reception: Reception) -> None:
+    def _send_reception(self, reception: Reception) -> None:
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.send(pack_reception(reception))
