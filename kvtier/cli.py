@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import IntEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,28 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier import __version__
-from kvtier.service import serve_cli
+from kvtier.service import checks_cli, serve_cli
+from kvtier.service.cli_options import ConfigOption, Exit, JsonOption
 from kvtier.tiers.config import Config, options
 from kvtier.tiers.errors import ConfigError, KVTierError
 
-
-class Exit(IntEnum):
-    """The exit statuses of every verb."""
-
-    OK = 0
-    FAILED = 1
-    USAGE = 2
-    DEGRADED = 3
-
-
 app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-
-app.add_typer(serve_cli.app)
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="TOML file; the environment overrides it.")
-]
+for verbs in (checks_cli, serve_cli):
+    app.add_typer(verbs.app)
 
 
 def _print_version(wanted: bool) -> None:
