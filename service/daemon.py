@@ -18,7 +18,7 @@ from kvtier.service.loop import Loop, now
 from kvtier.service.namespaces import Namespace, Namespaces, Opening
 from kvtier.service.session import Session
 from kvtier.tiers.config import Config
-from kvtier.tiers.errors import ConfigError, KVTierError, TierUnavailable
+from kvtier.tiers.errors import ConfigError, TierUnavailable
 
 T = TypeVar("T")
 
@@ -172,10 +172,16 @@ class Daemon:
             namespace.idle_since = now()
 
     def aside(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Do what waits on a thread of its own: a session has one such thing going at most."""
+        """Do what waits on a thread of its own: a session has one such thing going at most.
+
+        `done` gets the result, or the exception it has ended with.
+        """
 
         def run() -> None:
-            result = work()
+            try:
+                result = work()
+            except Exception as error:
+                result = error
             self.loop.call(lambda: done(result))
 
         threading.Thread(target=run, name="kvtier-aside", daemon=True).start()
@@ -221,18 +227,9 @@ class Daemon:
 
     def _open_next(self) -> None:
         opening = self._openings[0]
+        self.aside(opening.run, lambda result: self._opened(opening, result))
 
-        def run() -> Namespace | KVTierError:
-            try:
-                return opening.run()
-            except KVTierError as error:
-                return error
-            except OSError as error:
-                return TierUnavailable(str(error))
-
-        self.aside(run, lambda result: self._opened(opening, result))
-
-    def _opened(self, opening: Opening, result: Namespace | KVTierError) -> None:
+    def _opened(self, opening: Opening, result: Namespace | Exception) -> None:
         fingerprint = opening.hello.fingerprint
         waiting = self._waiting.pop(fingerprint, [])
         self._namespaces.opened(fingerprint, result if isinstance(result, Namespace) else None)
@@ -242,6 +239,7 @@ class Daemon:
             if isinstance(result, Namespace):
                 self.admit(session, hello)
             else:
+                self.log(f"client {session.peer.pid} is refused: {result}")
                 session.refuse(str(result))
         self._openings.pop(0)
         if self._openings:

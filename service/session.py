@@ -66,7 +66,7 @@ class Server(Protocol):
         """Forget it: it holds nothing."""
 
     def aside(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Have `work` done on a thread of its own, and `done` called with its result on the loop's."""
+        """Have `work` done on a thread of its own, and `done` called on the loop's with what it ended with."""
 
     def log(self, line: str) -> None:
         """Say what the person who runs the daemon should know."""
@@ -307,7 +307,10 @@ class Session:
 
         def done(answer: Any) -> None:
             self._busy = False
-            if self._socket is not None and self.holdings is not None:
+            if isinstance(answer, Exception):
+                self._daemon.log(f"client {self.peer.pid} is cut off: {answer!r}")
+                self.end_connection("error")
+            elif self._socket is not None and self.holdings is not None:
                 self._reply(request, [True if answer is None else answer], [])
             if self.namespace is not None:  # the epoch may be another one: all who use it want to know
                 for member in list(self.namespace.members):
