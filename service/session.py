@@ -92,6 +92,7 @@ class Session:
         self._reader = FrameReader(MAX_HELLO)
         self._output = bytearray()
         self._processes: dict[int, int] = {}  # pidfd → pid, of those that live
+        self._over = False
         self._busy = False  # with an operation that waits, on a thread of its own
         self._told_epoch = 0
         self.watch_process(peer.pid)
@@ -181,10 +182,9 @@ class Session:
         self._daemon.loop.watch(fd, lambda events: self._process_ended(fd))
 
     def end_connection(self, reason: str) -> None:
-        """Hang up; `reason` is counted. Promises go; leases and reservations stay while a process lives. Idempotent."""
+        """Hang up. Promises go; leases and reservations stay while a process lives, which is counted. Idempotent."""
         if self._socket is None:
             return
-        self._daemon.counts[reason] += 1
         self._daemon.loop.forget(self._socket.fileno())
         self._socket.close()
         self._socket = None
@@ -193,10 +193,16 @@ class Session:
             self.holdings.forgo()
         if self.holdings is None or not any(self.holdings.counts) or not self._processes:
             self.end(reason)
+        else:
+            self._daemon.counts[f"{reason}_holding"] += 1
 
     def end(self, reason: str) -> None:
-        """No copy of this client's is under way: give back all it holds, and forget it. Idempotent."""
+        """No copy of this client's is under way: take all it holds, forget it, count the reason. Idempotent."""
         self.end_connection(reason)
+        if self._over:  # it held nothing, and so has ended with its connection
+            return
+        self._over = True
+        self._daemon.counts[reason] += 1
         for fd in self._processes:
             self._daemon.loop.forget(fd)
             os.close(fd)
