@@ -96,10 +96,10 @@ class RemoteTiers:
         return self._attachment.has_lower
 
     @property
-    def client(self) -> bytes | None:
-        """How the daemon calls us, for `attachment.join`; None while there is no link."""
+    def member(self) -> tuple[str, bytes] | None:
+        """The socket, and what the daemon calls us: for `attachment.join`. None while there is no link."""
         link = self._attachment.link
-        return link.welcome.client if link is not None else None
+        return (str(self._attachment.path.absolute()), link.welcome.client) if link is not None else None
 
     # a request's question and promise
 

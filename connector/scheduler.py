@@ -235,6 +235,8 @@ class SchedulerSide:
                     self.tiers.seal(store.reservation, store.records(), store.epoch)
                 else:
                     self._drop(store, Outcome.COPY_FAILED)
+        if (report.finished or report.failed) and self.idle:
+            self.tiers.tick()  # an engine that has nothing more to do says nothing more: send what waits for company
         released, self._released = self._released, []
         return ConnectorUpdate(tuple(loaded), tuple(failed), tuple(released))
 

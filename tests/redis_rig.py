@@ -78,9 +78,13 @@ class RedisServer:
         done = self._cli(self.port, *(["-x"] if stdin is not None else []), *arguments, stdin=stdin)
         if done.returncode:
             raise RuntimeError(f"redis-cli {arguments}: {(done.stdout + done.stderr).decode()}")
-        return done.stdout.rstrip(b"\n")
+        return done.stdout.removesuffix(b"\n")
 
-    def keys(self) -> list[str]:
+    def value_of(self, key: str) -> bytes:
+        """What a key holds, byte by byte."""
+        return self.cli("GET", key)
+
+    def all_keys(self) -> list[str]:
         """Every key it holds."""
         return sorted(self.cli("KEYS", "*").decode().split())
 

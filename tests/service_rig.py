@@ -149,7 +149,7 @@ def load(tiers: TiersBelow, chain: TokenChain) -> int:
 def attached(tiers: RemoteTiers) -> bool:
     """Whether there is a link now; tries to attach where it is time."""
     tiers.tick()
-    return tiers.client is not None
+    return tiers.member is not None
 
 
 def drops(tiers: TiersBelow, reason: Outcome) -> float:

@@ -52,7 +52,7 @@ def test_a_server_is_killed_and_comes_back_on_its_port_empty() -> None:
         with pytest.raises(RuntimeError, match="refused"):
             server.cli("PING")
         server.start()
-        assert (server.port, server.keys()) == (port, [])
+        assert (server.port, server.all_keys()) == (port, [])
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"GET key\r\n")
             assert stranger.recv(100).startswith(b"-NOAUTH")

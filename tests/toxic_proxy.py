@@ -37,7 +37,7 @@ class ToxicProxy:
         self._speaking = threading.Event()
         self._speaking.set()
         self._lock = threading.Lock()  # guards what follows
-        self._cut: tuple[int, Cut] | None = None  # answer bytes left
+        self._cut: tuple[int, Cut, bool] | None = None  # bytes left, of requests or of answers
         self._forged: tuple[bytes, bool] | None = None
         self._pairs: list[_Pair] = []
         self._closed = threading.Event()
@@ -50,10 +50,10 @@ class ToxicProxy:
         """From now on no answer arrives; what was held back does when `heal` is called."""
         self._speaking.clear()
 
-    def cut_after(self, num_bytes: int, how: Cut = "reset") -> None:
-        """Let so many more bytes of answers pass, then end every connection; new ones work. Once."""
+    def cut_after(self, num_bytes: int, how: Cut = "reset", *, asked: bool = False) -> None:
+        """Let so many more bytes of answers (or, `asked`, of requests) pass, then end every connection. Once."""
         with self._lock:
-            self._cut = (num_bytes, how)
+            self._cut = (num_bytes, how, asked)
 
     def forge(self, answer: bytes, *, before: bool = False) -> None:
         """The next bytes the target answers are replaced by `answer`, or come behind it. Once."""
@@ -155,7 +155,7 @@ class ToxicProxy:
     def _send(self, sink: socket.socket, data: bytes, asks: bool) -> None:
         while data:
             size = min(len(data), self.piece or _CHUNK, max(1, int(self.rate * 0.02)) if self.rate else _CHUNK)
-            size, cut = (size, None) if asks else self._take(size)
+            size, cut = self._take(size, asks)
             if not asks:
                 self.num_answered += size
             sink.sendall(data[:size])
@@ -173,13 +173,13 @@ class ToxicProxy:
             (answer, before), self._forged = self._forged, None
         return answer + data if before else answer
 
-    def _take(self, size: int) -> tuple[int, Cut | None]:
-        """How many of the next answer's bytes may pass, and how everything ends behind them."""
+    def _take(self, size: int, asks: bool) -> tuple[int, Cut | None]:
+        """How many of the next bytes may pass, and how everything ends behind them."""
         with self._lock:
-            if self._cut is None:
+            if self._cut is None or self._cut[2] != asks:
                 return size, None
-            left, how = self._cut
-            self._cut = (left - size, how) if size < left else None
+            left, how, _ = self._cut
+            self._cut = (left - size, how, asks) if size < left else None
             return min(size, left), how if size >= left else None
 
 

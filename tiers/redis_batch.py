@@ -29,7 +29,7 @@ class Batches:
         self._threads = ThreadPoolExecutor(_MAX_LANES, "kvtier-redis")
 
     def run(
-        self, hashes: Sequence[ChainHash], epoch: bytes, deadline: float, work: Work
+        self, hashes: Sequence[ChainHash], epoch: int, deadline: float, work: Work
     ) -> tuple[list[Answer | None], Reply]:
         """What became of each block under `work`, and what stands as epoch on its server (UNASKED: not known).
 
@@ -111,11 +111,10 @@ class Batches:
     def _failed(self, error: WireError, answers: list[Answer | None], positions: list[int]) -> None:
         """The rest of a share that a connection's failure ended."""
         outcome = error.outcome
-        if outcome is Outcome.BREAKER_OPEN:
-            if all(not endpoint.usable for endpoint in self.nodes.endpoints()):
-                outcome = Outcome.IO_ERROR  # not one server is left: the port may know
-        elif outcome is not Outcome.CLOSED:
-            self.nodes.refresh()
+        if outcome is not Outcome.CLOSED:
+            self.nodes.refresh()  # of a server left alone too: its replica may have its place by now
+        if outcome is Outcome.BREAKER_OPEN and not any(endpoint.usable for endpoint in self.nodes.endpoints()):
+            outcome = Outcome.IO_ERROR  # not one server is left: the port may know
         for position in positions:
             if answers[position] is None:
                 answers[position] = outcome

@@ -1,22 +1,23 @@
-"""The epoch all processes of a namespace share: agreed on, learned of, renewed by a reset."""
+"""The epoch all processes of a namespace share: agreed on, learned of, raised by a reset, never lowered."""
 
 import threading
 import time
 from collections.abc import Callable
 
 from kvtier.tiers.redis_batch import Batches
-from kvtier.tiers.redis_lanes import UNASKED, command
-from kvtier.tiers.redis_records import is_epoch, new_epoch
+from kvtier.tiers.redis_lanes import command
+from kvtier.tiers.redis_records import format_epoch, parse_epoch
 from kvtier.tiers.redis_wire import Refusal, Reply, WireError
 from kvtier.tiers.tier import Outcome
 
 
 class Epoch:
-    """A random number in a key of its own, part of the key of every block stored under it. Thread-safe.
+    """A number in a key of its own, part of the key of every block stored under it. Thread-safe.
 
-    A reset writes a new one: nothing stored before is found any more, by anybody. It never returns to an old one, so
-    if the key is lost (an emptied server, an eviction) blocks are lost with it, but none that was reset comes back.
-    `forget` is called whenever it changes.
+    It is the time somebody began the namespace or last reset it, in microseconds; the highest one counts. A reset
+    raises it: nothing stored before is found any more, by anybody. Nobody goes back: where a server has lost it (was
+    emptied, evicted it), whoever knows it writes it again; a process that knows none begins a new one, and what was
+    stored before is lost rather than taken for what it may not be. `forget` is called whenever it changes.
     """
 
     def __init__(self, batches: Batches, forget: Callable[[], None]) -> None:
@@ -25,70 +26,73 @@ class Epoch:
         self._forget = forget
         self._asking = threading.Lock()  # held while a server is asked, by one thread
         self._lock = threading.Lock()  # guards what follows; never held across I/O
-        self._value: bytes | None = None  # None: to be agreed on
-        self._reset_due: bytes | None = None  # what a reset will write
+        self._known = 0  # the highest seen, or wanted by a reset
+        self._agreed = False  # the servers have heard of it
+        self._lost = False  # and have forgotten it since
+        self.refusal: Refusal | None = None  # what the server said last time it would not agree
 
     @property
-    def value(self) -> bytes | None:
+    def value(self) -> int | None:
         """What blocks are stored and looked for under; None until it is agreed on."""
-        return self._value
-
-    @property
-    def reset_due(self) -> bool:
-        """Whether a reset has still to reach the servers."""
-        return self._reset_due is not None
+        with self._lock:
+            return self._known if self._agreed else None
 
     def reset(self) -> None:
         """From now on nothing stored before counts here; `settle` tells the servers."""
         with self._lock:
-            self._value, self._reset_due = None, new_epoch()
+            self._known, self._agreed = max(_now(), self._known + 1), False
             self._forget()
 
     def settle(self, deadline: float) -> Outcome | None:
         """Have a value by `deadline` (time.monotonic), asking its server if need be. None, or why there is none."""
-        if self._value is not None:
+        if self._agreed and not self._lost:
             return None
         if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return Outcome.TIMEOUT
         try:
-            while self._value is None:
-                due = self._reset_due
-                agreed = self._agree(due, deadline)
-                if not isinstance(agreed, bytes):
-                    return agreed
-                with self._lock:
-                    if self._reset_due == due:  # else reset again meanwhile: once more
-                        self._value, self._reset_due = agreed, None
+            while not self._agreed or self._lost:
+                refusal = self._agree(deadline)
+                if refusal is not None:
+                    return None if self._agreed else refusal  # what the server has only forgotten serves on
         except WireError as error:
-            return error.outcome
+            return None if self._agreed else error.outcome
         finally:
             self._asking.release()
         return None
 
-    def learn(self, used: bytes, seen: Reply) -> bool:
+    def learn(self, used: int, seen: Reply) -> bool:
         """A batch went by `used` while its server had `seen`. False where the batch is of no use any more."""
+        if isinstance(seen, Refusal):  # nobody was asked, or had an answer
+            return self.value == used
+        number = parse_epoch(seen)
         with self._lock:
-            if self._value != used:  # a reset, or another batch learned first
-                return False
-            if seen == used or isinstance(seen, Refusal):  # or it was not told
-                return True
-            self._value = seen if isinstance(seen, bytes) and is_epoch(seen) else None
-            self._forget()
-            return False
+            if number > self._known:
+                self._known, self._agreed = number, True
+                self._forget()
+            self._lost = number < self._known
+            return self._agreed and self._known == used
 
-    def _agree(self, due: bytes | None, deadline: float) -> bytes | Outcome:
-        """What stands there, after having written `due`, or a new one where nothing stands. WireError."""
+    def _agree(self, deadline: float) -> Outcome | None:
+        """Ask what stands there; write ours where it is higher, or a new one where nobody has any. WireError."""
         get = command(b"GET", self._key)
-        if due is None:
-            (seen,) = self._batches.ask(self._key, [get], deadline)
-            if isinstance(seen, bytes) and is_epoch(seen):
-                return seen
-            nothing = seen is None
-            first = command(b"SET", self._key, new_epoch(), *([b"NX"] if nothing else []))
-        else:
-            first = command(b"SET", self._key, due)
-        answer, seen = self._batches.ask(self._key, [first, get], deadline)
-        if isinstance(seen, bytes) and is_epoch(seen) and (due is None or not isinstance(answer, Refusal)):
-            return seen
-        refusal = answer if isinstance(answer, Refusal) else UNASKED
-        return Outcome.FULL if refusal.code == "OOM" else Outcome.IO_ERROR
+        (seen,) = self._batches.ask(self._key, [get], deadline)
+        answer: Reply = seen
+        known, number = self._known, parse_epoch(seen)
+        if number < max(known, 1) and not isinstance(seen, Refusal):
+            only_new = [b"NX"] if seen is None else []  # another process may begin at this very moment
+            write = command(b"SET", self._key, format_epoch(known or _now()), *only_new)
+            answer, seen = self._batches.ask(self._key, [write, get], deadline)
+            number = parse_epoch(seen)
+        if number < max(known, 1):
+            self.refusal = answer if isinstance(answer, Refusal) else None
+            return Outcome.FULL if self.refusal is not None and self.refusal.code == "OOM" else Outcome.IO_ERROR
+        with self._lock:
+            if number >= self._known:  # else reset meanwhile: once more
+                if number > self._known:
+                    self._forget()
+                self._known, self._agreed, self._lost = number, True, False
+        return None
+
+
+def _now() -> int:
+    return time.time_ns() // 1000

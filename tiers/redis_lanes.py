@@ -45,7 +45,7 @@ class Lane:
 
     wire: Wire
     space: Namespace
-    epoch: bytes  # that the batch goes by
+    epoch: int  # that the batch goes by
     deadline: float  # time.monotonic
     window: int  # blocks under way at once
     ttl_ms: int

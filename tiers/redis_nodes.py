@@ -14,7 +14,7 @@ from redis.connection import AbstractConnection
 from redis.crc import key_slot
 
 from kvtier.tiers.breaker import Breaker
-from kvtier.tiers.redis_options import Client
+from kvtier.tiers.redis_options import REDIS_ERRORS, Client
 from kvtier.tiers.redis_wire import Wire, WireError, socket_of
 from kvtier.tiers.tier import Outcome
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 MAX_LINES: Final = 2  # payload connections per server: one for each of the port's threads
 _SHARD_FAILURES: Final = 2  # in a row; fewer than the port's, so that one bad shard does not detach them all
 _SHARD_RETRY: Final = 1.0  # seconds until a shard left alone is tried again, doubling
-_REFRESH_EVERY: Final = 0.5  # seconds at least between two looks at a cluster's topology
+_REFRESH_EVERY: Final = 1.0  # seconds at least between two looks at a cluster's topology
 
 
 @dataclass(eq=False, slots=True)
@@ -180,7 +180,7 @@ class Endpoint:
             connection.connect()
         except (redis.TimeoutError, TimeoutError):
             raise WireError(Outcome.TIMEOUT, f"{self.name}: no connection in time") from None
-        except (redis.RedisError, OSError, UnicodeError) as error:
+        except (*REDIS_ERRORS, OSError, UnicodeError) as error:
             raise WireError(Outcome.IO_ERROR, f"{self.name}: {error}") from None
         line.wire = Wire(socket_of(line.connection))
         return line.wire
@@ -252,7 +252,7 @@ class _ClusterNodes:
     def endpoint(self, key: bytes) -> Endpoint | None:
         try:
             node = self._client.nodes_manager.get_node_from_slot(key_slot(key))
-        except (redis.RedisError, KeyError, IndexError):  # a slot nobody serves
+        except (*REDIS_ERRORS, LookupError):  # a slot nobody serves
             return None
         with self._lock:
             return self._endpoints.get(node.name) or self._add(node)
@@ -280,7 +280,7 @@ class _ClusterNodes:
     def _refresh(self) -> None:
         try:
             self._client.nodes_manager.initialize()
-        except (redis.RedisError, OSError, LookupError, ValueError) as error:
+        except (*REDIS_ERRORS, OSError, LookupError, ValueError) as error:
             _log.debug("[redis] the cluster's topology: %s", error)
         finally:
             with self._lock:

@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 
 Client = redis.Redis | RedisCluster
 
+REDIS_ERRORS: Final = (redis.RedisError, redis.exceptions.RedisClusterException)  # the latter is no RedisError
+
 MAX_VALUE: Final = 512 << 20  # bytes: `proto-max-bulk-len` unless somebody changed it
 _LEAST_RECORDS: Final = 16  # that memory must hold, where nothing may be evicted for the next
 _PORTS: Final = {"standalone": 6379, "cluster": 6379, "sentinel": 26379}
@@ -155,7 +157,7 @@ def _explained(config: RedisConfig, servers: Servers) -> Iterator[None]:
         yield
     except KVTierError:
         raise
-    except (redis.RedisError, OSError) as error:
+    except (*REDIS_ERRORS, OSError) as error:
         raise _explanation(config, servers, error) from None
 
 
@@ -168,16 +170,25 @@ def _explanation(config: RedisConfig, servers: Servers, error: Exception) -> KVT
         why = f"{where} refuses it; set the right one" if given else f"{where} asks for one; set it"
         return ConfigError(f"[redis] password (not shown): {why}, and username where the server has users")
     if any(isinstance(cause, redis.exceptions.NoPermissionError) for cause in causes):
-        return ConfigError(f"[redis] username: {where} denies it a command ({text[:120]}); grant it")
+        return _denied(servers, text)
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return ConfigError(f"[redis] ca: the certificate of {where} is not signed by it; name the right file")
-    if "WRONG_VERSION_NUMBER" in text or "wrong version number" in text.lower():
-        return ConfigError(f"[redis] url: {where} does not speak TLS; write redis://")
     if "cluster mode is not enabled" in text.lower():
         return _bad("mode", "cluster", f'{where} is no cluster; set mode to "standalone"')
     if "DB index" in text or "Invalid Database" in text:
         return _bad("url", where, "no database of that number; write a lower one")
     return TierUnavailable(f"[redis] {where}: {str(error)[:200]}; the Redis tier is off")
+
+
+def no_epoch(servers: Servers, why: str) -> KVTierError:
+    """What to raise where the servers were reached and then would not tell or take the namespace's epoch."""
+    if why.startswith("NOPERM"):
+        return _denied(servers, why)
+    return TierUnavailable(f"[redis] {servers.label}: no epoch ({why[:200]}); the Redis tier is off")
+
+
+def _denied(servers: Servers, text: str) -> ConfigError:
+    return ConfigError(f"[redis] username: {servers.label} denies it a command ({text[:120]}); grant it")
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -200,7 +211,7 @@ def survey(client: redis.Redis) -> Survey:
     """Ask one server. Managed servers forbid it: then nothing is known, and nothing is said."""
     text: dict[str, str] = {}
     for pattern in ("maxmemory*", "proto-max-bulk-len", "cluster-require-full-coverage"):
-        with suppress(redis.RedisError, OSError):
+        with suppress(*REDIS_ERRORS, OSError):
             text |= {_text(name): _text(value) for name, value in client.config_get(pattern).items()}
     max_value, max_memory = text.get("proto-max-bulk-len", ""), text.get("maxmemory", "")
     return Survey(

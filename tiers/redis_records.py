@@ -1,6 +1,5 @@
 """A block as Redis holds it: its key, and a header that says whose bytes follow (byte by byte: docs/format.md)."""
 
-import secrets
 from typing import Any, Final
 
 import msgpack
@@ -12,16 +11,20 @@ VERSION: Final = 1
 _CODEC: Final = "raw"  # the payload is the slot's bytes as they are
 _SEAL_BYTES: Final = 8
 _PREFIX_BYTES: Final = 4  # u32: length of the header behind it
+_EPOCH_END: Final = 1 << 62  # beyond it a reset could not raise it any more
 
 
-def new_epoch() -> bytes:
-    """A number nobody used before, as 16 hexadecimal digits: blocks stored under another one are not found."""
-    return secrets.token_hex(8).encode()
+def format_epoch(epoch: int) -> bytes:
+    """Sixteen hexadecimal digits, as in keys and in the epoch's own."""
+    return b"%016x" % epoch
 
 
-def is_epoch(value: object) -> bool:
-    """Whether a server's answer can be what `new_epoch` made."""
-    return isinstance(value, bytes) and len(value) == 16 and set(value) <= set(b"0123456789abcdef")
+def parse_epoch(value: object) -> int:
+    """What `format_epoch` made such digits from; 0 for anything else, which no epoch is."""
+    if not isinstance(value, bytes) or len(value) != 16 or not set(value) <= set(b"0123456789abcdef"):
+        return 0
+    epoch = int(value, 16)
+    return epoch if epoch < _EPOCH_END else 0
 
 
 class Namespace:
@@ -37,7 +40,7 @@ class Namespace:
         self.block_size = block_size
         self._stem = f"{prefix}:{fingerprint.hex()[:16]}:".encode()
         blank = BlockRecord(bytes(32), bytes(32), b"", 0)
-        self.head_bytes = len(self.encode(blank, bytes(16)))
+        self.head_bytes = len(self.encode(blank, 0))
         self.value_bytes = self.head_bytes + slot_bytes
 
     @property
@@ -50,17 +53,17 @@ class Namespace:
         """What a probe writes."""
         return self._stem + b"probe"
 
-    def key(self, chain_hash: ChainHash, epoch: bytes) -> bytes:
+    def key(self, chain_hash: ChainHash, epoch: int) -> bytes:
         """`{prefix}:{fingerprint, 16 digits}:{epoch}:{chain hash}`, the hash whole."""
-        return self._stem + epoch + b":" + chain_hash.hex().encode()
+        return self._stem + format_epoch(epoch) + b":" + chain_hash.hex().encode()
 
-    def encode(self, record: BlockRecord, epoch: bytes) -> bytes:
+    def encode(self, record: BlockRecord, epoch: int) -> bytes:
         """What stands before the payload: `head_bytes` bytes."""
         fields = {
             "version": VERSION,
             "codec": _CODEC,
             "fingerprint": self.fingerprint,
-            "epoch": epoch,
+            "epoch": epoch.to_bytes(8, "little"),
             "chain_hash": record.chain_hash,
             "parent": record.parent,
             "num_tokens": (len(record.tokens) // 4).to_bytes(4, "little"),
@@ -73,7 +76,7 @@ class Namespace:
         unsealed = len(header).to_bytes(_PREFIX_BYTES, "little") + header[:-_SEAL_BYTES]
         return unsealed + _seal(unsealed)
 
-    def decode(self, head: bytes, chain_hash: ChainHash, epoch: bytes) -> BlockRecord | Outcome:
+    def decode(self, head: bytes, chain_hash: ChainHash, epoch: int) -> BlockRecord | Outcome:
         """The record a header of `head_bytes` describes, if it is that of this very block.
 
         KEY_MISMATCH where it is another block's, model's or version's; CHECKSUM where it is no header of ours. A header

@@ -12,13 +12,13 @@ import redis
 from redis.cluster import RedisCluster
 
 from kvtier.tiers.config import RedisConfig
-from kvtier.tiers.errors import ConfigError, TierUnavailable
+from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.redis_batch import Answer, Batches, Work
 from kvtier.tiers.redis_epoch import Epoch
 from kvtier.tiers.redis_lanes import Lane, Settle, command
 from kvtier.tiers.redis_names import Names
 from kvtier.tiers.redis_nodes import Nodes, nodes_of
-from kvtier.tiers.redis_options import MAX_VALUE, Client, connect, judge, parse, survey
+from kvtier.tiers.redis_options import MAX_VALUE, Client, connect, judge, no_epoch, parse, survey
 from kvtier.tiers.redis_records import Namespace
 from kvtier.tiers.redis_wire import Refusal, WireError
 from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome
@@ -29,6 +29,7 @@ _LOCATE_WINDOW: Final = 512  # keys asked for at once
 _NAME_LIFETIME: Final = 300.0  # seconds a name is believed: servers evict without telling
 _GONE: Final = (Outcome.ABSENT, Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
 _BAD: Final = (Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
+_warned: Final[set[tuple[str, str]]] = set()  # (server, warning)
 
 
 class RedisStore:
@@ -39,9 +40,8 @@ class RedisStore:
     a slow or dead one costs its own keys. Nothing is tried twice.
 
     All processes of a namespace share an epoch, a number in a key of its own that is part of every block's key. A reset
-    writes a new one: whatever was stored before is not found any more, by anybody, and goes when its time is up. Every
-    batch reads the epoch along, so the others learn of it. A lost epoch (an emptied server) is replaced by a new one:
-    blocks may be lost with it, but none comes back.
+    raises it: whatever was stored before is not found any more, by anybody, and goes when its time is up. Every batch
+    reads it along, so the others learn of it with their next one.
     """
 
     name = "redis"
@@ -80,9 +80,7 @@ class RedisStore:
         failure = store._epoch.settle(time.monotonic() + config.connect_timeout + config.deadline)
         if failure is not None:
             store.close()
-            raise TierUnavailable(
-                f"[redis] {servers.label}: {failure} while asking for the epoch; the Redis tier is off"
-            )
+            raise no_epoch(servers, store._epoch.refusal or failure)
         return store
 
     # Names: no I/O.
@@ -271,6 +269,9 @@ def _survey_all(client: Client, label: str, value_bytes: int) -> int:
         max_value = min(max_value, found.max_value)
         for warning in judge(found, where, value_bytes, cluster=isinstance(client, RedisCluster)):
             warnings.setdefault(warning, where)
+        server.connection_pool.disconnect()  # nothing of ours stays open there but payload connections
     for warning, where in warnings.items():
-        _log.warning("[redis] %s: %s", where, warning)
+        if (where, warning) not in _warned:  # a tier that attaches again and again says it once
+            _warned.add((where, warning))
+            _log.warning("[redis] %s: %s", where, warning)
     return max_value

@@ -69,7 +69,7 @@ class _Stream(Protocol):
 
 def socket_of(connection: AbstractConnection) -> socket.socket:
     """The socket of a connected redis-py connection, for our use alone; tested against the installed redis-py."""
-    sock = connection._get_socket()  # there is no public way
+    sock = getattr(connection, "_sock", None)  # there is no public way; this one held from redis-py 6.0 to 8.1
     if not isinstance(sock, socket.socket):
         raise WireError(Outcome.IO_ERROR, "redis-py gave no socket: this version of it is not known to kvtier")
     return sock

@@ -31,8 +31,8 @@ def hold(socket: Path, number: int) -> bytes:
     reservations = tiers.reserve([wanted(other)])
     assert reservations[0] is not None
     _kept.append((tiers, lease, reservations))
-    assert tiers.client is not None
-    return tiers.client
+    assert tiers.member is not None
+    return tiers.member[1]
 
 
 _kept: list[object] = []

@@ -125,7 +125,7 @@ def test_a_daemon_that_is_not_there_yet(path: Path, caplog: pytest.LogCaptureFix
         f'[service] socket "{path}": [Errno 2] No such file or directory; until it is back, everything is a miss'
     ]
     # Every question has an answer, none waits, and every loss is counted.
-    assert (tiers.region, tiers.num_slots, tiers.client, tiers.has_lower) == (None, 0, None, False)
+    assert (tiers.region, tiers.num_slots, tiers.member, tiers.has_lower) == (None, 0, None, False)
     found = where(tiers, chain)
     assert found == Attribution(4, miss=4)
     tiers.count(found)
@@ -312,7 +312,7 @@ def test_a_daemon_that_lies_is_left_alone(path: Path, fake: Callable[..., FakeDa
     claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     daemon.say(frame)
     wait_until(lambda: tiers.poll(claim) == 0)
-    assert tiers.client is None
+    assert tiers.member is None
     assert len(tiers.take(claim)) == 0
     tiers.close(0.1)
 
