@@ -57,6 +57,11 @@ class Namespace:
         return self.tiers.hierarchy
 
     @property
+    def is_shared(self) -> bool:
+        """Whether other nodes put blocks into one of the tiers, so that looking them up waits."""
+        return any(port.locates for port in self.hierarchy.ports)
+
+    @property
     def in_use(self) -> bool:
         """Whether somebody has leases, or slots to fill. On the loop's thread."""
         return any(member.holds_slots for member in self.members)

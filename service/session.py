@@ -93,6 +93,8 @@ class Session:
         self._output = bytearray()
         self._processes: dict[int, int] = {}  # pidfd → pid, of those that live
         self._over = False
+        self._corked = False  # while a batch of frames is taken in
+        self._blocked = False  # the client's socket took no more
         self._busy = False  # with an operation that waits, on a thread of its own
         self._told_epoch = 0
         self.watch_process(peer.pid)
@@ -243,6 +245,7 @@ class Session:
             if not data:
                 self.end_connection("died")
                 return True
+            self._corked = True  # what several frames of a batch are answered goes out at once
             try:
                 for body in self._reader.feed(data):
                     self._take_in(body)
@@ -254,6 +257,8 @@ class Session:
             except Exception as error:  # whatever one client's words led to must not end the others' service
                 self._daemon.log(f"client {self.peer.pid} is cut off: {error!r}")
                 self.end_connection("error")
+            self._corked = False
+            self._flush()
             if len(data) < _RECEIVE:
                 return True  # a later byte makes the socket readable again
         return False
@@ -275,6 +280,7 @@ class Session:
 
     def _serve(self, request: int, operations: list[Operation]) -> None:
         assert self.holdings is not None
+        assert self.namespace is not None
         answers: list[Any] = []
         news: list[News] = []
         for operation in operations:
@@ -284,6 +290,8 @@ class Session:
                     return
                 case Ended(client):
                     self._daemon.copies_ended(self, client)
+                case Lookup(hashes, _) if not self.namespace.is_shared:
+                    answers.append(pack_found(self.namespace.hierarchy.lookup(hashes)))
                 case Reset() | Drain() | Check() | Lookup():
                     if len(operations) > 1 or self._busy:
                         raise FormatError("an operation that waits comes alone, one at a time")
@@ -345,37 +353,27 @@ class Session:
     def _send(self, frame: bytes) -> None:
         if self._socket is None:
             return
-        if self._output:
-            self._output += frame
-        else:
-            try:
-                sent = self._socket.send(frame)
-            except BlockingIOError:
-                sent = 0
-            except OSError:
-                self.end_connection("died")
-                return
-            if sent == len(frame):
-                return
-            self._output += frame[sent:]
-            self._daemon.loop.change(self._socket.fileno(), READABLE | WRITABLE)
-        if len(self._output) > _MAX_OUTPUT:
-            self._daemon.log(f"client {self.peer.pid} is cut off: it does not read what it is sent")
-            self.end_connection("slow_reader")
+        self._output += frame
+        if not self._corked:
+            self._flush()
 
     def _flush(self) -> None:
-        if self._socket is None:
+        """Send what there is to send, as far as it goes, and watch for room where that is not all the way."""
+        if self._socket is None or not self._output:
             return
         try:
-            sent = self._socket.send(self._output)
+            del self._output[: self._socket.send(self._output)]
         except BlockingIOError:
-            return
+            pass
         except OSError:
             self.end_connection("died")
             return
-        del self._output[:sent]
-        if not self._output:
-            self._daemon.loop.change(self._socket.fileno(), READABLE)
+        if len(self._output) > _MAX_OUTPUT:
+            self._daemon.log(f"client {self.peer.pid} is cut off: it does not read what it is sent")
+            self.end_connection("slow_reader")
+        elif self._blocked != bool(self._output):
+            self._blocked = bool(self._output)
+            self._daemon.loop.change(self._socket.fileno(), READABLE | WRITABLE if self._blocked else READABLE)
 
 
 def _broken(check: Callable[[], None]) -> str:
