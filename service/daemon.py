@@ -68,7 +68,8 @@ class Daemon:
         self._openings: list[Opening] = []  # planned, one at a time is carried out
         self._ticked = self._log_from = 0.0
         self._listener = Listener(path)
-        self.loop.watch(self._listener.socket.fileno(), self._accept)
+        self._accepts = False
+        self._listen()
 
     def run(self) -> None:
         """Serve until `stop`."""
@@ -196,11 +197,18 @@ class Daemon:
 
     # inside
 
+    def _listen(self) -> None:
+        if not self._accepts:
+            self._accepts = True
+            self.loop.watch(self._listener.socket.fileno(), self._accept)
+
     def _accept(self, events: int) -> None:
         try:
             connection, _ = self._listener.socket.accept()
-        except OSError:  # it went away again, or we have no file left for it
+        except OSError:  # it went away again, or there is no file left for it: then look again a little later
             self.counts["not_accepted"] += 1
+            self._accepts = False
+            self.loop.forget(self._listener.socket.fileno())
             return
         connection.setblocking(False)
         peer = peer_of(connection)
@@ -269,6 +277,7 @@ class Daemon:
                     member.tell()
         if is_due:
             self._ticked = at
+            self._listen()
             for session in list(self._sessions.values()):
                 session.pass_time(at)
                 if not session.greeted and at - session.since > _GREETING_DEADLINE:

@@ -76,8 +76,8 @@ class Loop:
 
     def wake(self) -> None:
         """Have the loop take another turn now."""
-        if threading.get_ident() != self._thread:
-            with contextlib.suppress(OSError):  # closed, or as full of wake-ups as can be
+        if threading.get_ident() != self._thread and not self._stopped:
+            with contextlib.suppress(OSError):  # as full of wake-ups as can be
                 os.eventfd_write(self._event, 1)
 
     def stop(self) -> None:

@@ -319,6 +319,47 @@ def test_a_stopped_client_holds_up_nobody_and_its_promise_lapses(serve: Serve, a
     assert load(other, chain_of(8, first_token=2000)) == 8
 
 
+def test_a_client_that_is_stopped_keeps_what_it_copies_from(home: Path, serve: Serve, attach: Attach) -> None:
+    served = serve(host={"size": 16 * SLOT_BYTES})
+    witness = attach()
+    holder = child(home, "hold")
+    assert says(holder) == "ready"
+    holder.send_signal(signal.SIGSTOP)
+    for n in range(4):  # eight slots are free or may go, whatever the stopped one does
+        assert store(witness, chain_of(8, first_token=10_000 * (n + 1))) == 8
+    held = [client.leases for client in served.daemon.call(served.daemon.clients)]
+    assert sorted(held) == [0, 1]
+    assert load(witness, chain_of(4, first_token=1000)) == 4  # leased: nothing took its place
+    holder.send_signal(signal.SIGCONT)
+    end_child(holder)
+    wait_until(lambda: len(served.daemon.call(served.daemon.clients)) == 1)
+
+
+def test_a_daemon_that_is_stopped_costs_one_deadline_and_is_found_again(home: Path) -> None:
+    daemon, chain = DaemonProcess(home / "s", host__size="1MiB"), chain_of(4)
+    tiers = attach_client(home / "s")
+    store(tiers, chain)
+    claim, _ = ask(tiers, chain)
+    lease = tiers.take(claim)
+    daemon.process.send_signal(signal.SIGSTOP)
+    started = time.monotonic()
+    assert tiers.reserve([wanted(chain_of(4, first_token=1000))]) == [None]
+    assert tiers.reserve([wanted(chain_of(4, first_token=1000))]) == [None]
+    assert where(tiers, chain).miss == 4
+    assert time.monotonic() - started < 2.0
+    assert drops(tiers, Outcome.TIMEOUT) == 4
+    daemon.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: attached(tiers))
+    assert load(tiers, chain) == 4
+    # What it reserved for an answer that came too late is given back as soon as the copies of those times have ended.
+    assert store(tiers, chain_of(4, first_token=1000)) == 0
+    lease.release()
+    wait_until(lambda: store(tiers, chain_of(4, first_token=1000)) == 4)
+    tiers.check()
+    tiers.close()
+    assert daemon.end(signal.SIGTERM) == 0
+
+
 def test_a_promise_that_is_asked_about_does_not_lapse(serve: Serve, attach: Attach) -> None:
     serve(lease_deadline=0.4)
     tiers, chain = attach(), chain_of(4)
@@ -430,6 +471,47 @@ def test_a_second_daemon_is_refused_with_the_pid_of_the_first(home: Path) -> Non
     daemon = DaemonProcess(home / "s")
     assert "ready" in daemon.first_line
     assert daemon.end(signal.SIGINT) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_another_user_is_turned_away(home: Path, serve: Serve) -> None:
+    served = serve()
+    home.chmod(0o755)
+    (home / "s").chmod(0o666)  # whatever the file's mode says
+    program = (
+        "import os, socket, sys; os.setuid(12345); s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
+        "print(s.recv(4096), s.recv(1))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program, str(home / "s")], capture_output=True, text=True, env=environment(), timeout=30
+    )
+    assert "user 12345 may not use the daemon of user 0" in told.stdout
+    assert served.daemon.counts["turned_away"] == 1
+
+
+def test_a_daemon_without_files_takes_clients_in_later(home: Path, serve: Serve, attach: Attach) -> None:
+    served = serve()
+    first = attach()
+    real = served.daemon._listener.socket
+
+    class NoFile:
+        """A listener that may open no more."""
+
+        def accept(self) -> None:
+            raise OSError(24, "Too many open files")
+
+        def fileno(self) -> int:
+            return real.fileno()
+
+    served.daemon.call(lambda: setattr(served.daemon._listener, "socket", NoFile()))
+    with raw(home):  # in the backlog
+        wait_until(lambda: served.daemon.counts["not_accepted"] >= 1)
+        before = served.daemon.counts["not_accepted"]
+        time.sleep(0.3)
+        assert served.daemon.counts["not_accepted"] - before <= 8  # it does not spin
+        served.daemon.call(lambda: setattr(served.daemon._listener, "socket", real))
+        wait_until(lambda: len(served.daemon.call(served.daemon.clients)) == 2)
+    assert store(first, chain_of(4)) == 4
 
 
 def test_places_where_no_socket_can_be(home: Path) -> None:
