@@ -24,8 +24,9 @@ CHAIN, OTHER = chain_of(8), chain_of(6, first_token=1000)
 
 
 def options(url: str, **more: object) -> RedisConfig:
-    """A configuration of the tier that gives a batch a quarter of a second."""
-    return Config.load(redis={"url": url, "bandwidth": "1GB", **more}).redis
+    """A configuration of the tier that gives a connection, and a batch, half a second: machines that test are busy."""
+    patience = {"connect_timeout": "500ms", "deadline": "500ms", "bandwidth": "1GB"}
+    return Config.load(redis={"url": url, **patience, **more}).redis
 
 
 def open_store(url: str, fingerprint: bytes = FINGERPRINT, **more: Any) -> RedisStore:

@@ -58,6 +58,7 @@ class TierPort:
         self._lock = Lock()  # guards what follows; innermost, never held across I/O
         self._closed = False
         self._epoch = 0  # counts resets
+        self._shared_forgot_at = 0  # the last reset that a tier which nodes share was told of
         self._num_writing = 0  # writes under way that began in this epoch …
         self._num_stale = 0  # … and in an earlier one
         self.breakers = {
@@ -172,9 +173,11 @@ class TierPort:
             self._epoch += 1
             self._num_stale += self._num_writing
             self._num_writing = 0
-            tier = self.tier
+            tier, epoch = self.tier, self._epoch
         if tier is not None:
             tier.reset()
+            if isinstance(tier, Locates):
+                self._shared_forgot_at = epoch
 
     def check(self) -> None:
         """The tier's conservation law."""
@@ -236,8 +239,11 @@ class TierPort:
             return self.tier
 
     def _adopt(self, tier: Tier) -> None:
-        """Put a fresh tier to use, unless closed meanwhile. It may remember blocks that a reset could not reach."""
-        forgot_at = 0
+        """Put a fresh tier to use, unless closed meanwhile. It may remember blocks that a reset could not reach.
+
+        What nodes share is reset again only if it never was: others may have stored there since.
+        """
+        forgot_at = self._shared_forgot_at if isinstance(tier, Locates) else 0
         while True:
             with self._lock:
                 if self._closed:
@@ -247,6 +253,8 @@ class TierPort:
                     return
                 forgot_at = self._epoch
             tier.reset()
+            if isinstance(tier, Locates):
+                self._shared_forgot_at = forgot_at
         tier.close()
 
     def _detach(self, tier: Tier | None) -> None:

@@ -3,12 +3,15 @@
 import threading
 import time
 from collections.abc import Callable
+from typing import Final
 
 from kvtier.tiers.redis_batch import Batches
-from kvtier.tiers.redis_lanes import command
+from kvtier.tiers.redis_lanes import ask_epoch, command
 from kvtier.tiers.redis_records import format_epoch, parse_epoch
 from kvtier.tiers.redis_wire import Refusal, Reply, WireError
 from kvtier.tiers.tier import Outcome
+
+_NOT_OURS: Final = "WRONGTYPE"  # somebody put something else there: as if nothing was
 
 
 class Epoch:
@@ -62,7 +65,7 @@ class Epoch:
 
     def learn(self, used: int, seen: Reply) -> bool:
         """A batch went by `used` while its server had `seen`. False where the batch is of no use any more."""
-        if isinstance(seen, Refusal):  # nobody was asked, or had an answer
+        if isinstance(seen, Refusal) and seen.code != _NOT_OURS:  # nobody was asked, or had an answer
             return self.value == used
         number = parse_epoch(seen)
         with self._lock:
@@ -74,12 +77,12 @@ class Epoch:
 
     def _agree(self, deadline: float) -> Outcome | None:
         """Ask what stands there; write ours where it is higher, or a new one where nobody has any. WireError."""
-        get = command(b"GET", self._key)
-        (seen,) = self._batches.ask(self._key, [get], deadline)
-        answer: Reply = seen
+        get, exists = ask_epoch(self._batches.space), command(b"EXISTS", self._key)
+        seen, there = self._batches.ask(self._key, [get, exists], deadline)
+        answer = seen
         known, number = self._known, parse_epoch(seen)
-        if number < max(known, 1) and not isinstance(seen, Refusal):
-            only_new = [b"NX"] if seen is None else []  # another process may begin at this very moment
+        if number < max(known, 1) and (not isinstance(seen, Refusal) or seen.code == _NOT_OURS):
+            only_new = [b"NX"] if there == 0 else []  # another process may begin at this very moment
             write = command(b"SET", self._key, format_epoch(known or _now()), *only_new)
             answer, seen = self._batches.ask(self._key, [write, get], deadline)
             number = parse_epoch(seen)

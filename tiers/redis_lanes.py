@@ -24,6 +24,11 @@ def command(*parts: bytes) -> bytes:
     return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
 
 
+def ask_epoch(space: Namespace) -> bytes:
+    """What stands as the namespace's epoch; "" for nothing. No more of it than shows that it is none."""
+    return command(b"GETRANGE", space.epoch_key, b"0", b"16")
+
+
 def refused(refusal: Refusal, *, writing: bool) -> Outcome:
     """What an error reply means for its block."""
     if refusal.code == "OOM":
@@ -124,7 +129,7 @@ class Lane:
             self.wire.send(parts, num_replies)
             return
         self.asks_epoch = False
-        self.wire.send([command(b"GET", self.space.epoch_key), *parts], num_replies + 1)
+        self.wire.send([ask_epoch(self.space), *parts], num_replies + 1)
         self.epoch_seen = self._reply()
 
     def _reply(self) -> Reply:

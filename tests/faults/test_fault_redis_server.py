@@ -249,7 +249,7 @@ def test_late_answers_and_answers_in_pieces_are_whole_answers(proxy: ToxicProxy)
 
 
 def test_a_slow_line_gives_whole_blocks_until_the_deadline_and_no_half_one(proxy: ToxicProxy) -> None:
-    with opened(f"redis://127.0.0.1:{proxy.port}") as tier:  # a quarter of a second for 32 KiB at 64 KiB/s
+    with opened(f"redis://127.0.0.1:{proxy.port}", deadline="250ms") as tier:  # for 32 KiB at 64 KiB/s
         written(tier, CHAIN)
         proxy.rate = 64 * 1024
         outcomes = read(tier, CHAIN)

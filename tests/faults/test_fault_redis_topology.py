@@ -79,7 +79,6 @@ def fetches_all_again(hierarchy: Hierarchy) -> None:
 # 31: failover.
 
 
-@pytest.mark.slow
 def test_a_master_killed_is_misses_until_its_replica_takes_over() -> None:
     with cluster(replicas=1) as nodes:
         hierarchy = stored(over_redis(nodes.url, mode="cluster"))
@@ -111,7 +110,6 @@ def test_a_master_killed_in_a_cluster_without_replicas_costs_its_own_keys() -> N
         assert read(tier, LONG).count(Outcome.OK) == 24 - len(lost)
 
 
-@pytest.mark.slow
 def test_sentinels_name_a_new_master_and_it_is_found_without_a_restart() -> None:
     with watched(password=SECRET) as group:
         hierarchy = stored(over_redis(group.url, mode="sentinel", sentinel_name=group.name, password=SECRET))

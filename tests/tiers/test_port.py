@@ -1,7 +1,7 @@
 """Stories of a port: a lower tier that fails, hangs, comes back, was never there or was replaced; and resets."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from threading import Event, Thread
 
 import pytest
@@ -411,3 +411,42 @@ def test_a_tier_that_opens_only_after_close_is_closed_again(story: Story) -> Non
     gate.set()
     wait_until(lambda: tier.closed)
     assert port.tier is None
+
+
+class SharedMemoryTier(MemoryTier):
+    """What others store into as well."""
+
+    def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
+        return self.lookup(hashes)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_tier_that_comes_back_is_not_reset_again_if_others_store_there(story: Story, is_shared: bool) -> None:
+    tier = SharedMemoryTier() if is_shared else MemoryTier()
+    port = story.port(lambda: tier)
+    port.reset()  # told while it is there
+    tier.broken = True
+    port.breakers["read"].trip()
+    tier.fill(CHAIN)  # another node stored these
+    story.probe(port)  # no answer: closed, and opened anew
+    assert tier.closed
+    assert port.tier is tier
+    assert bool(tier.blocks) is is_shared  # nobody else stores into a file of ours: what is there is old
+
+
+def test_a_shared_tier_that_missed_a_reset_is_told_when_it_comes_back(story: Story) -> None:
+    tier = SharedMemoryTier()
+    attempts: list[int] = []
+
+    def open_tier() -> Tier:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise TierUnavailable("down at start")
+        return tier
+
+    tier.fill(CHAIN)
+    port = story.port(open_tier)
+    port.reset()
+    story.probe(port)
+    assert port.tier is tier
+    assert not tier.blocks

@@ -72,11 +72,11 @@ def test_what_one_process_stores_another_finds_once_it_asked(server: RedisServer
         assert other.stats()["read_ok"] == 8
 
 
-def test_locate_stops_at_the_first_hole(server: RedisServer, store: RedisStore) -> None:
+def test_locate_stops_at_the_first_hole(server: RedisServer) -> None:
     long = chain_of(1300)  # three windows
-    assert store.locate(long.hashes) == 0
-    written(store, long)
-    with opened(server.url) as other:
+    with opened(server.url, deadline="10s") as store, opened(server.url, deadline="10s") as other:
+        assert store.locate(long.hashes) == 0
+        written(store, long)
         assert other.locate(long.hashes) == 1300
         store.discard(long.hashes[700:701])
         assert other.locate(long.hashes) == 700
@@ -460,7 +460,7 @@ def test_a_server_that_shows_no_settings_is_asked_for_none(
             written(store, CHAIN)
             assert whole(read(store, CHAIN))
         assert caplog.records == []
-        server.cli("ACL", "SETUSER", "engine", "-get", "-set")
+        server.cli("ACL", "SETUSER", "engine", "-getrange", "-set")
         assert "denies it a command" in refused(server.url, username="engine", password=SECRET)
     finally:
         server.cli("ACL", "DELUSER", "engine")
