@@ -140,10 +140,11 @@ class Daemon:
             self.log(f"client {session.peer.pid} is refused: {error}")
             session.refuse(str(error))
             return
+        session.enter(namespace)
         if hello.reset:
-            self.aside(namespace.tiers.reset, lambda _: self._welcome(session, namespace))
+            self.aside(namespace.tiers.reset, lambda result: self._reset(session, namespace, result))
         else:
-            self._welcome(session, namespace)
+            session.welcome()
 
     def join(self, session: Session, client: bytes) -> None:
         """Watch the session's peer for the client it names."""
@@ -253,9 +254,12 @@ class Daemon:
         if self._openings:
             self._open_next()
 
-    def _welcome(self, session: Session, namespace: Namespace) -> None:
-        session.welcome(namespace)
-        for member in list(namespace.members):  # the reset may have been another's news
+    def _reset(self, session: Session, namespace: Namespace, result: Exception | None) -> None:
+        if result is None:
+            session.welcome()
+        else:
+            session.refuse(f"reset: {result}")
+        for member in list(namespace.members):
             member.tell()
 
     def _note_progress(self, namespace: Namespace) -> None:

@@ -28,15 +28,16 @@ class Loop:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._handlers: dict[int, Handler] = {self._event: self._woken}
-        self._epoll.register(self._event, READABLE)
+        self._handlers: dict[int, tuple[Handler, int]] = {}  # fd → handler, and the round it came in
+        self._round = 0
+        self.watch(self._event, self._woken)
         self._calls: deque[Callable[[], None]] = deque()
         self._thread = 0
         self._stopped = False
 
     def watch(self, fd: int, handler: Handler, events: int = READABLE) -> None:
         """Call `handler` whenever the file is ready for one of `events`."""
-        self._handlers[fd] = handler
+        self._handlers[fd] = handler, self._round
         self._epoll.register(fd, events)
 
     def change(self, fd: int, events: int) -> None:
@@ -53,8 +54,11 @@ class Loop:
         self._thread = threading.get_ident()
         wait = 0.0
         while not self._stopped:
-            for fd, events in self._epoll.poll(wait):
-                if (handler := self._handlers.get(fd)) is not None:  # an earlier one may have let it go
+            ready = self._epoll.poll(wait)
+            self._round += 1
+            for fd, events in ready:
+                handler, since = self._handlers.get(fd, (None, 0))  # an earlier one may have let it go,
+                if handler is not None and since < self._round:  # and yet another have opened a file of that number
                     handler(events)
             while self._calls:
                 self._calls.popleft()()

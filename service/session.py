@@ -127,19 +127,23 @@ class Session:
 
     # what the daemon calls
 
-    def welcome(self, namespace: Namespace) -> None:
-        """The tiers are open: let the client have them."""
-        if self._socket is None:
+    def enter(self, namespace: Namespace) -> None:
+        """Belong to a namespace, which stays open from now on."""
+        if self.connected:
+            self.namespace = namespace
+            namespace.members.add(self)
+
+    def welcome(self) -> None:
+        """The tiers of its namespace are as the client wants them: let it have them."""
+        if self._socket is None or self.namespace is None:
             return
-        tiers = namespace.tiers
+        namespace, tiers = self.namespace, self.namespace.tiers
         region = tiers.region
         assert region is not None
         assert region.fd is not None
-        self.namespace = namespace
         self.holdings = Holdings(tiers, self._daemon.lease_deadline, now)
         self._told_epoch = tiers.epoch
         self._reader.limit = MAX_FRAME
-        namespace.members.add(self)
         welcome = Welcome(
             self.client,
             namespace.instance,

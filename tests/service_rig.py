@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of, wait_until
+from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
 
 from kvtier.connector.greetings import Hello
 from kvtier.connector.remote import RemoteTiers
@@ -170,6 +170,3 @@ def end_child(child: "subprocess.Popen[str]", signals: Sequence[int] = ()) -> No
     for pipe in (child.stdin, child.stdout, child.stderr):
         if pipe is not None:
             pipe.close()
-
-
-__all__ = ["wait_until"]

@@ -39,6 +39,7 @@ from kvtier.connector.greetings import Hello, pack_greeting
 from kvtier.connector.messages import Ask, Holds, pack_request
 from kvtier.connector.remote import RemoteTiers
 from kvtier.service.daemon import Daemon
+from kvtier.service.loop import Loop
 from kvtier.tiers.below import Attribution
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError, StoreLocked
@@ -159,6 +160,34 @@ def test_tiers_stay_warm_when_nobody_uses_them(serve: Serve, attach: Attach) -> 
     first.close()
     second = attach()
     assert load(second, chain) == 4
+
+
+def test_a_number_of_a_file_that_was_closed_is_not_the_old_file() -> None:
+    """Two files are ready in one round; the first one's handler closes the second, and opens one of its number."""
+    loop, said = Loop(), list[str]()
+    readers = [os.eventfd(1), os.eventfd(1)]
+
+    def replace(old: int) -> None:
+        for fd in readers:
+            loop.forget(fd)
+        os.close(old)
+        assert os.eventfd(0) == old
+        loop.watch(old, lambda events: said.append("the new file is not ready"))
+
+    for fd, other in (readers, readers[::-1]):
+        loop.watch(fd, lambda events, other=other: replace(other))  # type: ignore[misc]
+
+    def turn() -> float:
+        if next(rounds, None) is None:
+            loop.stop()
+        return 0.0
+
+    rounds = iter(range(3))
+    loop.run(turn)
+    assert said == []
+    loop.close()
+    for fd in readers:
+        os.close(fd)
 
 
 def test_the_same_model_with_other_blocks_is_refused(serve: Serve, attach: Attach) -> None:
