@@ -114,6 +114,7 @@ EXPLAINED: Final = {
     "kvtier/cli.py:kvtier.engine.demo": "torch and transformers take seconds to import; few verbs need them",
     "kvtier/cli.py:kvtier.engine.generate": "the same",
     "kvtier/cli.py:run_generate": "one parameter for each option of the command line",
+    "tiers/hierarchy.py:Hierarchy": "the whole store's verbs, on one lock and one list of tiers",
     "tiers/below.py:TiersBelow": "all that a connector may ask, here or of a daemon, in one list",
     "tiers/local_tiers.py:LocalTiers": "implements that list",
     "connector/remote.py:RemoteTiers": "implements that list",

@@ -138,6 +138,16 @@ class Hierarchy:
             self.metrics.dropped("l2", Outcome.CLOSED if self._closed else Outcome.NO_SLOT, admitted)
         return None
 
+    def reserve_each(self, chains: Sequence[tuple[Sequence[ChainHash], ChainHash]]) -> list[Reservation | None]:
+        """`reserve` for several (hashes, parent): all that a step stores, in one pass where there is room for all."""
+        if len(chains) < 2 or self.settings.admit_after > 1 or self._closed:
+            return [self.reserve(hashes, parent) for hashes, parent in chains]
+        taken = self.host.pool.reserve_each(chains)
+        return [
+            self.reserve(*chain) if reservation is None else reservation
+            for chain, reservation in zip(chains, taken, strict=True)
+        ]
+
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
         """The reservation's slots are filled: hash, publish and offer them to the tiers below; in the background.
 

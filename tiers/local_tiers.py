@@ -137,8 +137,8 @@ class LocalTiers:
     # storing
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
-        """See `Hierarchy.reserve`."""
-        return [self.hierarchy.reserve(each.hashes, each.parent) for each in wanted]
+        """See `Hierarchy.reserve_each`."""
+        return self.hierarchy.reserve_each([(each.hashes, each.parent) for each in wanted])
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
         """See `Hierarchy.seal`."""

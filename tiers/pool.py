@@ -3,14 +3,15 @@
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.idle import no_slots
 from kvtier.tiers.index import Slots, Words, to_words
 from kvtier.tiers.lease import Lease, PoolCounts, Reservation
+from kvtier.tiers.links import Chains
 from kvtier.tiers.slots import FILLING, QUARANTINED, READY, SlotTable
 from kvtier.tiers.tier import BlockRecord, ChainHash, Changes
 
@@ -86,12 +87,31 @@ class SlotPool:
             words = to_words(hashes)
             held = self._table.index.find(words)
             missing = np.flatnonzero(held < 0)
-            if not len(missing):
-                return self._reservation([], [], no_slots(), [])
-            if not self._take_into(held, missing, words, self._slot(parent)):
+            if not self._take_into(held, missing, words, Chains([0], self._slots([parent]))):
                 return None
             parents = [parent, *hashes[:-1]]
             return self._reservation(_pick(hashes, missing), missing.tolist(), held[missing], _pick(parents, missing))
+
+    def reserve_each(self, chains: Sequence[tuple[Sequence[ChainHash], ChainHash | None]]) -> list[Reservation | None]:
+        """`reserve` for several (hashes, parent), each all or nothing; in one pass where there is room for all."""
+        names = [name for hashes, _ in chains for name in hashes]
+        parents = [parent for _, parent in chains]
+        distinct = set(names)
+        if len(chains) < 2 or len(distinct) < len(names) or not distinct.isdisjoint(parents):
+            return [self.reserve(hashes, parent) for hashes, parent in chains]  # each sees what the one before it took
+        starts = list(accumulate((len(hashes) for hashes, _ in chains), initial=0))
+        with self._lock:
+            self._settle_dropped()
+            words = to_words(names)
+            held = self._table.index.find(words)
+            missing = np.flatnonzero(held < 0)
+            is_missing = held < 0
+            if self._take_into(held, missing, words, Chains(starts[:-1], self._slots(parents))):
+                return [
+                    self._part(chain, held[a:b], is_missing[a:b])
+                    for chain, a, b in zip(chains, starts, starts[1:], strict=False)
+                ]
+        return [self.reserve(hashes, parent) for hashes, parent in chains]
 
     def seal(self, reservation: Reservation, positions: Sequence[int] | None = None) -> Lease:
         """Publish the reservation's blocks, at `positions` in its hashes or all still filling, and lease them.
@@ -247,15 +267,30 @@ class SlotPool:
         slots = self._table.find(hashes)
         return slots[slots >= 0]
 
-    def _slot(self, name: ChainHash | None) -> int:
-        """The slot of a block, ready or filling; -1 where there is none."""
-        return -1 if name is None else int(self._table.index.find(to_words([name]))[0])
+    def _slots(self, names: Sequence[ChainHash | None]) -> Slots:
+        """The slot of each block, ready or filling; -1 where there is none."""
+        slots = np.full(len(names), -1, np.int64)
+        if known := [i for i, name in enumerate(names) if name is not None]:
+            slots[known] = self._table.index.find(to_words([name for name in names if name is not None]))
+        return slots
 
-    def _take_into(self, held: Slots, missing: Slots, words: Words, parent: int) -> bool:
+    def _part(
+        self, chain: tuple[Sequence[ChainHash], ChainHash | None], slots: Slots, is_missing: NDArray[np.bool_]
+    ) -> Reservation:
+        hashes, parent = chain
+        missing = np.flatnonzero(is_missing)
+        parents = [parent, *hashes[:-1]]
+        return self._reservation(_pick(hashes, missing), missing.tolist(), slots[missing], _pick(parents, missing))
+
+    def _take_into(self, held: Slots, missing: Slots, words: Words, chains: Chains) -> bool:
         """Take slots for the missing positions of `held`, name them and link them to their chain. False: no room."""
+        if not len(missing):
+            return True
         table, links = self._table, self._table.links
         orphans = np.flatnonzero((held[:-1] < 0) & (held[1:] >= 0)) + 1  # held blocks whose parent comes back now
-        anchors = _before(held, parent)[missing]
+        if len(chains.starts) > 1:
+            orphans = np.setdiff1d(orphans, chains.starts)
+        anchors = chains.before(held)[missing]
         anchors = anchors[anchors >= 0]
         links.add_children(anchors)  # the blocks these hang on must not go to make room for them
         slots = table.take(len(missing))
@@ -265,7 +300,7 @@ class SlotPool:
                 table.idle.release_parents(anchors)
                 raise ValueError(f"reserve: a hash comes twice among {len(held)}")
             held[missing] = slots
-            links.link(slots, _before(held, parent)[missing])
+            links.link(slots, chains.before(held)[missing])
             for i in orphans.tolist():
                 # It may just have been evicted, or its link may live: only its parent's index entry was missing.
                 if table.index.find(words[i : i + 1])[0] == held[i] and self._is_orphan(int(held[i])):
@@ -335,13 +370,6 @@ class SlotPool:
             elif dropped.disarm():
                 self.num_leaked += 1
                 self._table.unref(dropped.slots)
-
-
-def _before(held: Slots, first: int) -> Slots:
-    """For each position, the slot of the block before it."""
-    before = np.empty_like(held)
-    before[0], before[1:] = first, held[:-1]
-    return before
 
 
 def _pick(items: Sequence[T], at: NDArray[np.intp]) -> list[T]:

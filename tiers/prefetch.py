@@ -10,23 +10,15 @@ from kvtier.tiers.host import HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.pool import Lease, Reservation
 from kvtier.tiers.port import TierPort
-from kvtier.tiers.progress import Progress
+from kvtier.tiers.progress import PENDING, Pending, Progress
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+
+__all__ = ["PENDING", "Pending", "Prefetch", "Prefetcher"]
 
 _log = logging.getLogger(__name__)
 
 BATCH_BYTES: Final = 8 << 20  # per read: a call as large as the slab makes; the GIL is waited for once in each
 _FIRST_LEASE: Final = 256  # blocks looked for at once; twice as many while they are all there
-
-
-class Pending:
-    """The answer "ask again": blocks are still on their way and the deadline has not passed."""
-
-    def __repr__(self) -> str:
-        return "PENDING"
-
-
-PENDING: Final = Pending()
 
 
 class Prefetch:
@@ -134,7 +126,7 @@ class Prefetcher:
             prefetch.num_held = prefetch.end
             self._held.update(prefetch.hashes[: prefetch.end])
             self._active.add(prefetch)
-            self._advance(prefetch)
+            self._take_ready(prefetch)
             return prefetch
 
     def poll(self, prefetch: Prefetch) -> int | Pending:
@@ -257,6 +249,14 @@ class Prefetcher:
                     return i
                 room -= 1
         return len(hashes)
+
+    def _take_ready(self, prefetch: Prefetch) -> None:
+        """Lease what L2 holds of the leading run: mostly all there is. The rest is on its way, or the run ends."""
+        lease = self.host.pool.lease(prefetch.hashes[: prefetch.end])
+        prefetch.leases, prefetch.next = [lease], len(lease)
+        prefetch.done = len(lease) == prefetch.end
+        if not prefetch.done:
+            self._advance(prefetch)
 
     def _leave(self, prefetch: Prefetch) -> None:
         """The request waits no more."""

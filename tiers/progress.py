@@ -2,6 +2,17 @@
 
 from collections.abc import Callable
 from threading import Condition
+from typing import Final
+
+
+class Pending:
+    """The answer "ask again": blocks are still on their way and the deadline has not passed."""
+
+    def __repr__(self) -> str:
+        return "PENDING"
+
+
+PENDING: Final = Pending()
 
 
 class Progress(Condition):

@@ -384,3 +384,46 @@ def test_a_block_fetched_into_a_gap_is_kept_for_its_child(pool_of: PoolOf, chain
     store(pool, chain(7, 8, 9))
     held = pool.holds(blocks)
     assert held == sorted(held, reverse=True)  # the chain went from its tail
+
+
+def test_all_that_a_step_stores_is_taken_in_one_pass(chain: Chain, pool_of: PoolOf) -> None:
+    one_by_one, at_once = pool_of(slots=8), pool_of(slots=8)
+    for pool in (one_by_one, at_once):
+        store(pool, chain(1, 2))
+    wanted = [
+        (chain(1, 2, 3), None),
+        (chain(7, 8), None),
+        (chain(1, 2, 4, 5)[2:], chain(1, 2)[-1]),
+        (chain(9), b"x" * 32),
+    ]
+    expected = [one_by_one.reserve(hashes, parent) for hashes, parent in wanted]
+    taken = at_once.reserve_each(wanted)
+    for before, now in zip(expected, taken, strict=True):
+        assert before is not None
+        assert now is not None
+        assert (now.hashes, now.indices, now.parents) == (before.hashes, before.indices, before.parents)
+        at_once.seal(now).release()
+        one_by_one.seal(before).release()
+    for pool in (one_by_one, at_once):  # full now, and the same blocks hang on each other: tails go first
+        store(pool, chain(20, 21, 22))
+    assert [one_by_one.holds(hashes) for hashes, _ in wanted] == [at_once.holds(hashes) for hashes, _ in wanted]
+
+
+def test_where_not_all_fit_each_gets_what_it_can(chain: Chain, pool_of: PoolOf) -> None:
+    pool = pool_of(slots=4)
+    first, second, third = pool.reserve_each([(chain(1, 2, 3), None), (chain(5, 6), None), (chain(7), None)])
+    assert first is not None
+    assert second is None
+    assert third is not None
+    pool.abandon(first)
+    pool.abandon(third)
+
+
+def test_a_block_that_two_requests_of_a_step_store_is_taken_once(chain: Chain, pool_of: PoolOf) -> None:
+    pool = pool_of(slots=8)
+    first, second = pool.reserve_each([(chain(1, 2), None), (chain(1, 2, 3), None)])
+    assert first is not None
+    assert second is not None
+    assert (first.indices, second.indices) == ([0, 1], [2])
+    pool.abandon(first)
+    pool.abandon(second)

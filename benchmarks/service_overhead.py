@@ -1,0 +1,292 @@
+"""What the daemon costs an engine beside tiers of its own: a step's round trip, lookups, copies, and its memory.
+
+A real `kvtier serve` on a Unix socket, and the same tiers in this process, asked in turns. A step reserves slots for
+the blocks it stores: its only round trip. Lookups are chains of 128 blocks, 32 on the way at once; their rate is by the
+daemon's CPU time (user and system, one core), since two noisy cores share two busy processes. Copies are an engine's
+loads from L2, scattered blocks, 8 MiB at a time, from the region each of the two has. Memory is what the daemon has
+besides the region (RssAnon) while clients look up and store without a pause; its slope is fitted over `--minutes`.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from _report import Target, parser, progress, report
+
+from kvtier.connector.opening import open_tiers
+from kvtier.tiers.below import Claim, TiersBelow, Wanted
+from kvtier.tiers.config import Config
+from kvtier.tiers.errors import KVTierError
+from kvtier.tiers.lease import Reservation
+from kvtier.tiers.prefetch import PENDING
+from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+from kvtier.tiers.transfer import BlockCopies, HostCopyStream
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+FINGERPRINT: Final = b"service_overhead".ljust(32, b".")
+BLOCK_SIZE: Final = 16
+CHAIN: Final = 128  # blocks in a lookup
+WINDOW: Final = 32  # lookups on the way at once
+MAX_STEP_US: Final = 60.0
+MIN_LOOKUPS: Final = 10_000.0  # a second of one core
+MIN_COPY: Final = 0.95
+MAX_MEMORY: Final = 100e6  # bytes besides region and index
+PARENT: Final = b"p" * 32
+_numbers = count()
+
+
+class Blocks(NamedTuple):
+    """The blocks of a model that nobody has."""
+
+    block_size: int
+    block_bytes: int
+
+
+class Daemon:
+    """`kvtier serve` as a process of its own."""
+
+    def __init__(self, directory: Path, size: str) -> None:
+        self.socket = directory / "kv.sock"
+        settings = {"HOST__SIZE": size, "SERVICE__SOCKET": str(self.socket), "SERVICE__HTTP": "127.0.0.1:0"}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+        environment |= {f"KVTIER_{name}": value for name, value in settings.items()} | {"PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen([sys.executable, "-m", "kvtier.cli", "serve"], env=environment)
+        end = time.monotonic() + 60
+        while not self.socket.exists():
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise KVTierError("the daemon did not start")
+            time.sleep(0.05)
+
+    def cpu_seconds(self) -> float:
+        """User and system time so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def anonymous_bytes(self) -> int:
+        """Memory of its own: the region is a shared file's."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+    def stop(self) -> None:
+        """SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(30)
+
+
+def fresh(num_blocks: int) -> list[ChainHash]:
+    """Names nobody has used."""
+    return [next(_numbers).to_bytes(32, "little") for _ in range(num_blocks)]
+
+
+@contextmanager
+def opened(socket: Path | None, size: str, blocks: Blocks) -> Iterator[TiersBelow]:
+    service = {} if socket is None else {"socket": str(socket)}
+    tiers = open_tiers(Config.load(host={"size": size}, service=service), FINGERPRINT, blocks)
+    if tiers.region is None:
+        raise KVTierError("the daemon did not answer")
+    tiers.region.wait_prefaulted(60)
+    try:
+        yield tiers
+    finally:
+        tiers.close()
+
+
+def step(tiers: TiersBelow, num_requests: int, before: Sequence[Reservation]) -> tuple[float, list[Reservation]]:
+    """One scheduling step: what the last one stored is sealed, each request stores one block. Seconds of the wait."""
+    for reservation in before:
+        tiers.seal(reservation, [BlockRecord(reservation.hashes[0], PARENT, b"\0" * 4 * BLOCK_SIZE, 0)], tiers.epoch)
+    wanted = [Wanted(fresh(1), PARENT, PARENT) for _ in range(num_requests)]
+    start = time.perf_counter()
+    reservations = tiers.reserve(wanted)
+    seconds = time.perf_counter() - start
+    return seconds, [reservation for reservation in reservations if reservation is not None]
+
+
+def time_steps(all_tiers: dict[str, TiersBelow], num_requests: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step's wait, both kinds of tiers in turns, at an engine's pace: a step, then some compute."""
+    times: dict[str, list[float]] = {name: [] for name in all_tiers}
+    held: dict[str, list[Reservation]] = {name: [] for name in all_tiers}
+    for _ in range(rounds):
+        for name, tiers in all_tiers.items():
+            seconds, held[name] = step(tiers, num_requests, held[name])
+            times[name].append(seconds)
+        time.sleep(0.001)
+    for name, reservations in held.items():
+        for reservation in reservations:
+            all_tiers[name].abandon(reservation, Outcome.ABORTED)
+    return times
+
+
+def stored(tiers: TiersBelow, num_blocks: int) -> list[ChainHash]:
+    """The names of a chain that L2 holds."""
+    names = fresh(num_blocks)
+    [reservation] = tiers.reserve([Wanted(names, PARENT, PARENT)])
+    assert reservation is not None
+    parents = [PARENT, *names]
+    records = [BlockRecord(name, parents[i], b"\0" * 4 * BLOCK_SIZE, 0) for i, name in enumerate(names)]
+    tiers.seal(reservation, records, tiers.epoch)
+    assert tiers.drain(30, below=False)
+    return names
+
+
+def look_up(tiers: TiersBelow, chains: Sequence[list[ChainHash]], num_lookups: int) -> None:
+    """`num_lookups` lookups, WINDOW on the way at once; what is promised is let go."""
+    waiting: list[Claim] = []
+    for number in range(num_lookups):
+        waiting.append(tiers.ask(chains[number % len(chains)], PARENT, block_size=BLOCK_SIZE))
+        while len(waiting) >= WINDOW:
+            waiting = _answered(tiers, waiting)
+    while waiting:
+        waiting = _answered(tiers, waiting)
+
+
+def _answered(tiers: TiersBelow, waiting: list[Claim]) -> list[Claim]:
+    left = []
+    for claim in waiting:
+        if tiers.poll(claim) is PENDING:
+            left.append(claim)
+        else:
+            tiers.cancel(claim)
+    if len(left) == len(waiting):
+        tiers.wait_progress(1.0)
+    return left
+
+
+def copy_rates(all_tiers: dict[str, TiersBelow], block_bytes: int, rounds: int) -> dict[str, list[float]]:
+    """GB/s of loads, from each region in turns."""
+    per_copy = max(1, (8 << 20) // block_bytes)
+    l1 = torch.zeros(256, 1, 2, 1, 1, block_bytes // 2, dtype=torch.uint8)
+    draw = np.random.default_rng(0)
+    rates: dict[str, list[float]] = {name: [] for name in all_tiers}
+    streams = {}
+    for name, tiers in all_tiers.items():
+        assert tiers.region is not None
+        tiers.region.array[:] = draw.integers(0, 256, tiers.region.array.shape[1], dtype=np.uint8)
+        streams[name] = HostCopyStream(l1, tiers.region)
+    for _ in range(rounds):
+        targets = draw.permutation(256)[:per_copy]
+        for name, stream in streams.items():
+            slots = draw.permutation(all_tiers[name].num_slots)[:per_copy]
+            start = time.perf_counter()
+            event = stream.load(BlockCopies(targets, slots))
+            assert event.wait(30)
+            rates[name].append(per_copy * block_bytes / (time.perf_counter() - start) / 1e9)
+    for stream in streams.values():
+        stream.close(10)
+    return rates
+
+
+def memory_under_load(daemon: Daemon, tiers: TiersBelow, seconds: float) -> list[tuple[float, int]]:
+    """(seconds, bytes besides the region) while a client looks up and stores without a pause."""
+    chains = [stored(tiers, CHAIN) for _ in range(4)]
+    samples: list[tuple[float, int]] = []
+    held: list[Reservation] = []
+    start = time.monotonic()
+    while (passed := time.monotonic() - start) < seconds:
+        for _ in range(20):
+            _, held = step(tiers, 4, held)
+            look_up(tiers, [*chains, fresh(CHAIN)], 64)
+        if not samples or passed - samples[-1][0] >= seconds / 200:
+            samples.append((passed, daemon.anonymous_bytes()))
+    for reservation in held:
+        tiers.abandon(reservation, Outcome.ABORTED)
+    return samples
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--minutes", type=_minutes, default=10.0, help="how long the memory is watched under load")
+    given = options.parse_args()
+    rounds, seconds = (300, 3.0) if given.quick else (5_000, 60 * given.minutes)
+    size, blocks = ("128MiB", Blocks(BLOCK_SIZE, 131_072)) if given.quick else ("512MiB", Blocks(BLOCK_SIZE, 131_072))
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
+        daemon = Daemon(Path(directory), size)
+        try:
+            with opened(None, size, blocks) as own, opened(daemon.socket, size, blocks) as remote:
+                both = {"in process": own, "daemon": remote}
+                targets = _steps(both, rounds, rows)
+                targets += _lookups(daemon, both, rounds, rows)
+                targets += _copies(both, blocks, rounds // 10, rows)
+                progress(f"memory under load, {seconds:.0f} s")
+                targets += _memory(memory_under_load(daemon, remote, seconds), remote, rows)
+        finally:
+            daemon.stop()
+    return report("service_overhead", rows, targets, given.json, given.save)
+
+
+def _steps(both: dict[str, TiersBelow], rounds: int, rows: list[dict[str, object]]) -> list[Target]:
+    targets = []
+    for num_requests in (1, 8, 64):
+        progress(f"steps that store a block of each of {num_requests} requests")
+        for name, times in time_steps(both, num_requests, rounds if num_requests < 64 else rounds // 5).items():
+            best, worst = median(times) * 1e6, float(np.percentile(times, 99)) * 1e6
+            rows.append(
+                {"what": f"step, {num_requests} stores", "tiers": name, "median": best, "p99": worst, "unit": "us"}
+            )
+            if name == "daemon" and num_requests == 1:
+                targets.append(Target("a step's round trip, us", MAX_STEP_US, best))
+    return targets
+
+
+def _lookups(daemon: Daemon, both: dict[str, TiersBelow], rounds: int, rows: list[dict[str, object]]) -> list[Target]:
+    targets = []
+    for kind in ("hits", "misses"):
+        progress(f"lookups of {CHAIN} blocks, {kind}")
+        for name, tiers in both.items():
+            chains = [stored(tiers, CHAIN) if kind == "hits" else fresh(CHAIN) for _ in range(4)]
+            look_up(tiers, chains, WINDOW)
+            cpu, start = daemon.cpu_seconds(), time.perf_counter()
+            num_lookups = rounds * 10
+            look_up(tiers, chains, num_lookups)
+            wall, used = time.perf_counter() - start, daemon.cpu_seconds() - cpu
+            rate = num_lookups / used if name == "daemon" and used else None
+            row = {"what": f"lookups of {CHAIN}, {kind}", "tiers": name, "median": num_lookups / wall, "unit": "1/s"}
+            rows.append({**row, "by daemon's CPU": rate})
+            if rate is not None:
+                targets.append(Target(f"lookups of {CHAIN} blocks, {kind}, a core's second", MIN_LOOKUPS, rate, False))
+    return targets
+
+
+def _copies(both: dict[str, TiersBelow], blocks: Blocks, rounds: int, rows: list[dict[str, object]]) -> list[Target]:
+    progress("copies")
+    rates = copy_rates(both, blocks.block_bytes, rounds)
+    rows += [{"what": "loads, 8 MiB", "tiers": n, "median": median(each), "unit": "GB/s"} for n, each in rates.items()]
+    ratio = median(a / b for a, b in zip(rates["daemon"], rates["in process"], strict=True))
+    return [Target("copy rate of the daemon's memory, of our own", MIN_COPY, ratio, at_most=False)]
+
+
+def _memory(samples: list[tuple[float, int]], tiers: TiersBelow, rows: list[dict[str, object]]) -> list[Target]:
+    times, sizes = np.array(samples, float).T
+    later = times >= times[-1] / 4  # the first quarter fills pools and caches
+    slope = float(np.polyfit(times[later], sizes[later], 1)[0]) * 60 / 1e6
+    row = {"what": f"memory besides {tiers.num_slots} slots, {times[-1] / 60:.1f} min", "tiers": "daemon"}
+    rows.append({**row, "median": float(np.median(sizes)) / 1e6, "p99": float(sizes.max()) / 1e6, "unit": "MB"})
+    rows.append({"what": "its slope under load", "tiers": "daemon", "median": slope, "unit": "MB/min"})
+    return [
+        Target("daemon's memory besides its region, index included, MB", MAX_MEMORY / 1e6, float(sizes.max()) / 1e6),
+        Target("growth of it, MB a minute", 1.0, slope),
+    ]
+
+
+def _minutes(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 600:
+        raise argparse.ArgumentTypeError("minutes: write a number from 0 to 600")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
