@@ -295,7 +295,7 @@ class Prefetcher:
     def _advance(self, prefetch: Prefetch) -> None:
         """Lease, join or launch until the window is full or the run ends; finish when nothing is on its way."""
         on_the_way = sum(len(flight.positions) for flight in prefetch.flights)
-        size, is_new = _FIRST_LEASE, not prefetch.leases
+        size = _FIRST_LEASE
         while not prefetch.done and prefetch.next < prefetch.end:
             if on_the_way >= self._window:
                 return
@@ -313,10 +313,7 @@ class Prefetcher:
                 on_the_way += prefetch.next - start
                 if reason:
                     self._shorten(prefetch, prefetch.next, reason)
-        if is_new and len(prefetch.leases) == 1 and len(prefetch.leases[0]) == prefetch.end and not prefetch.done:
-            prefetch.done = True  # all of it was in L2, and is leased already as `_finish` would
-            self._lock.notify_all()
-        elif not prefetch.flights:
+        if not prefetch.flights:
             self._finish(prefetch)
 
     def _missing_run(self, hashes: list[ChainHash]) -> int:
