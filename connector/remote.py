@@ -316,23 +316,22 @@ class RemoteTiers:
         """Send, and wait for the answer: (the link it was sent on, the answers). A late daemon is cut off."""
         end = self._clock() + timeout
         with self._lock:
-            link, number = self._pump(), self._numbers(1)
+            link = self._attachment.link or self._pump()
             if link is None:
                 return None, []
+            number = self._numbers(1)
             if alone:
                 self._attachment.send()
             self._attachment.send([operation], number)
-        while True:
+        while (left := end - self._clock()) > 0:
+            link.connection.wait(min(left, _LOOK))
             with self._lock:
                 if self._pump() is not link:
                     return link, []
                 if number in link.answers:
                     return link, link.answers.pop(number)
-                left = end - self._clock()
-                if left <= 0:
-                    self._attachment.cut(TimeoutError(f"no answer within {timeout:g} s"))
-                    return link, []
-            link.connection.wait(min(left, _LOOK))
+        self._cut(TimeoutError(f"no answer within {timeout:g} s"))
+        return link, []
 
     def _call_waiting(self, operation: Operation, timeout: float) -> list[Any]:
         """An operation that waits there, for `timeout` seconds or less."""

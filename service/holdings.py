@@ -22,7 +22,7 @@ from kvtier.connector.messages import (
     Take,
     pack_granted,
 )
-from kvtier.tiers.below import Attribution, Claim, Wanted
+from kvtier.tiers.below import Attribution, Claim
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.lease import Lease, Reservation
 from kvtier.tiers.local_tiers import LocalTiers
@@ -185,9 +185,19 @@ class Holdings:
     # stores
 
     def _reserve(self, op: Reserve) -> list[list[bytes] | None]:
+        if any(number in self._reservations for number in range(op.first, op.first + len(op.wanted))):
+            raise FormatError(f"a reservation from {op.first} on is there already")
+        is_bounded = all(len(each.hashes) <= MAX_ITEMS for each in op.wanted)
+        if len(self._reservations) + len(op.wanted) > MAX_RESERVATIONS or not is_bounded:
+            num_blocks = sum(len(each.hashes) for each in op.wanted)
+            self._tiers.metrics.dropped("l2", Outcome.QUEUE_FULL, num_blocks)
+            return [None] * len(op.wanted)
+        try:
+            reservations = self._tiers.reserve(op.wanted)
+        except ValueError as error:  # a name given twice; slots taken before it came are dropped, and so abandoned
+            raise FormatError(str(error)) from None
         answers: list[list[bytes] | None] = []
-        for number, wanted in enumerate(op.wanted, op.first):
-            reservation = self._take_slots(number, wanted)
+        for number, reservation in enumerate(reservations, op.first):
             if reservation is None:
                 answers.append(None)
                 continue
@@ -196,17 +206,6 @@ class Holdings:
             indices = np.array(reservation.indices, np.int64)
             answers.append(pack_granted(Granted(indices, reservation.slots, reservation.generations)))
         return answers
-
-    def _take_slots(self, number: int, wanted: Wanted) -> Reservation | None:
-        if number in self._reservations:
-            raise FormatError(f"reservation {number} is there already")
-        if len(self._reservations) >= MAX_RESERVATIONS or len(wanted.hashes) > MAX_ITEMS:
-            self._tiers.metrics.dropped("l2", Outcome.QUEUE_FULL, len(wanted.hashes))
-            return None
-        try:
-            return self._tiers.reserve([wanted])[0]
-        except ValueError as error:  # a name given twice
-            raise FormatError(str(error)) from None
 
     def _seal(self, op: Seal) -> None:
         reservation = self._reservations.get(op.reservation)

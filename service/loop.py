@@ -28,15 +28,16 @@ class Loop:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._handlers: dict[int, Handler] = {self._event: self._woken}
-        self._epoll.register(self._event, READABLE)
+        self._handlers: dict[int, tuple[Handler, int]] = {}  # fd → handler, and the round it came in
+        self._round = 0
+        self.watch(self._event, self._woken)
         self._calls: deque[Callable[[], None]] = deque()
         self._thread = 0
         self._stopped = False
 
     def watch(self, fd: int, handler: Handler, events: int = READABLE) -> None:
         """Call `handler` whenever the file is ready for one of `events`."""
-        self._handlers[fd] = handler
+        self._handlers[fd] = handler, self._round
         self._epoll.register(fd, events)
 
     def change(self, fd: int, events: int) -> None:
@@ -53,8 +54,11 @@ class Loop:
         self._thread = threading.get_ident()
         wait = 0.0
         while not self._stopped:
-            for fd, events in self._epoll.poll(wait):
-                if (handler := self._handlers.get(fd)) is not None:  # an earlier one may have let it go
+            ready = self._epoll.poll(wait)
+            self._round += 1
+            for fd, events in ready:
+                handler, since = self._handlers.get(fd, (None, 0))  # an earlier one may have let it go,
+                if handler is not None and since < self._round:  # and yet another have opened a file of that number
                     handler(events)
             while self._calls:
                 self._calls.popleft()()
@@ -68,24 +72,16 @@ class Loop:
     def submit(self, function: Callable[[], T]) -> "Future[T]":
         """As `call`, and the result in a future: wait for it with a deadline. It may hold TierUnavailable instead."""
         future: Future[T] = Future()
-
-        def settle() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function())
-                except Exception as error:
-                    future.set_exception(error)
-
         if self._stopped or len(self._calls) >= _MAX_CALLS:
             future.set_exception(TierUnavailable("the daemon is stopping, or has too much to do"))
         else:
-            self.call(settle)
+            self.call(lambda: _settle(future, function))
         return future
 
     def wake(self) -> None:
         """Have the loop take another turn now."""
-        if threading.get_ident() != self._thread:
-            with contextlib.suppress(OSError):  # closed, or as full of wake-ups as can be
+        if threading.get_ident() != self._thread and not self._stopped:
+            with contextlib.suppress(OSError):  # as full of wake-ups as can be
                 os.eventfd_write(self._event, 1)
 
     def stop(self) -> None:
@@ -104,6 +100,14 @@ class Loop:
 
     def _woken(self, events: int) -> None:
         os.eventfd_read(self._event)
+
+
+def _settle(future: "Future[T]", function: Callable[[], T]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
 
 
 def now() -> float:

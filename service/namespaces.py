@@ -17,7 +17,6 @@ from kvtier.tiers.local_tiers import LocalTiers
 from kvtier.tiers.opening import open_hierarchy
 from kvtier.tiers.quantities import format_size
 
-LEASE_DEADLINE: Final = 60.0  # seconds a promise is kept that its client does not renew
 _MIN_BLOCKS: Final = 8  # fewer in L2 are of no use: promises take half of them, each prefetch a quarter
 
 
@@ -56,6 +55,11 @@ class Namespace:
     def hierarchy(self) -> Hierarchy:
         """The hierarchy behind the tiers."""
         return self.tiers.hierarchy
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other nodes put blocks into one of the tiers, so that looking them up waits."""
+        return any(port.locates for port in self.hierarchy.ports)
 
     @property
     def in_use(self) -> bool:

@@ -1,6 +1,7 @@
 """`kvtier serve`: the daemon on the command line."""
 
 import logging
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -33,6 +34,10 @@ def serve(
     if path is None:
         raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
     logging.basicConfig(level=logging.INFO, format="kvtier: %(message)s", stream=sys.stderr)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most_files, most_files)
+    )  # some for each client and each of its processes
     daemon = Daemon(settings, path)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: daemon.stop())

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Final
 
 from kvtier.tiers.host import HostTier
@@ -29,13 +30,12 @@ class Prefetch:
     """
 
     __slots__ = (
-        "deadline", "done", "end", "flights", "hashes", "leases", "next", "num_held", "parent", "polled_at", "position",
-        "refused", "told",
+        "_position", "deadline", "done", "end", "flights", "hashes", "leases", "next", "num_held", "parent",
+        "polled_at", "refused", "told",
     )  # fmt: skip
 
     def __init__(self, hashes: Sequence[ChainHash], parent: ChainHash, deadline: float, now: float) -> None:
         self.hashes = list(hashes)
-        self.position = {chain_hash: i for i, chain_hash in enumerate(self.hashes)}
         self.parent = parent  # of hashes[0]
         self.deadline = deadline
         self.polled_at = now
@@ -47,6 +47,14 @@ class Prefetch:
         self.done = False
         self.refused = False  # for now: others hold all that waiting requests may hold
         self.told = False  # a poll has returned the number
+        self._position: dict[ChainHash, int] = {}
+
+    @property
+    def position(self) -> dict[ChainHash, int]:
+        """Where in the run each block is: made when the first one has to be fetched."""
+        if not self._position:
+            self._position = {chain_hash: i for i, chain_hash in enumerate(self.hashes)}
+        return self._position
 
 
 @dataclass(eq=False, slots=True)
@@ -254,12 +262,9 @@ class Prefetcher:
         """The request waits no more."""
         if prefetch in self._active:
             self._active.remove(prefetch)
-            held = self._held
-            for chain_hash in prefetch.hashes[: prefetch.num_held]:
-                if (count := held[chain_hash]) > 1:
-                    held[chain_hash] = count - 1
-                else:
-                    held.pop(chain_hash)  # `del` is a Python function of Counter's
+            held, hashes = self._held, prefetch.hashes[: prefetch.num_held]
+            counts = map(held.pop, hashes, repeat(0))  # all of them at the speed of C; mostly nobody else holds any
+            held.update({h: count - 1 for h, count in zip(hashes, counts, strict=True) if count > 1})
 
     def _sort(self, flight: _Flight, results: Sequence[BlockRecord | Outcome]) -> tuple[list[int], list[int]]:
         good: list[int] = []
@@ -287,7 +292,7 @@ class Prefetcher:
     def _advance(self, prefetch: Prefetch) -> None:
         """Lease, join or launch until the window is full or the run ends; finish when nothing is on its way."""
         on_the_way = sum(len(flight.positions) for flight in prefetch.flights)
-        size, is_new = _FIRST_LEASE, not prefetch.leases
+        size = _FIRST_LEASE
         while not prefetch.done and prefetch.next < prefetch.end:
             if on_the_way >= self._window:
                 return
@@ -305,10 +310,7 @@ class Prefetcher:
                 on_the_way += prefetch.next - start
                 if reason:
                     self._shorten(prefetch, prefetch.next, reason)
-        if is_new and len(prefetch.leases) == 1 and len(prefetch.leases[0]) == prefetch.end and not prefetch.done:
-            prefetch.done = True  # all of it was in L2, and is leased already as `_finish` would
-            self._lock.notify_all()
-        elif not prefetch.flights:
+        if not prefetch.flights:
             self._finish(prefetch)
 
     def _missing_run(self, hashes: list[ChainHash]) -> int:
