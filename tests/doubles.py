@@ -76,6 +76,9 @@ class MemoryTier:
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         return [h in self.blocks for h in hashes]
 
+    def held(self) -> list[tuple[ChainHash, ChainHash]]:
+        return [(record.chain_hash, record.parent) for record, _ in self.blocks.values()]
+
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         self.gate.wait(30)
         with self._lock:

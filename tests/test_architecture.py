@@ -65,6 +65,7 @@ GROUPS: Final = {
         "io_queue",
         "rates",
         "events",
+        "inventory",
     },
 }
 # Tiers never import each other; copies know L2's region; the hierarchy alone knows them all.

@@ -145,6 +145,13 @@ class FileStore:
             index = self._blocks.index
             return [chain_hash in index for chain_hash in hashes]
 
+    def held(self) -> list[tuple[ChainHash, ChainHash]]:
+        """Name and parent of every block; see `Enumerates`."""
+        with self._lock:
+            names = list(self._blocks.index)
+            parents = self._rows["parent"][list(self._blocks.index.values())]
+        return list(zip(names, parents.tolist(), strict=True))
+
     # Reading.
 
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:

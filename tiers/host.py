@@ -21,6 +21,7 @@ from kvtier.tiers.tier import BlockRecord, ChainHash
 logger = logging.getLogger(__name__)
 
 _PREFAULT_PIECE: Final = 32 << 20  # bytes per madvise: some 10 ms, so that close() need not wait longer
+_HELD_BATCH: Final = 4096  # blocks asked about under the pool's lock at a time
 _REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -193,6 +194,16 @@ class HostTier:
         with self.pool.lease([chain_hash]) as lease:
             record = self.records[int(lease.slots[0])] if len(lease) else None
             return record.parent if record else None
+
+    def held(self) -> list[tuple[ChainHash, ChainHash]]:
+        """Name and parent of every block, in no particular order; takes the pool's lock for some blocks at a time."""
+        known = [record for record in self.records if record is not None]  # some of blocks that left
+        pairs: list[tuple[ChainHash, ChainHash]] = []
+        for first in range(0, len(known), _HELD_BATCH):
+            batch = known[first : first + _HELD_BATCH]
+            flags = self.pool.holds([record.chain_hash for record in batch])
+            pairs += [(r.chain_hash, r.parent) for r, is_held in zip(batch, flags, strict=True) if is_held]
+        return list(dict(pairs).items())
 
     def check(self) -> None:
         """Raise AssertionError where the pool's conservation laws do not hold."""

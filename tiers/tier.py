@@ -114,6 +114,14 @@ class Locates(Protocol):
         """
 
 
+@runtime_checkable
+class Enumerates(Protocol):
+    """A tier that can list what it holds. A store shared with others is not this process's to list."""
+
+    def held(self) -> list[tuple[ChainHash, ChainHash]]:
+        """Name and parent of every block, in no particular order. No I/O, but time for every block."""
+
+
 class Announcer(Protocol):
     """Says which blocks come to a tier and leave it, to one reader. Thread-safe; no method waits for I/O."""
 
