@@ -4,11 +4,12 @@ import os
 import select
 import socket
 import struct
+import time
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kvtier.connector.frames import MAX_FRAME, FrameReader
-from kvtier.tiers.errors import ConfigError, FormatError
+from kvtier.tiers.errors import ConfigError
 
 _PEER: Final = struct.Struct("3i")
 _RECEIVE: Final = 256 << 10  # bytes read at once
@@ -41,6 +42,7 @@ class Connection:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._reader = FrameReader(MAX_FRAME)
         self._output = bytearray()
+        self._kept: list[Any] = []  # bodies received behind the one that was asked for
         self._greeted = False  # the first bytes may bring a file along
         self.files: list[int] = []  # that came with the frames read so far; whoever takes one out closes it
         try:
@@ -73,7 +75,7 @@ class Connection:
 
     def receive(self) -> list[Any]:
         """The bodies of the frames that have arrived. Raises OSError where the other end is gone, FormatError."""
-        bodies: list[Any] = []
+        bodies, self._kept = self._kept, []
         while True:
             try:
                 data = self._receive()
@@ -88,13 +90,13 @@ class Connection:
                 return bodies
 
     def receive_first(self, timeout: float) -> Any:
-        """The body of the first frame, for which this waits. Raises TimeoutError, and as `receive`."""
-        if not self.wait(timeout):
-            raise TimeoutError(f"no answer within {timeout:g} s")
-        bodies = self.receive()
-        if len(bodies) != 1:
-            raise FormatError("not one whole frame for a greeting")
-        return bodies[0]
+        """The body of the next frame alone, within `timeout` seconds; None where there is none. Errors as `receive`."""
+        end = time.monotonic() + timeout
+        while not self._kept:
+            self._kept = self.receive()
+            if not self._kept and not self.wait(max(0.0, end - time.monotonic())):
+                return None
+        return self._kept.pop(0)
 
     def wait(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for something to receive. From any thread."""

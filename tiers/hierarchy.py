@@ -208,11 +208,11 @@ class Hierarchy:
         self.prefetcher.check()
         self.locator.check()
         queues_idle = self._sealing.idle and all(port.queue.idle for port in self.ports)
-        idle = not in_use and queues_idle and self.prefetcher.idle  # asked before counting: what ends in between is no leak
+        idle = queues_idle and self.prefetcher.idle  # asked before counting: what ends in between is no leak
         counts = self.host.pool.check()
         for port in self.ports:
             port.check()
-        if idle and (counts.leased or counts.filling or counts.quarantined):
+        if idle and not in_use and (counts.leased or counts.filling or counts.quarantined):
             raise AssertionError(f"at idle nothing may be leased, filling or quarantined: {counts}")
 
     def close(self, timeout: float = 5.0) -> None:

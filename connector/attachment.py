@@ -1,0 +1,268 @@
+"""A client's tie to the daemon: attach, lose it, say nothing worse than "not now" meanwhile, and attach again."""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from kvtier.connector.connection import Connection
+from kvtier.connector.frames import MAX_ITEMS
+from kvtier.connector.greetings import Hello, Join, Joined, Refused, Welcome, pack_greeting, unpack_reception
+from kvtier.connector.messages import Bye, Ended, Operation, Reply, pack_request, unpack_reply
+from kvtier.tiers.below import Claim
+from kvtier.tiers.errors import ConfigError, FormatError, TierUnavailable
+from kvtier.tiers.host import HostRegion
+
+_log = logging.getLogger(__name__)
+
+_WELCOME: Final = 30.0  # seconds for the daemon to open a slab; only at start anybody waits for it
+_MAX_UNSENT: Final = 512  # operations nobody waits for
+_FIRST_RETRY: Final = 0.1  # seconds after a failure; each further one in a row doubles it
+_LAST_RETRY: Final = 5.0
+_JOINED: Final = 5.0  # seconds a worker waits to be watched
+
+
+class Link:
+    """One connection on which the daemon has welcomed us, with all that was said and is held by it.
+
+    What is held by a link that was lost is void: nobody knows what became of its slots.
+    """
+
+    def __init__(self, connection: Connection, welcome: Welcome, region: HostRegion, epoch_base: int) -> None:
+        self.connection = connection
+        self.welcome = welcome
+        self.region = region
+        self.epoch_base = epoch_base  # the client's epoch less the daemon's
+        self.claims: dict[int, Claim] = {}  # asked about, and not taken or cancelled
+        self.held: set[int] = set()  # leases and reservations whose copies may be under way
+        self.unsent: list[Operation] = []
+        self.answers: dict[int, list[Any]] = {}  # request → what the daemon answered
+
+    def send(self, operations: Sequence[Operation] = (), request: int = 0) -> bool:
+        """Send what was left unsent and these behind it, in one frame; True where all of it is on its way.
+
+        Raises OSError where the daemon is gone.
+        """
+        everything = [*self.unsent, *operations]
+        self.unsent = []
+        for first in range(0, len(everything) - MAX_ITEMS, MAX_ITEMS):
+            self.connection.send(pack_request(0, everything[first : first + MAX_ITEMS]))
+        rest = everything[-((len(everything) - 1) % MAX_ITEMS + 1) :] if everything else []
+        return self.connection.send(pack_request(request, rest) if rest else b"")
+
+
+class Attachment:
+    """At most one link at a time, made again by itself. Not thread-safe; no method but `start` and `close` waits.
+
+    The region lives on while something copies from or to it; a daemon that was restarted has another one.
+    """
+
+    def __init__(self, path: Path, hello: Hello, clock: Callable[[], float]) -> None:
+        self.link: Link | None = None
+        self.region: HostRegion | None = None  # the last one there was
+        self.epoch = 0  # counts resets, and every new link: who knows what happened in between
+        self.has_lower = False
+        self._path = path
+        self._hello = hello
+        self._clock = clock
+        self._greeted: tuple[Connection, Hello, float] | None = None  # not welcomed yet; until when we wait for that
+        self._former: list[Link] = []  # lost, and the daemon does not know yet that their copies have ended
+        self._instance = b""
+        self._retry, self._retry_at = _FIRST_RETRY, 0.0
+        self._warned = False
+        self._owes_reset = False
+        self._closed = False
+
+    def start(self) -> None:
+        """Attach, waiting for the daemon's answer; a daemon that is not there is a warning, and found later.
+
+        ConfigError where it is there and says no: another version, another user's, no room for this model.
+        """
+        try:
+            connection = self._greet()
+        except OSError as error:
+            self._failed(error)
+            return
+        try:
+            body = connection.receive_first(_WELCOME)
+            if body is None:
+                raise TimeoutError(f"no welcome within {_WELCOME:g} s")
+            self._welcomed(connection, unpack_reception(body))
+        except (ConfigError, FormatError, TierUnavailable) as error:
+            connection.close()
+            raise ConfigError(f'[service] socket "{self._path}": {error}') from None
+        except OSError as error:
+            connection.close()
+            self._failed(error)
+
+    def pump(self) -> list[Reply]:
+        """Read what has arrived, and attach where there is no link and it is time to try. Never waits or raises."""
+        if self.link is None:
+            self._attach()
+        link = self.link
+        if link is None:
+            return []
+        try:
+            link.connection.send(b"")
+            replies = [unpack_reply(body) for body in link.connection.receive()]
+            self._say_ended(link)
+        except (OSError, FormatError) as error:
+            self.cut(error)
+            return []
+        for reply in replies:
+            self.epoch = max(self.epoch, link.epoch_base + reply.epoch)
+            if reply.request:
+                link.answers[reply.request] = reply.answers
+        return replies
+
+    def send(self, operations: Sequence[Operation] = (), request: int = 0) -> bool:
+        """See `Link.send`; False too where there is no link, or no more."""
+        if self.link is None:
+            return False
+        try:
+            return self.link.send(operations, request)
+        except (OSError, ValueError) as error:  # gone, or nothing that fits into a frame
+            self.cut(error)
+            return False
+
+    def later(self, link: Link, operation: Operation) -> None:
+        """Leave an operation to the next message; where the link is lost, what it is about is lost with it."""
+        if link is self.link:
+            link.unsent.append(operation)
+            if len(link.unsent) >= _MAX_UNSENT:
+                self.send()
+
+    def cut(self, why: Exception) -> None:
+        """Give the link up: everything held by it is void, and the daemon keeps it until it hears from us again."""
+        if self.link is not None:
+            self.link.connection.close()
+            self.link.claims.clear()
+            self.link.unsent.clear()
+            self._former.append(self.link)
+            self.link = None
+        self._failed(why)
+
+    def reset_owed(self, owed: bool) -> None:
+        """Whether the daemon has to be told to forget everything before we use it again."""
+        self._owes_reset = owed
+        if owed:
+            self.epoch += 1
+
+    def close(self, timeout: float) -> None:
+        """Say goodbye, which takes up to `timeout` seconds where the daemon is slow to read, and unmap. Idempotent."""
+        self._closed = True
+        deadline = self._clock() + timeout
+        if self._greeted is not None:
+            self._greeted[0].close()
+            self._greeted = None
+        if self.link is not None:
+            link, self.link = self.link, None
+            try:
+                sent = link.send([Bye()])
+                while not sent and (left := deadline - self._clock()) > 0:
+                    link.connection.wait(left)
+                    sent = link.send()
+            except OSError:
+                pass
+            link.connection.close()
+        for region in {link.region for link in self._former} | ({self.region} if self.region is not None else set()):
+            region.close()
+        self._former.clear()
+
+    # inside
+
+    def _attach(self) -> None:
+        now = self._clock()
+        try:
+            if self._greeted is None:
+                if self._closed or now < self._retry_at:
+                    return
+                self._greeted = (self._greet(), self._hello, now + _WELCOME)
+            connection, hello, until = self._greeted
+            body = connection.receive_first(0.0)
+            if body is None:
+                if now >= until:
+                    raise TimeoutError("the daemon does not answer")
+                return
+            self._greeted = None
+            if self._owes_reset and not hello.reset:  # it came about after we had said hello
+                connection.close()
+                return
+            try:
+                self._welcomed(connection, unpack_reception(body))
+            except BaseException:
+                connection.close()
+                raise
+        except (OSError, ConfigError, FormatError, TierUnavailable) as error:
+            if self._greeted is not None:
+                self._greeted[0].close()
+                self._greeted = None
+            self._failed(error)
+
+    def _greet(self) -> Connection:
+        self._hello = self._hello._replace(reset=self._owes_reset)
+        connection = Connection(self._path)
+        try:
+            connection.send(pack_greeting(self._hello))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _welcomed(self, connection: Connection, reception: Welcome | Joined | Refused) -> None:
+        if isinstance(reception, Refused):
+            raise TierUnavailable(reception.why)
+        if not isinstance(reception, Welcome) or not connection.files:
+            raise FormatError("a welcome without its region")
+        fd = connection.files.pop()
+        try:
+            region = self.region if self._instance == reception.instance else None
+            if region is None:
+                if reception.slot_bytes != self._hello.block_bytes:
+                    raise FormatError(f"slots of {reception.slot_bytes} bytes for blocks of {self._hello.block_bytes}")
+                region = HostRegion.attach(fd, reception.num_slots, reception.slot_bytes)
+        finally:
+            os.close(fd)
+        if self.region is not None:
+            self.epoch += 1
+        self.region, self._instance, self.has_lower = region, reception.instance, reception.has_lower
+        self.link = Link(connection, reception, region, self.epoch - reception.epoch)
+        self._owes_reset = False
+        self._retry = _FIRST_RETRY
+        if self._warned:
+            _log.warning('[service] socket "%s": attached', self._path)
+            self._warned = False
+
+    def _say_ended(self, link: Link) -> None:
+        """Tell the daemon of lost links whose copies have all ended, and let go of regions nothing copies to."""
+        for former in [former for former in self._former if not former.held]:
+            link.unsent.append(Ended(former.welcome.client))
+            self._former.remove(former)
+            if former.region is not self.region and all(former.region is not other.region for other in self._former):
+                former.region.close()
+
+    def _failed(self, why: Exception) -> None:
+        if not self._warned and not self._closed:
+            _log.warning('[service] socket "%s": %s; until it is back, everything is a miss', self._path, why)
+            self._warned = True
+        self._retry_at = self._clock() + self._retry
+        self._retry = min(_LAST_RETRY, 2 * self._retry)
+
+
+def join(path: Path, client: bytes) -> None:
+    """Say that this process copies for a client: what that one holds is held until this process has ended too.
+
+    Called by a worker before it maps the client's region. Raises TierUnavailable where the daemon does not watch it.
+    """
+    try:
+        connection = Connection(path)
+        try:
+            connection.send(pack_greeting(Join(client)))
+            reception = unpack_reception(connection.receive_first(_JOINED))  # nothing at all is a FormatError too
+        finally:
+            connection.close()
+        if isinstance(reception, Refused):
+            raise TierUnavailable(reception.why)
+    except (OSError, FormatError, TierUnavailable) as error:
+        raise TierUnavailable(f'[service] socket "{path}": {error}') from None

@@ -1,0 +1,371 @@
+"""The node's daemon as the tiers below L1: the same questions and promises, over its socket; bytes never cross it."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
+
+from kvtier.connector.attachment import Attachment, Link
+from kvtier.connector.frames import MAX_HASHES, MAX_ITEMS
+from kvtier.connector.greetings import Hello
+from kvtier.connector.messages import (
+    Abandon,
+    Check,
+    Computed,
+    Drain,
+    Granted,
+    Holds,
+    Lookup,
+    Operation,
+    Release,
+    Reserve,
+    Reset,
+    Seal,
+    unpack_found,
+    unpack_granted,
+)
+from kvtier.connector.remote_claims import ASK_AGAIN, RemoteClaim, RemoteClaims, widened
+from kvtier.tiers.below import Attribution, Claim, Wanted
+from kvtier.tiers.errors import FormatError
+from kvtier.tiers.host import HostRegion
+from kvtier.tiers.lease import Lease, Reservation
+from kvtier.tiers.metrics import LOOKUP_TIERS, Metrics
+from kvtier.tiers.prefetch import Pending
+from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+
+_ANSWER: Final = 0.25  # seconds an answer from memory may take; later than that, the daemon is as good as gone
+_LATE: Final = 0.5  # seconds an answer may come after the time the daemon itself was given
+_RESET: Final = 10.0
+_CHECK: Final = 30.0
+_LOOK: Final = 0.02  # seconds between two looks, should another thread have read our answer
+
+
+@dataclass(eq=False)
+class _Reservation(Reservation):
+    """Slots of the daemon's."""
+
+    number: int = 0
+    link: Link | None = None
+
+
+class RemoteTiers:
+    """`TiersBelow` behind a Unix socket. Thread-safe; nothing raises for a daemon that is gone, slow or mad.
+
+    Without a daemon every question is a miss and every store is dropped, counted as `breaker_open`. What was promised,
+    leased and reserved on a connection is void with it; ending it is harmless. Operations that need no answer are
+    sent with the next one that does, or by `tick`.
+    Lock: `_lock` guards everything; never held while waiting for the daemon.
+    """
+
+    def __init__(self, path: Path, hello: Hello, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Attach; see `Attachment.start` for the errors. A claim without an answer for `patience` seconds is a miss."""
+        self.metrics = Metrics()
+        self._clock = clock
+        self._lock = Lock()
+        self._waiting_call = Lock()  # the daemon does one operation that waits at a time for each client
+        self._attachment = Attachment(path, hello, clock)
+        self._claims = RemoteClaims(self._attachment, self.metrics, patience, clock)
+        self._last_number = 0
+        self._dropped: deque[Callable[[], None]] = deque()  # left by `__del__`, which may run anywhere
+        self._closed = False
+        self._attachment.start()
+
+    @property
+    def region(self) -> HostRegion | None:
+        """L2's memory, the daemon's: another one once it was restarted."""
+        return self._attachment.region
+
+    @property
+    def epoch(self) -> int:
+        """Counts resets, and each time the daemon was found again."""
+        return self._attachment.epoch
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in L2."""
+        region = self._attachment.region
+        return region.num_slots if region is not None else 0
+
+    @property
+    def has_lower(self) -> bool:
+        """Whether the daemon has a tier below L2."""
+        return self._attachment.has_lower
+
+    @property
+    def client(self) -> bytes | None:
+        """How the daemon calls us, for `attachment.join`; None while there is no link."""
+        link = self._attachment.link
+        return link.welcome.client if link is not None else None
+
+    # a request's question and promise
+
+    def ask(self, hashes: Sequence[ChainHash], parent: ChainHash, num_l1: int = 0, *, block_size: int) -> Claim:
+        """Send the question; the answer is news for a later `poll`."""
+        claim = RemoteClaim(list(hashes), parent, num_l1, block_size)
+        with self._lock:
+            self._claims.ask(claim, self._pump(), self._numbers(1))
+        return claim
+
+    def poll(self, claim: Claim) -> int | Pending:
+        """What the daemon has said so far, without asking it; renews the promise now and then."""
+        assert isinstance(claim, RemoteClaim)
+        with self._lock:
+            return self._claims.poll(claim, self._pump())
+
+    def take(self, claim: Claim) -> Lease:
+        """The promised blocks' lease; empty where the promise lapsed or the daemon is gone."""
+        assert isinstance(claim, RemoteClaim)
+        with self._lock:
+            return self._claims.take(claim, self._pump(), self._released)
+
+    def cancel(self, claim: Claim) -> None:
+        """The daemon hears of it with the next message."""
+        assert isinstance(claim, RemoteClaim)
+        with self._lock:
+            self._claims.cancel(claim)
+
+    def count(self, found: Attribution) -> None:
+        """Into this client's own metrics."""
+        for tier in LOOKUP_TIERS:
+            self.metrics.looked_up(tier, getattr(found, tier))
+        self.metrics.missed(Outcome.BREAKER_OPEN if self._attachment.link is None else Outcome.ABSENT, found.miss)
+
+    # storing
+
+    def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
+        """One round trip, with all that was left unsent; all are dropped where it takes too long."""
+        if not wanted:
+            return []
+        heads = [Wanted(each.hashes[:MAX_ITEMS], each.parent, each.root) for each in wanted]
+        with self._lock:
+            first = self._numbers(len(wanted))
+        link, answers = self._call(Reserve(first, heads), _ANSWER)
+        reservations: list[Reservation | None] = []
+        with self._lock:
+            grants = answers[0] if answers and isinstance(answers[0], list) else []
+            if link is not None and len(grants) != len(wanted):
+                self._attachment.cut(FormatError("not an answer for each store"))
+            if link is None or self._attachment.link is not link:
+                reason = Outcome.CLOSED if self._closed else Outcome.BREAKER_OPEN if link is None else Outcome.TIMEOUT
+                self.metrics.dropped("l2", reason, sum(len(each.hashes) for each in wanted))
+                return [None] * len(wanted)
+            for number, (each, grant) in enumerate(zip(heads, grants, strict=True), first):
+                reservations.append(self._reservation(link, number, each, grant))
+        for each, reservation in zip(wanted, reservations, strict=True):
+            missing = len(each.hashes) if reservation is None else max(0, len(each.hashes) - MAX_ITEMS)
+            if missing:
+                self.metrics.dropped("l2", Outcome.NO_SLOT, missing)
+        return reservations
+
+    def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
+        """The daemon hashes and publishes the blocks when it hears of it."""
+        assert isinstance(reservation, _Reservation)
+        link = reservation.link
+        with self._lock:
+            if not self._close(reservation) or link is None:
+                return
+            if link is not self._attachment.link or epoch < link.epoch_base:
+                reason = Outcome.CLOSED if link is not self._attachment.link else Outcome.EPOCH
+                self.metrics.dropped("l2", reason, len(reservation))
+                self._attachment.later(link, Abandon(reservation.number, reason))
+                return
+            tokens = [record.tokens for record in records]
+            self._attachment.later(link, Seal(reservation.number, epoch - link.epoch_base, tokens))
+            self.metrics.stored("l2", len(reservation))
+
+    def abandon(self, reservation: Reservation, reason: Outcome) -> None:
+        """The daemon hears of it with the next message."""
+        assert isinstance(reservation, _Reservation)
+        with self._lock:
+            self._abandon(reservation, reason)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """The daemon hears of it with the next message."""
+        with self._lock:
+            if (link := self._attachment.link) is not None:
+                self._attachment.later(link, Computed(num_tokens, seconds))
+
+    # the rest
+
+    def lookup(self, hashes: Sequence[ChainHash], timeout: float) -> Attribution:
+        """Waits for the daemon: `timeout` is what it has for the tiers nodes share."""
+        names = list(hashes[:MAX_HASHES])
+        answers = self._call_waiting(Lookup(names, timeout), timeout)
+        try:
+            found = unpack_found(answers[0]) if answers else Attribution(len(names), miss=len(names))
+        except (TypeError, ValueError, AssertionError, FormatError) as error:
+            self._cut(error)
+            found = Attribution(len(names), miss=len(names))
+        return widened(found, len(hashes))
+
+    def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
+        """A round trip."""
+        _, answers = self._call(Holds(hashes[:MAX_HASHES]), _ANSWER)
+        held = answers[0] if answers and isinstance(answers[0], bytes) else b""
+        return [bool(each) for each in held[: len(hashes)]] + [False] * (len(hashes) - len(held))
+
+    def wait_progress(self, timeout: float) -> None:
+        """Wait for the daemon to say something, unless it has said something no `poll` has returned."""
+        with self._lock:
+            link = self._pump()
+            self._attachment.send()
+            if self._claims.has_news():
+                return
+        if link is None:
+            time.sleep(min(timeout, ASK_AGAIN))
+        else:
+            link.connection.wait(timeout)
+
+    def tick(self) -> None:
+        """Send what was left unsent, take in what has arrived, attach anew where it is time."""
+        with self._lock:
+            self._pump()
+            self._attachment.send()
+
+    def reset(self) -> None:
+        """The daemon forgets everything: now, or before this client uses it again."""
+        with self._lock:
+            self._attachment.reset_owed(True)
+        if self._call_waiting(Reset(), _RESET) == [True]:
+            with self._lock:
+                self._attachment.reset_owed(False)
+
+    def drain(self, timeout: float, *, below: bool = True) -> bool:
+        """The daemon waits, for the stores of all its clients; False where it is not there."""
+        return self._call_waiting(Drain(timeout, below), timeout) == [True]
+
+    def stats(self) -> dict[str, float]:
+        """What this client has counted; the daemon tells its own by HTTP."""
+        return self.metrics.snapshot()
+
+    def check(self) -> None:
+        """Have the daemon hold the laws of this model's tiers; nothing where it is not there."""
+        answers = self._call_waiting(Check(), _CHECK)
+        if answers and answers[0]:
+            raise AssertionError(str(answers[0]))
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Hand over what was sealed and hang up: the daemon goes on writing it. Unmaps; no copy is under way."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._pump()
+                self._attachment.close(timeout)
+
+    # under the lock
+
+    def _pump(self) -> Link | None:
+        """Take in what has arrived. Returns the link there is then."""
+        while self._dropped:
+            self._dropped.popleft()()
+        for reply in self._attachment.pump():
+            for news in reply.news:
+                self._claims.take_in(news)
+        return self._attachment.link
+
+    def _reservation(self, link: Link, number: int, wanted: Wanted, grant: Any) -> Reservation | None:
+        if grant is None:
+            return None
+        try:
+            granted: Granted = unpack_granted(grant, len(wanted.hashes), link.welcome.num_slots)
+        except (ValueError, TypeError, FormatError) as error:
+            self._attachment.cut(error)
+            return None
+        indices = granted.indices.tolist()
+        parents = [wanted.parent, *wanted.hashes[:-1]]
+        reservation = _Reservation(
+            [wanted.hashes[i] for i in indices],
+            indices,
+            granted.slots,
+            granted.generations,
+            [parents[i] for i in indices],
+            epoch=0,
+            num_open=len(indices),
+            on_end=self._ended,
+            number=number,
+            link=link,
+        )
+        if indices:
+            link.held.add(number)
+        return reservation
+
+    def _close(self, reservation: _Reservation) -> bool:
+        """No copy into it is under way. False where it was closed already."""
+        was_open, reservation.num_open = reservation.num_open > 0, 0
+        if reservation.link is not None:
+            reservation.link.held.discard(reservation.number)
+        return was_open
+
+    def _abandon(self, reservation: _Reservation, reason: Outcome) -> None:
+        if self._close(reservation) and reservation.link is not None:
+            self.metrics.dropped("l2", reason, len(reservation))
+            self._attachment.later(reservation.link, Abandon(reservation.number, reason))
+
+    def _numbers(self, count: int) -> int:
+        first = self._last_number + 1
+        self._last_number += count
+        return first
+
+    # calls, without the lock
+
+    def _call(self, operation: Operation, timeout: float, *, alone: bool = False) -> tuple[Link | None, list[Any]]:
+        """Send, and wait for the answer: (the link it was sent on, the answers). A late daemon is cut off."""
+        end = self._clock() + timeout
+        with self._lock:
+            link, number = self._pump(), self._numbers(1)
+            if link is None:
+                return None, []
+            if alone:
+                self._attachment.send()
+            self._attachment.send([operation], number)
+        while True:
+            with self._lock:
+                if self._pump() is not link:
+                    return link, []
+                if number in link.answers:
+                    return link, link.answers.pop(number)
+                left = end - self._clock()
+                if left <= 0:
+                    self._attachment.cut(TimeoutError(f"no answer within {timeout:g} s"))
+                    return link, []
+            link.connection.wait(min(left, _LOOK))
+
+    def _call_waiting(self, operation: Operation, timeout: float) -> list[Any]:
+        """An operation that waits there, for `timeout` seconds or less."""
+        if not self._waiting_call.acquire(timeout=timeout + _LATE):
+            return []
+        try:
+            return self._call(operation, timeout + _LATE, alone=True)[1]
+        finally:
+            self._waiting_call.release()
+
+    def _cut(self, why: Exception) -> None:
+        with self._lock:
+            self._attachment.cut(why)
+
+    # the ends of leases and reservations
+
+    def _released(self, link: Link, number: int, lease: Lease, leaked: bool) -> None:
+        if leaked:
+            lease.disarm()
+            self._dropped.append(partial(self._let_go, link, number))
+            return
+        with self._lock:
+            if lease.disarm():
+                self._let_go(link, number)
+
+    def _let_go(self, link: Link, number: int) -> None:
+        link.held.discard(number)
+        self._attachment.later(link, Release([number]))
+
+    def _ended(self, reservation: Reservation, dropped: bool) -> None:
+        assert isinstance(reservation, _Reservation)
+        if dropped:
+            self._dropped.append(partial(self._abandon, reservation, Outcome.ABORTED))
+            return
+        with self._lock:
+            self._abandon(reservation, Outcome.ABORTED)

@@ -1,0 +1,156 @@
+"""A client's claims at the daemon: asked in one message, answered by news, kept by being renewed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.connector.attachment import Attachment, Link
+from kvtier.connector.frames import MAX_HASHES
+from kvtier.connector.messages import Ask, Cancel, News, Release, Renew, Take
+from kvtier.tiers.below import Attribution, Claim
+from kvtier.tiers.errors import FormatError
+from kvtier.tiers.lease import Lease
+from kvtier.tiers.metrics import Metrics
+from kvtier.tiers.prefetch import PENDING, Pending
+from kvtier.tiers.tier import Outcome
+
+ASK_AGAIN: Final = 0.05  # seconds an answer that nothing is held is good for: asking costs a message
+
+_NONE: Final = np.empty(0, np.int64)
+
+Released = Callable[[Link, int, Lease, bool], None]
+"""(where it was leased, its number, itself, whether it was dropped)."""
+
+
+@dataclass(eq=False)
+class RemoteClaim(Claim):
+    """A claim at the daemon."""
+
+    number: int = 0
+    link: Link | None = None  # it was asked on; None where there was none
+    asked_at: float = 0.0
+    renewed_at: float = 0.0  # not after the daemon heard it last
+    answered: bool = False
+    told: bool = False  # a poll has returned the number
+    slots: NDArray[np.int64] = field(default_factory=lambda: _NONE)
+    generations: NDArray[np.int64] = field(default_factory=lambda: _NONE)
+
+
+class RemoteClaims:
+    """What `RemoteTiers` does about claims, under its lock. `link` is what there is now, after reading."""
+
+    def __init__(self, attachment: Attachment, metrics: Metrics, patience: float, clock: Callable[[], float]) -> None:
+        """A claim without an answer for `patience` seconds is a miss."""
+        self._attachment = attachment
+        self._metrics = metrics
+        self._patience = patience
+        self._clock = clock
+
+    def ask(self, claim: RemoteClaim, link: Link | None, number: int) -> None:
+        """Send the question, with all that was left unsent."""
+        if link is None or not claim.hashes:
+            self._settle(claim)
+            return
+        claim.number, claim.link = number, link
+        claim.asked_at = claim.renewed_at = self._clock()
+        link.claims[number] = claim
+        hashes = claim.hashes[:MAX_HASHES]
+        self._attachment.send([Ask(number, claim.parent, claim.num_l1, claim.block_size, hashes)])
+
+    def poll(self, claim: RemoteClaim, link: Link | None) -> int | Pending:
+        """What the daemon has said. A promise is good for half of its deadline since it was last renewed."""
+        now = self._clock()
+        if claim.link is None or claim.link is not link:
+            self._settle(claim)
+        elif not claim.answered:
+            if now - claim.asked_at < self._patience:
+                return PENDING
+            self._metrics.missed(Outcome.TIMEOUT, len(claim.hashes) - claim.num_l1)
+            self.cancel(claim)
+        elif len(claim.slots):
+            since, deadline = now - claim.renewed_at, link.welcome.lease_deadline
+            if since >= deadline / 2:
+                self._metrics.missed(Outcome.TIMEOUT, len(claim.slots))
+                self.cancel(claim)
+            elif since >= deadline / 8 and self._attachment.send([Renew([claim.number])]):
+                claim.renewed_at = now
+        claim.told = True
+        return len(claim.slots)
+
+    def take(self, claim: RemoteClaim, link: Link | None, released: Released) -> Lease:
+        """The promise as a lease.
+
+        The daemon has our word in its socket before half of the deadline is over, and reads that before it lets a
+        promise lapse: so it never gives away slots that are copied from.
+        """
+        if not len(claim.slots) or link is None or claim.link is not link:
+            self._settle(claim)
+            return _empty()
+        sent = self._attachment.send([Take([claim.number])])
+        is_late = self._clock() - claim.renewed_at >= link.welcome.lease_deadline / 2
+        if not sent or is_late:
+            self._attachment.later(link, Release([claim.number]))
+            self._settle(claim)
+            return _empty()
+        names = claim.hashes[claim.num_l1 : claim.num_l1 + len(claim.slots)]
+        lease = Lease(names, claim.slots, claim.generations, partial(released, link, claim.number))
+        link.held.add(claim.number)
+        self._settle(claim)
+        return lease
+
+    def cancel(self, claim: RemoteClaim) -> None:
+        """The daemon hears of it with the next message. Idempotent."""
+        if claim.link is not None and claim.link.claims.pop(claim.number, None) is not None:
+            self._attachment.later(claim.link, Cancel([claim.number]))
+        self._settle(claim)
+
+    def take_in(self, news: News) -> None:
+        """Note what the daemon said of a claim; one that was let go meanwhile is passed over."""
+        link = self._attachment.link
+        claim = link.claims.get(news.claim) if link is not None else None
+        if link is None or not isinstance(claim, RemoteClaim):
+            return
+        num_asked = min(len(claim.hashes), MAX_HASHES)
+        is_outside = len(news.slots) > 0 and int(news.slots.max()) >= link.welcome.num_slots
+        if news.found.blocks != num_asked or len(news.slots) > num_asked - claim.num_l1 or is_outside or claim.answered:
+            self._attachment.cut(FormatError("news of other blocks than those asked about"))
+            return
+        claim.found, claim.refusal, claim.answered = widened(news.found, len(claim.hashes)), news.refusal, True
+        claim.slots, claim.generations = news.slots, news.generations
+        if news.refusal is Outcome.RECOMPUTE:
+            self._metrics.missed(Outcome.RECOMPUTE, news.found.below)
+        if not len(news.slots):
+            claim.good_until = self._clock() + max(news.good_for, ASK_AGAIN)
+
+    def has_news(self) -> bool:
+        """Whether the daemon has said something that no poll has returned."""
+        link = self._attachment.link
+        claims = link.claims.values() if link is not None else ()
+        return any(isinstance(claim, RemoteClaim) and claim.answered and not claim.told for claim in claims)
+
+    def _settle(self, claim: RemoteClaim) -> None:
+        """Nothing (more) comes of it."""
+        if claim.link is not None:
+            claim.link.claims.pop(claim.number, None)
+        if claim.found is None:
+            claim.found = Attribution(len(claim.hashes), l1=claim.num_l1, miss=len(claim.hashes) - claim.num_l1)
+            claim.good_until = self._clock() + ASK_AGAIN
+        claim.slots = claim.generations = _NONE
+        claim.answered = True
+
+
+def widened(found: Attribution, num_blocks: int) -> Attribution:
+    """The same for a longer chain, of whose head alone the daemon was asked."""
+    more = num_blocks - found.blocks
+    return Attribution(num_blocks, found.l1, found.l2, found.file, found.redis, found.miss + more)
+
+
+def _empty() -> Lease:
+    def released(lease: Lease, leaked: bool) -> None:
+        lease.disarm()
+
+    return Lease([], _NONE, _NONE, released)
