@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier import __version__
-from kvtier.service import serve_cli
+from kvtier.service import admin_cli, serve_cli
 from kvtier.tiers.config import Config, options
 from kvtier.tiers.errors import ConfigError, KVTierError
 
@@ -28,6 +28,7 @@ class Exit(IntEnum):
 app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 app.add_typer(serve_cli.app)
+app.add_typer(admin_cli.app)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 ConfigOption = Annotated[

@@ -66,6 +66,7 @@ GROUPS: Final = {
         "rates",
         "events",
         "inventory",
+        "evict",
     },
 }
 # Tiers never import each other; copies know L2's region; the hierarchy alone knows them all.
@@ -99,6 +100,8 @@ ADAPTERS: Final = tuple(f"{home}connector/{name}.py" for home in ("", "kvtier/")
 EXPLAINED: Final = {
     "tiers/file_store.py:open": "the tier's whole configuration; every caller names each",
     "kvtier/cli.py:kvtier.engine.demo": "torch and transformers take seconds to import; no other verb needs them",
+    "service/serve_cli.py:kvtier.service.http_server": "starlette and uvicorn are the extra `service`",
+    "service/admin_cli.py:kvtier.service.http_client": "httpx2 is the extra `service`",
     "tiers/below.py:TiersBelow": "all that a connector may ask, here or of a daemon, in one list",
     "tiers/local_tiers.py:LocalTiers": "implements that list",
     "connector/remote.py:RemoteTiers": "implements that list",
