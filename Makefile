@@ -42,8 +42,9 @@ $(STAMP):
 demo: setup
 	$(VENV)/bin/kvtier demo $(DEMO_ARGS)
 
-# One torch thread each: the tests run side by side, one worker per core.
+# One torch thread each: the tests run side by side, one worker per core. Redis's stories start servers of their own.
 test: setup
+	.ci/debian-package redis-server redis-server || echo "stories that need a real Redis will be skipped" >&2
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 # Their libraries warn of much: here a warning is no error. vLLM's stories take a core each, SGLang's want the machine.
@@ -65,6 +66,7 @@ format: setup
 
 bench: setup
 	.ci/debian-package fio fio
+	.ci/debian-package redis-server redis-server
 	for program in benchmarks/[!_]*.py; do
 		echo "== $$program"
 		$(VENV)/bin/python $$program --quick

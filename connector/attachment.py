@@ -63,7 +63,7 @@ class Attachment:
         self.region: HostRegion | None = None  # the last one there was
         self.epoch = 0  # counts resets, and every new link: who knows what happened in between
         self.has_lower = False
-        self._path = path
+        self.path = path
         self._hello = hello
         self._clock = clock
         self._greeted: tuple[Connection, Hello, float] | None = None  # not welcomed yet; until when we wait for that
@@ -91,7 +91,7 @@ class Attachment:
             self._welcomed(connection, unpack_reception(body))
         except (ConfigError, FormatError, TierUnavailable) as error:
             connection.close()
-            raise ConfigError(f'[service] socket "{self._path}": {error}') from None
+            raise ConfigError(f'[service] socket "{self.path}": {error}') from None
         except OSError as error:
             connection.close()
             self._failed(error)
@@ -202,7 +202,7 @@ class Attachment:
 
     def _greet(self) -> Connection:
         self._hello = self._hello._replace(reset=self._owes_reset)
-        connection = Connection(self._path)
+        connection = Connection(self.path)
         try:
             connection.send(pack_greeting(self._hello))
         except BaseException:
@@ -231,7 +231,7 @@ class Attachment:
         self._owes_reset = False
         self._retry = _FIRST_RETRY
         if self._warned:
-            _log.warning('[service] socket "%s": attached', self._path)
+            _log.warning('[service] socket "%s": attached', self.path)
             self._warned = False
 
     def _say_ended(self, link: Link) -> None:
@@ -244,7 +244,7 @@ class Attachment:
 
     def _failed(self, why: Exception) -> None:
         if not self._warned and not self._closed:
-            _log.warning('[service] socket "%s": %s; until it is back, everything is a miss', self._path, why)
+            _log.warning('[service] socket "%s": %s; until it is back, everything is a miss', self.path, why)
             self._warned = True
         self._retry_at = self._clock() + self._retry
         self._retry = min(_LAST_RETRY, 2 * self._retry)

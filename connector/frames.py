@@ -139,7 +139,17 @@ def text(value: Any) -> str:
 def _unpack(body: bytes | bytearray) -> Any:
     try:
         return msgpack.unpackb(
-            body, max_array_len=MAX_ITEMS, max_map_len=0, max_ext_len=0, max_str_len=MAX_TEXT, strict_map_key=True
+            body,
+            max_array_len=MAX_ITEMS,
+            max_map_len=0,
+            max_ext_len=0,
+            max_str_len=MAX_TEXT,
+            strict_map_key=True,
+            ext_hook=_no_extension,
         )
     except (ValueError, msgpack.UnpackException) as error:
         raise FormatError(f"frame of {len(body)} bytes: not msgpack within bounds ({error!s:.80})") from None
+
+
+def _no_extension(code: int, data: bytes) -> None:
+    raise ValueError(f"extension type {code}")

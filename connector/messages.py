@@ -256,12 +256,12 @@ def _ask(claim: Any, parent: Any, num_l1: Any, block_size: Any, hashes: Any) -> 
     return Ask(number(claim), octets(parent, 32), number(num_l1, len(names) + 1), number(block_size, 1 << 20), names)
 
 
-def _wanted(hashes: Any, parent: Any, root: Any) -> Wanted:
-    return Wanted(unpack_hashes(hashes), octets(parent, 32), octets(root, 32))
+def _wanted(hashes: Any, parent: Any, tenant: Any) -> Wanted:
+    return Wanted(unpack_hashes(hashes), octets(parent, 32), octets(tenant, 32))
 
 
 def _pack_wanted(wanted: Wanted) -> list[bytes]:
-    return [pack_hashes(wanted.hashes), wanted.parent, wanted.root]
+    return [pack_hashes(wanted.hashes), wanted.parent, wanted.tenant]
 
 
 def _seal(reservation: Any, epoch: Any, tokens: Any) -> Seal:

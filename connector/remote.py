@@ -96,10 +96,10 @@ class RemoteTiers:
         return self._attachment.has_lower
 
     @property
-    def client(self) -> bytes | None:
-        """How the daemon calls us, for `attachment.join`; None while there is no link."""
+    def member(self) -> tuple[str, bytes] | None:
+        """The socket, and what the daemon calls us: for `attachment.join`. None while there is no link."""
         link = self._attachment.link
-        return link.welcome.client if link is not None else None
+        return (str(self._attachment.path.absolute()), link.welcome.client) if link is not None else None
 
     # a request's question and promise
 
@@ -140,7 +140,7 @@ class RemoteTiers:
         """One round trip, with all that was left unsent; all are dropped where it takes too long."""
         if not wanted:
             return []
-        heads = [Wanted(each.hashes[:MAX_ITEMS], each.parent, each.root) for each in wanted]
+        heads = [Wanted(each.hashes[:MAX_ITEMS], each.parent, each.tenant) for each in wanted]
         with self._lock:
             first = self._numbers(len(wanted))
         link, answers = self._call(Reserve(first, heads), _ANSWER)
@@ -316,23 +316,22 @@ class RemoteTiers:
         """Send, and wait for the answer: (the link it was sent on, the answers). A late daemon is cut off."""
         end = self._clock() + timeout
         with self._lock:
-            link, number = self._pump(), self._numbers(1)
+            link = self._attachment.link or self._pump()
             if link is None:
                 return None, []
+            number = self._numbers(1)
             if alone:
                 self._attachment.send()
             self._attachment.send([operation], number)
-        while True:
+        while (left := end - self._clock()) > 0:
+            link.connection.wait(min(left, _LOOK))
             with self._lock:
                 if self._pump() is not link:
                     return link, []
                 if number in link.answers:
                     return link, link.answers.pop(number)
-                left = end - self._clock()
-                if left <= 0:
-                    self._attachment.cut(TimeoutError(f"no answer within {timeout:g} s"))
-                    return link, []
-            link.connection.wait(min(left, _LOOK))
+        self._cut(TimeoutError(f"no answer within {timeout:g} s"))
+        return link, []
 
     def _call_waiting(self, operation: Operation, timeout: float) -> list[Any]:
         """An operation that waits there, for `timeout` seconds or less."""

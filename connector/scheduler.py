@@ -22,6 +22,10 @@ class BlockChain(Protocol):
     def hashes(self) -> Sequence[ChainHash]:
         """The names of its full blocks."""
 
+    @property
+    def tenant(self) -> ChainHash:
+        """Whose blocks they are: the root of chains with this request's cache_salt."""
+
     def parent(self, block: int) -> ChainHash:
         """The name before block `block`: the root for block 0."""
 
@@ -190,7 +194,7 @@ class SchedulerSide:
         known = self._requests[request_id]
         chain, blocks = known.request.chain, [int(block) for block in block_ids]
         hashes = chain.hashes[first_block : first_block + len(blocks)]
-        wanted = Wanted(hashes, chain.parent(first_block), chain.parent(0))
+        wanted = Wanted(hashes, chain.parent(first_block), chain.tenant)
         op_id = next(self._op_ids)
         self._wanted[op_id] = _Store(request_id, chain, first_block, wanted, known.epoch, blocks)
         return op_id
@@ -231,6 +235,8 @@ class SchedulerSide:
                     self.tiers.seal(store.reservation, store.records(), store.epoch)
                 else:
                     self._drop(store, Outcome.COPY_FAILED)
+        if (report.finished or report.failed) and self.idle:
+            self.tiers.tick()  # an engine that has nothing more to do says nothing more: send what waits for company
         released, self._released = self._released, []
         return ConnectorUpdate(tuple(loaded), tuple(failed), tuple(released))
 

@@ -13,7 +13,7 @@ _DIGEST: Final = 32  # bytes of a name
 class VllmChain:
     """A request's blocks under vLLM's hashes."""
 
-    __slots__ = ("_hashes", "_lora", "_request", "block_size", "root")
+    __slots__ = ("_hashes", "_lora", "_request", "block_size", "root", "tenant")
 
     def __init__(self, request: Any, root: ChainHash, block_size: int, lora: bytes | None) -> None:
         """`lora` is what the adapter's weights are: vLLM's hashes know its name and path alone."""
@@ -22,6 +22,8 @@ class VllmChain:
         self._hashes: list[ChainHash] = []
         self.block_size = block_size
         self.root = root
+        salt = request.cache_salt  # in vLLM's hashes of its first block
+        self.tenant = root if salt is None else root_hash(root, cache_salt=salt)
 
     def current(self) -> "VllmChain":
         """The chain over all tokens the request has now."""

@@ -2,9 +2,11 @@
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvtier.connector.attachment import join
 from kvtier.connector.plan import WorkerReport
 from kvtier.tiers.host import HostRegion
 
@@ -18,15 +20,22 @@ class RegionHandle:
     num_slots: int
     slot_bytes: int
     region_id: int
+    client: tuple[str, bytes] | None = None  # where it is a daemon's: the socket, and what that calls the scheduler
 
     @classmethod
-    def of(cls, region: HostRegion) -> "RegionHandle":
-        """The handle of a shared region of this process."""
+    def of(cls, region: HostRegion, client: tuple[str, bytes] | None = None) -> "RegionHandle":
+        """The handle of a shared region that this process has mapped."""
         assert region.fd is not None
-        return cls(os.getpid(), region.fd, region.num_slots, region.slot_bytes, region.region_id)
+        return cls(os.getpid(), region.fd, region.num_slots, region.slot_bytes, region.region_id, client)
+
+    def join(self) -> None:
+        """Where it is a daemon's, have what is leased to us stay leased until this process has ended as well."""
+        if self.client is not None and self.pid != os.getpid():
+            join(Path(self.client[0]), self.client[1])
 
     def attach(self) -> HostRegion:
-        """Map it here. OSError where the process is gone or is another user's."""
+        """Map it here. OSError where the process is gone or is another user's, TierUnavailable where the daemon is."""
+        self.join()
         fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             return HostRegion.attach(fd, self.num_slots, self.slot_bytes)

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from kvtier.connector.checkpoint import revision_of
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
+from kvtier.connector.remote import RemoteTiers
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.vllm_events import VllmEvents
 from kvtier.connector.vllm_keys import OwnChain, VllmChain
@@ -316,9 +317,10 @@ class SchedulerHalf:
 
     def _handle(self) -> RegionHandle | None:
         """Where the workers find L2: another place once a daemon was restarted."""
-        region = self.side.tiers.region
-        if region is not None and (self._region is None or self._region.region_id != region.region_id):
-            self._region = RegionHandle.of(region)
+        tiers, known = self.side.tiers, self._region
+        region, member = tiers.region, tiers.member if isinstance(tiers, RemoteTiers) else None
+        if region is not None and (known is None or (known.region_id, known.client) != (region.region_id, member)):
+            self._region = RegionHandle.of(region, member)
         return self._region
 
     def _worker_blocks(self, tables: Tables, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

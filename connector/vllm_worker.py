@@ -13,7 +13,7 @@ from kvtier.connector.vllm_model import SlotPlan, engine_blocks
 from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.cuda_transfer import CudaCopyStream
 from kvtier.tiers.engine_blocks import EngineBlocks
-from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.errors import ConfigError, TierUnavailable
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.transfer import HostCopyStream
 
@@ -42,7 +42,8 @@ class WorkerHalf:
         self._step: StepMessage | None = None
         self._stores = StepPlan(0, 0)
         self._spoiled = False  # a load this step's compute relied on has failed
-        self._unreachable: int | None = None  # the region that could not be mapped
+        self._client: tuple[str, bytes] | None = None  # of the daemon's that this process copies for
+        self._unreachable: RegionHandle | None = None  # what could not be mapped
         self._refused: list[int] = []  # ops that were never given to the stream, and count as failed
         self._reports: list[WorkerReport] = []
         self._received: set[str] = set()
@@ -189,14 +190,14 @@ class WorkerHalf:
         """
         if handle is None:
             return None
-        if self._region is not None and self._region.region_id != handle.region_id:
+        if self._region is not None and (self._region.region_id, self._client) != (handle.region_id, handle.client):
             self._disconnect()
-        if self._side is None and self._unreachable != handle.region_id:
+        if self._side is None and self._unreachable != handle:
             assert self._blocks is not None
             try:
-                self._region = handle.attach()
-            except (OSError, ConfigError) as error:
-                self._unreachable = handle.region_id
+                self._region, self._client = handle.attach(), handle.client
+            except (OSError, ConfigError, TierUnavailable) as error:
+                self._unreachable = handle
                 _log.warning("the scheduler's memory cannot be mapped here, nothing is kept: %s", error)
                 return None
             self._side = self._started(self._blocks, self._region)

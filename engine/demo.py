@@ -93,9 +93,7 @@ def demo(options: DemoOptions) -> int:
     """Run the demo; returns the exit status: 0 only if every answer was identical and every expected tier was hit."""
     console = Console(stderr=options.as_json)
     if options.model is not None:
-        for name, mend in _NEEDED.items():
-            if not (options.model / name).is_file():
-                raise ConfigError(f'--model "{options.model}": no {name} there; {mend}')
+        require_checkpoint(options.model)
     with tempfile.TemporaryDirectory(prefix="kvtier-demo-", dir=_disk()) as home, _progress(console) as progress:
         story = _Story(Path(home), options, progress)
         runs = story.tell()
@@ -161,10 +159,7 @@ class _Story:
 
     def _train_tokenizer(self) -> Tokenizer:
         if self._options.model is not None:
-            try:
-                return Tokenizer.from_file(str(self._options.model / "tokenizer.json"))
-            except Exception as error:  # tokenizers raises no narrower type
-                raise ConfigError(f'--model "{self._options.model}": tokenizer.json is not one: {error}') from error
+            return load_tokenizer(self._options.model)
         task = self._progress.add_task("training a BPE tokenizer on the Python manual", total=None)
         tokenizer = train_tokenizer()
         self._progress.update(task, total=1, completed=1)
@@ -241,6 +236,21 @@ class _Child:
             self._process.wait(timeout=10)
         if self._process.stdout is not None:
             self._process.stdout.close()
+
+
+def require_checkpoint(directory: Path) -> None:
+    """ConfigError where the directory is not a checkpoint with a tokenizer."""
+    for name, mend in _NEEDED.items():
+        if not (directory / name).is_file():
+            raise ConfigError(f'--model "{directory}": no {name} there; {mend}')
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """A checkpoint's tokenizer. ConfigError where its file is not one."""
+    try:
+        return Tokenizer.from_file(str(directory / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises no narrower type
+        raise ConfigError(f'--model "{directory}": tokenizer.json is not one: {error}') from error
 
 
 def train_tokenizer() -> Tokenizer:

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from enum import IntEnum
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -11,29 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier import __version__
-from kvtier.service import admin_cli, serve_cli
+from kvtier.service import admin_cli, checks_cli, serve_cli
+from kvtier.service.cli_options import ConfigOption, Exit, JsonOption
 from kvtier.tiers.config import Config, options
 from kvtier.tiers.errors import ConfigError, KVTierError
 
-
-class Exit(IntEnum):
-    """The exit statuses of every verb."""
-
-    OK = 0
-    FAILED = 1
-    USAGE = 2
-    DEGRADED = 3
-
-
 app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-
-app.add_typer(serve_cli.app)
-app.add_typer(admin_cli.app)
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="TOML file; the environment overrides it.")
-]
+for verbs in (checks_cli, serve_cli, admin_cli):
+    app.add_typer(verbs.app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -79,13 +65,59 @@ def run_demo(
     as_json: JsonOption = False,
 ) -> None:
     """Prefill a long text once, then find it again in every tier, also after the process was killed."""
-    try:
+    with _engine_extra("the demo"):
         from kvtier.engine.demo import DemoOptions, demo  # torch and transformers take seconds to import
+    raise typer.Exit(demo(DemoOptions(model=model, as_json=as_json)))
+
+
+@app.command("model")
+def save_model(directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory to be made.")]) -> None:
+    """Save a model to try things with: a Llama of 50 M random weights, a tokenizer trained on the Python manual."""
+    with _engine_extra("this"):
+        from kvtier.engine.generate import save_model as save
+    save(directory)
+
+
+@app.command("generate")
+def run_generate(
+    model: Annotated[Path, typer.Option(metavar="DIR", help="A local checkpoint directory.")],
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt; give this or --prompt-file.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A text file with the prompt.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 32,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="The same bits however the prompt was had; half as fast.")
+    ] = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer one prompt greedily with an engine in this process, and say which tier its KV came from."""
+    settings = Config.load(config)
+    text = _prompt(prompt, prompt_file)
+    with _engine_extra("this"):
+        from kvtier.engine.generate import Prompt, generate
+    generate(Prompt(model, text, max_tokens, exact, as_json), settings)
+
+
+def _prompt(text: str | None, file: Path | None) -> str:
+    if (text is None) == (file is None):
+        raise ConfigError("--prompt, --prompt-file: give one of them")
+    if file is None:
+        return text or ""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f'--prompt-file "{file}": {error}; name a text file in UTF-8') from None
+
+
+@contextmanager
+def _engine_extra(what: str) -> Iterator[None]:
+    """Where a package of the extra `engine` is missing, say so."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         if error.name not in ("transformers", "tokenizers", "safetensors"):
             raise
-        raise KVTierError(f"the demo needs {error.name}: install kvtier[engine]") from None
-    raise typer.Exit(demo(DemoOptions(model=model, as_json=as_json)))
+        raise KVTierError(f"{what} needs {error.name}: install kvtier[engine]") from None
 
 
 def main() -> None:
@@ -101,3 +133,7 @@ def main() -> None:
 def _complain(message: str, status: Exit) -> Exit:
     print(f"kvtier: {message}", file=sys.stderr)
     return status
+
+
+if __name__ == "__main__":
+    main()

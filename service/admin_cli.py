@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvtier.service import summary
+from kvtier.service.cli_options import ConfigOption, Exit, JsonOption
 from kvtier.service.top import watch
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError, KVTierError
@@ -28,7 +29,6 @@ Json = dict[str, Any]
 
 app = typer.Typer()
 
-DEGRADED: Final = 3
 _MAX_INPUT: Final = 64 << 20  # bytes of a file of tokens
 
 BlocksFile = Annotated[
@@ -87,12 +87,8 @@ _COMMON: Final = (
         Annotated[str | None, typer.Option(help="What admin requests carry; instead of the configured token.")],
         None,
     ),
-    _option(
-        "config",
-        Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file; the environment overrides it.")],
-        None,
-    ),
-    _option("as_json", Annotated[bool, typer.Option("--json", help="Print JSON.")], False),
+    _option("config", ConfigOption, None),
+    _option("as_json", JsonOption, False),
 )
 
 
@@ -102,7 +98,7 @@ def show_status(desk: Desk) -> None:
     status = desk.client.get("/status")
     desk.show(status, summary.page(status).rstrip("\n"))
     if status["degraded"]:
-        raise typer.Exit(DEGRADED)
+        raise typer.Exit(Exit.DEGRADED)
 
 
 @command("top")

@@ -18,7 +18,7 @@ from kvtier.service.loop import Loop, now
 from kvtier.service.namespaces import Namespace, Namespaces, Opening
 from kvtier.service.session import Session
 from kvtier.tiers.config import Config
-from kvtier.tiers.errors import ConfigError, KVTierError, TierUnavailable
+from kvtier.tiers.errors import ConfigError, TierUnavailable
 
 T = TypeVar("T")
 
@@ -28,6 +28,7 @@ MAX_CLIENTS: Final = 256
 _TICK: Final = 0.05  # seconds between two looks at deadlines while a claim waits
 _IDLE_TICK: Final = 0.5
 _GREETING_DEADLINE: Final = 5.0  # seconds a connection may say nothing
+_LOG_PAUSE: Final = 1.0  # seconds
 _SUBMIT_DEADLINE: Final = 5.0  # seconds a call from another thread waits for the loop
 
 
@@ -51,9 +52,13 @@ class Daemon:
     Implements `session.Server`.
     """
 
-    def __init__(self, config: Config, path: Path) -> None:
-        """Take the socket at `path`. Raises StoreLocked and ConfigError as `Listener` does."""
+    def __init__(self, config: Config, path: Path, *, lease_deadline: float = 60.0) -> None:
+        """Take the socket at `path`. Raises StoreLocked and ConfigError as `Listener` does.
+
+        A promise its client does not renew is kept for `lease_deadline` seconds.
+        """
         self.config = config
+        self.lease_deadline = lease_deadline
         self.loop = Loop()
         self.counts: Counter[str] = Counter()
         self.started = now()
@@ -62,7 +67,7 @@ class Daemon:
         self._sessions: dict[bytes, Session] = {}
         self._waiting: dict[bytes, list[tuple[Session, Hello]]] = {}  # fingerprint being opened → who wants it
         self._openings: list[Opening] = []  # planned, one at a time is carried out
-        self._ticked = 0.0
+        self._ticked = self._log_from = 0.0
         self._listener = Listener(path)
         self.loop.watch(self._listener.socket.fileno(), self._accept)
 
@@ -173,16 +178,26 @@ class Daemon:
             namespace.idle_since = now()
 
     def aside(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Do what waits on a thread of its own: a session has one such thing going at most."""
+        """Do what waits on a thread of its own: a session has one such thing going at most.
+
+        `done` gets the result, or the exception it has ended with.
+        """
 
         def run() -> None:
-            result = work()
+            try:
+                result = work()
+            except Exception as error:
+                result = error
             self.loop.call(lambda: done(result))
 
         threading.Thread(target=run, name="kvtier-aside", daemon=True).start()
 
     def log(self, line: str) -> None:
-        """One line, as a warning."""
+        """One line, as a warning; at most one in a second, since whoever babbles is not to fill the disk."""
+        if now() < self._log_from:
+            self.counts["not_logged"] += 1
+            return
+        self._log_from = now() + _LOG_PAUSE
         logger.warning("%s", line)
 
     # inside
@@ -218,18 +233,9 @@ class Daemon:
 
     def _open_next(self) -> None:
         opening = self._openings[0]
+        self.aside(opening.run, lambda result: self._opened(opening, result))
 
-        def run() -> Namespace | KVTierError:
-            try:
-                return opening.run()
-            except KVTierError as error:
-                return error
-            except OSError as error:
-                return TierUnavailable(str(error))
-
-        self.aside(run, lambda result: self._opened(opening, result))
-
-    def _opened(self, opening: Opening, result: Namespace | KVTierError) -> None:
+    def _opened(self, opening: Opening, result: Namespace | Exception) -> None:
         fingerprint = opening.hello.fingerprint
         waiting = self._waiting.pop(fingerprint, [])
         self._namespaces.opened(fingerprint, result if isinstance(result, Namespace) else None)
@@ -241,6 +247,7 @@ class Daemon:
             if isinstance(result, Namespace):
                 self.admit(session, hello)
             else:
+                self.log(f"client {session.peer.pid} is refused: {result}")
                 session.refuse(str(result))
         self._openings.pop(0)
         if self._openings:

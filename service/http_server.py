@@ -57,6 +57,7 @@ class HttpServer:
     def __init__(self, daemon: Daemon, listening: HttpSocket) -> None:
         """Takes the socket over."""
         self.pins = Pins(daemon)
+        self.address = listening.address
         self._listening = listening
         config = uvicorn.Config(
             make_app(daemon, self.pins),

@@ -24,11 +24,8 @@ class Listener:
     def __init__(self, path: Path) -> None:
         """Raises StoreLocked naming the pid of another daemon, ConfigError where the path cannot be used."""
         self.path = path
-        if len(os.fsencode(path)) > _MAX_PATH - len(".new"):
-            raise ConfigError(
-                f'[service] socket "{path}": has {len(os.fsencode(path))} bytes, at most {_MAX_PATH - len(".new")}'
-                f" can be used; choose a shorter path"
-            )
+        if (length := len(os.fsencode(path))) > _MAX_PATH:
+            raise ConfigError(f'[service] socket "{path}": {length} bytes, at most {_MAX_PATH}; choose a shorter path')
         _check_directory(path)
         self._lock = _lock(path)
         try:
@@ -97,14 +94,12 @@ def _lock(path: Path) -> int:
 
 def _listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-    fresh = f"{path}.new"
     try:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(fresh)
-        listener.bind(fresh)
-        os.chmod(fresh, 0o600)  # nobody gets in before `listen`
+            path.unlink()  # stale, since its owner would hold the lock
+        listener.bind(os.fspath(path))
+        path.chmod(0o600)  # before `listen` nobody gets in
         listener.listen(BACKLOG)
-        os.rename(fresh, path)
     except OSError as error:
         listener.close()
         raise ConfigError(f'[service] socket "{path}": {error.strerror}; choose another path') from None

@@ -187,17 +187,16 @@ class _Numbers:
         self._next = 0
 
     def of(self, names: Sequence[ChainHash]) -> list[int]:
-        return [self._number(name) for name in names]
+        return [known if (known := self._young.get(name)) is not None else self._admit(name) for name in names]
 
-    def _number(self, name: ChainHash) -> int:
-        number = self._young.get(name)
+    def _admit(self, name: ChainHash) -> int:
+        """To the young ones, under its old number or the next."""
+        number = self._old.get(name)
         if number is None:
-            number = self._old.get(name)
-            if number is None:
-                number, self._next = self._next, self._next + 1
-            if len(self._young) >= self._half:
-                self._old, self._young = self._young, {}
-            self._young[name] = number
+            number, self._next = self._next, self._next + 1
+        if len(self._young) >= self._half:
+            self._old, self._young = self._young, {}
+        self._young[name] = number
         return number
 
 

@@ -68,18 +68,10 @@ class Loop:
     def submit(self, function: Callable[[], T]) -> "Future[T]":
         """As `call`, and the result in a future: wait for it with a deadline. It may hold TierUnavailable instead."""
         future: Future[T] = Future()
-
-        def settle() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function())
-                except Exception as error:
-                    future.set_exception(error)
-
         if self._stopped or len(self._calls) >= _MAX_CALLS:
             future.set_exception(TierUnavailable("the daemon is stopping, or has too much to do"))
         else:
-            self.call(settle)
+            self.call(lambda: _settle(future, function))
         return future
 
     def wake(self) -> None:
@@ -104,6 +96,14 @@ class Loop:
 
     def _woken(self, events: int) -> None:
         os.eventfd_read(self._event)
+
+
+def _settle(future: "Future[T]", function: Callable[[], T]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
 
 
 def now() -> float:

@@ -35,8 +35,9 @@ class LoopFile:
             return cls(await _in_time(aiofiles.open(path, "xb", opener=_private), path), path)
         except FileExistsError:
             raise ConfigError(f"{path}: exists already; remove it or choose another name") from None
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}; choose a file that can be written") from error
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"{str(path)!r}: {reason}; choose a file that can be written") from error
 
     @classmethod
     async def open(cls, path: Path) -> "LoopFile":

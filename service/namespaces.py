@@ -17,7 +17,6 @@ from kvtier.tiers.host import slot_stride
 from kvtier.tiers.opening import open_hierarchy
 from kvtier.tiers.quantities import format_size
 
-LEASE_DEADLINE: Final = 60.0  # seconds a promise is kept that its client does not renew
 _MIN_BLOCKS: Final = 8  # fewer in L2 are of no use: promises take half of them, each prefetch a quarter
 
 

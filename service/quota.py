@@ -28,9 +28,10 @@ class Quota(NamedTuple):
 class Quotas:
     """The quotas of one model. Thread-safe; a tenant without one costs nothing.
 
-    A tenant is the root its chains begin with, so blocks computed under an adapter are another tenant's. A tenant that
-    would pass its quota loses its own least recently stored blocks, tails first; what is in use stays, and what cannot
-    be had is refused. Blocks the pool evicts are noticed when their turn comes: a tenant never has more than its quota,
+    A tenant is known by the root of chains with its salt (`Wanted.tenant`). What was in L2 before its quota, and what
+    comes up from below, is its own where its chains begin at that root: not under vLLM's names. A tenant that would
+    pass its quota loses its own least recently stored blocks, tails first; what is in use stays, and what cannot be had
+    is refused. Blocks that the pool evicts are noticed when their turn comes: a tenant never has more than its quota,
     and may for a while be held to have more than it has.
     Lock: `_lock` guards everything; the pool's is taken inside it.
     """
@@ -39,7 +40,7 @@ class Quotas:
         self._host = host
         self._fingerprint = fingerprint
         self._lock = Lock()
-        self._tenants: dict[ChainHash, _Tenant] = {}  # by root
+        self._tenants: dict[ChainHash, _Tenant] = {}  # by the root
 
     def __len__(self) -> int:
         return len(self._tenants)
@@ -91,7 +92,7 @@ class Quotas:
         if not self._tenants:
             return len(wanted.hashes)
         with self._lock:
-            tenant = self._tenants.get(wanted.root)
+            tenant = self._tenants.get(wanted.tenant)
             if tenant is None:
                 return len(wanted.hashes)
             new = [chain_hash not in tenant for chain_hash in wanted.hashes]
@@ -103,14 +104,14 @@ class Quotas:
                     return number
             return len(wanted.hashes)
 
-    def took(self, root: ChainHash, hashes: Sequence[ChainHash], parents: Sequence[ChainHash | None]) -> None:
+    def took(self, name: ChainHash, hashes: Sequence[ChainHash], parents: Sequence[ChainHash | None]) -> None:
         """Slots were taken for these blocks of the tenant."""
         if not self._tenants:
             return
         with self._lock:
-            if (tenant := self._tenants.get(root)) is not None:
+            if (tenant := self._tenants.get(name)) is not None:
                 for chain_hash, parent in zip(hashes, parents, strict=True):
-                    tenant.add(chain_hash, parent or root)
+                    tenant.add(chain_hash, parent or name)
 
     def promoted(self, hashes: Sequence[ChainHash], parent: ChainHash) -> None:
         """Consecutive blocks, leased now, may have come up from a lower tier: they count, and others go for them."""

@@ -46,7 +46,7 @@ def serve(
         signal.signal(number, lambda *_: daemon.stop())
     pages.start()
     size = format_size(settings.host.size)
-    logging.getLogger(__name__).info("ready on %s, %s of host memory, http on %s", path, size, listening.address)
+    logging.getLogger(__name__).info("ready on %s, %s of host memory, http on %s", path, size, pages.address)
     daemon.run()
     pages.stop()
     if not daemon.close(_DRAIN):

@@ -55,7 +55,7 @@ class ServedTiers(LocalTiers):
             return None
         reservation = self.hierarchy.reserve(wanted.hashes[:room], wanted.parent)
         if reservation is not None:
-            self.quotas.took(wanted.root, reservation.hashes, reservation.parents)
+            self.quotas.took(wanted.tenant, reservation.hashes, reservation.parents)
         return reservation
 
     def _is_repeated(self, last: ChainHash, promised: int) -> bool:

@@ -36,7 +36,7 @@ from kvtier.connector.messages import (
 )
 from kvtier.service.holdings import Counts, Holdings
 from kvtier.service.loop import READABLE, WRITABLE, Loop, now
-from kvtier.service.namespaces import LEASE_DEADLINE, Namespace
+from kvtier.service.namespaces import Namespace
 from kvtier.tiers.errors import FormatError
 
 MAX_PROCESSES: Final = 256  # that copy for one client
@@ -51,6 +51,7 @@ class Server(Protocol):
 
     loop: Loop
     counts: Counter[str]  # what became of clients and of what they held
+    lease_deadline: float  # seconds a promise is kept that its client does not renew
 
     def admit(self, session: "Session", hello: Hello) -> None:
         """Welcome it to its model's tiers, now or when they are open, or refuse it."""
@@ -65,7 +66,7 @@ class Server(Protocol):
         """Forget it: it holds nothing."""
 
     def aside(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Have `work` done on a thread of its own, and `done` called with its result on the loop's."""
+        """Have `work` done on a thread of its own, and `done` called on the loop's with what it ended with."""
 
     def log(self, line: str) -> None:
         """Say what the person who runs the daemon should know."""
@@ -91,6 +92,7 @@ class Session:
         self._reader = FrameReader(MAX_HELLO)
         self._output = bytearray()
         self._processes: dict[int, int] = {}  # pidfd → pid, of those that live
+        self._over = False
         self._busy = False  # with an operation that waits, on a thread of its own
         self._told_epoch = 0
         self.watch_process(peer.pid)
@@ -132,7 +134,7 @@ class Session:
         assert region is not None
         assert region.fd is not None
         self.namespace = namespace
-        self.holdings = Holdings(tiers, LEASE_DEADLINE, now)
+        self.holdings = Holdings(tiers, self._daemon.lease_deadline, now)
         self._told_epoch = tiers.epoch
         self._reader.limit = MAX_FRAME
         namespace.members.add(self)
@@ -143,17 +145,17 @@ class Session:
             region.slot_bytes,
             tiers.epoch,
             tiers.has_lower,
-            LEASE_DEADLINE,
+            self._daemon.lease_deadline,
         )
         try:
             socket.send_fds(self._socket, [pack_reception(welcome)], [region.fd])  # the first bytes: they all fit
         except OSError:
             self.end_connection("died")
 
-    def refuse(self, why: str) -> None:
-        """Say no, and why, and hang up."""
-        self._receive_reception(Refused(why[:500]))
-        self.end_connection("refused")
+    def refuse(self, why: str, reason: str = "refused") -> None:
+        """Say no, and why, and hang up; `reason` is counted."""
+        self._send_reception(Refused(why[:500]))
+        self.end_connection(reason)
 
     def tell(self) -> None:
         """Send the news there is: claims that were answered, an epoch that has changed."""
@@ -180,10 +182,9 @@ class Session:
         self._daemon.loop.watch(fd, lambda events: self._process_ended(fd))
 
     def end_connection(self, reason: str) -> None:
-        """Hang up; `reason` is counted. Promises go; leases and reservations stay while a process lives. Idempotent."""
+        """Hang up. Promises go; leases and reservations stay while a process lives, which is counted. Idempotent."""
         if self._socket is None:
             return
-        self._daemon.counts[reason] += 1
         self._daemon.loop.forget(self._socket.fileno())
         self._socket.close()
         self._socket = None
@@ -192,10 +193,16 @@ class Session:
             self.holdings.forgo()
         if self.holdings is None or not any(self.holdings.counts) or not self._processes:
             self.end(reason)
+        else:
+            self._daemon.counts[f"{reason}_holding"] += 1
 
     def end(self, reason: str) -> None:
-        """No copy of this client's is under way: give back all it holds, and forget it. Idempotent."""
+        """No copy of this client's is under way: take all it holds, forget it, count the reason. Idempotent."""
         self.end_connection(reason)
+        if self._over:  # it held nothing, and so has ended with its connection
+            return
+        self._over = True
+        self._daemon.counts[reason] += 1
         for fd in self._processes:
             self._daemon.loop.forget(fd)
             os.close(fd)
@@ -242,7 +249,7 @@ class Session:
             except FormatError as error:
                 self._daemon.log(f"client {self.peer.pid} is cut off: {error}")
                 if self.holdings is None:
-                    self.refuse(str(error))
+                    self.refuse(str(error), "malformed")
                 self.end_connection("malformed")
             except Exception as error:  # whatever one client's words led to must not end the others' service
                 self._daemon.log(f"client {self.peer.pid} is cut off: {error!r}")
@@ -306,7 +313,10 @@ class Session:
 
         def done(answer: Any) -> None:
             self._busy = False
-            if self._socket is not None and self.holdings is not None:
+            if isinstance(answer, Exception):
+                self._daemon.log(f"client {self.peer.pid} is cut off: {answer!r}")
+                self.end_connection("error")
+            elif self._socket is not None and self.holdings is not None:
                 self._reply(request, [True if answer is None else answer], [])
             if self.namespace is not None:  # the epoch may be another one: all who use it want to know
                 for member in list(self.namespace.members):
@@ -324,10 +334,10 @@ class Session:
 
     def joined(self) -> None:
         """The process at the other end is watched now, by the client it copies for."""
-        self._receive_reception(Joined())
+        self._send_reception(Joined())
         self.end_connection("joined")
 
-    def _receive_reception(self, reception: Reception) -> None:
+    def _send_reception(self, reception: Reception) -> None:
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.send(pack_reception(reception))

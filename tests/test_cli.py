@@ -9,6 +9,7 @@ import pytest
 
 import kvtier
 from kvtier import cli
+from kvtier.service.cli_options import Exit
 from kvtier.tiers.errors import StoreLocked
 
 
@@ -22,7 +23,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "--version") == cli.Exit.OK
+    assert run(monkeypatch, "--version") == Exit.OK
     assert capsys.readouterr().out == f"kvtier {kvtier.__version__}\n"
 
 
@@ -30,7 +31,7 @@ def test_config_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     path = tmp_path / "kvtier.toml"
     path.write_text('[host]\nsize = "2GiB"\n')
     monkeypatch.setenv("KVTIER_FILE__DEADLINE", "50ms")
-    assert run(monkeypatch, "config", "--config", str(path), "--json") == cli.Exit.OK
+    assert run(monkeypatch, "config", "--config", str(path), "--json") == Exit.OK
     shown = json.loads(capsys.readouterr().out)
     assert shown["host"]["size"] == "2GiB"
     assert shown["file"]["deadline"] == "50ms"
@@ -39,7 +40,7 @@ def test_config_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def test_config_as_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("KVTIER_HOST__SIZE", "3GiB")
-    assert run(monkeypatch, "config") == cli.Exit.OK
+    assert run(monkeypatch, "config") == Exit.OK
     line = next(line for line in capsys.readouterr().out.splitlines() if "[host] size" in line)
     assert "3GiB" in line  # in force
     assert "1GiB" in line  # the default
@@ -50,7 +51,7 @@ def test_a_mistake_is_one_line_and_status_2(
 ) -> None:
     path = tmp_path / "kvtier.toml"
     path.write_text('[host]\nsise = "2GiB"\n')
-    assert run(monkeypatch, "config", "--config", str(path)) == cli.Exit.USAGE
+    assert run(monkeypatch, "config", "--config", str(path)) == Exit.USAGE
     output = capsys.readouterr()
     assert output.err == 'kvtier: [host] sise "2GiB": unknown option; did you mean size?\n'
     assert output.out == ""
@@ -63,7 +64,7 @@ def test_other_failures_are_one_line_and_status_1(
         raise StoreLocked('[file] path "/kv": pid 7 has it open; stop it or choose another path')
 
     monkeypatch.setattr(cli, "app", locked)
-    assert run(monkeypatch) == cli.Exit.FAILED
+    assert run(monkeypatch) == Exit.FAILED
     assert capsys.readouterr().err == 'kvtier: [file] path "/kv": pid 7 has it open; stop it or choose another path\n'
 
 
@@ -71,7 +72,7 @@ def test_other_failures_are_one_line_and_status_1(
 def test_usage_errors_are_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    assert run(monkeypatch, *arguments) == cli.Exit.USAGE
+    assert run(monkeypatch, *arguments) == Exit.USAGE
     assert "bogus" in capsys.readouterr().err
 
 

@@ -53,7 +53,7 @@ class Wanted:
 
     hashes: Sequence[ChainHash]
     parent: ChainHash  # of hashes[0]
-    root: ChainHash  # where the chain begins: whose blocks they are
+    tenant: ChainHash  # whose blocks they are: the root of chains with their cache_salt
 
 
 class TiersBelow(Protocol):

@@ -110,6 +110,11 @@ class TokenChain:
         return f"TokenChain({self.num_tokens} tokens, {len(self.hashes)} full blocks of {self.block_size})"
 
     @property
+    def tenant(self) -> ChainHash:
+        """Whose blocks they are: the root, which has the tenant's salt in it."""
+        return self.root
+
+    @property
     def num_tokens(self) -> int:
         """All tokens so far, those of the unfinished last block too."""
         return len(self._tokens)

@@ -1,13 +1,11 @@
 """L3 on a local disk: a preallocated slab of verified blocks that survives the process (format: docs/format.md)."""
 
-import errno
 import logging
 import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,28 +18,13 @@ from kvtier.tiers.file_io import FileIO
 from kvtier.tiers.group_sync import GroupSync
 from kvtier.tiers.payload_io import CALL_BYTES, Mode, PayloadIO, probe_mode
 from kvtier.tiers.slab_changes import SlabChanges
+from kvtier.tiers.slab_check import Progress, VerifyReport, check_payloads
 from kvtier.tiers.slab_file import is_ours, open_slab, release
 from kvtier.tiers.slab_space import SlabFile, blank_slots, read_rows, write_owner
 from kvtier.tiers.slab_writer import SlabWriter
 from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """What a whole read of a slab found (`FileStore.verify`)."""
-
-    num_slots: int
-    num_blocks: int
-    bad_payloads: list[ChainHash]  # the bytes are not those stored
-    bad_rows: list[ChainHash]  # the entry on disk is not the one in memory: lost at the next start
-    unreadable: list[ChainHash]  # the disk said no
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether every block is whole."""
-        return not (self.bad_payloads or self.bad_rows or self.unreadable)
 
 
 class FileStore:
@@ -169,7 +152,7 @@ class FileStore:
             expected = dict(zip(found, stored, strict=True))
             lost: list[ChainHash] = []
             for offset, positions in self._runs(slots, found):
-                readable = self._read_run(offset, [into[position] for position in positions])
+                readable = self._payload.read_each(offset, [into[position] for position in positions])
                 if any(readable):  # the disk answers, but not for these: they would be promised again and again
                     lost += [hashes[p] for p, is_read in zip(positions, readable, strict=True) if not is_read]
                 for position, is_read in zip(positions, readable, strict=True):
@@ -180,19 +163,6 @@ class FileStore:
             if lost:
                 self._writer.discard(lost)
         return results
-
-    def _read_run(self, offset: int, buffers: Sequence[memoryview]) -> list[bool]:
-        """Which of adjacent blocks could be read: one bad sector costs one block, found by halving."""
-        try:
-            self._payload.read(offset, buffers)
-        except OSError as error:
-            _log.debug("[file] %s: %s while reading", self.path, error)
-            if len(buffers) == 1 or error.errno != errno.EIO:
-                return [False] * len(buffers)
-            half = len(buffers) // 2
-            second = offset + half * self.superblock.stride
-            return self._read_run(offset, buffers[:half]) + self._read_run(second, buffers[half:])
-        return [True] * len(buffers)
 
     def _runs(self, slots: Sequence[int], found: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
         """(file offset, positions) of blocks that lie next to each other, at most CALL_BYTES together."""
@@ -290,29 +260,23 @@ class FileStore:
             slots = list(self._blocks.index.values())
             assert self._rows["chain_hash"][slots].tolist() == list(self._blocks.index), "the mirror names other blocks"
 
-    def verify(self) -> VerifyReport:
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
         """Read the whole slab and compare it with what is believed of it; repairs nothing. For tools, when idle."""
         with self._lock:
-            held = sorted(self._blocks.index.items(), key=lambda item: item[1])
-        bad_payloads, bad_rows, unreadable = [], [], []
-        buffer = memoryview(bytearray(self.superblock.slot_bytes))
+            held = {slot: chain_hash for chain_hash, slot in self._blocks.index.items()}
+            slots = sorted(held)
+            checksums = self._rows["payload_checksum"][slots].tolist()
         with self._inside() as is_open:
             if not is_open:
                 raise TierUnavailable(f"{self.path}: closed")
-            for chain_hash, slot in held:
-                try:
-                    self._payload.read(self.superblock.payload_offset(slot), [buffer])
-                except OSError:
-                    unreadable.append(chain_hash)
-                else:
-                    if checksum(buffer) != int(self._rows["payload_checksum"][slot]):
-                        bad_payloads.append(chain_hash)
+            bad, unreadable = check_payloads(self._payload, self.superblock, slots, checksums, progress)
             try:
                 rows = read_rows(self._io, self._file.fd, self.superblock)
-                bad_rows = [name for name, slot in held if rows[slot].tobytes() != self._rows[slot].tobytes()]
+                bad_rows = [slot for slot in slots if rows[slot].tobytes() != self._rows[slot].tobytes()]
             except OSError:
-                bad_rows = [name for name, _ in held]
-        return VerifyReport(self.superblock.num_slots, len(held), bad_payloads, bad_rows, unreadable)
+                bad_rows = slots
+        names = ([held[slot] for slot in found] for found in (bad, bad_rows, unreadable))
+        return VerifyReport(self.superblock.num_slots, len(held), *names)
 
     def probe(self, direction: Direction) -> bool:
         """Whether the disk answers in that direction, and the slab at our path is still the one we hold."""

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from kvtier.tiers.config import Config
+from kvtier.tiers.demote import BATCH_BYTES
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.file_store import FileStore
 from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
@@ -10,6 +11,7 @@ from kvtier.tiers.host import HostRegion, HostTier, slot_stride
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.port import PortSettings, TierPort
 from kvtier.tiers.rates import Rates
+from kvtier.tiers.redis_store import RedisStore
 
 
 class Blocks(Protocol):
@@ -63,7 +65,15 @@ def open_hierarchy(config: Config, fingerprint: bytes, shape: Blocks, *, lease_d
 
 def open_ports(config: Config, fingerprint: bytes, shape: Blocks, metrics: Metrics, rates: Rates) -> list[TierPort]:
     """The tiers below host memory alone, for an engine that keeps its own; raises and warns as `open_hierarchy`."""
-    return [_file_port(config, fingerprint, shape, metrics, rates)] if config.file.path else []
+    ports = [_file_port(config, fingerprint, shape, metrics, rates)] if config.file.path else []
+    try:
+        if config.redis.url is not None:
+            ports.append(_redis_port(config, fingerprint, shape, metrics, rates))
+    except BaseException:
+        for port in ports:
+            port.close(0.0)
+        raise
+    return ports
 
 
 def _file_port(config: Config, fingerprint: bytes, shape: Blocks, metrics: Metrics, rates: Rates) -> TierPort:
@@ -81,3 +91,14 @@ def _file_port(config: Config, fingerprint: bytes, shape: Blocks, metrics: Metri
 
     patience = PortSettings(config.file.deadline, config.breaker.failures, config.breaker.retry_after)
     return TierPort("file", open_file, patience, metrics, rates)
+
+
+def _redis_port(config: Config, fingerprint: bytes, shape: Blocks, metrics: Metrics, rates: Rates) -> TierPort:
+    def open_redis() -> RedisStore:
+        return RedisStore.open(config.redis, fingerprint, slot_bytes=shape.block_bytes, block_size=shape.block_size)
+
+    # the port's patience is that of its largest batch, and of the connection it may have to open first
+    batch = max(BATCH_BYTES, shape.block_bytes) / config.redis.bandwidth
+    deadline = config.redis.connect_timeout + config.redis.deadline + batch
+    patience = PortSettings(deadline, config.breaker.failures, config.breaker.retry_after)
+    return TierPort("redis", open_redis, patience, metrics, rates)

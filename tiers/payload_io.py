@@ -1,6 +1,7 @@
 """Moves payloads between slab slots and scattered host slots in large calls: direct, buffered or mapped."""
 
 import errno
+import logging
 import mmap
 import os
 import threading
@@ -11,6 +12,8 @@ from typing import Final, Literal
 
 from kvtier.tiers.file_io import PAGE, FileIO, Mapping, read_all, write_all
 from kvtier.tiers.slab import round_up
+
+_log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "direct", "buffered", "mmap"]
 
@@ -28,8 +31,11 @@ class PayloadIO:
     through scratch memory.
     """
 
-    def __init__(self, io: FileIO, path: Path, table_fd: int, *, slot_bytes: int, mode: Mode) -> None:
+    def __init__(
+        self, io: FileIO, path: Path, table_fd: int, *, slot_bytes: int, mode: Mode, read_only: bool = False
+    ) -> None:
         """Raises OSError where the file cannot be opened; direct falls back to buffered where O_DIRECT is refused."""
+        self.path = path
         self.mode = mode
         self.slot_bytes = slot_bytes
         self.stride = round_up(slot_bytes, PAGE)
@@ -40,7 +46,7 @@ class PayloadIO:
         self._scratch = threading.local()
         if mode == "direct":
             try:
-                self._fd = self._own_fd = io.open(path, os.O_RDWR | os.O_DIRECT)
+                self._fd = self._own_fd = io.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_DIRECT)
             except OSError:
                 self.mode = "buffered"
         elif mode == "mmap":
@@ -49,6 +55,18 @@ class PayloadIO:
     def read(self, offset: int, into: Sequence[memoryview]) -> None:
         """Read adjacent slots from `offset` on, one per buffer; OSError leaves the buffers in any state."""
         self._transfer(self._read, offset, into)
+
+    def read_each(self, offset: int, into: Sequence[memoryview]) -> list[bool]:
+        """As `read`, but says which slots could be read: one bad sector costs one block, found by halving."""
+        try:
+            self.read(offset, into)
+        except OSError as error:
+            _log.debug("[file] %s: %s while reading", self.path, error)
+            if len(into) == 1 or error.errno != errno.EIO:
+                return [False] * len(into)
+            half = len(into) // 2
+            return self.read_each(offset, into[:half]) + self.read_each(offset + half * self.stride, into[half:])
+        return [True] * len(into)
 
     def write(self, offset: int, payloads: Sequence[memoryview]) -> None:
         """Write adjacent slots from `offset` on; OSError leaves those slots in any state."""

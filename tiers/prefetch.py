@@ -16,6 +16,7 @@ from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 _log = logging.getLogger(__name__)
 
 BATCH_BYTES: Final = 8 << 20  # per read: a call as large as the slab makes; the GIL is waited for once in each
+_FIRST_LEASE: Final = 256  # blocks looked for at once; twice as many while they are all there
 
 
 class Pending:
@@ -261,10 +262,12 @@ class Prefetcher:
         """The request waits no more."""
         if prefetch in self._active:
             self._active.remove(prefetch)
+            held = self._held
             for chain_hash in prefetch.hashes[: prefetch.num_held]:
-                self._held[chain_hash] -= 1
-                if not self._held[chain_hash]:
-                    del self._held[chain_hash]
+                if (count := held[chain_hash]) > 1:
+                    held[chain_hash] = count - 1
+                else:
+                    held.pop(chain_hash)  # `del` is a Python function of Counter's
 
     def _sort(self, flight: _Flight, results: Sequence[BlockRecord | Outcome]) -> tuple[list[int], list[int]]:
         good: list[int] = []
@@ -292,37 +295,39 @@ class Prefetcher:
     def _advance(self, prefetch: Prefetch) -> None:
         """Lease, join or launch until the window is full or the run ends; finish when nothing is on its way."""
         on_the_way = sum(len(flight.positions) for flight in prefetch.flights)
+        size, is_new = _FIRST_LEASE, not prefetch.leases
         while not prefetch.done and prefetch.next < prefetch.end:
             if on_the_way >= self._window:
                 return
             start = prefetch.next
             rest = prefetch.hashes[start : min(prefetch.end, start + self._window - on_the_way)]
-            run, ready = self._leading_run(rest)
-            if ready:
-                lease = self.host.pool.lease(rest[:run])
+            if len(lease := self.host.pool.lease(rest[:size])):
                 prefetch.leases.append(lease)
                 prefetch.next += len(lease)
+                size = 2 * size if len(lease) == size else _FIRST_LEASE
             elif flight := self._flights.get(rest[0]):
                 self._join(prefetch, flight, rest)
                 on_the_way += len(flight.positions)
             else:
-                reason = self._launch(prefetch, rest[:run])
+                reason = self._launch(prefetch, rest[: self._missing_run(rest)])
                 on_the_way += prefetch.next - start
                 if reason:
                     self._shorten(prefetch, prefetch.next, reason)
-        if not prefetch.flights:
+        if is_new and len(prefetch.leases) == 1 and len(prefetch.leases[0]) == prefetch.end and not prefetch.done:
+            prefetch.done = True  # all of it was in L2, and is leased already as `_finish` would
+            self._lock.notify_all()
+        elif not prefetch.flights:
             self._finish(prefetch)
 
-    def _leading_run(self, hashes: list[ChainHash]) -> tuple[int, bool]:
-        """How many leading blocks L2 holds, or how many it does not (and which of the two), in time of that order."""
+    def _missing_run(self, hashes: list[ChainHash]) -> int:
+        """How many leading blocks L2 does not hold, the first one in any case, in time of that order."""
         first, size = 0, 64
-        ready = self.host.pool.holds(hashes[:1])[0]
         while first < len(hashes):
             held = self.host.pool.holds(hashes[first : first + size])
-            if (not ready) in held:
-                return max(1, first + held.index(not ready)), ready
+            if True in held:
+                return max(1, first + held.index(True))
             first, size = first + size, 2 * size
-        return len(hashes), ready
+        return len(hashes)
 
     def _join(self, prefetch: Prefetch, flight: _Flight, rest: list[ChainHash]) -> None:
         flight.waiters.add(prefetch)

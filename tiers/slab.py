@@ -252,6 +252,11 @@ def decode(header: bytes, name: str) -> Superblock:
     raise FormatError(f"{name}: not a kvtier slab; it was left untouched: move it away or choose another [file] path")
 
 
+def num_damaged(header: bytes) -> int:
+    """How many of the two copies of the superblock in a file's first 8 KiB are not whole."""
+    return sum(_decode_copy(header[start : start + _SUPERBLOCK_BYTES]) is None for start in (0, PAGE))
+
+
 def _other_version(name: str, version: int) -> str:
     return (
         f"{name}: format version {version}, this kvtier reads version {VERSION}; it was left untouched: "

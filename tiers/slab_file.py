@@ -20,7 +20,7 @@ from kvtier.tiers.slab import Superblock, format_bytes
 from kvtier.tiers.slab_space import SlabFile, allocate, cut, no_space, read_rows, resize, write_owner, write_superblock
 
 _log = logging.getLogger(__name__)
-_SLAB_NAME: Final = re.compile(r"[0-9a-f]{64}\.slab")
+SLAB_NAME: Final = re.compile(r"[0-9a-f]{64}\.slab")
 _HALF: Final = 2  # an opened slab gets at least half of the directory's budget
 _DIRECTORY_LOCK_SECONDS: Final = 10.0
 
@@ -49,9 +49,9 @@ def open_slab(io: FileIO, directory: Path, wanted: Superblock, size: int) -> Sla
 def _open_locked(io: FileIO, directory: Path, wanted: Superblock, size: int) -> SlabFile:
     path = slab_path(directory, wanted.fingerprint)
     for leftover in directory.glob("*.slab.new"):  # a creation that was killed; nobody else is in here
-        if _SLAB_NAME.fullmatch(leftover.name.removesuffix(".new")):
+        if SLAB_NAME.fullmatch(leftover.name.removesuffix(".new")):
             leftover.unlink()
-    existing = _open_existing(io, path, wanted) if os.path.lexists(path) else None
+    existing = open_existing(io, path, wanted) if os.path.lexists(path) else None
     try:
         room = _room_for(io, path, size, existing)
         if room < size // _HALF:
@@ -87,7 +87,7 @@ def is_ours(io: FileIO, file: SlabFile) -> bool:
     try:
         if not os.path.samestat(file.path.stat(), os.fstat(file.fd)):
             return False
-        found = slab.decode(_read_header(io, file.fd), str(file.path))
+        found = slab.decode(read_header(io, file.fd), str(file.path))
     except (FileNotFoundError, FormatError):
         return False
     same_shape = replace(found, min_seq=0, update=0) == replace(file.superblock, min_seq=0, update=0)  # a reset is ours
@@ -112,17 +112,20 @@ def _directory_lock(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _open_existing(io: FileIO, path: Path, wanted: Superblock | None) -> SlabFile:
-    """Lock a slab and read its superblock; it stays as it is until both are known to be fine."""
+def open_existing(io: FileIO, path: Path, wanted: Superblock | None = None, *, read_only: bool = False) -> SlabFile:
+    """Lock a slab and read its superblock; it stays as it is until both are known to be fine.
+
+    `wanted` None takes a slab of any model. Raises StoreLocked, FormatError, FingerprintMismatch or OSError.
+    """
     if not stat.S_ISREG(path.stat().st_mode):
         raise FormatError(f"{path}: not a regular file; it was left untouched: choose another [file] path")
-    fd = io.open(path, os.O_RDWR)
+    fd = io.open(path, os.O_RDONLY if read_only else os.O_RDWR)
     try:
-        header = _read_header(io, fd)
+        header = read_header(io, fd)
         if not io.lock(fd):
             owner = int.from_bytes(header[slab.OWNER_OFFSET : slab.OWNER_OFFSET + 8], "little")
             raise StoreLocked(f"{path}: in use by process {owner or 'unknown'}; stop it or choose another [file] path")
-        superblock = slab.decode(_read_header(io, fd), str(path))  # read again: its owner may just have resized it
+        superblock = slab.decode(read_header(io, fd), str(path))  # read again: its owner may just have resized it
         if wanted is not None:
             slab.require_identity(superblock, wanted, str(path))
         if io.size(fd) < superblock.file_bytes:
@@ -136,7 +139,7 @@ def _open_existing(io: FileIO, path: Path, wanted: Superblock | None) -> SlabFil
     return SlabFile(path, fd, superblock)
 
 
-def _read_header(io: FileIO, fd: int) -> bytes:
+def read_header(io: FileIO, fd: int) -> bytes:
     """The superblock and its copy, or what there is of them."""
     header = bytearray(min(slab.HEADER_BYTES, io.size(fd)))
     if header:
@@ -174,7 +177,7 @@ def _other_slabs(path: Path) -> dict[Path, int]:
     """The directory's other slabs and their sizes in bytes."""
     found = {}
     for other in path.parent.glob("*.slab"):
-        if other != path and _SLAB_NAME.fullmatch(other.name) and other.is_file():
+        if other != path and SLAB_NAME.fullmatch(other.name) and other.is_file():
             found[other] = other.stat().st_size
     return found
 
@@ -182,7 +185,7 @@ def _other_slabs(path: Path) -> dict[Path, int]:
 def _trim(io: FileIO, path: Path) -> int:
     """Cut the unused end off an unlocked slab of ours; returns its size."""
     try:
-        file = _open_existing(io, path, None)
+        file = open_existing(io, path)
     except KVTierError:
         return path.stat().st_size  # in use, or not ours to touch
     try:
@@ -201,7 +204,7 @@ def _trim(io: FileIO, path: Path) -> int:
 def _remove(io: FileIO, path: Path) -> int:
     """Delete an unlocked slab of ours; returns the bytes it still takes."""
     try:
-        file = _open_existing(io, path, None)
+        file = open_existing(io, path)
     except KVTierError:
         return path.stat().st_size
     path.unlink()

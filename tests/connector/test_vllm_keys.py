@@ -18,6 +18,7 @@ class Request:
 
     all_token_ids: list[int]
     block_hashes: list[bytes] = field(default_factory=list)
+    cache_salt: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -41,6 +42,14 @@ def test_vllms_hashes_are_taken_as_they_are() -> None:
 def test_short_hashes_are_written_twice() -> None:
     request = Request([1, 2], [b"x" * 16])
     assert VllmChain(request, ROOT, 2, None).hashes == [b"x" * 32]
+
+
+def test_a_tenants_blocks_are_its_own_whichever_the_names() -> None:
+    salted, plain = Request([1, 2], cache_salt="tenant"), Request([1, 2])
+    tenant = root_hash(ROOT, cache_salt="tenant")
+    assert VllmChain(salted, ROOT, 2, None).tenant == tenant
+    assert OwnChain(salted, (ROOT, "tenant", None, None), 2, "sha256").current().tenant == tenant
+    assert VllmChain(plain, ROOT, 2, None).tenant == ROOT
 
 
 def test_an_adapters_weights_are_part_of_the_name() -> None:

@@ -5,6 +5,7 @@ vLLM's own processes; `vllm_child.py` runs one of these in a process of its own.
 """
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -172,10 +173,18 @@ class Engine:
                 break
             self.core.engine_core.step()
         assert not self.half._ops
-        assert self.hierarchy.drain(10)
+        assert self.half.side.tiers.drain(10)
+
+    def until_attached(self) -> None:
+        """The daemon that was started anew has been found."""
+        tiers, end = self.half.side.tiers, time.monotonic() + 20
+        while tiers.member is None:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+            tiers.tick()
 
     def stats(self) -> dict[str, float]:
-        found: dict[str, float] = self.hierarchy.stats()
+        found: dict[str, float] = self.half.side.tiers.stats()
         return found
 
     def found_in(self, tier: str) -> int:
@@ -186,7 +195,7 @@ class Engine:
         """Our laws hold, nothing leaked, and the engine goes."""
         if self._is_here() and self.scheduler.connector is not None:
             self.settle()
-            self.hierarchy.check()
+            self.half.side.tiers.check()
             assert not self.half._rows, "a request was forgotten"
         self.core.shutdown()
 

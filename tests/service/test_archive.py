@@ -264,8 +264,9 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"new\.part: exists already; remove it"):
         exported(source, tmp_path / "new", force=True)
     assert (tmp_path / "new.part").read_text() == "somebody's"
-    with pytest.raises(ConfigError, match="No such file or directory"):
-        exported(source, tmp_path / "nowhere" / "file")
+    for name, complaint in (("nowhere/file", "No such file"), ("a\0b", "null byte"), ("x" * 300, "name too long")):
+        with pytest.raises(ConfigError, match=rf"{complaint}.*; choose a file that can be written"):
+            exported(source, tmp_path / name)
 
     # The name is taken while the export runs: it is not overwritten either.
     async def taken_meanwhile() -> None:

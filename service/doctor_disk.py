@@ -1,0 +1,184 @@
+"""What `kvtier doctor` asks of the directory of slabs: room, O_DIRECT, and what it writes and reads in a second."""
+
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvtier.tiers.config import FileConfig
+from kvtier.tiers.file_io import PAGE, FileIO, read_all, write_all
+from kvtier.tiers.finding import Finding, error, ok, warning
+from kvtier.tiers.quantities import format_size
+from kvtier.tiers.slab import format_bytes
+from kvtier.tiers.slab_file import SLAB_NAME
+
+_CALL_BYTES: Final = 4 << 20
+_NUM_THREADS: Final = 2  # as the file tier has
+_SPAN_BYTES: Final = 256 << 20  # the probe's file at most
+_SECONDS: Final = 0.8  # of writing, then of reading
+_PATIENCE: Final = 5.0  # a disk that has not answered by then hangs
+_SLOW: Final = 0.5e9  # bytes per second; a local NVMe reads and writes several times that
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRates:
+    """What the probe measured, in bytes per second."""
+
+    write: float
+    read: float
+    is_direct: bool
+
+
+def check_disk(config: FileConfig) -> list[Finding]:
+    """Free space, O_DIRECT and rates of [file] path."""
+    if config.path is None:
+        return [ok("file tier", "off: no [file] path")]
+    home = _nearest(config.path)
+    if home is None:
+        mend = "choose another [file] path, or put a directory there"
+        return [error("file tier", f'[file] path "{config.path}": not a directory', mend)]
+    try:
+        findings = [_check_room(config, home)]
+        if not os.access(home, os.W_OK | os.X_OK):
+            mend = f"let this user write in {home}, or choose another [file] path"
+            return [*findings, error("disk rate", f'[file] path "{config.path}": no permission to write', mend)]
+        return findings + _judge(probe_disk(home, _room(home)), config)
+    except OSError as failed:
+        found = f'[file] path "{config.path}": {failed.strerror or failed}'
+        return [error("disk rate", found, "mend the disk, or choose another [file] path")]
+
+
+def _nearest(path: Path) -> Path | None:
+    """The directory, or the nearest above it that exists: kvtier makes the rest. None: a file is in the way."""
+    for found in (path, *path.absolute().parents):
+        if os.path.lexists(found):
+            return found if found.is_dir() else None
+    return None
+
+
+def _check_room(config: FileConfig, home: Path) -> Finding:
+    """As at start: what is free and what slabs there take must hold [file] size."""
+    assert config.path is not None
+    slabs = list(config.path.iterdir()) if home == config.path else []
+    taken = sum(slab.stat().st_size for slab in slabs if SLAB_NAME.fullmatch(slab.name) and slab.is_file())
+    free = _room(home)
+    found = f"{format_bytes(free, exact=False)} free, slabs take {format_bytes(taken, exact=False)}"
+    found = f"{found}, [file] size {format_size(config.size)}"
+    if config.size > free + taken:
+        return error("free space", found, "lower [file] size, or choose another [file] path")
+    return ok("free space", found)
+
+
+def _room(home: Path) -> int:
+    return FileIO().free_bytes(home)
+
+
+def _judge(rates: DiskRates | None, config: FileConfig) -> list[Finding]:
+    if rates is None:
+        found = f"no answer within {_PATIENCE:.0f} s"
+        return [error("disk rate", found, "mend the disk, or choose another [file] path")]
+    if rates.is_direct:
+        direct = ok("O_DIRECT", "works there")
+    elif config.mode in ("buffered", "mmap"):
+        direct = ok("O_DIRECT", f'refused there; [file] mode "{config.mode}" does without')
+    else:
+        found = "refused there: the page cache keeps every block once more"
+        direct = warning("O_DIRECT", found, "choose a [file] path on ext4 or XFS")
+    found = f"write {rates.write / 1e9:.2f} GB/s, read {rates.read / 1e9:.2f} GB/s"
+    if min(rates.write, rates.read) < _SLOW:
+        mend = "choose a [file] path on a local NVMe; a slow tier helps long prompts only"
+        return [direct, warning("disk rate", found, mend)]
+    return [direct, ok("disk rate", found)]
+
+
+def probe_disk(directory: Path, free: int) -> DiskRates | None:
+    """Write and read a file of at most a quarter of `free` bytes in `directory`, some 2 s in all; leaves nothing there.
+
+    None: the disk did not answer in time. OSError: it refused.
+    """
+    span = min(_SPAN_BYTES, free // 4) // (_NUM_THREADS * _CALL_BYTES) * _NUM_THREADS * _CALL_BYTES
+    if not span:
+        raise OSError(f"too little free space to measure in: {format_bytes(free)}")
+    answer: list[DiskRates | OSError] = []
+
+    def measure() -> None:
+        try:
+            answer.append(_measure(directory, span))
+        except OSError as failed:
+            answer.append(failed)
+
+    thread = threading.Thread(target=measure, name="kvtier-doctor-disk", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    if not answer:
+        return None
+    if isinstance(answer[0], OSError):
+        raise answer[0]
+    return answer[0]
+
+
+def _measure(directory: Path, span: int) -> DiskRates:
+    io = FileIO()
+    with ExitStack() as undo:
+        fd, name = tempfile.mkstemp(prefix=".kvtier-doctor-", dir=directory)
+        undo.callback(io.close, fd)
+        direct: int | None = None
+        try:
+            direct = io.open(Path(name), os.O_RDWR | os.O_DIRECT)
+            undo.callback(io.close, direct)
+        except OSError:
+            pass  # refused there
+        finally:
+            os.unlink(name)  # before any byte is written: a kill leaves nothing
+        io.allocate(fd, 0, span)
+        chosen = fd if direct is None else direct
+
+        def write(buffer: memoryview, offset: int) -> None:
+            write_all(io, chosen, [buffer], offset, PAGE)
+            if direct is None:
+                io.sync(fd)
+
+        def read(buffer: memoryview, offset: int) -> None:
+            if direct is None:
+                os.posix_fadvise(fd, offset, len(buffer), os.POSIX_FADV_DONTNEED)
+            read_all(io, chosen, [buffer], offset, PAGE)
+
+        part = span // _NUM_THREADS
+        write_rate, covered = _rate(write, part, part)
+        io.sync(fd)
+        read_rate, _ = _rate(read, part, min(covered, part))  # beyond it no disk would be read
+        return DiskRates(write_rate, read_rate, direct is not None)
+
+
+def _rate(transfer: Callable[[memoryview, int], None], part: int, covered: int) -> tuple[float, int]:
+    """Bytes per second over all threads, each going round the first `covered` bytes of its part; the least moved."""
+    moved = [0] * _NUM_THREADS
+    failures: list[OSError] = []
+    noise = os.urandom(_CALL_BYTES)  # a file system that compresses must not shine
+    buffers = [memoryview(mmap.mmap(-1, _CALL_BYTES)) for _ in moved]
+    for buffer in buffers:
+        buffer[:] = noise
+    begin = time.perf_counter()
+
+    def work(index: int) -> None:
+        try:
+            while time.perf_counter() - begin < _SECONDS or not moved[index]:
+                transfer(buffers[index], index * part + moved[index] % covered)
+                moved[index] += _CALL_BYTES
+        except OSError as failed:
+            failures.append(failed)
+
+    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(_NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return sum(moved) / (time.perf_counter() - begin), min(moved)

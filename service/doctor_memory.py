@@ -1,0 +1,183 @@
+"""What `kvtier doctor` asks of memory: locking, room, huge pages, the C library's copies, and the GPU's side of it."""
+
+import json
+import platform
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from kvtier.tiers.config import Config
+from kvtier.tiers.finding import Finding, error, ok, warning
+from kvtier.tiers.host import available_bytes
+from kvtier.tiers.quantities import format_size
+from kvtier.tiers.slab import format_bytes
+
+_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage")
+_CAP_IPC_LOCK: Final = 14  # bit of the capability that RLIMIT_MEMLOCK does not bind
+TUNABLE: Final = "glibc.cpu.x86_non_temporal_threshold=0x10000"
+_WORTH: Final = 1.1  # a gain below this is noise
+_COPY_PAIRS: Final = 3
+_COPY_BYTES: Final = 128 << 20  # of each side; the probe needs twice that
+_COPY_SECONDS: Final = 10.0
+_GPU_SECONDS: Final = 60.0  # a driver's first use takes seconds
+_OTHER_CUPY: Final = "install the CuPy for this driver's CUDA version"
+# Gathers scattered blocks of 512 KiB as L2 copies do; prints the best of a few rates in bytes per second.
+_COPY: Final = """
+import mmap, time
+import numpy as np
+def region(size):
+    mapping = mmap.mmap(-1, size)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    rows = np.frombuffer(mapping, np.uint8).reshape(-1, 512 << 10)
+    rows[:] = 1
+    return rows
+source, target = region(SIZE), region(SIZE)
+order = np.random.default_rng(0).permutation(len(source))
+took = []
+for _ in range(6):
+    start = time.perf_counter()
+    np.take(source, order, axis=0, out=target, mode="clip")
+    took.append(time.perf_counter() - start)
+print(SIZE / min(took))
+""".replace("SIZE", str(_COPY_BYTES))
+# A process of its own: a driver that hangs or dies must not take the doctor along.
+_GPU: Final = """
+import json
+from kvtier.tiers.host import HostRegion, cuda_runtime
+try:
+    import cupy
+except ImportError as error:
+    print(json.dumps({"missing": str(error)}))
+else:
+    runtime = cuda_runtime()
+    names = []
+    if runtime:
+        names = [runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())]
+    region = HostRegion.allocate(16, 4 << 20)
+    print(json.dumps({"cupy": cupy.__version__, "names": names, "pinned": region.pin()}))
+    region.close()
+"""
+
+
+def check_room(config: Config) -> Finding:
+    """Whether [host] size fits into the memory available."""
+    size, available = config.host.size, available_bytes()
+    found = f"{format_bytes(available, exact=False)} available, [host] size {format_size(size)}"
+    if size > available:
+        return error("memory", found, "lower [host] size, or stop what uses the memory")
+    return ok("memory", found)
+
+
+def check_memlock(config: Config, *, has_gpu: bool, is_privileged: bool | None = None) -> Finding:
+    """Whether a region of [host] size may be locked, as pinning does; nothing is pinned without a GPU."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    is_privileged = _may_lock_all() if is_privileged is None else is_privileged
+    found = f"limit {'none' if limit == resource.RLIM_INFINITY else format_bytes(limit, exact=False)}"
+    if limit == resource.RLIM_INFINITY or limit >= config.host.size:
+        return ok("memlock", found)
+    if is_privileged:
+        return ok("memlock", f"{found}, which does not bind this user (CAP_IPC_LOCK)")
+    if not config.host.pin:
+        return ok("memlock", f"{found}; [host] pin is off")
+    if not has_gpu:
+        return ok("memlock", f"{found}; nothing is pinned without a GPU")
+    return warning(
+        "memlock",
+        f"{found}, [host] size {format_size(config.host.size)}: it may stay pageable, and copies slow",
+        "`ulimit -l unlimited` (LimitMEMLOCK=infinity in a systemd unit), or lower [host] size",
+    )
+
+
+def check_huge_pages(config: Config, directory: Path = _HUGE_PAGES) -> Finding:
+    """Whether the kernel gives L2 huge pages: shared memory has a setting of its own."""
+    is_shared = config.host.shared or config.service.socket is not None
+    setting = directory / ("shmem_enabled" if is_shared else "enabled")
+    try:
+        chosen = re.search(r"\[(\w+)\]", setting.read_text())
+    except OSError:
+        chosen = None
+    found = f"{setting.name} {chosen[1] if chosen else 'not there'}"
+    if not config.host.huge_pages:
+        return ok("huge pages", f"{found}; [host] huge_pages is off")
+    if chosen and chosen[1] not in ("never", "deny"):
+        return ok("huge pages", found)
+    value = "advise" if is_shared else "madvise"
+    return warning("huge pages", f"{found}: copies are slower on small pages", f"as root: `echo {value} > {setting}`")
+
+
+def check_tunable() -> Finding:
+    """Whether the C library's copies of blocks get faster by a setting that must be there before a program starts."""
+    if platform.machine() != "x86_64":
+        return ok("glibc", f"no tunable is known for {platform.machine()}")
+    if available_bytes() < 4 * _COPY_BYTES:
+        return ok("glibc", "not measured: too little memory")
+    plain: list[float] = []
+    tuned: list[float] = []
+    try:
+        for _ in range(_COPY_PAIRS):  # in turns: the machine may be busy
+            plain.append(_copy_rate())
+            tuned.append(_copy_rate("env", f"GLIBC_TUNABLES={TUNABLE}"))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ok("glibc", "not measured: the probe failed")
+    before, after = max(plain) / 1e9, max(tuned) / 1e9
+    if after < _WORTH * before:
+        return ok("glibc", f"copies of blocks at {before:.1f} GB/s; no tunable helps")
+    return warning(
+        "glibc",
+        f"copies of blocks at {before:.1f} GB/s, {after:.1f} with a tunable",
+        f"start engines with GLIBC_TUNABLES={TUNABLE}",
+    )
+
+
+def _copy_rate(*prefix: str) -> float:
+    """Bytes per second of the probe, run behind `prefix`."""
+    command = [*prefix, sys.executable, "-I", "-c", _COPY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_COPY_SECONDS, check=True)
+    return float(done.stdout)
+
+
+def has_gpu() -> bool:
+    """Whether the kernel has an NVIDIA device, whatever software there is for it."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+
+
+def check_gpu() -> Finding:
+    """Whether CuPy reaches the GPU and memory can be pinned for it."""
+    if not has_gpu():
+        return ok("GPU", "none; copies run on the CPU")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _GPU], capture_output=True, text=True, timeout=_GPU_SECONDS, check=True
+        )
+        return read_gpu(json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        return error("GPU", f"the driver did not answer within {_GPU_SECONDS:.0f} s", "see `nvidia-smi` and `dmesg`")
+    except subprocess.CalledProcessError as failed:
+        last = (failed.stderr.strip().splitlines() or [f"status {failed.returncode}"])[-1]
+        return error("GPU", f"CuPy fails: {last}", _OTHER_CUPY)
+    except (OSError, ValueError, IndexError) as failed:
+        return error("GPU", f"the probe fails: {failed}", "see `nvidia-smi`")
+
+
+def read_gpu(answer: dict[str, object]) -> Finding:
+    """What the probe's answer means."""
+    names = answer.get("names")
+    if "missing" in answer:
+        return warning("GPU", "there is one, but no CuPy: memory is not pinned", "pip install 'kvtier[cuda]'")
+    if not isinstance(names, list) or not names:
+        return error(
+            "GPU", f"CuPy {answer.get('cupy')} finds no device", "install a CuPy for this driver's CUDA version"
+        )
+    found = f"{len(names)} × {names[0]}, CuPy {answer.get('cupy')}"
+    if not answer.get("pinned"):
+        return warning("GPU", f"{found}; memory cannot be pinned", "raise `ulimit -l`, or see `dmesg`")
+    return ok("GPU", f"{found}, memory can be pinned")
+
+
+def _may_lock_all() -> bool:
+    """Whether this process has CAP_IPC_LOCK."""
+    matched = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return bool(matched and int(matched[1], 16) >> _CAP_IPC_LOCK & 1)

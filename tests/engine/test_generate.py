@@ -1,0 +1,64 @@
+"""`kvtier model` and `kvtier generate`: a model to try things with, and where a prompt's KV came from."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import SIZES
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+from kvtier.engine.demo import train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a tiny Llama with the demo's tokenizer."""
+    directory = tmp_path_factory.mktemp("model")
+    set_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 8192})).save_pretrained(directory)
+    train_tokenizer().save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def kvtier(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvtier.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_second_process_finds_what_the_first_computed(model: Path, tmp_path: Path) -> None:
+    config, prompt = tmp_path / "kvtier.toml", tmp_path / "prompt.txt"
+    config.write_text(f'[host]\nsize = "8MiB"\n[file]\npath = "{tmp_path / "slabs"}"\nsize = "32MiB"\n')
+    prompt.write_text("Blocks of a prompt are named by the chain hash of their tokens. " * 20)
+    arguments = ("generate", "--model", model, "--config", config, "--prompt-file", prompt, "--max-tokens", 6)
+    first, second = (json.loads(kvtier(*arguments, "--json").stdout) for _ in range(2))
+    assert first["cached_tokens"] == {"L1": 0, "L2": 0, "file": 0, "redis": 0}
+    assert second["cached_tokens"]["file"] == first["prompt_tokens"] // 16 * 16
+    assert second["text"] == first["text"]
+    shown = kvtier(*arguments).stdout
+    assert first["text"] in shown
+    assert f"file {second['cached_tokens']['file']:,} · redis 0 · computed {second['computed_tokens']:,}" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--prompt", ""], "kvtier: --prompt: no tokens in it; write some text"),
+        ([], "kvtier: --prompt, --prompt-file: give one of them"),
+        (["--prompt-file", "nowhere.txt"], 'kvtier: --prompt-file "nowhere.txt": '),
+    ],
+)
+def test_a_prompt_that_is_none_is_one_line(model: Path, arguments: list[str], line: str) -> None:
+    done = kvtier("generate", "--model", model, *arguments)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(line)
+    assert done.stdout == ""
+
+
+def test_a_model_is_not_saved_over_another(model: Path) -> None:
+    done = kvtier("model", model)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f'kvtier: "{model}": there is a model already; name another directory\n',
+    )

@@ -1,0 +1,75 @@
+"""vLLM over the node's daemon: engines share its memory and outlive it, and it them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
+
+from node_rig import Node, node
+from test_vllm_processes import CACHED, PROMPTS, TWO_RANKS, run
+from vllm_rig import BLOCK, Engine, engine, make_checkpoint
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    with engine(model) as plain:
+        return plain.text(PROMPTS)
+
+
+@pytest.fixture
+def daemon() -> Iterator[Node]:
+    with node() as running:
+        yield running
+
+
+def told(daemon: Node) -> dict[str, Any]:
+    """An engine's whole configuration: where the daemon is."""
+    return {"service": daemon.section, "host": {"size": "16MiB"}}
+
+
+def ask(vllm: Engine) -> tuple[list[list[int]], list[int]]:
+    """(text, cached tokens) of every prompt."""
+    outputs = vllm.run(PROMPTS)
+    return [list(output.outputs[0].token_ids) for output in outputs], [output.num_cached_tokens for output in outputs]
+
+
+def test_a_second_engine_finds_what_the_first_computed(model: Path, expected: list[list[int]], daemon: Node) -> None:
+    with engine(model, told(daemon)) as first:
+        assert ask(first) == (expected, [0, 0, 0])
+    with engine(model, told(daemon)) as second:
+        assert ask(second) == (expected, CACHED)
+        assert second.found_in("l2") == sum(CACHED) // BLOCK  # the memory is the daemon's: it outlived the engine
+
+
+def test_a_daemon_that_dies_costs_hits_and_nothing_else(model: Path, expected: list[list[int]], daemon: Node) -> None:
+    with engine(model, told(daemon)) as vllm:
+        assert ask(vllm) == (expected, [0, 0, 0])
+        vllm.settle()
+        daemon.kill()
+        assert vllm.llm.llm_engine.reset_prefix_cache()
+        assert ask(vllm) == (expected, [0, 0, 0])  # misses: the engine goes on
+        daemon.start()
+        vllm.until_attached()
+        assert vllm.llm.llm_engine.reset_prefix_cache()
+        assert ask(vllm) == (expected, CACHED)  # other memory, mapped anew, and the slab is warm
+        assert vllm.found_in("file") == sum(CACHED) // BLOCK
+
+
+@pytest.mark.parametrize("options", [{}, TWO_RANKS], ids=["processes", "two ranks"])
+def test_workers_in_processes_of_their_own_map_the_daemons_memory(
+    model: Path, expected: list[list[int]], daemon: Node, options: dict[str, Any]
+) -> None:
+    first = run(model, told(daemon), die=True, **options)  # kill -9: what it held comes back
+    assert (first["text"], first["cached"]) == (expected, [0, 0, 0])
+    second = run(model, told(daemon), **options)
+    assert (second["text"], second["cached"]) == (expected, CACHED)

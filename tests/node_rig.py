@@ -1,0 +1,105 @@
+"""A node for tests: `kvtier serve` as a process of its own, to be asked, killed and started again."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+_START: Final = 60.0  # seconds: a cold import of everything on a busy machine
+
+
+class Node:
+    """One daemon in a directory, with its slab there; `options` are variables such as `HOST__SIZE`."""
+
+    def __init__(self, directory: Path, **options: str) -> None:
+        self.directory = directory
+        self.socket = directory / "kv.sock"
+        self.log = directory / "log"
+        port = free_port()
+        chosen = {
+            "HOST__SIZE": "32MiB",
+            "FILE__PATH": str(directory / "slabs"),
+            "FILE__SIZE": "64MiB",
+            "SERVICE__SOCKET": str(self.socket),
+            "SERVICE__HTTP": f"127.0.0.1:{port}",
+            **options,
+        }
+        self.http = f"http://{chosen['SERVICE__HTTP']}"
+        self._environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")},
+            **{f"KVTIER_{name}": value for name, value in chosen.items()},
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def section(self) -> Mapping[str, str]:
+        """What an engine's configuration says of it."""
+        return {"socket": str(self.socket)}
+
+    @property
+    def pid(self) -> int:
+        """Of the running daemon."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it and wait until it is ready."""
+        with self.log.open("ab") as log:
+            offset = log.tell()
+            command = [sys.executable, "-m", "kvtier.cli", "serve"]
+            self._process = subprocess.Popen(command, env=self._environment, stderr=log, stdout=log)
+        end = time.monotonic() + _START
+        while "ready on" not in self.log.read_bytes()[offset:].decode():
+            assert self._process.poll() is None, self.log.read_text()
+            assert time.monotonic() < end, f"not ready: {self.log.read_text()}"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """kill -9: nothing is flushed, nobody is told."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(10)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(30)
+
+    def close(self) -> None:
+        """Stop it if it runs; it must end well."""
+        if self._process is not None and self._process.poll() is None:
+            assert self.stop() == 0, self.log.read_text()
+
+
+@contextmanager
+def node(**options: str) -> Iterator[Node]:
+    """A running daemon, in a directory with a short name: a socket's path has some hundred bytes."""
+    with tempfile.TemporaryDirectory(prefix="kv-", dir=_disk()) as directory:
+        made = Node(Path(directory), **options)
+        made.start()
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def free_port() -> int:
+    """A loopback port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _disk() -> str | None:
+    return "/var/tmp" if os.access("/var/tmp", os.W_OK) else None

@@ -1,0 +1,111 @@
+"""What the stories of the Redis tier share: stores, ports and hierarchies over a real server, and what they hold."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, payload_of, record_of, wait_until
+
+from kvtier.tiers.chain import TokenChain
+from kvtier.tiers.config import Config, RedisConfig
+from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
+from kvtier.tiers.host import HostRegion, HostTier
+from kvtier.tiers.local_tiers import LocalTiers
+from kvtier.tiers.metrics import Metrics
+from kvtier.tiers.port import PortSettings, TierPort
+from kvtier.tiers.rates import Rates
+from kvtier.tiers.redis_store import RedisStore
+from kvtier.tiers.tier import BlockRecord, Outcome
+
+FINGERPRINT = b"a model of the Redis stories".ljust(32, b".")
+IMPATIENT = PortSettings(deadline=2.0, failures=2, retry_after=0.02)
+CHAIN, OTHER = chain_of(8), chain_of(6, first_token=1000)
+
+
+def options(url: str, **more: object) -> RedisConfig:
+    """A configuration of the tier that gives a batch a quarter of a second."""
+    return Config.load(redis={"url": url, "bandwidth": "1GB", **more}).redis
+
+
+def open_store(url: str, fingerprint: bytes = FINGERPRINT, **more: Any) -> RedisStore:
+    """The tier itself."""
+    return RedisStore.open(options(url, **more), fingerprint, slot_bytes=SLOT_BYTES, block_size=BLOCK_SIZE)
+
+
+@contextmanager
+def opened(url: str, fingerprint: bytes = FINGERPRINT, **more: Any) -> Iterator[RedisStore]:
+    """The tier, its laws checked at the end."""
+    store = open_store(url, fingerprint, **more)
+    try:
+        yield store
+        store.check()
+    finally:
+        store.close()
+
+
+def over_redis(url: str, patience: PortSettings = IMPATIENT, slots: int = 128, **more: Any) -> Hierarchy:
+    """A hierarchy over the tier."""
+    metrics, rates = Metrics(), Rates("load")
+    port = TierPort("redis", lambda: open_store(url, **more), patience, metrics, rates)
+    host = HostTier(HostRegion.allocate(slots, SLOT_BYTES, huge_pages=False, prefault=False))
+    return Hierarchy(host, [port], HierarchySettings(prefetch_deadline=20.0), metrics, rates)
+
+
+def write(store: RedisStore, chain: TokenChain) -> list[Outcome]:
+    """Store a whole chain."""
+    payloads = [memoryview(bytearray(payload_of(chain_hash))) for chain_hash in chain.hashes]
+    return list(store.write([record_of(chain, i) for i in range(len(chain.hashes))], payloads))
+
+
+def written(store: RedisStore, chain: TokenChain) -> None:
+    """Store a whole chain, every block of it."""
+    assert write(store, chain) == [Outcome.OK] * len(chain.hashes)
+
+
+def read(store: RedisStore, chain: TokenChain) -> list[Outcome]:
+    """Read a whole chain. What comes as read must be the record and the bytes of its key (I1)."""
+    buffers = np.zeros((len(chain.hashes), SLOT_BYTES), np.uint8)
+    results = store.read(chain.hashes, [memoryview(buffer) for buffer in buffers])
+    assert len(results) == len(chain.hashes)
+    return [judged(chain, i, result, buffers[i].tobytes()) for i, result in enumerate(results)]
+
+
+def judged(chain: TokenChain, i: int, result: BlockRecord | Outcome, data: bytes) -> Outcome:
+    """OK for a block that is what it should be; fails the test for one that only says so."""
+    if isinstance(result, Outcome):
+        assert result is not Outcome.OK
+        return result
+    assert result == record_of(chain, i), "another block's record"
+    assert data == payload_of(chain.hashes[i]), "another block's bytes"
+    return Outcome.OK
+
+
+def whole(outcomes: Sequence[Outcome]) -> bool:
+    """Whether every block came."""
+    return set(outcomes) == {Outcome.OK}
+
+
+def reads_again(store: RedisStore, chain: TokenChain) -> None:
+    """Sooner or later, without a restart."""
+    wait_until(lambda: whole(read(store, chain)))
+
+
+def located(hierarchy: Hierarchy, chain: TokenChain) -> int:
+    """How many of a chain's blocks Redis holds, asked as for a request: its server too, where the index knows none."""
+    return LocalTiers(hierarchy).lookup(chain.hashes, 5.0).redis
+
+
+def is_open(hierarchy: Hierarchy, direction: str) -> bool:
+    """Whether the breaker of the Redis tier is open."""
+    return hierarchy.stats()[f'kvtier_breaker_open{{tier="redis",direction="{direction}"}}'] == 1
+
+
+def until(hierarchy: Hierarchy, condition: Callable[[], object]) -> None:
+    """Wait, as an engine does that goes on asking: that is what sends probes."""
+
+    def asked() -> object:
+        hierarchy.tick()
+        return condition()
+
+    wait_until(asked)

@@ -1,0 +1,466 @@
+"""Stories of the daemon: blocks shared by processes, clients that die, hang and babble, daemons that come back."""
+
+import os
+import signal
+import socket as sockets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles import SLOT_BYTES, chain_of, wait_until
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from service_rig import (
+    FINGERPRINT,
+    DaemonProcess,
+    DaemonThread,
+    ask,
+    attached,
+    drops,
+    end_child,
+    environment,
+    fill,
+    load,
+    misses,
+    records,
+    store,
+    wanted,
+    where,
+)
+from service_rig import attach as attach_client
+
+from kvtier.connector.frames import pack_frame
+from kvtier.connector.greetings import Hello, pack_greeting
+from kvtier.connector.messages import Ask, Holds, pack_request
+from kvtier.connector.remote import RemoteTiers
+from kvtier.service.daemon import Daemon
+from kvtier.tiers.below import Attribution
+from kvtier.tiers.config import Config
+from kvtier.tiers.errors import ConfigError, StoreLocked
+from kvtier.tiers.tier import Outcome
+
+CHILD = Path(__file__).with_name("_client_child.py")
+Serve = Callable[..., DaemonThread]
+Attach = Callable[..., RemoteTiers]
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A short path: a socket's has 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="kvt-") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def serve(home: Path) -> Iterator[Serve]:
+    """Daemons of this process at `home / "s"`. At the end every client is gone, and the laws hold: I3."""
+    daemons: list[DaemonThread] = []
+
+    def start(**options: Any) -> DaemonThread:
+        options.setdefault("host", {"size": 1 << 20})
+        daemons.append(DaemonThread(home / "s", **options))
+        return daemons[-1]
+
+    yield start
+    for daemon in daemons:
+        daemon.check()
+        daemon.close()
+
+
+@pytest.fixture
+def attach(home: Path, serve: Serve) -> Iterator[Attach]:
+    """Clients of the daemon at `home / "s"`, which say goodbye at the end."""
+    clients: list[RemoteTiers] = []
+
+    def start(**options: Any) -> RemoteTiers:
+        clients.append(attach_client(home / "s", **options))
+        return clients[-1]
+
+    yield start
+    for tiers in clients:
+        tiers.close()
+
+
+def child(home: Path, *what: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, str(CHILD), str(home / "s"), *what]
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+
+
+def says(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def raw(home: Path) -> sockets.socket:
+    """A connection without manners."""
+    connection = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    connection.settimeout(5)
+    connection.connect(str(home / "s"))
+    return connection
+
+
+# sharing
+
+
+def test_what_one_process_stores_another_loads(home: Path, serve: Serve, attach: Attach) -> None:
+    serve()
+    tiers, chain = attach(), chain_of(4)
+    assert where(tiers, chain) == Attribution(4, miss=4)
+    assert store(tiers, chain) == 4
+    reader = child(home, "load")
+    assert says(reader) == "4"  # and every byte was right, in a process that never saw them
+    assert reader.wait(10) == 0
+    end_child(reader)
+
+
+def test_a_block_being_filled_is_found_by_nobody_and_stored_once(serve: Serve, attach: Attach) -> None:
+    serve()
+    one, other, chain = attach(), attach(), chain_of(4)
+    (filling,) = one.reserve([wanted(chain)])
+    assert filling is not None
+    assert where(other, chain) == Attribution(4, miss=4)
+    (again,) = other.reserve([wanted(chain)])  # the first one is at it
+    assert again is not None
+    assert not again.hashes
+    fill(one, filling)
+    one.seal(filling, records(filling, chain), one.epoch)
+    one.tick()
+    wait_until(lambda: load(other, chain) == 4)
+
+
+def test_two_models_never_see_each_other_and_share_one_budget(serve: Serve, attach: Attach) -> None:
+    served = serve(host={"size": 32 * SLOT_BYTES})
+    one = attach(size=20 * SLOT_BYTES)
+    other = attach(size=20 * SLOT_BYTES, fingerprint=b"o" * 32)
+    assert (one.num_slots, other.num_slots) == (20, 12)  # what it asked for; what was left
+    chain = chain_of(4)
+    store(one, chain)
+    assert where(other, chain).miss == 4
+    with pytest.raises(ConfigError, match=r"has 0 of 128KiB .* 8 of its blocks take 32KiB"):
+        attach(fingerprint=b"t" * 32)
+    # Whoever leaves first makes room: the second model's tiers are idle, and go.
+    other.close()
+    third = attach(size=12 * SLOT_BYTES, fingerprint=b"t" * 32)
+    assert third.num_slots == 12
+    assert len(served.daemon.call(served.daemon.namespaces)) == 2
+    assert load(one, chain) == 4
+
+
+def test_tiers_stay_warm_when_nobody_uses_them(serve: Serve, attach: Attach) -> None:
+    serve()
+    chain = chain_of(4)
+    first = attach()
+    store(first, chain)
+    first.close()
+    second = attach()
+    assert load(second, chain) == 4
+
+
+def test_the_same_model_with_other_blocks_is_refused(serve: Serve, attach: Attach) -> None:
+    serve()
+    attach()
+    with pytest.raises(ConfigError, match=r"4 tokens in 8192 bytes: this model's here are 4 tokens in 4096"):
+        attach(slot_bytes=2 * SLOT_BYTES)
+
+
+def test_a_reset_is_everybodys(serve: Serve, attach: Attach) -> None:
+    serve()
+    one, other, chain = attach(), attach(), chain_of(4)
+    store(one, chain, 0, 2)
+    (admitted_before,) = other.reserve([wanted(chain, 2)])
+    assert admitted_before is not None
+    epoch = other.epoch
+    one.reset()
+    assert where(one, chain).miss == 4
+    wait_until(lambda: attached(other) and other.epoch == epoch + 1)  # it was told
+    fill(other, admitted_before)
+    other.seal(admitted_before, records(admitted_before, chain), epoch)
+    assert other.drain(5)
+    assert where(other, chain).miss == 4
+
+
+# the slab
+
+
+def test_blocks_come_back_from_the_slab_for_another_client(serve: Serve, disk_dir: Path, attach: Attach) -> None:
+    serve(host={"size": 16 * SLOT_BYTES}, file={"path": disk_dir, "size": 1 << 22})
+    tiers, chain = attach(), chain_of(4)
+    store(tiers, chain)
+    for n in range(1, 5):  # L2 has sixteen slots: the first chain goes
+        store(tiers, chain_of(4, first_token=1000 * n))
+    other = attach()
+    assert where(other, chain).file == 4
+    assert load(other, chain) == 4  # PENDING first, then the daemon pushes the news
+    assert where(other, chain).l2 == 4
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_daemon_that_is_started_anew(home: Path, disk_dir: Path, end: signal.Signals, attach: Attach) -> None:
+    options = {"host__size": "1MiB", "file__path": str(disk_dir), "file__size": "4MiB"}
+    daemon = DaemonProcess(home / "s", **options)
+    assert daemon.first_line.startswith(f"kvtier: ready on {home / 's'}, 1MiB of host memory, http on 127.0.0.1:")
+    tiers, chain = attach(), chain_of(4)
+    store(tiers, chain)
+    region, epoch = tiers.region, tiers.epoch
+    claim, promised = ask(tiers, chain)
+    assert promised == 4
+    lease = tiers.take(claim)
+    (reservation,) = tiers.reserve([wanted(chain_of(4, first_token=1000))])
+    assert reservation is not None
+
+    assert daemon.end(end) == (-signal.SIGKILL if end == signal.SIGKILL else 0)
+    assert where(tiers, chain) == Attribution(4, miss=4)  # no exception: a miss
+    assert tiers.reserve([wanted(chain)]) == [None]
+    assert drops(tiers, Outcome.BREAKER_OPEN) == 4
+    assert region is not None
+    assert bytes(region.slot(int(lease.slots[0])))  # a copy that goes on reads what is no use to it, and nothing faults
+
+    daemon = DaemonProcess(home / "s", **options)
+    wait_until(lambda: attached(tiers))
+    assert tiers.region is not region
+    assert tiers.epoch > epoch  # who knows what was reset meanwhile
+    assert where(tiers, chain) == Attribution(4, file=4)  # the slab is warm
+    assert load(tiers, chain) == 4
+    lease.release()  # void, and harmless
+    tiers.seal(reservation, records(reservation, chain_of(4, first_token=1000)), tiers.epoch)
+    assert drops(tiers, Outcome.CLOSED) == 4
+    tiers.tick()
+    assert region.num_slots == 0  # nothing copies to the old memory any more: it is unmapped
+    tiers.check()
+    tiers.close()
+    assert daemon.end(signal.SIGTERM) == 0
+    assert not (home / "s").exists()
+
+
+# clients that die
+
+
+def test_a_killed_client_gives_everything_back(home: Path, serve: Serve, attach: Attach) -> None:
+    served = serve()
+    witness = attach()
+    holder = child(home, "hold")
+    assert says(holder) == "ready"
+    held = [client for client in served.daemon.call(served.daemon.clients) if client.leases]
+    assert [(client.pids, client.leases, client.reservations) for client in held] == [([holder.pid], 1, 1)]
+    end_child(holder)
+    wait_until(lambda: len(served.daemon.call(served.daemon.clients)) == 1)
+    served.check()
+    counts = served.daemon.counts
+    assert (counts["leases_reclaimed"], counts["reservations_reclaimed"]) == (1, 1)
+    assert load(witness, chain_of(4, first_token=1000)) == 4  # what it had sealed is everybody's
+    assert where(witness, chain_of(4, first_token=2000)).miss == 4
+
+
+def test_slots_wait_for_a_worker_that_outlives_its_client(home: Path, serve: Serve) -> None:
+    """A DMA may outlive the socket."""
+    served = serve()
+    holder = child(home, "join")
+    worker = int(says(holder).removeprefix("joined "))
+    holder.kill()
+    holder.wait(10)
+    wait_until(lambda: [client.connected for client in served.daemon.call(served.daemon.clients)] == [False])
+    time.sleep(0.2)
+    (dead,) = served.daemon.call(served.daemon.clients)
+    assert (dead.pids, dead.leases, dead.reservations) == ([worker], 1, 1)
+    served.daemon.call(served.daemon.check)
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: not served.daemon.call(served.daemon.clients))
+    served.check()
+    end_child(holder)
+
+
+def test_a_hundred_clients_killed_leave_nothing_behind(home: Path, attach: Attach) -> None:
+    """FAULTS 41."""
+    daemon = DaemonProcess(home / "s", host__size="1MiB")
+    witness = attach()
+    store(witness, chain_of(4))
+    files = len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+    cycles = child(home, "cycles", "100")
+    assert says(cycles) == "done"
+    assert cycles.wait(10) == 0
+    end_child(cycles)
+    wait_until(lambda: len(os.listdir(f"/proc/{daemon.process.pid}/fd")) == files)
+    witness.check()  # no lease, no filling slot
+    assert load(witness, chain_of(4)) == 4  # nobody else noticed
+    witness.close()
+    assert daemon.end(signal.SIGTERM) == 0
+    assert daemon.lines == []
+
+
+def test_a_client_that_says_goodbye_leaves_at_once(serve: Serve, attach: Attach) -> None:
+    served = serve()
+    tiers, chain = attach(), chain_of(4)
+    (reservation,) = tiers.reserve([wanted(chain)])
+    tiers.close()  # in this process, which lives on
+    wait_until(lambda: not served.daemon.call(served.daemon.clients))
+    served.check()
+    assert reservation is not None
+
+
+def test_a_stopped_client_holds_up_nobody_and_its_promise_lapses(serve: Serve, attach: Attach) -> None:
+    served = serve(host={"size": 16 * SLOT_BYTES}, lease_deadline=0.4)
+    tiers, chain = attach(), chain_of(8)
+    store(tiers, chain)
+    claim, promised = ask(tiers, chain)
+    assert promised == 8
+    # It is not scheduled for a while, and neither polls nor reads.
+    other = attach()
+    wait_until(lambda: served.daemon.counts["promises_lapsed"] == 1)
+    assert store(other, chain_of(8, first_token=1000)) == 8
+    assert store(other, chain_of(8, first_token=2000)) == 8  # in the very slots that were promised
+    # Back again: what it was promised is gone, and it knows without asking.
+    assert len(tiers.take(claim)) == 0
+    assert tiers.poll(claim) == 0
+    assert load(other, chain_of(8, first_token=2000)) == 8
+
+
+def test_a_promise_that_is_asked_about_does_not_lapse(serve: Serve, attach: Attach) -> None:
+    serve(lease_deadline=0.4)
+    tiers, chain = attach(), chain_of(4)
+    store(tiers, chain)
+    claim, _ = ask(tiers, chain)
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        assert tiers.poll(claim) == 4
+        time.sleep(0.02)
+    with tiers.take(claim) as lease:
+        assert len(lease) == 4
+
+
+# clients that babble
+
+
+def test_a_client_that_never_reads_is_cut_off(home: Path, serve: Serve, attach: Attach) -> None:
+    served = serve()
+    tiers, chain = attach(), chain_of(4)
+    store(tiers, chain)
+    rude = raw(home)
+    rude.sendall(pack_greeting(Hello(FINGERPRINT, 4, SLOT_BYTES, 1 << 18, reset=False)))
+    assert b"Welcome" in rude.recv(4096)
+
+    def ask_for_ever() -> None:
+        for number in range(1, 10_000):
+            rude.sendall(pack_request(number, [Holds(chain.hashes * 8192)]))  # the answer takes 32 KiB
+
+    with pytest.raises(OSError, match=r"pipe|reset"):
+        ask_for_ever()
+    wait_until(lambda: served.daemon.counts["slow_reader"] == 1)
+    assert load(tiers, chain) == 4
+    rude.close()
+
+
+def test_a_name_given_twice_a_version_of_the_future_and_silence(home: Path, serve: Serve, attach: Attach) -> None:
+    served = serve()
+    tiers, chain = attach(), chain_of(4)
+    for frame, why in [
+        (pack_frame(["kvtier", 99, "Hello"]), "protocol version 99, this side speaks 1"),
+        (pack_frame(["kvtier", 1, "Hello", b"short", 4, 4096, 1, False]), "not 32 bytes"),
+        (pack_frame(["kvtier", 1, "Join", b"x" * 16]), "no such client"),
+        (b"\xff\xff\xff\x7f", "frame of 2147483647 bytes: this side takes 1 to 4096"),
+        (b"GET / HTTP/1.1\r\n\r\n", "this side takes 1 to 4096"),
+    ]:
+        with raw(home) as connection:
+            connection.sendall(frame)
+            assert why.encode() in connection.recv(4096)
+            assert connection.recv(10) == b""
+    with raw(home) as connection:
+        connection.sendall(pack_greeting(Hello(FINGERPRINT, 4, SLOT_BYTES, 1 << 18, reset=False)))
+        assert b"Welcome" in connection.recv(4096)
+        connection.sendall(pack_request(0, [Ask(1, chain.root, 0, 4, [chain.hashes[0]] * 2)]))
+        assert connection.recv(10) == b""
+    wait_until(lambda: served.daemon.counts["malformed"] == 5)
+    store(tiers, chain)
+    assert load(tiers, chain) == 4
+
+
+def test_any_bytes_at_all(home: Path, serve: Serve, attach: Attach) -> None:
+    """FAULTS 39: whatever is sent before or behind a greeting, the daemon goes on serving, and nothing is left over."""
+    served = serve()
+    tiers, chain = attach(), chain_of(4)
+    store(tiers, chain)
+    hello = pack_greeting(Hello(FINGERPRINT, 4, SLOT_BYTES, 1 << 18, reset=False))
+    body = st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary(max_size=64)
+        | st.text(max_size=8) | st.just(chain.hashes[0]) | st.just(b"".join(chain.hashes)),
+        lambda inner: st.lists(inner, max_size=6),
+        max_leaves=20,
+    )  # fmt: skip
+    operation = st.tuples(st.integers(0, 16), body, body, body, body, body)
+    request = st.tuples(st.integers(0, 9), st.lists(st.one_of(operation, body), max_size=3))
+    frame = st.one_of(st.binary(max_size=64), body.map(pack_frame), request.map(pack_frame))
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(st.booleans(), st.lists(frame, min_size=1, max_size=4))
+    def babble(greets: bool, frames: list[bytes]) -> None:
+        with raw(home) as connection:
+            try:
+                if greets:
+                    connection.sendall(hello)
+                    assert b"Welcome" in connection.recv(4096)
+                for each in frames:
+                    connection.sendall(each)
+            except OSError:  # cut off in the middle of it
+                pass
+
+    babble()
+    # This process lives on, so what a connection held stays until its copies are known to have ended.
+    for client in list(served.daemon.call(lambda: [*served.daemon._sessions.values()])):
+        if not client.connected:
+            served.daemon.call(lambda client=client: client.end("died"))  # type: ignore[misc]
+    served.check()
+    assert served.daemon.counts["error"] == 0
+    assert load(tiers, chain) == 4 or where(tiers, chain).miss == 4  # one of them may have said "reset"
+
+
+# the socket
+
+
+def test_a_second_daemon_is_refused_with_the_pid_of_the_first(home: Path) -> None:
+    daemon = DaemonProcess(home / "s")
+    assert (home / "s").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(StoreLocked, match=f"the daemon with pid {daemon.process.pid} serves it"):
+        Daemon(Config(), home / "s")
+    daemon.end(signal.SIGKILL)
+    assert (home / "s").exists()  # stale: nobody had the time to take it away
+    daemon = DaemonProcess(home / "s")
+    assert "ready" in daemon.first_line
+    assert daemon.end(signal.SIGINT) == 0
+
+
+def test_places_where_no_socket_can_be(home: Path) -> None:
+    (home / "file").write_text("precious")
+    with pytest.raises(ConfigError, match="a file that is no socket is there"):
+        Daemon(Config(), home / "file")
+    assert (home / "file").read_text() == "precious"
+    with pytest.raises(ConfigError, match="make that directory"):
+        Daemon(Config(), home / "none" / "s")
+    with pytest.raises(ConfigError, match=r"\d+ bytes, at most 107; choose a shorter path"):
+        Daemon(Config(), home / ("s" * 100))
+    home.chmod(0o777)
+    with pytest.raises(ConfigError, match="others may replace files"):
+        Daemon(Config(), home / "s")
+
+
+def test_serve_needs_a_place(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-c", "from kvtier.cli import main; main()", "serve"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvtier: [service] socket none: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_engine_finds_the_daemon_by_its_configuration(home: Path, serve: Serve) -> None:
+    from kvtier.connector.opening import open_tiers
+    from kvtier.service.namespaces import Blocks
+
+    serve()
+    tiers = open_tiers(Config(service={"socket": home / "s"}), FINGERPRINT, Blocks(4, SLOT_BYTES))  # type: ignore[arg-type]
+    assert isinstance(tiers, RemoteTiers)
+    assert tiers.num_slots == 256  # it asked for [host] size, the budget has a mebibyte
+    assert misses(tiers, Outcome.ABSENT) == 0
+    tiers.close()

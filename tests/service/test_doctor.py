@@ -1,0 +1,439 @@
+"""`kvtier doctor`: each check against something real that is well, and against what it is there to find."""
+
+import json
+import os
+import platform
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from redis_rig import NO_REDIS, cluster, standalone, wait_for, watched
+
+from kvtier.service import checks_cli, doctor, doctor_disk, doctor_memory
+from kvtier.service.cli_options import Exit
+from kvtier.service.doctor import check_engines, check_hashes, check_socket
+from kvtier.service.doctor_disk import DiskRates, check_disk
+from kvtier.service.doctor_memory import check_gpu, check_huge_pages, check_room, check_tunable, read_gpu
+from kvtier.tiers import redis_doctor
+from kvtier.tiers.config import Config, FileConfig
+from kvtier.tiers.file_store import FileStore
+from kvtier.tiers.finding import Finding, Status, ok, warning
+from kvtier.tiers.redis_doctor import check_redis
+
+OK, WARNING, ERROR = Status.OK, Status.WARNING, Status.ERROR
+needs_redis = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`kvtier ARGUMENTS` in a process of its own."""
+    command = [sys.executable, "-c", "from kvtier.cli import main; main()", *arguments]
+    merged = {**os.environ, "COLUMNS": "200", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=merged)
+
+
+def disk(path: Path, size: str) -> FileConfig:
+    """[file] path and size."""
+    return Config.load(file={"path": path, "size": size}).file
+
+
+def statuses(findings: list[Finding]) -> dict[str, Status]:
+    """Of each check."""
+    return {finding.check: finding.status for finding in findings}
+
+
+# The verb.
+
+
+def test_every_check_has_a_line_and_leaves_nothing_behind(disk_dir: Path) -> None:
+    done = run(
+        "doctor", "--json", KVTIER_FILE__PATH=str(disk_dir), KVTIER_FILE__SIZE="64MiB", KVTIER_HOST__SIZE="64MiB"
+    )
+    lines: list[dict[str, str]] = json.loads(done.stdout)
+    assert [line["check"] for line in lines] == [
+        *("hashes", "memory", "memlock", "huge pages", "glibc", "GPU"),
+        *("free space", "O_DIRECT", "disk rate", "redis", "daemon", "engines"),
+    ]
+    assert all(line.keys() == {"check", "status", "found", "mend"} for line in lines)
+    found = {line["status"] for line in lines}
+    assert done.returncode == (Exit.FAILED if "error" in found else Exit.DEGRADED if "warning" in found else Exit.OK)
+    assert all(bool(line["mend"]) == (line["status"] != "ok") for line in lines)
+    assert list(disk_dir.iterdir()) == []
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [
+        ([ok("a", "fine")], Exit.OK),
+        ([ok("a", "fine"), warning("b", "[host] slow", "`mend [file] path`")], Exit.DEGRADED),
+        ([Finding("c", ERROR, "broken", "mend"), warning("b", "slow", "mend")], Exit.FAILED),
+    ],
+)
+def test_the_worst_line_is_the_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: list[Finding], status: Exit
+) -> None:
+    monkeypatch.setattr(checks_cli, "examine", lambda config: found)
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(typer.Exit) as ended:
+        checks_cli.doctor()
+    assert ended.value.exit_code == status
+    shown = capsys.readouterr().out
+    assert all(text in shown for finding in found for text in (finding.found, finding.mend))  # brackets too
+
+
+def test_a_bad_configuration_is_one_line() -> None:
+    done = run("doctor", KVTIER_HOST__SIZE="much")
+    assert done.returncode == Exit.USAGE
+    assert done.stderr.startswith('kvtier: [host] size "much"')
+
+
+# Hashes and engines.
+
+
+def test_golden_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_hashes() == ok("hashes", f"{len(doctor.GOLDEN)} golden vectors agree")
+    # A library that hashes otherwise is named.
+    monkeypatch.setattr(doctor, "checksum", lambda payload: 7)
+    finding = check_hashes()
+    assert finding.status is ERROR
+    assert finding.found.startswith("payload: not the golden vectors")
+
+
+def test_engines_are_found_without_importing_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "vllm":
+            return "0.32.0"
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert check_engines() == ok("engines", "vllm 0.32.0")
+    assert not {"vllm", "sglang"} & set(sys.modules)
+
+
+# Memory.
+
+
+def test_memory_for_the_host_tier() -> None:
+    assert check_room(Config.load(host={"size": "1MiB"})).status is OK
+    finding = check_room(Config.load(host={"size": "1PiB"}))
+    assert (finding.status, finding.mend[:17]) == (ERROR, "lower [host] size")
+    assert "[host] size 1PiB" in finding.found
+
+
+MEMLOCK = """
+import resource
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
+from kvtier.service.doctor_memory import check_memlock
+from kvtier.tiers.config import Config
+for size, pin, has_gpu, is_privileged in (
+    ("1GiB", True, True, False), ("512KiB", True, True, False), ("1GiB", True, True, True),
+    ("1GiB", False, True, False), ("1GiB", True, False, False),
+):
+    config = Config.load(host={"size": size, "pin": pin})
+    finding = check_memlock(config, has_gpu=has_gpu, is_privileged=is_privileged)
+    print(finding.status, finding.found, finding.mend, sep="|")
+"""
+
+
+def test_a_memlock_limit_below_the_region() -> None:
+    done = subprocess.run([sys.executable, "-c", MEMLOCK], capture_output=True, text=True, timeout=60, check=True)
+    too_low, *well = done.stdout.splitlines()
+    assert too_low.startswith("warning|limit 1 MiB, [host] size 1GiB: it may stay pageable")
+    assert "ulimit -l unlimited" in too_low
+    # Large enough, does not bind, not asked for, nobody to pin for.
+    assert [line.split("|")[0] for line in well] == ["ok"] * 4
+    assert "CAP_IPC_LOCK" in well[1]
+    assert "pin is off" in well[2]
+    assert "without a GPU" in well[3]
+    assert resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != 1 << 20  # only the child's
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "status"),
+    [
+        ("enabled", "always [madvise] never\n", {}, OK),
+        ("enabled", "always madvise [never]\n", {}, WARNING),
+        ("enabled", "always madvise [never]\n", {"huge_pages": False}, OK),
+        ("shmem_enabled", "always within_size [advise] never deny force\n", {"shared": True}, OK),
+        ("shmem_enabled", "always within_size advise [never] deny force\n", {"shared": True}, WARNING),
+        ("nothing", "", {}, WARNING),
+    ],
+)
+def test_huge_pages(tmp_path: Path, name: str, content: str, options: dict[str, object], status: Status) -> None:
+    (tmp_path / name).write_text(content)
+    finding = check_huge_pages(Config.load(host=options), tmp_path)
+    assert finding.status is status
+    if status is WARNING:
+        assert str(tmp_path) in finding.mend
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the tunable is of x86_64")
+def test_the_tunable_is_named_only_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Measured for real: either answer may be true here.
+    assert doctor_memory._copy_rate() > 1e8
+    rates: dict[int, float] = {0: 8e9, 2: 8.5e9}  # without a prefix, and with `env GLIBC_TUNABLES=…`
+    monkeypatch.setattr(doctor_memory, "_copy_rate", lambda *prefix: rates[len(prefix)])
+    assert check_tunable().status is OK
+    rates[2] = 12e9
+    finding = check_tunable()
+    assert (finding.status, finding.found) == (WARNING, "copies of blocks at 8.0 GB/s, 12.0 with a tunable")
+    assert finding.mend.endswith(f"GLIBC_TUNABLES={doctor_memory.TUNABLE}")
+
+    def fails(*prefix: str) -> float:
+        raise subprocess.TimeoutExpired("python", 10)
+
+    monkeypatch.setattr(doctor_memory, "_copy_rate", fails)
+    assert check_tunable() == ok("glibc", "not measured: the probe failed")
+
+
+def test_what_the_gpu_probe_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_gpu({"missing": "No module named 'cupy'"}).mend == "pip install 'kvtier[cuda]'"
+    assert read_gpu({"cupy": "14.0", "names": [], "pinned": False}).status is ERROR
+    assert read_gpu({"cupy": "14.0", "names": ["H200"], "pinned": False}).status is WARNING
+    assert read_gpu({"cupy": "14.0", "names": ["H200"] * 2, "pinned": True}).found.startswith("2 × H200, CuPy 14.0")
+    # Its program itself: it runs, fails or hangs in a process of its own.
+    monkeypatch.setattr(doctor_memory, "has_gpu", lambda: True)
+    assert check_gpu().check == "GPU"
+    monkeypatch.setattr(doctor_memory, "_GPU", "raise RuntimeError('cudaErrorInsufficientDriver')")
+    assert check_gpu().found == "CuPy fails: RuntimeError: cudaErrorInsufficientDriver"
+    monkeypatch.setattr(doctor_memory, "_GPU", "import time; time.sleep(60)")
+    monkeypatch.setattr(doctor_memory, "_GPU_SECONDS", 0.2)
+    assert check_gpu().found.startswith("the driver did not answer")
+
+
+# The disk.
+
+
+def test_a_directory_that_is_well_or_not_there_yet(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_disk, "_SECONDS", 0.1)
+    monkeypatch.setattr(doctor_disk, "_SLOW", 0.0)  # a busy machine is no failure here
+    for path in (disk_dir, disk_dir / "made" / "later"):
+        findings = check_disk(disk(path, "64MiB"))
+        assert statuses(findings) == {"free space": OK, "O_DIRECT": OK, "disk rate": OK}
+        assert "GB/s" in findings[2].found
+    assert list(disk_dir.iterdir()) == []
+    assert check_disk(FileConfig()) == [ok("file tier", "off: no [file] path")]
+
+
+def test_too_little_room(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_disk, "_SECONDS", 0.05)
+    (room, *_) = check_disk(disk(disk_dir, "1PiB"))
+    assert (room.check, room.status) == ("free space", ERROR)
+    assert "[file] size 1PiB" in room.found
+    # What slabs take already counts as room.
+    store = FileStore.open(disk_dir, bytes(32), slot_bytes=4096, block_size=4, size=32 << 20, mode="buffered")
+    store.close()
+    monkeypatch.setattr(doctor_disk, "_room", lambda home: 1 << 20)
+    assert doctor_disk._check_room(disk(disk_dir, "32MiB"), disk_dir).status is OK
+    assert doctor_disk._check_room(disk(disk_dir, "64MiB"), disk_dir).status is ERROR
+
+
+def test_what_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        (finding,) = check_disk(FileConfig(path=path))
+        assert finding.status is ERROR
+        assert "not a directory" in finding.found
+
+
+def test_a_slow_disk_one_without_direct_io_and_one_that_hangs(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = disk(disk_dir, "64MiB")
+    judge = doctor_disk._judge
+    assert statuses(judge(DiskRates(2e9, 1.5e9, True), config)) == {"O_DIRECT": OK, "disk rate": OK}
+    assert statuses(judge(DiskRates(2e9, 0.1e9, False), config)) == {"O_DIRECT": WARNING, "disk rate": WARNING}
+    assert judge(DiskRates(2e9, 2e9, False), config.model_copy(update={"mode": "buffered"}))[0].status is OK
+    # Hung: the doctor waits so long and no longer.
+    monkeypatch.setattr(doctor_disk, "_PATIENCE", 0.1)
+    gate = threading.Event()
+    monkeypatch.setattr(doctor_disk, "_measure", lambda directory, span: gate.wait(10))
+    findings = check_disk(config)
+    gate.set()
+    assert findings[-1].status is ERROR
+    assert findings[-1].found.startswith("no answer within")
+
+
+def test_a_disk_that_refuses(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(directory: Path, span: int) -> DiskRates:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(doctor_disk, "_measure", refuses)
+    finding = check_disk(disk(disk_dir, "1MiB"))[-1]
+    assert (finding.check, finding.status) == ("disk rate", ERROR)
+    assert "Read-only file system" in finding.found
+
+
+# The daemon's socket.
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[tuple[Path, socket.socket]]:
+    path = tmp_path / "kvtier.sock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        path.chmod(0o600)
+        server.listen()
+        yield path, server
+
+
+def test_a_socket_that_answers(listener: tuple[Path, socket.socket]) -> None:
+    path, server = listener
+    service = Config.load(service={"socket": path}).service
+    finding = check_socket(service)
+    assert finding == ok("daemon", f"{path} answers, owner {os.geteuid()}, mode 0600")
+    # It only connects: not a byte was sent.
+    connection, _ = server.accept()
+    assert connection.recv(1) == b""
+    connection.close()
+    path.chmod(0o666)
+    assert check_socket(service).status is WARNING
+    # Its daemon died and left it behind; then it is gone; then something else is there.
+    server.close()
+    assert check_socket(service).mend == "start `kvtier serve`"
+    path.unlink()
+    assert "No such file" in check_socket(service).found
+    path.write_text("")
+    assert "not a socket" in check_socket(service).found
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_socket_of_another_user(listener: tuple[Path, socket.socket]) -> None:
+    os.chown(listener[0], 65534, 65534)
+    finding = check_socket(Config.load(service={"socket": listener[0]}).service)
+    assert (finding.status, "belongs to user 65534" in finding.found) == (ERROR, True)
+
+
+# Redis.
+
+
+def redis_of(url: str, **options: object) -> list[Finding]:
+    return check_redis(Config.load(redis={"url": url, "connect_timeout": "1s", **options}).redis)
+
+
+@needs_redis
+def test_a_server_set_up_as_a_cache() -> None:
+    with standalone(maxmemory="256mb", policy="allkeys-lru") as server:
+        (finding,) = redis_of(server.url)
+        assert (finding.check, finding.status) == (f"redis 127.0.0.1:{server.port}", OK)
+        assert "maxmemory 256 MiB, allkeys-lru" in finding.found
+        # Settings a cache does not want, one at a time.
+        for name, value, found in (
+            ("maxmemory-policy", "noeviction", "refuses blocks once it is full"),
+            ("maxmemory", "0", "no maxmemory"),
+        ):
+            server.cli("CONFIG", "SET", name, value)
+            (finding,) = redis_of(server.url)
+            assert finding.status is WARNING
+            assert found in finding.found
+            assert "CONFIG SET" in finding.mend
+        server.cli("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+        server.cli("CONFIG", "SET", "maxmemory", "8mb")
+        assert "next to nothing" in redis_of(server.url)[0].found
+        # It is not what the configuration says.
+        (finding,) = redis_of(server.url, mode="cluster")
+        assert (finding.found, finding.mend) == (
+            'it is standalone, [redis] mode is "cluster"',
+            'set [redis] mode = "standalone"',
+        )
+        with server.frozen():
+            (finding,) = redis_of(server.url)
+        assert (finding.status, finding.found) == (ERROR, "no answer in time")
+    (finding,) = redis_of(server.url)
+    assert finding.status is ERROR
+    assert "not reachable" in finding.found
+
+
+@needs_redis
+def test_no_secret_is_ever_shown() -> None:
+    with standalone(password="s3cret", maxmemory="256mb", policy="allkeys-lru") as server:
+        address = f"127.0.0.1:{server.port}"
+        for options in (
+            {"url": f"redis://:wr0ng@{address}"},
+            {"url": f"redis://{address}", "password": "wr0ng"},
+            {"url": f"redis://{address}", "username": "nobody", "password": "wr0ng"},
+            {"url": f"redis://{address}"},
+        ):
+            (finding,) = redis_of(**options)
+            assert finding.status is ERROR
+            assert "login refused" in finding.found
+            assert "[redis] username and password" in finding.mend
+            assert "wr0ng" not in str(finding)
+        for options in ({"url": f"redis://:s3cret@{address}"}, {"url": f"redis://{address}", "password": "s3cret"}):
+            (finding,) = redis_of(**options)
+            assert finding.status is OK
+            assert "s3cret" not in str(finding)
+    # A slip in the address, which Python's own message would quote.
+    for url in ("redis://:s3cret@host:s3cret", "http://:s3cret@host", "s3cret"):
+        (finding,) = redis_of(url)
+        assert (finding.status, finding.mend) == (ERROR, "write it as in redis://HOST:6379/0")
+        assert "s3cret" not in str(finding)
+
+
+@needs_redis
+def test_a_user_who_may_not_ask() -> None:
+    with standalone(maxmemory="256mb", policy="allkeys-lru") as server:
+        server.cli("ACL", "SETUSER", "engine", "on", ">pw", "~*", "+get", "+set")
+        (finding,) = redis_of(server.url, username="engine", password="pw")
+        assert "no permissions to run the 'info' command" in finding.found
+        assert "+info" in finding.mend
+
+
+@needs_redis
+def test_a_server_behind_tls() -> None:
+    with standalone(tls=True, maxmemory="256mb", policy="allkeys-lru") as server:
+        assert server.tls is not None
+        assert redis_of(server.url, ca=server.tls.authority)[0].status is OK
+        (finding,) = redis_of(server.url)  # signed by nobody the system knows
+        assert finding.status is ERROR
+        assert "certificate verify failed" in finding.found
+
+
+@needs_redis
+def test_a_cluster() -> None:
+    with cluster("--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru") as nodes:
+        findings = redis_of(nodes.url, mode="cluster")
+        assert statuses(findings) == {f"redis 127.0.0.1:{port}": OK for port in nodes.ports}
+        nodes.masters[1].cli("CONFIG", "SET", "cluster-require-full-coverage", "yes")
+        warned = [finding for finding in redis_of(nodes.url, mode="cluster") if finding.status is WARNING]
+        assert [finding.check for finding in warned] == [f"redis 127.0.0.1:{nodes.ports[1]}"]
+        assert "cluster-require-full-coverage no" in warned[0].mend
+        # Its setting is what makes it refuse when another dies; that one is named too.
+        nodes.masters[2].kill()
+        wait_for(lambda: "cluster_state fail" in str(redis_of(nodes.url, mode="cluster")))
+        assert "not reachable" in str(redis_of(nodes.url, mode="cluster"))
+        assert redis_of(nodes.masters[0].url)[0].mend == 'set [redis] mode = "cluster"'
+        assert "several servers" in redis_of(nodes.url)[0].found
+
+
+@needs_redis
+def test_sentinels_and_their_master() -> None:
+    with watched() as group:
+        findings = redis_of(group.url, mode="sentinel")
+        sentinel, master = f"redis 127.0.0.1:{group.sentinels[0].port}", f"redis master 127.0.0.1:{group.master.port}"
+        assert statuses(findings) == {sentinel: OK, master: WARNING}  # the rig's has no maxmemory
+        (finding,) = redis_of(group.url, mode="sentinel", sentinel_name="other")
+        assert (finding.status, finding.found) == (ERROR, 'it knows no master "other"')
+        # A replica is no place for blocks.
+        (finding,) = redis_of(group.replica.url)
+        assert finding.status is ERROR
+        assert "a replica, which refuses writes" in finding.found
+
+
+def test_a_valkey_is_called_so() -> None:
+    class Client:
+        def info(self, section: str) -> dict[str, Any]:
+            sections: dict[str, dict[str, Any]] = {
+                "server": {"redis_version": "7.2.4", "valkey_version": "8.1.0"},
+                "memory": {"maxmemory": 8 << 30, "maxmemory_policy": "allkeys-lfu"},
+            }
+            return sections.get(section, {})
+
+    (finding,) = redis_doctor._check_data(Client(), "redis here")
+    assert finding == ok("redis here", "Valkey 8.1.0, maxmemory 8192 MiB, allkeys-lfu")

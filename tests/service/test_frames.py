@@ -1,0 +1,220 @@
+"""The wire: what is packed is unpacked the same, however it is cut; all else is a FormatError, and costs nothing."""
+
+import resource
+import tracemalloc
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.connector.frames import MAX_FRAME, MAX_HELLO, MAX_ITEMS, FrameReader, pack_frame
+from kvtier.connector.greetings import (
+    VERSION,
+    Hello,
+    Join,
+    Joined,
+    Refused,
+    Welcome,
+    pack_greeting,
+    pack_reception,
+    unpack_greeting,
+    unpack_reception,
+)
+from kvtier.connector.messages import (
+    Abandon,
+    Ask,
+    Bye,
+    Cancel,
+    Check,
+    Computed,
+    Drain,
+    Ended,
+    Granted,
+    Holds,
+    Lookup,
+    News,
+    Release,
+    Renew,
+    Reply,
+    Reserve,
+    Reset,
+    Seal,
+    Take,
+    pack_granted,
+    pack_reply,
+    pack_request,
+    unpack_granted,
+    unpack_reply,
+    unpack_request,
+)
+from kvtier.tiers.below import Attribution, Wanted
+from kvtier.tiers.errors import FormatError
+from kvtier.tiers.tier import Outcome
+
+name = st.binary(min_size=32, max_size=32)
+names = st.lists(name, max_size=5)
+number = st.integers(0, 2**63 - 1)
+numbers = st.lists(number, max_size=5)
+time = st.floats(0, 1e6)
+operation = st.one_of(
+    st.builds(lambda n, p, hashes: Ask(n, p, len(hashes) // 2, 16, hashes), number, name, names),
+    st.builds(Renew, numbers),
+    st.builds(Cancel, numbers),
+    st.builds(Take, numbers),
+    st.builds(Release, numbers),
+    st.builds(Reserve, number, st.lists(st.builds(Wanted, names, name, name), max_size=3)),
+    st.builds(Seal, number, number, st.lists(st.binary(max_size=64), max_size=4)),
+    st.builds(Abandon, number, st.sampled_from(Outcome)),
+    st.builds(Computed, number, time),
+    st.builds(Holds, names),
+    st.builds(Lookup, names, time),
+    st.builds(Ended, st.binary(min_size=16, max_size=16)),
+    st.just(Bye()),
+    st.just(Reset()),
+    st.builds(Drain, time, st.booleans()),
+    st.just(Check()),
+)  # fmt: skip
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary(max_size=40)
+    | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=7) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=25,
+)  # fmt: skip
+
+
+def body_of(frame: bytes) -> Any:
+    (body,) = FrameReader(MAX_FRAME).feed(frame)
+    return body
+
+
+def column(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array(values, np.int64)
+
+
+@given(number, st.lists(operation, max_size=4))
+def test_requests_come_out_as_they_went_in(request: int, operations: list[Any]) -> None:
+    assert unpack_request(body_of(pack_request(request, operations))) == (request, operations)
+
+
+def test_replies_come_out_as_they_went_in() -> None:
+    found = Attribution(5, l1=1, l2=2, file=1, miss=1)
+    news = News(7, found, None, 0.0, column(3, 9, 1), column(1, 1, 2**40))
+    nothing = News(8, Attribution(2, miss=2), Outcome.NO_SLOT, 0.05, column(), column())
+    granted = Granted(column(0, 2), column(4, 5), column(1, 9))
+    reply = unpack_reply(body_of(pack_reply(Reply(3, 2, [[pack_granted(granted), None], b"\1\0"], [news, nothing]))))
+    assert (reply.request, reply.epoch, reply.answers[1]) == (3, 2, b"\1\0")
+    again, empty = reply.news
+    assert (again.claim, again.found, again.slots.tolist(), again.generations.tolist()) == (
+        7,
+        found,
+        [3, 9, 1],
+        [1, 1, 2**40],
+    )
+    assert (empty.refusal, empty.good_for, len(empty.slots)) == (Outcome.NO_SLOT, 0.05, 0)
+    grant = unpack_granted(reply.answers[0][0], num_wanted=3, num_slots=6)
+    assert [each.tolist() for each in grant] == [[0, 2], [4, 5], [1, 9]]
+
+
+@pytest.mark.parametrize(("num_wanted", "num_slots"), [(2, 6), (3, 5)])  # an index and a slot out of bounds
+def test_a_grant_outside_what_was_asked_for(num_wanted: int, num_slots: int) -> None:
+    answer = pack_granted(Granted(column(0, 2), column(4, 5), column(1, 9)))
+    with pytest.raises(FormatError, match="not all in"):
+        unpack_granted(answer, num_wanted, num_slots)
+
+
+def test_greetings_come_out_as_they_went_in() -> None:
+    for greeting in (Hello(b"f" * 32, 16, 1 << 20, 1 << 34, reset=True), Join(b"c" * 16)):
+        assert unpack_greeting(body_of(pack_greeting(greeting))) == greeting
+    for reception in (Welcome(b"c" * 16, b"i" * 16, 8, 4096, 3, True, 60.0), Joined(), Refused("no room")):
+        assert unpack_reception(body_of(pack_reception(reception))) == reception
+
+
+def test_another_version_is_named_on_both_sides() -> None:
+    for unpack in (unpack_greeting, unpack_reception):
+        with pytest.raises(FormatError, match=f"version 7, this side speaks {VERSION}: run one kvtier on both sides"):
+            unpack(["kvtier", 7, "whatever", {"may": "follow"}])
+
+
+@given(st.lists(operation, min_size=1, max_size=3), st.lists(st.integers(1, 50), min_size=1))
+def test_frames_cut_anywhere(operations: list[Any], cuts: list[int]) -> None:
+    stream = b"".join(pack_request(n, [each]) for n, each in enumerate(operations))
+    reader, bodies, at = FrameReader(MAX_FRAME), [], 0
+    while at < len(stream):
+        size = cuts[at % len(cuts)]
+        bodies += reader.feed(stream[at : at + size])
+        at += size
+    assert [unpack_request(body) for body in bodies] == [(n, [each]) for n, each in enumerate(operations)]
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_frames_or_a_format_error(stream: bytes) -> None:
+    try:
+        FrameReader(MAX_HELLO).feed(stream)
+    except FormatError:
+        return
+
+
+@settings(max_examples=300)
+@given(anything)
+def test_any_value_is_a_message_or_a_format_error(value: Any) -> None:
+    body = msgpack.unpackb(msgpack.packb(value), strict_map_key=False)
+    for unpack in (unpack_greeting, unpack_reception, unpack_request, unpack_reply):
+        try:
+            unpack(body)
+        except FormatError:
+            continue
+
+
+@settings(max_examples=300)
+@given(st.lists(operation, min_size=1, max_size=2), st.data())
+def test_a_flipped_byte_is_another_message_or_a_format_error(operations: list[Any], data: st.DataObject) -> None:
+    frame = bytearray(pack_request(1, operations))
+    at = data.draw(st.integers(4, len(frame) - 1))
+    frame[at] ^= data.draw(st.integers(1, 255))
+    try:
+        for body in FrameReader(MAX_FRAME).feed(bytes(frame)):
+            unpack_request(body)
+    except FormatError:
+        return
+
+
+def test_a_length_is_refused_before_anything_is_allocated() -> None:
+    """FAULTS 32, 39."""
+    tracemalloc.start()
+    for size in (0, MAX_HELLO + 1, 1 << 30, 0xFFFFFFFF):
+        with pytest.raises(FormatError, match=f"frame of {size} bytes: this side takes 1 to {MAX_HELLO}"):
+            FrameReader(MAX_HELLO).feed(size.to_bytes(4, "little") + b"\xc0")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        b"\xdd\x7f\xff\xff\xff",  # an array of two thousand million
+        b"\xdf\x7f\xff\xff\xff",  # a map of as many
+        b"\xc6\x7f\xff\xff\xff",  # bytes of as many
+        b"\xdc" + (MAX_ITEMS + 1).to_bytes(2, "big") + b"\xc0" * (MAX_ITEMS + 1),
+        b"\xdc\x10\x00" * 5000,  # arrays in arrays, each of which claims to have 4,096 items
+        b"\xc7\x00\x05",  # an extension
+        b"\x81\x01\x02",  # a map: there are none
+        b"\xc1",  # nothing msgpack knows
+        b"",
+    ],
+)
+def test_what_claims_to_be_large_stays_small(hostile: bytes) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    body = hostile.ljust(1, b"\xc1")
+    with pytest.raises(FormatError):
+        unpack_request(FrameReader(MAX_FRAME).feed(len(body).to_bytes(4, "little") + body)[0])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+
+
+def test_nothing_is_packed_that_no_reader_takes() -> None:
+    with pytest.raises(ValueError, match="at most"):
+        pack_frame(bytes(MAX_FRAME))

@@ -1,0 +1,403 @@
+"""Stories of the daemon's client: a daemon that is not there, does not answer, lies, or belongs to somebody else."""
+
+import gc
+import logging
+import os
+import socket as sockets
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from doubles import BLOCK_SIZE, SLOT_BYTES, FakeClock, chain_of, wait_until
+from service_rig import (
+    FINGERPRINT,
+    DaemonThread,
+    ask,
+    attach,
+    attached,
+    drops,
+    environment,
+    fill,
+    load,
+    misses,
+    records,
+    store,
+    wanted,
+    where,
+)
+
+from kvtier.connector.frames import MAX_FRAME, FrameReader, pack_frame
+from kvtier.connector.greetings import Hello, Welcome, pack_reception, unpack_greeting
+from kvtier.connector.messages import News, Reply, pack_reply
+from kvtier.connector.remote import RemoteTiers
+from kvtier.tiers.below import Attribution
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.host import HostRegion
+from kvtier.tiers.prefetch import PENDING
+from kvtier.tiers.tier import Outcome
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """A socket's: short."""
+    with tempfile.TemporaryDirectory(prefix="kvt-") as name:
+        yield Path(name) / "s"
+
+
+class FakeDaemon:
+    """Welcomes one client after another, and then says what the story wants it to say, or nothing."""
+
+    def __init__(self, path: Path, welcome: bool = True) -> None:
+        self.region = HostRegion.allocate(8, SLOT_BYTES, shared=True, prefault=False)
+        self.hellos: list[object] = []
+        self.connection: sockets.socket | None = None
+        self._welcome = welcome
+        self._listener = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            (body,) = FrameReader(MAX_FRAME).feed(connection.recv(4096))
+            self.hellos.append(unpack_greeting(body))
+            if self._welcome:
+                welcome = Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 60.0)
+                assert self.region.fd is not None
+                sockets.send_fds(connection, [pack_reception(welcome)], [self.region.fd])
+            if self.connection is not None:
+                self.connection.close()
+            self.connection = connection
+
+    def say(self, frame: bytes) -> None:
+        wait_until(lambda: self.connection is not None)
+        assert self.connection is not None
+        self.connection.sendall(frame)
+
+    def close(self) -> None:
+        self._listener.shutdown(sockets.SHUT_RDWR)
+        self._thread.join(5)
+        self._listener.close()
+        if self.connection is not None:
+            self.connection.close()
+        self.region.close()
+
+
+@pytest.fixture
+def fake(path: Path) -> Iterator[Callable[..., FakeDaemon]]:
+    daemons: list[FakeDaemon] = []
+
+    def start(**options: bool) -> FakeDaemon:
+        daemons.append(FakeDaemon(path, **options))
+        return daemons[-1]
+
+    yield start
+    for daemon in daemons:
+        daemon.close()
+
+
+def news(number: int, *slots: int, blocks: int = 4) -> bytes:
+    """The first claim is number 1."""
+    found = Attribution(blocks, l2=len(slots), miss=blocks - len(slots))
+    columns = np.array(slots, np.int64), np.ones(len(slots), np.int64)
+    return pack_reply(Reply(0, 0, [], [News(number, found, None, 0.0, *columns)]))
+
+
+# not there
+
+
+def test_a_daemon_that_is_not_there_yet(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    chain = chain_of(4)
+    with caplog.at_level(logging.WARNING):
+        tiers = attach(path)
+    assert [r.message for r in caplog.records] == [
+        f'[service] socket "{path}": [Errno 2] No such file or directory; until it is back, everything is a miss'
+    ]
+    # Every question has an answer, none waits, and every loss is counted.
+    assert (tiers.region, tiers.num_slots, tiers.member, tiers.has_lower) == (None, 0, None, False)
+    found = where(tiers, chain)
+    assert found == Attribution(4, miss=4)
+    tiers.count(found)
+    assert misses(tiers, Outcome.BREAKER_OPEN) == 4
+    assert tiers.reserve([wanted(chain), wanted(chain)]) == [None, None]
+    assert drops(tiers, Outcome.BREAKER_OPEN) == 8
+    assert tiers.holds(chain.hashes) == [False] * 4
+    assert tiers.lookup(chain.hashes, 1.0) == Attribution(4, miss=4)
+    assert not tiers.drain(1.0)
+    tiers.computed(100, 0.1)
+    tiers.wait_progress(0.01)
+    tiers.check()
+    # It is started, and found by whoever asks.
+    daemon = DaemonThread(path, host={"size": 1 << 20})
+    wait_until(lambda: attached(tiers))
+    assert tiers.num_slots == 64
+    assert store(tiers, chain) == 4
+    assert load(tiers, chain) == 4
+    assert [r.message for r in caplog.records][1:] == [f'[service] socket "{path}": attached']
+    tiers.close()
+    tiers.close()
+    assert where(tiers, chain).miss == 4  # closed: as if it had never been there
+    assert tiers.reserve([wanted(chain)]) == [None]
+    assert drops(tiers, Outcome.CLOSED) == 4
+    daemon.check()
+    daemon.close()
+
+
+def test_trying_again_costs_less_and_less(path: Path) -> None:
+    clock = FakeClock()
+    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
+    tiers = RemoteTiers(path, hello, patience=1.0, clock=clock)
+    tries: list[float] = []
+    path.symlink_to(path.with_name("nobody"))
+    real = sockets.socket.connect
+
+    def connect(self: sockets.socket, address: str) -> None:
+        tries.append(clock.now)
+        real(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvtier.connector.connection.socket.socket.connect", connect)
+        for _ in range(600):
+            clock.advance(0.05)
+            tiers.tick()
+    pauses = np.diff(tries)
+    assert pauses[0] == pytest.approx(0.2, abs=0.06)
+    assert pauses[-1] == pytest.approx(5.0, abs=0.06)
+    assert len(tries) < 15
+    tiers.close()
+
+
+def test_a_reset_nobody_heard_is_made_up_for(path: Path) -> None:
+    daemon = DaemonThread(path, host={"size": 1 << 20})
+    tiers, witness, chain = attach(path), attach(path), chain_of(4)
+    store(tiers, chain)
+    # The connection breaks, and at that moment the weights change.
+    tiers._attachment.cut(ConnectionResetError("cable pulled"))
+    epoch = tiers.epoch
+    tiers.reset()
+    assert tiers.epoch > epoch
+    assert load(witness, chain) == 4  # the daemon does not know
+    wait_until(lambda: attached(tiers))
+    assert where(tiers, chain).miss == 4
+    assert where(witness, chain).miss == 4
+    tiers.close()
+    witness.close()
+    daemon.check()
+    daemon.close()
+
+
+# lost, and found again
+
+
+def test_what_was_held_on_a_lost_connection_is_kept_until_its_copies_have_ended(path: Path) -> None:
+    daemon = DaemonThread(path, host={"size": 16 * SLOT_BYTES})
+    tiers, chain, other = attach(path), chain_of(4), chain_of(4, first_token=1000)
+    store(tiers, chain)
+    claim, _ = ask(tiers, chain)
+    lease = tiers.take(claim)
+    (reservation,) = tiers.reserve([wanted(other)])
+    pending, _ = ask(tiers, chain)
+    assert reservation is not None
+    region = tiers.region
+    tiers._attachment.cut(ConnectionResetError("cable pulled"))
+    assert tiers.poll(pending) == 0  # void
+    wait_until(lambda: attached(tiers))
+    assert tiers.region is region  # the same daemon has the same memory
+    (lost,) = [client for client in daemon.daemon.call(daemon.daemon.clients) if not client.connected]
+    assert (lost.claims, lost.leases, lost.reservations) == (0, 1, 1)
+    # The copies end, late: nobody is served by them, and only now may others have the slots.
+    lease.release()
+    tiers.abandon(reservation, Outcome.COPY_FAILED)
+    tiers.tick()
+    tiers.tick()
+    wait_until(lambda: len(daemon.daemon.call(daemon.daemon.clients)) == 1)
+    assert daemon.daemon.counts["replaced"] == 1
+    assert load(tiers, chain) == 4
+    tiers.close()
+    daemon.check()
+    daemon.close()
+
+
+def test_a_daemon_that_does_not_answer_costs_one_deadline(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+    daemon = fake()
+    tiers, chain = attach(path), chain_of(4)
+    assert tiers.num_slots == 8
+    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    assert tiers.poll(claim) is PENDING  # nothing waits here
+    started = time.monotonic()
+    assert tiers.reserve([wanted(chain)]) == [None]
+    assert 0.2 < time.monotonic() - started < 2.0
+    assert drops(tiers, Outcome.TIMEOUT) == 4
+    assert tiers.poll(claim) == 0  # it was on that connection
+    assert tiers.reserve([wanted(chain)]) == [None]  # at once: there is none
+    assert drops(tiers, Outcome.BREAKER_OPEN) == 4
+    wait_until(lambda: attached(tiers) and len(daemon.hellos) == 2)
+    tiers.close(0.1)
+
+
+def test_a_daemon_that_never_says_welcome_holds_up_nobody(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+    tiers = attach(path)
+    daemon = fake(welcome=False)
+    wait_until(lambda: attached(tiers) or daemon.hellos)
+    started = time.monotonic()
+    for _ in range(100):
+        assert where(tiers, chain_of(2)).miss == 2
+    assert time.monotonic() - started < 1.0
+    tiers.close()
+
+
+def test_a_claim_without_an_answer_is_a_miss_in_the_end(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+    fake()
+    clock, chain = FakeClock(), chain_of(4)
+    tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), 2.5, clock)
+    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    clock.advance(2.4)
+    assert tiers.poll(claim) is PENDING
+    clock.advance(0.2)
+    assert tiers.poll(claim) == 0
+    assert claim.found == Attribution(4, miss=4)
+    assert misses(tiers, Outcome.TIMEOUT) == 4
+    tiers.close(0.1)
+
+
+def test_a_promise_is_not_taken_late(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+    """The daemon keeps it for a minute since it last heard of it; the client trusts half of that."""
+    daemon, clock, chain = fake(), FakeClock(), chain_of(4)
+    tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), 2.5, clock)
+    claims = [tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE) for _ in range(3)]
+    for number in (1, 2, 3):
+        daemon.say(news(number, 0, 1, 2, 3))
+    wait_until(lambda: [tiers.poll(claim) for claim in claims] == [4, 4, 4])
+    clock.advance(29.9)
+    with tiers.take(claims[0]) as lease:
+        assert (lease.hashes, lease.slots.tolist()) == (chain.hashes, [0, 1, 2, 3])
+    assert tiers.poll(claims[1]) == 4  # this renews it
+    clock.advance(0.2)
+    assert len(tiers.take(claims[2])) == 0  # too late
+    clock.advance(29.0)
+    assert len(tiers.take(claims[1])) == 4
+    gc.collect()  # that one was dropped instead of released: the daemon hears of it all the same
+    tiers.close(0.1)
+
+
+# mad
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x01\x00\x00\x00\xc1",
+        pack_frame([0, 0, [], [[1, [4, 0, 4, 0, 0, 1], None, 0.0, b"", b""]]]),  # does not sum
+        news(1, 0, 1, 8),  # a slot outside the region
+        news(1, 0, 1, blocks=5),  # of other blocks than asked about
+        pack_frame([0, -1, [], []]),
+        pack_frame(["kvtier", 1, "Welcome"]),
+    ],
+)
+def test_a_daemon_that_lies_is_left_alone(path: Path, fake: Callable[..., FakeDaemon], frame: bytes) -> None:
+    daemon = fake()
+    tiers, chain = attach(path), chain_of(4)
+    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    daemon.say(frame)
+    wait_until(lambda: tiers.poll(claim) == 0)
+    assert tiers.member is None
+    assert len(tiers.take(claim)) == 0
+    tiers.close(0.1)
+
+
+@pytest.mark.parametrize("answer", [None, [], [None], [[b"", b""]], [[b"\0" * 8, b"\x08" + b"\0" * 7, b"\0" * 8]], 7])
+def test_slots_that_were_never_granted(path: Path, fake: Callable[..., FakeDaemon], answer: object) -> None:
+    daemon = fake()
+    tiers, chain = attach(path), chain_of(4)
+    daemon.say(b"")
+    threading.Timer(0.05, lambda: daemon.say(pack_frame([2, 0, [answer], []]))).start()
+    assert tiers.reserve([wanted(chain)]) == [None]
+    tiers.close(0.1)
+
+
+# refused at start
+
+
+@pytest.mark.parametrize(
+    ("frame", "why"),
+    [
+        (pack_frame(["kvtier", 9, "Refused", "whatever"]), "protocol version 9, this side speaks 1: run one kvtier"),
+        (pack_frame(["kvtier", 1, "Refused", "no room, lower it"]), "no room, lower it"),
+        (pack_reception(Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 1.0)), "a welcome without its region"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "frame of 1347703880 bytes"),
+    ],
+)
+def test_what_a_daemon_says_at_start_is_the_users_to_read(
+    path: Path, fake: Callable[..., FakeDaemon], frame: bytes, why: str
+) -> None:
+    daemon = fake(welcome=False)
+    threading.Thread(target=daemon.say, args=(frame,)).start()
+    with pytest.raises(ConfigError) as caught:
+        attach(path)
+    assert str(caught.value).startswith(f'[service] socket "{path}": ')
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_another_users_socket_is_refused(path: Path) -> None:
+    path.parent.chmod(0o777)
+    program = (
+        "import os, socket, sys, time; os.setuid(12345); s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]);"
+        "s.listen(); print('ready', flush=True); time.sleep(60)"
+    )
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    assert stranger.stdout is not None
+    assert stranger.stdout.readline() == "ready\n"
+    with pytest.raises(ConfigError, match="user 12345 serves it, this is user 0"):
+        attach(path)
+    stranger.kill()
+    stranger.wait(10)
+    stranger.stdout.close()
+
+
+# threads
+
+
+def test_threads_that_store_and_load_side_by_side(path: Path) -> None:
+    daemon = DaemonThread(path, host={"size": 1 << 20})
+    tiers = attach(path, size=1 << 20)
+    wrong: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for round_ in range(15):
+                chain = chain_of(4, first_token=10_000 * number + 100 * round_)
+                (reservation,) = tiers.reserve([wanted(chain)])
+                assert reservation is not None
+                fill(tiers, reservation)
+                tiers.seal(reservation, records(reservation, chain), tiers.epoch)
+                assert tiers.drain(10)
+                assert load(tiers, chain) == 4
+                assert tiers.holds(chain.hashes) == [True] * 4
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    tiers.close()
+    daemon.check()
+    daemon.close()

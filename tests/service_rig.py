@@ -1,0 +1,181 @@
+"""What the daemon's stories share: daemons as processes and as threads, and clients that store, load and verify."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of, wait_until
+
+from kvtier.connector.greetings import Hello
+from kvtier.connector.remote import RemoteTiers
+from kvtier.service.daemon import Daemon
+from kvtier.tiers.below import Attribution, Claim, TiersBelow, Wanted
+from kvtier.tiers.chain import TokenChain
+from kvtier.tiers.config import Config
+from kvtier.tiers.lease import Lease, Reservation
+from kvtier.tiers.prefetch import Pending
+from kvtier.tiers.tier import BlockRecord, Outcome
+
+ROOT = Path(__file__).resolve().parent.parent
+FINGERPRINT = b"a model of the daemon's stories".ljust(32, b".")
+
+
+def environment(**options: str) -> dict[str, str]:
+    """For child processes: this tree's kvtier, and `section__option=value` as variables."""
+    variables = {f"KVTIER_{name.upper()}": value for name, value in options.items()}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))), **variables}
+
+
+class DaemonProcess:
+    """`kvtier serve` as a process of its own."""
+
+    def __init__(self, socket: Path, **options: str) -> None:
+        """Start it and wait until it says that it is ready."""
+        command = [sys.executable, "-c", "from kvtier.cli import main; main()", "serve", "--socket", str(socket)]
+        options.setdefault("service__http", "127.0.0.1:0")
+        self.process = subprocess.Popen(command, env=environment(**options), stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        self.first_line = self.process.stderr.readline()
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def http(self) -> str:
+        """HOST:PORT of its pages."""
+        return self.first_line.rpartition(" ")[2].strip()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines += self.process.stderr
+
+    def end(self, signal: int, timeout: float = 20.0) -> int:
+        """Send the signal; the exit status."""
+        self.process.send_signal(signal)
+        status = self.process.wait(timeout)
+        self._reader.join(timeout)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return status
+
+
+class DaemonThread:
+    """The daemon's loop on a thread of this process."""
+
+    def __init__(self, socket: Path, *, lease_deadline: float = 60.0, **sections: dict[str, object]) -> None:
+        self.daemon = Daemon(Config.model_validate(sections), socket, lease_deadline=lease_deadline)
+        self._thread = threading.Thread(target=self.daemon.run)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Every law, once nothing is on its way any more."""
+        for namespace in self.daemon.call(self.daemon.namespaces):
+            assert namespace.hierarchy.drain(10)
+        self.daemon.call(self.daemon.check)
+
+    def close(self) -> None:
+        self.daemon.stop()
+        self._thread.join(10)
+        assert self.daemon.close()
+
+
+def attach(
+    socket: Path, *, size: int = 64 * SLOT_BYTES, fingerprint: bytes = FINGERPRINT, slot_bytes: int = SLOT_BYTES
+) -> RemoteTiers:
+    """A client of the daemon at `socket`."""
+    return RemoteTiers(socket, Hello(fingerprint, BLOCK_SIZE, slot_bytes, size, reset=False), patience=5.0)
+
+
+def wanted(chain: TokenChain, first: int = 0, last: int | None = None) -> Wanted:
+    return Wanted(chain.hashes[first:last], chain.parent(first), chain.tenant)
+
+
+def records(reservation: Reservation, chain: TokenChain) -> list[BlockRecord]:
+    at = {chain_hash: i for i, chain_hash in enumerate(chain.hashes)}
+    return [BlockRecord(h, chain.parent(at[h]), chain.block_tokens(at[h]), 0) for h in reservation.hashes]
+
+
+def fill(tiers: TiersBelow, reservation: Reservation) -> None:
+    """What a worker's d2h copies do."""
+    region = tiers.region
+    assert region is not None
+    for slot, chain_hash in zip(reservation.slots.tolist(), reservation.hashes, strict=True):
+        region.slot(slot)[:] = payload_of(chain_hash, region.slot_bytes)
+
+
+def store(tiers: TiersBelow, chain: TokenChain, first: int = 0, last: int | None = None) -> int:
+    """Reserve, fill, seal, and wait until it is found; how many blocks were taken."""
+    (reservation,) = tiers.reserve([wanted(chain, first, last)])
+    if reservation is None:
+        return 0
+    fill(tiers, reservation)
+    tiers.seal(reservation, records(reservation, chain), tiers.epoch)
+    assert tiers.drain(5)
+    return len(reservation)
+
+
+def ask(tiers: TiersBelow, chain: TokenChain, timeout: float = 5.0) -> tuple[Claim, int]:
+    """Ask, and wait for the answer: the claim, and how many blocks are promised."""
+    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    deadline = time.monotonic() + timeout
+    while isinstance(promised := tiers.poll(claim), Pending):
+        assert time.monotonic() < deadline, "no answer"
+        tiers.wait_progress(0.1)
+    return claim, promised
+
+
+def where(tiers: TiersBelow, chain: TokenChain) -> Attribution:
+    """Where the chain's blocks are; no claim is left behind."""
+    claim, _ = ask(tiers, chain)
+    tiers.cancel(claim)
+    assert claim.found is not None
+    return claim.found
+
+
+def verify(tiers: TiersBelow, lease: Lease) -> None:
+    """I1: the leased slots hold the bytes of the leased names."""
+    region = tiers.region
+    assert region is not None
+    for slot, chain_hash in zip(lease.slots.tolist(), lease.hashes, strict=True):
+        assert bytes(region.slot(slot)) == payload_of(chain_hash, region.slot_bytes)
+
+
+def load(tiers: TiersBelow, chain: TokenChain) -> int:
+    """Claim what there is of a chain, verify its bytes, let go; how many blocks."""
+    claim, _ = ask(tiers, chain)
+    with tiers.take(claim) as lease:
+        verify(tiers, lease)
+        return len(lease)
+
+
+def attached(tiers: RemoteTiers) -> bool:
+    """Whether there is a link now; tries to attach where it is time."""
+    tiers.tick()
+    return tiers.member is not None
+
+
+def drops(tiers: TiersBelow, reason: Outcome) -> float:
+    return tiers.stats().get(f'kvtier_store_dropped_total{{tier="l2",reason="{reason}"}}', 0)
+
+
+def misses(tiers: TiersBelow, reason: Outcome) -> float:
+    return tiers.stats().get(f'kvtier_miss_total{{reason="{reason}"}}', 0)
+
+
+def end_child(child: "subprocess.Popen[str]", signals: Sequence[int] = ()) -> None:
+    """Kill a child that is still there, and close its pipes."""
+    for signal in signals:
+        child.send_signal(signal)
+    if child.poll() is None:
+        child.kill()
+    child.wait(10)
+    for pipe in (child.stdin, child.stdout, child.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+__all__ = ["wait_until"]

@@ -1,0 +1,37 @@
+"""What one check of a machine or a server found, and how to mend it."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Status(StrEnum):
+    """How bad it is: `warning` works, but not as well as it could; `error` does not work."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of `kvtier doctor`; `mend` says what to do, and is empty where there is nothing to do."""
+
+    check: str
+    status: Status
+    found: str
+    mend: str = ""
+
+
+def ok(check: str, found: str) -> Finding:
+    """All is well."""
+    return Finding(check, Status.OK, found)
+
+
+def warning(check: str, found: str, mend: str) -> Finding:
+    """It works, but not as well as it could."""
+    return Finding(check, Status.WARNING, found, mend)
+
+
+def error(check: str, found: str, mend: str) -> Finding:
+    """It does not work."""
+    return Finding(check, Status.ERROR, found, mend)

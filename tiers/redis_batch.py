@@ -1,0 +1,122 @@
+"""A batch over all servers: each gets its share in one pipeline, side by side, before one deadline."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Final
+
+from kvtier.tiers.redis_lanes import DOUBTFUL, UNASKED, Lane, Settle
+from kvtier.tiers.redis_nodes import MAX_LINES, Endpoint, Nodes
+from kvtier.tiers.redis_records import Namespace
+from kvtier.tiers.redis_wire import Refusal, Reply, WireError
+from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+
+_WINDOW: Final = 16  # blocks under way on one connection
+_MAX_LANES: Final = 16  # servers of a cluster talked to at once
+
+Answer = BlockRecord | Outcome | bool
+Work = Callable[[Lane, list[int], Settle], None]
+"""What to do with a lane and the positions of the batch that are its share."""
+
+
+class Batches:
+    """Runs batches over the servers of a namespace. Thread-safe; once it returns, nobody touches the buffers."""
+
+    def __init__(self, space: Namespace, nodes: Nodes, ttl_ms: int, in_flight: int) -> None:
+        self.space = space
+        self.nodes = nodes
+        self._ttl_ms = ttl_ms
+        self._in_flight = in_flight  # bytes, over all connections
+        self._threads = ThreadPoolExecutor(_MAX_LANES, "kvtier-redis")
+
+    def run(
+        self, hashes: Sequence[ChainHash], epoch: int, deadline: float, work: Work
+    ) -> tuple[list[Answer | None], Reply]:
+        """What became of each block under `work`, and what stands as epoch on its server (UNASKED: not known).
+
+        None for a block that `work` stopped before.
+        """
+        answers: list[Answer | None] = [None] * len(hashes)
+        shares: dict[Endpoint, list[int]] = {}
+        for position, chain_hash in enumerate(hashes):
+            endpoint = self.nodes.endpoint(self.space.key(chain_hash, epoch))
+            if endpoint is None:
+                answers[position] = Outcome.IO_ERROR
+                self.nodes.refresh()
+            else:
+                shares.setdefault(endpoint, []).append(position)
+        home = self.nodes.endpoint(self.space.epoch_key)
+        num_endpoints = max(1, len(self.nodes.endpoints()))
+        window = max(1, min(_WINDOW, self._in_flight // (MAX_LINES * num_endpoints * self.space.value_bytes)))
+        seen: list[Reply] = []
+
+        def share(endpoint: Endpoint, positions: list[int]) -> None:
+            try:
+                with endpoint.borrow(deadline) as wire:
+                    lane = Lane(wire, self.space, epoch, deadline, window, self._ttl_ms, endpoint is home)
+                    try:
+                        work(lane, positions, answers.__setitem__)
+                    finally:
+                        seen.append(lane.epoch_seen)
+                        if lane.doubtful:
+                            self.nodes.refresh()
+            except WireError as error:
+                self._failed(error, answers, positions)
+
+        self._side_by_side(share, shares, answers)
+        return answers, next((epoch for epoch in seen if epoch is not UNASKED), UNASKED)
+
+    def ask(self, key: bytes, commands: Sequence[bytes], deadline: float) -> list[Reply]:
+        """The answers of `key`'s server to short commands. WireError where it gives none."""
+        endpoint = self.nodes.endpoint(key)
+        if endpoint is None:
+            self.nodes.refresh()
+            raise WireError(Outcome.IO_ERROR, "no server has its slot")
+        try:
+            with endpoint.borrow(deadline) as wire:
+                wire.send(commands, len(commands))
+                replies = [wire.reply() for _ in commands]
+        except WireError:
+            self.nodes.refresh()
+            raise
+        if any(isinstance(reply, Refusal) and reply.code in DOUBTFUL for reply in replies):
+            self.nodes.refresh()
+        return replies
+
+    def close(self) -> None:
+        """Close every connection; batches under way end as failures. Idempotent."""
+        self.nodes.close()
+        self._threads.shutdown(wait=False)
+
+    def _side_by_side(
+        self,
+        share: Callable[[Endpoint, list[int]], None],
+        shares: dict[Endpoint, list[int]],
+        answers: list[Answer | None],
+    ) -> None:
+        """One share on this thread, the others on ours. All have ended when it returns: each heeds the deadline."""
+        futures: list[Future[None]] = []
+        rest = list(shares.items())
+        for endpoint, positions in rest[1:]:
+            try:
+                futures.append(self._threads.submit(share, endpoint, positions))
+            except RuntimeError:  # closed meanwhile, or the interpreter is shutting down
+                for position in positions:
+                    answers[position] = Outcome.CLOSED
+        for endpoint, positions in rest[:1]:
+            share(endpoint, positions)
+        wait(futures)
+        for future in futures:
+            future.result()
+
+    def _failed(self, error: WireError, answers: list[Answer | None], positions: list[int]) -> None:
+        """The rest of a share that a connection's failure ended."""
+        outcome = error.outcome
+        if outcome is not Outcome.CLOSED:
+            self.nodes.refresh()  # of a server left alone too: its replica may have its place by now
+        if outcome is Outcome.BREAKER_OPEN and not any(endpoint.usable for endpoint in self.nodes.endpoints()):
+            outcome = Outcome.IO_ERROR  # not one server is left: the port may know
+        for position in positions:
+            if answers[position] is None:
+                answers[position] = outcome
+                if outcome is Outcome.CHECKSUM:  # the value being read is not one of ours; what came behind it is lost
+                    outcome = Outcome.IO_ERROR

@@ -1,0 +1,165 @@
+"""What `kvtier doctor` asks of Redis or Valkey: reachable, of the mode configured, set up as a cache. No secrets."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from kvtier.tiers.config import RedisConfig
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.finding import Finding, error, ok, warning
+from kvtier.tiers.redis_options import Servers, parse
+
+_ANSWER_SECONDS: Final = 2.0  # for one command; a doctor is more patient than a tier
+_SMALL_BYTES: Final = 64 << 20
+_MIB: Final = 1 << 20
+_KEEP: Final = "and keep it in its configuration file"
+
+Client = Any
+"""A `redis.Redis`, whose own types leave open whether it is an asynchronous one."""
+Options = dict[str, Any]
+"""What redis-py connects with."""
+
+
+def check_redis(config: RedisConfig) -> list[Finding]:
+    """A line or more for every server that [redis] url names, and for the masters that Sentinels name."""
+    if config.url is None:
+        return [ok("redis", "off: no [redis] url")]
+    try:
+        servers = parse(config)
+    except ConfigError as refused:
+        found, _, mend = str(refused).rpartition("; ")
+        return [error("redis", found, mend)]
+    findings: list[Finding] = []
+    masters: dict[str, Options] = {}
+    for options in _options(config, servers):
+        name = f"redis {_place(options)}"
+        with _answers(name, findings), redis.Redis(**options) as client:
+            findings += _check_server(config, client, name)
+            if config.mode == "sentinel" and (master := _master(config, client, options)):
+                masters[f"redis master {_place(master)}"] = master
+    for name, options in masters.items():
+        with _answers(name, findings), redis.Redis(**options) as client:
+            findings += _check_data(client, name)
+    return findings
+
+
+def _options(config: RedisConfig, servers: Servers) -> list[Options]:
+    """How to reach each of the servers; [redis] username and password are the master's where they are Sentinels."""
+    common = servers.common | {"socket_timeout": _ANSWER_SECONDS, "retry": Retry(NoBackoff(), 0)}
+    if config.mode == "sentinel":
+        common |= {name: value for name, value in servers.login.items() if name != "db"}
+    else:
+        common |= servers.login | _login(config)
+    if servers.path is not None:
+        return [common | {"unix_socket_path": servers.path}]
+    return [common | {"host": host, "port": port} for host, port in servers.addresses]
+
+
+def _login(config: RedisConfig) -> Options:
+    given = {"username": config.username, "password": config.password and config.password.get_secret_value()}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _place(options: Options) -> str:
+    return str(options.get("unix_socket_path") or f"{options['host']}:{options['port']}")
+
+
+def _check_server(config: RedisConfig, client: Client, name: str) -> Iterator[Finding]:
+    """What is to be said of one server of [redis] url."""
+    mode = _info(client, "server").get("redis_mode", "standalone")
+    if mode != config.mode:
+        yield error(name, f'it is {mode}, [redis] mode is "{config.mode}"', f'set [redis] mode = "{mode}"')
+        return
+    if mode == "sentinel":
+        if _master_address(config, client) is None:
+            mend = "set [redis] sentinel_name to the name in this Sentinel's configuration"
+            yield error(name, f'it knows no master "{config.sentinel_name}"', mend)
+        else:
+            yield ok(name, f"{_version(client)}, a Sentinel")
+        return
+    yield from _check_data(client, name)
+    if mode == "cluster":
+        yield from _check_cluster(client, name)
+
+
+def _master(config: RedisConfig, client: Client, options: Options) -> Options | None:
+    """How to reach the master that a Sentinel names."""
+    address = _master_address(config, client)
+    kept = {name: value for name, value in options.items() if name not in ("username", "password")}
+    return kept | _login(config) | {"host": address[0], "port": address[1]} if address else None
+
+
+def _master_address(config: RedisConfig, client: Client) -> tuple[str, int] | None:
+    found = client.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", config.sentinel_name)
+    return (_text(found[0]), int(found[1])) if found else None
+
+
+def _check_data(client: Client, name: str) -> Iterator[Finding]:
+    """Role and memory of a server that holds blocks."""
+    version, memory = _version(client), _info(client, "memory")
+    if _info(client, "replication").get("role") == "slave":
+        yield error(name, f"{version}, a replica, which refuses writes", "name its master in [redis] url")
+        return
+    limit, policy = int(memory.get("maxmemory", 0)), str(memory.get("maxmemory_policy", "unknown policy"))
+    found, cap = f"{version}, maxmemory {limit // _MIB} MiB, {policy}", f"`CONFIG SET maxmemory 8gb`, {_KEEP}"
+    if not limit:
+        yield warning(name, f"{version}, no maxmemory: blocks take all memory until they expire", cap)
+    elif policy == "noeviction":
+        mend = f"`CONFIG SET maxmemory-policy allkeys-lru`, {_KEEP}"
+        yield warning(name, f"{found}: it refuses blocks once it is full", mend)
+    elif limit < _SMALL_BYTES:
+        yield warning(name, f"{found}: that holds next to nothing", cap)
+    else:
+        yield ok(name, found)
+
+
+def _check_cluster(client: Client, name: str) -> Iterator[Finding]:
+    """State of the cluster as this node sees it, and what one dead node does to the others."""
+    state = client.execute_command("CLUSTER INFO")
+    if state.get("cluster_state") != "ok":
+        found = f"cluster_state {state.get('cluster_state')}, {state.get('cluster_slots_ok')} of 16384 slots served"
+        yield error(name, found, "start its missing nodes; see `redis-cli --cluster check`")
+    try:
+        settings = client.config_get("cluster-require-full-coverage")
+    except redis.ResponseError:  # hosted services forbid CONFIG
+        return
+    if settings.get("cluster-require-full-coverage") == "yes":
+        found = "cluster-require-full-coverage yes: with one node down, no node answers"
+        yield warning(name, found, f"`CONFIG SET cluster-require-full-coverage no`, {_KEEP}")
+
+
+def _info(client: Client, section: str) -> Mapping[str, Any]:
+    return dict(client.info(section))
+
+
+def _version(client: Client) -> str:
+    server = _info(client, "server")
+    if "valkey_version" in server:
+        return f"Valkey {server['valkey_version']}"
+    return f"Redis {server.get('redis_version', 'of unknown version')}"
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+@contextmanager
+def _answers(name: str, findings: list[Finding]) -> Iterator[None]:
+    """Turn a refusal into a finding; what servers and redis-py say names users and places, never a password."""
+    try:
+        yield
+    except redis.AuthenticationError as refused:
+        mend = "set [redis] username and password to the server's, or leave them out where it has none"
+        findings.append(error(name, f"login refused: {refused}", mend))
+    except redis.exceptions.NoPermissionError as refused:
+        findings.append(error(name, str(refused), "give this user +@read +@write +info +ping ~* in the server's ACL"))
+    except redis.TimeoutError:
+        findings.append(error(name, "no answer in time", "see whether it hangs; raise [redis] connect_timeout"))
+    except redis.ConnectionError as refused:
+        findings.append(error(name, f"not reachable: {refused}", "start it, or mend [redis] url"))
+    except (redis.RedisError, OSError) as refused:
+        findings.append(error(name, f"{type(refused).__name__}: {refused}", "see the server's log"))

@@ -1,0 +1,307 @@
+"""Which server holds a key, and its payload connections: standalone, behind Sentinels, or a cluster's masters."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from threading import Condition, Lock, Thread
+from typing import Any, Final, Protocol
+
+import redis
+from redis.cluster import ClusterNode, RedisCluster
+from redis.connection import AbstractConnection
+from redis.crc import key_slot
+
+from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.redis_options import REDIS_ERRORS, Client
+from kvtier.tiers.redis_wire import Wire, WireError, socket_of
+from kvtier.tiers.tier import Outcome
+
+_log = logging.getLogger(__name__)
+
+MAX_LINES: Final = 2  # payload connections per server: one for each of the port's threads
+_SHARD_FAILURES: Final = 2  # in a row; fewer than the port's, so that one bad shard does not detach them all
+_SHARD_RETRY: Final = 1.0  # seconds until a shard left alone is tried again, doubling
+_REFRESH_EVERY: Final = 1.0  # seconds at least between two looks at a cluster's topology
+
+
+@dataclass(eq=False, slots=True)
+class _Line:
+    """A connection of redis-py's, and our end of its socket while it is connected."""
+
+    connection: AbstractConnection
+    wire: Wire | None = None
+
+    def drop(self) -> None:
+        self.wire = None
+        with suppress(Exception):  # whatever happens, the socket is closed
+            self.connection.disconnect()
+
+
+class Endpoint:
+    """One server and its payload connections, at most MAX_LINES. Thread-safe.
+
+    A connection with anything unread is closed, never lent again. With a breaker (a cluster's shards have one each),
+    a server that failed is left alone until a ping succeeds.
+    """
+
+    def __init__(
+        self, name: str, make: Callable[[], AbstractConnection], connect_timeout: float, breaker: Breaker | None
+    ) -> None:
+        self.name = name
+        self.breaker = breaker
+        self._make = make
+        self._connect_timeout = connect_timeout
+        self._lock = Condition()
+        self._idle: list[_Line] = []
+        self._num_lines = 0
+        self._generation = 0
+        self._closed = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is not being left alone."""
+        return self.breaker is None or self.breaker.closed
+
+    @contextmanager
+    def borrow(self, deadline: float) -> Iterator[Wire]:
+        """A connection for one batch, to end by `deadline` (time.monotonic). WireError from here or inside."""
+        self._ask_breaker()
+        line, generation = self._take(deadline)
+        try:
+            wire = self._connected(line, deadline)
+            wire.begin(deadline)
+            yield wire
+        except WireError as error:
+            line.drop()
+            self._count_failure(error.outcome)
+            raise
+        except BaseException:
+            line.drop()
+            raise
+        else:
+            if self.breaker is not None:
+                self.breaker.success()
+        finally:
+            self._give_back(line, generation)
+
+    def ping(self, seconds: float) -> bool:
+        """Whether the server answers within `seconds`."""
+        deadline = time.monotonic() + seconds
+        try:
+            line, generation = self._take(deadline)
+        except WireError:
+            return False
+        try:
+            wire = self._connected(line, deadline)
+            wire.begin(deadline)
+            wire.send([b"*1\r\n$4\r\nPING\r\n"], 1)
+            return wire.reply() == b"PONG"
+        except WireError:
+            line.drop()
+            return False
+        finally:
+            self._give_back(line, generation)
+
+    def drop_idle(self) -> None:
+        """Close what is connected: behind the address may stand another server by now."""
+        with self._lock:
+            self._generation += 1
+            idle = list(self._idle)
+            for line in idle:
+                line.drop()
+
+    def close(self) -> None:
+        """Connections under way are closed when they come back. Idempotent."""
+        with self._lock:
+            self._closed = True
+            for line in self._idle:
+                line.drop()
+            self._lock.notify_all()
+
+    def check(self) -> None:
+        """At idle: every connection is here, and none holds half a reply."""
+        with self._lock:
+            assert len(self._idle) <= self._num_lines <= MAX_LINES, f"{self.name}: {self._num_lines} connections"
+            assert all(line.wire is None or line.wire.is_clean for line in self._idle), f"{self.name}: half read"
+
+    def _ask_breaker(self) -> None:
+        if self.breaker is None or self.breaker.closed:
+            return
+        if self.breaker.take_probe():
+            self.breaker.probed(self.ping(self._connect_timeout))
+        if not self.breaker.closed:
+            raise WireError(Outcome.BREAKER_OPEN, f"{self.name} is left alone for now")
+
+    def _count_failure(self, outcome: Outcome) -> None:
+        if self.breaker is not None and outcome in (Outcome.IO_ERROR, Outcome.TIMEOUT):
+            self.breaker.failure()
+            if not self.breaker.closed:
+                _log.warning("[redis] %s: %s; its blocks are misses for now", self.name, outcome)
+
+    def _take(self, deadline: float) -> tuple[_Line, int]:
+        with self._lock:
+            while True:
+                if self._closed:
+                    raise WireError(Outcome.CLOSED, "closed")
+                if self._idle:
+                    return self._idle.pop(), self._generation
+                if self._num_lines < MAX_LINES:
+                    line = _Line(self._make())
+                    self._num_lines += 1
+                    return line, self._generation
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise WireError(Outcome.TIMEOUT, f"{self.name}: every connection is in use")
+                self._lock.wait(left)
+
+    def _give_back(self, line: _Line, generation: int) -> None:
+        if line.wire is not None and not line.wire.is_clean:
+            line.drop()
+        with self._lock:
+            if self._closed or generation != self._generation:
+                line.drop()
+            self._idle.append(line)
+            self._lock.notify()
+
+    def _connected(self, line: _Line, deadline: float) -> Wire:
+        if line.wire is not None:
+            if line.wire.is_quiet():
+                return line.wire
+            line.drop()  # closed by the server while idle, or something arrived that nobody asked for
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise WireError(Outcome.TIMEOUT, "the deadline passed")
+        connection: Any = line.connection
+        connection.socket_connect_timeout = min(self._connect_timeout, left)
+        connection.socket_timeout = left
+        try:
+            connection.connect()
+        except (redis.TimeoutError, TimeoutError):
+            raise WireError(Outcome.TIMEOUT, f"{self.name}: no connection in time") from None
+        except (*REDIS_ERRORS, OSError, UnicodeError) as error:
+            raise WireError(Outcome.IO_ERROR, f"{self.name}: {error}") from None
+        line.wire = Wire(socket_of(line.connection))
+        return line.wire
+
+
+class Nodes(Protocol):
+    """Who holds which key. Thread-safe; no method waits for I/O."""
+
+    def endpoint(self, key: bytes) -> Endpoint | None:
+        """The server that holds a key; None where none is known to."""
+
+    def endpoints(self) -> list[Endpoint]:
+        """All of them, at least one."""
+
+    def refresh(self) -> None:
+        """Something showed that this may not be true any more: look again, in the background."""
+
+    def close(self) -> None:
+        """Close every connection. Idempotent."""
+
+
+def nodes_of(client: Client, label: str, connect_timeout: float) -> Nodes:
+    """The servers behind a client that has reached them."""
+    if isinstance(client, RedisCluster):
+        return _ClusterNodes(client, connect_timeout)
+    return _OneNode(client, label, connect_timeout)
+
+
+def _maker(client: redis.Redis) -> Callable[[], AbstractConnection]:
+    """Connections as the client's pool would make them, but ours alone."""
+    pool = client.connection_pool
+    return lambda: pool.connection_class(**pool.connection_kwargs)
+
+
+class _OneNode:
+    """One server, or whichever the Sentinels call master: their connections ask anew whenever they connect."""
+
+    def __init__(self, client: redis.Redis, label: str, connect_timeout: float) -> None:
+        self._client = client
+        self._endpoint = Endpoint(label, _maker(client), connect_timeout, None)
+
+    def endpoint(self, key: bytes) -> Endpoint | None:
+        return self._endpoint
+
+    def endpoints(self) -> list[Endpoint]:
+        return [self._endpoint]
+
+    def refresh(self) -> None:
+        self._endpoint.drop_idle()
+
+    def close(self) -> None:
+        self._endpoint.close()
+        self._client.close()
+
+
+class _ClusterNodes:
+    """A cluster's masters. redis-py keeps the map of slots; a thread of ours has it refreshed, so that nobody waits."""
+
+    def __init__(self, client: RedisCluster, connect_timeout: float) -> None:
+        self._client = client
+        self._connect_timeout = connect_timeout
+        self._lock = Lock()
+        self._endpoints: dict[str, Endpoint] = {}
+        self._refreshing = False
+        self._refreshed_at = time.monotonic()
+        self._closed = False
+        self._follow()
+
+    def endpoint(self, key: bytes) -> Endpoint | None:
+        try:
+            node = self._client.nodes_manager.get_node_from_slot(key_slot(key))
+        except (*REDIS_ERRORS, LookupError):  # a slot nobody serves
+            return None
+        with self._lock:
+            return self._endpoints.get(node.name) or self._add(node)
+
+    def endpoints(self) -> list[Endpoint]:
+        with self._lock:
+            return list(self._endpoints.values())
+
+    def refresh(self) -> None:
+        with self._lock:
+            due = time.monotonic() - self._refreshed_at >= _REFRESH_EVERY
+            if self._closed or self._refreshing or not due:
+                return
+            self._refreshing = True
+        Thread(target=self._refresh, name="kvtier-redis-topology", daemon=True).start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            endpoints = list(self._endpoints.values())
+        for endpoint in endpoints:
+            endpoint.close()
+        self._client.close()
+
+    def _refresh(self) -> None:
+        try:
+            self._client.nodes_manager.initialize()
+        except (*REDIS_ERRORS, OSError, LookupError, ValueError) as error:
+            _log.debug("[redis] the cluster's topology: %s", error)
+        finally:
+            with self._lock:
+                self._refreshing = False
+                self._refreshed_at = time.monotonic()
+        self._follow()
+
+    def _follow(self) -> None:
+        """An endpoint for every master there is now; those of others are closed."""
+        masters = {node.name: node for node in self._client.get_primaries()}
+        with self._lock:
+            for name in masters.keys() - self._endpoints.keys():
+                self._add(masters[name])
+            gone = [self._endpoints.pop(name) for name in self._endpoints.keys() - masters.keys()]
+        for endpoint in gone:
+            endpoint.close()
+
+    def _add(self, node: ClusterNode) -> Endpoint:
+        breaker = Breaker(_SHARD_FAILURES, _SHARD_RETRY, time.monotonic)
+        make = _maker(self._client.get_redis_connection(node))
+        endpoint = self._endpoints[node.name] = Endpoint(node.name, make, self._connect_timeout, breaker)
+        if self._closed:
+            endpoint.close()
+        return endpoint

@@ -1,0 +1,256 @@
+"""From the [redis] options to redis-py's clients, and what a user must mend in them, in one line without secrets."""
+
+import logging
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.connection import parse_url
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from kvtier.tiers.config import RedisConfig
+from kvtier.tiers.errors import ConfigError, KVTierError, TierUnavailable
+
+_log = logging.getLogger(__name__)
+
+Client = redis.Redis | RedisCluster
+
+REDIS_ERRORS: Final = (redis.RedisError, redis.exceptions.RedisClusterException)  # the latter is no RedisError
+
+MAX_VALUE: Final = 512 << 20  # bytes: `proto-max-bulk-len` unless somebody changed it
+_LEAST_RECORDS: Final = 16  # that memory must hold, where nothing may be evicted for the next
+_PORTS: Final = {"standalone": 6379, "cluster": 6379, "sentinel": 26379}
+_IN_URL: Final = frozenset({"host", "port", "path", "db", "username", "password", "connection_class"})
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Where the servers are and how to log in to them. Never logged: `label` is."""
+
+    label: str  # host:port of each
+    addresses: tuple[tuple[str, int], ...]
+    path: str | None  # of a Unix socket
+    login: dict[str, Any]  # as in the URL
+    common: dict[str, Any]  # every client's arguments: timeouts, TLS
+
+
+def parse(config: RedisConfig) -> Servers:
+    """The servers `url` names. ConfigError where it cannot be used."""
+    assert config.url is not None
+    parts = [_parse_one(part.strip(), _PORTS[config.mode]) for part in config.url.get_secret_value().split(",")]
+    path: str | None = parts[0].get("path")
+    login: dict[str, Any] = {}
+    addresses = tuple((part["host"], part["port"]) for part in parts if "path" not in part)
+    label = path or ", ".join(f"{host}:{port}" for host, port in addresses)
+    for part in parts:
+        login |= {name: part[name] for name in ("username", "password", "db") if name in part}
+    if config.mode != "cluster" and login.get("db") == 0:
+        del login["db"]
+    if config.mode == "standalone" and len(parts) > 1:
+        raise _bad("url", label, 'several servers, but mode is "standalone"; name one, or set mode to what they are')
+    if config.mode != "standalone" and path is not None:
+        raise _bad("url", label, f'mode "{config.mode}" needs addresses; write redis://HOST:PORT')
+    if config.mode == "cluster" and login.pop("db", 0):
+        raise _bad("url", label, "a cluster has one database; leave out the number behind the address")
+    return Servers(label, addresses, path, login, _common(config, label, parts))
+
+
+def _common(config: RedisConfig, label: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    common: dict[str, Any] = {
+        "socket_connect_timeout": config.connect_timeout,
+        "socket_timeout": config.deadline,
+        "protocol": 2,  # RESP3 may push what nobody asked for between two replies
+    }
+    secure = {part.get("connection_class") is redis.SSLConnection for part in parts}
+    if len(secure) > 1:
+        raise _bad("url", label, "redis:// and rediss:// mixed; use one of them for all servers")
+    if config.ca is not None and not any(secure):
+        raise _bad("ca", str(config.ca), "url is not rediss://, so nothing would be verified; write rediss://")
+    if any(secure):
+        common["ssl"] = True
+        if config.ca is not None:
+            try:
+                ssl.create_default_context(cafile=config.ca)
+            except OSError as error:
+                why = error.strerror if not isinstance(error, ssl.SSLError) and error.strerror else "no certificates"
+                raise _bad("ca", str(config.ca), f"{why}; name a PEM file of certificates") from None
+            common["ssl_ca_certs"] = str(config.ca)
+    return common
+
+
+def _parse_one(url: str, default_port: int) -> dict[str, Any]:
+    try:
+        part: dict[str, Any] = parse_url(url)
+    except ValueError:  # its text may show the URL, and with it a password
+        part = {}
+    if not part or not (part.get("host") or part.get("path")):
+        raise ConfigError(
+            "[redis] url (not shown, it may hold a password): not an address; write it as in redis://HOST:6379/0"
+        )
+    if unknown := sorted(part.keys() - _IN_URL):
+        raise ConfigError(f"[redis] url: {unknown[0]} behind the ?: not read there; use the options of [redis]")
+    part.setdefault("port", default_port)
+    return part
+
+
+def connect(config: RedisConfig, servers: Servers) -> Client:
+    """A client that has reached them. ConfigError for what must be mended, TierUnavailable where they don't answer."""
+    own = {"username": config.username, "password": config.password and config.password.get_secret_value()}
+    own = {name: value for name, value in own.items() if value is not None}
+    retry: Any = Retry(NoBackoff(), 0)
+    with _explained(config, servers):
+        if config.mode == "cluster":
+            nodes = [ClusterNode(host, port) for host, port in servers.addresses]
+            cluster = RedisCluster(startup_nodes=nodes, retry=retry, **servers.common, **(servers.login | own))
+            return cluster
+        if config.mode == "sentinel":  # the URL's login is the Sentinels', [redis] username and password the master's
+            login = {name: value for name, value in servers.login.items() if name != "db"}
+            sentinels = Sentinel(
+                list(servers.addresses),
+                sentinel_kwargs={**servers.common, **login, "retry": retry},
+                **servers.common,
+                **({"db": servers.login["db"]} if "db" in servers.login else {}),
+                **own,
+            )
+            _require_name(sentinels, config.sentinel_name)
+            client: redis.Redis = sentinels.master_for(config.sentinel_name, retry=retry)
+        elif servers.path is not None:
+            common = {name: value for name, value in servers.common.items() if not name.startswith("ssl")}
+            client = redis.Redis(unix_socket_path=servers.path, retry=retry, **common, **(servers.login | own))
+        else:
+            ((host, port),) = servers.addresses
+            client = redis.Redis(host, port, retry=retry, **servers.common, **(servers.login | own))
+        client.ping()
+        _require_mode(client, config.mode, servers.label)
+        return client
+
+
+def _require_name(sentinels: Sentinel, name: str) -> None:
+    known: list[str] = []
+    for sentinel in sentinels.sentinels:
+        with suppress(redis.RedisError):
+            known += [_text(master) for master in sentinel.sentinel_masters()]
+    if known and name not in known:
+        raise _bad("sentinel_name", name, f"the Sentinels know {', '.join(sorted(set(known)))}; write one of these")
+
+
+def _require_mode(client: redis.Redis, mode: str, label: str) -> None:
+    try:
+        info: dict[str, Any] = client.info("server")
+    except redis.ResponseError:  # forbidden on managed servers
+        return
+    actual = info.get("redis_mode") or info.get("server_mode")
+    if actual == "cluster" or (actual == "sentinel" and mode == "standalone"):
+        raise _bad("mode", mode, f'{label} is a {actual}; set mode to "{actual}"')
+
+
+@contextmanager
+def _explained(config: RedisConfig, servers: Servers) -> Iterator[None]:
+    """Turn redis-py's errors into ours."""
+    try:
+        yield
+    except KVTierError:
+        raise
+    except (*REDIS_ERRORS, OSError) as error:
+        raise _explanation(config, servers, error) from None
+
+
+def _explanation(config: RedisConfig, servers: Servers, error: Exception) -> KVTierError:
+    causes = list(_causes(error))
+    text = " ".join(" ".join(str(cause) for cause in causes).split())
+    where = servers.label
+    if any(isinstance(cause, redis.AuthenticationError) for cause in causes) or "NOAUTH" in text:
+        given = config.password is not None or "password" in servers.login
+        why = f"{where} refuses it; set the right one" if given else f"{where} asks for one; set it"
+        return ConfigError(f"[redis] password (not shown): {why}, and username where the server has users")
+    if any(isinstance(cause, redis.exceptions.NoPermissionError) for cause in causes):
+        return _denied(servers, text)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return ConfigError(f"[redis] ca: the certificate of {where} is not signed by it; name the right file")
+    if "cluster mode is not enabled" in text.lower():
+        return _bad("mode", "cluster", f'{where} is no cluster; set mode to "standalone"')
+    if "DB index" in text or "Invalid Database" in text:
+        return _bad("url", where, "no database of that number; write a lower one")
+    return TierUnavailable(f"[redis] {where}: {str(error)[:200]}; the Redis tier is off")
+
+
+def no_epoch(servers: Servers, why: str) -> KVTierError:
+    """What to raise where the servers were reached and then would not tell or take the namespace's epoch."""
+    if why.startswith("NOPERM"):
+        return _denied(servers, why)
+    return TierUnavailable(f"[redis] {servers.label}: no epoch ({why[:200]}); the Redis tier is off")
+
+
+def _denied(servers: Servers, text: str) -> ConfigError:
+    return ConfigError(f"[redis] username: {servers.label} denies it a command ({text[:120]}); grant it")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a server's settings mean for us. Options it would not tell are None."""
+
+    max_value: int = MAX_VALUE  # bytes
+    max_memory: int | None = None  # bytes; 0 for no bound
+    policy: str | None = None
+    full_coverage: bool | None = None
+
+
+def survey(client: redis.Redis) -> Survey:
+    """Ask one server. Managed servers forbid it: then nothing is known, and nothing is said."""
+    text: dict[str, str] = {}
+    for pattern in ("maxmemory*", "proto-max-bulk-len", "cluster-require-full-coverage"):
+        with suppress(*REDIS_ERRORS, OSError):
+            text |= {_text(name): _text(value) for name, value in client.config_get(pattern).items()}
+    max_value, max_memory = text.get("proto-max-bulk-len", ""), text.get("maxmemory", "")
+    return Survey(
+        int(max_value) if max_value.isdigit() else MAX_VALUE,
+        int(max_memory) if max_memory.isdigit() else None,
+        text.get("maxmemory-policy"),
+        {"yes": True, "no": False}.get(text.get("cluster-require-full-coverage", "")),
+    )
+
+
+def judge(found: Survey, where: str, value_bytes: int, *, cluster: bool) -> list[str]:
+    """What to warn of. ConfigError where no block would ever be kept."""
+    warnings = []
+    memory, policy = found.max_memory, found.policy
+    if memory and policy == "noeviction":
+        if memory < _LEAST_RECORDS * value_bytes:
+            raise ConfigError(
+                f'[redis] url: {where} has maxmemory {memory}, a block takes {value_bytes} bytes and "noeviction" '
+                f"never makes room; raise maxmemory, or set maxmemory-policy allkeys-lru"
+            )
+        warnings.append('maxmemory-policy "noeviction" refuses writes once memory is full; set allkeys-lru')
+    elif memory and memory < _LEAST_RECORDS * value_bytes:
+        warnings.append(
+            f"maxmemory {memory} is room for {memory // value_bytes} blocks of {value_bytes} bytes; raise it"
+        )
+    if policy in ("allkeys-random", "volatile-random", "volatile-ttl") and memory:
+        warnings.append(f'maxmemory-policy "{policy}" takes no heed of what is used; set allkeys-lru')
+    if cluster and found.full_coverage:
+        warnings.append("one dead master would make every key unavailable; set cluster-require-full-coverage no")
+    if value_bytes > found.max_value:
+        warnings.append(
+            f"proto-max-bulk-len {found.max_value} is less than a block's {value_bytes} bytes: none is stored"
+        )
+    return warnings
+
+
+def _text(value: object) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _bad(option: str, value: str, why: str) -> ConfigError:
+    return ConfigError(f'[redis] {option} "{value}": {why}')

@@ -1,0 +1,277 @@
+"""L3 in Redis or Valkey: blocks that nodes share, each record verified whole before it is used (docs/format.md)."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Final
+
+import redis
+from redis.cluster import RedisCluster
+
+from kvtier.tiers.config import RedisConfig
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.redis_batch import Answer, Batches, Work
+from kvtier.tiers.redis_epoch import Epoch
+from kvtier.tiers.redis_lanes import Lane, Settle, command
+from kvtier.tiers.redis_names import Names
+from kvtier.tiers.redis_nodes import Nodes, nodes_of
+from kvtier.tiers.redis_options import MAX_VALUE, Client, connect, judge, no_epoch, parse, survey
+from kvtier.tiers.redis_records import Namespace
+from kvtier.tiers.redis_wire import Refusal, WireError
+from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome
+
+_log = logging.getLogger(__name__)
+
+_LOCATE_WINDOW: Final = 512  # keys asked for at once
+_NAME_LIFETIME: Final = 300.0  # seconds a name is believed: servers evict without telling
+_GONE: Final = (Outcome.ABSENT, Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
+_BAD: Final = (Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
+_warned: Final[set[tuple[str, str]]] = set()  # (server, warning)
+
+
+class RedisStore:
+    """A `Tier`, and one that `Locates`, over one server or a cluster. Thread-safe; raises from `open` alone.
+
+    What it knows to be there are names: of blocks it wrote, read or located. Every batch has one deadline, seconds
+    `config.deadline` plus its bytes over `config.bandwidth`, and is one pipeline per server, the servers side by side:
+    a slow or dead one costs its own keys. Nothing is tried twice.
+
+    All processes of a namespace share an epoch, a number in a key of its own that is part of every block's key. A reset
+    raises it: whatever was stored before is not found any more, by anybody, and goes when its time is up. Every batch
+    reads it along, so the others learn of it with their next one.
+    """
+
+    name = "redis"
+
+    def __init__(self, config: RedisConfig, space: Namespace, nodes: Nodes, max_value: int = MAX_VALUE) -> None:
+        """Over servers already reached. Use `RedisStore.open`."""
+        self.space = space
+        self._config = config
+        self._oversized = space.value_bytes > max_value
+        self._names = Names(min(config.ttl, _NAME_LIFETIME))
+        self._batches = Batches(space, nodes, max(1, int(config.ttl * 1000)), config.in_flight)
+        self._epoch = Epoch(self._batches, self._names.clear)
+        self._lock = threading.Lock()  # guards what follows; never held across I/O
+        self._counts: Counter[str] = Counter()
+        self._resetting: threading.Thread | None = None
+        self._closed = False
+
+    @classmethod
+    def open(cls, config: RedisConfig, fingerprint: bytes, *, slot_bytes: int, block_size: int) -> "RedisStore":
+        """Reach the servers of `config.url` for the blocks of `fingerprint` (32 bytes).
+
+        Raises ConfigError for what the user has to mend (address, password, mode, certificate, too little memory), and
+        TierUnavailable where nobody answers in time: trying again later is right then.
+        """
+        if len(fingerprint) != 32 or slot_bytes < 1 or block_size < 1:
+            raise ValueError("fingerprint must be 32 bytes; slot_bytes and block_size at least 1")
+        space = Namespace(config.prefix, fingerprint, slot_bytes, block_size)
+        if space.value_bytes > config.in_flight:
+            raise ConfigError(
+                f'[redis] in_flight "{config.in_flight}": a block takes {space.value_bytes} bytes; raise it to that'
+            )
+        servers = parse(config)
+        client = connect(config, servers)
+        max_value = _survey_all(client, servers.label, space.value_bytes)
+        store = cls(config, space, nodes_of(client, servers.label, config.connect_timeout), max_value)
+        failure = store._epoch.settle(time.monotonic() + config.connect_timeout + config.deadline)
+        if failure is not None:
+            store.close()
+            raise no_epoch(servers, store._epoch.refusal or failure)
+        return store
+
+    # Names: no I/O.
+
+    def lookup(self, hashes: Sequence[ChainHash]) -> int:
+        """How many leading blocks of the chain are known to be there."""
+        return self._names.leading(hashes)
+
+    def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
+        """Which of the blocks are known to be there, each by itself."""
+        return self._names.known(hashes)
+
+    def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
+        """Ask the servers how many leading blocks of the chain they hold; see `Locates.locate`."""
+        deadline = self._deadline(0)
+        found = 0
+        while found < len(hashes):
+            window = hashes[found : found + _LOCATE_WINDOW]
+            answers = self._batch(window, deadline, partial(_exists, window))
+            there = next((i for i, answer in enumerate(answers) if answer is not True), len(window))
+            self._names.add(window[:there])
+            found += there
+            if there < len(window):
+                answer = answers[there]
+                self._names.forget(window[there : there + 1])
+                failure = answer if isinstance(answer, Outcome) and answer is not Outcome.ABSENT else None
+                self._count("locate", [failure or Outcome.OK])
+                return failure if failure is not None and not found else found
+        self._count("locate", [Outcome.OK])
+        return found
+
+    # Blocks.
+
+    def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
+        """Read each block into its buffer (slot_bytes each, writable) and verify it; see `Tier.read`."""
+        self._require_buffers(len(hashes), into)
+        answers = self._batch(
+            hashes,
+            self._deadline(len(hashes)),
+            lambda lane, own, settle: lane.get(hashes, into, own, settle),
+        )
+        results = [answer if isinstance(answer, BlockRecord | Outcome) else Outcome.IO_ERROR for answer in answers]
+        self._names.add(h for h, result in zip(hashes, results, strict=True) if isinstance(result, BlockRecord))
+        gone = [position for position, result in enumerate(results) if result in _GONE]
+        known = self._names.forget(hashes[position] for position in gone)
+        for position, was_known in zip(gone, known, strict=True):
+            if was_known and results[position] is Outcome.ABSENT:
+                results[position] = Outcome.EVICTED
+        self._count("read", results)
+        if bad := [h for h, result in zip(hashes, results, strict=True) if result in _BAD]:
+            _log.warning("[redis] %d records are not what their keys say, first %s; deleted", len(bad), bad[0].hex())
+            self.discard(bad)
+        return results
+
+    def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
+        """Store consecutive blocks of one chain; see `Tier.write`. Each payload is slot_bytes and has its checksum.
+
+        After a failure the rest of the chain is PARENT_FAILED or FULL, though some of it may have been written.
+        """
+        self._require_buffers(len(records), payloads)
+        for record in records:
+            if len(record.chain_hash) != 32 or len(record.parent) != 32:
+                raise ValueError("chain_hash and parent must be 32 bytes")
+            if len(record.tokens) > 4 * self.space.block_size or len(record.tokens) % 4:
+                raise ValueError(f"tokens must be at most {self.space.block_size} u32")
+        hashes = [record.chain_hash for record in records]
+        answers: Sequence[Answer | None] = [Outcome.UNSUPPORTED] * len(records)
+        if not self._oversized:
+            answers = self._batch(
+                hashes,
+                self._deadline(len(records)),
+                lambda lane, own, settle: lane.set(records, payloads, own, settle),
+            )
+        outcomes = _cut([answer if isinstance(answer, Outcome) else Outcome.PARENT_FAILED for answer in answers])
+        self._names.add(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK)
+        self._names.forget(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is not Outcome.OK)
+        self._count("write", outcomes)
+        return outcomes
+
+    def discard(self, hashes: Sequence[ChainHash]) -> None:
+        """Delete blocks (found bad, or asked to), for everybody. What a server does not hear of is forgotten here."""
+        self._names.forget(hashes)
+        self._batch(hashes, self._deadline(0), lambda lane, own, settle: lane.unlink(hashes, own, settle))
+
+    def reset(self) -> None:
+        """Forget every block, in all processes. Returns at once: until the servers know, everything is a miss here."""
+        self._epoch.reset()
+        with self._lock:
+            if self._closed:
+                return
+            self._resetting = threading.Thread(
+                target=self._epoch.settle, args=(self._deadline(0),), name="kvtier-redis-reset", daemon=True
+            )
+            self._resetting.start()
+
+    # Looking after it.
+
+    def probe(self, direction: Direction) -> bool:
+        """Whether a server answers and, of a single one, whether it takes writes (a full one does, in principle)."""
+        endpoints = self._batches.nodes.endpoints()
+        deadline = self._deadline(0)
+        if len(endpoints) > 1 or direction == "read":
+            return any(endpoint.ping(min(self._config.deadline, deadline - time.monotonic())) for endpoint in endpoints)
+        try:
+            write = command(b"SET", self.space.probe_key, b"1", b"PX", b"1000")
+            (reply,) = self._batches.ask(self.space.probe_key, [write], deadline)
+        except WireError:
+            return False
+        return reply == b"OK" or (isinstance(reply, Refusal) and reply.code == "OOM")
+
+    def stats(self) -> Mapping[str, int]:
+        """Counts since open: read_{outcome}, write_{outcome}, locate_{outcome}, evicted; and names known now."""
+        with self._lock:
+            counts = dict(self._counts)
+        return {**counts, "evicted": counts.get("read_evicted", 0), "names": len(self._names)}
+
+    def check(self) -> None:
+        """Raise AssertionError where names or connections break their bounds. For idle stores."""
+        self._names.check()
+        for endpoint in self._batches.nodes.endpoints():
+            endpoint.check()
+
+    def close(self) -> None:
+        """Refuse new calls; a reset still to be told is told first, within its deadline. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            resetting = self._resetting
+        if resetting is not None:
+            resetting.join(self._config.connect_timeout + self._config.deadline)
+        self._batches.close()
+
+    # Inside.
+
+    def _batch(self, hashes: Sequence[ChainHash], deadline: float, work: Work) -> list[Answer | None]:
+        """What became of each block under `work`, in the epoch all processes are in now. None: stopped before it."""
+        if self._closed:
+            return [Outcome.CLOSED] * len(hashes)
+        if not hashes:
+            return []
+        if (failure := self._epoch.settle(deadline)) is not None:
+            return [failure] * len(hashes)
+        epoch = self._epoch.value
+        if epoch is None:  # reset at this very moment
+            return [Outcome.EPOCH] * len(hashes)
+        answers, seen = self._batches.run(hashes, epoch, deadline, work)
+        return answers if self._epoch.learn(epoch, seen) else [Outcome.EPOCH] * len(hashes)
+
+    def _deadline(self, num_blocks: int) -> float:
+        seconds = self._config.deadline + num_blocks * self.space.value_bytes / self._config.bandwidth
+        return time.monotonic() + seconds
+
+    def _count(self, verb: str, results: Sequence[BlockRecord | Outcome]) -> None:
+        outcomes = [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
+        with self._lock:
+            self._counts.update(f"{verb}_{outcome}" for outcome in outcomes)
+
+    def _require_buffers(self, count: int, buffers: Sequence[memoryview]) -> None:
+        if len(buffers) != count or any(buffer.nbytes != self.space.slot_bytes for buffer in buffers):
+            raise ValueError(f"one buffer of {self.space.slot_bytes} bytes per block")
+
+
+def _exists(hashes: Sequence[ChainHash], lane: Lane, positions: list[int], settle: Settle) -> None:
+    lane.exists(hashes, positions, settle)
+
+
+def _cut(outcomes: list[Outcome]) -> list[Outcome]:
+    """Behind the first failure nobody could reach a block."""
+    first = next((i for i, outcome in enumerate(outcomes) if outcome is not Outcome.OK), len(outcomes))
+    if first == len(outcomes) or outcomes[first] in (Outcome.EPOCH, Outcome.CLOSED):
+        return outcomes
+    rest = Outcome.FULL if outcomes[first] is Outcome.FULL else Outcome.PARENT_FAILED
+    return [*outcomes[: first + 1], *[rest] * (len(outcomes) - first - 1)]
+
+
+def _survey_all(client: Client, label: str, value_bytes: int) -> int:
+    """Warn, once, of settings that hurt; returns the longest value every server takes. ConfigError."""
+    servers: list[tuple[str, redis.Redis]] = [(label, client)] if isinstance(client, redis.Redis) else []
+    if isinstance(client, RedisCluster):
+        servers = [(node.name, client.get_redis_connection(node)) for node in client.get_primaries()]
+    max_value = MAX_VALUE
+    warnings: dict[str, str] = {}
+    for where, server in servers:
+        found = survey(server)
+        max_value = min(max_value, found.max_value)
+        for warning in judge(found, where, value_bytes, cluster=isinstance(client, RedisCluster)):
+            warnings.setdefault(warning, where)
+        server.connection_pool.disconnect()  # nothing of ours stays open there but payload connections
+    for warning, where in warnings.items():
+        if (where, warning) not in _warned:  # a tier that attaches again and again says it once
+            _warned.add((where, warning))
+            _log.warning("[redis] %s: %s", where, warning)
+    return max_value

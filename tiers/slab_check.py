@@ -1,0 +1,139 @@
+"""Reads everything a slab holds and compares it with what its entries say: fsck, by path and for any model."""
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.tiers import slab
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.errors import TierUnavailable
+from kvtier.tiers.file_io import FileIO
+from kvtier.tiers.payload_io import CALL_BYTES, PayloadIO
+from kvtier.tiers.slab import Superblock
+from kvtier.tiers.slab_file import open_existing, read_header
+from kvtier.tiers.slab_space import SlabFile, blank_slots, read_rows, write_superblock
+from kvtier.tiers.tier import ChainHash
+
+Progress = Callable[[int, int], None]
+"""Told the payload bytes read so far and how many there are, after every few MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a whole read of a slab found, each block by its name."""
+
+    num_slots: int
+    num_blocks: int
+    bad_payloads: list[ChainHash]  # the bytes are not those stored
+    bad_rows: list[ChainHash]  # the entry is not what kvtier wrote (its name may be rubbish): lost at the next start
+    unreadable: list[ChainHash]  # the disk said no
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every block is whole."""
+        return not (self.bad_payloads or self.bad_rows or self.unreadable)
+
+
+@dataclass(frozen=True, slots=True)
+class SlabCheck:
+    """What `check_slab` found in a slab nobody has open, and whether it was mended."""
+
+    superblock: Superblock
+    report: VerifyReport
+    num_bad_headers: int  # of the superblock's two copies; the other one serves
+    is_repaired: bool
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether there was nothing to mend."""
+        return self.report.is_clean and not self.num_bad_headers
+
+
+def check_slab(
+    path: Path, *, repair: bool = False, progress: Progress | None = None, io: FileIO | None = None
+) -> SlabCheck:
+    """Read a whole slab, locked meanwhile. Nothing of it changes without `repair`, which needs no more than to read it.
+
+    `repair` blanks the entries found bad, so that their blocks are misses, and writes a damaged copy of the
+    superblock anew from the other. Raises StoreLocked, FormatError (the file is left untouched) and TierUnavailable.
+    """
+    io = io or FileIO()
+    try:
+        with ExitStack() as undo:
+            file = open_existing(io, path, read_only=not repair)
+            undo.callback(io.close, file.fd)
+            payload = PayloadIO(io, path, file.fd, slot_bytes=file.superblock.slot_bytes, mode="direct", read_only=True)
+            undo.callback(payload.close)
+            return _check(io, file, payload, progress, repair)
+    except OSError as error:
+        mend = (
+            "run it as the slab's owner" if isinstance(error, PermissionError) else "see the kernel's log of its disk"
+        )
+        verb = "repair" if repair else "read"
+        raise TierUnavailable(f"{path}: {error.strerror or error}; could not {verb} all of it: {mend}") from error
+
+
+def _check(io: FileIO, file: SlabFile, payload: PayloadIO, progress: Progress | None, repair: bool) -> SlabCheck:
+    superblock = file.superblock
+    num_bad_headers = slab.num_damaged(read_header(io, file.fd))
+    rows = read_rows(io, file.fd, superblock)
+    # Rows that a reset disowned are whole, and of no interest.
+    whole = slab.find_valid(rows, np.arange(len(rows)), replace(superblock, min_seq=0))
+    is_blank = ~rows.view(np.uint8).reshape(len(rows), -1).any(axis=1)
+    bad_rows = np.flatnonzero(~whole & ~is_blank).tolist()
+    held = np.flatnonzero(whole & (rows["seq"] >= superblock.min_seq))
+    checksums = rows["payload_checksum"][held].tolist()
+    bad, unreadable = check_payloads(payload, superblock, held.tolist(), checksums, progress)
+    names = (rows["chain_hash"][slots].tolist() for slots in (bad, bad_rows, unreadable))
+    # A crash may leave two whole entries for one block; both are checked, it is one block.
+    num_blocks = len(set(rows["chain_hash"][held].tolist()))
+    if repair:
+        if num_bad_headers:
+            write_superblock(io, file.fd, superblock)
+        blank_slots(io, file.fd, superblock, sorted([*bad, *bad_rows, *unreadable]))
+        io.sync(file.fd)
+    report = VerifyReport(superblock.num_slots, num_blocks, *names)
+    return SlabCheck(superblock, report, num_bad_headers, is_repaired=repair)
+
+
+def check_payloads(
+    payload: PayloadIO,
+    superblock: Superblock,
+    slots: Sequence[int],
+    checksums: Sequence[int],
+    progress: Progress | None = None,
+) -> tuple[list[int], list[int]]:
+    """Of `slots`, ascending: those whose payload has another checksum, and those the disk would not give."""
+    stride, slot_bytes = superblock.stride, superblock.slot_bytes
+    memory = memoryview(mmap.mmap(-1, max(stride, CALL_BYTES)))
+    buffers = [memory[start : start + slot_bytes] for start in range(0, len(memory) - stride + 1, stride)]
+    bad: list[int] = []
+    unreadable: list[int] = []
+    done = 0
+    for run in _runs(superblock, slots, len(buffers)):
+        readable = payload.read_each(superblock.payload_offset(run[0]), buffers[: len(run)])
+        for slot, is_read, buffer, expected in zip(run, readable, buffers, checksums[done:], strict=False):
+            if not is_read:
+                unreadable.append(slot)
+            elif checksum(buffer) != expected:
+                bad.append(slot)
+        done += len(run)
+        if progress:
+            progress(done * stride, len(slots) * stride)
+    return bad, unreadable
+
+
+def _runs(superblock: Superblock, slots: Sequence[int], longest: int) -> Iterator[Sequence[int]]:
+    """Slots whose payloads lie next to each other, at most `longest` together."""
+    first = 0
+    for index in range(1, len(slots) + 1):
+        is_next = index < len(slots) and superblock.payload_offset(slots[index]) == (
+            superblock.payload_offset(slots[index - 1]) + superblock.stride
+        )
+        if not is_next or index - first == longest:
+            yield slots[first:index]
+            first = index
