@@ -153,7 +153,9 @@ def quota(
     body: Json = {"cache_salt": cache_salt}
     if size is not None:
         body["size"] = _parsed("SIZE", size, parse_size)
-    what = "has no quota any more" if size is None else f"may have {format_size(body['size'])} of each model's"
+    what = (
+        "has no quota any more" if size is None else f"may have {format_size(body['size'])} of each model's host memory"
+    )
     desk.show(desk.client.post("/admin/quota", body), f"{cache_salt} {what}")
 
 

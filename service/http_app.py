@@ -6,6 +6,7 @@ import hmac
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from threading import Event
 from typing import Any, Final
 
 from pydantic import BaseModel, SecretStr
@@ -48,8 +49,8 @@ _LOCAL_NAMES: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
 _EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def make_app(daemon: Daemon, pins: Pins) -> Starlette:
-    """The application. What waits for the daemon does so on threads of its own, up to a deadline."""
+def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
+    """The application; `stopping` ends what would go on. What waits for the daemon does so on threads, with deadlines."""
     guard = _Guard(daemon.config.service.token)
     admin, transfers = Admin(daemon, pins), Transfers(daemon)
 
@@ -77,7 +78,7 @@ def make_app(daemon: Daemon, pins: Pins) -> Starlette:
     def tell(path: str, body_type: type[BaseModel], verb: Callable[[Any], Steps]) -> Route:
         async def endpoint(request: Request) -> Response:
             guard.admit(request)
-            told = Told(verb(parse(body_type, await _body(request))))
+            told = Told(verb(parse(body_type, await _body(request))), stopping)
             await told.begun()
             return StreamingResponse(told.lines(), media_type="application/x-ndjson")
 

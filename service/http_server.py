@@ -57,10 +57,11 @@ class HttpServer:
     def __init__(self, daemon: Daemon, listening: HttpSocket) -> None:
         """Takes the socket over."""
         self.pins = Pins(daemon)
+        self._stopping = threading.Event()
         self.address = listening.address
         self._listening = listening
         config = uvicorn.Config(
-            make_app(daemon, self.pins),
+            make_app(daemon, self.pins, self._stopping),
             loop="asyncio",
             http=_Impatient,
             ws="none",
@@ -84,6 +85,7 @@ class HttpServer:
 
     def stop(self) -> None:
         """End requests under way, let every pin go, close the socket: within seconds. Idempotent."""
+        self._stopping.set()
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join(_STOPPED)

@@ -57,7 +57,8 @@ def _server() -> ModuleType:
     try:
         from kvtier.service import http_server
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("starlette", "uvicorn"):
             raise
-        raise KVTierError(f"the daemon needs {error.name}: install kvtier[service]") from None
+        raise KVTierError(f"the daemon needs {package}: install kvtier[service]") from None
     return http_server

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from threading import Event
 from typing import Any, Final
 
 from kvtier.service.admin_bodies import ExportBody, ImportBody, TraceBody
@@ -93,11 +94,12 @@ class Told:
     """A transfer under way, as lines of JSON: progress, then `{"done": true, …}` or `{"error": "…"}`.
 
     It has a task of its own, so that it can put things in order whatever becomes of who reads the lines; it is called
-    off when nobody does.
+    off when nobody does, and when `stopping` is set.
     """
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Steps, stopping: Event) -> None:
         self._latest: Json = {}
+        self._stopping = stopping
         self._task = asyncio.create_task(self._run(steps))
 
     async def begun(self) -> None:
@@ -112,6 +114,8 @@ class Told:
             while not self._task.done():
                 yield _line(self._latest)
                 await asyncio.wait({self._task}, timeout=PERIOD)
+                if self._stopping.is_set():
+                    self._task.cancel()
             yield _line(self._ending())
         finally:
             self._task.cancel()

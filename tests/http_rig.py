@@ -32,14 +32,15 @@ class ServedDaemon(DaemonThread):
         super().close()
 
 
-def talk(http: str, data: bytes, timeout: float = 10.0) -> bytes:
-    """Send bytes, whatever they are, say no more, and read until the other end hangs up."""
+def talk(http: str, data: bytes, *, more: bool = False) -> bytes:
+    """Send bytes, whatever they are, and read until the other end hangs up; `more`: as if more were to come."""
     host, _, port = http.rpartition(":")
     answer = b""
-    with socket.create_connection((host, int(port)), timeout=timeout) as connection:
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
         try:
             connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
+            if not more:
+                connection.shutdown(socket.SHUT_WR)
             while piece := connection.recv(65536):
                 answer += piece
         except ConnectionError:  # it hangs up on what it has not read
