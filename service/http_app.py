@@ -50,7 +50,7 @@ _EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
-    """The application; `stopping` ends what would go on. What waits for the daemon does so on threads, with deadlines."""
+    """The application; `stopping` ends what would go on. What waits does so on threads, with deadlines."""
     guard = _Guard(daemon.config.service.token)
     admin, transfers = Admin(daemon, pins), Transfers(daemon)
 

@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx2
@@ -16,8 +17,8 @@ MODEL = FINGERPRINT.hex()[:16]
 class ServedDaemon(DaemonThread):
     """A daemon of this process with its pages, as `kvtier serve` puts them together."""
 
-    def __init__(self, socket: Path, **sections: dict[str, object]) -> None:
-        super().__init__(socket, **sections)
+    def __init__(self, socket: Path, *, lease_deadline: float = 60.0, **sections: Mapping[str, object]) -> None:
+        super().__init__(socket, lease_deadline=lease_deadline, **sections)
         self.pages = HttpServer(self.daemon, HttpSocket("127.0.0.1:0"))
         self.http = self.pages.address
         self.pages.start()

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
@@ -66,7 +66,7 @@ class DaemonProcess:
 class DaemonThread:
     """The daemon's loop on a thread of this process."""
 
-    def __init__(self, socket: Path, *, lease_deadline: float = 60.0, **sections: dict[str, object]) -> None:
+    def __init__(self, socket: Path, *, lease_deadline: float = 60.0, **sections: Mapping[str, object]) -> None:
         self.daemon = Daemon(Config.model_validate(sections), socket, lease_deadline=lease_deadline)
         self._thread = threading.Thread(target=self.daemon.run)
         self._thread.start()

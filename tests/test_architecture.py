@@ -36,7 +36,7 @@ GROUPS: Final = {
         "memory",
         "breaker",
     },
-    "pool": {"metrics", "policy", "index", "changes", "links", "idle", "slots", "lease", "pool"},
+    "pool": {"metrics", "policy", "index", "changes", "links", "idle", "slots", "lease", "pool", "replay"},
     "device": {"device"},
     "host": {"host"},
     "file": {

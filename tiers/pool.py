@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from kvtier.tiers.tier import BlockRecord, ChainHash, Changes
 
 T = TypeVar("T")
 
-__all__ = ["Lease", "PoolCounts", "Reservation", "SlotPool", "replay"]
+__all__ = ["Lease", "PoolCounts", "Reservation", "SlotPool"]
 
 
 class SlotPool:
@@ -392,17 +392,3 @@ class SlotPool:
 
 def _pick(items: Sequence[T], at: NDArray[np.intp]) -> list[T]:
     return list(items) if len(at) == len(items) else [items[i] for i in at.tolist()]
-
-
-def replay(trace: Iterable[Sequence[ChainHash]], num_slots: int, *, policy: str = "lru") -> float:
-    """The share of a trace's blocks that a pool with this policy would have held: each item is one prompt's chain."""
-    pool = SlotPool(num_slots, policy=policy)
-    num_blocks = num_hits = 0
-    for hashes in trace:
-        with pool.lease(hashes) as hits:
-            num_blocks += len(hashes)
-            num_hits += len(hits)
-            reservation = pool.reserve(hashes)
-            if reservation is not None:
-                pool.seal(reservation).release()
-    return num_hits / num_blocks if num_blocks else 0.0

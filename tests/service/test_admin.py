@@ -82,7 +82,12 @@ def test_a_reset_forgets_one_model_or_all_and_clients_hear_of_it(home: Path, dae
     assert post(daemon, "reset", model=MODEL).json() == {"reset": [MODEL]}
     assert where(one, chain).miss == 4
     assert where(other, chain).l2 == 4
-    wait_until(lambda: one.tick() is None and one.epoch > before)
+
+    def heard() -> bool:
+        one.tick()
+        return one.epoch > before
+
+    wait_until(heard)
     assert sorted(post(daemon, "reset", all=True).json()["reset"]) == sorted([MODEL, OTHER.hex()[:16]])
     assert where(other, chain).miss == 4
     unknown = post(daemon, "reset", model="abcdef")

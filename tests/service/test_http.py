@@ -66,7 +66,8 @@ def url(daemon: DaemonProcess, path: str) -> str:
 
 
 def healthy(daemon: DaemonProcess) -> bool:
-    return httpx2.get(url(daemon, "/healthz"), timeout=5).json() == {"status": "ok"}
+    told: object = httpx2.get(url(daemon, "/healthz"), timeout=5).json()
+    return told == {"status": "ok"}
 
 
 # what they say
@@ -155,8 +156,8 @@ def test_a_daemon_whose_loop_hangs_says_so_and_answers_at_once(
 
 
 def test_a_detached_tier_is_named_and_no_reason_to_send_nobody(home: Path, disk_dir: Path) -> None:
-    sections = {"file": {"path": str(disk_dir), "size": "4MiB"}, "breaker": {"retry_after": "60s"}}
-    served = ServedDaemon(home / "s", host={"size": 1 << 20}, **sections)
+    file, breaker = {"path": str(disk_dir), "size": "4MiB"}, {"retry_after": "60s"}
+    served = ServedDaemon(home / "s", host={"size": 1 << 20}, file=file, breaker=breaker)
     try:
         tiers = attach(home / "s")
         assert served.client.get("/readyz").json() == {"ready": True, "missing": [], "degraded": []}

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtier.tiers.pool import SlotPool, replay
+from kvtier.tiers.pool import SlotPool
+from kvtier.tiers.replay import replay
 from kvtier.tiers.tier import ChainHash
 
 Chain = Callable[..., list[ChainHash]]
