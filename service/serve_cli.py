@@ -16,6 +16,7 @@ from kvtier.tiers.quantities import format_size
 
 app = typer.Typer()
 
+_SWITCH: Final = 0.0002  # seconds the loop waits for the GIL beside a busy I/O thread; Python's 5 ms are a whole step
 _DRAIN: Final = 10.0  # seconds from a signal to the end
 
 
@@ -38,6 +39,7 @@ def serve(
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (most_files, most_files)
     )  # some for each client and each of its processes
+    sys.setswitchinterval(_SWITCH)
     daemon = Daemon(settings, path)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: daemon.stop())
