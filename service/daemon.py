@@ -62,6 +62,7 @@ class Daemon:
         self.loop = Loop()
         self.counts: Counter[str] = Counter()
         self.started = now()
+        self.limits: dict[str, int] = {}  # cache_salt → bytes of each model's L2 it may have; on the loop's thread
         self._namespaces = Namespaces(config)
         self._sessions: dict[bytes, Session] = {}
         self._waiting: dict[bytes, list[tuple[Session, Hello]]] = {}  # fingerprint being opened → who wants it
@@ -101,6 +102,11 @@ class Daemon:
     def namespaces(self) -> list[Namespace]:
         """The models whose tiers are open. On the loop's thread: `submit` it."""
         return list(self._namespaces)
+
+    @property
+    def host_bytes_given(self) -> int:
+        """Of the budget, to models open or being opened. On the loop's thread."""
+        return self._namespaces.used
 
     def clients(self) -> list[Client]:
         """Who is there. On the loop's thread: `submit` it."""
@@ -244,6 +250,8 @@ class Daemon:
         self._namespaces.opened(fingerprint, result if isinstance(result, Namespace) else None)
         if isinstance(result, Namespace):
             result.tiers.hierarchy.progress.watch(lambda: self._note_progress(result))
+            for cache_salt, num_bytes in self.limits.items():
+                result.tiers.quotas.set(cache_salt, max(num_bytes, result.hierarchy.host.region.slot_stride))
         for session, hello in waiting:
             if isinstance(result, Namespace):
                 self.admit(session, hello)

@@ -9,11 +9,11 @@ from typing import Final, NamedTuple, Protocol
 from kvtier.connector.frames import ID_BYTES
 from kvtier.connector.greetings import Hello
 from kvtier.service.loop import now
+from kvtier.service.served_tiers import ServedTiers
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import slot_stride
-from kvtier.tiers.local_tiers import LocalTiers
 from kvtier.tiers.opening import open_hierarchy
 from kvtier.tiers.quantities import format_size
 
@@ -31,6 +31,15 @@ class Member(Protocol):
         """Some claim may have an answer, or the epoch may be another one: look, and say so."""
 
 
+class Guest:
+    """One who uses a namespace and is no client: a pin, an export. Implements `Member`."""
+
+    holds_slots = True
+
+    def tell(self) -> None:
+        """Nobody listens."""
+
+
 class Blocks(NamedTuple):
     """The blocks of one model. Implements `opening.Blocks`."""
 
@@ -45,7 +54,7 @@ class Namespace:
     fingerprint: bytes
     blocks: Blocks
     size: int  # bytes of L2
-    tiers: LocalTiers
+    tiers: ServedTiers
     instance: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
     members: set[Member] = field(default_factory=set)
     idle_since: float = field(default_factory=now)
@@ -83,7 +92,7 @@ class Opening(NamedTuple):
         host = self.config.host.model_copy(update={"size": self.size, "shared": True, "pin": False})
         config = self.config.model_copy(update={"host": host})
         hierarchy = open_hierarchy(config, self.hello.fingerprint, blocks, lease_deadline=math.inf)
-        return Namespace(self.hello.fingerprint, blocks, self.size, LocalTiers(hierarchy))
+        return Namespace(self.hello.fingerprint, blocks, self.size, ServedTiers(hierarchy, self.hello.fingerprint))
 
 
 class Namespaces:

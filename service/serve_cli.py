@@ -5,13 +5,14 @@ import resource
 import signal
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Final
 
 import typer
 
 from kvtier.service.daemon import Daemon
 from kvtier.tiers.config import Config
-from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.errors import ConfigError, KVTierError
 from kvtier.tiers.quantities import format_size
 
 app = typer.Typer()
@@ -26,24 +27,43 @@ def serve(
         Path | None, typer.Option("--config", metavar="FILE", help="TOML file; the environment overrides it.")
     ] = None,
     socket: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Where engines connect; instead of [service] socket.")
+        str | None, typer.Option(metavar="PATH", help="Where engines connect; instead of the configured socket.")
+    ] = None,
+    http: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where its pages are; instead of the configured address.")
     ] = None,
 ) -> None:
     """Serve host memory and the tiers below it to the engines of this node, until SIGTERM or Ctrl-C."""
-    settings = Config.load(config, **({"service": {"socket": socket}} if socket is not None else {}))
+    given = {name: value for name, value in (("socket", socket), ("http", http)) if value is not None}
+    settings = Config.load(config, service=given)
     path = settings.service.socket
     if path is None:
         raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
     logging.basicConfig(level=logging.INFO, format="kvtier: %(message)s", stream=sys.stderr)
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (most_files, most_files)
-    )  # some for each client and each of its processes
+    server = _server()
+    listening = server.HttpSocket(settings.service.http)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # some for each client and each of its processes
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     sys.setswitchinterval(_SWITCH)
     daemon = Daemon(settings, path)
+    pages = server.HttpServer(daemon, listening)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: daemon.stop())
-    logging.getLogger(__name__).info("ready on %s, %s of host memory", path, format_size(settings.host.size))
+    pages.start()
+    size = format_size(settings.host.size)
+    logging.getLogger(__name__).info("ready on %s, %s of host memory, http on %s", path, size, pages.address)
     daemon.run()
+    pages.stop()
     if not daemon.close(_DRAIN):
         logging.getLogger(__name__).warning("stores still waited after %g s: they are dropped", _DRAIN)
+
+
+def _server() -> ModuleType:
+    try:
+        from kvtier.service import http_server
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("starlette", "uvicorn"):
+            raise
+        raise KVTierError(f"the daemon needs {package}: install kvtier[service]") from None
+    return http_server

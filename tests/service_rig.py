@@ -36,12 +36,18 @@ class DaemonProcess:
     def __init__(self, socket: Path, **options: str) -> None:
         """Start it and wait until it says that it is ready."""
         command = [sys.executable, "-c", "from kvtier.cli import main; main()", "serve", "--socket", str(socket)]
+        options.setdefault("service__http", "127.0.0.1:0")
         self.process = subprocess.Popen(command, env=environment(**options), stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         self.first_line = self.process.stderr.readline()
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    @property
+    def http(self) -> str:
+        """HOST:PORT of its pages."""
+        return self.first_line.rpartition(" ")[2].strip()
 
     def _read(self) -> None:
         assert self.process.stderr is not None

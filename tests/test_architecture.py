@@ -79,6 +79,7 @@ GROUPS: Final = {
         "rates",
         "events",
         "inventory",
+        "evict",
     },
 }
 # Tiers never import each other; copies know L2's region; the hierarchy alone knows them all.
@@ -111,6 +112,8 @@ ADAPTERS: Final = tuple(f"{home}connector/{name}.py" for home in ("", "kvtier/")
 # Past the budget, with the reason. The keys are the places that `test_style_budget` prints.
 EXPLAINED: Final = {
     "tiers/file_store.py:open": "the tier's whole configuration; every caller names each",
+    "service/serve_cli.py:kvtier.service.http_server": "starlette and uvicorn are the extra `service`",
+    "service/admin_cli.py:kvtier.service.http_client": "httpx2 is the extra `service`",
     "kvtier/cli.py:kvtier.engine.demo": "torch and transformers take seconds to import; few verbs need them",
     "kvtier/cli.py:kvtier.engine.generate": "the same",
     "kvtier/cli.py:run_generate": "one parameter for each option of the command line",

@@ -1,12 +1,15 @@
 """The README's examples, run as printed, twice, and its figures: those that the benchmarks saved."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from _readme import BEGIN, END, figures
 from tiny_models import config_of, plain, prompt
@@ -72,6 +75,35 @@ def test_the_transformers_page_runs_as_printed(tmp_path: Path) -> None:
         assert 'kvtier_lookup_blocks_total{tier="file"} 24.0' in lines
         assert "engine found 400" in lines
         assert "back 432" in lines  # 401 + 32 tokens and one more
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_nodes_and_a_cluster_run_as_printed(tmp_path: Path) -> None:
+    if shutil.which("redis-server") is None:
+        pytest.skip("no redis-server here: install Debian's redis-server")
+    [script] = re.findall(r"```bash\n(.*?)```", README.read_text(), re.DOTALL)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / "CONTRIBUTING.md").write_bytes((ROOT / "CONTRIBUTING.md").read_bytes())
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+    run = subprocess.run(
+        ["bash", "-eu", "-c", script],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = run.stdout.splitlines()
+    told = [(lines[i - 1], line) for i, line in enumerate(lines) if "tokens of prompt: L1" in line]
+    assert len({text for text, _ in told}) == 1  # three engines, one answer
+    computed, shared, remote = (line for _, line in told)
+    held = int(re.findall(r"^\[([\d,]+) tokens", computed)[0].replace(",", "")) // 16 * 16
+    assert "L2 0 · file 0 · redis 0" in computed
+    assert f"L2 {held:,} · file 0 · redis 0" in shared  # the daemon's memory
+    assert f"L2 0 · file 0 · redis {held:,}" in remote  # the other node, through the cluster
 
 
 def test_what_it_says_of_s3_fifo_was_measured() -> None:

@@ -23,6 +23,7 @@ from kvtier.tiers.progress import Progress
 from kvtier.tiers.rates import Rates
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
+_TICK: Final = 0.001  # seconds between two looks at deadlines, however often they are asked for
 _SIGHTINGS_PER_SLOT: Final = 4  # how many blocks not yet admitted are remembered, per L2 slot
 
 WritePolicy = Literal["write_through", "write_back"]
@@ -67,6 +68,8 @@ class Hierarchy:
         self.locator = Locator(ports, self.progress, clock)
         self.prefetcher = Prefetcher(host, ports, self._lock, metrics, clock, settings.lease_deadline)
         self._demoters = [Demoter(port, host, settings.store_queue, metrics, clock) for port in ports]
+        self._clock = clock
+        self._ticked_at = -math.inf
         self._sealing = IoQueue("seal", 1, 1 << 16, clock)
         self._sightings: OrderedDict[ChainHash, int] = OrderedDict()
         self._cleaning: set[ChainHash] = set()  # WRITE_BACK: dirty blocks being written
@@ -167,6 +170,9 @@ class Hierarchy:
 
     def tick(self) -> None:
         """Let deadlines pass: reclaim stale promises, expire hung I/O, probe open breakers. Lookups and polls do it."""
+        if (now := self._clock()) - self._ticked_at < _TICK:
+            return
+        self._ticked_at = now
         for port in self.ports:
             port.tick()
         self.prefetcher.tick()

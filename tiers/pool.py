@@ -1,7 +1,7 @@
 """SlotPool: a fixed set of slots, the index of the blocks they hold, and who may take which slot when."""
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import TypeVar
@@ -178,6 +178,24 @@ class SlotPool:
         with self._lock:
             self._settle_dropped()
             return self._table.drop(self._ready(hashes))
+
+    def evict_idle(self, hashes: Sequence[ChainHash]) -> list[bool]:
+        """Drop those of these blocks that nobody uses: no lease, no resident child but such as go with this call.
+
+        A chain's blocks come tail first. True for each block that is gone now or was not here, False for one in use.
+        """
+        with self._lock:
+            self._settle_dropped()
+            table, slots = self._table, self._table.index.find(to_words(hashes)).tolist()
+            going: dict[int, None] = {}
+            orphaned: Counter[int] = Counter()  # slot → its children that go
+            for slot in slots:
+                is_idle = slot >= 0 and table.state[slot] == READY and not table.refs[slot]
+                if is_idle and table.links.children[slot] == orphaned[slot]:
+                    going[slot] = None
+                    orphaned[table.links.parent_of(slot)] += 1
+            table.drop(np.array(list(going), np.int64))
+            return [slot < 0 or slot in going for slot in slots]
 
     # --- write-back ---------------------------------------------------------------------------------------------
 

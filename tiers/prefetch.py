@@ -134,7 +134,7 @@ class Prefetcher:
             prefetch.num_held = prefetch.end
             self._held.update(prefetch.hashes[: prefetch.end])
             self._active.add(prefetch)
-            self._take_ready(prefetch)
+            self._advance(prefetch)
             return prefetch
 
     def poll(self, prefetch: Prefetch) -> int | Pending:
@@ -257,14 +257,6 @@ class Prefetcher:
                     return i
                 room -= 1
         return len(hashes)
-
-    def _take_ready(self, prefetch: Prefetch) -> None:
-        """Lease what L2 holds of the leading run: mostly all there is. The rest is on its way, or the run ends."""
-        lease = self.host.pool.lease(prefetch.hashes[: prefetch.end])
-        prefetch.leases, prefetch.next = [lease], len(lease)
-        prefetch.done = len(lease) == prefetch.end
-        if not prefetch.done:
-            self._advance(prefetch)
 
     def _leave(self, prefetch: Prefetch) -> None:
         """The request waits no more."""

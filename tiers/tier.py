@@ -24,6 +24,7 @@ class Outcome(StrEnum):
     TIMEOUT = "timeout"  # the deadline passed first
     FULL = "full"  # no room and nothing evictable, or the disk is full
     QUEUE_FULL = "queue_full"  # the bounded store queue refused it
+    QUOTA = "quota"  # its tenant has all the host memory it may have, and uses it
     NO_SLOT = "no_slot"  # no L2 slot to read into: all leased or filling
     PARENT_FAILED = "parent_failed"  # an earlier block of its chain failed, so it could never be reached
     BREAKER_OPEN = "breaker_open"  # the tier is detached for now

@@ -1,0 +1,122 @@
+"""What operators do to a running daemon: forget, evict, pin, give quotas. Each verb takes a body and answers JSON."""
+
+from functools import partial
+from typing import Any, Final
+
+from kvtier.service.admin_bodies import BlocksBody, PinBody, QuotaBody, ResetBody, UnpinBody
+from kvtier.service.daemon import Daemon
+from kvtier.service.namespaces import Namespace
+from kvtier.service.pins import Pins, PinView
+from kvtier.service.quota import MAX_QUOTAS
+from kvtier.service.visits import NotThere, name_of, visiting
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.evict import evict_everywhere
+
+Json = dict[str, Any]
+
+_PATIENCE: Final = 15.0  # seconds for lower tiers
+
+
+class Admin:
+    """The verbs. They wait, for the loop and for lower tiers, each up to a deadline: on any thread but the loop's.
+
+    All raise ConfigError for what cannot be asked, NotThere for what is not here, TierUnavailable where the loop or a
+    tier does not answer in time.
+    """
+
+    def __init__(self, daemon: Daemon, pins: Pins) -> None:
+        self._daemon = daemon
+        self._pins = pins
+
+    def reset(self, body: ResetBody) -> Json:
+        """Forget everything of one model, or of all that are open, in every tier."""
+        models = [each.fingerprint.hex() for each in self._open()] if body.all else [body.model]
+        names = []
+        for model in models:
+            with visiting(self._daemon, model) as namespace:
+                namespace.tiers.reset()
+                self._daemon.submit(partial(_tell, namespace))  # clients forget what they were promised before
+                names.append(name_of(namespace.fingerprint))
+        self._pins.expire()
+        return {"reset": names}
+
+    def evict(self, body: BlocksBody) -> Json:
+        """Drop blocks from every tier, pinned or not."""
+        with visiting(self._daemon, body.model) as namespace:
+            hashes, _ = body.blocks.names(namespace, _PATIENCE)
+            num_unpinned = self._pins.unpin_blocks(namespace, hashes)
+            evicted = evict_everywhere(namespace.hierarchy, hashes, _PATIENCE)
+            return {"model": name_of(namespace.fingerprint), "evicted": evicted, "unpinned": num_unpinned}
+
+    def pin(self, body: PinBody) -> Json:
+        """Have blocks in host memory, and keep them there for a time."""
+        blocks = body.blocks
+        return _pin(self._pins.pin(body.model, blocks, body.ttl, _PATIENCE))
+
+    def unpin(self, body: UnpinBody) -> Json:
+        """Let go of one pin."""
+        self._pins.unpin(body.pin)
+        return {"unpinned": body.pin}
+
+    def pins(self) -> Json:
+        """All pins."""
+        return {"pins": [_pin(view) for view in self._pins.listing()]}
+
+    def quota(self, body: QuotaBody) -> Json:
+        """Give a tenant a quota in every model, also in those opened later; or take it away."""
+        salt, size = body.cache_salt, body.size
+        if size is None:
+            return self._remove_quota(salt)
+        namespaces = self._daemon.call(lambda: self._note_quota(salt, size))
+        for namespace in namespaces:
+            namespace.tiers.quotas.set(salt, size)
+        return {"cache_salt": salt, "size": size, "models": [name_of(each.fingerprint) for each in namespaces]}
+
+    def quotas(self) -> Json:
+        """Every tenant that has one, and what it has of each model's host memory."""
+        limits = self._daemon.call(lambda: dict(self._daemon.limits))
+        used: dict[str, dict[str, int]] = {salt: {} for salt in limits}
+        for namespace in self._open():
+            for quota in namespace.tiers.quotas.listing():
+                used.setdefault(quota.cache_salt, {})[name_of(namespace.fingerprint)] = quota.used
+        return {"quotas": [{"cache_salt": salt, "size": size, "used": used[salt]} for salt, size in limits.items()]}
+
+    def _note_quota(self, salt: str, size: int) -> list[Namespace]:
+        """On the loop's thread."""
+        limits, namespaces = self._daemon.limits, self._daemon.namespaces()
+        if len(limits) >= MAX_QUOTAS and salt not in limits:
+            raise ConfigError(f"cache_salt: {MAX_QUOTAS} tenants have a quota already; remove one first")
+        for namespace in namespaces:
+            namespace.tiers.quotas.require(size)
+        limits[salt] = size
+        return namespaces
+
+    def _remove_quota(self, salt: str) -> Json:
+        def forget() -> list[Namespace] | None:
+            return None if self._daemon.limits.pop(salt, None) is None else self._daemon.namespaces()
+
+        namespaces = self._daemon.call(forget)
+        if namespaces is None:
+            raise NotThere("cache_salt: this tenant has no quota; `kvtier quota` lists those that have")
+        for namespace in namespaces:
+            namespace.tiers.quotas.remove(salt)
+        return {"removed": salt}
+
+    def _open(self) -> list[Namespace]:
+        return self._daemon.call(self._daemon.namespaces)
+
+
+def _tell(namespace: Namespace) -> None:
+    """On the loop's thread."""
+    for member in list(namespace.members):
+        member.tell()
+
+
+def _pin(view: PinView) -> Json:
+    return {
+        "pin": view.number,
+        "model": name_of(view.fingerprint),
+        "blocks": view.num_blocks,
+        "bytes": view.num_bytes,
+        "seconds_left": round(view.seconds, 1),
+    }

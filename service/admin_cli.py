@@ -1,0 +1,328 @@
+"""`kvtier status`, `top`, `pin`, `unpin`, `quota`, `purge`, `export`, `import`, `trace`: the daemon from outside."""
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from pydantic import SecretStr
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvtier.service import summary
+from kvtier.service.cli_options import ConfigOption, Exit, JsonOption
+from kvtier.service.top import watch
+from kvtier.tiers.config import Config
+from kvtier.tiers.errors import ConfigError, KVTierError
+from kvtier.tiers.quantities import format_size, parse_duration, parse_size, parse_time
+
+if TYPE_CHECKING:
+    from kvtier.service.http_client import HttpClient
+
+Json = dict[str, Any]
+
+app = typer.Typer()
+
+_MAX_INPUT: Final = 64 << 20  # bytes of a file of tokens
+
+BlocksFile = Annotated[
+    str | None,
+    typer.Option("--blocks", metavar="FILE", help="JSON list of a prompt's token ids, or of block names; - is stdin."),
+]
+Salt = Annotated[str | None, typer.Option("--cache-salt", help="The tenant whose prompt the tokens are.")]
+Model = Annotated[str | None, typer.Option(help="The first digits of its fingerprint, where several are open.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What every command here has: the daemon, and how to print."""
+
+    client: "HttpClient"
+    as_json: bool
+
+    def show(self, answer: Json, line: str) -> None:
+        """The answer as JSON where that is wanted, else a line for people."""
+        print(json.dumps(answer) if self.as_json else line)
+
+
+def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function of a `Desk` and options a command that has the daemon's options too."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        def run(http: str | None, token: str | None, config: Path | None, as_json: bool, **options: Any) -> None:
+            with _connected(http, token, config) as client:
+                function(Desk(client, as_json), **options)
+
+        own = list(inspect.signature(function).parameters.values())[1:]
+        parameters = [*own, *_COMMON]
+        run.__doc__ = function.__doc__
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        app.command(name)(run)
+        return function
+
+    return register
+
+
+def _option(name: str, kind: Any, default: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+_COMMON: Final = (
+    _option(
+        "http",
+        Annotated[
+            str | None, typer.Option(metavar="HOST:PORT", help="The daemon's pages; instead of the configured address.")
+        ],
+        None,
+    ),
+    _option(
+        "token",
+        Annotated[str | None, typer.Option(help="What admin requests carry; instead of the configured token.")],
+        None,
+    ),
+    _option("config", ConfigOption, None),
+    _option("as_json", JsonOption, False),
+)
+
+
+@command("status")
+def show_status(desk: Desk) -> None:
+    """Show how the daemon is doing. Status 0: well, 3: some tier is detached, 1: it does not answer."""
+    status = desk.client.get("/status")
+    desk.show(status, summary.page(status).rstrip("\n"))
+    if status["degraded"]:
+        raise typer.Exit(Exit.DEGRADED)
+
+
+@command("top")
+def show_top(
+    desk: Desk,
+    interval: Annotated[str, typer.Option(help='Time between two looks, as in "2s".')] = "1s",
+    count: Annotated[int, typer.Option(min=0, help="Looks to take; 0 goes on until Ctrl-C.")] = 0,
+) -> None:
+    """Show what the daemon does, look after look: a table that moves on a terminal, a line each otherwise."""
+    watch(lambda: desk.client.get("/status"), _parsed("--interval", interval, parse_time), count, as_json=desk.as_json)
+
+
+@command("pin")
+def pin(
+    desk: Desk,
+    blocks: BlocksFile = None,
+    cache_salt: Salt = None,
+    model: Model = None,
+    ttl: Annotated[str, typer.Option(help='How long they stay, as in "1h".')] = "1h",
+) -> None:
+    """Keep the blocks of a prompt in host memory for a time; without blocks, list what is pinned."""
+    if blocks is None:
+        pins = desk.client.get("/admin/pins")
+        _show_table(desk, pins, pins["pins"], ("pin", "model", "blocks", "bytes", "seconds_left"))
+        return
+    body = _chosen(blocks, cache_salt, model) | {"ttl": _parsed("--ttl", ttl, parse_duration)}
+    answer = desk.client.post("/admin/pin", body)
+    desk.show(answer, f"pin {answer['pin']}: {answer['blocks']} blocks stay for {answer['seconds_left']:g} s")
+
+
+@command("unpin")
+def unpin(desk: Desk, number: Annotated[int, typer.Argument(metavar="PIN", min=1)]) -> None:
+    """Let go of what a pin keeps."""
+    desk.show(desk.client.post("/admin/unpin", {"pin": number}), f"pin {number} is gone")
+
+
+@command("quota")
+def quota(
+    desk: Desk,
+    cache_salt: Annotated[str | None, typer.Argument(metavar="SALT", help="The tenant.")] = None,
+    size: Annotated[str | None, typer.Argument(help='What it may have, as in "4GiB".')] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Take its quota away.")] = False,
+) -> None:
+    """Bound what a tenant has of each model's host memory; without a tenant, list the quotas."""
+    if cache_salt is None:
+        quotas = desk.client.get("/admin/quotas")
+        rows = [{**each, "used": sum(each["used"].values())} for each in quotas["quotas"]]
+        _show_table(desk, quotas, rows, ("cache_salt", "size", "used"))
+        return
+    if (size is None) != remove:
+        raise ConfigError(f'quota "{cache_salt}": give a size, as in 4GiB, or --remove')
+    body: Json = {"cache_salt": cache_salt}
+    if size is not None:
+        body["size"] = _parsed("SIZE", size, parse_size)
+    what = (
+        "has no quota any more" if size is None else f"may have {format_size(body['size'])} of each model's host memory"
+    )
+    desk.show(desk.client.post("/admin/quota", body), f"{cache_salt} {what}")
+
+
+@command("purge")
+def purge(
+    desk: Desk,
+    blocks: BlocksFile = None,
+    cache_salt: Salt = None,
+    model: Model = None,
+    everything: Annotated[bool, typer.Option("--all", help="All blocks of all models.")] = False,
+) -> None:
+    """Forget blocks in every tier: a prompt's, a model's, or all."""
+    if blocks is not None:
+        answer = desk.client.post("/admin/evict", _chosen(blocks, cache_salt, model))
+        gone = ", ".join(f"{count} from {tier}" for tier, count in answer["evicted"].items())
+        desk.show(answer, f"evicted {gone}; {answer['unpinned']} pins let go")
+        return
+    if everything == (model is not None):
+        raise ConfigError("purge: say what is to be forgotten, by --blocks FILE, --model FINGERPRINT or --all")
+    answer = desk.client.post("/admin/reset", {"all": True} if everything else {"model": model})
+    desk.show(answer, f"forgot everything of {', '.join(answer['reset']) or 'no model: none is open'}")
+
+
+@command("export")
+def export_file(
+    desk: Desk,
+    file: Annotated[Path, typer.Argument(help="On the daemon's machine.")],
+    blocks: BlocksFile = None,
+    cache_salt: Salt = None,
+    model: Model = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+) -> None:
+    """Write a model's blocks, or a prompt's, to a file that `kvtier import` reads; the daemon goes on serving."""
+    body = _chosen(blocks, cache_salt, model) | {"file": str(file.absolute()), "force": force}
+    _transfer(desk, "/admin/export", body, "exported")
+
+
+@command("import")
+def import_file(
+    desk: Desk, file: Annotated[Path, typer.Argument(help="On the daemon's machine.")], model: Model = None
+) -> None:
+    """Store the blocks of a file that `kvtier export` wrote; each is verified first."""
+    _transfer(desk, "/admin/import", _of_model(model) | {"file": str(file.absolute())}, "imported")
+
+
+@command("trace")
+def trace(
+    desk: Desk,
+    file: Annotated[Path, typer.Argument(help="A new one, on the daemon's machine.")],
+    duration: Annotated[str | None, typer.Option(help='As in "10min"; else until Ctrl-C.')] = None,
+    model: Model = None,
+) -> None:
+    """Record a model's lookups as JSON lines in Mooncake's form."""
+    body = _of_model(model) | {"file": str(file.absolute())}
+    if duration is not None:
+        body["duration"] = _parsed("--duration", duration, parse_duration)
+    last: Json = {}
+    try:
+        for step in _steps(desk.client, "/admin/trace", body):
+            last = step
+    except KeyboardInterrupt:
+        if not last:
+            raise
+    desk.show(last, f"recorded {last['recorded']} lookups, {last['dropped']} dropped, {last['bytes']} bytes in {file}")
+
+
+def _transfer(desk: Desk, path: str, body: Json, done: str) -> None:
+    last: Json = {}
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} blocks"),
+    )
+    console = Console(stderr=True)
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(done, total=1)
+        for last in _steps(desk.client, path, body):
+            if "planned" in last:
+                bar.update(task, completed=last["blocks"], total=max(1, last["planned"]))
+    lost = "".join(f", {count} lost ({reason})" for reason, count in last["lost"].items())
+    size = summary.gigabytes(last["bytes"])
+    desk.show(last, f"{done} {last['blocks']} of {last['planned']} blocks of {last['model']}, {size}{lost}")
+
+
+def _steps(client: "HttpClient", path: str, body: Json) -> Iterator[Json]:
+    """The lines of a transfer. KVTierError for one that ended badly, or without an end."""
+    last: Json = {}
+    for last in client.lines(path, body):
+        if "error" in last:
+            raise KVTierError(str(last["error"]))
+        yield last
+    if "done" not in last:
+        raise KVTierError("the daemon hung up before the end; was it stopped?")
+
+
+@contextmanager
+def _connected(http: str | None, token: str | None, config: Path | None) -> "Iterator[HttpClient]":
+    try:
+        from kvtier.service.http_client import HttpClient  # httpx2 comes with the extra `service`
+    except ModuleNotFoundError as error:
+        if error.name != "httpx2":
+            raise
+        raise KVTierError("this command needs httpx2: install kvtier[service]") from None
+    settings = Config.load(config).service
+    if http is not None:
+        host, _, port = http.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f'--http "{http}": not HOST:PORT; write it as in 127.0.0.1:9400')
+    client = HttpClient(http or settings.http, SecretStr(token) if token is not None else settings.token)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _chosen(file: str | None, cache_salt: str | None, model: str | None) -> Json:
+    """The part of a body that says which blocks are meant."""
+    body = _of_model(model)
+    if file is not None:
+        values = _read_list(file)
+        body["hashes" if values and isinstance(values[0], str) else "tokens"] = values
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    return body
+
+
+def _of_model(model: str | None) -> Json:
+    return {} if model is None else {"model": model}
+
+
+def _read_list(file: str) -> list[Any]:
+    try:
+        if file == "-":
+            text = sys.stdin.read(_MAX_INPUT)
+        else:
+            with Path(file).open(encoding="utf-8") as opened:
+                text = opened.read(_MAX_INPUT)
+        values = json.loads(text)
+    except OSError as error:
+        raise ConfigError(f'--blocks "{file}": {error.strerror}; name a file that can be read') from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f'--blocks "{file}": not JSON ({error}); write a list of token ids or of block names'
+        ) from None
+    if not isinstance(values, list):
+        raise ConfigError(f'--blocks "{file}": not a list; write one of token ids or of block names')
+    return values
+
+
+def _parsed(option: str, text: str, parse: Callable[[object], Any]) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f'{option} "{text}": {error}') from None
+
+
+def _show_table(desk: Desk, answer: Json, rows: list[Json], columns: tuple[str, ...]) -> None:
+    if desk.as_json:
+        print(json.dumps(answer))
+        return
+    table = Table(*(name.replace("_", " ") for name in columns))
+    for row in rows:
+        table.add_row(*(_cell(name, row) for name in columns))
+    Console().print(table)
+
+
+def _cell(name: str, row: Mapping[str, Any]) -> str:
+    return format_size(row[name]) if name in ("bytes", "size", "used") and row[name] else str(row[name])

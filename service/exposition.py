@@ -1,0 +1,64 @@
+"""What Prometheus scrapes: the metrics of every model with its fingerprint as a label, and the daemon's own."""
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvtier.service.daemon import Client, Daemon
+from kvtier.service.namespaces import Namespace
+from kvtier.service.pins import Pins
+from kvtier.service.status import version
+from kvtier.service.visits import name_of
+
+
+def exposition(daemon: Daemon, pins: Pins) -> str:
+    """The text format. Waits for the loop: TierUnavailable where it does not answer."""
+    namespaces, clients = daemon.call(lambda: (daemon.namespaces(), daemon.clients()))
+    registry = CollectorRegistry()
+    registry.register(_Families([*_merged(namespaces), *_own(daemon, namespaces, clients, pins)]))
+    return generate_latest(registry).decode()
+
+
+class _Families(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+def _merged(namespaces: list[Namespace]) -> list[Metric]:
+    families: dict[str, Metric] = {}
+    for namespace in namespaces:
+        label = {"fingerprint": name_of(namespace.fingerprint)}
+        for family in namespace.hierarchy.metrics.collect():
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                merged.add_sample(sample.name, {**sample.labels, **label}, sample.value)
+    return list(families.values())
+
+
+def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[Client], pins: Pins) -> Iterator[Metric]:
+    build = GaugeMetricFamily("kvtier_build_info", "The version in use", labels=["version"])
+    build.add_metric([version()], 1)
+    yield build
+    yield GaugeMetricFamily("kvtier_uptime_seconds", "Since the daemon started", time.monotonic() - daemon.started)
+    yield GaugeMetricFamily("kvtier_clients", "Clients connected", sum(client.connected for client in clients))
+    dead = sum(not client.connected for client in clients)
+    yield GaugeMetricFamily("kvtier_dead_clients", "Clients gone whose processes may still copy", dead)
+    yield GaugeMetricFamily("kvtier_budget_bytes", "Host memory there is for all models", daemon.config.host.size)
+    sizes = GaugeMetricFamily("kvtier_host_bytes", "Host memory a model has", labels=["fingerprint"])
+    for namespace in namespaces:
+        sizes.add_metric([name_of(namespace.fingerprint)], namespace.size)
+    yield sizes
+    events = CounterMetricFamily("kvtier_client_events", "What became of clients and their leases", labels=["event"])
+    for event, count in sorted(dict(daemon.counts).items()):
+        events.add_metric([event], count)
+    yield events
+    pinned = GaugeMetricFamily("kvtier_pinned_blocks", "Blocks kept by pins", labels=["fingerprint"])
+    for name, num_blocks in pins.blocks_by_model().items():
+        pinned.add_metric([name], num_blocks)
+    yield pinned

@@ -1,0 +1,86 @@
+"""The commands' way to the daemon's pages: one request each, a deadline on it, and a line for whatever goes wrong."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import httpx2
+from pydantic import SecretStr
+
+from kvtier.tiers.errors import ConfigError, FormatError, KVTierError, TierUnavailable
+
+Json = dict[str, Any]
+
+_CONNECT: Final = 2.0  # seconds
+_ANSWER: Final = 60.0  # seconds between any two pieces of an answer; verbs wait for lower tiers
+
+
+class HttpClient:
+    """Speaks to the daemon at HOST:PORT. TierUnavailable where nobody answers, ConfigError for what it refuses."""
+
+    def __init__(self, address: str, token: SecretStr | None) -> None:
+        self._address = address
+        headers = {} if token is None else {b"authorization": b"Bearer " + token.get_secret_value().encode()}
+        timeout = httpx2.Timeout(_ANSWER, connect=_CONNECT)
+        self._client = httpx2.Client(
+            base_url=f"http://{address}", headers=headers, timeout=timeout, trust_env=False, follow_redirects=False
+        )
+
+    def get(self, path: str) -> Json:
+        """A page's JSON."""
+        with self._answer("GET", path, None) as answer:
+            return self._object(answer.read())
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Json:
+        """What a verb answers."""
+        with self._answer("POST", path, body) as answer:
+            return self._object(answer.read())
+
+    def lines(self, path: str, body: Mapping[str, Any]) -> Iterator[Json]:
+        """The JSON lines of a long verb, as they come; the last one says how it ended."""
+        with self._answer("POST", path, body) as answer:
+            for line in answer.iter_lines():
+                yield self._object(line.encode())
+
+    def close(self) -> None:
+        """Hang up."""
+        self._client.close()
+
+    @contextmanager
+    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[httpx2.Response]:
+        try:
+            with self._client.stream(method, path, json=body) as answer:
+                if answer.is_error:
+                    raise self._refusal(answer)
+                yield answer
+        except (httpx2.ConnectError, httpx2.ConnectTimeout):
+            raise TierUnavailable(
+                f'[service] http "{self._address}": nobody answers; start `kvtier serve`, or give its --http HOST:PORT'
+            ) from None
+        except httpx2.TimeoutException:
+            raise TierUnavailable(
+                f'[service] http "{self._address}": no answer within {_ANSWER:g} s; is it stuck?'
+            ) from None
+        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
+            raise TierUnavailable(f'[service] http "{self._address}": {str(error) or type(error).__name__}') from None
+
+    def _refusal(self, answer: httpx2.Response) -> KVTierError:
+        if answer.status_code == 401:
+            return ConfigError(
+                "[service] token: the daemon does not take it; give the daemon's, by --token or the file"
+            )
+        why = self._object(answer.read()).get("error")
+        line = " ".join(str(why).split())
+        if answer.status_code >= 500:
+            return TierUnavailable(line)
+        return KVTierError(line) if answer.status_code == 404 else ConfigError(line)
+
+    def _object(self, data: bytes) -> Json:
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise FormatError(f'[service] http "{self._address}": what answers there is no daemon of kvtier\'s')
+        return value

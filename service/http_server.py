@@ -1,0 +1,122 @@
+"""The HTTP server beside the daemon's loop: its socket, its thread, and no patience with those who say nothing."""
+
+import asyncio
+import socket
+import threading
+from typing import Any, Final
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvtier.service.daemon import Daemon
+from kvtier.service.http_app import make_app
+from kvtier.service.pins import Pins
+from kvtier.tiers.errors import ConfigError
+
+_BACKLOG: Final = 64
+_MAX_CONNECTIONS: Final = 64
+_MAX_HEADERS: Final = 16 << 10  # bytes
+_IDLE: Final = 10.0  # seconds a connection may take over a request's head, or between two
+_GRACE: Final = 2  # seconds requests may take to their end when the daemon stops
+_STOPPED: Final = 5.0
+
+
+class HttpSocket:
+    """A bound, listening socket, before there is anything to serve on it."""
+
+    def __init__(self, address: str) -> None:
+        """`address` is HOST:PORT; port 0 is one the system chooses. ConfigError where it cannot be had."""
+        host, _, port = address.rpartition(":")
+        try:
+            info = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            self.socket = socket.socket(info[0][0], socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            try:
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self.socket.bind(info[0][4])
+                self.socket.listen(_BACKLOG)
+            except OSError:
+                self.socket.close()
+                raise
+        except OSError as error:
+            raise ConfigError(f'[service] http "{address}": {error.strerror}; choose another address or port') from None
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT in use."""
+        host, port = self.socket.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def close(self) -> None:
+        """Give the address back; idempotent."""
+        self.socket.close()
+
+
+class HttpServer:
+    """Serves the daemon's pages from `start` until `stop`, on a thread of its own."""
+
+    def __init__(self, daemon: Daemon, listening: HttpSocket) -> None:
+        """Takes the socket over."""
+        self.pins = Pins(daemon)
+        self._stopping = threading.Event()
+        self.address = listening.address
+        self._listening = listening
+        config = uvicorn.Config(
+            make_app(daemon, self.pins, self._stopping),
+            loop="asyncio",
+            http=_Impatient,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,  # who asks is who has connected
+            server_header=False,
+            limit_concurrency=_MAX_CONNECTIONS,
+            h11_max_incomplete_event_size=_MAX_HEADERS,
+            timeout_keep_alive=int(_IDLE),
+            timeout_graceful_shutdown=_GRACE,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, name="kvtier-http", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End requests under way, let every pin go, close the socket: within seconds. Idempotent."""
+        self._stopping.set()
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(_STOPPED)
+        self.pins.clear()
+        self._listening.close()
+
+    def _run(self) -> None:
+        self._server.run(sockets=[self._listening.socket])
+
+
+class _Impatient(H11Protocol):
+    """Hangs up on a connection that has not brought a whole request head in time: uvicorn alone waits for ever."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _requests_seen: Any = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(_IDLE, self._look)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(error)
+
+    def _look(self) -> None:
+        """Each `_IDLE` seconds: a request must be under way, or another one than at the last look have come."""
+        cycle: Any = self.cycle  # of the last request; None before the first
+        is_waiting = cycle is None or cycle.response_complete
+        if is_waiting and cycle is self._requests_seen:
+            self.transport.close()
+            return
+        self._requests_seen = cycle
+        self._timer = self.loop.call_later(_IDLE, self._look)

@@ -1,0 +1,204 @@
+"""How much of one model's host memory a tenant may have: counted by name, enforced where slots are reserved."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
+from threading import Lock
+from typing import Final, NamedTuple
+
+from kvtier.tiers.below import Wanted
+from kvtier.tiers.chain import root_hash
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.inventory import Run, in_runs
+from kvtier.tiers.pool import SlotPool
+from kvtier.tiers.quantities import format_size
+from kvtier.tiers.tier import ChainHash
+
+MAX_QUOTAS: Final = 1024  # tenants that have one
+
+
+class Quota(NamedTuple):
+    """One tenant's, in one model's host memory."""
+
+    cache_salt: str
+    num_bytes: int  # it may have
+    used: int  # bytes it has
+
+
+class Quotas:
+    """The quotas of one model. Thread-safe; a tenant without one costs nothing.
+
+    A tenant is known by the root of chains with its salt (`Wanted.tenant`). What was in L2 before its quota, and what
+    comes up from below, is its own where its chains begin at that root: not under vLLM's names. A tenant that would
+    pass its quota loses its own least recently stored blocks, tails first; what is in use stays, and what cannot be had
+    is refused. Blocks that the pool evicts are noticed when their turn comes: a tenant never has more than its quota,
+    and may for a while be held to have more than it has.
+    Lock: `_lock` guards everything; the pool's is taken inside it.
+    """
+
+    def __init__(self, host: HostTier, fingerprint: bytes) -> None:
+        self._host = host
+        self._fingerprint = fingerprint
+        self._lock = Lock()
+        self._tenants: dict[ChainHash, _Tenant] = {}  # by the root
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def set(self, cache_salt: str, num_bytes: int) -> None:
+        """Give the tenant a quota, or another one; what it has beyond it goes. Looks at every block of L2.
+
+        ConfigError where there are too many already, or it is less than a block.
+        """
+        self.require(num_bytes)
+        root, stride = root_hash(self._fingerprint, cache_salt=cache_salt), self._host.region.slot_stride
+        tenant = _Tenant(cache_salt, num_bytes, min(num_bytes // stride, self._host.pool.num_slots))
+        with self._lock:
+            if len(self._tenants) >= MAX_QUOTAS and root not in self._tenants:
+                raise ConfigError(f"cache_salt: {MAX_QUOTAS} tenants have a quota already; remove one first")
+            self._tenants[root] = tenant  # it notes what is stored from here on; then what was stored before
+        for run in in_runs(dict(self._host.held())):
+            with self._lock:
+                if run.parent == root or run.parent in tenant:
+                    tenant.adopt(run)
+        with self._lock:
+            tenant.make_room(self._host.pool, len(tenant) - tenant.limit, ())
+
+    def require(self, num_bytes: int) -> None:
+        """ConfigError where no tenant could store a block with so much."""
+        if num_bytes < (stride := self._host.region.slot_stride):
+            least = format_size(stride)
+            raise ConfigError(f'size "{format_size(num_bytes)}": a block of this model takes {least}; give more')
+
+    def remove(self, cache_salt: str) -> bool:
+        """Let the tenant have what it can get again. False where it had no quota."""
+        with self._lock:
+            return self._tenants.pop(root_hash(self._fingerprint, cache_salt=cache_salt), None) is not None
+
+    def listing(self) -> list[Quota]:
+        """All of them, and what each tenant really has."""
+        with self._lock:
+            tenants = [(tenant, tenant.names()) for tenant in self._tenants.values()]
+        stride, pool = self._host.region.slot_stride, self._host.pool
+        return [Quota(each.cache_salt, each.num_bytes, sum(pool.holds(names)) * stride) for each, names in tenants]
+
+    def recount(self) -> None:
+        """Blocks came to L2 without anybody saying whose: look at all of them."""
+        for quota in self.listing():
+            self.set(quota.cache_salt, quota.num_bytes)
+
+    def room(self, wanted: Wanted) -> int:
+        """How many leading blocks the tenant may store now; makes room among its own for as many as it can."""
+        if not self._tenants:
+            return len(wanted.hashes)
+        with self._lock:
+            tenant = self._tenants.get(wanted.tenant)
+            if tenant is None:
+                return len(wanted.hashes)
+            new = [chain_hash not in tenant for chain_hash in wanted.hashes]
+            free = tenant.limit - len(tenant)
+            if (short := sum(new) - free) > 0:
+                free += tenant.make_room(self._host.pool, short, {wanted.parent, *wanted.hashes})
+            for number, is_new in enumerate(new):
+                if is_new and (free := free - 1) < 0:
+                    return number
+            return len(wanted.hashes)
+
+    def took(self, name: ChainHash, hashes: Sequence[ChainHash], parents: Sequence[ChainHash | None]) -> None:
+        """Slots were taken for these blocks of the tenant."""
+        if not self._tenants:
+            return
+        with self._lock:
+            if (tenant := self._tenants.get(name)) is not None:
+                for chain_hash, parent in zip(hashes, parents, strict=True):
+                    tenant.add(chain_hash, parent or name)
+
+    def promoted(self, hashes: Sequence[ChainHash], parent: ChainHash) -> None:
+        """Consecutive blocks, leased now, may have come up from a lower tier: they count, and others go for them."""
+        if not self._tenants or not hashes:
+            return
+        with self._lock:
+            tenant = self._tenants.get(parent) or next(
+                (each for each in self._tenants.values() if parent in each), None
+            )
+            if tenant is None or hashes[-1] in tenant:
+                return
+            for chain_hash, before in zip(hashes, [parent, *hashes[:-1]], strict=True):
+                tenant.add(chain_hash, before)
+            tenant.make_room(self._host.pool, len(tenant) - tenant.limit, set(hashes))
+
+
+class _Tenant:
+    """The blocks a tenant is held to have. No lock.
+
+    A leaf has no child here; the leaf stored least recently goes first, and a parent whose last child went is next.
+    """
+
+    def __init__(self, cache_salt: str, num_bytes: int, limit: int) -> None:
+        self.cache_salt = cache_salt
+        self.num_bytes = num_bytes
+        self.limit = limit  # blocks
+        self._parents: dict[ChainHash, ChainHash] = {}
+        self._children: Counter[ChainHash] = Counter()
+        self._leaves: OrderedDict[ChainHash, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    def __contains__(self, chain_hash: ChainHash) -> bool:
+        return chain_hash in self._parents
+
+    def names(self) -> list[ChainHash]:
+        """Of its blocks."""
+        return list(self._parents)
+
+    def add(self, chain_hash: ChainHash, parent: ChainHash) -> None:
+        """It has this block too, stored last."""
+        if chain_hash not in self._parents:
+            self._parents[chain_hash] = parent
+            self._children[parent] += 1
+            self._leaves.pop(parent, None)
+            if not self._children[chain_hash]:
+                self._leaves[chain_hash] = None
+
+    def adopt(self, run: Run) -> None:
+        """It had these before all others; their head's parent is known."""
+        for chain_hash, parent in zip(run.hashes, [run.parent, *run.hashes[:-1]], strict=True):
+            self.add(chain_hash, parent)
+        if run.hashes[-1] in self._leaves:
+            self._leaves.move_to_end(run.hashes[-1], last=False)
+
+    def make_room(self, pool: SlotPool, count: int, spare: Collection[ChainHash]) -> int:
+        """Let up to `count` blocks go, none of `spare` nor one in use. Returns how many went, or were gone before."""
+        gone = 0
+        if count <= 0:
+            return gone
+        for leaf in list(self._leaves):
+            branch = self._branch(leaf, count - gone, spare)
+            for chain_hash, is_gone in zip(branch, pool.evict_idle(branch), strict=True):
+                if not is_gone:
+                    break
+                self._remove(chain_hash)
+                gone += 1
+            if gone == count:
+                break
+        return gone
+
+    def _branch(self, leaf: ChainHash, count: int, spare: Collection[ChainHash]) -> list[ChainHash]:
+        """The leaf and what is before it, up to where another branch begins."""
+        branch: list[ChainHash] = []
+        at = leaf
+        while len(branch) < count and at in self._parents and at not in spare and self._children[at] == bool(branch):
+            branch.append(at)
+            at = self._parents[at]
+        return branch
+
+    def _remove(self, leaf: ChainHash) -> None:
+        parent = self._parents.pop(leaf)
+        del self._leaves[leaf]
+        self._children[parent] -= 1
+        if not self._children[parent]:
+            del self._children[parent]
+            if parent in self._parents:
+                self._leaves[parent] = None
+                self._leaves.move_to_end(parent, last=False)

@@ -1,0 +1,111 @@
+"""The daemon's status as a page of text, for /summary and `kvtier status`."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from kvtier.tiers.quantities import format_size
+
+Json = dict[str, Any]
+
+_SLOT_STATES: Final = ("ready", "leased", "dirty", "filling", "quarantined", "free")
+_MAX_CLIENTS: Final = 64  # listed
+
+
+def page(status: Json) -> str:
+    """Of what `status.status` says. Ends with a newline."""
+    return "\n".join(_lines(status)) + "\n"
+
+
+def hit_share(lookups: Mapping[str, int]) -> float:
+    """The share of blocks asked for that some tier had; 0 where none was asked for."""
+    asked = sum(lookups.values())
+    return (asked - lookups.get("miss", 0)) / asked if asked else 0.0
+
+
+def gigabytes(num_bytes: float) -> str:
+    """As people read it: "1.25 GB", "3.1 MB", "512 B"."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _lines(status: Json) -> Iterable[str]:
+    budget, clients = status["budget"], status["clients"]
+    yield (
+        f"kvtier {status['version']}, pid {status['pid']}, up {_time(status['uptime_s'])}: "
+        f"{status['status']}; engines connect to {status['socket']}"
+    )
+    for each in status["degraded"]:
+        yield f"  degraded: {each['tier']} of {each['model']}, {each['direction']} breaker {each['breaker']}"
+    models = _many(len(status["models"]), "model")
+    yield _row("host memory", f"{format_size(budget['given'])} of {format_size(budget['bytes'])} given to {models}")
+    yield _row("clients", f"{sum(client['connected'] for client in clients)} connected; {_counts(status['events'])}")
+    for model in status["models"]:
+        yield ""
+        yield from _model(model)
+    if clients:
+        yield ""
+        yield _CLIENT.format("client pids", "model", "for", "claims", "leases", "filling")
+        for client in clients[:_MAX_CLIENTS]:
+            pids = ",".join(map(str, client["pids"])) + ("" if client["connected"] else " (gone)")
+            yield _CLIENT.format(
+                pids or "-",
+                client["model"] or "-",
+                _time(client["seconds"]),
+                client["claims"],
+                client["leases"],
+                client["reservations"],
+            )
+        if len(clients) > _MAX_CLIENTS:
+            yield f"and {len(clients) - _MAX_CLIENTS} more"
+
+
+_CLIENT: Final = "{:<24} {:<16} {:>10} {:>7} {:>7} {:>8}"
+
+
+def _model(model: Json) -> Iterable[str]:
+    l2, lookups = model["l2"], model["lookups"]
+    yield (
+        f"model {model['model']}: blocks of {model['block_size']} tokens in {format_size(model['block_bytes'])}, "
+        f"{_many(model['clients'], 'client')}"
+    )
+    states = _counts({state: l2[state] for state in _SLOT_STATES})
+    yield _row("L2", f"{l2['slots']} slots in {format_size(l2['bytes'])}: {states}")
+    if l2["pinned"] or l2["quotas"]:
+        yield _row("kept", f"{_many(l2['pinned'], 'block')} pinned, {_many(l2['quotas'], 'quota')}")
+    for name, tier in model["tiers"].items():
+        breakers = ", ".join(f"{direction} {state}" for direction, state in tier["breakers"].items())
+        yield _row(name, f"slots {_counts(tier['slots'])}; breakers {breakers}")
+    found = _counts(lookups)
+    yield _row("lookups", f"{sum(lookups.values())} blocks, {hit_share(lookups):.1%} found; {found}")
+    yield _row("not served", _counts(model["missed"]))
+    yield _row("stored", f"{_counts(model['stored'])}; evicted {_counts(model['evicted'])}")
+    yield _row("dropped", _by_tier(model["dropped"], str))
+    yield _row("corrupted", _counts(model["corrupted"]))
+    yield _row("moved", _by_tier(model["moved"], gigabytes))
+
+
+def _row(title: str, text: str) -> str:
+    return f"  {title:<12} {text}"
+
+
+def _counts(counts: Mapping[str, Any]) -> str:
+    return " · ".join(f"{name} {count}" for name, count in counts.items() if count) or "none"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _by_tier(tiers: Mapping[str, Mapping[str, Any]], shown: Any) -> str:
+    parts = (f"{tier} {name} {shown(count)}" for tier, counts in tiers.items() for name, count in counts.items())
+    return " · ".join(parts) or "none"
+
+
+def _time(seconds: float) -> str:
+    whole = int(seconds)
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if whole >= size:
+            return f"{whole / size:.1f} {unit}"
+    return f"{whole} s"

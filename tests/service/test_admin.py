@@ -1,0 +1,350 @@
+"""Stories of an operator at a running daemon: its verbs over HTTP, and the commands that say them."""
+
+import json
+import re
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+from doubles import SLOT_BYTES, chain_of, payload_of, wait_until
+from http_rig import MODEL, kvtier
+from service_rig import FINGERPRINT, DaemonProcess, ask, attach, load, store, where
+
+from kvtier.connector.remote import RemoteTiers
+from kvtier.service.lookup_trace import read_trace
+from kvtier.service.summary import hit_share
+from kvtier.service.top import row_of
+from kvtier.tiers.chain import TokenChain, root_hash
+
+OTHER = b"another model".ljust(32, b".")
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvt-") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def daemon(home: Path, disk_dir: Path) -> Iterator[DaemonProcess]:
+    """With a slab."""
+    process = DaemonProcess(
+        home / "s", host__size="1MiB", file__path=str(disk_dir), file__size="4MiB", file__mode="buffered"
+    )
+    yield process
+    assert process.end(signal.SIGTERM) == 0
+    assert all(line.startswith("kvtier: [file] ") for line in process.lines)  # a second slab has less of the disk
+
+
+@pytest.fixture
+def tiers(home: Path, daemon: DaemonProcess) -> Iterator[RemoteTiers]:
+    client = attach(home / "s")
+    yield client
+    client.check()
+    client.close()
+
+
+def post(daemon: DaemonProcess, path: str, **body: object) -> httpx2.Response:
+    return httpx2.post(f"http://{daemon.http}/admin/{path}", json=body, timeout=60)
+
+
+def prompt(num_blocks: int, first_token: int = 0, salt: str | None = None) -> TokenChain:
+    chain = TokenChain(root_hash(FINGERPRINT, cache_salt=salt), 4)
+    chain.extend(range(first_token, first_token + 4 * num_blocks))
+    return chain
+
+
+def says(daemon: DaemonProcess, *arguments: str, stdin: str = "") -> str:
+    """What the command prints; it must end well."""
+    ended = kvtier(*arguments, "--http", daemon.http, stdin=stdin)
+    assert (ended.returncode, ended.stderr) == (0, ""), ended
+    return ended.stdout
+
+
+# forgetting
+
+
+def test_a_reset_forgets_one_model_or_all_and_clients_hear_of_it(home: Path, daemon: DaemonProcess) -> None:
+    one, other = attach(home / "s", size=32 * SLOT_BYTES), attach(home / "s", size=32 * SLOT_BYTES, fingerprint=OTHER)
+    chain = chain_of(4)
+    for tiers in (one, other):
+        store(tiers, chain)
+        assert tiers.drain(5)
+    before = one.epoch
+    nameless = post(daemon, "reset")
+    assert nameless.status_code == 400
+    ambiguous = post(daemon, "evict", tokens=[1, 2, 3, 4])
+    assert ambiguous.status_code == 400
+    assert re.fullmatch(r"none is named: 2 models are open; name one of \w{16}, \w{16}", ambiguous.json()["error"])
+    assert post(daemon, "reset", model=MODEL).json() == {"reset": [MODEL]}
+    assert where(one, chain).miss == 4
+    assert where(other, chain).l2 == 4
+    wait_until(lambda: one.tick() is None and one.epoch > before)
+    assert sorted(post(daemon, "reset", all=True).json()["reset"]) == sorted([MODEL, OTHER.hex()[:16]])
+    assert where(other, chain).miss == 4
+    unknown = post(daemon, "reset", model="abcdef")
+    assert unknown.status_code == 404
+    one.close()
+    other.close()
+
+
+def test_an_evicted_prompt_is_gone_from_every_tier_and_its_neighbour_is_not(
+    daemon: DaemonProcess, tiers: RemoteTiers
+) -> None:
+    secret, other = prompt(4, salt="alice"), prompt(4, salt="bob")
+    for chain in (secret, other):
+        store(tiers, chain)
+    assert tiers.drain(5)
+    tokens = json.dumps(list(range(16)))
+    shown = says(daemon, "purge", "--blocks", "-", "--cache-salt", "alice", stdin=tokens)
+    assert shown == "evicted 4 from l2, 4 from file; 0 pins let go\n"
+    assert where(tiers, secret).miss == 4
+    assert load(tiers, other) == 4
+
+
+def test_blocks_an_engine_is_loading_are_evicted_under_its_feet_and_stay_right(
+    daemon: DaemonProcess, tiers: RemoteTiers
+) -> None:
+    chain = prompt(4)
+    store(tiers, chain)
+    claim, promised = ask(tiers, chain)
+    assert promised == 4
+    lease = tiers.take(claim)
+    names = [name.hex() for name in chain.hashes]
+    assert post(daemon, "evict", hashes=names).json()["evicted"]["l2"] == 4
+    for number in range(1, 8):
+        store(tiers, prompt(8, 1000 * number))  # all of L2 is written over, but for what is leased
+    assert tiers.region is not None
+    for slot, name in zip(lease.slots.tolist(), lease.hashes, strict=True):
+        assert bytes(tiers.region.slot(slot)) == payload_of(name)
+    lease.release()
+
+
+# pins and quotas, by command
+
+
+def test_pins_by_command(daemon: DaemonProcess, tiers: RemoteTiers, home: Path) -> None:
+    chain = prompt(4, salt="alice")
+    store(tiers, chain)
+    file = home / "tokens.json"
+    file.write_text(json.dumps(list(range(16))))
+    assert says(daemon, "pin", "--blocks", str(file), "--cache-salt", "alice", "--ttl", "90s") == (
+        "pin 1: 4 blocks stay for 90 s\n"
+    )
+    names = json.dumps([name.hex() for name in chain.hashes[:2]])
+    assert json.loads(says(daemon, "pin", "--blocks", "-", "--json", stdin=names))["blocks"] == 2
+    listed = json.loads(says(daemon, "pin", "--json"))["pins"]
+    assert [(pin["pin"], pin["blocks"], pin["model"]) for pin in listed] == [(1, 4, MODEL), (2, 2, MODEL)]
+    assert "seconds left" in says(daemon, "pin")
+    for number in ("1", "2"):
+        assert says(daemon, "unpin", number) == f"pin {number} is gone\n"
+    assert json.loads(says(daemon, "pin", "--json")) == {"pins": []}
+
+
+def test_quotas_by_command_hold_for_models_to_come(home: Path, daemon: DaemonProcess, tiers: RemoteTiers) -> None:
+    assert says(daemon, "quota", "alice", "8KiB") == "alice may have 8KiB of each model's host memory\n"
+    chain = prompt(6, salt="alice")
+    assert store(tiers, chain) == 2
+    assert store(tiers, prompt(6, salt="bob")) == 6
+    later = attach(home / "s", fingerprint=OTHER, size=16 * SLOT_BYTES)
+    theirs = TokenChain(root_hash(OTHER, cache_salt="alice"), 4)
+    theirs.extend(range(24))
+    assert store(later, theirs) == 2
+    listed = json.loads(says(daemon, "quota", "--json"))["quotas"]
+    assert listed == [{"cache_salt": "alice", "size": 8192, "used": {MODEL: 8192, OTHER.hex()[:16]: 8192}}]
+    status = httpx2.get(f"http://{daemon.http}/status").json()
+    assert {model["model"]: model["dropped"]["l2"].get("quota") for model in status["models"]} == {
+        MODEL: 4,
+        OTHER.hex()[:16]: 4,
+    }
+    assert "alice" not in httpx2.get(f"http://{daemon.http}/summary").text  # a salt is not for everybody
+    assert "alice" not in httpx2.get(f"http://{daemon.http}/metrics").text
+    assert says(daemon, "quota", "alice", "--remove") == "alice has no quota any more\n"
+    assert store(tiers, chain, 2) == 4
+    again = kvtier("quota", "alice", "--remove", "--http", daemon.http)
+    assert (again.returncode, again.stderr) == (
+        1,
+        "kvtier: cache_salt: this tenant has no quota; `kvtier quota` lists those that have\n",
+    )
+    later.close()
+
+
+# to a file and back
+
+
+def test_a_model_goes_to_a_file_and_comes_back_while_it_is_served(
+    home: Path, daemon: DaemonProcess, tiers: RemoteTiers
+) -> None:
+    chains = [prompt(6, 100 * number) for number in range(4)]
+    for chain in chains:
+        store(tiers, chain)
+    file = home / "all.kva"
+    shown = says(daemon, "export", str(file))
+    assert re.fullmatch(rf"exported 24 of 24 blocks of {MODEL}, \d+ kB\n", shown)
+    refused = kvtier("export", str(file), "--http", daemon.http)
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        f"kvtier: {file}: exists already; choose another name, or overwrite it with --force\n",
+    )
+    says(daemon, "export", str(file), "--force")
+    assert says(daemon, "purge", "--all") == f"forgot everything of {MODEL}\n"
+    assert [where(tiers, chain).miss for chain in chains] == [6] * 4
+    assert json.loads(says(daemon, "import", str(file), "--json"))["blocks"] == 24
+    assert [load(tiers, chain) for chain in chains] == [6] * 4  # every byte is right
+
+
+def test_a_prompt_goes_to_a_file_alone(home: Path, daemon: DaemonProcess, tiers: RemoteTiers) -> None:
+    mine, other = prompt(4), prompt(4, 500)
+    for chain in (mine, other):
+        store(tiers, chain)
+    file = home / "prompt.kva"
+    assert "exported 4 of 4 blocks" in says(
+        daemon, "export", str(file), "--blocks", "-", stdin=json.dumps([*range(16)])
+    )
+    says(daemon, "purge", "--all")
+    says(daemon, "import", str(file))
+    assert (load(tiers, mine), where(tiers, other).miss) == (4, 4)
+
+
+def test_what_is_imported_counts_into_quotas(home: Path, daemon: DaemonProcess, tiers: RemoteTiers) -> None:
+    store(tiers, prompt(6, salt="alice"))
+    file = home / "all.kva"
+    says(daemon, "export", str(file))
+    says(daemon, "purge", "--all")
+    says(daemon, "quota", "alice", "8KiB")
+    says(daemon, "import", str(file))
+    assert json.loads(says(daemon, "quota", "--json"))["quotas"][0]["used"] == {MODEL: 8192}
+
+
+def test_a_damaged_file_is_one_line_and_nobody_finds_a_bad_block(
+    home: Path, daemon: DaemonProcess, tiers: RemoteTiers
+) -> None:
+    chain = prompt(6)
+    store(tiers, chain)
+    file = home / "all.kva"
+    says(daemon, "export", str(file))
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1  # in the last block
+    file.write_bytes(data)
+    says(daemon, "purge", "--all")
+    ended = kvtier("import", str(file), "--http", daemon.http)
+    assert ended.returncode in (1, 2)
+    assert ended.stderr == f"kvtier: {file}: block 5 is damaged; 5 blocks were imported and stay\n"
+    assert load(tiers, chain) == 5
+    missing = kvtier("import", str(home / "none"), "--http", daemon.http)
+    assert missing.returncode == 2
+    assert missing.stderr == f"kvtier: {home / 'none'}: not a file; name one that an export wrote\n"
+
+
+def test_an_export_nobody_waits_for_leaves_nothing(home: Path, daemon: DaemonProcess, tiers: RemoteTiers) -> None:
+    chain, other, file = prompt(32), prompt(4, 500), home / "x.kva"
+    for each in (chain, other):
+        store(tiers, each)
+    claim, promised = ask(tiers, chain)
+    assert promised == 32  # half of L2: all that waiting requests may hold, so an export waits its turn
+    body = {"file": str(file), "hashes": [name.hex() for name in other.hashes]}
+    with httpx2.stream("POST", f"http://{daemon.http}/admin/export", json=body, timeout=20) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert file.with_name("x.kva.part").exists()
+        busy = post(daemon, "import", file=str(home / "y.kva"))
+        assert (busy.status_code, busy.json()["error"]) == (
+            503,
+            "an export or import is under way already; wait for its end",
+        )
+    wait_until(lambda: not file.with_name("x.kva.part").exists())
+    assert not file.exists()
+    tiers.cancel(claim)
+    assert load(tiers, chain) == 32
+    assert says(daemon, "export", str(file)).startswith("exported 36 of 36 blocks")
+
+
+def test_lookups_are_recorded(home: Path, daemon: DaemonProcess, tiers: RemoteTiers) -> None:
+    chain, file = prompt(4), home / "trace.jsonl"
+    with httpx2.stream("POST", f"http://{daemon.http}/admin/trace", json={"file": str(file)}, timeout=20) as recording:
+        lines = recording.iter_lines()
+        next(lines)
+        second = post(daemon, "trace", file=str(home / "other.jsonl"))
+        assert second.status_code == 503
+        assert "is being recorded already" in second.json()["error"]
+        where(tiers, chain)
+        store(tiers, chain)
+        load(tiers, chain)
+        where(tiers, prompt(2))
+        while json.loads(next(lines))["recorded"] < 2:
+            pass
+    wait_until(lambda: len(list(read_trace(file))) >= 2)
+    requests = list(read_trace(file))
+    assert requests[0].input_length == 16
+    assert requests[0].hash_ids == (0, 1, 2, 3)
+    assert requests[-1].hash_ids == (0, 1)  # the same blocks, the same numbers
+    # Its end leaves room for another.
+    shown = says(daemon, "trace", str(home / "third.jsonl"), "--duration", "1s")
+    assert shown.startswith("recorded 0 lookups, 0 dropped, 0 bytes in ")
+
+
+# looking
+
+
+def test_status_by_command(daemon: DaemonProcess, tiers: RemoteTiers) -> None:
+    store(tiers, prompt(4))
+    shown = says(daemon, "status")
+    assert f"model {MODEL}" in shown
+    assert "read closed, write closed" in shown
+    assert json.loads(says(daemon, "status", "--json"))["models"][0]["l2"]["ready"] == 4
+
+
+def test_top_is_a_line_a_look(daemon: DaemonProcess, tiers: RemoteTiers) -> None:
+    lines = says(daemon, "top", "--interval", "50ms", "--count", "3").splitlines()
+    assert len(lines) == 4
+    assert lines[0].split()[:3] == ["clients", "leased", "used"]
+    assert lines[1].split()[0] == "1"
+    assert lines[1].split()[-1] == "ok"
+    rows = [
+        json.loads(line) for line in says(daemon, "top", "--interval", "50ms", "--count", "2", "--json").splitlines()
+    ]
+    assert [row["clients"] for row in rows] == [1, 1]
+
+
+def test_a_row_is_what_changed() -> None:
+    def look(hits: int, misses: int, read: int) -> dict[str, object]:
+        l2 = {"bytes": 100, "ready_bytes": 25, "leased": 3}
+        lookups = {"l1": 0, "l2": hits, "file": 0, "redis": 0, "miss": misses}
+        model = {"l2": l2, "lookups": lookups, "stored": {"l2": 10}, "dropped": {}, "moved": {"file": {"read": read}}}
+        return {"models": [model], "clients": [{"connected": True}, {"connected": False}], "status": "ok"}
+
+    row = row_of(look(10, 10, 0), look(40, 20, 4_000_000), 2.0)
+    assert (row.clients, row.leased, row.used) == (1, 3, "25%")
+    assert (row.lookups, row.hits) == ("20", "75.0%")
+    assert (row.stored, row.read) == ("0", "2 MB/s")
+    # A model that was closed takes its counters along: that is no negative rate.
+    assert row_of(look(40, 20, 9), look(0, 0, 0), 1.0).hits == "-"
+    assert hit_share({"l2": 1, "miss": 3}) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mistake"),
+    [
+        (["status", "--http", "nowhere"], '--http "nowhere": not HOST:PORT; write it as in 127.0.0.1:9400'),
+        (
+            ["top", "--interval", "soon"],
+            '--interval "soon": not a time; write seconds, or a number with a unit, as in "50ms"',
+        ),
+        (["quota", "alice"], 'quota "alice": give a size, as in 4GiB, or --remove'),
+        (["quota", "alice", "4XB"], 'SIZE "4XB": no unit'),
+        (["purge"], "purge: say what is to be forgotten, by --blocks FILE, --model FINGERPRINT or --all"),
+        (
+            ["pin", "--blocks", "/nowhere"],
+            '--blocks "/nowhere": No such file or directory; name a file that can be read',
+        ),
+        (["pin", "--blocks", "-"], '--blocks "-": not JSON'),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments: list[str], mistake: str) -> None:
+    ended = kvtier(*arguments, stdin="[1,")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"kvtier: {mistake}")
+    assert ended.stderr.count("\n") == 1

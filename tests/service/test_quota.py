@@ -1,0 +1,208 @@
+"""Stories of quotas: a tenant stays within its own, loses its own oldest tails, and nobody else notices (FAULTS 36)."""
+
+from collections.abc import Iterator
+
+import pytest
+from doubles import SLOT_BYTES, MemoryTier, chain_of, hierarchy_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from service_rig import drops, fill, load, records, store, wanted
+
+from kvtier.service.served_tiers import ServedTiers
+from kvtier.tiers.chain import TokenChain
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.tier import Outcome
+
+FINGERPRINT = b"f" * 32  # of `chain_of`
+
+
+class Bench:
+    """Tiers of `slots` slots, as the daemon serves them."""
+
+    def __init__(self, slots: int = 32, lower: MemoryTier | None = None) -> None:
+        self.hierarchy = hierarchy_of(slots, lower)
+        self.tiers = ServedTiers(self.hierarchy, FINGERPRINT)
+
+    def allow(self, salt: str, num_blocks: int) -> None:
+        self.tiers.quotas.set(salt, num_blocks * SLOT_BYTES)
+
+    def has(self, chain: TokenChain) -> int:
+        """Leading blocks in L2."""
+        return self.hierarchy.host.pool.lookup(chain.hashes)
+
+    def used(self, salt: str) -> int:
+        """Blocks."""
+        return next(quota.used for quota in self.tiers.quotas.listing() if quota.cache_salt == salt) // SLOT_BYTES
+
+    def close(self) -> None:
+        self.tiers.drain(5)
+        self.hierarchy.check()
+        self.hierarchy.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.close()
+
+
+def of(salt: str, number: int, num_blocks: int = 4) -> TokenChain:
+    return chain_of(num_blocks, first_token=1000 * number, salt=salt)
+
+
+def test_a_tenant_loses_its_own_least_recent_tails_first(bench: Bench) -> None:
+    bench.allow("alice", 10)
+    first, second, third, bob = of("alice", 1), of("alice", 2), of("alice", 3), of("bob", 1, 12)
+    assert store(bench.tiers, bob) == 12
+    assert store(bench.tiers, first) == 4
+    assert store(bench.tiers, second) == 4
+    assert bench.used("alice") == 8
+    # Two more would fit; four come: the first chain's last two make room.
+    assert store(bench.tiers, third) == 4
+    assert [bench.has(each) for each in (first, second, third)] == [2, 4, 4]
+    assert bench.used("alice") == 10
+    # What is left of the first goes before the second, and nobody but alice has lost anything.
+    assert store(bench.tiers, of("alice", 4)) == 4
+    assert [bench.has(each) for each in (first, second, third)] == [0, 2, 4]
+    assert bench.has(bob) == 12
+    assert drops(bench.tiers, Outcome.QUOTA) == 0
+
+
+def test_tenants_with_equal_prompts_are_two(bench: Bench) -> None:
+    bench.allow("alice", 2)
+    alice, bob = of("alice", 1, 8), of("bob", 1, 8)
+    assert store(bench.tiers, bob) == 8
+    assert store(bench.tiers, alice) == 2  # the head, and the rest is refused, by name
+    assert drops(bench.tiers, Outcome.QUOTA) == 6
+    assert (bench.has(alice), bench.has(bob)) == (2, 8)
+    assert load(bench.tiers, bob) == 8
+
+
+def test_what_is_in_use_stays_and_what_cannot_be_had_is_refused(bench: Bench) -> None:
+    bench.allow("alice", 4)
+    first, second = of("alice", 1), of("alice", 2)
+    assert store(bench.tiers, first) == 4
+    with bench.hierarchy.host.pool.lease(first.hashes):
+        assert store(bench.tiers, second) == 0
+        assert drops(bench.tiers, Outcome.QUOTA) == 4
+        assert bench.has(first) == 4
+    assert store(bench.tiers, second) == 4
+    assert (bench.has(first), bench.has(second)) == (0, 4)
+
+
+def test_slots_being_filled_count(bench: Bench) -> None:
+    bench.allow("alice", 4)
+    first, second = of("alice", 1), of("alice", 2)
+    (filling,) = bench.tiers.reserve([wanted(first)])
+    assert filling is not None
+    assert bench.tiers.reserve([wanted(second)]) == [None]
+    fill(bench.tiers, filling)
+    bench.tiers.seal(filling, records(filling, first), bench.tiers.epoch)
+    assert bench.tiers.drain(5)
+    # Reserved and abandoned is not had.
+    (called_off,) = bench.tiers.reserve([wanted(second)])
+    assert called_off is not None
+    bench.tiers.abandon(called_off, Outcome.ABORTED)
+    assert bench.used("alice") == 0
+    assert store(bench.tiers, of("alice", 3)) == 4
+
+
+def test_a_growing_conversation_keeps_its_head(bench: Bench) -> None:
+    bench.allow("alice", 8)
+    talk, other = of("alice", 1, 12), of("alice", 2)
+    assert store(bench.tiers, talk, 0, 4) == 4
+    assert store(bench.tiers, other) == 4
+    # The turn's parents are the oldest blocks there are, and the last to go: without them it could never be reached.
+    assert store(bench.tiers, talk, 4, 8) == 4
+    assert (bench.has(talk), bench.has(other)) == (8, 0)
+    assert store(bench.tiers, talk, 8, 12) == 0  # nothing is left but its own head
+    assert bench.has(talk) == 8
+
+
+def test_what_was_there_before_the_quota_counts(bench: Bench) -> None:
+    old, bob = of("alice", 1, 8), of("bob", 2, 8)
+    store(bench.tiers, old)
+    store(bench.tiers, bob)
+    bench.allow("alice", 6)
+    assert (bench.has(old), bench.has(bob)) == (6, 8)  # its tail went at once
+    assert store(bench.tiers, of("alice", 3)) == 4
+    assert bench.has(old) == 2
+    assert bench.used("alice") == 6
+    # Without a quota it has what it can get.
+    assert bench.tiers.quotas.remove("alice")
+    assert not bench.tiers.quotas.remove("alice")
+    assert store(bench.tiers, of("alice", 4, 8)) == 8
+
+
+def test_what_comes_up_from_below_counts() -> None:
+    lower = MemoryTier()
+    bench = Bench(lower=lower)
+    try:
+        old, new = of("alice", 1), of("alice", 2)
+        lower.fill(old)
+        bench.allow("alice", 6)
+        assert store(bench.tiers, new) == 4
+        assert load(bench.tiers, old) == 4
+        assert (bench.has(old), bench.has(new)) == (4, 2)
+        assert bench.used("alice") == 6
+    finally:
+        bench.close()
+
+
+def test_what_the_pool_evicted_is_not_held_against_a_tenant() -> None:
+    bench = Bench(slots=12)
+    try:
+        bench.allow("alice", 8)
+        store(bench.tiers, of("alice", 1))
+        store(bench.tiers, of("bob", 1, 12))  # all of it is bob's now
+        assert bench.used("alice") == 0
+        for number in range(2, 6):
+            assert store(bench.tiers, of("alice", number)) == 4
+        assert bench.used("alice") == 8
+    finally:
+        bench.close()
+
+
+def test_after_a_reset_a_tenant_begins_anew(bench: Bench) -> None:
+    bench.allow("alice", 4)
+    store(bench.tiers, of("alice", 1))
+    bench.tiers.reset()
+    assert bench.used("alice") == 0
+    assert store(bench.tiers, of("alice", 2)) == 4
+
+
+def test_less_than_a_block_is_no_quota(bench: Bench) -> None:
+    with pytest.raises(ConfigError, match=r'^size "4095": a block of this model takes 4KiB; give more$'):
+        bench.tiers.quotas.set("alice", SLOT_BYTES - 1)
+    assert not bench.tiers.quotas.listing()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["alice", "bob", "carol"]), st.integers(0, 4), st.integers(1, 7), st.booleans()),
+        max_size=30,
+    )
+)
+def test_nobody_passes_its_quota_and_chains_shrink_from_their_tails(steps: list[tuple[str, int, int, bool]]) -> None:
+    bench, limits = Bench(slots=16), {"alice": 5, "bob": 3}
+    try:
+        for salt, limit in limits.items():
+            bench.allow(salt, limit)
+        chains = {(salt, number): of(salt, number, 8) for salt, number, _, _ in steps}
+        for salt, number, last, is_leased in steps:
+            chain = chains[salt, number]
+            if is_leased:
+                assert load(bench.tiers, chain) <= 8  # every byte verified
+            else:
+                store(bench.tiers, chain, min(bench.has(chain), last), last)
+            held = bench.hierarchy.host.pool.holds
+            for each in chains.values():
+                assert sum(held(each.hashes)) == bench.has(each), "a hole in a chain"
+            for name, limit in limits.items():
+                has = sum(sum(held(each.hashes)) for (owner, _), each in chains.items() if owner == name)
+                assert has <= limit
+                assert has == bench.used(name)
+    finally:
+        bench.close()

@@ -1,0 +1,26 @@
+"""Blocks dropped by name from every tier: what an operator asks for, not what room does."""
+
+import time
+from collections.abc import Sequence
+
+from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.tier import ChainHash
+
+
+def evict_everywhere(hierarchy: Hierarchy, hashes: Sequence[ChainHash], timeout: float) -> dict[str, int]:
+    """Drop these blocks from L2 and every tier below; returns how many went, by tier.
+
+    Waits up to `timeout` seconds for writes under way, which would bring them back; I/O: not for a serving thread. What
+    is leased keeps its slot until its leases end, but nobody finds it any more.
+    """
+    pool, deadline = hierarchy.host.pool, time.monotonic() + timeout
+    hierarchy.drain(timeout, below=False)
+    gone = {"l2": pool.evict(hashes)}
+    for port in hierarchy.ports:
+        port.queue.drain(max(0.0, deadline - time.monotonic()))  # its writers lease their blocks, name or no name
+        tier = port.tier  # a probe may detach it meanwhile
+        if tier is not None:
+            gone[port.name] = sum(tier.holds(hashes))
+            tier.discard(hashes)
+    pool.evict(hashes)  # what was read meanwhile from tiers that had it still
+    return gone
