@@ -91,13 +91,13 @@ def pack_numbers(numbers: NDArray[np.int64]) -> bytes:
     return numbers.astype("<i8", copy=False).tobytes()
 
 
-def unpack_numbers(data: Any, below: int) -> NDArray[np.int64]:
-    """Inverse of `pack_numbers`; each must be in [0, below)."""
+def unpack_numbers(data: Any, below: int, *, least: int = 0) -> NDArray[np.int64]:
+    """Inverse of `pack_numbers`; each must be in [least, below)."""
     if not isinstance(data, bytes) or len(data) % 8:
         raise FormatError("numbers: not eight bytes for each")
     numbers = np.frombuffer(data, "<i8").astype(np.int64)
-    if len(numbers) and not (numbers.min() >= 0 and numbers.max() < below):
-        raise FormatError(f"numbers: not all in [0, {below})")
+    if len(numbers) and not (numbers.min() >= least and numbers.max() < below):
+        raise FormatError(f"numbers: not all in [{least}, {below})")
     return numbers
 
 

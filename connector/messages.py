@@ -30,6 +30,7 @@ from kvtier.tiers.errors import FormatError
 from kvtier.tiers.tier import ChainHash, Outcome
 
 _MAX_SLOTS: Final = 1 << 32
+_NONE: Final = np.empty(0, np.int64)
 
 
 class Ask(NamedTuple):
@@ -67,7 +68,7 @@ class Release(NamedTuple):
 
 
 class Reserve(NamedTuple):
-    """Slots for what a step stores; answered by a list of `Granted` or nil. The reservations count up from `first`."""
+    """Slots for what a step stores; answered by `pack_grants`. The reservations count up from `first`."""
 
     first: int
     wanted: Sequence[Wanted]
@@ -191,20 +192,35 @@ def unpack_reply(body: Any) -> Reply:
     return decoded(_reply, body)
 
 
-def pack_granted(granted: Granted) -> list[bytes]:
-    """One answer to a `Reserve`."""
-    return [pack_numbers(each) for each in granted]
+def pack_grants(grants: Sequence[Granted | None]) -> list[bytes]:
+    """The answer to a `Reserve`: how many slots each `Wanted` has, or -1, then the columns of all of them in a row."""
+    counts = np.array([-1 if grant is None else len(grant.slots) for grant in grants], np.int64)
+    granted = [grant for grant in grants if grant is not None]
+    columns = [np.concatenate(column) if granted else _NONE for column in zip(*granted, strict=True)] or [_NONE] * 3
+    return [pack_numbers(column) for column in (counts, *columns)]
 
 
-def unpack_granted(answer: Any, num_wanted: int, num_slots: int) -> Granted:
-    """Inverse of `pack_granted`, for a `Wanted` of `num_wanted` hashes and a region of `num_slots`."""
-    indices, slots, generations = answer
-    granted = Granted(
-        unpack_numbers(indices, num_wanted), unpack_numbers(slots, num_slots), unpack_numbers(generations, 1 << 62)
-    )
-    if not len(granted.indices) == len(granted.slots) == len(granted.generations):
+def unpack_grants(answer: Any, num_wanted: Sequence[int], num_slots: int) -> list[Granted | None]:
+    """Inverse of `pack_grants`, for `Wanted` of so many hashes each and a region of `num_slots`."""
+    return decoded(lambda body: _grants(body, num_wanted, num_slots), answer)
+
+
+def _grants(answer: Any, num_wanted: Sequence[int], num_slots: int) -> list[Granted | None]:
+    counts, *columns = answer
+    how_many = (unpack_numbers(counts, 1 << 32, least=-1)).tolist()
+    most = max(num_wanted, default=0)
+    indices, slots, generations = map(unpack_numbers, columns, (most, num_slots, 1 << 62))
+    if not len(indices) == len(slots) == len(generations) == sum(n for n in how_many if n > 0):
         raise FormatError("a grant's columns differ in length")
-    return granted
+    grants: list[Granted | None] = []
+    first = 0
+    for count, wanted in zip(how_many, num_wanted, strict=True):
+        end = first + max(0, count)
+        if count > 0 and not int(indices[first:end].max()) < wanted:
+            raise FormatError("a slot for a block that nobody asked for")
+        grants.append(None if count < 0 else Granted(indices[first:end], slots[first:end], generations[first:end]))
+        first = end
+    return grants
 
 
 def pack_found(found: Attribution) -> list[int]:

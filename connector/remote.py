@@ -26,7 +26,7 @@ from kvtier.connector.messages import (
     Reset,
     Seal,
     unpack_found,
-    unpack_granted,
+    unpack_grants,
 )
 from kvtier.connector.remote_claims import ASK_AGAIN, RemoteClaim, RemoteClaims, widened
 from kvtier.tiers.below import Attribution, Claim, Wanted
@@ -144,17 +144,16 @@ class RemoteTiers:
         with self._lock:
             first = self._numbers(len(wanted))
         link, answers = self._call(Reserve(first, heads), _ANSWER)
-        reservations: list[Reservation | None] = []
         with self._lock:
-            grants = answers[0] if answers and isinstance(answers[0], list) else []
-            if link is not None and len(grants) != len(wanted):
-                self._attachment.cut(FormatError("not an answer for each store"))
-            if link is None or self._attachment.link is not link:
+            grants = self._grants(link, heads, answers)
+            if grants is None or link is None:
                 reason = Outcome.CLOSED if self._closed else Outcome.BREAKER_OPEN if link is None else Outcome.TIMEOUT
                 self.metrics.dropped("l2", reason, sum(len(each.hashes) for each in wanted))
                 return [None] * len(wanted)
-            for number, (each, grant) in enumerate(zip(heads, grants, strict=True), first):
-                reservations.append(self._reservation(link, number, each, grant))
+            reservations = [
+                None if grant is None else self._reservation(link, number, each, grant)
+                for number, (each, grant) in enumerate(zip(heads, grants, strict=True), first)
+            ]
         for each, reservation in zip(wanted, reservations, strict=True):
             missing = len(each.hashes) if reservation is None else max(0, len(each.hashes) - MAX_ITEMS)
             if missing:
@@ -267,14 +266,18 @@ class RemoteTiers:
                 self._claims.take_in(news)
         return self._attachment.link
 
-    def _reservation(self, link: Link, number: int, wanted: Wanted, grant: Any) -> Reservation | None:
-        if grant is None:
+    def _grants(self, link: Link | None, wanted: Sequence[Wanted], answers: list[Any]) -> list[Granted | None] | None:
+        """What the daemon granted; None where there is no daemon, or it has not answered what it was asked."""
+        if link is None or link is not self._attachment.link:
             return None
         try:
-            granted: Granted = unpack_granted(grant, len(wanted.hashes), link.welcome.num_slots)
-        except (ValueError, TypeError, FormatError) as error:
+            (answer,) = answers
+            return unpack_grants(answer, [len(each.hashes) for each in wanted], link.welcome.num_slots)
+        except (ValueError, FormatError) as error:
             self._attachment.cut(error)
             return None
+
+    def _reservation(self, link: Link, number: int, wanted: Wanted, granted: Granted) -> Reservation:
         indices = granted.indices.tolist()
         parents = [wanted.parent, *wanted.hashes[:-1]]
         reservation = _Reservation(

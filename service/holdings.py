@@ -20,7 +20,7 @@ from kvtier.connector.messages import (
     Reserve,
     Seal,
     Take,
-    pack_granted,
+    pack_grants,
 )
 from kvtier.tiers.below import Attribution, Claim
 from kvtier.tiers.errors import FormatError
@@ -57,6 +57,7 @@ class Holdings:
         self._waiting: dict[int, Claim] = {}  # those of the claims that have no answer yet
         self._leases: dict[int, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
+        self._sealed: list[tuple[Reservation, Seal]] = []  # not passed on yet
         self._do: dict[type, Callable[[Any], Any]] = {
             Ask: self._ask,
             Renew: self._renew,
@@ -92,6 +93,16 @@ class Holdings:
         """The claims that have an answer now and had none before."""
         return [news for number in list(self._waiting) if (news := self._look(number)) is not None]
 
+    def publish(self) -> None:
+        """Pass on what was sealed: behind the answers, since hashing it takes the GIL while somebody waits for them."""
+        sealed, self._sealed = self._sealed, []
+        for reservation, op in sealed:
+            records = [
+                BlockRecord(chain_hash, parent or b"", tokens, 0)
+                for chain_hash, parent, tokens in zip(reservation.hashes, reservation.parents, op.tokens, strict=True)
+            ]
+            self._tiers.seal(reservation, records, op.epoch)
+
     def lapse(self, now: float) -> int:
         """Let go of the promises nobody has renewed for the lease deadline; returns how many.
 
@@ -113,6 +124,7 @@ class Holdings:
 
     def let_go(self) -> Counts:
         """No copy of the client's is under way any more: all goes. Returns how much there was."""
+        self.publish()
         counts = self.counts
         self.forgo()
         for lease in self._leases.values():
@@ -184,28 +196,27 @@ class Holdings:
 
     # stores
 
-    def _reserve(self, op: Reserve) -> list[list[bytes] | None]:
+    def _reserve(self, op: Reserve) -> list[bytes]:
         if any(number in self._reservations for number in range(op.first, op.first + len(op.wanted))):
             raise FormatError(f"a reservation from {op.first} on is there already")
         is_bounded = all(len(each.hashes) <= MAX_ITEMS for each in op.wanted)
         if len(self._reservations) + len(op.wanted) > MAX_RESERVATIONS or not is_bounded:
             num_blocks = sum(len(each.hashes) for each in op.wanted)
             self._tiers.metrics.dropped("l2", Outcome.QUEUE_FULL, num_blocks)
-            return [None] * len(op.wanted)
+            return pack_grants([None] * len(op.wanted))
         try:
             reservations = self._tiers.reserve(op.wanted)
         except ValueError as error:  # a name given twice; slots taken before it came are dropped, and so abandoned
             raise FormatError(str(error)) from None
-        answers: list[list[bytes] | None] = []
         for number, reservation in enumerate(reservations, op.first):
-            if reservation is None:
-                answers.append(None)
-                continue
-            if len(reservation):
+            if reservation is not None and len(reservation):
                 self._reservations[number] = reservation
-            indices = np.array(reservation.indices, np.int64)
-            answers.append(pack_granted(Granted(indices, reservation.slots, reservation.generations)))
-        return answers
+        return pack_grants(
+            [
+                None if each is None else Granted(np.array(each.indices, np.int64), each.slots, each.generations)
+                for each in reservations
+            ]
+        )
 
     def _seal(self, op: Seal) -> None:
         reservation = self._reservations.get(op.reservation)
@@ -213,12 +224,7 @@ class Holdings:
             return
         if len(op.tokens) != len(reservation):
             raise FormatError(f"seal: tokens of {len(op.tokens)} blocks, {len(reservation)} are reserved")
-        del self._reservations[op.reservation]
-        records = [
-            BlockRecord(chain_hash, parent or b"", tokens, 0)
-            for chain_hash, parent, tokens in zip(reservation.hashes, reservation.parents, op.tokens, strict=True)
-        ]
-        self._tiers.seal(reservation, records, op.epoch)
+        self._sealed.append((self._reservations.pop(op.reservation), op))
 
     def _abandon(self, op: Abandon) -> None:
         if (reservation := self._reservations.pop(op.reservation, None)) is not None:

@@ -17,6 +17,7 @@ from kvtier.tiers.quantities import format_size
 
 app = typer.Typer()
 
+_SWITCH: Final = 0.0002  # seconds the loop waits for the GIL beside a busy I/O thread; Python's 5 ms are a whole step
 _DRAIN: Final = 10.0  # seconds from a signal to the end
 
 
@@ -43,6 +44,7 @@ def serve(
     listening = server.HttpSocket(settings.service.http)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # some for each client and each of its processes
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    sys.setswitchinterval(_SWITCH)
     daemon = Daemon(settings, path)
     pages = server.HttpServer(daemon, listening)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -263,6 +263,8 @@ class Session:
                 self.end_connection("error")
             self._corked = False
             self._flush()
+            if self.holdings is not None:
+                self.holdings.publish()
             if len(data) < _RECEIVE:
                 return True  # a later byte makes the socket readable again
         return False
@@ -310,6 +312,8 @@ class Session:
 
     def _serve_aside(self, request: int, operation: Reset | Drain | Check | Lookup) -> None:
         assert self.namespace is not None
+        assert self.holdings is not None
+        self.holdings.publish()  # it is waited for, or counted
         tiers = self.namespace.tiers
         work: Callable[[], Any]
         match operation:

@@ -43,10 +43,10 @@ from kvtier.connector.messages import (
     Reset,
     Seal,
     Take,
-    pack_granted,
+    pack_grants,
     pack_reply,
     pack_request,
-    unpack_granted,
+    unpack_grants,
     unpack_reply,
     unpack_request,
 )
@@ -103,8 +103,10 @@ def test_replies_come_out_as_they_went_in() -> None:
     found = Attribution(5, l1=1, l2=2, file=1, miss=1)
     news = News(7, found, None, 0.0, column(3, 9, 1), column(1, 1, 2**40))
     nothing = News(8, Attribution(2, miss=2), Outcome.NO_SLOT, 0.05, column(), column())
-    granted = Granted(column(0, 2), column(4, 5), column(1, 9))
-    reply = unpack_reply(body_of(pack_reply(Reply(3, 2, [[pack_granted(granted), None], b"\1\0"], [news, nothing]))))
+    granted, nothing_free = Granted(column(0, 2), column(4, 5), column(1, 9)), Granted(column(), column(), column())
+    reply = unpack_reply(
+        body_of(pack_reply(Reply(3, 2, [pack_grants([granted, None, nothing_free]), b"\1\0"], [news, nothing])))
+    )
     assert (reply.request, reply.epoch, reply.answers[1]) == (3, 2, b"\1\0")
     again, empty = reply.news
     assert (again.claim, again.found, again.slots.tolist(), again.generations.tolist()) == (
@@ -114,15 +116,31 @@ def test_replies_come_out_as_they_went_in() -> None:
         [1, 1, 2**40],
     )
     assert (empty.refusal, empty.good_for, len(empty.slots)) == (Outcome.NO_SLOT, 0.05, 0)
-    grant = unpack_granted(reply.answers[0][0], num_wanted=3, num_slots=6)
+    grant, none, empty_grant = unpack_grants(reply.answers[0], num_wanted=[3, 1, 2], num_slots=6)
+    assert grant is not None
     assert [each.tolist() for each in grant] == [[0, 2], [4, 5], [1, 9]]
+    assert none is None
+    assert empty_grant is not None
+    assert [len(each) for each in empty_grant] == [0, 0, 0]
+    assert unpack_grants(pack_grants([None, None]), [1, 1], 6) == [None, None]
 
 
-@pytest.mark.parametrize(("num_wanted", "num_slots"), [(2, 6), (3, 5)])  # an index and a slot out of bounds
-def test_a_grant_outside_what_was_asked_for(num_wanted: int, num_slots: int) -> None:
-    answer = pack_granted(Granted(column(0, 2), column(4, 5), column(1, 9)))
-    with pytest.raises(FormatError, match="not all in"):
-        unpack_granted(answer, num_wanted, num_slots)
+@pytest.mark.parametrize(
+    ("num_wanted", "num_slots", "why"),
+    [([2, 3], 6, "nobody asked for"), ([2, 2], 6, "not all in"), ([3, 3], 5, "not all in"), ([3], 6, "zip")],
+)
+def test_a_grant_outside_what_was_asked_for(num_wanted: list[int], num_slots: int, why: str) -> None:
+    grant = Granted(column(0, 2), column(4, 5), column(1, 9))
+    with pytest.raises(FormatError, match=why):
+        unpack_grants(pack_grants([grant, grant]), num_wanted, num_slots)
+
+
+@given(anything)
+def test_any_value_is_a_grant_or_a_format_error(value: Any) -> None:
+    try:
+        unpack_grants(value, [1, 2], 8)
+    except FormatError:
+        return
 
 
 def test_greetings_come_out_as_they_went_in() -> None:

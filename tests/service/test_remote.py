@@ -317,7 +317,10 @@ def test_a_daemon_that_lies_is_left_alone(path: Path, fake: Callable[..., FakeDa
     tiers.close(0.1)
 
 
-@pytest.mark.parametrize("answer", [None, [], [None], [[b"", b""]], [[b"\0" * 8, b"\x08" + b"\0" * 7, b"\0" * 8]], 7])
+ONE, NINTH = b"\1" + b"\0" * 7, b"\x08" + b"\0" * 7
+
+
+@pytest.mark.parametrize("answer", [None, [], [None], [ONE, ONE], [ONE, ONE, NINTH, ONE], [b"", b"", b"", b""], 7])
 def test_slots_that_were_never_granted(path: Path, fake: Callable[..., FakeDaemon], answer: object) -> None:
     daemon = fake()
     tiers, chain = attach(path), chain_of(4)
