@@ -53,7 +53,7 @@ class Locator:
         """Ask every shared tier that answers about these blocks, which no tier is known to hold."""
         asked = []
         for port in self._ports:
-            if hashes and port.locates:
+            if port.locates and hashes:
                 with self._progress:
                     question = self._open.get((port.name, hashes[0]))
                 if question is None or question.hashes != list(hashes[: len(question.hashes)]):
