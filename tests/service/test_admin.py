@@ -4,8 +4,9 @@ import json
 import re
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -40,11 +41,23 @@ def daemon(home: Path, disk_dir: Path) -> Iterator[DaemonProcess]:
 
 
 @pytest.fixture
-def tiers(home: Path, daemon: DaemonProcess) -> Iterator[RemoteTiers]:
-    client = attach(home / "s")
-    yield client
-    client.check()
-    client.close()
+def client_of(home: Path, daemon: DaemonProcess) -> Iterator[Callable[..., RemoteTiers]]:
+    """Clients of the daemon; in the end its laws hold (I3), and they say goodbye."""
+    clients: list[RemoteTiers] = []
+
+    def start(**options: Any) -> RemoteTiers:
+        clients.append(attach(home / "s", **options))
+        return clients[-1]
+
+    yield start
+    for client in clients:
+        client.check()
+        client.close()
+
+
+@pytest.fixture
+def tiers(client_of: Callable[..., RemoteTiers]) -> RemoteTiers:
+    return client_of()
 
 
 def post(daemon: DaemonProcess, path: str, **body: object) -> httpx2.Response:
@@ -67,8 +80,10 @@ def says(daemon: DaemonProcess, *arguments: str, stdin: str = "") -> str:
 # forgetting
 
 
-def test_a_reset_forgets_one_model_or_all_and_clients_hear_of_it(home: Path, daemon: DaemonProcess) -> None:
-    one, other = attach(home / "s", size=32 * SLOT_BYTES), attach(home / "s", size=32 * SLOT_BYTES, fingerprint=OTHER)
+def test_a_reset_forgets_one_model_or_all_and_clients_hear_of_it(
+    daemon: DaemonProcess, client_of: Callable[..., RemoteTiers]
+) -> None:
+    one, other = client_of(size=32 * SLOT_BYTES), client_of(size=32 * SLOT_BYTES, fingerprint=OTHER)
     chain = chain_of(4)
     for tiers in (one, other):
         store(tiers, chain)
@@ -92,8 +107,6 @@ def test_a_reset_forgets_one_model_or_all_and_clients_hear_of_it(home: Path, dae
     assert where(other, chain).miss == 4
     unknown = post(daemon, "reset", model="abcdef")
     assert unknown.status_code == 404
-    one.close()
-    other.close()
 
 
 def test_an_evicted_prompt_is_gone_from_every_tier_and_its_neighbour_is_not(
@@ -149,12 +162,14 @@ def test_pins_by_command(daemon: DaemonProcess, tiers: RemoteTiers, home: Path) 
     assert json.loads(says(daemon, "pin", "--json")) == {"pins": []}
 
 
-def test_quotas_by_command_hold_for_models_to_come(home: Path, daemon: DaemonProcess, tiers: RemoteTiers) -> None:
+def test_quotas_by_command_hold_for_models_to_come(
+    daemon: DaemonProcess, client_of: Callable[..., RemoteTiers], tiers: RemoteTiers
+) -> None:
     assert says(daemon, "quota", "alice", "8KiB") == "alice may have 8KiB of each model's host memory\n"
     chain = prompt(6, salt="alice")
     assert store(tiers, chain) == 2
     assert store(tiers, prompt(6, salt="bob")) == 6
-    later = attach(home / "s", fingerprint=OTHER, size=16 * SLOT_BYTES)
+    later = client_of(fingerprint=OTHER, size=16 * SLOT_BYTES)
     theirs = TokenChain(root_hash(OTHER, cache_salt="alice"), 4)
     theirs.extend(range(24))
     assert store(later, theirs) == 2
@@ -174,7 +189,6 @@ def test_quotas_by_command_hold_for_models_to_come(home: Path, daemon: DaemonPro
         1,
         "kvtier: cache_salt: this tenant has no quota; `kvtier quota` lists those that have\n",
     )
-    later.close()
 
 
 # to a file and back
