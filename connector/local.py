@@ -49,6 +49,12 @@ class LocalConnector:
 
         self.scheduler = SchedulerSide(self.tiers)
         self.worker = WorkerSide(follow, shape.num_layers, shape.layer_bytes, _COPY_DEADLINE)
+        try:
+            if self.tiers.region is not None:  # else a daemon that is not there yet
+                self.worker.connect(self.tiers.region.region_id)
+        except BaseException:
+            self.tiers.close()
+            raise
 
     @property
     def hierarchy(self) -> Hierarchy:

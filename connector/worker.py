@@ -48,7 +48,7 @@ class WorkerSide:
         self._layerwise = [op.op_id for op in plan.loads if op.layerwise]
         self._late_at = time.monotonic() + self._deadline
         for op in plan.loads:
-            stream = self._stream_of(plan)
+            stream = self.connect(plan.region)
             cut = op.layerwise and self._by_layers
             ranges = self._groups(len(op)) if cut else [(0, self._num_layers)]
             self._loads[op.op_id] = [(end, stream.load(_copies(op, (start, end)))) for start, end in ranges]
@@ -73,7 +73,7 @@ class WorkerSide:
     def start_store(self, plan: StepPlan) -> None:
         """Enqueue the plan's L1 → L2 copies, behind the compute that fills them."""
         for op in plan.stores:
-            self._stores[op.op_id] = self._stream_of(plan).store(_copies(op))
+            self._stores[op.op_id] = self.connect(plan.region).store(_copies(op))
 
     def fence(self, op_ids: Sequence[int]) -> None:
         """Have these stores read their blocks before compute issued from now on writes to them.
@@ -130,13 +130,13 @@ class WorkerSide:
         self._stores.clear()
         return WorkerReport(report.finished, (*report.failed, *left))
 
-    def _stream_of(self, plan: StepPlan) -> CopyStream:
-        """The stream to the plan's region. Copies still under way to another one are ended first."""
-        if self._follow is not None and (self._stream is None or plan.region != self._region):
-            stream = self._follow(plan.region)
+    def connect(self, region: int) -> CopyStream:
+        """The stream to a region, made if it is another than the last one: copies still under way there end first."""
+        if self._follow is not None and (self._stream is None or region != self._region):
+            stream = self._follow(region)
             if self._stream is not None:
                 self._stream.close(self._deadline)
-            self._stream, self._region = stream or _NoStream(), plan.region
+            self._stream, self._region = stream or _NoStream(), region
         assert self._stream is not None
         return self._stream
 
