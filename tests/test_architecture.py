@@ -57,6 +57,7 @@ GROUPS: Final = {
         "redis_doctor",
         "redis_options",
         "redis_nodes",
+        "redis_stream",
         "redis_wire",
         "redis_records",
         "redis_lanes",

@@ -384,9 +384,10 @@ class Prefetcher:
         for flight in prefetch.flights:
             flight.waiters.discard(prefetch)
         prefetch.flights.clear()
-        lease = self.host.pool.lease(prefetch.hashes[: prefetch.end])
-        for partial in prefetch.leases:
-            partial.release()
-        prefetch.leases = [lease]
-        prefetch.end = len(lease)
+        if [len(lease) for lease in prefetch.leases] != [prefetch.end]:  # else one lease has all of it
+            lease = self.host.pool.lease(prefetch.hashes[: prefetch.end])
+            for partial in prefetch.leases:
+                partial.release()
+            prefetch.leases = [lease]
+            prefetch.end = len(lease)
         self._lock.notify_all()

@@ -7,10 +7,12 @@ from typing import Final
 from kvtier.tiers.redis_lanes import DOUBTFUL, UNASKED, Lane, Settle
 from kvtier.tiers.redis_nodes import MAX_LINES, Endpoint, Nodes
 from kvtier.tiers.redis_records import Namespace
-from kvtier.tiers.redis_wire import Refusal, Reply, WireError
+from kvtier.tiers.redis_stream import WireError
+from kvtier.tiers.redis_wire import Refusal, Reply
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
-_WINDOW: Final = 16  # blocks under way on one connection
+_WINDOW_BYTES: Final = 8 << 20  # of blocks under way on one connection, half of them in one call
+_MAX_WINDOW: Final = 512  # blocks; the kernel takes 1,024 pieces at once
 _MAX_LANES: Final = 16  # servers of a cluster talked to at once
 
 Answer = BlockRecord | Outcome | bool
@@ -37,8 +39,8 @@ class Batches:
         """
         answers: list[Answer | None] = [None] * len(hashes)
         shares: dict[Endpoint, list[int]] = {}
-        for position, chain_hash in enumerate(hashes):
-            endpoint = self.nodes.endpoint(self.space.key(chain_hash, epoch))
+        for position, key in enumerate(self.space.keys(hashes, epoch)):
+            endpoint = self.nodes.endpoint(key)
             if endpoint is None:
                 answers[position] = Outcome.IO_ERROR
                 self.nodes.refresh()
@@ -46,7 +48,8 @@ class Batches:
                 shares.setdefault(endpoint, []).append(position)
         home = self.nodes.endpoint(self.space.epoch_key)
         num_endpoints = max(1, len(self.nodes.endpoints()))
-        window = max(1, min(_WINDOW, self._in_flight // (MAX_LINES * num_endpoints * self.space.value_bytes)))
+        allowed = self._in_flight // (MAX_LINES * num_endpoints * self.space.value_bytes)
+        window = max(1, min(allowed, _MAX_WINDOW, max(2, _WINDOW_BYTES // self.space.slot_bytes)))
         seen: list[Reply] = []
 
         def share(endpoint: Endpoint, positions: list[int]) -> None:

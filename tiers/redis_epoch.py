@@ -8,7 +8,8 @@ from typing import Final
 from kvtier.tiers.redis_batch import Batches
 from kvtier.tiers.redis_lanes import ask_epoch, command
 from kvtier.tiers.redis_records import format_epoch, parse_epoch
-from kvtier.tiers.redis_wire import Refusal, Reply, WireError
+from kvtier.tiers.redis_stream import WireError
+from kvtier.tiers.redis_wire import Refusal, Reply
 from kvtier.tiers.tier import Outcome
 
 _NOT_OURS: Final = "WRONGTYPE"  # somebody put something else there: as if nothing was

@@ -1,12 +1,14 @@
 """What is said to one server about its share of a batch: EXISTS, GET, SET, UNLINK, pipelined, every answer judged."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.redis_records import Namespace
-from kvtier.tiers.redis_wire import Part, Refusal, Reply, Wire, WireError
+from kvtier.tiers.redis_stream import Part, WireError
+from kvtier.tiers.redis_wire import Head, Refusal, Reply, Wire
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 Settle = Callable[[int, "BlockRecord | Outcome | bool"], None]
@@ -22,6 +24,13 @@ UNASKED: Final = Refusal("not asked")
 def command(*parts: bytes) -> bytes:
     """A command whose arguments are all short."""
     return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
+
+
+def commands(verb: bytes, keys: Sequence[bytes], *more: bytes) -> bytes:
+    """The same command for every key, all keys of one length."""
+    before = b"*%d\r\n$%d\r\n%b\r\n$%d\r\n" % (2 + len(more), len(verb), verb, len(keys[0]))
+    after = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in more)
+    return before + (after + before).join(keys) + after
 
 
 def ask_epoch(space: Namespace) -> bytes:
@@ -74,18 +83,23 @@ class Lane:
         self, hashes: Sequence[ChainHash], into: Sequence[memoryview], positions: Iterable[int], settle: Settle
     ) -> None:
         """Read blocks into their buffers, verify them, and put off their expiry."""
-        positions = list(positions)
-        line_bytes = len(b"$%d\r\n" % self.space.value_bytes)
-        self.wire.begin(self.deadline, ahead=line_bytes + self.space.head_bytes)
-        sent = 0
-        for done, position in enumerate(positions):
-            if sent < len(positions) and sent - done <= self.window // 2:
-                more = positions[sent : done + self.window]
-                self._send([self._get(self.space.key(hashes[p], self.epoch)) for p in more], 2 * len(more))
-                sent += len(more)
-            head = self.wire.value(self.space.head_bytes, into[position])
-            self._reply()  # PEXPIRE's: a server that refuses writes still answers reads
-            settle(position, self._verified(head, hashes[position], into[position]))
+        space, wire = self.space, self.wire  # lengths and expiry first: what is known to be there comes in one go
+        length = b":%d\r\n" % space.value_bytes
+
+        def ask(group: list[int]) -> None:
+            keys = space.keys((hashes[position] for position in group), self.epoch)
+            expiry = commands(b"PEXPIRE", keys, b"%d" % self.ttl_ms)
+            self._send([commands(b"STRLEN", keys), expiry, commands(b"GET", keys)], 3 * len(keys))
+
+        for group in self._turns(self._groups(positions), ask):
+            whole = self._all_are(length, len(group))
+            self._all_are(b":1\r\n", len(group))  # or not: a server that refuses writes still answers reads
+            buffers = [into[position] for position in group]
+            heads = (
+                wire.values(space.head_bytes, buffers) if whole else (wire.value(space.head_bytes, b) for b in buffers)
+            )
+            for position, head in zip(group, heads, strict=True):
+                settle(position, self._verified(head, hashes[position], into[position]))
 
     def set(
         self,
@@ -95,22 +109,19 @@ class Lane:
         settle: Settle,
     ) -> None:
         """Store blocks, in order, until one is refused."""
-        positions = list(positions)
-        half = max(1, self.window // 2)
-        groups = [positions[first : first + half] for first in range(0, len(positions), half)]
-        pending: list[int] = []
-        for group in [*groups, []]:
-            if group:
-                parts = [part for p in group for part in self._set(records[p], payloads[p])]
-                self._send(parts, len(group))
-            outcomes = [self._stored(self._reply()) for _ in pending]
-            for position, outcome in zip(pending, outcomes, strict=True):
+        groups = self._groups(positions)
+
+        def store(group: list[int]) -> None:
+            self._send(self._sets([records[p] for p in group], [payloads[p] for p in group]), len(group))
+
+        for group in self._turns(groups, store):
+            if self.wire.all_are(b"+OK\r\n", len(group)):
+                outcomes = [Outcome.OK] * len(group)
+            else:
+                outcomes = [self._stored(self._reply()) for _ in group]
+                groups.clear()
+            for position, outcome in zip(group, outcomes, strict=True):
                 settle(position, outcome)
-            pending = group
-            if any(outcome is not Outcome.OK for outcome in outcomes):
-                for position in pending:
-                    settle(position, self._stored(self._reply()))
-                return
 
     def unlink(self, hashes: Sequence[ChainHash], positions: Iterable[int], settle: Settle) -> None:
         """Delete blocks."""
@@ -123,6 +134,20 @@ class Lane:
 
     # inside
 
+    def _groups(self, positions: Iterable[int]) -> deque[list[int]]:
+        """Cut so that two are under way at once, or, of the largest blocks, one."""
+        rest, size = list(positions), max(1, self.window // 2)
+        return deque(rest[first : first + size] for first in range(0, len(rest), size))
+
+    def _turns(self, groups: deque[list[int]], send: Callable[[list[int]], None]) -> Iterator[list[int]]:
+        """Each group when its replies are to be read. Of those cleared from `groups` none is sent."""
+        sent: deque[list[int]] = deque()
+        while groups or sent:
+            while groups and len(sent) < min(2, self.window):
+                sent.append(groups.popleft())
+                send(sent[-1])
+            yield sent.popleft()
+
     def _send(self, parts: Sequence[Part], num_replies: int) -> None:
         """Send, behind the question for the epoch if that is still to be asked."""
         if not self.asks_epoch:
@@ -132,18 +157,17 @@ class Lane:
         self.wire.send([ask_epoch(self.space), *parts], num_replies + 1)
         self.epoch_seen = self._reply()
 
+    def _all_are(self, usual: bytes, count: int) -> bool:
+        """Whether the next `count` replies, all read, are `usual`."""
+        return self.wire.all_are(usual, count) or not [self._reply() for _ in range(count)]
+
     def _reply(self) -> Reply:
         reply = self.wire.reply()
         if isinstance(reply, Refusal) and reply.code in DOUBTFUL:
             self.doubtful = True
         return reply
 
-    def _get(self, key: bytes) -> bytes:
-        return command(b"GET", key) + command(b"PEXPIRE", key, b"%d" % self.ttl_ms)
-
-    def _verified(
-        self, head: bytes | Outcome | Refusal | None, chain_hash: ChainHash, payload: memoryview
-    ) -> BlockRecord | Outcome:
+    def _verified(self, head: Head, chain_hash: ChainHash, payload: memoryview) -> BlockRecord | Outcome:
         if head is None:
             return Outcome.ABSENT
         if isinstance(head, Outcome):  # a StrEnum, as a Refusal is a str: neither is bytes
@@ -156,11 +180,17 @@ class Lane:
             return Outcome.CHECKSUM
         return record
 
-    def _set(self, record: BlockRecord, payload: memoryview) -> tuple[Part, Part, Part]:
-        key, ttl = self.space.key(record.chain_hash, self.epoch), b"%d" % self.ttl_ms
-        before = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, self.space.value_bytes)
-        after = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
-        return before + self.space.encode(record, self.epoch), payload, after
+    def _sets(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Part]:
+        keys = self.space.keys((record.chain_hash for record in records), self.epoch)
+        before = b"*5\r\n$3\r\nSET\r\n$%d\r\n" % len(keys[0])
+        between = b"\r\n$%d\r\n" % self.space.value_bytes
+        after = b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(b"%d" % self.ttl_ms), self.ttl_ms)
+        parts: list[Part] = []
+        start = before
+        for key, record, payload in zip(keys, records, payloads, strict=True):
+            parts += (start + key + between + self.space.encode(record, self.epoch), payload)
+            start = after + before
+        return [*parts, after]
 
     def _stored(self, reply: Reply) -> Outcome:
         if reply == b"OK":

@@ -15,7 +15,8 @@ from redis.crc import key_slot
 
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.redis_options import REDIS_ERRORS, Client
-from kvtier.tiers.redis_wire import Wire, WireError, socket_of
+from kvtier.tiers.redis_stream import WireError
+from kvtier.tiers.redis_wire import Wire, socket_of
 from kvtier.tiers.tier import Outcome
 
 _log = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
 """A block as Redis holds it: its key, and a header that says whose bytes follow (byte by byte: docs/format.md)."""
 
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
 
 import msgpack
 
@@ -39,8 +40,8 @@ class Namespace:
         self.slot_bytes = slot_bytes
         self.block_size = block_size
         self._stem = f"{prefix}:{fingerprint.hex()[:16]}:".encode()
-        blank = BlockRecord(bytes(32), bytes(32), b"", 0)
-        self.head_bytes = len(self.encode(blank, 0))
+        self._blank, self._at = _layout(fingerprint, slot_bytes, block_size)
+        self.head_bytes = len(self._blank)
         self.value_bytes = self.head_bytes + slot_bytes
 
     @property
@@ -54,27 +55,25 @@ class Namespace:
         return self._stem + b"probe"
 
     def key(self, chain_hash: ChainHash, epoch: int) -> bytes:
-        """`{prefix}:{fingerprint, 16 digits}:{epoch}:{chain hash}`, the hash whole."""
-        return self._stem + format_epoch(epoch) + b":" + chain_hash.hex().encode()
+        """One of `keys`."""
+        return self.keys([chain_hash], epoch)[0]
+
+    def keys(self, hashes: Iterable[ChainHash], epoch: int) -> list[bytes]:
+        """`{prefix}:{fingerprint, 16 digits}:{epoch}:{chain hash}` of each, the hash whole: all of one length."""
+        stem = self._stem + format_epoch(epoch) + b":"
+        return [stem + chain_hash.hex().encode() for chain_hash in hashes]
 
     def encode(self, record: BlockRecord, epoch: int) -> bytes:
         """What stands before the payload: `head_bytes` bytes."""
-        fields = {
-            "version": VERSION,
-            "codec": _CODEC,
-            "fingerprint": self.fingerprint,
-            "epoch": epoch.to_bytes(8, "little"),
-            "chain_hash": record.chain_hash,
-            "parent": record.parent,
-            "num_tokens": (len(record.tokens) // 4).to_bytes(4, "little"),
-            "tokens": record.tokens.ljust(4 * self.block_size, b"\0"),
-            "payload_len": self.slot_bytes,
-            "xxh3": record.checksum.to_bytes(8, "little"),
-            "seal": bytes(_SEAL_BYTES),
-        }
-        header: bytes = msgpack.packb(fields)
-        unsealed = len(header).to_bytes(_PREFIX_BYTES, "little") + header[:-_SEAL_BYTES]
-        return unsealed + _seal(unsealed)
+        at, head = self._at, bytearray(self._blank)
+        head[at["epoch"]] = epoch.to_bytes(8, "little")
+        head[at["chain_hash"]] = record.chain_hash
+        head[at["parent"]] = record.parent
+        head[at["num_tokens"]] = (len(record.tokens) // 4).to_bytes(4, "little")
+        head[at["tokens"]] = record.tokens.ljust(4 * self.block_size, b"\0")
+        head[at["xxh3"]] = record.checksum.to_bytes(8, "little")
+        head[at["seal"]] = _seal(head[:-_SEAL_BYTES])
+        return bytes(head)
 
     def decode(self, head: bytes, chain_hash: ChainHash, epoch: int) -> BlockRecord | Outcome:
         """The record a header of `head_bytes` describes, if it is that of this very block.
@@ -82,30 +81,42 @@ class Namespace:
         KEY_MISMATCH where it is another block's, model's or version's; CHECKSUM where it is no header of ours. A header
         counts only if writing its record anew gives the same bytes, so nothing in it goes unchecked.
         """
-        fields = _unpack(head)
-        try:
-            num_tokens = int.from_bytes(fields["num_tokens"], "little")
-            tokens = fields["tokens"][: 4 * num_tokens]
-            record = BlockRecord(
-                fields["chain_hash"], fields["parent"], tokens, int.from_bytes(fields["xxh3"], "little")
-            )
-            fits = len(record.parent) == 32 and len(tokens) <= 4 * self.block_size
-            if fits and record.chain_hash == chain_hash and self.encode(record, epoch) == head:
-                return record
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            return Outcome.CHECKSUM
+        at = self._at
+        num_tokens = int.from_bytes(head[at["num_tokens"]], "little")
+        tokens = head[at["tokens"]][: 4 * num_tokens]
+        record = BlockRecord(chain_hash, head[at["parent"]], tokens, int.from_bytes(head[at["xxh3"]], "little"))
+        if self.encode(record, epoch) == head:
+            return record
         return Outcome.KEY_MISMATCH if head[-_SEAL_BYTES:] == _seal(head[:-_SEAL_BYTES]) else Outcome.CHECKSUM
 
 
-def _seal(head: bytes) -> bytes:
+def _layout(fingerprint: bytes, slot_bytes: int, block_size: int) -> tuple[bytes, dict[str, slice]]:
+    """The header with zeros for what differs from block to block, and where in it each of its values lies.
+
+    All are of fixed width, so that no block needs msgpack again.
+    """
+    fields: dict[str, int | str | bytes] = {
+        "version": VERSION,
+        "codec": _CODEC,
+        "fingerprint": fingerprint,
+        "epoch": bytes(8),
+        "chain_hash": bytes(32),
+        "parent": bytes(32),
+        "num_tokens": bytes(4),
+        "tokens": bytes(4 * block_size),
+        "payload_len": slot_bytes,
+        "xxh3": bytes(8),
+        "seal": bytes(_SEAL_BYTES),
+    }
+    header = msgpack.packb(fields)
+    places, so_far = {}, {}
+    for name, value in fields.items():
+        so_far[name] = value
+        end = _PREFIX_BYTES + len(msgpack.packb(so_far))  # up to 15 fields, a map's own mark is one byte
+        places[name] = slice(end - len(value) if isinstance(value, bytes) else end, end)
+    return len(header).to_bytes(_PREFIX_BYTES, "little") + header, places
+
+
+def _seal(head: bytes | bytearray) -> bytes:
     """xxh3-64 of everything in the head before it."""
     return checksum(memoryview(head)).to_bytes(_SEAL_BYTES, "little")
-
-
-def _unpack(head: bytes) -> dict[str, Any]:
-    """The header's map; {} where it is none."""
-    try:
-        fields = msgpack.unpackb(head[_PREFIX_BYTES:])
-    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException):
-        return {}
-    return fields if isinstance(fields, dict) else {}

@@ -20,7 +20,8 @@ from kvtier.tiers.redis_names import Names
 from kvtier.tiers.redis_nodes import Nodes, nodes_of
 from kvtier.tiers.redis_options import MAX_VALUE, Client, connect, judge, no_epoch, parse, survey
 from kvtier.tiers.redis_records import Namespace
-from kvtier.tiers.redis_wire import Refusal, WireError
+from kvtier.tiers.redis_stream import WireError
+from kvtier.tiers.redis_wire import Refusal
 from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome
 
 _log = logging.getLogger(__name__)

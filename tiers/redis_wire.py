@@ -2,30 +2,26 @@
 
 redis-py opens the socket (address, TLS, login) and hands it over in `socket_of`, the one place that reaches into it.
 From then on only this file uses it. A payload never becomes a Python object: it is sent from, and received into, the
-caller's memory, in one call that lets go of the GIL once. A socket with a Python timeout would poll and receive piece
-by piece, taking the GIL back each time: so it is a blocking one with SO_RCVTIMEO and SO_SNDTIMEO.
+caller's memory, many of them in one call that lets go of the GIL once. Only where the server answers otherwise than it
+just said it would are payloads taken back from there, at most one call's.
 """
 
 import socket
-import ssl
-import struct
 import time
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 from redis.connection import AbstractConnection
 
+from kvtier.tiers.redis_stream import Part, WireError, cut, stream_of
 from kvtier.tiers.tier import Outcome
 
-Part = bytes | memoryview
-
-_SEND_BYTES: Final = 4 << 20  # per sendmsg
-_SEND_PARTS: Final = 512  # per sendmsg; the kernel takes 1,024
-_TLS_BYTES: Final = 256 << 10  # per call of a TLS socket
-_BUFFER: Final = 64 << 10
+_BUFFER: Final = 16 << 10
+_SHORTEST: Final = 4  # bytes of a reply, as in ":1" CRLF
+_GLANCE: Final = 64  # bytes looked at for the end of a line
+_PATIENCE: Final = 0.05  # seconds a run of values may take until its replies are read one by one
 _MAX_LINE: Final = 4096  # bytes of an error message
 _MAX_SMALL: Final = 4096  # bytes of a reply that is no payload
-_TAIL: Final = 2 + 4  # bytes surely behind a payload: its CRLF and the shortest reply, as in ":1" CRLF
 
 
 class Refusal(str):
@@ -37,34 +33,9 @@ class Refusal(str):
         return self.partition(" ")[0]
 
 
-class WireError(Exception):
-    """The connection is of no use any more: it failed (IO_ERROR), kept silent (TIMEOUT) or talks nonsense (CHECKSUM).
-
-    Raised inside the Redis tier only, which drops the connection.
-    """
-
-    def __init__(self, outcome: Outcome, why: str) -> None:
-        super().__init__(why)
-        self.outcome = outcome
-
-
 Reply = int | bytes | None | Refusal
-
-
-class _Stream(Protocol):
-    """Bytes in and out before `deadline` (time.monotonic); WireError otherwise."""
-
-    def send(self, parts: Sequence[Part], deadline: float) -> None:
-        """All of it."""
-
-    def receive(self, into: memoryview, deadline: float) -> int:
-        """Whatever there is, at least one byte."""
-
-    def receive_all(self, into: Sequence[memoryview], deadline: float) -> None:
-        """As many bytes as there is room for."""
-
-    def is_quiet(self) -> bool:
-        """Whether the peer is there and has said nothing unasked. Does not wait."""
+Head = bytes | Outcome | Refusal | None
+"""What a GET brought: a record's first bytes, or why there is none (None for nil)."""
 
 
 def socket_of(connection: AbstractConnection) -> socket.socket:
@@ -83,17 +54,15 @@ class Wire:
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        self._stream: _Stream = _TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else _PlainStream(sock)
-        self._view = memoryview(bytearray(_BUFFER))
-        self._start = self._end = 0  # what was received and not yet consumed
-        self._ahead = _BUFFER
+        self._stream = stream_of(sock)
+        self._buffer = self._view = memoryview(bytearray(_BUFFER))
+        self._start = self._end = 0  # what was received and not yet consumed, in `_view`
         self._deadline = 0.0
         self.num_expected = 0
 
-    def begin(self, deadline: float, ahead: int = _BUFFER) -> None:
-        """Before a batch. `ahead`: how far past a reply's start a receive may run: to where a payload would begin."""
+    def begin(self, deadline: float) -> None:
+        """Before a batch."""
         self._deadline = deadline
-        self._ahead = ahead
 
     def send(self, parts: Sequence[Part], num_replies: int) -> None:
         """Send commands that bring `num_replies` replies."""
@@ -121,11 +90,25 @@ class Wire:
         self.num_expected -= 1
         return body[:-2]
 
-    def value(self, head_bytes: int, into: memoryview) -> bytes | Outcome | Refusal | None:
+    def all_are(self, usual: bytes, count: int) -> bool:
+        """Whether the next `count` replies are all `usual` (one short reply, CRLF and all); if so, they are read."""
+        wanted = usual * count
+        assert len(wanted) <= _BUFFER, f"{count} replies at once"
+        while (have := self._end - self._start) < len(wanted):
+            if self._view[self._start : self._end] != wanted[:have]:
+                return False
+            num_whole, part = divmod(len(wanted) - have, len(usual))
+            self._receive_more(num_whole * _SHORTEST + part)
+        if self._view[self._start : self._start + len(wanted)] != wanted:
+            return False
+        self._start += len(wanted)
+        self.num_expected -= count
+        return True
+
+    def value(self, head_bytes: int, into: memoryview) -> Head:
         """The next reply, of a GET: a record whose payload fills `into`; returns its first `head_bytes` bytes.
 
-        None for nil. CHECKSUM where it has another length; a short one is read past, into `into`, a longer one costs
-        the connection. Another reply must be due behind it: its first bytes are received along.
+        CHECKSUM where it has another length; a short one is read past, into `into`, a longer one costs the connection.
         """
         line = self._line()
         if not _opens_bulk(line):
@@ -135,16 +118,53 @@ class Wire:
             raise WireError(Outcome.CHECKSUM, f"no answer to GET: {line[:32]!r}")
         size = _length(line)
         if size != head_bytes + into.nbytes:
-            self._skip(size, into)
+            if size > into.nbytes:
+                raise WireError(Outcome.CHECKSUM, f"a value of {size} bytes, not one of ours")
+            self._fill(into[:size])
+            self._end_of_bulk()
             return Outcome.CHECKSUM
         head = self._take(head_bytes)
-        assert self._start == self._end, "received into the payload"
-        self._stream.receive_all([into, self._view[:_TAIL]], self._deadline)
-        self._start, self._end = 0, _TAIL
+        self._fill(into)
         self._end_of_bulk()
         return head
 
+    def values(self, head_bytes: int, into: Sequence[memoryview]) -> Iterator[Head]:
+        """`value` for each buffer (all of one size), which are received together: for values known to be there.
+
+        Where one is not, after all, the others' bytes came into the wrong places. Nothing of them is lost: they are
+        taken back and read one by one.
+        """
+        if heads := self._run(head_bytes, into):
+            yield from heads
+        else:
+            for buffer in into:
+                yield self.value(head_bytes, buffer)
+
     # inside
+
+    def _run(self, head_bytes: int, into: Sequence[memoryview]) -> list[bytes]:
+        """Every value's head; [] if the replies are not all there and all of the right length: then all are unread."""
+        line = b"$%d\r\n" % (head_bytes + into[0].nbytes)
+        before = len(line) + head_bytes
+        each = before + 2  # and the CRLF behind the payload
+        around = memoryview(bytearray(each * len(into)))
+        places = [around[:before]]
+        for number, buffer in enumerate(into, 1):  # behind a payload: its end, and the next one's beginning
+            places += (buffer, around[number * each - 2 : number * each + before])
+        received = sum(self._give(place) for place in places)  # what is there already
+        rest = cut(places, received)[1]
+        if rest:
+            received += self._stream.receive_run(rest, min(self._deadline, time.monotonic() + _PATIENCE))
+        got = bytes(around)
+        starts = range(0, len(got), each)
+        if received == sum(place.nbytes for place in places) and all(
+            got.startswith(line, start) and got.startswith(b"\r\n", start + before) for start in starts
+        ):
+            self.num_expected -= len(into)
+            return [got[start + len(line) : start + before] for start in starts]
+        back = b"".join([*cut(places, received)[0], self._view[self._start : self._end]])
+        self._view, self._start, self._end = memoryview(back), 0, len(back)
+        return []
 
     def _simple(self, line: bytes) -> Reply:
         """The reply that one line is."""
@@ -163,16 +183,6 @@ class Wire:
         self.num_expected -= 1
         return reply
 
-    def _skip(self, size: int, scratch: memoryview) -> None:
-        """Read past a bulk of the wrong length, if it is short enough to be worth the connection."""
-        if size > scratch.nbytes:
-            raise WireError(Outcome.CHECKSUM, f"a value of {size} bytes, not one of ours")
-        here = min(size, self._end - self._start)
-        self._start += here
-        if size > here:
-            self._stream.receive_all([scratch[: size - here]], self._deadline)
-        self._end_of_bulk()
-
     def _end_of_bulk(self) -> None:
         if self._take(2) != b"\r\n":
             raise WireError(Outcome.CHECKSUM, "a bulk without its end")
@@ -183,9 +193,9 @@ class Wire:
         line = b""
         while not line.endswith(b"\n"):
             if self._start == self._end:
-                # what belongs to this reply was counted: a "$" line's payload begins `ahead` bytes after its start
-                self._receive(self._ahead - len(line) if line[:1] in (b"", b"$") else self._ahead)
-            chunk = bytes(self._view[self._start : self._end])
+                self._view, self._start = self._buffer, 0
+                self._end = self._stream.receive(self._buffer, self._deadline)
+            chunk = bytes(self._view[self._start : min(self._end, self._start + _GLANCE)])
             end = chunk.find(b"\n") + 1 or len(chunk)
             line += chunk[:end]
             self._start += end
@@ -197,18 +207,29 @@ class Wire:
 
     def _take(self, count: int) -> bytes:
         """The next `count` bytes (few)."""
-        taken = bytes(self._view[self._start : min(self._end, self._start + count)])
-        self._start += len(taken)
-        while len(taken) < count:
-            self._receive(count - len(taken))
-            taken += self._view[: self._end]
-            self._start = self._end
-        return taken
+        taken = bytearray(count)
+        self._fill(memoryview(taken))
+        return bytes(taken)
 
-    def _receive(self, limit: int) -> None:
-        """Refill the empty buffer with 1 to `limit` bytes."""
-        self._start = 0
-        self._end = self._stream.receive(self._view[: min(limit, _BUFFER)], self._deadline)
+    def _fill(self, into: memoryview) -> None:
+        """The next bytes, as many as there is room for: what is there already, the rest straight from the socket."""
+        here = self._give(into)
+        if here < into.nbytes:
+            self._stream.receive_all(into[here:], self._deadline)
+
+    def _give(self, into: memoryview) -> int:
+        """As many of the buffer's bytes as it has and there is room for; how many."""
+        here = min(into.nbytes, self._end - self._start)
+        into[:here] = self._view[self._start : self._start + here]
+        self._start += here
+        return here
+
+    def _receive_more(self, count: int) -> None:
+        """`count` bytes, which are sure to come, behind the few that are there."""
+        here = bytes(self._view[self._start : self._end])
+        self._view, self._start, self._end = self._buffer, 0, len(here) + count
+        self._view[: len(here)] = here
+        self._stream.receive_all(self._view[len(here) : self._end], self._deadline)
 
 
 def _opens_bulk(line: bytes) -> bool:
@@ -220,125 +241,3 @@ def _length(line: bytes) -> int:
     if not digits.isdigit() or len(digits) > 12:
         raise WireError(Outcome.CHECKSUM, f"no length: {line[:32]!r}")
     return int(digits)
-
-
-class _PlainStream:
-    """A blocking socket whose calls the kernel ends in time."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.settimeout(None)
-        self._sock = sock
-
-    def send(self, parts: Sequence[Part], deadline: float) -> None:
-        queue = [memoryview(part) for part in parts]
-        first = 0
-        while first < len(queue):
-            last, size = first, 0
-            while last < len(queue) and last - first < _SEND_PARTS and (last == first or size < _SEND_BYTES):
-                size += queue[last].nbytes
-                last += 1
-            self._arm(socket.SO_SNDTIMEO, deadline)
-            try:
-                sent = self._sock.sendmsg(queue[first:last])
-            except OSError as error:
-                raise _failed(error) from None
-            while first < last and sent >= queue[first].nbytes:
-                sent -= queue[first].nbytes
-                first += 1
-            if sent:
-                queue[first] = queue[first][sent:]
-
-    def receive(self, into: memoryview, deadline: float) -> int:
-        self._arm(socket.SO_RCVTIMEO, deadline)
-        try:
-            received = self._sock.recv_into(into)
-        except OSError as error:
-            raise _failed(error) from None
-        return received or _closed()
-
-    def receive_all(self, into: Sequence[memoryview], deadline: float) -> None:
-        rest = list(into)
-        while rest:
-            self._arm(socket.SO_RCVTIMEO, deadline)
-            try:
-                received = self._sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]
-            except OSError as error:
-                raise _failed(error) from None
-            if not received:
-                _closed()
-            while rest and received >= rest[0].nbytes:
-                received -= rest[0].nbytes
-                del rest[0]
-            if received:
-                rest[0] = rest[0][received:]
-
-    def is_quiet(self) -> bool:
-        try:
-            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
-
-    def _arm(self, option: int, deadline: float) -> None:
-        """The kernel counts all waits of one call against this."""
-        left = _left(deadline)
-        self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(left), int(left % 1 * 1e6)))
-
-
-class _TlsStream:
-    """TLS knows no iovecs and no MSG_WAITALL, and has its own record layer between kernel and us."""
-
-    def __init__(self, sock: ssl.SSLSocket) -> None:
-        self._sock = sock
-
-    def send(self, parts: Sequence[Part], deadline: float) -> None:
-        for part in parts:
-            view = memoryview(part)
-            while view.nbytes:
-                self._sock.settimeout(_left(deadline))
-                try:
-                    view = view[self._sock.send(view[:_TLS_BYTES]) :]
-                except OSError as error:
-                    raise _failed(error) from None
-
-    def receive(self, into: memoryview, deadline: float) -> int:
-        self._sock.settimeout(_left(deadline))
-        try:
-            received = self._sock.recv_into(into)
-        except OSError as error:
-            raise _failed(error) from None
-        return received or _closed()
-
-    def receive_all(self, into: Sequence[memoryview], deadline: float) -> None:
-        for view in into:
-            while view.nbytes:
-                view = view[self.receive(view[:_TLS_BYTES], deadline) :]
-
-    def is_quiet(self) -> bool:
-        self._sock.settimeout(0)
-        try:
-            self._sock.recv(1)  # takes in session tickets, which are no data
-        except ssl.SSLWantReadError:
-            return True
-        except OSError:
-            return False
-        return False
-
-
-def _left(deadline: float) -> float:
-    """Seconds until `deadline`, never 0, which would mean to wait forever."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise WireError(Outcome.TIMEOUT, "the deadline passed")
-    return max(left, 0.001)
-
-
-def _failed(error: OSError) -> WireError:
-    timed_out = isinstance(error, BlockingIOError | TimeoutError | ssl.SSLWantReadError | ssl.SSLWantWriteError)
-    return WireError(Outcome.TIMEOUT if timed_out else Outcome.IO_ERROR, str(error))
-
-
-def _closed() -> int:
-    raise WireError(Outcome.IO_ERROR, "the server closed the connection")

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis_rig import NO_REDIS, standalone
 
-from kvtier.tiers.redis_wire import Refusal, Reply, Wire, WireError, socket_of
+from kvtier.tiers.redis_stream import WireError
+from kvtier.tiers.redis_wire import Refusal, Reply, Wire, socket_of
 from kvtier.tiers.tier import Outcome
 
 HEAD, PAYLOAD = 40, 3000
-AHEAD = len(b"$%d\r\n" % (HEAD + PAYLOAD)) + HEAD
 
 
 class Script:
@@ -37,10 +37,17 @@ class Script:
         into[:size], self.data = self.data[:size], self.data[size:]
         return size
 
-    def receive_all(self, into: Sequence[memoryview], deadline: float) -> None:
+    def receive_all(self, into: memoryview, deadline: float) -> None:
+        while into.nbytes:
+            into = into[self.receive(into, deadline) :]
+
+    def receive_run(self, into: Sequence[memoryview], deadline: float) -> int:
+        """As much as there is: what a socket has given when patience ends."""
+        before = len(self.data)
         for view in into:
-            while view.nbytes:
-                view = view[self.receive(view, deadline) :]
+            here = min(view.nbytes, len(self.data))
+            view[:here], self.data = self.data[:here], self.data[here:]
+        return before - len(self.data)
 
     def is_quiet(self) -> bool:
         return not self.data
@@ -51,7 +58,7 @@ def scripted(data: bytes, num_replies: int, pieces: Sequence[int] = ()) -> Wire:
     with mine, other:  # only for its shape
         wire = Wire(mine)
     wire._stream = Script(data, pieces)
-    wire.begin(time.monotonic() + 5, ahead=AHEAD)
+    wire.begin(time.monotonic() + 5)
     wire.num_expected = num_replies
     return wire
 
@@ -74,19 +81,19 @@ ITEMS = st.lists(
 )
 
 
+def spelled(item: Item) -> bytes:
+    """A GET's answer as the server sends it."""
+    if isinstance(item, bytes):
+        return b"$%d\r\n%b\r\n" % (len(item), item)
+    return b"$-1\r\n" if item is None else b"-" + item.encode() + b"\r\n"
+
+
 @given(items=ITEMS, pieces=st.lists(st.integers(1, 700), max_size=60))
 def test_values_misses_and_refusals_in_any_pieces(items: list[Item], pieces: list[int]) -> None:
-    """Each GET is followed by a PEXPIRE: a payload never starts in the buffer, however the bytes arrive."""
+    """One by one, each GET followed by a PEXPIRE, however the bytes arrive."""
     said = b""
     for item in items:
-        value = (
-            b"$-1"
-            if item is None
-            else b"$%d\r\n%b" % (len(item), item)
-            if isinstance(item, bytes)
-            else b"-" + item.encode()
-        )
-        said += value + b"\r\n" + (b":1" if item else b"-READONLY You can't write") + b"\r\n"
+        said += spelled(item) + (b":1" if item else b"-READONLY You can't write") + b"\r\n"
     wire = scripted(said, 2 * len(items), pieces)
     for item in items:
         into = memoryview(bytearray(PAYLOAD))
@@ -98,6 +105,53 @@ def test_values_misses_and_refusals_in_any_pieces(items: list[Item], pieces: lis
             assert head == item
         assert wire.reply() == (1 if item else Refusal("READONLY You can't write"))
     assert wire.is_clean
+
+
+@given(items=ITEMS.filter(len), pieces=st.lists(st.integers(1, 700), max_size=60), refused=st.booleans())
+def test_values_received_together_are_the_same_if_some_are_missing(
+    items: list[Item], pieces: list[int], refused: bool
+) -> None:
+    """The server said all would come, and did something else: each answer is still its own block's."""
+    expiry = b"-READONLY You can't write\r\n" if refused else b":1\r\n"
+    said = expiry * len(items) + b"".join(spelled(item) for item in items) + b"+PONG\r\n"
+    wire = scripted(said, 2 * len(items) + 1, pieces)
+    assert wire.all_are(b":1\r\n", len(items)) or all(isinstance(wire.reply(), Refusal) for _ in items)
+    buffers = [memoryview(bytearray(PAYLOAD)) for _ in items]
+    heads = list(wire.values(HEAD, buffers))
+    for item, head, into in zip(items, heads, buffers, strict=True):
+        if isinstance(item, bytes):
+            assert head == item[:HEAD]
+            assert into == item[HEAD:]
+        else:
+            assert head == item
+    assert wire.reply() == b"PONG"
+    assert wire.is_clean
+
+
+@given(
+    said=st.lists(st.sampled_from([b"+OK\r\n", b":1\r\n", b"-OOM no memory\r\n", b"$-1\r\n"]), min_size=1, max_size=30),
+    usual=st.sampled_from([b"+OK\r\n", b":1\r\n"]),
+    pieces=st.lists(st.integers(1, 9), max_size=30),
+)
+def test_replies_that_are_not_all_as_usual_are_all_still_there(
+    said: list[bytes], usual: bytes, pieces: list[int]
+) -> None:
+    wire = scripted(b"".join(said), len(said), pieces)
+    if wire.all_are(usual, len(said)):
+        assert set(said) == {usual}
+    else:
+        assert set(said) != {usual}
+        assert [spelled_short(wire.reply()) for _ in said] == said
+    assert wire.is_clean
+
+
+def spelled_short(reply: Reply) -> bytes:
+    """A short reply as the server sent it."""
+    if isinstance(reply, Refusal):
+        return b"-%b\r\n" % reply.encode()
+    if isinstance(reply, int):
+        return b":%d\r\n" % reply
+    return b"$-1\r\n" if reply is None else b"+%b\r\n" % reply
 
 
 @given(data=st.binary(max_size=300), pieces=st.lists(st.integers(1, 50), max_size=10), as_value=st.booleans())
@@ -180,7 +234,7 @@ def test_a_payload_never_becomes_an_object(ends: tuple[Wire, socket.socket]) -> 
 
     peer = threading.Thread(target=echo)
     peer.start()
-    wire.begin(time.monotonic() + 20, ahead=len(b"$%d\r\n" % (HEAD + size)) + HEAD)
+    wire.begin(time.monotonic() + 20)
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -194,6 +248,48 @@ def test_a_payload_never_becomes_an_object(ends: tuple[Wire, socket.socket]) -> 
     assert peak < size + (1 << 20)  # the peer's own copy, in this process too, and next to nothing else
     assert into == payload
     assert wire.is_clean
+
+
+def test_a_value_gone_between_question_and_answer_costs_a_moment_and_no_other_block(
+    ends: tuple[Wire, socket.socket],
+) -> None:
+    """A run waits for bytes that never come; long before its deadline its replies are read one by one."""
+    wire, server = ends
+    size = 300_000  # four of them are past the mark below which a run is woken for every packet
+    values = [bytes([number]) * (HEAD + size) for number in range(5)]
+    answers: list[Item] = [values[0], None, *values[2:]]
+    peer = threading.Thread(target=server.sendall, args=[b"".join(spelled(item) for item in answers)])
+    peer.start()
+    wire.begin(time.monotonic() + 30)
+    wire.num_expected = len(answers)
+    buffers = [memoryview(bytearray(size)) for _ in answers]
+    heads = list(wire.values(HEAD, buffers))
+    assert wire._deadline - time.monotonic() > 10
+    peer.join()
+    for answer, head, into in zip(answers, heads, buffers, strict=True):
+        assert head == (answer[:HEAD] if isinstance(answer, bytes) else None)
+        assert head is None or (isinstance(answer, bytes) and into == answer[HEAD:])
+    assert wire.is_clean
+    server.sendall(b"+PONG\r\n")  # the socket wakes for a short answer again
+    wire.num_expected = 1
+    assert wire.reply() == b"PONG"
+
+
+def test_values_before_the_connection_ended_are_served(ends: tuple[Wire, socket.socket]) -> None:
+    wire, server = ends
+    whole = b"v" * (HEAD + PAYLOAD)
+    server.sendall(spelled(whole) * 2 + spelled(whole)[:1000])
+    server.shutdown(socket.SHUT_WR)
+    wire.begin(time.monotonic() + 10)
+    wire.num_expected = 4
+    buffers = [memoryview(bytearray(PAYLOAD)) for _ in range(4)]
+    heads = wire.values(HEAD, buffers)
+    assert [next(heads), next(heads)] == [whole[:HEAD]] * 2
+    assert buffers[0] == buffers[1] == whole[HEAD:]
+    with pytest.raises(WireError) as caught:
+        next(heads)
+    assert caught.value.outcome is Outcome.IO_ERROR
+    assert not wire.is_clean
 
 
 def test_many_parts_are_sent_in_order(ends: tuple[Wire, socket.socket]) -> None:
@@ -214,10 +310,10 @@ def test_many_parts_are_sent_in_order(ends: tuple[Wire, socket.socket]) -> None:
     assert b"".join(received) == b"".join(parts)
 
 
-@pytest.mark.parametrize("at", ["line", "payload"])
+@pytest.mark.parametrize("at", ["line", "payload", "run"])
 def test_a_server_that_drips_cannot_outlast_the_deadline(ends: tuple[Wire, socket.socket], at: str) -> None:
     wire, server = ends
-    said = b"$%d\r\n" % (HEAD + PAYLOAD) + bytes(HEAD) if at == "payload" else b""
+    said = b"$%d\r\n" % (HEAD + PAYLOAD) + bytes(HEAD) if at != "line" else b""
     server.sendall(said)
     stop = threading.Event()
 
@@ -227,10 +323,11 @@ def test_a_server_that_drips_cannot_outlast_the_deadline(ends: tuple[Wire, socke
 
     peer = threading.Thread(target=drip)
     peer.start()
-    wire.begin(time.monotonic() + 0.2, ahead=AHEAD)
+    wire.begin(time.monotonic() + 0.2)
     wire.num_expected = 2
+    buffers = [memoryview(bytearray(PAYLOAD)) for _ in range(2)]
     with pytest.raises(WireError) as caught:
-        wire.value(HEAD, memoryview(bytearray(PAYLOAD)))
+        list(wire.values(HEAD, buffers) if at == "run" else (wire.value(HEAD, buffer) for buffer in buffers))
     late = time.monotonic() - wire._deadline
     stop.set()
     peer.join()
@@ -274,7 +371,7 @@ def test_the_installed_redis_py_hands_over_its_socket(tls: bool) -> None:
         wire.send([b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1000000\r\n", bytes(1_000_000), b"\r\n"], 1)
         assert wire.reply() == b"OK"
         into = memoryview(bytearray(b"?" * (1_000_000 - HEAD)))
-        wire.begin(time.monotonic() + 10, ahead=len(b"$1000000\r\n") + HEAD)
+        wire.begin(time.monotonic() + 10)
         wire.send([b"*2\r\n$3\r\nGET\r\n$1\r\nk\r\n*1\r\n$4\r\nPING\r\n"], 2)
         assert wire.value(HEAD, into) == bytes(HEAD)
         assert into == bytes(1_000_000 - HEAD)

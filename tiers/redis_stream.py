@@ -1,0 +1,208 @@
+"""A socket's bytes in and out before a deadline, in as few calls as can be: plain, or TLS.
+
+A socket with a Python timeout would poll and receive piece by piece, taking the GIL back each time: so a plain one is
+blocking, with SO_RCVTIMEO and SO_SNDTIMEO.
+"""
+
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from kvtier.tiers.tier import Outcome
+
+Part = bytes | memoryview
+
+_SEND_BYTES: Final = 4 << 20  # per sendmsg
+_SEND_PARTS: Final = 512  # per sendmsg; the kernel takes 1,024
+_LOW_WATER: Final = 512 << 10  # bytes that have come when a run is woken, but for its end
+_TLS_BYTES: Final = 256 << 10  # per call of a TLS socket
+
+
+class WireError(Exception):
+    """The connection is of no use any more: it failed (IO_ERROR), kept silent (TIMEOUT) or talks nonsense (CHECKSUM).
+
+    Raised inside the Redis tier only, which drops the connection.
+    """
+
+    def __init__(self, outcome: Outcome, why: str) -> None:
+        super().__init__(why)
+        self.outcome = outcome
+
+
+class Stream(Protocol):
+    """Bytes in and out before `deadline` (time.monotonic); WireError otherwise."""
+
+    def send(self, parts: Sequence[Part], deadline: float) -> None:
+        """All of it."""
+
+    def receive(self, into: memoryview, deadline: float) -> int:
+        """Whatever there is, at least one byte."""
+
+    def receive_all(self, into: memoryview, deadline: float) -> None:
+        """As many bytes as there is room for."""
+
+    def receive_run(self, into: Sequence[memoryview], deadline: float) -> int:
+        """As many bytes as there is room for, in few calls, or what had come of them by `deadline`: nothing, even."""
+
+    def is_quiet(self) -> bool:
+        """Whether the peer is there and has said nothing unasked. Does not wait."""
+
+
+def stream_of(sock: socket.socket) -> Stream:
+    """Over a connected socket, which is the stream's from now on."""
+    return _TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else _PlainStream(sock)
+
+
+class _PlainStream:
+    """A blocking socket whose calls the kernel ends in time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        self._sock = sock
+
+    def send(self, parts: Sequence[Part], deadline: float) -> None:
+        queue = [memoryview(part) for part in parts]
+        while queue:
+            last, size = 0, 0
+            while last < min(len(queue), _SEND_PARTS) and size < _SEND_BYTES:
+                size += queue[last].nbytes
+                last += 1
+            self._arm(socket.SO_SNDTIMEO, deadline)
+            try:
+                sent = self._sock.sendmsg(queue[:last])
+            except OSError as error:
+                raise _failed(error) from None
+            queue = cut(queue, sent)[1]
+
+    def receive(self, into: memoryview, deadline: float) -> int:
+        self._arm(socket.SO_RCVTIMEO, deadline)
+        try:
+            received = self._sock.recv_into(into)
+        except OSError as error:
+            raise _failed(error) from None
+        return received or _closed()
+
+    def receive_all(self, into: memoryview, deadline: float) -> None:
+        while into.nbytes:
+            self._arm(socket.SO_RCVTIMEO, deadline)
+            try:
+                received = self._sock.recv_into(into, 0, socket.MSG_WAITALL)
+            except OSError as error:
+                raise _failed(error) from None
+            into = into[received or _closed() :]
+
+    def receive_run(self, into: Sequence[memoryview], deadline: float) -> int:
+        front, end = cut(into, sum(view.nbytes for view in into) - _LOW_WATER)
+        received = 0
+        if front:  # not woken for every packet; for fewer bytes than the mark it would never be
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _LOW_WATER)
+            received = self._receive_parts(front, deadline)
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+            if received < sum(view.nbytes for view in front):
+                return received
+        return received + self._receive_parts(end, deadline)
+
+    def _receive_parts(self, into: Sequence[memoryview], deadline: float) -> int:
+        try:
+            self._arm(socket.SO_RCVTIMEO, deadline)
+            return self._sock.recvmsg_into(into, 0, socket.MSG_WAITALL)[0]
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise _failed(error) from None
+
+    def is_quiet(self) -> bool:
+        try:
+            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def _arm(self, option: int, deadline: float) -> None:
+        """The kernel counts all waits of one call against this."""
+        left = _left(deadline)
+        self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(left), int(left % 1 * 1e6)))
+
+
+class _TlsStream:
+    """TLS knows no iovecs and no MSG_WAITALL, and has its own record layer between kernel and us."""
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._sock = sock
+
+    def send(self, parts: Sequence[Part], deadline: float) -> None:
+        for part in parts:
+            view = memoryview(part)
+            while view.nbytes:
+                self._sock.settimeout(_left(deadline))
+                try:
+                    view = view[self._sock.send(view[:_TLS_BYTES]) :]
+                except OSError as error:
+                    raise _failed(error) from None
+
+    def receive(self, into: memoryview, deadline: float) -> int:
+        self._sock.settimeout(_left(deadline))
+        try:
+            received = self._sock.recv_into(into)
+        except OSError as error:
+            raise _failed(error) from None
+        return received or _closed()
+
+    def receive_all(self, into: memoryview, deadline: float) -> None:
+        while into.nbytes:
+            into = into[self.receive(into[:_TLS_BYTES], deadline) :]
+
+    def receive_run(self, into: Sequence[memoryview], deadline: float) -> int:
+        received = 0
+        try:
+            for view in into:
+                end = received + view.nbytes
+                while received < end:
+                    received += self.receive(view[received - end :][:_TLS_BYTES], deadline)
+        except WireError as error:
+            if error.outcome is not Outcome.TIMEOUT:
+                raise
+        return received
+
+    def is_quiet(self) -> bool:
+        self._sock.settimeout(0)
+        try:
+            self._sock.recv(1)  # takes in session tickets, which are no data
+        except ssl.SSLWantReadError:
+            return True
+        except OSError:
+            return False
+        return False
+
+
+def cut(parts: Sequence[memoryview], count: int) -> tuple[list[memoryview], list[memoryview]]:
+    """The first `count` bytes of the parts, and those behind."""
+    for number, part in enumerate(parts):
+        if count <= 0:
+            return list(parts[:number]), list(parts[number:])
+        if count < part.nbytes:
+            return [*parts[:number], part[:count]], [part[count:], *parts[number + 1 :]]
+        count -= part.nbytes
+    return list(parts), []
+
+
+def _left(deadline: float) -> float:
+    """Seconds until `deadline`, never 0, which would mean to wait forever."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise WireError(Outcome.TIMEOUT, "the deadline passed")
+    return max(left, 0.001)
+
+
+def _failed(error: OSError) -> WireError:
+    timed_out = isinstance(error, BlockingIOError | TimeoutError | ssl.SSLWantReadError | ssl.SSLWantWriteError)
+    return WireError(Outcome.TIMEOUT if timed_out else Outcome.IO_ERROR, str(error))
+
+
+def _closed() -> int:
+    raise WireError(Outcome.IO_ERROR, "the server closed the connection")
