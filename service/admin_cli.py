@@ -325,4 +325,4 @@ def _show_table(desk: Desk, answer: Json, rows: list[Json], columns: tuple[str, 
 
 
 def _cell(name: str, row: Mapping[str, Any]) -> str:
-    return format_size(row[name]) if name in ("bytes", "size", "used") and row[name] else str(row[name])
+    return summary.memory(row[name]) if name in ("bytes", "size", "used") else str(row[name])

@@ -87,6 +87,10 @@ class Quotas:
         for quota in self.listing():
             self.set(quota.cache_salt, quota.num_bytes)
 
+    def bound(self, name: ChainHash) -> bool:
+        """Whether the tenant has a quota."""
+        return name in self._tenants
+
     def room(self, wanted: Wanted) -> int:
         """How many leading blocks the tenant may store now; makes room among its own for as many as it can."""
         if not self._tenants:

@@ -45,6 +45,8 @@ class ServedTiers(LocalTiers):
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
         """As `LocalTiers.reserve`, within the tenants' quotas."""
+        if not any(self.quotas.bound(each.tenant) for each in wanted):
+            return super().reserve(wanted)
         return [self._reserve(each) for each in wanted]
 
     def _reserve(self, wanted: Wanted) -> Reservation | None:

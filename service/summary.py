@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from kvtier.tiers.quantities import format_size
-
 Json = dict[str, Any]
 
 _SLOT_STATES: Final = ("ready", "leased", "dirty", "filling", "quarantined", "free")
@@ -20,6 +18,14 @@ def hit_share(lookups: Mapping[str, int]) -> float:
     """The share of blocks asked for that some tier had; 0 where none was asked for."""
     asked = sum(lookups.values())
     return (asked - lookups.get("miss", 0)) / asked if asked else 0.0
+
+
+def memory(num_bytes: int) -> str:
+    """About how much, in binary units: "1GiB", "34.38MiB"."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.4g}{unit}"
+    return f"{num_bytes}B"
 
 
 def gigabytes(num_bytes: float) -> str:
@@ -39,7 +45,7 @@ def _lines(status: Json) -> Iterable[str]:
     for each in status["degraded"]:
         yield f"  degraded: {each['tier']} of {each['model']}, {each['direction']} breaker {each['breaker']}"
     models = _many(len(status["models"]), "model")
-    yield _row("host memory", f"{format_size(budget['given'])} of {format_size(budget['bytes'])} given to {models}")
+    yield _row("host memory", f"{memory(budget['given'])} of {memory(budget['bytes'])} given to {models}")
     yield _row("clients", f"{sum(client['connected'] for client in clients)} connected; {_counts(status['events'])}")
     for model in status["models"]:
         yield ""
@@ -67,11 +73,11 @@ _CLIENT: Final = "{:<24} {:<16} {:>10} {:>7} {:>7} {:>8}"
 def _model(model: Json) -> Iterable[str]:
     l2, lookups = model["l2"], model["lookups"]
     yield (
-        f"model {model['model']}: blocks of {model['block_size']} tokens in {format_size(model['block_bytes'])}, "
+        f"model {model['model']}: blocks of {model['block_size']} tokens in {memory(model['block_bytes'])}, "
         f"{_many(model['clients'], 'client')}"
     )
     states = _counts({state: l2[state] for state in _SLOT_STATES})
-    yield _row("L2", f"{l2['slots']} slots in {format_size(l2['bytes'])}: {states}")
+    yield _row("L2", f"{l2['slots']} slots in {memory(l2['bytes'])}: {states}")
     if l2["pinned"] or l2["quotas"]:
         yield _row("kept", f"{_many(l2['pinned'], 'block')} pinned, {_many(l2['quotas'], 'quota')}")
     for name, tier in model["tiers"].items():

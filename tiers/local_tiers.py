@@ -100,8 +100,10 @@ class LocalTiers:
     def count(self, found: Attribution) -> None:
         """Into the hierarchy's metrics."""
         for tier in LOOKUP_TIERS:
-            self.metrics.looked_up(tier, getattr(found, tier))
-        self.metrics.missed(Outcome.ABSENT, found.miss)
+            if num_blocks := getattr(found, tier):  # a counter costs microseconds, nought or not
+                self.metrics.looked_up(tier, num_blocks)
+        if found.miss:
+            self.metrics.missed(Outcome.ABSENT, found.miss)
 
     def _look(self, claim: _Claim) -> None:
         """Ask the indexes; where they end, the shared tiers, once; then claim what is worth loading."""
