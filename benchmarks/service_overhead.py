@@ -1,10 +1,12 @@
 """What the daemon costs an engine beside tiers of its own: a step's round trip, lookups, copies, and its memory.
 
 A real `kvtier serve` on a Unix socket, and the same tiers in this process, asked in turns. A step reserves slots for
-the blocks it stores: its only round trip. Lookups are chains of 128 blocks, 32 on the way at once; their rate is by the
-daemon's CPU time (user and system, one core), since two noisy cores share two busy processes. Copies are an engine's
-loads from L2, scattered blocks, 8 MiB at a time, from the region each of the two has. Memory is what the daemon has
-besides the region (RssAnon) while clients look up and store without a pause; its slope is fitted over `--minutes`.
+the blocks it stores: its only round trip; what the daemon adds is the difference of the pair. "busy" is a processor
+that computes between steps, "idle" one that sleeps, and takes its time to wake up on both sides. Lookups are chains of
+128 blocks, 32 on the way at once; their rate is by the daemon's CPU time (user and system, one core), since two noisy
+cores share two busy processes. Copies are an engine's loads from L2, scattered blocks, 8 MiB at a time, from the region
+each of the two has. Memory is what the daemon has besides the region (RssAnon) while clients look up and store without
+a pause; its slope is fitted over `--minutes`.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -114,19 +116,46 @@ def step(tiers: TiersBelow, num_requests: int, before: Sequence[Reservation]) ->
     return seconds, [reservation for reservation in reservations if reservation is not None]
 
 
-def time_steps(all_tiers: dict[str, TiersBelow], num_requests: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step's wait, both kinds of tiers in turns, at an engine's pace: a step, then some compute."""
+def time_steps(
+    all_tiers: dict[str, TiersBelow], num_requests: int, rounds: int, pause: Callable[[], object]
+) -> dict[str, list[float]]:
+    """Seconds of each step's wait, both kinds of tiers in turns, with a pause before each step."""
     times: dict[str, list[float]] = {name: [] for name in all_tiers}
     held: dict[str, list[Reservation]] = {name: [] for name in all_tiers}
     for _ in range(rounds):
         for name, tiers in all_tiers.items():
+            pause()
             seconds, held[name] = step(tiers, num_requests, held[name])
             times[name].append(seconds)
-        time.sleep(0.001)
     for name, reservations in held.items():
         for reservation in reservations:
             all_tiers[name].abandon(reservation, Outcome.ABORTED)
     return times
+
+
+def time_bare(all_tiers: dict[str, TiersBelow], rounds: int, pause: Callable[[], object]) -> dict[str, list[float]]:
+    """Seconds of the least that can be asked: is one block held?"""
+    times: dict[str, list[float]] = {name: [] for name in all_tiers}
+    [name_asked] = fresh(1)
+    for _ in range(rounds):
+        for name, tiers in all_tiers.items():
+            pause()
+            start = time.perf_counter()
+            tiers.holds([name_asked])
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def busy() -> None:
+    """Compute for a fifth of a millisecond: a processor that slept takes as long to wake up as a step waits."""
+    end = time.perf_counter() + 0.0002
+    while time.perf_counter() < end:
+        pass
+
+
+def idle() -> None:
+    """Sleep for a millisecond, as an engine that waits for its device."""
+    time.sleep(0.001)
 
 
 def stored(tiers: TiersBelow, num_blocks: int) -> list[ChainHash]:
@@ -229,15 +258,22 @@ def main() -> int:
 
 def _steps(both: dict[str, TiersBelow], rounds: int, rows: list[dict[str, object]]) -> list[Target]:
     targets = []
-    for num_requests in (1, 8, 64):
-        progress(f"steps that store a block of each of {num_requests} requests")
-        for name, times in time_steps(both, num_requests, rounds if num_requests < 64 else rounds // 5).items():
-            best, worst = median(times) * 1e6, float(np.percentile(times, 99)) * 1e6
-            rows.append(
-                {"what": f"step, {num_requests} stores", "tiers": name, "median": best, "p99": worst, "unit": "us"}
-            )
-            if name == "daemon" and num_requests == 1:
-                targets.append(Target("a step's round trip, us", MAX_STEP_US, best))
+    for pause in (busy, idle):
+        for num_requests in (0, 1, 8, 64):
+            progress(f"steps that store a block of each of {num_requests} requests, {pause.__name__} between them")
+            num_rounds = rounds if num_requests < 64 else rounds // 5
+            what = f"step, {num_requests} stores" if num_requests else "round trip alone"
+            if num_requests:
+                times = time_steps(both, num_requests, num_rounds, pause)
+            else:
+                times = time_bare(both, num_rounds, pause)
+            added = median(b - a for a, b in zip(times["in process"], times["daemon"], strict=True)) * 1e6
+            for name, each in times.items():
+                row = {"what": f"{what}, {pause.__name__}", "tiers": name, "median": median(each) * 1e6, "unit": "us"}
+                p99 = float(np.percentile(each, 99)) * 1e6
+                rows.append({**row, "p99": p99, **({"added": added} if name == "daemon" else {})})
+            if pause is busy and num_requests < 8:
+                targets.append(Target(f"the daemon adds to a {what}, us", MAX_STEP_US, added))
     return targets
 
 

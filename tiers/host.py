@@ -55,6 +55,7 @@ class HostRegion:
         self.array: NDArray[np.uint8] = flat.reshape(num_slots, self.slot_stride)
         self._pinned_by: PinRuntime | None = None
         self._pin_failed = False
+        self._huge_pages = False
         self._closing = threading.Event()
         self._prefault_thread: threading.Thread | None = None
 
@@ -77,6 +78,7 @@ class HostRegion:
             if fd is not None:
                 os.close(fd)
             raise _too_large(size, available_bytes()) from error
+        region._huge_pages = huge_pages
         if huge_pages:
             memory.advise_huge_pages(region.address, size)
         if not shared:
@@ -170,11 +172,13 @@ class HostRegion:
     def _prefault(self) -> None:
         """Thread: fault the region in, piece by piece, without the GIL."""
         start, size = self.address, self.array.nbytes
+        collapses = self.fd is not None and self._huge_pages
         for offset in range(0, size, _PREFAULT_PIECE):
             if self._closing.is_set():
                 return
             try:
                 memory.populate(start + offset, min(_PREFAULT_PIECE, size - offset))
+                collapses = collapses and memory.collapse(start + offset, min(_PREFAULT_PIECE, size - offset))
             except OSError as error:
                 logger.warning("[host] pre-fault stopped at %s: %s; first copies will be slower", _gib(offset), error)
                 return
@@ -263,10 +267,24 @@ def slot_stride(slot_bytes: int) -> int:
 
 def _map(size: int, fd: int | None, huge_pages: bool) -> mmap.mmap:
     if fd is not None:
-        return mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
+        return _map_shared(size, fd)
     if huge_pages and size >= memory.HUGE_PAGE:  # only whole huge pages are placed on their boundary
         size = -(-size // memory.HUGE_PAGE) * memory.HUGE_PAGE
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _map_shared(size: int, fd: int) -> mmap.mmap:
+    """A shared mapping on a huge page's boundary, where that can be had: huge pages can't show up in it otherwise.
+
+    The kernel places it below what was mapped last, so a stopgap moves it there.
+    """
+    mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
+    over = int(np.frombuffer(mapping, np.uint8).ctypes.data) % memory.HUGE_PAGE
+    if over and size >= memory.HUGE_PAGE:
+        mapping.close()
+        with mmap.mmap(-1, over, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
+            mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
+    return mapping
 
 
 def _create_memfd(size: int) -> int:

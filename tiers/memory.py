@@ -19,6 +19,7 @@ HUGE_PAGE: Final = 2 << 20
 _MADV_DONTFORK: Final = 10
 _MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_MADV_COLLAPSE: Final = 25  # Linux 6.1
 _MLOCK_PIECE: Final = 2 << 20  # far below the usual RLIMIT_MEMLOCK of 8 MiB
 _IOV_MAX: Final = 1024
 _COPY_PIECE: Final = 32 << 20  # bytes per system call: a cancelled copy stops after at most one
@@ -43,6 +44,15 @@ def advise_huge_pages(address: int, num_bytes: int) -> bool:
     start = -(-address // PAGE) * PAGE
     length = (address + num_bytes - start) // PAGE * PAGE
     return length > 0 and _madvise(start, length, _MADV_HUGEPAGE) == 0
+
+
+def collapse(address: int, num_bytes: int) -> bool:
+    """Put populated shared memory on huge pages, whatever the system's setting for those; False: it stays as it is.
+
+    Only whole huge pages are, and only where the mapping lies as its file does. Since Linux 6.1. Copies of scattered
+    blocks by `copy_scattered` gain most: the kernel looks up one page where it looked up 512.
+    """
+    return bool(_madvise(address, num_bytes // HUGE_PAGE * HUGE_PAGE, _MADV_COLLAPSE) == 0)
 
 
 def advise_no_fork(address: int, num_bytes: int) -> None:

@@ -245,3 +245,25 @@ def test_scattered_copies_report_an_unmapped_address_instead_of_dying() -> None:
     with pytest.raises(OSError, match="process_vm_readv"):
         memory.copy_scattered(np.array([region.address]), np.array([8], np.int64), one)
     region.close()
+
+
+def test_shared_memory_is_on_huge_pages_for_everybody_where_the_kernel_can() -> None:
+    region = HostRegion.allocate(64, 1 << 20, shared=True)
+    assert region.wait_prefaulted(30)
+    region.slot(3)[:] = payload = bytes(range(256)) * 4096
+    if not (mapped := huge_kib()):
+        pytest.skip("this kernel puts no shared memory on huge pages (Linux 6.1 does)")
+    assert region.fd is not None
+    other = HostRegion.attach(region.fd, 64, 1 << 20)
+    assert bytes(other.slot(3)) == payload
+    other.array[0, 0] = 1
+    assert region.array[0, 0] == 1
+    assert huge_kib() > mapped
+    other.close()
+    region.close()
+
+
+def huge_kib() -> int:
+    """Shared memory of this process on huge pages."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("ShmemPmdMapped"))
