@@ -23,7 +23,7 @@ def main() -> None:
         "cached": [output.num_cached_tokens for output in outputs],
     }
     if asked["die"]:
-        time.sleep(1)  # what was stored is on its way to the disk; nobody tells the engine to hurry
+        time.sleep(3)  # what was stored is on its way to the disk; nobody tells the engine to hurry
         print(json.dumps(reply), flush=True)
         os.killpg(0, signal.SIGKILL)
     engine.core.shutdown()
