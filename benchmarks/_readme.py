@@ -39,6 +39,12 @@ CLAIMS: Final = (
     ("the same: a hit ÷ of vLLM's example connector (lower end of 95 %)", "engine_ttft", "over example"),
     ("CPU time of a vLLM that never hits, with ÷ without kvtier (lower end of 95 %)", "engine_ttft", "never-hit"),
     ("vLLM: unrelated decoding beside loads ÷ without", "engine_ttft", "unrelated"),
+    ("the daemon adds to a step that stores a block, µs", "service_overhead", "adds to a step"),
+    ("the daemon adds to a bare round trip, µs", "service_overhead", "round trip alone"),
+    ("lookups of 128 blocks, a second of the daemon's core: hits, misses", "service_overhead", "^lookups"),
+    ("copy rate of the daemon's memory: of our own", "service_overhead", "copy rate"),
+    ("the daemon's memory besides its region, under load, MB", "service_overhead", "memory besides"),
+    ("a dead Redis adds to a lookup of 128 blocks, µs", "dead_redis", "dead Redis"),
 )
 
 
