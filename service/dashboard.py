@@ -4,12 +4,11 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import resources
 from threading import Event
 from typing import Any, Final
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -18,12 +17,14 @@ from starlette.types import Receive, Scope, Send
 from kvtier.tiers.errors import KVTierError
 
 Json = dict[str, Any]
+Ask = Callable[[], Awaitable[Json]]
 
 _FILES: Final = {
     "index.html": "text/html",
     "dashboard.css": "text/css",
     "dashboard.js": "text/javascript",
-    "panels.js": "text/javascript",
+    "daemon.js": "text/javascript",
+    "router.js": "text/javascript",
     "draw.js": "text/javascript",
 }
 _HEADERS: Final = {
@@ -40,11 +41,11 @@ _LIFE: Final = 600.0  # seconds a stream lasts; the page then asks for another
 _PATIENCE: Final = 10.0  # seconds longer, for a reader who takes nothing
 
 
-def dashboard_routes(status: Callable[[], Json], stopping: Event) -> list[Route]:
+def dashboard_routes(status: Ask, stopping: Event) -> list[Route]:
     """`GET /`, the files it names, and `GET /stream`; `stopping` ends every stream.
 
-    `status` is called on a thread: once a second however many look, and never while nobody does. What it raises as
-    KVTierError is shown. Its answer must not name what only some may see: the page is for everybody.
+    `status` is awaited once a second however many look, and never while nobody does. What it raises as KVTierError is
+    shown. It must not name what only some may see: the page is for everybody.
     """
     pages = resources.files("kvtier.service") / "pages"
     watch = _Watch(status, stopping)
@@ -69,7 +70,7 @@ def dashboard_routes(status: Callable[[], Json], stopping: Event) -> list[Route]
 class _Watch:
     """The status for all who look, as events. On the HTTP loop alone."""
 
-    def __init__(self, status: Callable[[], Json], stopping: Event) -> None:
+    def __init__(self, status: Ask, stopping: Event) -> None:
         self.num_watchers = 0
         self._status, self._stopping = status, stopping
         self._asking = asyncio.Lock()
@@ -88,14 +89,14 @@ class _Watch:
     async def _fresh(self) -> bytes:
         async with self._asking:  # who waits here finds that it has been asked already
             if time.monotonic() >= self._due:
-                self._latest = await run_in_threadpool(self._ask)
+                self._latest = await self._ask()
                 self._due = time.monotonic() + _PERIOD
             return self._latest
 
-    def _ask(self) -> bytes:
+    async def _ask(self) -> bytes:
         at = int(time.monotonic() * 1000)  # the page's rates are by this clock, not by when the event came
         try:
-            return _event("status", at, self._status())
+            return _event("status", at, await self._status())
         except KVTierError as error:
             return _event("trouble", at, {"error": str(error)})
 

@@ -102,7 +102,7 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
         get("/readyz", lambda: _readiness(daemon)),
         get("/summary", lambda: PlainTextResponse(page(status(daemon, pins)))),
         get("/status", lambda: JSONResponse(status(daemon, pins))),
-        *dashboard_routes(lambda: status(daemon, pins), stopping),
+        *dashboard_routes(lambda: run_in_threadpool(status, daemon, pins), stopping),
         do("/admin/reset", ResetBody, admin.reset),
         do("/admin/evict", BlocksBody, admin.evict),
         do("/admin/pin", PinBody, admin.pin),

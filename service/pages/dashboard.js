@@ -1,7 +1,8 @@
 // The page's life: one stream of statuses, their history, and what to say while there is none.
 
+import * as daemon from "./daemon.js";
 import { duration, h, morph } from "./draw.js";
-import { aboutOf, panelsOf, stateOf } from "./panels.js";
+import * as router from "./router.js";
 
 const KEPT = 300; // seconds of history
 const SHORTEST = 30; // seconds a line shows at least
@@ -15,7 +16,7 @@ class History {
 
   add(at, status) {
     const last = this.samples.at(-1);
-    if (last && (last.status.pid !== status.pid || at < last.at)) this.samples = []; // another process counts anew
+    if (last && (status.uptime_s < last.status.uptime_s || at < last.at)) this.samples = []; // a new process counts anew
     else if (last && at === last.at) return; // a stream begins with what the one before has told
     this.samples.push({ at, status });
     while (this.samples[0].at < at - KEPT) this.samples.shift();
@@ -84,6 +85,11 @@ function connect() {
   });
 }
 
+function begin() {
+  heard = performance.now();
+  connect();
+}
+
 function alive() {
   heard = performance.now();
   lost = null;
@@ -92,12 +98,13 @@ function alive() {
 
 function show() {
   const { status } = history.samples.at(-1);
-  const { text, kind, trouble } = stateOf(status);
+  const view = "replicas" in status ? router : daemon;
+  const { text, kind, trouble } = view.stateOf(status);
   say(text, kind, trouble);
-  place.about.textContent = aboutOf(status);
+  place.about.textContent = view.aboutOf(status);
   place.since.textContent = `Lines show the last ${duration(history.span)}, since this page was opened at most.`;
   document.title = `kvtier · ${text}`;
-  morph(place.panels, h("main", { id: "panels" }, panelsOf(status, history)));
+  morph(place.panels, h("main", { id: "panels" }, view.panelsOf(status, history)));
 }
 
 function say(text, kind, trouble) {
@@ -110,7 +117,7 @@ function listen() {
   if (document.hidden || performance.now() - heard < SILENCE) return;
   lost ??= new Date();
   const refused = source.readyState === EventSource.CLOSED;
-  const why = refused ? "It answers, but gives no stream: too many pages may be watching it." : "Is it running?";
+  const why = refused ? "The stream is refused: too many pages may be watching." : "Is it running?";
   const before = history.samples.length ? " What stands below is from before." : "";
   say("✕ connection lost", "bad", `No word since ${lost.toLocaleTimeString()}. ${why} Trying again.${before}`);
   document.title = "kvtier · connection lost";
@@ -119,11 +126,9 @@ function listen() {
 
 // A page nobody sees costs the server nothing.
 document.addEventListener("visibilitychange", () => {
-  if (!document.hidden) return connect();
   clearTimeout(timer);
-  source.close();
-  return undefined;
+  source?.close();
+  if (!document.hidden) begin();
 });
-heard = performance.now();
 setInterval(listen, 500);
-if (!document.hidden) connect();
+if (!document.hidden) begin();

@@ -42,6 +42,7 @@ export function morph(old, fresh) {
 // numbers
 
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const TENTH = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
 const SHORT = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 
 const scaled = (value, units, last) => {
@@ -51,9 +52,11 @@ const scaled = (value, units, last) => {
 
 /** "12,345". */
 export const count = (value) => WHOLE.format(value);
-/** "12,345", from a million on "1.23 M". */
-export const about = (value) => (value >= 1e6 ? scaled(value, [["G", 1e9], ["M", 1e6]], "") : SHORT_OR_WHOLE(value));
-const SHORT_OR_WHOLE = (value) => (value >= 100 ? WHOLE : SHORT).format(value);
+/** "12,345", "12.3", from a million on "1.23 M". */
+export const about = (value) => {
+  if (value >= 1e6) return scaled(value, [["G", 1e9], ["M", 1e6]], "");
+  return (value >= 100 ? WHOLE : TENTH).format(value);
+};
 /** What moved, in decimal units: "1.25 GB". */
 export const bytes = (value) => scaled(value, [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]], " B");
 /** What is kept, in binary units: "34.4 MiB". */
@@ -69,6 +72,9 @@ export const duration = (seconds) => {
 };
 /** A rate that may not be known yet. */
 export const rate = (value, shown = about) => (value === null ? "–" : `${shown(value)}/s`);
+
+/** What all of {name: number} come to. */
+export const sum = (counts) => Object.values(counts ?? {}).reduce((total, value) => total + value, 0);
 
 // pictures
 
@@ -99,8 +105,8 @@ export function line(points, span, shown, kind, least = 0) {
     if (value === null) runs.push([]);
     else runs.at(-1).push([x(age), y(value)]);
   }
-  const drawn = runs.filter((run) => run.length > 1);
-  const path = (run) => `M${run.map((point) => point.join(" ")).join("L")}`;
+  const drawn = runs.filter((run) => run.length > 0);
+  const path = (run) => `M${run.map((point) => point.join(" ")).join("L")}${run.length > 1 ? "" : "h-2"}`;
   const area = (run) => `${path(run)}L${run.at(-1)[0]} ${HEIGHT}L${run[0][0]} ${HEIGHT}Z`;
   const last = known.length ? shown(known.at(-1)[1]) : "nothing yet";
   const label = `last ${duration(span)}: now ${last}, at most ${shown(most)}`;
@@ -111,5 +117,47 @@ export function line(points, span, shown, kind, least = 0) {
     svg("path", { class: "base", d: `M0 ${HEIGHT - 1}H${WIDTH}` }),
     drawn.map((run) => svg("path", { class: "area", d: area(run) })),
     drawn.map((run) => svg("path", { class: "stroke", d: path(run) })),
+  );
+}
+
+/** The dot that stands for a colour's class beside its name. */
+export const swatch = (kind) => h("i", { class: `swatch ${kind}`, "aria-hidden": "true" });
+
+// panels
+
+/** A number to be read from afar, what it is of, and a picture or nothing. */
+export function tile(title, value, note, picture, kind = "") {
+  const words = [h("h2", {}, title), h("p", { class: "value" }, value), h("p", { class: "note" }, note)];
+  return h("section", { class: `card tile ${kind}` }, words, picture);
+}
+
+/** The tile of what only grows: its rate now, and as a line. */
+export function rateTile(title, counter, note, history, kind, shown = about) {
+  const rates = history.rates(counter);
+  const most = Math.max(0, ...rates.map(([, value]) => value));
+  const words = most > 0 ? `${note}, at most ${rate(most, shown)}` : note;
+  return tile(title, rate(history.rate(counter), shown), words, line(rates, history.span, (value) => rate(value, shown), kind));
+}
+
+export const card = (title, ...content) => h("section", { class: "card" }, h("h3", {}, title), content);
+
+/** `heads` are [text, class of the column]; the first cell of each row names it. */
+export function table(heads, rows) {
+  const cell = (content, i) => (i ? h("td", { class: heads[i][1] }, content) : h("th", { scope: "row" }, content));
+  const head = h("tr", {}, heads.map(([text, kind]) => h("th", { scope: "col", class: kind }, text)));
+  return h("table", {}, h("thead", {}, head), h("tbody", {}, rows.map((cells) => h("tr", {}, cells.map(cell)))));
+}
+
+/** Said where there is nothing to show. */
+export const none = (text) => h("p", { class: "quiet" }, text);
+
+/** Counts by reason, [{name, value, now}], the most frequent first. */
+export function breakdown(unit, rows, nothing) {
+  if (!rows.length) return none(nothing);
+  const most = Math.max(...rows.map(({ value }) => value));
+  const sorted = [...rows].sort((one, other) => other.value - one.value);
+  return table(
+    [["reason"], ["", "wide"], [unit, "number"], ["now", "number"]],
+    sorted.map(({ name, value, now }) => [name.replaceAll("_", " "), bar([{ name, value, kind: "miss" }], most), count(value), rate(now)]),
   );
 }

@@ -1,11 +1,11 @@
-// What the page shows of a status: a node's daemon.
+// What the page shows of a node's daemon.
 
-import { about, bar, bytes, count, duration, h, line, memory, percent, rate } from "./draw.js";
+import { about, bar, breakdown, bytes, card, count, duration, h, line, memory, none, percent, rate, rateTile, sum, swatch, table, tile } from "./draw.js";
 
 const TIERS = ["l1", "l2", "file", "redis", "miss"];
-const NAMES = { l1: "L1 device", l2: "L2 host memory", file: "file", redis: "Redis", miss: "nowhere" };
-const SLOTS = { ready: "ready", leased: "leased", dirty: "dirty", filling: "filling", quarantined: "bad", free: "rest", unused: "rest" };
-const BREAKERS = { closed: ["● closed", "good"], "half-open": ["◐ half-open", "warn"], open: ["▲ open", "bad"] };
+const NAMES = { __proto__: null, l1: "L1 device", l2: "host memory", file: "file", redis: "Redis", miss: "nowhere" };
+const SLOTS = { __proto__: null, ready: "ready", leased: "leased", dirty: "dirty", filling: "filling", quarantined: "bad", free: "rest", unused: "rest" };
+const BREAKERS = { __proto__: null, closed: ["● closed", "good"], "half-open": ["◐ half-open", "warn"], open: ["▲ open", "bad"] };
 const RECENT = 60; // seconds the share of hits is of
 const MAX_CLIENTS = 64;
 
@@ -29,7 +29,6 @@ export function panelsOf(status, history) {
 
 // sums over what a status has
 
-const sum = (counts) => Object.values(counts ?? {}).reduce((total, value) => total + value, 0);
 const over = (f) => (status) => status.models.reduce((total, model) => total + f(model), 0);
 const lookups = over((model) => sum(model.lookups));
 const hits = over((model) => sum(model.lookups) - (model.lookups.miss ?? 0));
@@ -42,15 +41,6 @@ const of = (name, f) => (status) => {
 };
 
 // tiles
-
-function tile(title, value, note, picture, kind = "") {
-  return h("section", { class: `card tile ${kind}` }, h("h2", {}, title), h("p", { class: "value" }, value), h("p", { class: "note" }, note), picture);
-}
-
-function rateTile(title, counter, note, history, kind, shown = about) {
-  const picture = line(history.rates(counter), history.span, (value) => rate(value, shown), kind);
-  return tile(title, rate(history.rate(counter), shown), note, picture);
-}
 
 function daemonTiles(status, history) {
   const [asked, found] = [history.grown(lookups, RECENT), history.grown(hits, RECENT)];
@@ -69,13 +59,13 @@ function daemonTiles(status, history) {
     "div",
     { class: "tiles" },
     tile("Found in the cache", share, ofWhat, line(shares, history.span, percent, "l2", 1)),
-    rateTile("Looked up", lookups, "blocks", history, "l2"),
+    rateTile("Looked up", lookups, `${about(lookups(status))} blocks in all`, history, "l2"),
     rateTile("Read from below", moved("read"), `${bytes(moved("read")(status))} in all`, history, "file", bytes),
     rateTile("Written below", moved("write"), `${bytes(moved("write")(status))} in all`, history, "file", bytes),
     tile("Host memory given", percent(given / size), `${memory(given)} of ${memory(size)}`, bar([{ name: "given", value: given, kind: "l2" }], size, memory)),
-    tile("Clients", count(connected), [gone > 0 && `${count(gone)} gone, may still copy; `, events.join(", ") || "none has come yet"]),
+    tile("Clients", count(connected), [gone > 0 && `${count(gone)} gone, may still copy; `, events.join(", ") || "none has left yet"]),
     tile("Not stored", rate(history.rate(dropped)), `${count(dropped(status))} blocks in all`, line(history.rates(dropped), history.span, rate, "miss")),
-    tile("Corrupted", [wrong ? "▲ " : "● ", count(wrong)], wrong ? "blocks failed verification; none was served" : "every block read was the one stored", null, wrong ? "bad" : "good"),
+    tile("Corrupted", [wrong > 0 && "▲ ", count(wrong)], wrong ? "blocks failed verification; none was served" : "✓ every block read was the one stored", null, wrong ? "bad" : "good"),
   );
 }
 
@@ -100,66 +90,52 @@ function modelOf(model, history) {
     h(
       "div",
       { class: "cards" },
-      card("Fill", fillOf(model)),
+      card("Tiers", tiersOf(model)),
       card("Lookups, by where found", lookupsOf(model, history)),
       card("Moved", movedOf(model, history)),
-      card("Not served, by reason", reasonsOf(model.missed, "Every block found was served.", (reason) => history.rate(of(model.model, (each) => each.missed[reason] ?? 0)))),
-      card("Not stored, by reason", droppedOf(model, history)),
       card("Breakers", breakersOf(model)),
-      card("Tier by tier", tiersOf(model)),
+      card("Not served, by reason", missedOf(model, history)),
+      card("Not stored, by reason", droppedOf(model, history)),
     ),
   );
 }
 
-const card = (title, ...content) => h("section", { class: "card" }, h("h3", {}, title), content);
-const table = (heads, rows) =>
-  h(
-    "table",
-    {},
-    h("thead", {}, h("tr", {}, heads.map(([text, kind]) => h("th", { scope: "col", class: kind }, text)))),
-    h("tbody", {}, rows.map((cells) => h("tr", {}, cells.map((cell, i) => (i ? h("td", { class: heads[i][1] }, cell) : h("th", { scope: "row" }, cell)))))),
-  );
-const none = (text) => h("p", { class: "quiet" }, text);
-
-function fillOf(model) {
-  const { slots, ready, leased, dirty, filling, quarantined, free } = model.l2;
-  // Leased and dirty slots are ready ones: the bar shows each slot once.
-  const host = fill("l2", { ready: ready - leased, leased, filling, quarantined }, slots);
-  const rest = [["dirty", dirty], ["free", free], ["pinned", model.l2.pinned]].filter(([, value]) => value);
-  const below = Object.entries(model.tiers).filter(([, tier]) => sum(tier.slots) > 0);
+function tiersOf(model) {
+  const { slots, ready, leased, dirty, filling, quarantined, pinned } = model.l2;
+  const notes = [["dirty", dirty], ["pinned", pinned]];
   return [
-    host,
-    rest.length > 0 && h("p", { class: "note" }, rest.map(([name, value]) => `${name} ${count(value)}`).join(" · ")),
-    below.map(([name, tier]) => fill(name, tier.slots, sum(tier.slots))),
+    tier(model, "l2", { ready: ready - leased, leased, filling, quarantined }, slots, notes), // leased slots are ready ones
+    Object.entries(model.tiers).map(([name, below]) => tier(model, name, below.slots, sum(below.slots), [])),
   ];
 }
 
-function fill(name, slots, whole) {
-  const used = Object.entries(slots).filter(([state]) => SLOTS[state] !== "rest");
+function tier(model, name, slots, whole, more) {
+  const used = Object.entries(slots).filter(([state, value]) => value && SLOTS[state] !== "rest");
   const parts = used.map(([state, value]) => ({ name: state, value, kind: `${name} ${SLOTS[state] ?? "ready"}` }));
-  const total = used.reduce((so_far, [, value]) => so_far + value, 0);
-  const words = used.filter(([, value]) => value).map(([state, value]) => `${state} ${count(value)}`).join(" · ") || "empty";
+  const full = whole > 0 ? percent(sum(Object.fromEntries(used)) / whole) : "";
+  const counts = [["stored", model.stored[name]], ["evicted", model.evicted[name]], ...more];
+  const facts = [...used, ...counts].filter(([, value]) => value).map(([what, value]) => `${what} ${count(value)}`);
+  const wrong = model.corrupted[name] ?? 0;
   return h(
     "div",
     { class: "meter" },
-    h("p", {}, h("b", {}, swatch(name), NAMES[name] ?? name), h("span", {}, percent(whole ? total / whole : 0))),
-    bar(parts, whole),
-    h("p", { class: "note" }, `${words}, of ${count(whole)} slots`),
+    h("p", {}, h("b", {}, swatch(name), NAMES[name] ?? name), h("span", {}, whole > 0 && `${full} of ${count(whole)} slots`)),
+    whole > 0 && bar(parts, whole),
+    h("p", { class: "note" }, facts.join(" · ") || "empty", wrong > 0 && h("b", { class: "bad" }, ` ▲ corrupted ${count(wrong)}`)),
   );
 }
-
-const swatch = (kind) => h("i", { class: `swatch ${kind}`, "aria-hidden": "true" });
 
 function lookupsOf(model, history) {
   const total = sum(model.lookups);
   const shown = TIERS.filter((tier) => model.lookups[tier] || tier === "l2" || tier === "miss" || tier in model.tiers);
   if (!total) return none("Nobody has asked yet.");
   return table(
-    [["tier"], ["share", "wide"], ["blocks", "number"], ["now", "number"]],
+    [["tier"], ["", "wide"], ["share", "number"], ["blocks", "number"], ["now", "number"]],
     shown.map((tier) => {
       const value = model.lookups[tier] ?? 0;
       const picture = bar([{ name: NAMES[tier], value, kind: tier }], total);
-      return [[swatch(tier), NAMES[tier]], [picture, h("span", {}, percent(value / total))], count(value), rate(history.rate(of(model.model, (each) => each.lookups[tier] ?? 0)))];
+      const now = history.rate(of(model.model, (each) => each.lookups[tier] ?? 0));
+      return [[swatch(tier), NAMES[tier]], picture, percent(value / total), count(value), rate(now)];
     }),
   );
 }
@@ -177,45 +153,36 @@ function movedOf(model, history) {
   );
 }
 
-function reasonsOf(counts, nothing, now) {
-  const rows = Object.entries(counts).sort(([, one], [, other]) => other - one);
-  if (!rows.length) return none(nothing);
-  const most = rows[0][1];
-  return table(
-    [["reason"], ["", "wide"], ["blocks", "number"], ["now", "number"]],
-    rows.map(([reason, value]) => [reason.replaceAll("_", " "), bar([{ name: reason, value, kind: "miss" }], most), count(value), rate(now(reason))]),
+// Counted by tier and reason: "file: queue full".
+function droppedOf(model, history) {
+  const rows = Object.entries(model.dropped).flatMap(([tier, each]) =>
+    Object.entries(each).map(([reason, value]) => {
+      const now = history.rate(of(model.model, (other) => other.dropped[tier]?.[reason] ?? 0));
+      return { name: `${NAMES[tier] ?? tier}: ${reason}`, value, now };
+    }),
   );
+  return breakdown("blocks", rows, "Every block offered was stored.");
 }
 
-function droppedOf(model, history) {
-  const flat = Object.entries(model.dropped).flatMap(([tier, each]) => Object.keys(each).map((reason) => [`${NAMES[tier] ?? tier}: ${reason}`, [tier, reason]]));
-  const at = Object.fromEntries(flat);
-  const counts = Object.fromEntries(flat.map(([name, [tier, reason]]) => [name, model.dropped[tier][reason]]));
-  return reasonsOf(counts, "Every block offered was stored.", (name) => {
-    const [tier, reason] = at[name];
-    return history.rate(of(model.model, (each) => each.dropped[tier]?.[reason] ?? 0));
+function missedOf(model, history) {
+  const rows = Object.entries(model.missed).map(([reason, value]) => {
+    return { name: reason, value, now: history.rate(of(model.model, (other) => other.missed[reason] ?? 0)) };
   });
+  return breakdown("blocks", rows, "Every block found was served.");
 }
 
 function breakersOf(model) {
-  const rows = Object.entries(model.tiers).flatMap(([tier, { breakers }]) =>
-    Object.entries(breakers).map(([direction, state]) => {
-      const [text, kind] = BREAKERS[state] ?? [state, "warn"];
-      return [[swatch(tier), NAMES[tier] ?? tier], direction, h("span", { class: `badge ${kind}` }, text)];
-    }),
-  );
-  return rows.length ? table([["tier"], ["direction"], ["state"]], rows) : none("No tier below host memory is configured: see [file] and [redis].");
+  const tiers = Object.entries(model.tiers);
+  if (!tiers.length) return none("No tier below host memory is configured: see [file] and [redis].");
+  const directions = [...new Set(tiers.flatMap(([, { breakers }]) => Object.keys(breakers)))];
+  const rows = tiers.map(([name, { breakers }]) => [[swatch(name), NAMES[name] ?? name], ...directions.map((each) => breaker(breakers[each]))]);
+  return table([["tier"], ...directions.map((each) => [each])], rows);
 }
 
-function tiersOf(model) {
-  const tiers = ["l2", ...Object.keys(model.tiers)];
-  return table(
-    [["tier"], ["stored", "number"], ["evicted", "number"], ["corrupted", "number"]],
-    tiers.map((tier) => {
-      const wrong = model.corrupted[tier] ?? 0;
-      return [[swatch(tier), NAMES[tier] ?? tier], count(model.stored[tier] ?? 0), count(model.evicted[tier] ?? 0), wrong ? h("b", { class: "bad" }, "▲ ", count(wrong)) : "0"];
-    }),
-  );
+function breaker(state) {
+  if (state === undefined) return "–";
+  const [text, kind] = BREAKERS[state] ?? [state, "warn"];
+  return h("span", { class: `badge ${kind}` }, text);
 }
 
 // clients
@@ -232,5 +199,5 @@ function clientsOf(clients) {
   ]);
   const heads = [["pids"], ["model"], ["for", "number"], ["claims", "number"], ["leases", "number"], ["filling", "number"]];
   const more = clients.length - rows.length;
-  return h("section", { class: "card" }, h("h2", {}, "Clients"), table(heads, rows), more > 0 && none(`and ${count(more)} more`));
+  return card("Clients", table(heads, rows), more > 0 && none(`and ${count(more)} more`));
 }
