@@ -3,12 +3,17 @@
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 from service_rig import FINGERPRINT, DaemonThread, environment
+from starlette.applications import Starlette
 
+from kvtier.service import dashboard
 from kvtier.service.http_server import HttpServer, HttpSocket
 
 MODEL = FINGERPRINT.hex()[:16]
@@ -31,6 +36,31 @@ class ServedDaemon(DaemonThread):
         self.client.close()
         self.pages.stop()
         super().close()
+
+
+class ServedStatus:
+    """The live page of a status that the test makes up."""
+
+    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+        async def ask() -> dict[str, Any]:
+            return status()
+
+        self._stopping = threading.Event()
+        routes = dashboard.dashboard_routes(ask, self._stopping)
+        self._server = HttpServer(Starlette(routes=routes), HttpSocket("127.0.0.1:0"))
+        self.url = f"http://{self._server.address}/"
+
+    def __enter__(self) -> "ServedStatus":
+        self._server.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopping.set()
+        self._server.stop()
+
+    def watch(self) -> AbstractContextManager[httpx2.Response]:
+        """A stream of it."""
+        return httpx2.stream("GET", f"{self.url}stream", timeout=30)
 
 
 def talk(http: str, data: bytes, *, more: bool = False) -> bytes:
