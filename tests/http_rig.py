@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,7 +14,8 @@ import httpx2
 from service_rig import FINGERPRINT, DaemonThread, environment
 from starlette.applications import Starlette
 
-from kvtier.service import dashboard
+from kvtier.service.dashboard import dashboard_routes
+from kvtier.service.http_app import Pages
 from kvtier.service.http_server import HttpServer, HttpSocket
 
 MODEL = FINGERPRINT.hex()[:16]
@@ -24,7 +26,7 @@ class ServedDaemon(DaemonThread):
 
     def __init__(self, socket: Path, *, lease_deadline: float = 60.0, **sections: Mapping[str, object]) -> None:
         super().__init__(socket, lease_deadline=lease_deadline, **sections)
-        self.pages = HttpServer(self.daemon, HttpSocket("127.0.0.1:0"))
+        self.pages = Pages(self.daemon, HttpSocket("127.0.0.1:0"))
         self.http = self.pages.address
         self.pages.start()
         self.client = httpx2.Client(base_url=f"http://{self.http}", timeout=30)
@@ -39,14 +41,16 @@ class ServedDaemon(DaemonThread):
 
 
 class ServedStatus:
-    """The live page of a status that the test makes up."""
+    """The live page of a status that the test makes up; `num_asked` counts how often it was asked for."""
 
     def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
         async def ask() -> dict[str, Any]:
+            self.num_asked += 1
             return status()
 
+        self.num_asked = 0
         self._stopping = threading.Event()
-        routes = dashboard.dashboard_routes(ask, self._stopping)
+        routes = dashboard_routes(ask, self._stopping)
         self._server = HttpServer(Starlette(routes=routes), HttpSocket("127.0.0.1:0"))
         self.url = f"http://{self._server.address}/"
 
@@ -61,6 +65,12 @@ class ServedStatus:
     def watch(self) -> AbstractContextManager[httpx2.Response]:
         """A stream of it."""
         return httpx2.stream("GET", f"{self.url}stream", timeout=30)
+
+    def is_asked(self) -> bool:
+        """Whether somebody looks: it is asked for again within some periods."""
+        before = self.num_asked
+        time.sleep(1.5)
+        return self.num_asked > before
 
 
 def talk(http: str, data: bytes, *, more: bool = False) -> bytes:

@@ -1,18 +1,16 @@
 """Stories of the live page: a real browser looks at it while blocks come and go, and while its server dies and returns."""
 
-import asyncio
 import json
 import socket as sockets
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from browser_rig import Browser, browser, missing
-from doubles import SLOT_BYTES, chain_of, wait_until
+from doubles import chain_of, wait_until
 from http_rig import MODEL, ServedDaemon, ServedStatus
 from node_rig import node
 from service_rig import attach, load, store
@@ -127,6 +125,12 @@ def events(lines: Iterator[str]) -> Iterator[tuple[str, str, Json]]:
             fields[name] = value
         elif "data" in fields:
             yield fields["event"], fields["id"], json.loads(fields.pop("data"))
+
+
+def status_of(served: ServedStatus) -> int:
+    """What a stream of it is answered with."""
+    with served.watch() as answer:
+        return answer.status_code
 
 
 # what it shows
@@ -264,9 +268,9 @@ def test_a_page_in_the_background_asks_for_nothing(page: Browser) -> None:
         page.open(served.url)
         page.wait_for("▲ 1 of 2 replicas")
         page.run(hide, True)
-        wait_until(lambda: served.is_idle)
+        wait_until(lambda: not served.is_asked())
         page.run(hide, False)
-        wait_until(lambda: not served.is_idle)
+        wait_until(served.is_asked)
         assert "connection lost" not in page.text
 
 
@@ -285,7 +289,9 @@ def test_it_can_be_read_in_both_colour_schemes(page: Browser, scheme: str) -> No
         assert least >= 4.5, (least, text)  # WCAG AA
 
 
-def test_it_is_there_for_readers_of_screens_and_on_a_narrow_one(page: Browser, served: ServedDaemon, home: Path) -> None:
+def test_it_is_there_for_readers_of_screens_and_on_a_narrow_one(
+    page: Browser, served: ServedDaemon, home: Path
+) -> None:
     tiers, chain = attach(home / "s"), chain_of(4)
     store(tiers, chain)
     load(tiers, chain)
@@ -323,36 +329,28 @@ def test_its_files_run_nothing_from_elsewhere(served: ServedDaemon) -> None:
 
 
 def test_however_many_look_it_is_asked_once_and_nobody_is_not_asked_for() -> None:
-    asked: list[int] = []
-
-    def status() -> Json:
-        asked.append(1)
-        return {"n": len(asked)}
-
-    with ServedStatus(status) as served:
-        assert served.is_idle
+    with ServedStatus(lambda: ROUTER) as served:
         with served.watch() as one, served.watch() as two, served.watch() as three:
             streams = [events(each.iter_lines()) for each in (one, two, three)]
-            told = [[next(stream) for _ in range(3)] for stream in streams]
-            assert told[0][-1][2]["n"] <= 4
-            by_number = {value["n"]: number for each in told for _, number, value in each}
-            assert len(by_number) <= len(asked) <= 5  # nine events of about three looks
-        wait_until(lambda: served.is_idle)
-        before = len(asked)
-        time.sleep(1.5)
-        assert len(asked) == before
+            looks = {next(stream)[1] for _ in range(3) for stream in streams}
+            assert 3 <= len(looks) <= 5  # of nine events
+            assert served.num_asked <= len(looks) + 1
+        wait_until(lambda: not served.is_asked())
+        # Not one more, from now on.
+        assert not served.is_asked()
 
 
 def test_a_reader_who_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dashboard, "_PERIOD", 0.01)
+    monkeypatch.setattr(dashboard, "_MAX_WATCHERS", 1)
     monkeypatch.setattr(dashboard, "_LIFE", 1.0)
     monkeypatch.setattr(dashboard, "_PATIENCE", 0.5)
     with ServedStatus(lambda: {"much": "x" * 1_000_000}) as served:
         host, _, port = served.url.removeprefix("http://").rstrip("/").rpartition(":")
         with sockets.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(b"GET /stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            wait_until(lambda: not served.is_idle)
-            wait_until(lambda: served.is_idle)
+            wait_until(lambda: status_of(served) == 503)
+            wait_until(lambda: status_of(served) == 200)
 
 
 def test_a_server_that_stops_ends_its_streams(home: Path) -> None:
