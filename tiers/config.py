@@ -25,6 +25,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from kvtier.tiers.config_router import RouterConfig
 from kvtier.tiers.config_values import (
     Address,
     Count,
@@ -211,6 +212,7 @@ class Config(BaseSettings):
     redis: RedisConfig = RedisConfig()
     service: ServiceConfig = ServiceConfig()
     server: ServerConfig = ServerConfig()
+    router: RouterConfig = RouterConfig()
     breaker: BreakerConfig = BreakerConfig()
 
     @classmethod
