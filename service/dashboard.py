@@ -83,7 +83,8 @@ class _Watch:
         yield b"retry: 1000\n\n"
         while time.monotonic() < end and not self._stopping.is_set():
             yield await self._fresh()
-            while (wait := self._due - time.monotonic()) > 0 and not self._stopping.is_set():
+            due = self._due  # of what was told just now: another watcher may move it on
+            while (wait := due - time.monotonic()) > 0 and not self._stopping.is_set():
                 await asyncio.sleep(min(wait, _TICK))
 
     async def _fresh(self) -> bytes:

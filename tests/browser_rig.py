@@ -24,7 +24,8 @@ _OPTIONS: Final = (
 _CONTRASTS: Final = """
 const rgba = (text) => text.match(/[\\d.]+/g).map(Number);
 const light = (colour) => {
-  const [r, g, b] = colour.slice(0, 3).map((v) => v / 255).map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+  const linear = (v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  const [r, g, b] = colour.slice(0, 3).map((v) => linear(v / 255));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 };
 const under = (element) => {
