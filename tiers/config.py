@@ -33,6 +33,8 @@ from kvtier.tiers.quantities import format_size, format_time, parse_duration, pa
 
 ENV_PREFIX: Final = "KVTIER_"
 _DELIMITER: Final = "__"
+_LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+_DYNAMO_STRICT: Final = "DYN_KV_ENFORCE_ENGINE_HASH_STABILITY"  # Dynamo's own switch for [events] strict
 
 
 def _not_a_bool(value: object) -> object:
@@ -78,6 +80,19 @@ def _address(value: object) -> object:
     if not host or not port.isdecimal() or not int(port) <= 65535:
         raise ValueError("not HOST:PORT; write it as in 127.0.0.1:9400")
     return value
+
+
+def _topic(value: object) -> object:
+    if not isinstance(value, str) or not 1 <= len(value.encode()) <= 255:
+        raise ValueError("not a text of 1 to 255 bytes; leave the option out for the models' own")
+    return value
+
+
+def _endpoint(value: object) -> object:
+    scheme, _, rest = value.partition("://") if isinstance(value, str) else ("", "", "")
+    if scheme == "tcp" and _address(rest) or scheme == "ipc" and rest and "\0" not in rest:
+        return value
+    raise ValueError("not an address of ZMQ's; write it as in tcp://127.0.0.1:5557 or ipc:///run/kvtier-events")
 
 
 Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size, when_used="json")]
@@ -204,11 +219,43 @@ class ServiceConfig(_Section):
     @model_validator(mode="after")
     def _guarded(self) -> Self:
         host = self.http.rpartition(":")[0].strip("[]")
-        if host not in ("127.0.0.1", "::1", "localhost"):
+        if host not in _LOOPBACK:
             if not self.allow_remote:
                 raise ValueError(f'http "{self.http}": other machines reach it; use 127.0.0.1 or set allow_remote')
             if self.token is None:
                 raise ValueError(f'http "{self.http}": other machines reach it; set a token')
+        return self
+
+
+class EventsConfig(_Section):
+    """KV events: where they are published, and how strictly they are read."""
+
+    publish: Annotated[str, BeforeValidator(_endpoint)] | None = Field(
+        default=None, description="ZMQ address where KV events are published, as tcp://127.0.0.1:5557; none = off"
+    )
+    replay: Annotated[str, BeforeValidator(_endpoint)] | None = Field(
+        default=None, description="ZMQ address that tells again what a subscriber has missed, as tcp://127.0.0.1:5558"
+    )
+    allow_remote: bool = Field(
+        default=False, description="let these be addresses other machines reach: events hold the prompts' tokens"
+    )
+    buffer: Count = Field(default=10_000, ge=1, le=1_000_000, description="batches kept to be told again")
+    topic: Annotated[str, BeforeValidator(_topic)] | None = Field(
+        default=None, description="topic of every event; none = one for each model, kv@ and its fingerprint"
+    )
+    strict: bool = Field(
+        default=False, description="log events that contradict what was told before as errors, not as warnings"
+    )
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.replay is not None and self.publish is None:
+            raise ValueError(f'replay "{self.replay}": nothing is published; set publish too')
+        for name, value in (("publish", self.publish), ("replay", self.replay)):
+            if value is not None and value.startswith("tcp://") and not self.allow_remote:
+                host = value.removeprefix("tcp://").rpartition(":")[0]
+                if host.strip("[]") not in _LOOPBACK:
+                    raise ValueError(f'{name} "{value}": other machines reach it; use 127.0.0.1 or set allow_remote')
         return self
 
 
@@ -236,6 +283,7 @@ class Config(BaseSettings):
     l1: L1Config = L1Config()
     redis: RedisConfig = RedisConfig()
     service: ServiceConfig = ServiceConfig()
+    events: EventsConfig = EventsConfig()
     breaker: BreakerConfig = BreakerConfig()
 
     @classmethod
@@ -290,7 +338,10 @@ def _env_values() -> Mapping[str, Any]:
     for name, value in os.environ.items():
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
             raise ConfigError(f"{name} {_shown(value)}: unknown variable{_nearest(name.upper(), known)}")
-    return EnvSettingsSource(Config)()
+    values: dict[str, Any] = EnvSettingsSource(Config)()
+    if os.environ.get(_DYNAMO_STRICT) == "1":
+        values["events"] = {"strict": True, **values.get("events", {})}
+    return values
 
 
 def _check_names(section: str, options_given: object) -> None:
