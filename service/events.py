@@ -1,4 +1,4 @@
-"""Publisher: tells KV events over ZMQ, in vLLM's frames, and says again what a subscriber has missed (docs/events.md)."""
+"""Publisher: tells KV events over ZMQ in vLLM's frames, and again what a subscriber has missed (docs/events.md)."""
 
 import contextlib
 import logging
@@ -7,11 +7,12 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import zmq
 
 from kvtier.connector.events import AllBlocksCleared, EventBatch, KVEvent, encode_batch, topic_of
+from kvtier.service.event_sequence import END, Told
 from kvtier.service.told_blocks import ToldBlocks
 from kvtier.tiers.config import EventsConfig
 from kvtier.tiers.errors import ConfigError
@@ -19,9 +20,6 @@ from kvtier.tiers.events import Event, Removed
 from kvtier.tiers.tier import ChainHash
 
 _log = logging.getLogger(__name__)
-
-END: Final = (-1).to_bytes(8, "big", signed=True)
-"""The sequence number behind the last replayed batch."""
 
 MAX_WAITING: Final = 16_384  # blocks handed over and not yet published: past it `has_room` is false
 MAX_BATCH: Final = 4096  # blocks in one batch
@@ -44,19 +42,6 @@ class Source(Protocol):
 
     def take(self, limit: int) -> list[Event]:
         """What happened since the last time; at most `limit` new blocks of each tier."""
-
-
-class Sent(NamedTuple):
-    """One batch as it was published."""
-
-    seq: int
-    topic: bytes
-    payload: bytes
-
-    @property
-    def frames(self) -> list[bytes]:
-        """Topic, sequence number, payload."""
-        return [self.topic, self.seq.to_bytes(8, "big"), self.payload]
 
 
 class Publisher:
@@ -88,7 +73,7 @@ class Publisher:
         self._num_waiting = 0
         self._told: dict[bytes, ToldBlocks] = {}  # from here on the thread's own
         self._most_buffered = config.buffer
-        self._buffer: deque[Sent] = deque()
+        self._buffer: deque[Told] = deque()
         self._num_buffered = 0  # bytes
         self._replays: dict[bytes, _Replay] = {}
         self._stopped = False
@@ -160,7 +145,7 @@ class Publisher:
             socket.bind(address)
         except zmq.ZMQError as error:
             mend = "name another address, as tcp://127.0.0.1:5557"
-            raise ConfigError(f'[events] {option} "{address}": {zmq.strerror(error.errno)}; {mend}') from None
+            raise ConfigError(f'[events] {option} "{address}": {error.strerror}; {mend}') from None
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _submit(self, num_blocks: int, task: Callable[[], None]) -> None:
@@ -217,9 +202,9 @@ class Publisher:
         assert self._publish is not None
         self._publish.send_multipart(sent.frames)  # a PUB socket never waits: it drops what nobody takes
 
-    def _batch(self, seq: int, fingerprint: bytes, events: Sequence[KVEvent]) -> Sent:
+    def _batch(self, seq: int, fingerprint: bytes, events: Sequence[KVEvent]) -> Told:
         topic = topic_of(fingerprint) if self._topic is None else self._topic
-        return Sent(seq, topic.encode(), encode_batch(EventBatch(time.time(), events, self._dp_rank)))
+        return Told(seq, topic.encode(), encode_batch(EventBatch(time.time(), events, self._dp_rank)))
 
     def _accept(self, socket: "zmq.Socket[bytes]") -> None:
         """Take in requests: `[client, "", first wanted]`."""
@@ -244,7 +229,7 @@ class Publisher:
         yield from ([b"", *sent.frames] for sent in kept)
         yield [b"", b"", END, b""]
 
-    def _snapshot(self, most: int) -> list[Sent]:
+    def _snapshot(self, most: int) -> list[Told]:
         """The present state in at most `most` batches, the last of which has the last number published."""
         parts: list[tuple[bytes, Sequence[KVEvent]]] = []
         for fingerprint, told in self._told.items():

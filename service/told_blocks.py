@@ -29,7 +29,7 @@ class _Block:
 
 
 class ToldBlocks:
-    """What the tiers hold, and what of it is told. One thread at a time; the caller publishes what it is given, in order.
+    """What the tiers hold, and what of it is told. One thread at a time; what calls return is to be published in order.
 
     Told are blocks whose whole chain is held, each in some tier: what a prefix lookup can find. A block whose parent is
     missing waits for it, and a chain that breaks is told as removed behind the break: a reader never hears of an
@@ -212,4 +212,3 @@ class _Lines:
 
 def _bits(tiers: int) -> Iterator[int]:
     return (tier for tier in range(len(_TIERS)) if tiers >> tier & 1)
-
