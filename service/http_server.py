@@ -76,6 +76,7 @@ class HttpServer:
         self._max_connections, self._crowded = max_connections, crowded
         config = uvicorn.Config(
             self._admit,
+            interface="asgi3",
             loop="asyncio",
             http=_Impatient,
             ws="none",
