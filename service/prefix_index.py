@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Final
 
 import msgpack
@@ -148,6 +148,12 @@ class PrefixIndex:
                 tally[mask] += sum(1 for _ in run)
             found.update(self._split(slot, tally) for slot in alive or ())
             return found
+
+    def shared(self, sequence_hashes: Sequence[int], medium: str) -> int:
+        """How many leading blocks anybody holds in that tier: what all can load of a tier that workers share."""
+        with self._lock:
+            bits = sum(1 << slot * _WIDTH + MEDIA.index(medium) for slot in range(len(self._slots)))
+            return sum(1 for _ in takewhile(lambda name: self._masks.get(name, 0) & bits, sequence_hashes))
 
     def check(self) -> None:
         """Raise AssertionError where the law is broken."""
