@@ -35,7 +35,8 @@ ROUTER: Json = {
             "in_flight": 2,
             "requests": 3,
             "errors": {},
-            "events": {"state": "fresh", "seq": 41, "gaps": 0, "age_s": 0.5},
+            "events": {"state": "live", "seq": 41, "gaps": 0, "lost": 0, "age_s": 0.5},
+            "node_events": {"state": "stale", "seq": None, "gaps": 2, "lost": 1, "age_s": None},
             "blocks": {"GPU": 40, "CPU": 80, "STORAGE": 0, "EXTERNAL": 7},
         },
         {
@@ -48,6 +49,7 @@ ROUTER: Json = {
             "requests": 1,
             "errors": {"unreachable": 2},
             "events": None,
+            "node_events": None,
             "blocks": {},
         },
     ],
@@ -186,8 +188,11 @@ def test_the_router_shows_who_is_there_and_why_a_request_went_where_it_did(page:
     with ServedStatus(lambda: ROUTER) as router:
         page.open(router.url)
         page.wait_for("▲ 1 of 2 replicas", "127.0.0.1:8001 is down: no answer within 1 s")
-        page.wait_for("127.0.0.1:8000 ● up 12 3 0 ● fresh no. 41", "L1 device 40", "Redis 7", "127", card="Replicas")
-        page.wait_for("127.0.0.1:8001 ✕ down 0 1 ▲ 2 unreachable 2", card="Replicas")
+        page.wait_for(
+            "127.0.0.1:8000 ● up 12 3 0 ● live engine · no. 41 · 0 s ago ▲ stale node · 2 gaps", card="Replicas"
+        )
+        page.wait_for("L1 device 40", "Redis 7", "127", card="Replicas")
+        page.wait_for("127.0.0.1:8001 ✕ down 0 1 ▲ 2 unreachable 2 none", card="Replicas")
         decision = "20 blocks 127.0.0.1:8000 prefix holds more of the prompt than any other"
         decisions = "Last decisions, the newest first; in blocks, the least work in all wins"
         page.wait_for(decision, "✓ 15 held, 12 to do, 18.5 in all", "can take none", card=decisions)
