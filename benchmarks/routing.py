@@ -321,7 +321,7 @@ def main() -> int:
 def require_room(prompts: Sequence[Prompt], args: argparse.Namespace) -> None:
     """FormatError where a request alone is more than a replica's L1 holds, or there are too few to measure."""
     if len(prompts) < 3 * (3 if args.tune else 1):
-        raise FormatError(f"{args.trace}: {len(prompts)} requests: too few to measure; name a longer trace")
+        raise FormatError(f"{len(prompts)} requests: too few to measure; give more, by --requests or another --trace")
     for number, prompt in enumerate(prompts, 1):
         if prompt.num_tokens + prompt.num_answer > (args.l1_blocks - 1) * args.block_size:
             raise FormatError(
