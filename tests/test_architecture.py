@@ -117,6 +117,7 @@ EXPLAINED: Final = {
     "tiers/file_store.py:open": "the tier's whole configuration; every caller names each",
     "service/serve_cli.py:kvtier.service.http_app": "starlette and uvicorn are the extra `service`",
     "service/serve_cli.py:kvtier.service.http_server": "the same",
+    "service/serve_cli.py:kvtier.service.events": "so is pyzmq",
     "service/admin_cli.py:kvtier.service.http_client": "httpx2 is the extra `service`",
     "kvtier/cli.py:kvtier.engine.demo": "torch and transformers take seconds to import; few verbs need them",
     "kvtier/cli.py:kvtier.engine.generate": "the same",
