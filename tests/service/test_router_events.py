@@ -1,4 +1,4 @@
-"""Stories of the router that hears real publishers: it goes where the prefix is, or takes turns when it hears nothing."""
+"""Stories of the router that hears real publishers: it goes where the prefix is, or takes turns."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
