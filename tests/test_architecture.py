@@ -119,6 +119,7 @@ EXPLAINED: Final = {
     "service/serve_cli.py:kvtier.service.http_app": "starlette and uvicorn are the extra `service`",
     "service/serve_cli.py:kvtier.service.http_server": "the same",
     "service/route_cli.py:kvtier.service.router_app": "starlette and uvicorn are the extra `service`",
+    "service/serve_cli.py:kvtier.service.events": "so is pyzmq",
     "service/admin_cli.py:kvtier.service.http_client": "httpx2 is the extra `service`",
     "kvtier/cli.py:kvtier.engine.demo": "torch and transformers take seconds to import; few verbs need them",
     "kvtier/cli.py:kvtier.engine.generate": "the same",
@@ -134,7 +135,7 @@ EXPLAINED: Final = {
     "service/daemon.py:run:except": "the same",
     "service/session.py:_receive:except": "one client's words must not end the others' service: it is cut off, counted",
     "connector/vllm.py:KVTierConnector": "vLLM's interface, whose methods these are; each is a line or two",
-    "engine/demo.py:load_tokenizer:except": "tokenizers raises no narrower type for a file that is not a tokenizer",
+    "connector/tokenizer.py:load_tokenizer:except": "tokenizers raises no narrower type for a file that is none",
     "tiers/transfer.py:_work:except": "top of the worker loop: a failed copy is reported, the thread lives on",
 }
 
