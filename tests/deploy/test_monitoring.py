@@ -90,10 +90,9 @@ def _router_page() -> str:
             events = f"{one.url},events={ports['publish']},replay={ports['replay']}"
             with routed(events, other.url) as router:
                 until(lambda: router.status()["replicas"][0]["events"]["state"] == "live")
-                other.behave(status=500)
+                other.behave(die=True)
                 until(lambda: router.complete().status_code == 200 and router.status()["retries"])
-                router.client.post("/v1/completions", content=b"{")
-                other.kill()
+                assert router.client.post("/v1/completions", json={"model": "another"}).status_code == 404
                 until(lambda: router.status()["replicas"][1]["state"] == "down")
                 return router.client.get("/metrics").text
     finally:
