@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier import __version__
-from kvtier.service import admin_cli, checks_cli, serve_cli
+from kvtier.service import admin_cli, checks_cli, cluster_cli, serve_cli
 from kvtier.service.cli_options import ConfigOption, Exit, JsonOption
 from kvtier.tiers.config import Config, options
 from kvtier.tiers.errors import ConfigError, KVTierError
@@ -20,6 +20,7 @@ from kvtier.tiers.errors import ConfigError, KVTierError
 app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for verbs in (checks_cli, serve_cli, admin_cli):
     app.add_typer(verbs.app)
+app.add_typer(cluster_cli.app)
 
 
 def _print_version(wanted: bool) -> None:
