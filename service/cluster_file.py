@@ -7,10 +7,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.errors import ConfigError, KVTierError
 
 BESIDE_US: Final = Path(__file__).parents[1] / "docker-compose.yml"  # in a checkout and in a wheel alike
 KEY: Final = "x-kvtier"
@@ -108,6 +107,10 @@ class Topology:
 
 def _entries(file: Path) -> dict[str, Any]:
     """The `x-kvtier` of each service that has one."""
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise KVTierError("a cluster needs pyyaml: install kvtier[service]") from None
     try:
         parsed = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
