@@ -2,8 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier import __version__
-from kvtier.service import admin_cli, checks_cli, cluster_cli, serve_cli
-from kvtier.service.cli_options import ConfigOption, Exit, JsonOption
+from kvtier.service import admin_cli, checks_cli, cluster_cli, route_cli, serve_cli
+from kvtier.service.cli_options import ConfigOption, Exit, JsonOption, needing
 from kvtier.tiers.config import Config, options
 from kvtier.tiers.errors import ConfigError, KVTierError
 
 app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for verbs in (checks_cli, serve_cli, admin_cli):
+for verbs in (checks_cli, serve_cli, route_cli, admin_cli):
     app.add_typer(verbs.app)
 app.add_typer(cluster_cli.app)
 
@@ -66,7 +64,7 @@ def run_demo(
     as_json: JsonOption = False,
 ) -> None:
     """Prefill a long text once, then find it again in every tier, also after the process was killed."""
-    with _engine_extra("the demo"):
+    with needing("the demo"):
         from kvtier.engine.demo import DemoOptions, demo  # torch and transformers take seconds to import
     raise typer.Exit(demo(DemoOptions(model=model, as_json=as_json)))
 
@@ -74,7 +72,7 @@ def run_demo(
 @app.command("model")
 def save_model(directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory to be made.")]) -> None:
     """Save a model to try things with: a Llama of 50 M random weights, a tokenizer trained on the Python manual."""
-    with _engine_extra("this"):
+    with needing("this"):
         from kvtier.engine.generate import save_model as save
     save(directory)
 
@@ -94,7 +92,7 @@ def run_generate(
     """Answer one prompt greedily with an engine in this process, and say which tier its KV came from."""
     settings = Config.load(config)
     text = _prompt(prompt, prompt_file)
-    with _engine_extra("this"):
+    with needing("this"):
         from kvtier.engine.generate import Prompt, generate
     generate(Prompt(model, text, max_tokens, exact, as_json), settings)
 
@@ -108,17 +106,6 @@ def _prompt(text: str | None, file: Path | None) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f'--prompt-file "{file}": {error}; name a text file in UTF-8') from None
-
-
-@contextmanager
-def _engine_extra(what: str) -> Iterator[None]:
-    """Where a package of the extra `engine` is missing, say so."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name not in ("transformers", "tokenizers", "safetensors"):
-            raise
-        raise KVTierError(f"{what} needs {error.name}: install kvtier[engine]") from None
 
 
 def main() -> None:

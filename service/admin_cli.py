@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvtier.service import summary
-from kvtier.service.cli_options import ConfigOption, Exit, JsonOption
+from kvtier.service.cli_options import ConfigOption, Exit, JsonOption, needing
 from kvtier.service.top import watch
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError, KVTierError
@@ -255,12 +255,8 @@ def _steps(client: "HttpClient", path: str, body: Json) -> Iterator[Json]:
 
 @contextmanager
 def _connected(http: str | None, token: str | None, config: Path | None) -> "Iterator[HttpClient]":
-    try:
-        from kvtier.service.http_client import HttpClient  # httpx2 comes with the extra `service`
-    except ModuleNotFoundError as error:
-        if error.name != "httpx2":
-            raise
-        raise KVTierError("this command needs httpx2: install kvtier[service]") from None
+    with needing("this command"):
+        from kvtier.service.http_client import HttpClient
     settings = Config.load(config).service
     if http is not None:
         host, _, port = http.rpartition(":")

@@ -1,10 +1,19 @@
-"""What the verbs of the command line share: exit statuses and options."""
+"""What the verbs of the command line share: exit statuses, options, and what to say where a package is missing."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
+
+from kvtier.tiers.errors import KVTierError
+
+_EXTRAS: Final = {
+    "engine": ("safetensors", "tokenizers", "transformers"),
+    "service": ("h11", "httpx2", "starlette", "uvicorn", "yaml"),
+}
 
 
 class Exit(IntEnum):
@@ -20,3 +29,16 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="TOML file; the environment overrides it.")
 ]
+
+
+@contextmanager
+def needing(what: str) -> Iterator[None]:
+    """Around the import of what an extra brings: KVTierError where that is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        extra = next((extra for extra, packages in _EXTRAS.items() if package in packages), None)
+        if extra is None:
+            raise
+        raise KVTierError(f"{what} needs {package}: install kvtier[{extra}]") from None

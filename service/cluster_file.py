@@ -9,7 +9,8 @@ from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvtier.tiers.errors import ConfigError, KVTierError
+from kvtier.service.cli_options import needing
+from kvtier.tiers.errors import ConfigError
 
 BESIDE_US: Final = Path(__file__).parents[1] / "docker-compose.yml"  # in a checkout and in a wheel alike
 KEY: Final = "x-kvtier"
@@ -107,10 +108,8 @@ class Topology:
 
 def _entries(file: Path) -> dict[str, Any]:
     """The `x-kvtier` of each service that has one."""
-    try:
+    with needing("a cluster"):
         import yaml
-    except ModuleNotFoundError:
-        raise KVTierError("a cluster needs pyyaml: install kvtier[service]") from None
     try:
         parsed = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -2,18 +2,16 @@
 
 import asyncio
 import contextlib
-import hmac
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
 from threading import Event
 from typing import Any, Final
 
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -32,6 +30,8 @@ from kvtier.service.admin_bodies import (
 )
 from kvtier.service.daemon import Daemon
 from kvtier.service.exposition import exposition
+from kvtier.service.guard import Guard, read_body
+from kvtier.service.http_server import HttpServer, HttpSocket
 from kvtier.service.pins import Pins
 from kvtier.service.status import degraded_tiers, status
 from kvtier.service.summary import page
@@ -42,16 +42,34 @@ from kvtier.tiers.errors import ConfigError, FingerprintMismatch, FormatError, K
 _log = logging.getLogger(__name__)
 
 _HEALTHY: Final = 1.0  # seconds the daemon's loop may take to answer
-_BODY: Final = 10.0  # seconds a request's body may take
 _EXPIRY: Final = 0.25  # seconds between looks at the pins
-_LOOPBACK: Final = ("127.", "::1", "::ffff:127.")
-_LOCAL_NAMES: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
 _EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Pages:
+    """The daemon's HTTP server, and the pins that live as long as it."""
+
+    def __init__(self, daemon: Daemon, listening: HttpSocket) -> None:
+        """Takes the socket over."""
+        self.pins = Pins(daemon)
+        self._stopping = Event()
+        self._server = HttpServer(make_app(daemon, self.pins, self._stopping), listening)
+        self.address = self._server.address
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._server.start()
+
+    def stop(self) -> None:
+        """End requests under way, let every pin go, close the socket: within seconds. Idempotent."""
+        self._stopping.set()
+        self._server.stop()
+        self.pins.clear()
 
 
 def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
     """The application; `stopping` ends what would go on. What waits does so on threads, with deadlines."""
-    guard = _Guard(daemon.config.service.token)
+    guard = Guard(daemon.config.service.token)
     admin, transfers = Admin(daemon, pins), Transfers(daemon)
 
     def get(path: str, answer: Callable[[], Response]) -> Route:
@@ -70,7 +88,7 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
     def do(path: str, body_type: type[BaseModel], verb: Callable[[Any], Mapping[str, Any]]) -> Route:
         async def endpoint(request: Request) -> Response:
             guard.admit(request)
-            body = parse(body_type, await _body(request))
+            body = parse(body_type, await read_body(request, MAX_BODY))
             return JSONResponse(await run_in_threadpool(verb, body))
 
         return Route(path, endpoint, methods=["POST"])
@@ -78,7 +96,7 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
     def tell(path: str, body_type: type[BaseModel], verb: Callable[[Any], Steps]) -> Route:
         async def endpoint(request: Request) -> Response:
             guard.admit(request)
-            told = Told(verb(parse(body_type, await _body(request))), stopping)
+            told = Told(verb(parse(body_type, await read_body(request, MAX_BODY))), stopping)
             await told.begun()
             return StreamingResponse(told.lines(), media_type="application/x-ndjson")
 
@@ -113,50 +131,6 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
         tell("/admin/trace", TraceBody, transfers.trace),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=_HANDLERS)
-
-
-@dataclass(frozen=True, slots=True)
-class _Guard:
-    """Who may use admin routes: who has the token; without one, programs of this machine that are no web page."""
-
-    token: SecretStr | None
-
-    def admit(self, request: Request) -> None:
-        """Raises HTTPException: 401, without a hint, or 415."""
-        if self.token is not None:
-            given = request.headers.get("authorization", "").encode("latin-1")  # the bytes that came
-            expected = f"Bearer {self.token.get_secret_value()}".encode()
-            allowed = hmac.compare_digest(given, expected)
-        else:  # a page in a browser here may send requests too, but not under a local name to itself
-            client = request.client.host if request.client is not None else ""
-            host = request.headers.get("host", "")
-            name = host if host.endswith("]") else host.rpartition(":")[0] or host
-            allowed = client.startswith(_LOOPBACK) and name in _LOCAL_NAMES
-        if not allowed:
-            raise HTTPException(401, "not allowed")
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if request.method == "POST" and kind != "application/json":
-            raise HTTPException(415, f'content-type "{kind[:40]}": send application/json')
-
-
-async def _body(request: Request) -> bytes:
-    """The request's body. Raises HTTPException where it is too large, too slow or broken off."""
-    too_large = HTTPException(413, f"body: more than {MAX_BODY} bytes; ask for less at a time")
-    length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:20]) > MAX_BODY:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_BODY):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > MAX_BODY:
-                    raise too_large
-    except TimeoutError:
-        raise HTTPException(408, f"body: not here within {_BODY:g} s; send it at once") from None
-    except ClientDisconnect:
-        raise HTTPException(400, "body: broken off") from None
-    return bytes(body)
 
 
 def _health(daemon: Daemon) -> Response:

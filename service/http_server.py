@@ -1,4 +1,4 @@
-"""The HTTP server beside the daemon's loop: its socket, its thread, and no patience with those who say nothing."""
+"""An HTTP server on a thread beside whatever it serves: its socket, and no patience with those who say nothing."""
 
 import asyncio
 import socket
@@ -6,39 +6,45 @@ import threading
 from typing import Any, Final
 
 import uvicorn
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvtier.service.daemon import Daemon
-from kvtier.service.http_app import make_app
-from kvtier.service.pins import Pins
 from kvtier.tiers.errors import ConfigError
 
-_BACKLOG: Final = 64
+_BACKLOG: Final = 1024  # connections the kernel keeps for us; those past the limit below are told so
 _MAX_CONNECTIONS: Final = 64
 _MAX_HEADERS: Final = 16 << 10  # bytes
 _IDLE: Final = 10.0  # seconds a connection may take over a request's head, or between two
-_GRACE: Final = 2  # seconds requests may take to their end when the daemon stops
-_STOPPED: Final = 5.0
+_GRACE: Final = 2  # seconds requests may take to their end at a stop
+_STOPPED: Final = 3.0  # seconds the thread may take beyond that
+_CROWDED: Final = JSONResponse({"error": "too many connections; come again later"}, 503, {"connection": "close"})
 
 
 class HttpSocket:
     """A bound, listening socket, before there is anything to serve on it."""
 
-    def __init__(self, address: str) -> None:
-        """`address` is HOST:PORT; port 0 is one the system chooses. ConfigError where it cannot be had."""
+    def __init__(self, address: str, section: str = "service") -> None:
+        """`address` is HOST:PORT, from that section's `http`; port 0 is one the system chooses.
+
+        ConfigError where it cannot be had.
+        """
         host, _, port = address.rpartition(":")
         try:
             info = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            self.socket = socket.socket(info[0][0], socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            # asyncio sends at once only where a socket says it is TCP; else a kept connection's answers take 40 ms more
+            family, kind, protocol, _, where = info[0]
+            self.socket = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
             try:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                self.socket.bind(info[0][4])
+                self.socket.bind(where)
                 self.socket.listen(_BACKLOG)
             except OSError:
                 self.socket.close()
                 raise
         except OSError as error:
-            raise ConfigError(f'[service] http "{address}": {error.strerror}; choose another address or port') from None
+            why = f"{error.strerror}; choose another address or port"
+            raise ConfigError(f'[{section}] http "{address}": {why}') from None
 
     @property
     def address(self) -> str:
@@ -52,16 +58,27 @@ class HttpSocket:
 
 
 class HttpServer:
-    """Serves the daemon's pages from `start` until `stop`, on a thread of its own."""
+    """Serves an application from `start` until `stop`, on a thread of its own.
 
-    def __init__(self, daemon: Daemon, listening: HttpSocket) -> None:
+    A request on a connection past `max_connections` is answered `crowded`. `grace`: seconds for requests at a stop.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        listening: HttpSocket,
+        *,
+        max_connections: int = _MAX_CONNECTIONS,
+        crowded: Response = _CROWDED,
+        grace: int = _GRACE,
+    ) -> None:
         """Takes the socket over."""
-        self.pins = Pins(daemon)
-        self._stopping = threading.Event()
         self.address = listening.address
-        self._listening = listening
+        self._app, self._listening, self._grace = app, listening, grace
+        self._max_connections, self._crowded = max_connections, crowded
         config = uvicorn.Config(
-            make_app(daemon, self.pins, self._stopping),
+            self._admit,
+            interface="asgi3",
             loop="asyncio",
             http=_Impatient,
             ws="none",
@@ -71,10 +88,9 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,  # who asks is who has connected
             server_header=False,
-            limit_concurrency=_MAX_CONNECTIONS,
             h11_max_incomplete_event_size=_MAX_HEADERS,
             timeout_keep_alive=int(_IDLE),
-            timeout_graceful_shutdown=_GRACE,
+            timeout_graceful_shutdown=grace,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="kvtier-http", daemon=True)
@@ -84,13 +100,16 @@ class HttpServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """End requests under way, let every pin go, close the socket: within seconds. Idempotent."""
-        self._stopping.set()
+        """Let requests under way end, for `grace` seconds, and close the socket. Idempotent."""
         self._server.should_exit = True
         if self._thread.is_alive():
-            self._thread.join(_STOPPED)
-        self.pins.clear()
+            self._thread.join(self._grace + _STOPPED)
         self._listening.close()
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_crowded = len(self._server.server_state.connections) > self._max_connections
+        app = self._crowded if is_crowded and scope["type"] == "http" else self._app
+        await app(scope, receive, send)
 
     def _run(self) -> None:
         self._server.run(sockets=[self._listening.socket])

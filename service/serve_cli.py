@@ -5,14 +5,14 @@ import resource
 import signal
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Final
 
 import typer
 
+from kvtier.service.cli_options import needing
 from kvtier.service.daemon import Daemon
 from kvtier.tiers.config import Config
-from kvtier.tiers.errors import ConfigError, KVTierError
+from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.quantities import format_size
 
 app = typer.Typer()
@@ -40,13 +40,15 @@ def serve(
     if path is None:
         raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
     logging.basicConfig(level=logging.INFO, format="kvtier: %(message)s", stream=sys.stderr)
-    server = _server()
-    listening = server.HttpSocket(settings.service.http)
+    with needing("the daemon"):
+        from kvtier.service.http_app import Pages
+        from kvtier.service.http_server import HttpSocket
+    listening = HttpSocket(settings.service.http)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # some for each client and each of its processes
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     sys.setswitchinterval(_SWITCH)
     daemon = Daemon(settings, path)
-    pages = server.HttpServer(daemon, listening)
+    pages = Pages(daemon, listening)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: daemon.stop())
     pages.start()
@@ -56,14 +58,3 @@ def serve(
     pages.stop()
     if not daemon.close(_DRAIN):
         logging.getLogger(__name__).warning("stores still waited after %g s: they are dropped", _DRAIN)
-
-
-def _server() -> ModuleType:
-    try:
-        from kvtier.service import http_server
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in ("starlette", "uvicorn"):
-            raise
-        raise KVTierError(f"the daemon needs {package}: install kvtier[service]") from None
-    return http_server

@@ -9,7 +9,8 @@ from pathlib import Path
 import httpx2
 from service_rig import FINGERPRINT, DaemonThread, environment
 
-from kvtier.service.http_server import HttpServer, HttpSocket
+from kvtier.service.http_app import Pages
+from kvtier.service.http_server import HttpSocket
 
 MODEL = FINGERPRINT.hex()[:16]
 
@@ -19,7 +20,7 @@ class ServedDaemon(DaemonThread):
 
     def __init__(self, socket: Path, *, lease_deadline: float = 60.0, **sections: Mapping[str, object]) -> None:
         super().__init__(socket, lease_deadline=lease_deadline, **sections)
-        self.pages = HttpServer(self.daemon, HttpSocket("127.0.0.1:0"))
+        self.pages = Pages(self.daemon, HttpSocket("127.0.0.1:0"))
         self.http = self.pages.address
         self.pages.start()
         self.client = httpx2.Client(base_url=f"http://{self.http}", timeout=30)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -11,10 +10,8 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
-    PlainSerializer,
     SecretStr,
     ValidationError,
     model_validator,
@@ -28,61 +25,25 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from kvtier.tiers.config_router import RouterConfig
+from kvtier.tiers.config_values import (
+    Address,
+    Count,
+    Directory,
+    Duration,
+    FileName,
+    KeyPrefix,
+    Salt,
+    Size,
+    SocketPath,
+    Time,
+    require_guard,
+)
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.quantities import format_size, format_time, parse_duration, parse_size, parse_time
+from kvtier.tiers.quantities import format_size, parse_duration, parse_size, parse_time
 
 ENV_PREFIX: Final = "KVTIER_"
 _DELIMITER: Final = "__"
-
-
-def _not_a_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("not a whole number; write one, as in 16")
-    return value
-
-
-def _path(value: object) -> object:
-    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
-        raise ValueError("not a directory's name; write one, or leave the option out to switch the tier off")
-    return Path(value).expanduser()
-
-
-def _salt(value: object) -> object:
-    if not isinstance(value, str) or not value:
-        raise ValueError("not a text of one character or more; leave the option out for none")
-    return value
-
-
-def _file(value: object) -> object:
-    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
-        raise ValueError("not a file's name; write one, or leave the option out")
-    return Path(value).expanduser()
-
-
-def _socket(value: object) -> object:
-    path = _file(value)
-    longest = 107  # bytes of sockaddr_un.sun_path, with its terminating zero 108
-    if len(os.fsencode(str(path))) > longest:
-        raise ValueError(f"a socket's path has {longest} bytes at most; choose a shorter one, as in /run/kvtier.sock")
-    return path
-
-
-def _key_prefix(value: object) -> object:
-    if not isinstance(value, str) or not re.fullmatch(r"[\w.:-]{1,64}", value, re.ASCII):
-        raise ValueError("not 1 to 64 letters, digits or any of ._:-; choose such a prefix")
-    return value
-
-
-def _address(value: object) -> object:
-    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    if not host or not port.isdecimal() or not int(port) <= 65535:
-        raise ValueError("not HOST:PORT; write it as in 127.0.0.1:9400")
-    return value
-
-
-Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size, when_used="json")]
-Time = Annotated[float, BeforeValidator(parse_time), PlainSerializer(format_time, when_used="json")]
-Count = Annotated[int, BeforeValidator(_not_a_bool)]
 
 
 class _Section(BaseModel):
@@ -101,9 +62,7 @@ class HostConfig(_Section):
 class FileConfig(_Section):
     """L3 file: the slabs in one directory."""
 
-    path: Annotated[Path, BeforeValidator(_path)] | None = Field(
-        default=None, description="directory of the slabs; none = tier off"
-    )
+    path: Directory | None = Field(default=None, description="directory of the slabs; none = tier off")
     size: Size = Field(default=parse_size("4GiB"), description="hard bound on the directory's slabs together")
     mode: Literal["auto", "direct", "buffered", "mmap"] = Field(
         default="auto", description="how payloads are read and written"
@@ -136,9 +95,7 @@ class CacheConfig(_Section):
         default="auto", description="load a held block, compute it again, or whichever measures faster"
     )
     store_generated: bool = Field(default=True, description="store answers too, for the next turn of a conversation")
-    cache_salt: Annotated[str, BeforeValidator(_salt)] | None = Field(
-        default=None, description="isolates a tenant: other salt, no hit"
-    )
+    cache_salt: Salt | None = Field(default=None, description="isolates a tenant: other salt, no hit")
     epoch: Count = Field(default=0, ge=0, lt=2**63, description="raise it to invalidate everything stored before")
 
 
@@ -172,15 +129,11 @@ class RedisConfig(_Section):
     sentinel_name: str = Field(default="mymaster", description="the name Sentinels know the master by")
     username: str | None = Field(default=None, description="ACL user")
     password: SecretStr | None = Field(default=None, description="its password; never logged")
-    ca: Annotated[Path, BeforeValidator(_file)] | None = Field(
+    ca: FileName | None = Field(
         default=None, description="certificate authority of rediss:// servers; none = the system's"
     )
-    prefix: Annotated[str, BeforeValidator(_key_prefix)] = Field(
-        default="kvtier", description="what every key begins with"
-    )
-    ttl: Annotated[float, BeforeValidator(parse_duration), PlainSerializer(format_time, when_used="json")] = Field(
-        default=parse_duration("24h"), description="how long a block nobody reads is kept"
-    )
+    prefix: KeyPrefix = Field(default="kvtier", description="what every key begins with")
+    ttl: Duration = Field(default=parse_duration("24h"), description="how long a block nobody reads is kept")
     connect_timeout: Time = Field(default=parse_time("100ms"), description="longest a connection may take to open")
     deadline: Time = Field(
         default=parse_time("250ms"), description="longest a batch may take, besides its size over bandwidth"
@@ -192,10 +145,10 @@ class RedisConfig(_Section):
 class ServiceConfig(_Section):
     """The node's daemon: where it listens, and where engines find it."""
 
-    socket: Annotated[Path, BeforeValidator(_socket)] | None = Field(
+    socket: SocketPath | None = Field(
         default=None, description="Unix socket of `kvtier serve`; an engine given it uses that daemon's tiers"
     )
-    http: Annotated[str, BeforeValidator(_address)] = Field(
+    http: Address = Field(
         default="127.0.0.1:9400", description="address of the daemon's metrics, health and admin pages"
     )
     token: SecretStr | None = Field(default=None, description="what admin requests must carry; never logged")
@@ -203,12 +156,34 @@ class ServiceConfig(_Section):
 
     @model_validator(mode="after")
     def _guarded(self) -> Self:
-        host = self.http.rpartition(":")[0].strip("[]")
-        if host not in ("127.0.0.1", "::1", "localhost"):
-            if not self.allow_remote:
-                raise ValueError(f'http "{self.http}": other machines reach it; use 127.0.0.1 or set allow_remote')
-            if self.token is None:
-                raise ValueError(f'http "{self.http}": other machines reach it; set a token')
+        require_guard(self.http, self.allow_remote, self.token)
+        return self
+
+
+class ServerConfig(_Section):
+    """`kvtier engine`: where it answers, and how much at once."""
+
+    http: Address = Field(default="127.0.0.1:8000", description="address of the OpenAI API of `kvtier engine`")
+    token: SecretStr | None = Field(default=None, description="the API key requests must carry; never logged")
+    allow_remote: bool = Field(default=False, description="let http be an address other machines reach; needs a token")
+    name: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None, description="the model's name for clients; none = its directory's"
+    )
+    max_waiting: Count = Field(
+        default=64, ge=0, le=65536, description="requests that may wait for a seat; the next is told to come again, 429"
+    )
+    request_timeout: Time = Field(default=parse_time("120s"), description="longest a request may take, then it ends")
+    max_num_seqs: Count = Field(default=16, ge=1, le=4096, description="requests computed at once")
+    max_num_batched_tokens: Count = Field(
+        default=512, ge=1, le=2**20, description="tokens of a step; longer prompts are computed in pieces of this"
+    )
+    max_model_len: Annotated[Count, Field(ge=1, lt=2**31)] | None = Field(
+        default=None, description="tokens of prompt and answer together; none = the model's"
+    )
+
+    @model_validator(mode="after")
+    def _guarded(self) -> Self:
+        require_guard(self.http, self.allow_remote, self.token)
         return self
 
 
@@ -236,6 +211,8 @@ class Config(BaseSettings):
     l1: L1Config = L1Config()
     redis: RedisConfig = RedisConfig()
     service: ServiceConfig = ServiceConfig()
+    server: ServerConfig = ServerConfig()
+    router: RouterConfig = RouterConfig()
     breaker: BreakerConfig = BreakerConfig()
 
     @classmethod

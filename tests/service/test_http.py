@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from service_rig import DaemonProcess, attach, environment, load, store
 
-from kvtier.service import http_app, http_server
+from kvtier.service import guard, http_app, http_server
 from kvtier.service.http_server import HttpSocket
 from kvtier.tiers.errors import ConfigError
 
@@ -409,7 +409,7 @@ def test_a_hundred_streams_of_bytes_leave_it_well(shared: DaemonProcess, start: 
 
 def test_who_says_nothing_is_hung_up_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "_IDLE", 0.3)
-    monkeypatch.setattr(http_app, "_BODY", 0.3)
+    monkeypatch.setattr(guard, "_BODY", 0.3)
     served = ServedDaemon(home / "s", host={"size": 1 << 20})
     try:
         host, _, port = served.http.rpartition(":")
@@ -448,3 +448,12 @@ def test_it_stops_within_seconds_whatever_is_under_way(home: Path) -> None:
     daemon.end(signal.SIGTERM)
     assert daemon.lines == []
     tiers.close()
+
+
+def test_answers_on_a_kept_connection_leave_at_once() -> None:
+    listening = HttpSocket("127.0.0.1:0")
+    with sockets.create_connection(("127.0.0.1", int(listening.address.rpartition(":")[2]))):
+        accepted, _ = listening.socket.accept()
+        assert accepted.proto == sockets.IPPROTO_TCP  # what asyncio looks at before it switches Nagle's algorithm off
+        accepted.close()
+    listening.close()

@@ -1,0 +1,58 @@
+"""What every HTTP request must get past: who may ask, and how much it may bring, how slowly."""
+
+import asyncio
+import hmac
+from dataclasses import dataclass
+from typing import Final
+
+from pydantic import SecretStr
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+_BODY: Final = 10.0  # seconds a request's body may take
+_LOOPBACK: Final = ("127.", "::1", "::ffff:127.")
+_LOCAL_NAMES: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Who may use guarded routes: who has the token; without one, programs of this machine that are no web page."""
+
+    token: SecretStr | None
+
+    def admit(self, request: Request) -> None:
+        """Raises HTTPException: 401, without a hint, or 415."""
+        if self.token is not None:
+            given = request.headers.get("authorization", "").encode("latin-1")  # the bytes that came
+            expected = f"Bearer {self.token.get_secret_value()}".encode()
+            allowed = hmac.compare_digest(given, expected)
+        else:  # a page in a browser here may send requests too, but not under a local name to itself
+            client = request.client.host if request.client is not None else ""
+            host = request.headers.get("host", "")
+            name = host if host.endswith("]") else host.rpartition(":")[0] or host
+            allowed = client.startswith(_LOOPBACK) and name in _LOCAL_NAMES
+        if not allowed:
+            raise HTTPException(401, "not allowed")
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if request.method == "POST" and kind != "application/json":
+            raise HTTPException(415, f'content-type "{kind[:40]}": send application/json')
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The request's body. Raises HTTPException where it has more than `limit` bytes, is too slow or broken off."""
+    too_large = HTTPException(413, f"body: more than {limit} bytes; ask for less at a time")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > limit:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise HTTPException(408, f"body: not here within {_BODY:g} s; send it at once") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "body: broken off") from None
+    return bytes(body)

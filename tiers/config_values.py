@@ -1,0 +1,77 @@
+"""The kinds of values a configuration has: how each is written, and what is said of one that is not."""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator, PlainSerializer, SecretStr
+
+from kvtier.tiers.quantities import format_size, format_time, parse_duration, parse_size, parse_time
+
+
+def _not_a_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("not a whole number; write one, as in 16")
+    return value
+
+
+def _directory(value: object) -> object:
+    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+        raise ValueError("not a directory's name; write one, or leave the option out to switch the tier off")
+    return Path(value).expanduser()
+
+
+def _salt(value: object) -> object:
+    if not isinstance(value, str) or not value:
+        raise ValueError("not a text of one character or more; leave the option out for none")
+    return value
+
+
+def _file(value: object) -> object:
+    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+        raise ValueError("not a file's name; write one, or leave the option out")
+    return Path(value).expanduser()
+
+
+def _socket(value: object) -> object:
+    path = _file(value)
+    longest = 107  # bytes of sockaddr_un.sun_path, with its terminating zero 108
+    if len(os.fsencode(str(path))) > longest:
+        raise ValueError(f"a socket's path has {longest} bytes at most; choose a shorter one, as in /run/kvtier.sock")
+    return path
+
+
+def _key_prefix(value: object) -> object:
+    if not isinstance(value, str) or not re.fullmatch(r"[\w.:-]{1,64}", value, re.ASCII):
+        raise ValueError("not 1 to 64 letters, digits or any of ._:-; choose such a prefix")
+    return value
+
+
+def _address(value: object) -> object:
+    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    if not host or not port.isdecimal() or not int(port) <= 65535:
+        raise ValueError("not HOST:PORT; write it as in 127.0.0.1:9400")
+    return value
+
+
+def require_guard(http: str, allow_remote: bool, token: SecretStr | None) -> None:
+    """ValueError where other machines reach an address without leave, or without a token."""
+    if http.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost"):
+        return
+    if not allow_remote:
+        raise ValueError(f'http "{http}": other machines reach it; use 127.0.0.1 or set allow_remote')
+    if token is None:
+        raise ValueError(f'http "{http}": other machines reach it; set a token')
+
+
+Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size, when_used="json")]
+Time = Annotated[float, BeforeValidator(parse_time), PlainSerializer(format_time, when_used="json")]
+Count = Annotated[int, BeforeValidator(_not_a_bool)]
+Duration = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(format_time, when_used="json")]
+Directory = Annotated[Path, BeforeValidator(_directory)]
+FileName = Annotated[Path, BeforeValidator(_file)]
+SocketPath = Annotated[Path, BeforeValidator(_socket)]
+Salt = Annotated[str, BeforeValidator(_salt)]
+KeyPrefix = Annotated[str, BeforeValidator(_key_prefix)]
+Address = Annotated[str, BeforeValidator(_address)]
