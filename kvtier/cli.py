@@ -70,8 +70,13 @@ def run_demo(
 
 
 @app.command("model")
-def save_model(directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory to be made.")]) -> None:
+def save_model(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory to be made.")],
+    if_missing: Annotated[bool, typer.Option("--if-missing", help="Leave a model that is there as it is.")] = False,
+) -> None:
     """Save a model to try things with: a Llama of 50 M random weights, a tokenizer trained on the Python manual."""
+    if if_missing and (directory / "config.json").exists():
+        return
     with needing("this"):
         from kvtier.engine.generate import save_model as save
     save(directory)
