@@ -217,6 +217,8 @@ class _Start:
                     noted.append(inside)
         log = self._cluster.log_of(name)
         log.parent.mkdir(exist_ok=True)
+        for file in service.files:
+            file.write()
         try:
             process = launch(service.argv, service.env, log)
         except OSError as error:

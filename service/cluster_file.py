@@ -38,6 +38,22 @@ class Ready(_Entry):
         return self
 
 
+class File(_Entry):
+    """A file of the tree, copied where a service reads it: what is said there of containers is replaced."""
+
+    source: str
+    target: str
+    replace: dict[str, str] = {}
+
+    def write(self) -> None:
+        """Make it. Raises OSError."""
+        text = Path(self.source).read_text(encoding="utf-8")
+        for container, process in self.replace.items():
+            text = text.replace(container, process)
+        Path(self.target).parent.mkdir(exist_ok=True)
+        Path(self.target).write_text(text, encoding="utf-8")
+
+
 class Service(_Entry):
     """One `x-kvtier`; once `Topology` has it, without placeholders."""
 
@@ -49,6 +65,7 @@ class Service(_Entry):
     profiles: Annotated[list[str], Field(min_length=1)]
     directories: list[str] = []  # made for it, gone when the cluster is
     kept: list[str] = []  # made for it, and kept
+    files: list[File] = []  # written before it starts, in its directories
     address: str | None = None  # where people find it
 
 
