@@ -1,5 +1,6 @@
 """KV events on the wire, in vLLM's words (docs/events.md): batches of stored, removed and cleared blocks. No I/O."""
 
+import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -10,11 +11,13 @@ import msgpack
 from kvtier.connector.frames import decoded, number
 from kvtier.tiers.chain import token_array
 from kvtier.tiers.errors import FormatError
+from kvtier.tiers.tier import ChainHash
 
 MAX_PAYLOAD: Final = 64 << 20  # bytes of one batch
 MAX_BLOCK_SIZE: Final = 4096  # tokens
 _MAX_NAME: Final = 64  # bytes of a block's name
 _U64: Final = 2**64 - 1
+_NAMESPACE_TAG: Final = b"kvtier-namespace-v1"
 
 ExternalHash: TypeAlias = int | bytes
 """How an engine names a block: 64 bits, signed or not, or the digest they were cut from."""
@@ -72,6 +75,19 @@ class EventBatch:
 def external_hash(digest: bytes) -> int:
     """A digest's 64 bits as events carry them: its last eight bytes, big-endian, unsigned."""
     return int.from_bytes(digest[-8:], "big")
+
+
+def namespace_of(root: ChainHash) -> str:
+    """What stands for a chain's root in events: an extra key of its first block, unless it is its model's plain root.
+
+    The salt and the adapter in a root cannot be told from it.
+    """
+    return hashlib.sha256(_NAMESPACE_TAG + root).hexdigest()[:32]
+
+
+def topic_of(fingerprint: bytes) -> str:
+    """The topic under which a model's events are published."""
+    return f"kv@{fingerprint.hex()[:16]}"
 
 
 def as_u64(name: ExternalHash) -> int:
