@@ -112,7 +112,7 @@ BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
     ({"cache": {"num_blocks": 3}}, "[cache] num_blocks 3: unknown option; did you mean [l1] num_blocks?"),
     ({"breaker": {"xyz": 3}}, "[breaker] xyz 3: unknown option; known are failures, retry_after"),
     ({"hots": {"size": 1}}, "[hots]: unknown section; did you mean [host]?"),
-    ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, file, host, l1, redis, service"),
+    ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, file, host, l1, redis, server, service"),
     ({"block_size": 16}, "block_size 16: belongs in a section; write it as [cache] block_size"),
     ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, l1, redis, service, breaker"),
     # clash
