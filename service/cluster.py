@@ -40,7 +40,6 @@ class Member:
 class Record:
     """The state directory's `cluster.json`: members in the order they were started in, and what `down` takes away."""
 
-    file: str = ""
     first_port: int = 0
     members: dict[str, Member] = field(default_factory=dict)
     directories: list[str] = field(default_factory=list)
@@ -75,7 +74,7 @@ class Cluster:
         """Where a service's output is."""
         return self.state / "logs" / f"{name}.log"
 
-    def up(self, topology: Topology, file: Path, first_port: int, tell: Tell) -> bool:
+    def up(self, topology: Topology, first_port: int, tell: Tell) -> bool:
         """Start what does not run yet, and return once all of it is ready; False where all of it ran already.
 
         ConfigError for a port in use or another cluster's directory. Where a service fails, KVTierError with the end
@@ -93,7 +92,7 @@ class Cluster:
                 for port in service.ports:
                     if not is_free(port):
                         raise ConfigError(f"--port {first_port}: {name}'s port {port} is in use; choose another")
-            record.file, record.first_port = str(file), first_port
+            record.first_port = first_port
             _Start(self, record, missing, tell).run()
             return bool(missing)
 

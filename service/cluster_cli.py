@@ -50,7 +50,7 @@ def up(
     topology = _installed(Topology.read(file, places, profile or _PROFILES), profile is not None, console)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.FAILED))  # and what was started is stopped
     with console.status("starting"):
-        is_new = Cluster(state).up(topology, file, port, lambda line: console.print(line, markup=False))
+        is_new = Cluster(state).up(topology, port, lambda line: console.print(line, markup=False))
     console.print("up" if is_new else "it is up already", "· kvtier cluster status · kvtier cluster down")
 
 

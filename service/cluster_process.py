@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
@@ -44,7 +45,10 @@ class Process(NamedTuple):
         return Process.of(self.pid) == self
 
     def stop(self, grace: float) -> bool:
-        """SIGTERM, after `grace` seconds SIGKILL; False where it needed that. Returns when it has ended."""
+        """SIGTERM, after `grace` seconds SIGKILL; False where it needed that. Returns when it has ended.
+
+        What it leaves behind in its session is killed.
+        """
         try:
             fd = os.pidfd_open(self.pid)
         except OSError:
@@ -53,14 +57,16 @@ class Process(NamedTuple):
             if not self.runs:  # asked after the descriptor was had: from here on it is this process or none
                 return True
             signal.pidfd_send_signal(fd, signal.SIGTERM)
-            if select.select([fd], [], [], grace)[0]:
-                return True
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
-            if not select.select([fd], [], [], _KILLED)[0]:
-                raise KVTierError(
-                    f"process {self.pid} does not end, {_KILLED:g} s after SIGKILL; it hangs in the kernel"
-                )
-            return False
+            in_time = bool(select.select([fd], [], [], grace)[0])
+            if not in_time:
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+                if not select.select([fd], [], [], _KILLED)[0]:
+                    raise KVTierError(
+                        f"process {self.pid} does not end, {_KILLED:g} s after SIGKILL; it hangs in the kernel"
+                    )
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)  # nobody can have that number so soon
+            return in_time
         except ProcessLookupError:
             return True
         finally:

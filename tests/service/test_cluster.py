@@ -315,7 +315,7 @@ def test_a_mistake_on_the_command_line_is_one_line(
 def test_a_directory_with_other_things_is_left_alone(home: Path) -> None:
     (home / "letter").write_text("to keep")
     with pytest.raises(ConfigError, match="other things are in it; name a directory of its own"):
-        cluster.Cluster(home).up(Topology({}), home, 7400, print)
+        cluster.Cluster(home).up(Topology({}), 7400, print)
     assert not cluster.Cluster(home).down(print, purge=True)
     assert [path.name for path in home.iterdir()] == ["letter"]
 
@@ -324,7 +324,7 @@ def test_a_directory_with_other_things_is_left_alone(home: Path) -> None:
 
 
 def test_another_process_of_the_same_pid_is_left_alone() -> None:
-    with subprocess.Popen(["sleep", "600"]) as other:
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as other:
         found = Process.of(other.pid)
         assert found is not None
         assert found.runs
@@ -339,14 +339,16 @@ def test_another_process_of_the_same_pid_is_left_alone() -> None:
 
 
 def test_one_that_does_not_heed_is_killed() -> None:
-    command = [sys.executable, "-c", "import signal, time; signal.signal(15, 1); print('deaf'); time.sleep(600)"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={"PYTHONUNBUFFERED": "1"}) as deaf:
+    script = "trap '' TERM; sleep 600 & echo $!; while :; do wait; done"
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True) as deaf:
         assert deaf.stdout is not None
-        deaf.stdout.readline()
+        child = int(deaf.stdout.readline())
         found = Process.of(deaf.pid)
         assert found is not None
+        assert Process.of(child) is not None
         assert not found.stop(0.1)
         assert deaf.wait() == -signal.SIGKILL
+        wait_for(lambda: Process.of(child) is None)  # and what it had started
 
 
 def test_a_port_in_use_is_not_free() -> None:
