@@ -168,8 +168,7 @@ class EventConsumer:
         """A connection was made, or broke."""
         event = recv_monitor_message(self._monitor)["event"]
         self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        self._hang_up()
-        self._replay_due = time.monotonic()
+        self._hang_up(0.0)
         if self._connected:  # and whoever is there may not be who was
             self._counts["connections"] += 1
             self._sequencer.start_over()
@@ -197,11 +196,11 @@ class EventConsumer:
                 told = Told.parse(frames)
             except FormatError as error:
                 self._malformed(error)
-                self._sequencer.failed()
-            else:
-                self._do(self._sequencer.ended() if told is None else self._sequencer.replayed(told))
+                self._hang_up(_PAUSE)
+                return
+            self._do(self._sequencer.ended() if told is None else self._sequencer.replayed(told))
             if not self._sequencer.is_replaying:
-                self._hang_up()
+                self._hang_up(0.0 if told is None else _PAUSE)
                 return
 
     def _pass_time(self) -> None:
@@ -209,9 +208,7 @@ class EventConsumer:
         now = time.monotonic()
         if self._replay is not None:
             if now >= self._replay_due:
-                self._sequencer.failed()
-                self._hang_up()
-                self._replay_due = now + _PAUSE
+                self._hang_up(_PAUSE)
             return
         first = self._sequencer.wants
         if first is None and self._replay_address is not None and now - self._heard_at >= _SILENCE:
@@ -224,9 +221,10 @@ class EventConsumer:
         self._replay.send_multipart([b"", first.to_bytes(8, "big")])
         self._sequencer.asked(first)
 
-    def _hang_up(self) -> None:
-        """No replay is read any more."""
+    def _hang_up(self, pause: float) -> None:
+        """No replay is read any more; the next may be asked for after `pause` seconds."""
         self._sequencer.failed()
+        self._replay_due = time.monotonic() + pause
         if self._replay is not None:
             self._replay.close(linger=0)
             self._replay = None

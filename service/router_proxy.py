@@ -68,7 +68,7 @@ class Proxy:
     def __init__(self, fleet: Fleet, ledger: Ledger, deadlines: Deadlines, weights: Mapping[str, float]) -> None:
         self._fleet, self._ledger = fleet, ledger
         self._deadlines, self._weights = deadlines, weights
-        self._turn = 0
+        self._turn = 0  # requests so far; if retries counted, a pair would have the same one asked first for ever
 
     async def forward(self, asked: Asked, reply: Reply) -> None:
         """Have a request answered by the best replica that can; whatever goes wrong, the client is told."""
@@ -83,6 +83,7 @@ class Proxy:
 
     async def _try(self, asked: Asked, reply: Reply) -> Refusal | None:
         tries = _Tries()
+        self._turn += 1
         while not tries.is_over:
             choice = self._choose(asked, tries.tried)
             if choice.name is None:
@@ -127,7 +128,6 @@ class Proxy:
             for replica in self._fleet.replicas
         ]
         choice = choose(candidates, asked.num_blocks, weights=self._weights, turn=self._turn)
-        self._turn += 1
         self._ledger.seconds["score"] += time.perf_counter() - begun
         self._ledger.decided(choice, asked.num_blocks, asked.num_tokens)
         return choice

@@ -249,8 +249,8 @@ class Fleet:
     def __init__(self, specs: Sequence[ReplicaSpec], terms: Terms) -> None:
         self.replicas = [Replica(spec, terms, self._judge) for spec in specs]
         self._by_name = {replica.name: replica for replica in self.replicas}
-        self._first: tuple[Replica, Nature] | None = None
-        self._sized = next((spec for spec in specs if spec.block_size is not None), None)
+        self._first: tuple[str, Nature] | None = None
+        self._sized: tuple[str, int] | None = None  # the first that has said its block size
         self._tasks: list[asyncio.Task[None]] = []
 
     def __getitem__(self, name: str) -> Replica:
@@ -259,9 +259,7 @@ class Fleet:
     @property
     def block_size(self) -> int | None:
         """Tokens in a block of all of them; None until one has said it."""
-        if self._sized is not None:
-            return self._sized.block_size
-        return None if self._first is None else self._first[1].block_size
+        return None if self._sized is None else self._sized[1]
 
     @property
     def fingerprint(self) -> str | None:
@@ -288,15 +286,16 @@ class Fleet:
             replica.client.close()
 
     def _judge(self, replica: Replica, nature: Nature) -> str | None:
-        size, wanted = nature.block_size, replica.spec.block_size
-        if size is not None and wanted is not None and size != wanted:
-            return f"block_size {size}, but its --replica says {wanted}; give what it has"
-        if self.block_size is not None and (size or wanted or self.block_size) != self.block_size:
-            whose = self._sized or (self._first and self._first[0].spec)
-            return f'block_size {size or wanted}, but {self.block_size} of "{whose.name if whose else ""}"'
+        told, given = nature.block_size, replica.spec.block_size
+        if None not in (told, given) and told != given:
+            return f"block_size {told}, but its --replica says {given}; give what it has"
+        size = told or given
+        if size is not None and self._sized is not None and size != self._sized[1]:
+            return f'block_size {size}, but {self._sized[1]} of "{self._sized[0]}"'
         refusal = self._other_model(nature)
-        if refusal is None and (self._first is None or self._first[0] is replica):
-            self._first = (replica, nature)
+        if refusal is None:
+            self._first = self._first or (replica.name, nature)
+            self._sized = self._sized or (None if size is None else (replica.name, size))
         return refusal
 
     def _other_model(self, nature: Nature) -> str | None:
@@ -304,9 +303,9 @@ class Fleet:
             return None
         first, known = self._first
         if nature.names != known.names:
-            return f'model {_quoted(nature.names)}, but {_quoted(known.names)} of "{first.name}"'
+            return f'model {_quoted(nature.names)}, but {_quoted(known.names)} of "{first}"'
         if None not in (nature.fingerprint, known.fingerprint) and nature.fingerprint != known.fingerprint:
-            return f'fingerprint {nature.fingerprint}, but {known.fingerprint} of "{first.name}"'
+            return f'fingerprint {nature.fingerprint}, but {known.fingerprint} of "{first}"'
         return None
 
 
