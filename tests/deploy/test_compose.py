@@ -250,6 +250,14 @@ def test_a_daemon_sees_the_processes_of_its_engines() -> None:
         assert all(each["ulimits"]["memlock"] == -1 for each in sharing)
 
 
+def test_every_job_is_awaited() -> None:
+    # `docker compose up --wait` takes a job that has ended well for a failure, unless a service waits for that
+    for name, ours in processes().items():
+        if ours["ready"].get("exits") and name != "bench":  # which is for `run`
+            waiting = [each for each in services().values() if name in each.get("depends_on", {})]
+            assert set(ours["profiles"]) <= {profile for each in waiting for profile in each["profiles"]}, name
+
+
 # the same cluster
 
 
