@@ -1,6 +1,7 @@
 """For stories about KV events: a hierarchy over a small real slab, and a reader that believes what it is told."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from doubles import BLOCK_SIZE, SLOT_BYTES
@@ -13,6 +14,14 @@ from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.port import PortSettings, TierPort
 from kvtier.tiers.rates import Rates
 from kvtier.tiers.tier import BlockRecord, ChainHash
+
+
+def until(holds: Callable[[], bool], deadline: float = 60.0) -> None:
+    """Wait for what events bring about."""
+    end = time.monotonic() + deadline
+    while not holds():
+        assert time.monotonic() < end, "it never came to pass"
+        time.sleep(0.01)
 
 
 class Shelf:

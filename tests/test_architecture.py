@@ -119,6 +119,7 @@ EXPLAINED: Final = {
     "service/serve_cli.py:kvtier.service.http_app": "starlette and uvicorn are the extra `service`",
     "service/serve_cli.py:kvtier.service.http_server": "the same",
     "service/route_cli.py:kvtier.service.router_app": "starlette and uvicorn are the extra `service`",
+    "service/serve_cli.py:kvtier.service.events": "so is pyzmq",
     "service/admin_cli.py:kvtier.service.http_client": "httpx2 is the extra `service`",
     "kvtier/cli.py:kvtier.engine.demo": "torch and transformers take seconds to import; few verbs need them",
     "kvtier/cli.py:kvtier.engine.generate": "the same",
