@@ -10,6 +10,7 @@ import xxhash
 
 # Which share of computing a block is saved by having it in a tier; benchmarks/ttft.py measures what loading costs.
 WEIGHTS: Final[Mapping[str, float]] = MappingProxyType({"GPU": 1.0, "CPU": 0.9, "STORAGE": 0.8, "EXTERNAL": 0.6})
+LOAD_WEIGHT: Final = 0.1
 _CLOSE: Final = 1e-6  # blocks of work; sums of the same parts in another order differ by less
 
 
@@ -67,7 +68,7 @@ def choose(
     num_blocks: int,
     *,
     weights: Mapping[str, float] = WEIGHTS,
-    load_weight: float = 1.0,
+    load_weight: float = LOAD_WEIGHT,
     turn: int = 0,
 ) -> Choice:
     """Send a prompt of `num_blocks` to where the least work lies before its first token.

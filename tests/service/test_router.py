@@ -348,10 +348,10 @@ def test_who_has_no_token_gets_no_hint(pair: Pair) -> None:
     ("body", "status", "param", "message"),
     [
         (b"{", 400, None, "no JSON"),
-        (b"[1]", 400, None, "not a JSON object"),
+        (b"[1]", 400, None, "no JSON object"),
         (b"[" * 100_000, 400, None, "no JSON"),
         (b'"\xff"', 400, None, "no JSON"),
-        (b'{"model": "gpt"}', 404, "model", 'model "gpt": not served here; there is "m"'),
+        (b'{"model": "gpt"}', 404, "model", "model 'gpt': not here; use 'm'"),
     ],
 )
 def test_bad_requests_are_told_in_openais_shape(
