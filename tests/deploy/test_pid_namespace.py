@@ -1,4 +1,4 @@
-"""What docker-compose.yml asks of pid namespaces, with the kernel's own: a pod, a daemon in it, clients in it or not."""
+"""What docker-compose.yml asks of pid namespaces, with the kernel's own: a pod, a daemon in it, clients in and out."""
 
 import json
 import os
