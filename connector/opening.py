@@ -14,7 +14,9 @@ _GRACE: Final = 0.5  # seconds the daemon's answer may come after its own deadli
 
 def open_tiers(config: Config, fingerprint: bytes, shape: Blocks) -> TiersBelow:
     """The daemon's where `[service] socket` names it, else tiers of our own; raises as `open_hierarchy`."""
-    if config.service.socket is not None:
+    service = config.service
+    if service.socket is not None:
         hello = Hello(fingerprint, shape.block_size, shape.block_bytes, config.host.size, reset=False)
-        return RemoteTiers(config.service.socket, hello, config.cache.prefetch_deadline + _GRACE)
+        patience = config.cache.prefetch_deadline + _GRACE
+        return RemoteTiers(service.socket, hello, patience, deadline=service.deadline)
     return LocalTiers(open_hierarchy(config, fingerprint, shape))

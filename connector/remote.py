@@ -37,7 +37,7 @@ from kvtier.tiers.metrics import LOOKUP_TIERS, Metrics
 from kvtier.tiers.prefetch import Pending
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
-_ANSWER: Final = 0.25  # seconds an answer from memory may take; later than that, the daemon is as good as gone
+_ANSWER: Final = 0.25  # seconds
 _LATE: Final = 0.5  # seconds an answer may come after the time the daemon itself was given
 _RESET: Final = 10.0
 _CHECK: Final = 30.0
@@ -61,10 +61,22 @@ class RemoteTiers:
     Lock: `_lock` guards everything; never held while waiting for the daemon.
     """
 
-    def __init__(self, path: Path, hello: Hello, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Attach; see `Attachment.start` for the errors. A claim without an answer for `patience` seconds is a miss."""
+    def __init__(
+        self,
+        path: Path,
+        hello: Hello,
+        patience: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        deadline: float = _ANSWER,
+    ) -> None:
+        """Attach; see `Attachment.start` for the errors. A claim without an answer for `patience` seconds is a miss.
+
+        An answer from the daemon's memory may take `deadline` seconds: later than that it is as good as gone.
+        """
         self.metrics = Metrics()
         self._clock = clock
+        self._deadline = deadline
         self._lock = Lock()
         self._waiting_call = Lock()  # the daemon does one operation that waits at a time for each client
         self._attachment = Attachment(path, hello, clock)
@@ -143,7 +155,7 @@ class RemoteTiers:
         heads = [Wanted(each.hashes[:MAX_ITEMS], each.parent, each.tenant) for each in wanted]
         with self._lock:
             first = self._numbers(len(wanted))
-        link, answers = self._call(Reserve(first, heads), _ANSWER)
+        link, answers = self._call(Reserve(first, heads), self._deadline)
         with self._lock:
             grants = self._grants(link, heads, answers)
             if grants is None or link is None:
@@ -203,7 +215,7 @@ class RemoteTiers:
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         """A round trip."""
-        _, answers = self._call(Holds(hashes[:MAX_HASHES]), _ANSWER)
+        _, answers = self._call(Holds(hashes[:MAX_HASHES]), self._deadline)
         held = answers[0] if answers and isinstance(answers[0], bytes) else b""
         return [bool(each) for each in held[: len(hashes)]] + [False] * (len(hashes) - len(held))
 

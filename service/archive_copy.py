@@ -29,6 +29,7 @@ _SYNC_BYTES: Final = 256 << 20  # written between syncs: the last one must not t
 _LOOK: Final = 0.002  # seconds between looks at what is under way
 _PATIENCE: Final = 30.0  # seconds an export asks again while waiting requests hold all that may be held
 _SETTLE: Final = 5.0  # seconds an import waits for a piece to be written below
+_LEAVE: Final = 1.0  # seconds it then waits for whoever still reads it
 _RECOUNT: Final = 4096  # blocks looked up at a time
 
 
@@ -221,6 +222,9 @@ class Import:
         self.num_blocks += sum(held)
         self._lose([name for name, is_held in zip(names, held, strict=True) if not is_held], Outcome.EVICTED)
         if self._pool.counts().free < self.batch:
+            deadline = time.monotonic() + _LEAVE
+            while not self._left(names) and time.monotonic() < deadline:
+                await asyncio.sleep(_LOOK)
             _give_back(self._hierarchy, names)
 
     async def recount(self) -> None:
@@ -236,12 +240,19 @@ class Import:
     def _settled(self, hashes: Sequence[ChainHash]) -> bool:
         """Whether nothing of a batch is still on its way, as far as can be told."""
         names = [name for name in hashes if name not in self._lost_names]
-        if not all(_held_anywhere(self._hierarchy, names)) and not self._hierarchy.drain(0, below=False):
-            return False
-        if self._hierarchy.settings.write_policy == "write_back":
+        write_back = self._hierarchy.settings.write_policy == "write_back"
+        below = [port for port in self._hierarchy.ports if port.writable and not write_back]
+        if all(_held_anywhere(self._hierarchy, names)) and all(all(port.holds(names)) for port in below):
             return True
-        below = [port for port in self._hierarchy.ports if port.writable and not port.queue.idle]
-        return all(all(port.holds(names)) for port in below)
+        # Sealing first: a block is found in L2 shortly before it is offered to the tiers below.
+        return self._hierarchy.drain(0, below=False) and all(port.queue.idle for port in below)
+
+    def _left(self, names: Sequence[ChainHash]) -> bool:
+        """Take a batch out of L2 where a tier below holds it; False while one of its blocks is in use.
+
+        The write that made a tier hold it may be on its way out: its slot, taken meanwhile, would be another's block.
+        """
+        return all(self._pool.evict_idle(_held_below(self._hierarchy, names)[::-1]))
 
     def _lose(self, hashes: Sequence[ChainHash], reason: Outcome) -> None:
         if hashes:
@@ -260,7 +271,12 @@ def _held_by(hierarchy: Hierarchy, hashes: Sequence[ChainHash]) -> list[list[boo
     return [hierarchy.host.pool.holds(hashes), *(port.holds(hashes) for port in hierarchy.ports)]
 
 
+def _held_below(hierarchy: Hierarchy, hashes: Sequence[ChainHash]) -> list[ChainHash]:
+    """Those of the blocks that a tier below L2 holds."""
+    _, *below = _held_by(hierarchy, hashes)
+    return [name for name, *where in zip(hashes, *below, strict=True) if any(where)]
+
+
 def _give_back(hierarchy: Hierarchy, hashes: Sequence[ChainHash]) -> None:
     """Take blocks out of L2 again, those that a tier below holds."""
-    _, *below = _held_by(hierarchy, hashes)
-    hierarchy.host.pool.evict([name for name, *where in zip(hashes, *below, strict=True) if any(where)])
+    hierarchy.host.pool.evict(_held_below(hierarchy, hashes))

@@ -1,5 +1,6 @@
 """A node for tests: `kvtier serve` as a process of its own, to be asked, killed and started again."""
 
+import json
 import os
 import signal
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,14 +44,21 @@ class Node:
 
     @property
     def section(self) -> Mapping[str, str]:
-        """What an engine's configuration says of it."""
-        return {"socket": str(self.socket)}
+        """What an engine's configuration says of it; on a busy test machine a daemon may answer late."""
+        return {"socket": str(self.socket), "deadline": "30s"}
 
     @property
     def pid(self) -> int:
         """Of the running daemon."""
         assert self._process is not None
         return self._process.pid
+
+    @property
+    def num_written(self) -> int:
+        """Blocks its slabs have taken since it started."""
+        with urllib.request.urlopen(f"{self.http}/status", timeout=_START) as answer:
+            models = json.load(answer)["models"]
+        return sum(model["stored"].get("file", 0) for model in models)
 
     def start(self) -> None:
         """Start it and wait until it is ready."""

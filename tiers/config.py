@@ -152,6 +152,9 @@ class ServiceConfig(_Section):
     socket: SocketPath | None = Field(
         default=None, description="Unix socket of `kvtier serve`; an engine given it uses that daemon's tiers"
     )
+    deadline: Time = Field(
+        default=parse_time("250ms"), description="longest an engine's step waits for the daemon; then it stores nothing"
+    )
     http: Address = Field(
         default="127.0.0.1:9400", description="address of the daemon's metrics, health and admin pages"
     )

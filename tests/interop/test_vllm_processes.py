@@ -8,9 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
+from threading import Timer
 from typing import Any, Final
 
 import pytest
@@ -43,36 +46,62 @@ def variables(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **more}
 
 
-def run(model: Path, kvtier: dict[str, Any] | None, *, die: bool = False, **options: Any) -> dict[str, Any]:
-    """What an engine in processes of its own answers."""
+def run(
+    model: Path, kvtier: dict[str, Any] | None, *, killed: Callable[[], object] | None = None, **options: Any
+) -> dict[str, Any]:
+    """What an engine in processes of its own answers; where `killed` is given, they get kill -9 once it holds."""
     asked = {
         "model": str(model),
         "kvtier": kvtier,
         "options": options,
         "prompts": PROMPTS,
         "num_tokens": 16,
-        "die": die,
+        "stay": killed is not None,
     }
     env = variables(**({"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in options else {}))
-    child = subprocess.run(
-        [sys.executable, str(HERE / "vllm_child.py")],
-        input=json.dumps(asked),
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        start_new_session=True,
-        check=False,
-    )
-    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
-    assert lines, child.stdout[-2000:] + child.stderr[-4000:]
-    reply: dict[str, Any] = json.loads(lines[-1])
+    command = [sys.executable, str(HERE / "vllm_child.py")]
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(
+            command, stdin=PIPE, stdout=PIPE, stderr=log, env=env, text=True, start_new_session=True
+        ) as child,
+    ):
+        assert child.stdin is not None
+        assert child.stdout is not None
+        too_late = Timer(200, os.killpg, (child.pid, signal.SIGKILL))
+        too_late.start()
+        try:
+            child.stdin.write(json.dumps(asked))
+            child.stdin.close()
+            line = next((line for line in child.stdout if line.startswith("{")), "")
+            while killed is not None and line and not killed():
+                time.sleep(0.1)
+        finally:
+            too_late.cancel()
+            if killed is not None or not line:
+                os.killpg(child.pid, signal.SIGKILL)
+        child.stdout.read()
+        log.seek(0)
+        assert line, log.read()[-4000:]
+    reply: dict[str, Any] = json.loads(line)
     return reply
+
+
+def after(seconds: float) -> Callable[[], bool]:
+    """Holds from then on: what was stored is on its way to the disk; nobody tells the engine to hurry."""
+    end: float | None = None
+
+    def holds() -> bool:
+        nonlocal end
+        end = time.monotonic() + seconds if end is None else end
+        return time.monotonic() >= end
+
+    return holds
 
 
 @pytest.mark.parametrize("options", [{}, TWO_RANKS], ids=["three processes", "two ranks"])
 def test_a_killed_vllm_leaves_its_prompts_to_the_next(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    first = run(model, tiers(tmp_path), die=True, **options)
+    first = run(model, tiers(tmp_path), killed=after(3), **options)
     assert first["cached"] == [0, 0, 0]
     second = run(model, tiers(tmp_path), **options)
     assert second == {"text": first["text"], "cached": CACHED}

@@ -1,14 +1,12 @@
 """One vLLM in processes of its own, for test_vllm_processes.py: a JSON request on stdin, one line of JSON on stdout.
 
-{"model", "kvtier", "options", "prompts", "num_tokens", "die"} → {"text", "cached"}; with `die` the process then kills
-itself, so that nothing of a clean shutdown happens.
+{"model", "kvtier", "options", "prompts", "num_tokens", "stay"} → {"text", "cached"}; with `stay` it then waits to be
+killed, so that nothing of a clean shutdown happens.
 """
 
 import json
-import os
 import signal
 import sys
-import time
 
 
 def main() -> None:
@@ -22,10 +20,9 @@ def main() -> None:
         "text": [list(output.outputs[0].token_ids) for output in outputs],
         "cached": [output.num_cached_tokens for output in outputs],
     }
-    if asked["die"]:
-        time.sleep(3)  # what was stored is on its way to the disk; nobody tells the engine to hurry
+    if asked["stay"]:
         print(json.dumps(reply), flush=True)
-        os.killpg(0, signal.SIGKILL)
+        signal.pause()
     engine.core.shutdown()
     print(json.dumps(reply), flush=True)
 

@@ -32,6 +32,7 @@ from hypothesis import settings as hypothesis_settings
 from kvtier.service import archive, archive_copy, loop_file
 from kvtier.service.archive import Progress, export_blocks, import_blocks
 from kvtier.service.archive_format import HEADER_BYTES, TRAILER_BYTES
+from kvtier.tiers import demote
 from kvtier.tiers.chain import TokenChain
 from kvtier.tiers.errors import ConfigError, FingerprintMismatch, FormatError, KVTierError
 from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
@@ -170,7 +171,19 @@ def test_a_chain_whose_head_fills_l2_is_exported_whole(tmp_path: Path) -> None:
     settle(source)
 
 
-def test_an_import_takes_free_slots_and_then_its_share(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [None, (demote.Demoter, "offer"), (demote._WriteJob, "_settle")])
+def test_an_import_takes_free_slots_and_then_its_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: tuple[type, str] | None
+) -> None:
+    # Also where a thread is held up between a block's steps: sealed but not offered, written but still leased.
+    if late is not None:
+        step = getattr(*late)
+
+        def held_up(*given: Any) -> Any:
+            time.sleep(0.02)
+            return step(*given)
+
+        monkeypatch.setattr(*late, held_up)
     hot, cold = chain_of(20, first_token=9000), chain_of(80)
     source = slab_of(tmp_path / "one", [cold])
     exported(source, tmp_path / "all")
