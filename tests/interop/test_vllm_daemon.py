@@ -33,8 +33,8 @@ def daemon() -> Iterator[Node]:
 
 
 def told(daemon: Node) -> dict[str, Any]:
-    """An engine's whole configuration: where the daemon is."""
-    return {"service": daemon.section, "host": {"size": "16MiB"}}
+    """An engine's whole configuration: where the daemon is, and patience with it on a machine that has other work."""
+    return {"service": daemon.section, "host": {"size": "16MiB"}, "cache": {"prefetch_deadline": "60s"}}
 
 
 def ask(vllm: Engine) -> tuple[list[list[int]], list[int]]:
