@@ -12,16 +12,21 @@ from transformers import LlamaForCausalLM, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from kvtier.connector.local import LocalConnector
-from kvtier.engine.demo import load_tokenizer, require_checkpoint, train_tokenizer
+from kvtier.connector.tokenizer import load_tokenizer
+from kvtier.engine.demo import require_checkpoint, train_tokenizer
 from kvtier.engine.demo_worker import demo_model
 from kvtier.engine.llm import Engine
 from kvtier.engine.local import engine_config
 from kvtier.engine.model import Model
-from kvtier.engine.sequence import SamplingParams, State
-from kvtier.tiers.below import Attribution
+from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError
 
+_SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1 and 2 of the model that is saved here
+_TEMPLATE: Final = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 _STORE_DEADLINE: Final = 60.0  # seconds for what was computed to reach the lowest tier
 
 
@@ -83,8 +88,12 @@ def save_model(directory: Path) -> None:
     config = demo_model()
     config.tie_word_embeddings = False  # tied random ones repeat a single word
     config.initializer_range = 0.06
+    end, begin, turn_end = range(len(_SPECIAL))
+    config.bos_token_id, config.eos_token_id = begin, [end, turn_end]
     LlamaForCausalLM(config).save_pretrained(directory)
-    train_tokenizer().save(str(directory / "tokenizer.json"))
+    train_tokenizer(_SPECIAL).save(str(directory / "tokenizer.json"))
+    settings = {"eos_token": _SPECIAL[turn_end], "chat_template": _TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 def _answer(engine: Engine, tokenizer: Tokenizer, prompt: Prompt, progress: Progress) -> Answer:
@@ -92,33 +101,18 @@ def _answer(engine: Engine, tokenizer: Tokenizer, prompt: Prompt, progress: Prog
     if not tokens:
         raise ConfigError("--prompt: no tokens in it; write some text")
     params = SamplingParams(max_tokens=prompt.max_tokens, ignore_eos=True)
-    assert isinstance(engine.connector, LocalConnector)
-    request_id = engine.add_request(tokens, params)
-    request = engine.request(request_id)
+    request = engine.request(engine.add_request(tokens, params))
     task = progress.add_task("prompt", total=len(tokens))
-    found: Attribution | None = None
     answer: list[int] = []
     while engine.has_unfinished:
         for output in engine.step():
             answer += [output.token_id] if output.token_id is not None else []
-        if request.state is not State.FINISHED:
-            found = engine.connector.scheduler.found(request_id) or found
         progress.update(task, completed=min(request.num_computed, len(tokens)))
-    cached = _cached_tokens(found, engine.config.block_size, request.num_l1_tokens, request.num_external_tokens)
     assert request.ttft is not None
     return Answer(
         text=tokenizer.decode(answer),
         prompt_tokens=len(tokens),
-        cached_tokens=cached,
-        computed_tokens=len(tokens) - sum(cached.values()),
+        cached_tokens=request.cached_tokens,
+        computed_tokens=len(tokens) - sum(request.cached_tokens.values()),
         ttft_ms=request.ttft * 1000,
     )
-
-
-def _cached_tokens(found: Attribution | None, block_size: int, num_l1: int, num_external: int) -> dict[str, int]:
-    """What was loaded, by the tier it was found in; what was found and not loaded was computed."""
-    cached, left = {"L1": num_l1}, num_external
-    for tier, name in (("l2", "L2"), ("file", "file"), ("redis", "redis")):
-        cached[name] = min(left, getattr(found, tier, 0) * block_size)
-        left -= cached[name]
-    return cached

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import repeat, takewhile
 from typing import Final
 
 import msgpack
@@ -133,21 +133,25 @@ class PrefixIndex:
         """
         with self._lock:
             found: dict[str, dict[str, int]] = {}
-            holders: dict[int, frozenset[int]] = {}  # mask → slots
-            tally: Counter[int] = Counter()  # mask → leading blocks that have it
-            alive: frozenset[int] | None = None
-            for mask, run in groupby(map(self._masks.get, sequence_hashes)):
-                held = frozenset[int]()
-                if mask is not None:
-                    held = holders[mask] if mask in holders else holders.setdefault(mask, self._holders(mask))
-                alive = held if alive is None else alive
-                found.update(self._split(slot, tally) for slot in alive - held)
-                alive &= held
-                if not alive or mask is None:
-                    break
-                tally[mask] += sum(1 for _ in run)
-            found.update(self._split(slot, tally) for slot in alive or ())
+            masks = list(takewhile(bool, map(self._masks.get, sequence_hashes, repeat(0))))
+            alive = frozenset(slot for slot, worker in enumerate(self._slots) if worker is not None)
+            for mask in dict.fromkeys(masks):  # where a mask comes first, prefixes end; few are different
+                held = self._holders(mask)
+                if not alive <= held:
+                    tally = Counter(masks[: masks.index(mask)])
+                    found.update(self._split(slot, tally) for slot in alive - held if tally)
+                    alive &= held
+                    if not alive:
+                        return found
+            tally = Counter(masks)
+            found.update(self._split(slot, tally) for slot in alive if tally)
             return found
+
+    def shared(self, sequence_hashes: Sequence[int], medium: str) -> int:
+        """How many leading blocks anybody holds in that tier: what all can load of a tier that workers share."""
+        with self._lock:
+            bits = sum(1 << slot * _WIDTH + MEDIA.index(medium) for slot in range(len(self._slots)))
+            return sum(1 for _ in takewhile(bits.__and__, map(self._masks.get, sequence_hashes, repeat(0))))
 
     def check(self) -> None:
         """Raise AssertionError where the law is broken."""

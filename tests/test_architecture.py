@@ -31,6 +31,7 @@ GROUPS: Final = {
         "identity",
         "key_schemes",
         "config",
+        "config_router",
         "config_values",
         "quantities",
         "finding",
@@ -109,7 +110,7 @@ TORCH_FILES: Final = {
     "connector/hf_model.py",
     "connector/transformers.py",
     *(f"connector/{name}.py" for name in ("vllm", "vllm_model", "vllm_worker")),
-    *(f"engine/{name}.py" for name in ("model", "model_runner", "llm", "demo_worker", "generate")),
+    *(f"engine/{name}.py" for name in ("model", "model_runner", "llm", "demo_worker", "generate", "server_process")),
 }
 # Named after the engine they adapt, by the design; nobody runs them from their folder.
 ADAPTERS: Final = tuple(f"{home}connector/{name}.py" for home in ("", "kvtier/") for name in ("transformers", "sglang"))
@@ -118,8 +119,11 @@ EXPLAINED: Final = {
     "tiers/file_store.py:open": "the tier's whole configuration; every caller names each",
     "service/serve_cli.py:kvtier.service.http_app": "starlette and uvicorn are the extra `service`",
     "service/serve_cli.py:kvtier.service.http_server": "the same",
+    "service/route_cli.py:kvtier.service.router_app": "starlette and uvicorn are the extra `service`",
     "service/serve_cli.py:kvtier.service.events": "so is pyzmq",
     "service/admin_cli.py:kvtier.service.http_client": "httpx2 is the extra `service`",
+    "engine/server_cli.py:kvtier.engine.server_process": "torch and transformers take seconds to import",
+    "engine/server_loop.py:_step:except": "top of the worker loop: a failed step is counted, its requests are told",
     "kvtier/cli.py:kvtier.engine.demo": "torch and transformers take seconds to import; few verbs need them",
     "kvtier/cli.py:kvtier.engine.generate": "the same",
     "kvtier/cli.py:run_generate": "one parameter for each option of the command line",
@@ -134,7 +138,7 @@ EXPLAINED: Final = {
     "service/daemon.py:run:except": "the same",
     "service/session.py:_receive:except": "one client's words must not end the others' service: it is cut off, counted",
     "connector/vllm.py:KVTierConnector": "vLLM's interface, whose methods these are; each is a line or two",
-    "engine/demo.py:load_tokenizer:except": "tokenizers raises no narrower type for a file that is not a tokenizer",
+    "connector/tokenizer.py:load_tokenizer:except": "tokenizers raises no narrower type for a file that is none",
     "tiers/transfer.py:_work:except": "top of the worker loop: a failed copy is reported, the thread lives on",
 }
 

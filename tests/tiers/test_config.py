@@ -120,9 +120,14 @@ BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
     ({"cache": {"num_blocks": 3}}, "[cache] num_blocks 3: unknown option; did you mean [l1] num_blocks?"),
     ({"breaker": {"xyz": 3}}, "[breaker] xyz 3: unknown option; known are failures, retry_after"),
     ({"hots": {"size": 1}}, "[hots]: unknown section; did you mean [host]?"),
-    ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, events, file, host, l1, redis, server, service"),
+    (
+        {"router": {"replicas": [1]}},
+        '[router] replicas [1]: not a list of replicas; write one, as in ["http://127.0.0.1:8000"]',
+    ),
+    ({"router": {"weight_cpu": "much"}}, '[router] weight_cpu "much": not a number; write one, as in 0.5'),
+    ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, events, file, host, l1, redis, router, server, service"),
     ({"block_size": 16}, "block_size 16: belongs in a section; write it as [cache] block_size"),
-    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, l1, redis, service, server, events, breaker"),
+    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, l1, redis, service, server, events, router, breaker"),
     # addresses of KV events
     ({"events": {"publish": "127.0.0.1:5557"}}, '[events] publish "127.0.0.1:5557": not an address of ZMQ\'s; write it as in tcp://127.0.0.1:5557 or ipc:///run/kvtier-events'),
     ({"events": {"publish": "tcp://*:5557"}}, '[events] publish "tcp://*:5557": other machines reach it; use 127.0.0.1 or set allow_remote'),
