@@ -6,7 +6,7 @@ from pathlib import Path
 
 from doubles import BLOCK_SIZE, SLOT_BYTES
 
-from kvtier.tiers.events import Event, EventSource, Removed
+from kvtier.tiers.events import Event, EventSource, Removed, TierEvents
 from kvtier.tiers.file_store import FileStore
 from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
 from kvtier.tiers.host import HostRegion, HostTier
@@ -46,7 +46,7 @@ class Shelf:
                 assert record.chain_hash not in known, "stored twice"
                 known[record.chain_hash] = record
 
-    def read(self, source: EventSource, limit: int = 4096) -> None:
+    def read(self, source: EventSource | TierEvents, limit: int = 4096) -> None:
         """Everything there is to tell."""
         while source.waiting:
             self.apply(source.take(limit))

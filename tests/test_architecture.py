@@ -64,6 +64,7 @@ GROUPS: Final = {
         "redis_records",
         "redis_lanes",
         "redis_batch",
+        "redis_changes",
         "redis_epoch",
         "redis_names",
         "redis_store",

@@ -68,8 +68,8 @@ def publishers(number: int) -> Iterator[list[Told]]:
 
 
 def live(router: RoutedReplicas) -> bool:
-    stands = [(each["events"] or each["node_events"])["state"] for each in router.status()["replicas"]]
-    return stands == ["live"] * len(stands)
+    feeds = [each[feed] for each in router.status()["replicas"] for feed in ("events", "node_events")]
+    return {feed["state"] for feed in feeds if feed is not None} == {"live"}
 
 
 def blocks(router: RoutedReplicas, replica: ToldReplica) -> dict[str, int]:
