@@ -11,7 +11,7 @@ const REASONS = {
   load: "has less to do",
   equal: "nothing speaks for one: they take turns",
   only: "no other can take a request",
-  unsure: "of none is it known what it holds: they take turns",
+  unsure: "what they hold is not known: they take turns",
   turn: "round robin",
   session: "where its session belongs",
   full: "all have the work they may have",
