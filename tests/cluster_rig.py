@@ -10,7 +10,7 @@ from typing import Any
 
 from http_rig import kvtier
 
-from kvtier.service.cli_options import Exit
+from kvtier.service.cluster import Cluster, Row
 from kvtier.service.cluster_file import NUM_PORTS
 from kvtier.service.cluster_process import Process, is_free
 
@@ -30,15 +30,21 @@ class Running:
         self._pids |= set(self.pids().values())
         return done
 
-    def status(self) -> list[dict[str, Any]]:
-        done = kvtier("cluster", "status", "--state", str(self.state), "--json")
-        assert done.returncode in (Exit.OK, Exit.DEGRADED), done.stderr
-        rows: list[dict[str, Any]] = json.loads(done.stdout)
-        assert all(row["healthy"] for row in rows) == (done.returncode == Exit.OK)
-        return rows
+    def status(self) -> dict[str, Row]:
+        """Of each service; the command's own status and JSON are asked for by `told`."""
+        return {row.name: row for row in Cluster(self.state).status()}
 
     def states(self) -> dict[str, str]:
-        return {row["name"]: row["state"] for row in self.status()}
+        return {name: row.state for name, row in self.status().items()}
+
+    @property
+    def unwell(self) -> list[str]:
+        return [name for name, row in self.status().items() if not row.healthy]
+
+    def told(self) -> tuple[int, list[dict[str, Any]]]:
+        """What `kvtier cluster status --json` says."""
+        done = kvtier("cluster", "status", "--state", str(self.state), "--json")
+        return done.returncode, json.loads(done.stdout)
 
     def pids(self) -> dict[str, int]:
         record = self.state / "cluster.json"
@@ -49,8 +55,9 @@ class Running:
         return kvtier("cluster", "down", "--state", str(self.state), *options)
 
     def close(self) -> None:
+        """Take it down. Nothing may be left."""
         self._pids |= set(self.pids().values())
-        assert self.down("--purge").returncode == Exit.OK
+        assert Cluster(self.state).down(print, purge=True) or not self.state.exists()
         assert not [pid for pid in self._pids if Process.of(pid)], "down has left processes"
         assert not self.state.exists()
 
