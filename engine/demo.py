@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from kvtier.connector.tokenizer import load_tokenizer
 from kvtier.tiers.errors import ConfigError, KVTierError
 
 VOCABULARY: Final = 8192
@@ -245,21 +246,16 @@ def require_checkpoint(directory: Path) -> None:
             raise ConfigError(f'--model "{directory}": no {name} there; {mend}')
 
 
-def load_tokenizer(directory: Path) -> Tokenizer:
-    """A checkpoint's tokenizer. ConfigError where its file is not one."""
-    try:
-        return Tokenizer.from_file(str(directory / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises no narrower type
-        raise ConfigError(f'--model "{directory}": tokenizer.json is not one: {error}') from error
-
-
-def train_tokenizer() -> Tokenizer:
-    """A byte-level BPE tokenizer, trained in seconds on the manual every Python carries."""
+def train_tokenizer(special_tokens: Sequence[str] = ()) -> Tokenizer:
+    """A byte-level BPE tokenizer, trained in seconds on the manual every Python carries; special tokens come first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCABULARY,
+        special_tokens=list(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator([topics[name] for name in sorted(topics)], trainer)
     return tokenizer

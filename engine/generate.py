@@ -12,7 +12,8 @@ from transformers import LlamaForCausalLM, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from kvtier.connector.local import LocalConnector
-from kvtier.engine.demo import load_tokenizer, require_checkpoint, train_tokenizer
+from kvtier.connector.tokenizer import load_tokenizer
+from kvtier.engine.demo import require_checkpoint, train_tokenizer
 from kvtier.engine.demo_worker import demo_model
 from kvtier.engine.llm import Engine
 from kvtier.engine.local import engine_config
@@ -22,6 +23,11 @@ from kvtier.tiers.below import Attribution
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError
 
+_SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1 and 2 of the model that is saved here
+_TEMPLATE: Final = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 _STORE_DEADLINE: Final = 60.0  # seconds for what was computed to reach the lowest tier
 
 
@@ -83,8 +89,12 @@ def save_model(directory: Path) -> None:
     config = demo_model()
     config.tie_word_embeddings = False  # tied random ones repeat a single word
     config.initializer_range = 0.06
+    end, begin, turn_end = range(len(_SPECIAL))
+    config.bos_token_id, config.eos_token_id = begin, [end, turn_end]
     LlamaForCausalLM(config).save_pretrained(directory)
-    train_tokenizer().save(str(directory / "tokenizer.json"))
+    train_tokenizer(_SPECIAL).save(str(directory / "tokenizer.json"))
+    settings = {"eos_token": _SPECIAL[turn_end], "chat_template": _TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 def _answer(engine: Engine, tokenizer: Tokenizer, prompt: Prompt, progress: Progress) -> Answer:

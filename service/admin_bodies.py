@@ -162,9 +162,9 @@ def parse(body_type: type[B], data: bytes) -> B:
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"body: not JSON ({_flat(str(error))[:100]}); send an object") from None
+        raise ConfigError(f"body: not JSON ({flat(str(error))[:100]}); send an object") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"body {_shown(values)}: not a JSON object; send one")
+        raise ConfigError(f"body {shown(values)}: not a JSON object; send one")
     try:
         return body_type.model_validate(values)
     except ValidationError as error:
@@ -174,20 +174,22 @@ def parse(body_type: type[B], data: bytes) -> B:
 
 def _one_line(error: Any, known: list[str]) -> str:
     field = json.dumps(".".join(str(part) for part in error["loc"]))[1:-1]  # whatever it is, one line of ASCII
-    why = str(error["ctx"]["error"]) if error["type"] == "value_error" else _flat(error["msg"])
+    why = str(error["ctx"]["error"]) if error["type"] == "value_error" else flat(error["msg"])
     if not field:
         return why
     if error["type"] == "missing":
         return f"{field}: missing; the fields are {', '.join(known)}"
     if error["type"] == "extra_forbidden":
-        return f"{field[:60]} {_shown(error['input'])}: unknown field; known are {', '.join(known)}"
-    return f"{field} {_shown(error['input'])}: {why}"
+        return f"{field[:60]} {shown(error['input'])}: unknown field; known are {', '.join(known)}"
+    return f"{field} {shown(error['input'])}: {why}"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as JSON, whatever it is: one line of ASCII, 60 characters at most."""
     text = json.dumps(value, default=str, ensure_ascii=True)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _flat(text: str) -> str:
+def flat(text: str) -> str:
+    """The text on one line."""
     return " ".join(text.split())

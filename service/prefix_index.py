@@ -147,6 +147,12 @@ class PrefixIndex:
             found.update(self._split(slot, tally) for slot in alive if tally)
             return found
 
+    def shared(self, sequence_hashes: Sequence[int], medium: str) -> int:
+        """How many leading blocks anybody holds in that tier: what all can load of a tier that workers share."""
+        with self._lock:
+            bits = sum(1 << slot * _WIDTH + MEDIA.index(medium) for slot in range(len(self._slots)))
+            return sum(1 for _ in takewhile(bits.__and__, map(self._masks.get, sequence_hashes, repeat(0))))
+
     def check(self) -> None:
         """Raise AssertionError where the law is broken."""
         with self._lock:

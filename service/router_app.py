@@ -15,9 +15,10 @@ from starlette.types import Receive, Scope, Send
 
 from kvtier.service.guard import Guard, read_body
 from kvtier.service.http_server import HttpServer, HttpSocket
+from kvtier.service.openai_errors import OpenAIError, refusal
 from kvtier.service.router import Router
 from kvtier.service.router_metrics import exposition
-from kvtier.service.router_reply import Reply, error_body
+from kvtier.service.router_reply import Reply
 from kvtier.tiers.config_router import RouterConfig
 
 MAX_BODY: Final = 16 << 20  # bytes of a request: a million token ids, and some
@@ -29,7 +30,7 @@ def serve(config: RouterConfig) -> HttpServer:
     """A router's server, not started yet. Raises ConfigError."""
     router = Router(config)
     app = make_app(router, config.token)
-    crowded = JSONResponse(error_body(503, "too many connections; come again later"), 503, {"connection": "close"})
+    crowded = OpenAIError(503, "too many connections; come again later", code="crowded").response
     return HttpServer(app, HttpSocket(config.http, "router"), max_connections=_MAX_CONNECTIONS, crowded=crowded)
 
 
@@ -64,7 +65,7 @@ def make_app(router: Router, token: SecretStr | None) -> Starlette:
         page("/readyz", lambda: _readiness(router)),
         page("/status", lambda: JSONResponse(router.status())),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _refused})
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: refusal})
 
 
 class _Forwarding:
@@ -98,11 +99,3 @@ async def _gone(receive: Receive) -> None:
 def _readiness(router: Router) -> Response:
     num_up = sum(replica["state"] == "up" for replica in router.status()["replicas"])
     return JSONResponse({"ready": num_up > 0, "replicas_up": num_up}, 200 if num_up else 503)
-
-
-def _refused(request: Request, error: Exception) -> Response:
-    """What the guard and Starlette itself refuse, in OpenAI's shape."""
-    assert isinstance(error, HTTPException)
-    why = {404: "no such page", 405: "this page does not take that method"}.get(error.status_code, error.detail)
-    headers = {**(error.headers or {}), **({"connection": "close"} if error.status_code in (408, 413) else {})}
-    return JSONResponse(error_body(error.status_code, why), error.status_code, headers)

@@ -67,15 +67,20 @@ class ReplicaClient:
         if body or method == "POST":
             lines.append((b"content-length", b"%d" % len(body)))
         request = h11.Request(method=method, target=path, headers=lines)
+        lost: ReplicaFailed | None = None
         while True:
-            connection, is_kept = await self._connection(deadlines.connect)
+            try:
+                connection, is_kept = await self._connection(deadlines.connect)
+            except ReplicaFailed as error:
+                raise lost or error from None  # it hung up on the request, perhaps of it, and is gone now
             try:
                 connection.send(request, body)
                 return Answer(connection, await connection.head(deadlines.first_byte), deadlines.between)
             except ReplicaFailed as error:
                 connection.abort()
                 if not (is_kept and error.failure is Failure.BROKEN):
-                    raise  # a kept connection may have ended while this was on its way: another, then a new one
+                    raise
+                lost = error  # perhaps the kept connection ended while this was on its way: another, then a new one
             except BaseException:
                 connection.abort()
                 raise

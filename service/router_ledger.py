@@ -24,22 +24,21 @@ class Ledger:
     retries: Counter[str] = field(default_factory=Counter)  # why a replica was given up before a byte was streamed
     errors: Counter[str] = field(default_factory=Counter)  # why a client got an error of the router's own
     untokenised: Counter[str] = field(default_factory=Counter)  # why a prompt was routed without being known
-    prompt_tokens: int = 0  # of prompts that were tokenised
-    promised_tokens: int = 0  # of these, what the chosen replica held by the index
+    prompt_tokens: int = 0  # of prompts that were known and answered
+    promised_tokens: int = 0  # of these, what the replica that answered held by the index
     told_prompt_tokens: int = 0  # as the replicas' usage said
     told_cached_tokens: int = 0
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by "tokenise", "score"
     decisions: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
-    def decided(self, choice: Choice, num_blocks: int, num_tokens: int) -> None:
-        """Another choice was made; `num_tokens` of its prompt are there already, it is thought."""
+    def decided(self, choice: Choice, num_blocks: int) -> None:
+        """Another choice was made, for a prompt of so many blocks."""
         if choice.name is not None:
             self.requests[choice.name, choice.reason] += 1
         self.decisions.append(
             {
                 "time": time.time(),
                 "prompt_blocks": num_blocks,
-                "promised_tokens": num_tokens,
                 "chosen": choice.name,
                 "reason": choice.reason,
                 "scores": [score._asdict() for score in choice.scores],

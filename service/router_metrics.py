@@ -58,8 +58,10 @@ class _Families(Collector):
         yield _counter(
             "seconds", "Time spent on requests, by what for", ("stage",), (((s,), n) for s, n in ledger.seconds.items())
         )
-        indexed = GaugeMetricFamily("kvtier_route_indexed_blocks", "Blocks the index knows", self._router.num_indexed)
-        yield indexed
+        holdings = self._router.holdings
+        yield GaugeMetricFamily("kvtier_route_indexed_blocks", "Blocks that replicas hold", holdings.num_blocks)
+        skipped = (((why,), n) for why, n in holdings.skipped.items())
+        yield _counter("skipped_events", "Events that could not be true, by why", ("reason",), skipped)
 
     def _replicas(self) -> Iterator[Metric]:
         replicas = self._router.fleet.replicas

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvtier.service.openai_errors import OpenAIError
 from kvtier.service.router_client import Answer, Deadlines, Failure, Headers, ReplicaFailed
+from kvtier.service.router_holdings import Held
 from kvtier.service.router_ledger import Ledger
 from kvtier.service.router_replicas import Fleet, Replica, State, Work
-from kvtier.service.router_reply import Refusal, Reply
+from kvtier.service.router_reply import Relayed, Reply
 from kvtier.service.routing_policy import Candidate, Choice, Reason, choose
 
 _MAX_FAILED: Final = 4  # replicas that could not answer one request
@@ -18,7 +20,7 @@ _MAX_WHOLE: Final = 4 << 20  # bytes of an answer that is no stream and is held 
 _HOP: Final = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
 )
-_LATER: Final = ((b"retry-after", b"1"),)
+_LATER: Final = {"retry-after": "1"}
 NOT_ASKED: Final = _HOP | frozenset(b"host content-length authorization accept-encoding expect".split())
 NOT_ANSWERED: Final = _HOP | frozenset(b"content-length date server".split())
 
@@ -31,9 +33,7 @@ class Asked:
     headers: Headers  # for the replica
     body: bytes
     num_tokens: int  # of the prompt; 0 where it could not be tokenised
-    num_blocks: int  # of the prompt; then estimated
-    prefixes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # replica → medium → blocks it holds
-    sure: frozenset[str] = frozenset()  # replicas whose `prefixes` can be believed
+    held: Held  # of the prompt, by whom; then its number of blocks is an estimate
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Tries:
     tried: set[str] = field(default_factory=set)
     num_failed: int = 0
     num_broken: int = 0
-    last: Refusal | None = None
+    last: OpenAIError | Relayed | None = None
 
     @property
     def is_over(self) -> bool:
@@ -53,9 +53,9 @@ class _Tries:
         self.num_failed += 1
         self.num_broken += error.failure is Failure.BROKEN
         if self.last is None or self.last.status == 502:
-            self.last = Refusal(502, error.failure, "no replica could answer; try again")
+            self.last = OpenAIError(502, "no replica could answer; try again", code=error.failure)
 
-    def refused(self, refusal: Refusal) -> None:
+    def refused(self, refusal: Relayed) -> None:
         """A replica's own refusal; that it is busy says more to a client than any failure."""
         self.num_failed += refusal.status != 429
         if self.last is None or self.last.status != 429:
@@ -68,21 +68,23 @@ class Proxy:
     def __init__(self, fleet: Fleet, ledger: Ledger, deadlines: Deadlines, weights: Mapping[str, float]) -> None:
         self._fleet, self._ledger = fleet, ledger
         self._deadlines, self._weights = deadlines, weights
-        self._turn = 0
+        self._turn = 0  # requests so far; if retries counted, a pair would have the same one asked first for ever
 
     async def forward(self, asked: Asked, reply: Reply) -> None:
         """Have a request answered by the best replica that can; whatever goes wrong, the client is told."""
         try:
             async with asyncio.timeout(self._deadlines.whole):
-                refusal = await self._try(asked, reply)
+                error = await self._try(asked, reply)
         except TimeoutError:
-            refusal = Refusal(504, "deadline", f"not answered within {self._deadlines.whole:g} s; ask for less")
-        if refusal is not None:
-            self._ledger.errors[refusal.reason] += 1
-            await reply.fail(refusal)
+            why = f"not answered within {self._deadlines.whole:g} s; ask for less"
+            error = OpenAIError(504, why, code="deadline")
+        if error is not None:
+            self._ledger.errors[str(error.status if isinstance(error, Relayed) else error.code)] += 1
+            await reply.fail(error)
 
-    async def _try(self, asked: Asked, reply: Reply) -> Refusal | None:
+    async def _try(self, asked: Asked, reply: Reply) -> OpenAIError | Relayed | None:
         tries = _Tries()
+        self._turn += 1
         while not tries.is_over:
             choice = self._choose(asked, tries.tried)
             if choice.name is None:
@@ -90,7 +92,7 @@ class Proxy:
             replica = self._fleet[choice.name]
             tries.tried.add(replica.name)
             cached = next(score.cached for score in choice.scores if score.name == replica.name)
-            work = Work(replica, asked.num_blocks - cached)
+            work = Work(replica, asked.held.num_blocks - cached)
             try:
                 attempt = _Attempt(replica, work, self._ledger, reply)
                 refusal = await attempt.make(asked, self._deadlines)
@@ -98,14 +100,16 @@ class Proxy:
                 replica.failed(error.failure)
                 if reply.is_begun:
                     why = f"replica {replica.name} ended in the middle of the answer; ask again"
-                    return Refusal(502, f"mid_stream_{error.failure}", why)
+                    return OpenAIError(502, why, code=f"mid_stream_{error.failure}")
                 tries.failed(error)
                 self._ledger.retries[error.failure] += 1
             else:
                 if refusal is None:
+                    self._ledger.prompt_tokens += asked.num_tokens
+                    self._ledger.promised_tokens += cached * (self._fleet.block_size or 0)
                     return None
                 tries.refused(refusal)
-                self._ledger.retries[refusal.reason] += 1
+                self._ledger.retries[str(refusal.status)] += 1
             finally:
                 work.end()
         return tries.last
@@ -118,25 +122,24 @@ class Proxy:
         candidates = [
             Candidate(
                 replica.name,
-                asked.prefixes.get(replica.name, {}),
+                asked.held.prefixes.get(replica.name, {}),
                 replica.load,
                 is_alive=replica in usable,
-                is_sure=replica.name in asked.sure,
+                is_sure=replica.name in asked.held.sure,
                 limit=replica.limit,
             )
             for replica in self._fleet.replicas
         ]
-        choice = choose(candidates, asked.num_blocks, weights=self._weights, turn=self._turn)
-        self._turn += 1
+        choice = choose(candidates, asked.held.num_blocks, weights=self._weights, turn=self._turn)
         self._ledger.seconds["score"] += time.perf_counter() - begun
-        self._ledger.decided(choice, asked.num_blocks, asked.num_tokens)
+        self._ledger.decided(choice, asked.held.num_blocks)
         return choice
 
 
-def _nobody(choice: Choice) -> Refusal:
+def _nobody(choice: Choice) -> OpenAIError:
     if choice.reason is Reason.FULL:
-        return Refusal(429, "full", "every replica has all the requests it may have; try again", _LATER)
-    return Refusal(503, "no_replica", "no replica is up; try again", _LATER)
+        return OpenAIError(429, "every replica has all it may have; try again", code="full", headers=_LATER)
+    return OpenAIError(503, "no replica is up; try again", code="no_replica", headers=_LATER)
 
 
 class _Attempt:
@@ -145,7 +148,7 @@ class _Attempt:
     def __init__(self, replica: Replica, work: Work, ledger: Ledger, reply: Reply) -> None:
         self._replica, self._work, self._ledger, self._reply = replica, work, ledger, reply
 
-    async def make(self, asked: Asked, deadlines: Deadlines) -> Refusal | None:
+    async def make(self, asked: Asked, deadlines: Deadlines) -> Relayed | None:
         """None where the client has its answer, or what the replica said instead of one. Raises ReplicaFailed."""
         answer = await self._replica.client.ask("POST", asked.path, asked.headers, asked.body, deadlines)
         try:
@@ -153,7 +156,7 @@ class _Attempt:
             first = await answer.piece() if is_stream else await answer.read(_MAX_WHOLE)
             headers = [*passed(answer.headers, NOT_ANSWERED), (b"x-kvtier-replica", self._replica.name.encode())]
             if answer.status == 429 or answer.status >= 500:
-                return Refusal(answer.status, str(answer.status), headers=headers, body=first)
+                return Relayed(answer.status, headers, first)
             self._work.begun()
             self._ledger.answers[self._replica.name, f"{answer.status // 100}xx"] += 1
             await self._reply.begin(answer.status, headers, is_stream=is_stream)

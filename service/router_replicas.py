@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +13,13 @@ from enum import StrEnum
 from typing import Any, Final
 
 from kvtier.service.router_client import Answer, Deadlines, Failure, Headers, ReplicaClient, ReplicaFailed
-from kvtier.service.router_spec import ReplicaSpec
+from kvtier.service.router_spec import Publishers, ReplicaSpec
 
 _log = logging.getLogger(__name__)
 
 _MAX_PAGE: Final = 1 << 20  # bytes of a page of a replica's
 _PROBES: Final = ("/readyz", "/healthz", "/health")  # ours, many a server's, vLLM's: the first that is there
+_DIGEST: Final = re.compile("[0-9a-f]{64}")
 _LOADS_EVERY: Final = 1.0  # seconds between looks at what a replica has to do
 _RUNNING: Final = 1.0  # blocks of work in an answer that has begun
 _USUAL: Final = 8.0  # blocks of work in a request the router knows nothing of
@@ -40,8 +42,7 @@ class Nature:
     models: tuple[Mapping[str, Any], ...]
     block_size: int | None  # None where it does not say
     fingerprint: str | None
-    events: Mapping[str, str | None] | None  # {"publish": …, "replay": …}
-    node: Mapping[str, str | None] | None
+    publishers: Publishers
 
     @property
     def names(self) -> list[str]:
@@ -60,17 +61,16 @@ class Nature:
         return cls(
             tuple(models),
             size if isinstance(size, int) else None,
-            fingerprint if isinstance(fingerprint, str) else None,
-            _publisher(ours.get("events")),
-            _publisher(ours.get("node")),
+            fingerprint if isinstance(fingerprint, str) and _DIGEST.fullmatch(fingerprint) else None,
+            Publishers(*_publisher(ours.get("events")), *_publisher(ours.get("node"))),
         )
 
 
-def _publisher(value: object) -> Mapping[str, str | None] | None:
-    if not isinstance(value, dict) or not isinstance(value.get("publish"), str):
-        return None
-    replay = value.get("replay")
-    return {"publish": value["publish"], "replay": replay if isinstance(replay, str) else None}
+def _publisher(value: object) -> tuple[str | None, str | None]:
+    """Where it publishes, and where it replays."""
+    found = value if isinstance(value, dict) else {}
+    publish, replay = (at if isinstance(at := found.get(name), str) else None for name in ("publish", "replay"))
+    return publish, replay if publish is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +246,15 @@ class Replica:
 class Fleet:
     """All replicas, and what they must agree upon: the first that is taken in says what that is."""
 
-    def __init__(self, specs: Sequence[ReplicaSpec], terms: Terms) -> None:
+    def __init__(
+        self, specs: Sequence[ReplicaSpec], terms: Terms, joined: Callable[[Replica, Publishers], None]
+    ) -> None:
+        """`joined` is told of each that is taken in, and where it publishes."""
+        self._joined = joined
         self.replicas = [Replica(spec, terms, self._judge) for spec in specs]
         self._by_name = {replica.name: replica for replica in self.replicas}
-        self._first: tuple[Replica, Nature] | None = None
-        self._sized = next((spec for spec in specs if spec.block_size is not None), None)
+        self._first: tuple[str, Nature] | None = None
+        self._sized: tuple[str, int] | None = None  # the first that has said its block size
         self._tasks: list[asyncio.Task[None]] = []
 
     def __getitem__(self, name: str) -> Replica:
@@ -259,9 +263,7 @@ class Fleet:
     @property
     def block_size(self) -> int | None:
         """Tokens in a block of all of them; None until one has said it."""
-        if self._sized is not None:
-            return self._sized.block_size
-        return None if self._first is None else self._first[1].block_size
+        return None if self._sized is None else self._sized[1]
 
     @property
     def fingerprint(self) -> str | None:
@@ -288,25 +290,29 @@ class Fleet:
             replica.client.close()
 
     def _judge(self, replica: Replica, nature: Nature) -> str | None:
-        size, wanted = nature.block_size, replica.spec.block_size
-        if size is not None and wanted is not None and size != wanted:
-            return f"block_size {size}, but its --replica says {wanted}; give what it has"
-        if self.block_size is not None and (size or wanted or self.block_size) != self.block_size:
-            whose = self._sized or (self._first and self._first[0].spec)
-            return f'block_size {size or wanted}, but {self.block_size} of "{whose.name if whose else ""}"'
-        refusal = self._other_model(nature)
-        if refusal is None and (self._first is None or self._first[0] is replica):
-            self._first = (replica, nature)
-        return refusal
+        told, given = nature.block_size, replica.spec.block_size
+        if None not in (told, given) and told != given:
+            return f"block_size {told}, but its --replica says {given}; give what it has"
+        size = told or given
+        if size is not None and self._sized is not None and size != self._sized[1]:
+            return f'block_size {size}, but {self._sized[1]} of "{self._sized[0]}"'
+        publishers = replica.spec.publishers.agreed(nature.publishers.reached_at(replica.spec.host))
+        refusal = publishers if isinstance(publishers, str) else self._other_model(nature)
+        if refusal is not None or isinstance(publishers, str):
+            return refusal
+        self._first = self._first or (replica.name, nature)
+        self._sized = self._sized or (None if size is None else (replica.name, size))
+        self._joined(replica, publishers)
+        return None
 
     def _other_model(self, nature: Nature) -> str | None:
         if self._first is None:
             return None
         first, known = self._first
         if nature.names != known.names:
-            return f'model {_quoted(nature.names)}, but {_quoted(known.names)} of "{first.name}"'
+            return f'model {_quoted(nature.names)}, but {_quoted(known.names)} of "{first}"'
         if None not in (nature.fingerprint, known.fingerprint) and nature.fingerprint != known.fingerprint:
-            return f'fingerprint {nature.fingerprint}, but {known.fingerprint} of "{first.name}"'
+            return f'fingerprint {nature.fingerprint}, but {known.fingerprint} of "{first}"'
         return None
 
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvtier.service.openai_errors import OpenAIError
 from kvtier.service.router_client import Headers
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -15,24 +16,15 @@ _ENDS: Final = (b"\n\n", b"\r\n\r\n")  # of an event
 _DONE: Final = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
 _MAX_TAIL: Final = 64 << 10  # bytes of an event that has not come to its end
 _LAST_WORD: Final = 1.0  # seconds a client may take to read why its stream ends
-_JSON: Final = (b"content-type", b"application/json")
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """An error of the router's own, or an answer of a replica's that nobody could better."""
+class Relayed:
+    """A replica's answer that is none, and that nobody could better: passed on as it is."""
 
     status: int
-    reason: str  # as it is counted
-    message: str = ""
-    headers: Headers = ()
-    body: bytes | None = None  # a replica's
-    param: str | None = None  # the field that is wrong
-
-    @property
-    def event(self) -> bytes:
-        """As the last word in a stream."""
-        return b"data: " + json.dumps(error_body(self.status, self.message, self.reason, self.param)).encode() + b"\n\n"
+    headers: Headers
+    body: bytes
 
 
 class Reply:
@@ -59,20 +51,23 @@ class Reply:
         """The rest of the body."""
         await self._body(last if self._events is None else self._events.rest() + last, more=False)
 
-    async def fail(self, refusal: Refusal) -> None:
+    async def fail(self, error: OpenAIError | Relayed) -> None:
         """Say why there is no answer, or no end to it: as a stream's last event; anything else begun stays without end.
 
         A server that is left in the middle of an answer hangs up, so that no client takes it for a whole one.
         """
-        if not self.is_begun:
-            body = json.dumps(error_body(refusal.status, refusal.message, refusal.reason, refusal.param)).encode()
-            headers = [*refusal.headers, *([_JSON] if refusal.body is None else [])]
-            await self.begin(refusal.status, headers, is_stream=False)
-            await self.end(body if refusal.body is None else refusal.body)
+        if isinstance(error, Relayed):
+            await self.begin(error.status, error.headers, is_stream=False)
+            await self.end(error.body)
+        elif not self.is_begun:
+            headers = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+            await self.begin(error.status, [*headers, (b"content-type", b"application/json")], is_stream=False)
+            await self.end(json.dumps(error.content).encode())
         elif self._events is not None:
+            last = b"" if self._events.is_done else b"data: " + json.dumps(error.content).encode() + b"\n\n"
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORD):
-                    await self._body(b"" if self._events.is_done else refusal.event, more=False)
+                    await self._body(last, more=False)
 
     async def _body(self, data: bytes, *, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
@@ -103,9 +98,3 @@ class WholeEvents:
     def rest(self) -> bytes:
         """What was held back, once the replica has ended the stream."""
         return self._tail
-
-
-def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, object]:
-    """OpenAI's error object."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,7 +1,8 @@
 """What `--replica` says of one: where it is, where its events are, and what must agree with what it says itself."""
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -9,7 +10,32 @@ from kvtier.tiers.errors import ConfigError
 
 _EVENTS: Final = ("events", "replay", "node", "node_replay")
 _KNOWN: Final = (*_EVENTS, "block_size")
+_WILDCARD: Final = re.compile(r"^(tcp://)(\*|0\.0\.0\.0|\[::\])(:\d+)$")
 _EXAMPLE: Final = "http://127.0.0.1:8000,events=tcp://127.0.0.1:5557"
+
+
+@dataclass(frozen=True, slots=True)
+class Publishers:
+    """Where to hear of what a replica has: of its own tiers, and of the daemon it loads from."""
+
+    events: str | None = None
+    replay: str | None = None
+    node: str | None = None
+    node_replay: str | None = None
+
+    def reached_at(self, host: str) -> "Publishers":
+        """What the replica binds to everywhere, by the name it is reached at."""
+        return Publishers(*(each and _WILDCARD.sub(rf"\g<1>{host}\g<3>", each) for each in astuple(self)))
+
+    def agreed(self, other: "Publishers") -> "Publishers | str":
+        """These and what only the other says; or in a line where they contradict each other."""
+        values = []
+        for part in fields(self):
+            mine, its = getattr(self, part.name), getattr(other, part.name)
+            if None not in (mine, its) and mine != its:
+                return f'{part.name} "{its}", but its --replica says "{mine}"; give what it has'
+            values.append(mine if its is None else its)
+        return Publishers(*values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +44,7 @@ class ReplicaSpec:
 
     host: str
     port: int
-    events: str | None = None  # publisher of what its L1 holds
-    replay: str | None = None
-    node: str | None = None  # publisher of the daemon it loads from
-    node_replay: str | None = None
+    publishers: Publishers = Publishers()
     block_size: int | None = None
 
     @property
@@ -56,8 +79,8 @@ class ReplicaSpec:
         size = given.get("block_size", "1")
         if not (size.isascii() and size.isdecimal() and 1 <= int(size[:9]) <= 4096):
             raise _wrong(text, f'block_size "{size[:40]}" is no number of tokens from 1 to 4096')
-        events = {name: given.get(name) for name in _EVENTS}
-        return cls(host, port, **events, block_size=int(size) if "block_size" in given else None)
+        publishers = Publishers(*(given.get(name) for name in _EVENTS))
+        return cls(host, port, publishers, int(size) if "block_size" in given else None)
 
 
 def parse_replicas(texts: Sequence[str]) -> list[ReplicaSpec]:

@@ -40,6 +40,8 @@ class ToldReplica:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
+        if self._process is not None:
+            self._process.wait(10)
         command = [sys.executable, str(CHILD), self.name.rpartition(":")[2], json.dumps(self.nature)]
         self._process = subprocess.Popen(command, env=environment(), text=True)
         until(self._is_there)
@@ -70,6 +72,10 @@ class ToldReplica:
         assert self._process is not None
         self._process.kill()
         self._process.wait(10)
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def close(self) -> None:
         self.client.close()

@@ -134,7 +134,7 @@ EXPLAINED: Final = {
     "service/daemon.py:run:except": "the same",
     "service/session.py:_receive:except": "one client's words must not end the others' service: it is cut off, counted",
     "connector/vllm.py:KVTierConnector": "vLLM's interface, whose methods these are; each is a line or two",
-    "engine/demo.py:load_tokenizer:except": "tokenizers raises no narrower type for a file that is not a tokenizer",
+    "connector/tokenizer.py:load_tokenizer:except": "tokenizers raises no narrower type for a file that is none",
     "tiers/transfer.py:_work:except": "top of the worker loop: a failed copy is reported, the thread lives on",
 }
 

@@ -246,8 +246,8 @@ class Config(BaseSettings):
     redis: RedisConfig = RedisConfig()
     service: ServiceConfig = ServiceConfig()
     server: ServerConfig = ServerConfig()
-    router: RouterConfig = RouterConfig()
     events: EventsConfig = EventsConfig()
+    router: RouterConfig = RouterConfig()
     breaker: BreakerConfig = BreakerConfig()
 
     @classmethod

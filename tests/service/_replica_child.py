@@ -66,7 +66,7 @@ async def _complete(scope: Message, body: dict[str, Any], receive: Receive, send
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
     gone = asyncio.create_task(_gone(receive))
     for number in range(BEHAVIOUR.get("events", 3)):
-        choice = {"index": 0, "text": f"{number} ", "finish_reason": None}
+        choice = {"index": 0, "text": f"{number} ".ljust(BEHAVIOUR.get("size", 0)), "finish_reason": None}
         await _event(send, {"object": "text_completion", "choices": [choice]})
         if (pause := BEHAVIOUR.get("pause", 0.0)) and (await asyncio.wait([gone], timeout=pause))[0]:
             seen["gone"] = True

@@ -114,7 +114,7 @@ BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
     ({"hots": {"size": 1}}, "[hots]: unknown section; did you mean [host]?"),
     ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, file, host, l1, redis, server, service"),
     ({"block_size": 16}, "block_size 16: belongs in a section; write it as [cache] block_size"),
-    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, l1, redis, service, breaker"),
+    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, l1, redis, service, server, breaker"),
     # clash
     ({"l1": {"size": "1GiB", "num_blocks": 3}}, "[l1] num_blocks 3: size 1GiB is given too; remove one of them"),
 ]  # fmt: skip

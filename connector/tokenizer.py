@@ -1,0 +1,15 @@
+"""A checkpoint's tokenizer, as the library that wrote `tokenizer.json` reads it: no torch, no transformers."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from kvtier.tiers.errors import ConfigError
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """A checkpoint's tokenizer. ConfigError where its file is not one."""
+    try:
+        return Tokenizer.from_file(str(directory / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises no narrower type
+        raise ConfigError(f'--model "{directory}": tokenizer.json is not one: {error}') from error

@@ -1,0 +1,271 @@
+"""What an OpenAI request may say: every field typed and bounded, every mistake an error that names its field."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from kvtier.service.admin_bodies import flat, shown
+from kvtier.service.openai_errors import OpenAIError
+
+B = TypeVar("B", bound=BaseModel)
+
+_MAX_CHOICES: Final = 128
+_MAX_STOPS: Final = 16
+_MAX_STOP: Final = 256  # characters
+_MAX_NUMBER: Final = 2**31 - 1
+
+
+def _writable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("not a text that UTF-8 can write") from None
+    return text
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _kind(value: object) -> str | None:
+    """Which kind of prompt or content it is: one of the tags below."""
+    if isinstance(value, str):
+        return "=text"
+    if not isinstance(value, list):
+        return None
+    kinds: dict[type, str] = {str: "=texts", list: "=lists", dict: "=parts"}
+    return kinds.get(type(value[0]), "=tokens") if value else "=texts"
+
+
+def _must_be(*neutral: object) -> BeforeValidator:
+    """A field that is not supported: its neutral values are taken, as they ask for nothing."""
+
+    def check(value: object) -> object:
+        if value is not None and value not in neutral:
+            raise ValueError("not supported; leave it out")
+        return None
+
+    return BeforeValidator(check)
+
+
+def _ignored(value: object) -> None:
+    """A field that changes no answer."""
+
+
+Text = Annotated[str, AfterValidator(_writable)]
+Token = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Tokens = Annotated[list[Token], Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1)]
+TokenLists = Annotated[list[Tokens], Field(min_length=1)]
+Prompt = Annotated[
+    Annotated[Text, Tag("=text")]
+    | Annotated[Texts, Tag("=texts")]
+    | Annotated[Tokens, Tag("=tokens")]
+    | Annotated[TokenLists, Tag("=lists")],
+    Discriminator(
+        _kind,
+        custom_error_type="prompt",
+        custom_error_message="not a prompt; give a text, token ids, or a list of either",
+    ),
+]
+Stop = Annotated[Text, Field(min_length=1, max_length=_MAX_STOP)]
+Count = Annotated[int, Field(ge=1, le=_MAX_NUMBER)]
+Ignored = Annotated[None, BeforeValidator(_ignored)]
+Off = Annotated[None, _must_be(False)]
+Zero = Annotated[None, _must_be(0)]
+Empty = Annotated[None, _must_be([], {})]
+
+
+class Asked(BaseModel):
+    """What decides which KV a request can use, whatever else it says: all that a router reads of it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+    model: Text
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
+    stream: bool | None = None
+
+
+class TextPart(BaseModel):
+    """A part of a message; only text is understood."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: Text
+
+
+Content = Annotated[
+    Annotated[Text, Tag("=text")] | Annotated[list[TextPart], Field(min_length=1), Tag("=parts")],
+    Discriminator(
+        _kind, custom_error_type="content", custom_error_message="not a content; give a text, or parts of type text"
+    ),
+]
+
+
+class Message(BaseModel):
+    """One turn of a chat."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: Text | None = None
+    refusal: Annotated[None, _must_be()] = None
+    audio: Annotated[None, _must_be()] = None
+    tool_calls: Empty = None
+    function_call: Annotated[None, _must_be()] = None
+
+    @property
+    def turn(self) -> dict[str, str]:
+        """What a chat template is given; parts are lines."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
+
+
+class CompletionPrompt(Asked):
+    """The prompts of a completion: texts, or token ids."""
+
+    prompt: Prompt
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """One for each prompt."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+
+class ChatPrompt(Asked):
+    """The messages of a chat."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides the text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    include_usage: bool = False
+    include_obfuscation: Ignored = None
+    continuous_usage_stats: Off = None
+
+
+class Sampling(BaseModel):
+    """How to answer. Defaults are OpenAI's; `top_k`, `stop_token_ids` and `ignore_eos` are vLLM's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    max_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_MAX_NUMBER)] | None = None  # 0, -1: all
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[list[Stop], Field(max_length=_MAX_STOPS), BeforeValidator(_listed)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=_MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    stream_options: StreamOptions | None = None
+    frequency_penalty: Zero = None
+    presence_penalty: Zero = None
+    repetition_penalty: Annotated[None, _must_be(1)] = None
+    min_p: Zero = None
+    logit_bias: Empty = None
+    user: Ignored = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if self.stream_options is not None and not getattr(self, "stream", None):
+            raise ValueError("stream_options: only where stream is true; leave it out")
+        return self
+
+
+class CompletionBody(CompletionPrompt, Sampling):
+    """`POST /v1/completions`."""
+
+    model_config = Sampling.model_config
+
+    echo: Off = None
+    suffix: Annotated[None, _must_be("")] = None
+    logprobs: Annotated[None, _must_be()] = None
+    best_of: Annotated[None, _must_be(1)] = None
+
+
+class ChatBody(ChatPrompt, Sampling):
+    """`POST /v1/chat/completions`."""
+
+    model_config = Sampling.model_config
+
+    max_completion_tokens: Count | None = None
+    logprobs: Off = None
+    top_logprobs: Zero = None
+    response_format: Annotated[None, _must_be({"type": "text"})] = None
+    tools: Empty = None
+    tool_choice: Annotated[None, _must_be("none", "auto")] = None
+    functions: Empty = None
+    function_call: Annotated[None, _must_be("none", "auto")] = None
+    modalities: Annotated[None, _must_be(["text"])] = None
+    audio: Annotated[None, _must_be()] = None
+    prediction: Annotated[None, _must_be()] = None
+    reasoning_effort: Annotated[None, _must_be("none")] = None
+    web_search_options: Annotated[None, _must_be()] = None
+    parallel_tool_calls: Ignored = None
+    service_tier: Ignored = None
+    store: Off = None
+    metadata: Ignored = None
+    prompt_cache_key: Ignored = None
+    safety_identifier: Ignored = None
+    verbosity: Ignored = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens, max_completion_tokens: give one of the two")
+        return self
+
+
+def parse(body_type: type[B], data: bytes) -> B:
+    """A request's body. OpenAIError (400) says what is wrong with it, and with which field."""
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise OpenAIError(400, f"body: not JSON ({flat(str(error))[:100]}); send an object") from None
+    if not isinstance(values, dict):
+        raise OpenAIError(400, f"body {shown(values)}: not a JSON object; send one")
+    try:
+        return body_type.model_validate(values)
+    except ValidationError as error:
+        raise _refused(error.errors(include_url=False)[0]) from None
+
+
+def _refused(error: Any) -> OpenAIError:
+    param = ".".join(str(part) for part in error["loc"] if not str(part).startswith("="))
+    param = json.dumps(param)[1:-1][:80]  # whatever it is, one line of ASCII
+    why = str(error["ctx"]["error"]) if error["type"] == "value_error" else flat(error["msg"])
+    if not param:
+        clash = why.partition(":")[0].partition(",")[0] if error["type"] == "value_error" else None
+        return OpenAIError(400, why, param=clash, code="invalid_value")
+    if error["type"] == "missing":
+        return OpenAIError(400, f"{param}: missing; it must be given", param=param, code="missing_required_parameter")
+    if error["type"] == "extra_forbidden":
+        return OpenAIError(400, f"{param}: unknown field; leave it out", param=param, code="unknown_parameter")
+    code = "unsupported_parameter" if why.startswith("not supported") else "invalid_value"
+    return OpenAIError(400, f"{param} {shown(error['input'])}: {why}", param=param, code=code)

@@ -1,0 +1,71 @@
+"""What goes wrong in an OpenAI API, in its shape: `{"error": {"message", "type", "param", "code"}}`."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from kvtier.tiers.errors import KVTierError
+
+_TYPES: Final = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
+_CLOSING: Final = (408, 413, 503)  # the rest of the request is not read, or nothing more is wanted on this connection
+
+
+class OpenAIError(KVTierError):
+    """An answer that is none. `param` names the field at fault, `code` is for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = {**(headers or {}), **({"connection": "close"} if status in _CLOSING else {})}
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The JSON of it."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> JSONResponse:
+        """The answer that says so."""
+        return JSONResponse(self.content, self.status, self.headers)
+
+
+def refusal(request: Request, error: Exception) -> JSONResponse:
+    """Starlette's handler: an OpenAIError as it is, an HTTPException in the same shape."""
+    if isinstance(error, HTTPException):
+        message = {404: "no such page", 405: "this page does not take that method"}.get(error.status_code, error.detail)
+        code = "invalid_api_key" if error.status_code == 401 else None
+        error = OpenAIError(error.status_code, message, code=code, headers=error.headers)
+    assert isinstance(error, OpenAIError)
+    return error.response
+
+
+def busy(message: str) -> OpenAIError:
+    """There is no room now; the client may come again after a second."""
+    return OpenAIError(429, message, code="rate_limit_exceeded", headers={"retry-after": "1"})
+
+
+def unknown_model(asked: str, served: str) -> OpenAIError:
+    """No such model here."""
+    shown = asked if len(asked) <= 60 else f"{asked[:57]}..."
+    return OpenAIError(404, f"model {shown!r}: not here; use {served!r}", param="model", code="model_not_found")
+
+
+def too_long(param: str, num_prompt: int, num_asked: int, room: int) -> OpenAIError:
+    """Prompt and answer together do not fit."""
+    asked = f"{param} has {num_prompt} and {num_asked} more are asked for"
+    message = f"This model's maximum context length is {room} tokens; {asked}: shorten one of them"
+    return OpenAIError(400, message, param=param, code="context_length_exceeded")
