@@ -29,6 +29,7 @@ from kvtier.service.admin_bodies import (
     parse,
 )
 from kvtier.service.daemon import Daemon
+from kvtier.service.dashboard import dashboard_routes
 from kvtier.service.exposition import exposition
 from kvtier.service.guard import Guard, read_body
 from kvtier.service.http_server import HttpServer, HttpSocket
@@ -119,6 +120,7 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
         get("/readyz", lambda: _readiness(daemon)),
         get("/summary", lambda: PlainTextResponse(page(status(daemon, pins)))),
         get("/status", lambda: JSONResponse(status(daemon, pins))),
+        *dashboard_routes(lambda: run_in_threadpool(status, daemon, pins), stopping),
         do("/admin/reset", ResetBody, admin.reset),
         do("/admin/evict", BlocksBody, admin.evict),
         do("/admin/pin", PinBody, admin.pin),
