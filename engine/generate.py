@@ -18,8 +18,7 @@ from kvtier.engine.demo_worker import demo_model
 from kvtier.engine.llm import Engine
 from kvtier.engine.local import engine_config
 from kvtier.engine.model import Model
-from kvtier.engine.sequence import SamplingParams, State
-from kvtier.tiers.below import Attribution
+from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError
 
@@ -102,33 +101,18 @@ def _answer(engine: Engine, tokenizer: Tokenizer, prompt: Prompt, progress: Prog
     if not tokens:
         raise ConfigError("--prompt: no tokens in it; write some text")
     params = SamplingParams(max_tokens=prompt.max_tokens, ignore_eos=True)
-    assert isinstance(engine.connector, LocalConnector)
-    request_id = engine.add_request(tokens, params)
-    request = engine.request(request_id)
+    request = engine.request(engine.add_request(tokens, params))
     task = progress.add_task("prompt", total=len(tokens))
-    found: Attribution | None = None
     answer: list[int] = []
     while engine.has_unfinished:
         for output in engine.step():
             answer += [output.token_id] if output.token_id is not None else []
-        if request.state is not State.FINISHED:
-            found = engine.connector.scheduler.found(request_id) or found
         progress.update(task, completed=min(request.num_computed, len(tokens)))
-    cached = _cached_tokens(found, engine.config.block_size, request.num_l1_tokens, request.num_external_tokens)
     assert request.ttft is not None
     return Answer(
         text=tokenizer.decode(answer),
         prompt_tokens=len(tokens),
-        cached_tokens=cached,
-        computed_tokens=len(tokens) - sum(cached.values()),
+        cached_tokens=request.cached_tokens,
+        computed_tokens=len(tokens) - sum(request.cached_tokens.values()),
         ttft_ms=request.ttft * 1000,
     )
-
-
-def _cached_tokens(found: Attribution | None, block_size: int, num_l1: int, num_external: int) -> dict[str, int]:
-    """What was loaded, by the tier it was found in; what was found and not loaded was computed."""
-    cached, left = {"L1": num_l1}, num_external
-    for tier, name in (("l2", "L2"), ("file", "file"), ("redis", "redis")):
-        cached[name] = min(left, getattr(found, tier, 0) * block_size)
-        left -= cached[name]
-    return cached

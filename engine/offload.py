@@ -5,6 +5,7 @@ from typing import Final, Protocol
 
 from kvtier.connector.plan import StepPlan, WorkerReport
 from kvtier.connector.scheduler import ConnectorUpdate, Request
+from kvtier.tiers.below import Attribution
 from kvtier.tiers.prefetch import Pending
 
 
@@ -21,6 +22,9 @@ class SchedulerConnector(Protocol):
 
         Returns how many of them are being loaded; the request computes the others.
         """
+
+    def found(self, request_id: str) -> Attribution | None:
+        """Where the blocks of a request that was looked up were; None: nobody was asked."""
 
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> object:
         """These blocks of the request's table are full once this step has computed; each is held until released."""
@@ -136,6 +140,9 @@ class NoOffload:
     ) -> int:
         """Nothing was promised."""
         return 0
+
+    def found(self, request_id: str) -> None:
+        """Nobody was asked."""
 
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         """Never called: the scheduler does not store without a connector."""

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.tiers.below import Attribution
 from kvtier.tiers.chain import TokenChain
 from kvtier.tiers.errors import KVTierError
 from kvtier.tiers.tier import ChainHash
@@ -119,6 +120,7 @@ class Sequence:
         self.num_preempted = 0
         self.num_l1_tokens = 0  # cached tokens at the first admission, by where they were
         self.num_external_tokens = 0
+        self.found: Attribution | None = None  # where the tiers below L1 had its blocks then
         self.arrived = time.monotonic()
         self.first_token: float | None = None
         self._chain = chain
@@ -136,6 +138,20 @@ class Sequence:
     def hashes(self) -> abc.Sequence[ChainHash]:
         """Chain hashes of its full blocks; empty where nothing is cached."""
         return () if self._chain is None else self._chain.hashes
+
+    @property
+    def cached_tokens(self) -> dict[str, int]:
+        """Prompt tokens that were not computed, by the tier they came from; what was found and not loaded was computed.
+
+        Valid once it has a token.
+        """
+        cached, left = {"L1": self.num_l1_tokens}, self.num_external_tokens
+        for tier, name in (("l2", "L2"), ("file", "file"), ("redis", "redis")):
+            num_found = 0 if self.found is None else getattr(self.found, tier) * self.chain.block_size
+            cached[name] = min(left, num_found)
+            left -= cached[name]
+        cached["L2"] += left  # came to it meanwhile: whatever is loaded comes from there
+        return cached
 
     @property
     def num_tokens(self) -> int:

@@ -55,11 +55,25 @@ def degraded_tiers(namespaces: Iterable[Namespace]) -> list[Json]:
     ]
 
 
+def figures(metrics: Metrics) -> Json:
+    """What became of blocks since the start: found, missed, stored, dropped, moved, and why."""
+    numbers = _Numbers(metrics)
+    lookups = numbers.by_first("kvtier_lookup_blocks")
+    return {
+        "lookups": {tier: lookups.get(tier, 0) for tier in LOOKUP_TIERS},
+        "missed": numbers.by_first("kvtier_miss"),
+        "stored": numbers.by_first("kvtier_store_blocks"),
+        "dropped": numbers.by_both("kvtier_store_dropped"),
+        "evicted": numbers.by_first("kvtier_evicted"),
+        "corrupted": numbers.by_first("kvtier_corruption"),
+        "moved": numbers.by_both("kvtier_bytes"),
+    }
+
+
 def _model(namespace: Namespace, clients: Iterable[Client], num_pinned: int) -> Json:
     hierarchy = namespace.hierarchy
     counts, stride = hierarchy.host.pool.counts(), hierarchy.host.region.slot_stride
     numbers = _Numbers(hierarchy.metrics)
-    lookups = numbers.by_first("kvtier_lookup_blocks")
     return {
         "model": name_of(namespace.fingerprint),
         "fingerprint": namespace.fingerprint.hex(),
@@ -78,13 +92,7 @@ def _model(namespace: Namespace, clients: Iterable[Client], num_pinned: int) -> 
             port.name: {"slots": numbers.of("kvtier_pool_slots", port.name), "breakers": _breakers(port)}
             for port in hierarchy.ports
         },
-        "lookups": {tier: lookups.get(tier, 0) for tier in LOOKUP_TIERS},
-        "missed": numbers.by_first("kvtier_miss"),
-        "stored": numbers.by_first("kvtier_store_blocks"),
-        "dropped": numbers.by_both("kvtier_store_dropped"),
-        "evicted": numbers.by_first("kvtier_evicted"),
-        "corrupted": numbers.by_first("kvtier_corruption"),
-        "moved": numbers.by_both("kvtier_bytes"),
+        **figures(hierarchy.metrics),
     }
 
 

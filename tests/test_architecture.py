@@ -109,7 +109,7 @@ TORCH_FILES: Final = {
     "connector/hf_model.py",
     "connector/transformers.py",
     *(f"connector/{name}.py" for name in ("vllm", "vllm_model", "vllm_worker")),
-    *(f"engine/{name}.py" for name in ("model", "model_runner", "llm", "demo_worker", "generate")),
+    *(f"engine/{name}.py" for name in ("model", "model_runner", "llm", "demo_worker", "generate", "server_process")),
 }
 # Named after the engine they adapt, by the design; nobody runs them from their folder.
 ADAPTERS: Final = tuple(f"{home}connector/{name}.py" for home in ("", "kvtier/") for name in ("transformers", "sglang"))
@@ -120,6 +120,8 @@ EXPLAINED: Final = {
     "service/serve_cli.py:kvtier.service.http_server": "the same",
     "service/route_cli.py:kvtier.service.router_app": "starlette and uvicorn are the extra `service`",
     "service/admin_cli.py:kvtier.service.http_client": "httpx2 is the extra `service`",
+    "engine/server_cli.py:kvtier.engine.server_process": "torch and transformers take seconds to import",
+    "engine/server_loop.py:_step:except": "top of the worker loop: a failed step is counted, its requests are told",
     "kvtier/cli.py:kvtier.engine.demo": "torch and transformers take seconds to import; few verbs need them",
     "kvtier/cli.py:kvtier.engine.generate": "the same",
     "kvtier/cli.py:run_generate": "one parameter for each option of the command line",

@@ -25,13 +25,13 @@ class ScriptedConnector(NoOffload):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, int | Pending] = {}  # request → tokens beyond L1
+        self.findable: dict[str, int | Pending] = {}  # request → tokens beyond L1
         self.lapsed: set[str] = set()  # requests whose promise is gone when they get their blocks
         self.log: list[tuple[object, ...]] = []
         self.news = ConnectorUpdate()
 
     def lookup(self, request: Request, num_computed_tokens: int) -> int | Pending:
-        return self.found.get(request.request_id, 0)
+        return self.findable.get(request.request_id, 0)
 
     def allocated(
         self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, *, layerwise: bool = False
@@ -242,7 +242,7 @@ def test_offload_stores_what_it_preempts_and_waits_for_the_copies() -> None:
     # The copies end: there is room for a. b comes back by a load of what it stored.
     connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
     assert story.step() == [("a", 12, 13)]
-    connector.found["b"] = 8
+    connector.findable["b"] = 8
     while story.scheduler.has_unfinished:
         story.step()
         loaded = tuple(story.scheduler.loading)
@@ -266,13 +266,13 @@ def test_a_request_too_large_for_now_is_not_overtaken(stories: list[Story]) -> N
 def test_lookups_under_way_hold_up_only_their_own_request() -> None:
     connector = ScriptedConnector()
     story = Story(16, connector)
-    connector.found["a"] = PENDING
+    connector.findable["a"] = PENDING
     story.add("a", tokens(1, 9))
     story.add("b", tokens(100, 5))
     assert story.step() == [("b", 0, 5)]
     assert story.step() == []
     # The answer: 8 tokens can be loaded. It waits for them, and computes the last one.
-    connector.found["a"] = 8
+    connector.findable["a"] = 8
     assert story.step() == []
     assert story.live["a"].state is State.LOADING
     assert ("load", "a", 8) in connector.log
@@ -293,7 +293,7 @@ def test_lookups_under_way_hold_up_only_their_own_request() -> None:
 def test_no_promise_covers_the_whole_prompt() -> None:
     connector = ScriptedConnector()
     story = Story(16, connector)
-    connector.found["a"] = 8  # a connector that promises too much
+    connector.findable["a"] = 8  # a connector that promises too much
     story.add("a", tokens(1, 8))
     story.step()
     assert ("load", "a", 4) in connector.log
@@ -308,7 +308,7 @@ def test_no_promise_covers_the_whole_prompt() -> None:
 def test_a_promise_that_lapsed_is_computed(loading: str) -> None:
     connector = ScriptedConnector()
     story = Story(8, connector, loading=loading)
-    connector.found["a"] = 2 * BLOCK
+    connector.findable["a"] = 2 * BLOCK
     connector.lapsed.add("a")
     story.add("a", range(1, 10))
     assert story.run() == [[("a", 0, 8)], [("a", 8, 9)]]
@@ -317,7 +317,7 @@ def test_a_promise_that_lapsed_is_computed(loading: str) -> None:
 def test_failed_blocks_are_computed(stories: list[Story]) -> None:
     connector = ScriptedConnector()
     stories.append(story := Story(16, connector))
-    connector.found["a"] = 12
+    connector.findable["a"] = 12
     story.add("a", tokens(1, 14))
     story.step()
     connector.news = ConnectorUpdate(failed=(("a", 1),))  # the second block's copy failed
@@ -350,7 +350,7 @@ def test_full_blocks_are_stored_once_and_held_until_copied() -> None:
 def test_a_layerwise_load_computes_at_once_and_stores_a_step_later(stories: list[Story]) -> None:
     connector = ScriptedConnector()
     stories.append(story := Story(16, connector, loading="layerwise"))
-    connector.found["a"] = 4
+    connector.findable["a"] = 4
     story.add("a", tokens(1, 9), max_tokens=2)
     assert story.step() == [("a", 4, 9)]
     assert ("store", "a", 1, 1) not in connector.log
@@ -363,7 +363,7 @@ def test_a_layerwise_load_computes_at_once_and_stores_a_step_later(stories: list
 def test_a_layerwise_load_that_is_late_leaves_no_trace(stories: list[Story]) -> None:
     connector = ScriptedConnector()
     stories.append(story := Story(16, connector, loading="layerwise"))
-    connector.found["a"] = 4
+    connector.findable["a"] = 4
     story.add("a", tokens(1, 9))
     story.arrived = False
     assert story.step() == [("a", 4, 9)]  # computed on rubbish
@@ -381,7 +381,7 @@ def test_a_layerwise_load_that_is_late_leaves_no_trace(stories: list[Story]) -> 
 def test_abort_in_every_state() -> None:
     connector = ScriptedConnector()
     story = Story(8, connector)
-    connector.found["loading"] = 4
+    connector.findable["loading"] = 4
     story.add("loading", tokens(1, 6))
     story.add("running", tokens(100, 6), max_tokens=50)
     story.step()

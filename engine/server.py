@@ -1,0 +1,223 @@
+"""An OpenAI API over an engine of this process: routes, and the way from a body to jobs."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvtier.engine.sequence import SamplingParams
+from kvtier.engine.server_answers import CHAT, TEXT, Answer, Asked, Form
+from kvtier.engine.server_loop import EngineLoop, Job, stopping
+from kvtier.engine.server_status import exposition, model_entry, status
+from kvtier.engine.server_text import AnswerText
+from kvtier.service.guard import Guard, read_body
+from kvtier.service.openai_bodies import ChatBody, CompletionBody, parse
+from kvtier.service.openai_errors import OpenAIError, refusal, too_long, unknown_model
+from kvtier.service.prompts import Prompts
+from kvtier.tiers.config import ServerConfig
+
+_log = logging.getLogger(__name__)
+
+MAX_BODY: Final = 8 << 20  # bytes
+_SHORT_ANSWER: Final = 16  # tokens of a completion that says nothing of it: OpenAI's
+_SEEDS: Final = 2**64
+_GONE: Final = 499  # what proxies write down for a client that hung up
+_EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the API needs: the engine's loop, the model's prompts and name, the settings."""
+
+    loop: EngineLoop
+    prompts: Prompts
+    name: str
+    config: ServerConfig
+
+
+def make_app(served: Served) -> Starlette:
+    """The application."""
+    guard = Guard(served.config.token)
+
+    def get(path: str, answer: Callable[[], Response], *, guarded: bool = False) -> Route:
+        async def endpoint(request: Request) -> Response:
+            if guarded:
+                guard.admit(request)
+            return answer()
+
+        return Route(path, endpoint, methods=["GET"])
+
+    async def model(request: Request) -> Response:
+        guard.admit(request)
+        _require_model(served, request.path_params["name"])
+        return JSONResponse(model_entry(served.loop.engine, served.name))
+
+    def post(path: str, body_type: type[CompletionBody] | type[ChatBody], form: Form) -> Route:
+        async def endpoint(request: Request) -> Response:
+            guard.admit(request)
+            began = asyncio.get_running_loop().time()
+            body = parse(body_type, await read_body(request, MAX_BODY))
+            _require_model(served, body.model)
+            prompts = await run_in_threadpool(served.prompts.all_tokens, body)
+            asked = _asked(served, body, prompts, began + served.config.request_timeout)
+            return await _answered(request, Answer(asked, form, served.loop), streams=bool(body.stream))
+
+        return Route(path, endpoint, methods=["POST"])
+
+    routes = [
+        post("/v1/completions", CompletionBody, TEXT),
+        post("/v1/chat/completions", ChatBody, CHAT),
+        get("/v1/models", lambda: JSONResponse(_models(served)), guarded=True),
+        Route("/v1/models/{name:path}", model, methods=["GET"]),
+        get("/metrics", lambda: Response(exposition(served.loop), media_type=_EXPOSITION)),
+        get("/healthz", lambda: _health(served.loop)),
+        get("/readyz", lambda: _readiness(served.loop)),
+        get("/status", lambda: JSONResponse(status(served.loop, served.name))),
+    ]
+    return Starlette(routes=routes, exception_handlers=_HANDLERS)
+
+
+def _models(served: Served) -> dict[str, Any]:
+    return {"object": "list", "data": [model_entry(served.loop.engine, served.name)]}
+
+
+def _require_model(served: Served, name: str) -> None:
+    if name != served.name:
+        raise unknown_model(name, served.name)
+
+
+def _asked(served: Served, body: CompletionBody | ChatBody, prompts: list[list[int]], deadline: float) -> Asked:
+    """Jobs of a request, `n` for each prompt. OpenAIError for a prompt that cannot be computed."""
+    num_choices = body.n or 1
+    params = [_params(served.loop, body, prompt) for prompt in prompts]
+    jobs = [
+        Job(prompt, _seeded(one, choice), body.cache_salt)
+        for prompt, one in zip(prompts, params, strict=True)
+        for choice in range(num_choices)
+    ]
+    return Asked(
+        model=served.name,
+        fingerprint=f"kvtier-{served.loop.engine.identity.fingerprint().hex()[:16]}",
+        jobs=jobs,
+        texts=[AnswerText(served.prompts.detokenizer(), body.stop or ()) for _ in jobs],
+        num_choices=num_choices,
+        deadline=deadline,
+        wants_usage=body.wants_usage,
+    )
+
+
+def _params(loop: EngineLoop, body: CompletionBody | ChatBody, prompt: list[int]) -> dict[str, Any]:
+    """SamplingParams' fields for one prompt."""
+    is_chat = isinstance(body, ChatBody)
+    param = "messages" if is_chat else "prompt"
+    if not prompt:
+        raise OpenAIError(400, f"{param}: no tokens in it; write some text", param=param, code="invalid_value")
+    vocab_size = loop.engine.model.vocab_size
+    if (largest := max(prompt)) >= vocab_size:
+        message = f"{param}: token id {largest}; this model's are 0 to {vocab_size - 1}"
+        raise OpenAIError(400, message, param=param, code="invalid_value")
+    left = loop.room - len(prompt)
+    wanted = body.max_completion_tokens or body.max_tokens if isinstance(body, ChatBody) else body.max_tokens
+    max_tokens = wanted or max(1, left if is_chat else min(_SHORT_ANSWER, left))
+    if max_tokens > left:
+        raise too_long(param, len(prompt), max_tokens, loop.room)
+    return {
+        "max_tokens": max_tokens,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_k": max(0, body.top_k or 0),
+        "seed": body.seed,
+        "stop_token_ids": body.stop_token_ids or (),
+        "ignore_eos": bool(body.ignore_eos),
+    }
+
+
+def _seeded(params: dict[str, Any], choice: int) -> SamplingParams:
+    """Each choice draws from a stream of its own."""
+    seed = params["seed"]
+    return SamplingParams(**{**params, "seed": None if seed is None else (seed + choice) % _SEEDS})
+
+
+async def _answered(request: Request, answer: Answer, *, streams: bool) -> Response:
+    """The response; a stream's begins with its first event, so that what fails before has a status."""
+    try:
+        if streams:
+            chunks = answer.chunks()
+            first = await _while_connected(request, anext(chunks))
+            return _EventStream(answer, first, chunks)
+        content = await _while_connected(request, answer.whole())
+        return JSONResponse(content, headers={"x-kvtier-cached": answer.cached})
+    except ClientDisconnect:
+        answer.close()
+        return Response(status_code=_GONE)
+    except BaseException:
+        answer.close()
+        raise
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events; whatever ends them, the answer is closed."""
+
+    def __init__(self, answer: Answer, first: bytes, chunks: AsyncIterator[bytes]) -> None:
+        super().__init__(
+            self._all(first, chunks), media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.close()
+
+    @staticmethod
+    async def _all(first: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        yield first
+        async for chunk in chunks:
+            yield chunk
+
+
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The work's result. ClientDisconnect where the client hangs up before it is there."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _health(loop: EngineLoop) -> Response:
+    ailment = loop.ailment
+    return JSONResponse({"status": ailment or "ok"}, 503 if ailment else 200)
+
+
+def _readiness(loop: EngineLoop) -> Response:
+    missing = str(stopping()) if loop.is_stopping else loop.ailment
+    return JSONResponse({"ready": missing is None, "missing": [missing] if missing else []}, 503 if missing else 200)
+
+
+def _broke(request: Request, error: Exception) -> Response:
+    _log.error("%s %s: %r", request.method, request.url.path, error)
+    return OpenAIError(500, "an error of ours; the server's log has it").response
+
+
+_HANDLERS: Final = {HTTPException: refusal, OpenAIError: refusal, Exception: _broke}

@@ -1,0 +1,287 @@
+"""The engine behind a server: its loop, who may get in, and the news of each step carried to another thread's queue."""
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from prometheus_client import Histogram
+
+from kvtier.engine.llm import Engine
+from kvtier.engine.sequence import FinishReason, Output, RequestError, SamplingParams
+from kvtier.engine.sequence import Sequence as Request
+from kvtier.service.openai_errors import OpenAIError, busy
+
+_log = logging.getLogger(__name__)
+
+_IDLE: Final = 1.0  # seconds between two turns with nothing to do
+_STUCK: Final = 60.0  # seconds a step may take before the server is not well
+_SECONDS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_PATIENCE: Final = 2  # steps in a row that fail: one is tried again, requests behind more of them are given up
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One sequence to be computed."""
+
+    prompt: list[int]
+    params: SamplingParams
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What became of one sequence of a flight: a token, its end, or both."""
+
+    index: int
+    token_id: int
+    finish_reason: FinishReason | None
+    cached: Mapping[str, int] | None  # with the first token: prompt tokens by the tier they came from
+
+
+class Flight:
+    """The sequences of one request, and their news. All but `tell` is called on the event loop that made it."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = jobs
+        self.request_ids: list[str | None] = [None] * len(jobs)  # the engine's thread writes and reads them
+        self.unfinished = set(range(len(jobs)))  # the same
+        self._loop = asyncio.get_running_loop()
+        self._news: asyncio.Queue[News | OpenAIError] = asyncio.Queue()  # bounded by the tokens asked for
+
+    def tell(self, news: Sequence[News | OpenAIError]) -> None:
+        """From the engine's thread: pass the news on."""
+        try:
+            self._loop.call_soon_threadsafe(self._take, news)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            return
+
+    async def next(self) -> News:
+        """What comes to pass next. OpenAIError where the request ended without an answer."""
+        item = await self._news.get()
+        if isinstance(item, OpenAIError):
+            raise item
+        return item
+
+    def _take(self, news: Sequence[News | OpenAIError]) -> None:
+        for item in news:
+            self._news.put_nowait(item)
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A sequence the engine knows."""
+
+    flight: Flight
+    index: int
+    request: Request
+    is_told: bool = False  # whether its first token was passed on
+
+
+@dataclass(slots=True)
+class _Abort:
+    """Sequences nobody waits for any more."""
+
+    flight: Flight
+    indices: Sequence[int]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts since the start. Written on the engine's thread."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)  # of sequences
+    cached: Counter[str] = field(default_factory=Counter)  # prompt tokens by the tier they came from
+    failed_steps: int = 0
+    ttft: Histogram = field(
+        default_factory=lambda: Histogram(
+            "kvtier_engine_ttft_seconds", "From arrival to the first token", buckets=_SECONDS, registry=None
+        )
+    )
+
+
+class EngineLoop:
+    """One thread steps the engine; others submit and abort. One lock, held for moments, never across a step.
+
+    At most `max_num_seqs + max_waiting` sequences are live; what would be more is refused.
+    """
+
+    def __init__(self, engine: Engine, max_waiting: int) -> None:
+        self.engine = engine
+        self.capacity = engine.config.max_num_seqs + max_waiting
+        self.room = min(engine.max_model_len, engine.pool.num_blocks * engine.config.block_size)
+        self.tally = Tally()
+        self.stats: Mapping[str, int] = engine.stats  # as it was after the last turn
+        self._changed = threading.Condition()
+        self._inbox: list[Flight | _Abort] = []  # bounded: flights by the capacity, each aborted at most once
+        self._num_live = 0
+        self._stop_at: float | None = None
+        self._seats: dict[str, _Seat] = {}
+        self._ids = map(str, itertools.count())
+        self._num_failures = 0  # in a row
+        self._turned = time.monotonic()
+
+    # on any thread
+
+    def submit(self, flight: Flight) -> None:
+        """Have it computed. OpenAIError where there is no room, never will be, or not any more."""
+        num = len(flight.jobs)
+        if num > self.capacity:
+            message = f"n: {num} answers at once; this server has room for {self.capacity}, ask for fewer"
+            raise OpenAIError(400, message, param="n", code="invalid_value")
+        with self._changed:
+            if self._stop_at is not None:
+                raise stopping()
+            if self._num_live + num > self.capacity:
+                raise busy(f"{self._num_live} requests are computed or wait here, there is no room; come again later")
+            self._num_live += num
+            self._inbox.append(flight)
+            self._changed.notify()
+
+    def abort(self, flight: Flight, *indices: int) -> None:
+        """Nobody waits for these sequences of a flight any more, or for any of it. What has ended is left alone."""
+        with self._changed:
+            self._inbox.append(_Abort(flight, indices or range(len(flight.jobs))))
+            self._changed.notify()
+
+    def stop(self, patience: float) -> None:
+        """Take nothing more; `run` returns once what is live has ended, at most `patience` seconds from now."""
+        with self._changed:
+            self._stop_at = time.monotonic() + patience
+            self._changed.notify()
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that wait or are computed."""
+        return self._num_live
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether nothing more is taken."""
+        return self._stop_at is not None
+
+    @property
+    def ailment(self) -> str | None:
+        """Why the server is not well; None where it is."""
+        if self._num_failures >= _PATIENCE:
+            return f"the last {self._num_failures} steps failed; the log has why"
+        if (seconds := time.monotonic() - self._turned) > _STUCK:
+            return f"the engine has not answered for {seconds:.0f} s"
+        return None
+
+    # on the engine's thread
+
+    def run(self) -> None:
+        """Step until stopped; then whatever is still live is told so."""
+        try:
+            while self._goes_on():
+                self._turn()
+        finally:
+            self._stop_at = time.monotonic()
+            self._give_up(stopping())
+
+    def _goes_on(self) -> bool:
+        stop_at = self._stop_at
+        return stop_at is None or (self._num_live > 0 and time.monotonic() < stop_at)
+
+    def _turn(self) -> None:
+        self._turned = time.monotonic()
+        engine = self.engine
+        is_busy = engine.has_unfinished or engine.scheduler.has_copies
+        with self._changed:
+            if not is_busy and not self._inbox and self._goes_on():
+                self._changed.wait(_IDLE)
+            inbox, self._inbox = self._inbox, []
+        for item in inbox:
+            if isinstance(item, _Abort):
+                self._abort(item)
+            else:
+                self._admit(item)
+        if is_busy or inbox:
+            self._step()
+        self.stats = engine.stats
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except Exception as error:  # the engine stays whole; its requests wait again
+            _log.exception("a step failed: %s", error)
+            self.tally.failed_steps += 1
+            self._num_failures += 1
+            if self._num_failures >= _PATIENCE:
+                self._give_up(OpenAIError(500, "an error of the engine's; its log has it", code="engine_error"))
+            return
+        self._num_failures = 0
+        self._pass_on(outputs)
+
+    def _admit(self, flight: Flight) -> None:
+        for index, job in enumerate(flight.jobs):
+            request_id = next(self._ids)
+            try:
+                self.engine.add_request(job.prompt, job.params, request_id=request_id, cache_salt=job.cache_salt)
+            except RequestError as error:
+                self._refuse(flight, OpenAIError(400, str(error), code="invalid_value"))
+                return
+            flight.request_ids[index] = request_id
+            self._seats[request_id] = _Seat(flight, index, self.engine.request(request_id))
+
+    def _refuse(self, flight: Flight, error: OpenAIError) -> None:
+        """End all that is left of a flight; its client is told why."""
+        self._abort(_Abort(flight, range(len(flight.jobs))))
+        self.tally.outcomes["failed"] += 1
+        flight.tell([error])
+
+    def _abort(self, abort: _Abort) -> None:
+        flight = abort.flight
+        for index in flight.unfinished.intersection(abort.indices):
+            if (request_id := flight.request_ids[index]) is not None:
+                self._seats.pop(request_id, None)
+                self.engine.abort(request_id)
+                self.tally.outcomes["aborted"] += 1
+            self._end(flight, index)
+
+    def _end(self, flight: Flight, index: int) -> None:
+        flight.unfinished.discard(index)
+        with self._changed:
+            self._num_live -= 1
+
+    def _give_up(self, error: OpenAIError) -> None:
+        with self._changed:
+            inbox, self._inbox = self._inbox, []
+        waiting = [item for item in inbox if isinstance(item, Flight)]
+        for flight in {id(flight): flight for flight in [*(s.flight for s in self._seats.values()), *waiting]}.values():
+            self._refuse(flight, error)
+
+    def _pass_on(self, outputs: Sequence[Output]) -> None:
+        told: dict[int, tuple[Flight, list[News | OpenAIError]]] = {}
+        for output in outputs:
+            seat = self._seats.get(output.request_id)
+            if seat is None or output.token_id is None:  # aborted: nobody waits
+                continue
+            cached = None if seat.is_told else self._first_token(seat)
+            news = News(seat.index, output.token_id, output.finish_reason, cached)
+            told.setdefault(id(seat.flight), (seat.flight, []))[1].append(news)
+            if output.finish_reason is not None:
+                del self._seats[output.request_id]
+                self.tally.outcomes[output.finish_reason] += 1
+                self._end(seat.flight, seat.index)
+        for flight, items in told.values():
+            flight.tell(items)
+
+    def _first_token(self, seat: _Seat) -> Mapping[str, int]:
+        seat.is_told = True
+        cached = seat.request.cached_tokens
+        self.tally.cached.update(cached)
+        if seat.request.ttft is not None:
+            self.tally.ttft.observe(seat.request.ttft)
+        return cached
+
+
+def stopping() -> OpenAIError:
+    """The server ends."""
+    return OpenAIError(503, "the server is stopping; ask another", code="stopping")

@@ -1,0 +1,102 @@
+"""How an engine's server is doing: its model's entry, /status, and what Prometheus scrapes."""
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvtier.connector.local import LocalConnector
+from kvtier.engine.llm import Engine
+from kvtier.engine.server_loop import EngineLoop
+from kvtier.service.exposition import labelled, text_of
+from kvtier.service.status import figures, version
+
+Json = dict[str, Any]
+
+_STARTED: Final = int(time.time())
+_STATES: Final = ("waiting", "loading", "running")
+_TOKENS: Final = ("prompt_tokens", "computed_tokens", "generated_tokens")
+
+
+def model_entry(engine: Engine, name: str) -> Json:
+    """The model as `/v1/models` lists it; `kvtier` is what a router has to know."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "kvtier",
+        "max_model_len": engine.max_model_len,
+        "kvtier": {
+            "block_size": engine.config.block_size,
+            "fingerprint": engine.identity.fingerprint().hex(),
+            "max_model_len": engine.max_model_len,
+            "events": None,
+            "node": None,
+        },
+    }
+
+
+def status(loop: EngineLoop, name: str) -> Json:
+    """Everything, as it was after the last step."""
+    engine, stats, tally = loop.engine, loop.stats, loop.tally
+    num_blocks = engine.pool.num_blocks
+    connector = engine.connector
+    return {
+        "version": version(),
+        "pid": os.getpid(),
+        "status": loop.ailment or ("stopping" if loop.is_stopping else "ok"),
+        "model": name,
+        "fingerprint": engine.identity.fingerprint().hex(),
+        "block_size": engine.config.block_size,
+        "max_model_len": engine.max_model_len,
+        "requests": {"live": loop.num_live, "capacity": loop.capacity, **{state: stats[state] for state in _STATES}},
+        "outcomes": dict(tally.outcomes),
+        "l1": {"blocks": num_blocks, "free": stats["free_blocks"]},
+        "tokens": {kind: stats[kind] for kind in _TOKENS},
+        "cached_tokens": dict(tally.cached),
+        "steps": {"done": stats["steps"], "failed": tally.failed_steps},
+        "preempted": stats["preempted"],
+        **({"tiers": figures(connector.tiers.metrics)} if isinstance(connector, LocalConnector) else {}),
+    }
+
+
+def exposition(loop: EngineLoop) -> str:
+    """The text format: the engine's own, and those of the tiers below L1 as it sees them."""
+    connector = loop.engine.connector
+    name = loop.engine.identity.fingerprint().hex()[:16]
+    tiers = labelled({name: connector.tiers.metrics}) if isinstance(connector, LocalConnector) else []
+    return text_of([*_own(loop), *loop.tally.ttft.collect(), *tiers])
+
+
+def _own(loop: EngineLoop) -> Iterator[Metric]:
+    stats, tally = loop.stats, loop.tally
+    build = GaugeMetricFamily("kvtier_build_info", "The version in use", labels=["version"])
+    build.add_metric([version()], 1)
+    yield build
+    yield _gauge("kvtier_engine_requests", "Sequences by state", "state", {state: stats[state] for state in _STATES})
+    yield GaugeMetricFamily("kvtier_engine_live", "Sequences that wait or are computed", loop.num_live)
+    yield GaugeMetricFamily("kvtier_engine_capacity", "Sequences there is room for; more are told 429", loop.capacity)
+    yield _counter("kvtier_engine_ended", "Sequences by how they ended", "outcome", dict(tally.outcomes))
+    yield _counter("kvtier_engine_tokens", "Tokens by what became of them", "kind", {k: stats[k] for k in _TOKENS})
+    yield _counter("kvtier_engine_cached_tokens", "Prompt tokens by their tier", "tier", dict(tally.cached))
+    blocks = {"all": loop.engine.pool.num_blocks, "free": stats["free_blocks"]}
+    yield _gauge("kvtier_engine_l1_blocks", "Blocks of L1", "state", blocks)
+    yield CounterMetricFamily("kvtier_engine_steps", "Steps computed", stats["steps"])
+    yield CounterMetricFamily("kvtier_engine_failed_steps", "Steps that raised", tally.failed_steps)
+    yield CounterMetricFamily("kvtier_engine_preempted", "Sequences that gave way to others", stats["preempted"])
+
+
+def _gauge(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number)
+    return family
+
+
+def _counter(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number)
+    return family

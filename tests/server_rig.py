@@ -1,0 +1,173 @@
+"""What the stories of the OpenAI server share: a tiny model that can chat, and servers as threads and as processes."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import httpx2
+from openai import OpenAI
+from service_rig import environment
+from tiny_models import SIZES
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+from kvtier.connector.local import LocalConnector
+from kvtier.engine.server_process import Server
+from kvtier.tiers.config import Config
+
+MODEL: Final = "tiny"
+BLOCK: Final = 16
+_SPECIAL: Final = ("<|begin|>", "<|end|>")
+_TEMPLATE: Final = (
+    "{% for message in messages %}<|begin|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
+)
+_START: Final = 60.0  # seconds
+
+
+def tokenizer() -> Tokenizer:
+    """Every byte is a token: a random model's answer is full of bytes that are no character."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(text, special=True) for text in _SPECIAL])
+    return made
+
+
+def save_checkpoint(home: Path, *, template: bool = True) -> Path:
+    """A directory called `tiny` with weights, tokenizer and chat template."""
+    directory = home / MODEL
+    set_seed(0)
+    sizes = SIZES | {"vocab_size": 256 + len(_SPECIAL)}
+    LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=256, eos_token_id=257)).save_pretrained(directory)
+    tokenizer().save(str(directory / "tokenizer.json"))
+    settings = {"eos_token": _SPECIAL[1], **({"chat_template": _TEMPLATE} if template else {})}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+class ServerThread:
+    """`kvtier engine` in this process: the loop on a thread, as it is on the main one there."""
+
+    def __init__(self, model: Path, *, exact: bool = False, **sections: Mapping[str, object]) -> None:
+        given = {
+            **sections,
+            "host": {"size": "8MiB", **sections.get("host", {})},
+            "l1": {"num_blocks": 128, **sections.get("l1", {})},
+            "cache": {"load_or_recompute": "load", **sections.get("cache", {})},
+            "server": {"http": "127.0.0.1:0", "max_num_seqs": 8, **sections.get("server", {})},
+        }
+        self.server = Server(model, Config.model_validate(given), exact=exact)
+        self.engine, self.loop = self.server.engine, self.server.loop
+        self.url = f"http://{self.server.address}"
+        self.thread = threading.Thread(target=self.server.run)
+        self.thread.start()
+        self.http = httpx2.Client(base_url=self.url, timeout=60)
+        self.http.get("/healthz")
+        self.client = client(self.url)
+
+    def post(self, path: str, **body: object) -> httpx2.Response:
+        return self.http.post(f"/v1/{path}", json=body)
+
+    def status(self) -> dict[str, Any]:
+        told: dict[str, Any] = self.http.get("/status").json()
+        return told
+
+    def settle(self) -> None:
+        """Nothing is live, and everything computed is in L2; on the calling thread while the loop is idle."""
+        wait_for(lambda: self.loop.num_live == 0 and not self.engine.scheduler.has_copies)
+        connector = self.engine.connector
+        assert isinstance(connector, LocalConnector)
+        assert connector.tiers.drain(30)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks of L1 nobody holds, as of the loop's last turn."""
+        return self.loop.stats["free_blocks"]
+
+    def close(self) -> None:
+        """Stop it; nothing has leaked."""
+        self.client.close()
+        self.http.close()
+        self.server.stop()
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        self.engine.pool.check()
+        assert self.engine.pool.num_free_blocks == self.engine.pool.num_blocks
+        assert self.loop.num_live == 0
+
+
+class ServerProcess:
+    """`kvtier engine` as a process of its own, by its command line."""
+
+    def __init__(self, model: Path, *arguments: str, **options: str) -> None:
+        """Start it and wait until it says that it is ready; `section__option=value` as variables."""
+        command = [sys.executable, "-c", "from kvtier.cli import main; main()", "engine", "--model", str(model)]
+        options = {"server__http": "127.0.0.1:0", "host__size": "8MiB", "l1__num_blocks": "128", **options}
+        options.setdefault("cache__load_or_recompute", "load")
+        self.process = subprocess.Popen(
+            [*command, *arguments],
+            env={"OMP_NUM_THREADS": "1", **environment(**options)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stderr is not None
+        self.lines: list[str] = []
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._ready.wait(_START):
+            self.process.kill()
+            raise AssertionError(f"not ready: {''.join(self.lines)}")
+        ready = next((line for line in self.lines if "ready on" in line), "")
+        assert ready, "".join(self.lines)
+        self.url = f"http://{ready.rpartition(' ')[2].strip()}"
+        self.client = client(self.url)
+
+    def end(self, signal: int, timeout: float = 60.0) -> int:
+        """Send the signal; the exit status."""
+        self.client.close()
+        self.process.send_signal(signal)
+        status = self.process.wait(timeout)
+        self._reader.join(timeout)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return status
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if "ready on" in line:
+                self._ready.set()
+        self._ready.set()
+
+
+def client(url: str, token: str = "none", **options: Any) -> OpenAI:
+    """The official client; it does not try again by itself."""
+    return OpenAI(base_url=f"{url}/v1", api_key=token, **{"max_retries": 0, "timeout": 60, **options})
+
+
+@contextmanager
+def serving(model: Path, **options: Any) -> Iterator[ServerThread]:
+    """A server of this process; at its end nothing has leaked."""
+    server = ServerThread(model, **options)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def wait_for(condition: Callable[[], object], timeout: float = 60.0) -> None:
+    """Until it is so."""
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.01)
