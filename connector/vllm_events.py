@@ -91,7 +91,7 @@ class VllmEvents:
 
 
 def _medium(tier: str) -> str:
-    return str(MEDIUM_CPU if tier == "l2" else MEDIUM_STORAGE)
+    return {"l2": str(MEDIUM_CPU), "file": str(MEDIUM_STORAGE), "redis": "EXTERNAL"}[tier]
 
 
 def _remember(known: dict[ChainHash, Any], names: Sequence[ChainHash], what: Any) -> None:

@@ -23,7 +23,9 @@ _log = logging.getLogger(__name__)
 
 MAX_WAITING: Final = 16_384  # blocks handed over and not yet published: past it `has_room` is false
 MAX_BATCH: Final = 4096  # blocks in one batch
-MOST: Final = 512  # blocks of one tier taken at a time
+MOST: Final = 512  # blocks of one tier taken at a time …
+_PUMPS: Final = 4  # and how often in one go
+MAX_ROOTS: Final = 65_536  # tenants of one model that are told; those beyond are not
 _MAX_BUFFERED: Final = 64 << 20  # bytes of batches kept for replay
 _MAX_REPLAYS: Final = 32  # subscribers served side by side
 _REPLAY_DEADLINE: Final = 10.0  # seconds a subscriber may take no message of its replay
@@ -85,10 +87,9 @@ class Publisher:
         """Whether to hand more over; whoever waits loses nothing, since tiers remember what they have not told."""
         return self._num_waiting < MAX_WAITING
 
-    def pump(self, fingerprint: bytes, source: Source) -> None:
-        """Take what there is to tell from a model's tiers, as far as there is room. Doesn't wait."""
-        if source.waiting and self.has_room and (events := source.take(MOST)):
-            self.tell(fingerprint, events)
+    def feed(self, fingerprint: bytes, *sources: Source) -> "TierFeed":
+        """Tell what a model's tiers hold, from now on and whenever it is `pump`ed."""
+        return TierFeed(self, fingerprint, sources)
 
     def tell(self, fingerprint: bytes, events: Sequence[Event]) -> None:
         """Publish what a model's tiers told, soon, in the order of the calls."""
@@ -256,6 +257,37 @@ class Publisher:
                     del self._replays[client]
                 return
             replay.advance()
+
+
+class TierFeed:
+    """One model's tiers, told to a publisher as they change: by whoever owns them, on one thread, never waiting."""
+
+    def __init__(self, publisher: Publisher, fingerprint: bytes, sources: Sequence[Source]) -> None:
+        """`sources` tell of different tiers, and know no reader yet."""
+        self._publisher = publisher
+        self._fingerprint = fingerprint
+        self._sources = sources
+        self._roots: dict[ChainHash, None] = {}
+
+    def begin_at(self, root: ChainHash) -> None:
+        """Chains begin at `root`, a tenant's or an adapter's: say so when it is first met."""
+        if root not in self._roots and len(self._roots) < MAX_ROOTS:
+            self._roots[root] = None
+            self._publisher.begin_at(self._fingerprint, root)
+
+    def pump(self) -> bool:
+        """Tell what there is, as far as the publisher has room: tiers remember the rest. True where some is left."""
+        for source in self._sources:
+            for _ in range(_PUMPS):
+                if not source.waiting or not self._publisher.has_room:
+                    break
+                if events := source.take(MOST):
+                    self._publisher.tell(self._fingerprint, events)
+        return any(source.waiting for source in self._sources)
+
+    def close(self) -> None:
+        """The tiers are closed: nothing is held any more."""
+        self._publisher.forget(self._fingerprint)
 
 
 class _Replay:

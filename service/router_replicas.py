@@ -217,9 +217,9 @@ class Replica:
         self._loads_at = now + _LOADS_EVERY
         status, body = await self._page("/status")
         try:
-            page = json.loads(body) if status == 200 else {}
-            num_requests = int(page.get("running", 0)) + int(page.get("waiting", 0))
-        except (ValueError, TypeError, AttributeError, RecursionError):
+            page = json.loads(body) if status == 200 else None
+            num_requests = int(page["requests"]["live"])
+        except (ValueError, TypeError, LookupError, RecursionError):
             num_requests = 0
         usual = self.given / self.in_flight if self.in_flight else _USUAL
         self.others = max(0, num_requests - self.in_flight) * usual

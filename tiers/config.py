@@ -347,9 +347,12 @@ def _one_line(error: ErrorDetails) -> str:
 
 _BOOL: Final = "not a yes or no; write true or false"
 _INT: Final = "not a whole number; write one, as in 16"
+_FLOAT: Final = "not a number; write one, as in 0.5"
 _WHY: Final = {
     "bool_type": _BOOL,
     "bool_parsing": _BOOL,
+    "float_type": _FLOAT,
+    "float_parsing": _FLOAT,
     "int_type": _INT,
     "int_parsing": _INT,
     "int_parsing_size": "too large; choose a smaller number",

@@ -3,12 +3,23 @@
 from collections.abc import Mapping
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic_settings import NoDecode
 
 from kvtier.tiers.config_values import Address, Count, FileName, Time, require_guard
 from kvtier.tiers.quantities import parse_time
 
+
+def _listed(value: object) -> object:
+    """A file lists them, a variable has spaces between them."""
+    listed = value.split() if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple) or not all(isinstance(one, str) for one in listed):
+        raise ValueError('not a list of replicas; write one, as in ["http://127.0.0.1:8000"]')
+    return tuple(listed)
+
+
 _Share = Annotated[float, Field(ge=0, le=1)]
+_Replicas = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)]
 
 
 class RouterConfig(BaseModel):
@@ -22,8 +33,8 @@ class RouterConfig(BaseModel):
     model: FileName | None = Field(
         default=None, description="directory whose tokenizer and chat template tell prompts apart; none = by load alone"
     )
-    replicas: tuple[str, ...] = Field(
-        default=(), description="http://HOST:PORT[,events=…][,replay=…][,node=…][,node_replay=…][,block_size=N] each"
+    replicas: _Replicas = Field(
+        default=(), description="list of http://HOST:PORT[,events=…][,replay=…][,node=…][,node_replay=…][,block_size=N]"
     )
     replica_token: SecretStr | None = Field(default=None, description="the API key replicas want; never logged")
     weight_cpu: _Share = Field(default=0.9, description="what host memory saves of computing a block, of 1")

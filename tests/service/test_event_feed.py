@@ -1,11 +1,13 @@
 """Publisher and consumer over real sockets: late, slow and cut-off readers end with the right index; vLLM's frames."""
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import zmq
+from event_rig import until
 from node_rig import free_port
 
 from kvtier.connector.events import (
@@ -48,13 +50,6 @@ def addresses(**options: object) -> EventsConfig:
     return EventsConfig.model_validate(
         {"publish": f"tcp://127.0.0.1:{ports[0]}", "replay": f"tcp://127.0.0.1:{ports[1]}", **options}
     )
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to pass"
-        time.sleep(0.01)
 
 
 def found(index: PrefixIndex, chain: TokenChain, worker: str = "w") -> dict[str, int]:
@@ -284,14 +279,22 @@ def test_without_a_replay_address_a_reader_learns_from_now_on() -> None:
 def test_room_is_bounded_and_comes_back() -> None:
     config = addresses()
     with Publisher(config) as publisher:
-        sources = [Source(200)]
-        while publisher.has_room and sources[0].left:
-            publisher.pump(MODEL, sources[0])
-        until(lambda: publisher.has_room)
-        while sources[0].waiting:
-            publisher.pump(MODEL, sources[0])
+        source = Source(400)
+        feed = publisher.feed(MODEL, source)
+        gate = threading.Event()
+
+        def get_nothing_done() -> None:
+            gate.wait(DEADLINE)
+
+        publisher._submit(0, get_nothing_done)
+        while publisher.has_room:
+            assert feed.pump()
+        assert feed.pump()
+        assert 0 < source.left < 400
+        gate.set()
+        until(lambda: not feed.pump())
         assert publisher.flush(DEADLINE)
-        assert publisher._told[MODEL].num_told == 200 * 100
+        assert publisher._told[MODEL].num_told == 400 * 100
 
 
 class Source:

@@ -253,7 +253,7 @@ def test_one_that_is_not_ready_gets_nothing_new(pair: Pair, router: RoutedReplic
 
 
 def test_what_others_gave_it_counts(pair: Pair, router: RoutedReplicas) -> None:
-    pair[0].behave(running=5)
+    pair[0].behave(live=5)
     until(lambda: router.status()["replicas"][0]["load"] > 0)
     pair[0].behave()
     until(lambda: router.status()["replicas"][0]["load"] == 0)
