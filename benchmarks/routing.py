@@ -96,7 +96,10 @@ class Router:
         """The replica of a request, which counts as its work from now on."""
         prompt = request.prompt
         prefixes = self.index.matches(prompt.sequence)
-        candidates = [Candidate(name, prefixes.get(name, {}), self._load(name)) for name in self._given]
+        candidates = [
+            Candidate(name, prefixes.get(name, {}), self._load(name), num_requests=len(self._given[name]))
+            for name in self._given
+        ]
         choice = self._policy(candidates, prompt, self._turn)
         assert choice.name is not None
         self._turn += 1

@@ -79,7 +79,7 @@ class TierEvents:
 
     def take(self, limit: int = MOST) -> list[Event]:
         """What happened since the last time; at most `limit` new blocks, the others with the next call."""
-        return list(_events(self._tier, self._announcer.take(limit)))
+        return list(events_of(self._tier, self._announcer.take(limit)))
 
 
 class _PortEvents:
