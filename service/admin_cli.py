@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvtier.service import summary
+from kvtier.service import router_summary, summary
 from kvtier.service.cli_options import ConfigOption, Exit, JsonOption, needing
 from kvtier.service.top import watch
 from kvtier.tiers.config import Config
@@ -94,10 +94,11 @@ _COMMON: Final = (
 
 @command("status")
 def show_status(desk: Desk) -> None:
-    """Show how the daemon is doing. Status 0: well, 3: some tier is detached, 1: it does not answer."""
+    """Show how the daemon is doing, or a router at --http. Status 0: well, 3: degraded, 1: it does not answer."""
     status = desk.client.get("/status")
-    desk.show(status, summary.page(status).rstrip("\n"))
-    if status["degraded"]:
+    is_router = "replicas" in status
+    desk.show(status, (router_summary if is_router else summary).page(status).rstrip("\n"))
+    if any(each["state"] != "up" for each in status["replicas"]) if is_router else status["degraded"]:
         raise typer.Exit(Exit.DEGRADED)
 
 

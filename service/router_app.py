@@ -10,10 +10,11 @@ from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvtier.service import router_summary as summary
 from kvtier.service.dashboard import dashboard_routes
 from kvtier.service.guard import Guard, read_body
 from kvtier.service.http_server import HttpServer, HttpSocket
@@ -72,6 +73,7 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
         page("/metrics", lambda: Response(exposition(router), media_type=_EXPOSITION)),
         page("/healthz", lambda: JSONResponse({"status": "ok"})),
         page("/readyz", lambda: _readiness(router)),
+        page("/summary", lambda: PlainTextResponse(summary.page(router.status()))),
         page("/status", lambda: JSONResponse(router.status())),
         *dashboard_routes(status, stopping),
     ]

@@ -39,14 +39,14 @@ def gigabytes(num_bytes: float) -> str:
 def _lines(status: Json) -> Iterable[str]:
     budget, clients = status["budget"], status["clients"]
     yield (
-        f"kvtier {status['version']}, pid {status['pid']}, up {_time(status['uptime_s'])}: "
+        f"kvtier {status['version']}, pid {status['pid']}, up {brief_time(status['uptime_s'])}: "
         f"{status['status']}; engines connect to {status['socket']}"
     )
     for each in status["degraded"]:
         yield f"  degraded: {each['tier']} of {each['model']}, {each['direction']} breaker {each['breaker']}"
     models = _many(len(status["models"]), "model")
-    yield _row("host memory", f"{memory(budget['given'])} of {memory(budget['bytes'])} given to {models}")
-    yield _row("clients", f"{sum(client['connected'] for client in clients)} connected; {_counts(status['events'])}")
+    yield row("host memory", f"{memory(budget['given'])} of {memory(budget['bytes'])} given to {models}")
+    yield row("clients", f"{sum(client['connected'] for client in clients)} connected; {counts(status['events'])}")
     for model in status["models"]:
         yield ""
         yield from _model(model)
@@ -58,7 +58,7 @@ def _lines(status: Json) -> Iterable[str]:
             yield _CLIENT.format(
                 pids or "-",
                 client["model"] or "-",
-                _time(client["seconds"]),
+                brief_time(client["seconds"]),
                 client["claims"],
                 client["leases"],
                 client["reservations"],
@@ -76,28 +76,30 @@ def _model(model: Json) -> Iterable[str]:
         f"model {model['model']}: blocks of {model['block_size']} tokens in {memory(model['block_bytes'])}, "
         f"{_many(model['clients'], 'client')}"
     )
-    states = _counts({state: l2[state] for state in _SLOT_STATES})
-    yield _row("L2", f"{l2['slots']} slots in {memory(l2['bytes'])}: {states}")
+    states = counts({state: l2[state] for state in _SLOT_STATES})
+    yield row("L2", f"{l2['slots']} slots in {memory(l2['bytes'])}: {states}")
     if l2["pinned"] or l2["quotas"]:
-        yield _row("kept", f"{_many(l2['pinned'], 'block')} pinned, {_many(l2['quotas'], 'quota')}")
+        yield row("kept", f"{_many(l2['pinned'], 'block')} pinned, {_many(l2['quotas'], 'quota')}")
     for name, tier in model["tiers"].items():
         breakers = ", ".join(f"{direction} {state}" for direction, state in tier["breakers"].items())
-        yield _row(name, f"slots {_counts(tier['slots'])}; breakers {breakers}")
-    found = _counts(lookups)
-    yield _row("lookups", f"{sum(lookups.values())} blocks, {hit_share(lookups):.1%} found; {found}")
-    yield _row("not served", _counts(model["missed"]))
-    yield _row("stored", f"{_counts(model['stored'])}; evicted {_counts(model['evicted'])}")
-    yield _row("dropped", _by_tier(model["dropped"], str))
-    yield _row("corrupted", _counts(model["corrupted"]))
-    yield _row("moved", _by_tier(model["moved"], gigabytes))
+        yield row(name, f"slots {counts(tier['slots'])}; breakers {breakers}")
+    found = counts(lookups)
+    yield row("lookups", f"{sum(lookups.values())} blocks, {hit_share(lookups):.1%} found; {found}")
+    yield row("not served", counts(model["missed"]))
+    yield row("stored", f"{counts(model['stored'])}; evicted {counts(model['evicted'])}")
+    yield row("dropped", _by_tier(model["dropped"], str))
+    yield row("corrupted", counts(model["corrupted"]))
+    yield row("moved", _by_tier(model["moved"], gigabytes))
 
 
-def _row(title: str, text: str) -> str:
+def row(title: str, text: str) -> str:
+    """A line under a headline."""
     return f"  {title:<12} {text}"
 
 
-def _counts(counts: Mapping[str, Any]) -> str:
-    return " · ".join(f"{name} {count}" for name, count in counts.items() if count) or "none"
+def counts(found: Mapping[str, Any]) -> str:
+    """What is not nought: "l2 3 · file 1"."""
+    return " · ".join(f"{name} {count}" for name, count in found.items() if count) or "none"
 
 
 def _many(count: int, what: str) -> str:
@@ -105,11 +107,12 @@ def _many(count: int, what: str) -> str:
 
 
 def _by_tier(tiers: Mapping[str, Mapping[str, Any]], shown: Any) -> str:
-    parts = (f"{tier} {name} {shown(count)}" for tier, counts in tiers.items() for name, count in counts.items())
+    parts = (f"{tier} {name} {shown(count)}" for tier, numbers in tiers.items() for name, count in numbers.items())
     return " · ".join(parts) or "none"
 
 
-def _time(seconds: float) -> str:
+def brief_time(seconds: float) -> str:
+    """In the largest unit it fills: "2.5 min"."""
     whole = int(seconds)
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if whole >= size:

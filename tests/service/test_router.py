@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -332,7 +333,13 @@ def test_who_has_no_token_gets_no_hint(pair: Pair) -> None:
             ):
                 assert answer.status_code == 401
                 assert answer.json()["error"]["message"] == "not allowed"
-        for page in ("/healthz", "/readyz", "/status", "/metrics"):  # for everybody, and they name no secret
+        for page in (
+            "/healthz",
+            "/readyz",
+            "/status",
+            "/summary",
+            "/metrics",
+        ):  # for everybody, and they name no secret
             answer = httpx2.get(f"http://{router.server.address}{page}")
             assert answer.status_code == 200
             assert "a client's" not in answer.text
@@ -342,6 +349,21 @@ def test_who_has_no_token_gets_no_hint(pair: Pair) -> None:
         answer = router.client.post("/v1/completions", json={}, headers={"authorization": "Bearer mine"})
         chosen, _ = by_name(pair, answer.headers["x-kvtier-replica"])
         assert "authorization" not in chosen.seen[-1]["headers"]
+
+
+def test_a_page_of_text_says_where_requests_went_and_why(pair: Pair, router: RoutedReplicas) -> None:
+    router.complete()
+    pair[0].kill()
+    until(lambda: router.state(pair[0]) == "down")
+    text = router.client.get("/summary").text
+    assert "1 of 2 replicas up" in text.splitlines()[0]
+    assert f"replica {pair[0].name}: down (" in text
+    chosen, reason = (router.status()["decisions"][0][key] for key in ("chosen", "reason"))
+    assert re.search(rf"^\d\d:\d\d:\d\d +\d+  {chosen} +{reason} ", text, re.MULTILINE)
+    # the command prints it, too, and its status says that a replica is missing
+    told = kvtier("status", "--http", router.server.address)
+    assert (told.returncode, told.stdout.splitlines()[2:5]) == (3, text.splitlines()[2:5])
+    assert json.loads(kvtier("status", "--http", router.server.address, "--json").stdout)["replicas"]
 
 
 @pytest.mark.parametrize(
