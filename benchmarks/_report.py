@@ -74,9 +74,16 @@ def commit() -> str:
 
 
 def report(
-    name: str, rows: Sequence[Mapping[str, object]], targets: Sequence[Target], as_json: bool, save: bool = False
+    name: str,
+    rows: Sequence[Mapping[str, object]],
+    targets: Sequence[Target],
+    as_json: bool,
+    save: bool = False,
+    setup: Mapping[str, object] | None = None,
 ) -> int:
     """Print the results, as tables or as one JSON object; with `save`, also write benchmarks/results/NAME.json.
+
+    `setup` is what of the command line decides the figures.
 
     Returns the program's exit status: 0 also where a target was missed, since a miss is a result, told as such.
     """
@@ -85,6 +92,7 @@ def report(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "commit": commit(),
+        **({"setup": dict(setup)} if setup else {}),
         "results": [dict(row) for row in rows],
         "targets": [target.as_dict() for target in targets],
     }
@@ -94,7 +102,7 @@ def report(
     if as_json:
         print(json.dumps(document))
     else:
-        _print_tables(name, rows, targets)
+        _print_tables(name, rows, targets, setup or {})
     return 0
 
 
@@ -103,10 +111,14 @@ def progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _print_tables(name: str, rows: Sequence[Mapping[str, object]], targets: Sequence[Target]) -> None:
+def _print_tables(
+    name: str, rows: Sequence[Mapping[str, object]], targets: Sequence[Target], setup: Mapping[str, object]
+) -> None:
     console = Console()
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = Table(title=f"{name}  ·  {machine()['cpu']}, {machine()['cores']} cores  ·  {commit()}")
+    caption = "  ·  ".join(f"{what} {value}" for what, value in setup.items()) or None
+    title = f"{name}  ·  {machine()['cpu']}, {machine()['cores']} cores  ·  {commit()}"
+    table = Table(title=title, caption=caption)
     for column in columns:
         numeric = all(isinstance(row.get(column), int | float | None) for row in rows)
         table.add_column(column, justify="right" if numeric else "left")

@@ -1,6 +1,7 @@
 """What passes between the scheduler, the pool and the runner: blocks, and one step's chunks."""
 
 import time
+from collections import abc
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -8,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvtier.connector.plan import StepPlan
 from kvtier.engine.sequence import Sequence
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers.tier import BlockRecord, ChainHash
 
 
 class Blocks(Protocol):
@@ -27,7 +28,17 @@ class Blocks(Protocol):
     def allocate(self, n: int) -> NDArray[Any] | None:
         """`n` blocks with one reference each; None: no room."""
 
-    def publish(self, block_ids: ArrayLike, hashes: list[ChainHash], parent: ChainHash | None) -> None:
+    @property
+    def tells(self) -> bool:
+        """Whether `publish` wants records: somebody is told what L1 holds."""
+
+    def publish(
+        self,
+        block_ids: ArrayLike,
+        hashes: list[ChainHash],
+        parent: ChainHash | None,
+        records: abc.Sequence[BlockRecord] = (),
+    ) -> None:
         """Name full blocks: from now on they are found."""
 
     def hold(self, block_ids: ArrayLike) -> None:

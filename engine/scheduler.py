@@ -339,7 +339,9 @@ class Scheduler:
         if end <= start or not self._config.enable_prefix_caching:
             return
         hashes = list(sequence.hashes[start:end])
-        self._pool.publish(sequence.block_table[start:end], hashes, sequence.chain.parent(start) if start else None)
+        parent = sequence.chain.parent(start) if start else None
+        records = sequence.records(start, end) if self._pool.tells else ()
+        self._pool.publish(sequence.block_table[start:end], hashes, parent, records)
         sequence.num_named = end
         self._forget(sequence, hashes)
 

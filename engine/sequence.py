@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvtier.tiers.below import Attribution
 from kvtier.tiers.chain import TokenChain
 from kvtier.tiers.errors import KVTierError
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers.tier import BlockRecord, ChainHash
 
 _SEED_RANGE: Final = 2**64
 
@@ -133,6 +133,11 @@ class Sequence:
         if self._chain is None:
             raise LookupError("this engine caches nothing: its sequences have no chain")
         return self._chain
+
+    def records(self, start: int, end: int) -> list[BlockRecord]:
+        """What its full blocks `start … end` are, for those who are told of them."""
+        chain = self.chain
+        return [BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0) for i in range(start, end)]
 
     @property
     def hashes(self) -> abc.Sequence[ChainHash]:

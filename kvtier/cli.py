@@ -11,13 +11,13 @@ from rich.table import Table
 
 from kvtier import __version__
 from kvtier.engine import server_cli
-from kvtier.service import admin_cli, checks_cli, serve_cli
+from kvtier.service import admin_cli, checks_cli, route_cli, serve_cli
 from kvtier.service.cli_options import ConfigOption, Exit, JsonOption, needing
 from kvtier.tiers.config import Config, options
 from kvtier.tiers.errors import ConfigError, KVTierError
 
 app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for verbs in (checks_cli, serve_cli, server_cli, admin_cli):
+for verbs in (checks_cli, serve_cli, server_cli, route_cli, admin_cli):
     app.add_typer(verbs.app)
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from kvtier.connector.connection import is_trusted, peer_of
 from kvtier.connector.greetings import Hello, Refused, pack_reception
@@ -19,6 +19,10 @@ from kvtier.service.namespaces import Namespace, Namespaces, Opening
 from kvtier.service.session import Session
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError, TierUnavailable
+from kvtier.tiers.events import EventSource
+
+if TYPE_CHECKING:
+    from kvtier.service.events import Publisher
 
 T = TypeVar("T")
 
@@ -52,12 +56,16 @@ class Daemon:
     Implements `session.Server`.
     """
 
-    def __init__(self, config: Config, path: Path, *, lease_deadline: float = 60.0) -> None:
+    def __init__(
+        self, config: Config, path: Path, *, lease_deadline: float = 60.0, publisher: "Publisher | None" = None
+    ) -> None:
         """Take the socket at `path`. Raises StoreLocked and ConfigError as `Listener` does.
 
-        A promise its client does not renew is kept for `lease_deadline` seconds.
+        A promise its client does not renew is kept for `lease_deadline` seconds. `publisher` is told what the tiers
+        hold; it stays the caller's.
         """
         self.config = config
+        self.publisher = publisher
         self.lease_deadline = lease_deadline
         self.loop = Loop()
         self.counts: Counter[str] = Counter()
@@ -138,6 +146,9 @@ class Daemon:
             if namespace is None:
                 if not self._namespaces.is_opening(hello.fingerprint):
                     self._openings.append(self._namespaces.plan(hello))
+                    for closing in self._openings[-1].close_first:
+                        if closing.tiers.feed is not None:
+                            closing.tiers.feed.close()
                     if len(self._openings) == 1:
                         self._open_next()
                 self._waiting.setdefault(hello.fingerprint, []).append((session, hello))
@@ -250,6 +261,8 @@ class Daemon:
         self._namespaces.opened(fingerprint, result if isinstance(result, Namespace) else None)
         if isinstance(result, Namespace):
             result.tiers.hierarchy.progress.watch(lambda: self._note_progress(result))
+            if self.publisher is not None:
+                result.tiers.feed = self.publisher.feed(fingerprint, EventSource(result.hierarchy))
             for cache_salt, num_bytes in self.limits.items():
                 result.tiers.quotas.set(cache_salt, max(num_bytes, result.hierarchy.host.region.slot_stride))
         for session, hello in waiting:
@@ -280,11 +293,13 @@ class Daemon:
         """After every round: pass on what has come to pass; now and then let deadlines pass. Seconds to wait."""
         at = now()
         is_due = at - self._ticked >= _TICK
+        is_busy = any(each.waits for each in self._sessions.values())
         for namespace in self._namespaces:
             progressed, namespace.progressed = namespace.progressed, False
             if progressed or is_due:
                 if is_due:
                     namespace.tiers.tick()
+                    is_busy |= namespace.tiers.feed is not None and namespace.tiers.feed.pump()
                 for member in list(namespace.members):
                     member.tell()
         if is_due:
@@ -294,7 +309,7 @@ class Daemon:
                 session.pass_time(at)
                 if not session.greeted and at - session.since > _GREETING_DEADLINE:
                     session.end_connection("silent")
-        return _TICK if any(each.waits for each in self._sessions.values()) else _IDLE_TICK
+        return _TICK if is_busy else _IDLE_TICK
 
 
 def _client(session: Session) -> Client:

@@ -65,6 +65,10 @@ def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[Client], pin
     for event, count in sorted(dict(daemon.counts).items()):
         events.add_metric([event], count)
     yield events
+    told = CounterMetricFamily("kvtier_kv_events", "KV events published, in batches, and told again", labels=["event"])
+    for event, count in sorted(dict(daemon.publisher.counts if daemon.publisher is not None else {}).items()):
+        told.add_metric([event], count)
+    yield told
     pinned = GaugeMetricFamily("kvtier_pinned_blocks", "Blocks kept by pins", labels=["fingerprint"])
     for name, num_blocks in pins.blocks_by_model().items():
         pinned.add_metric([name], num_blocks)

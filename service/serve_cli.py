@@ -41,13 +41,15 @@ def serve(
         raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
     logging.basicConfig(level=logging.INFO, format="kvtier: %(message)s", stream=sys.stderr)
     with needing("the daemon"):
+        from kvtier.service.events import Publisher
         from kvtier.service.http_app import Pages
         from kvtier.service.http_server import HttpSocket
     listening = HttpSocket(settings.service.http)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # some for each client and each of its processes
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     sys.setswitchinterval(_SWITCH)
-    daemon = Daemon(settings, path)
+    publisher = Publisher(settings.events) if settings.events.publish is not None else None
+    daemon = Daemon(settings, path, publisher=publisher)
     pages = Pages(daemon, listening)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: daemon.stop())
@@ -58,3 +60,5 @@ def serve(
     pages.stop()
     if not daemon.close(_DRAIN):
         logging.getLogger(__name__).warning("stores still waited after %g s: they are dropped", _DRAIN)
+    if publisher is not None:
+        publisher.close()

@@ -3,7 +3,7 @@
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvtier.service.lookup_trace import TraceRecorder
 from kvtier.service.quota import Quotas
@@ -13,6 +13,9 @@ from kvtier.tiers.lease import Lease, Reservation
 from kvtier.tiers.local_tiers import LocalTiers
 from kvtier.tiers.prefetch import Pending
 from kvtier.tiers.tier import ChainHash, Outcome
+
+if TYPE_CHECKING:
+    from kvtier.service.events import TierFeed
 
 _SAME: Final = 1.0  # seconds within which a question in vain, asked again, is one request's that waits its turn
 _MAX_VAIN: Final = 4096  # such questions remembered
@@ -25,6 +28,7 @@ class ServedTiers(LocalTiers):
         super().__init__(hierarchy)
         self.quotas = Quotas(hierarchy.host, fingerprint)
         self.recorder: TraceRecorder | None = None  # while somebody records
+        self.feed: TierFeed | None = None  # where KV events are published
         self._vain: OrderedDict[ChainHash, float] = OrderedDict()  # last block asked for → when it was last in vain
 
     def poll(self, claim: Claim) -> int | Pending:
@@ -45,6 +49,9 @@ class ServedTiers(LocalTiers):
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
         """As `LocalTiers.reserve`, within the tenants' quotas."""
+        if self.feed is not None:
+            for each in wanted:
+                self.feed.begin_at(each.tenant)
         if not any(self.quotas.bound(each.tenant) for each in wanted):
             return super().reserve(wanted)
         return [self._reserve(each) for each in wanted]

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtier.service.daemon import Client, Daemon
 from kvtier.service.loop import now
@@ -13,6 +13,9 @@ from kvtier.service.pins import Pins
 from kvtier.service.visits import name_of
 from kvtier.tiers.metrics import LOOKUP_TIERS, Metrics
 from kvtier.tiers.port import TierPort
+
+if TYPE_CHECKING:
+    from kvtier.service.events import Publisher
 
 Json = dict[str, Any]
 
@@ -31,6 +34,7 @@ def status(daemon: Daemon, pins: Pins) -> Json:
         "socket": str(daemon.config.service.socket),
         "budget": {"bytes": daemon.config.host.size, "given": given},
         "events": dict(daemon.counts),
+        "kv_events": None if daemon.publisher is None else _published(daemon.publisher),
         "models": [_model(each, clients, pinned.get(name_of(each.fingerprint), 0)) for each in namespaces],
         "clients": [_client(client) for client in clients],
     }
@@ -93,6 +97,15 @@ def _model(namespace: Namespace, clients: Iterable[Client], num_pinned: int) -> 
             for port in hierarchy.ports
         },
         **figures(hierarchy.metrics),
+    }
+
+
+def _published(publisher: "Publisher") -> Json:
+    return {
+        "publish": publisher.endpoint,
+        "replay": publisher.replay_endpoint,
+        "seq": publisher.seq,
+        **dict(publisher.counts),
     }
 
 

@@ -1,11 +1,12 @@
 """For stories about KV events: a hierarchy over a small real slab, and a reader that believes what it is told."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from doubles import BLOCK_SIZE, SLOT_BYTES
 
-from kvtier.tiers.events import Event, EventSource, Removed
+from kvtier.tiers.events import Event, EventSource, Removed, TierEvents
 from kvtier.tiers.file_store import FileStore
 from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
 from kvtier.tiers.host import HostRegion, HostTier
@@ -13,6 +14,14 @@ from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.port import PortSettings, TierPort
 from kvtier.tiers.rates import Rates
 from kvtier.tiers.tier import BlockRecord, ChainHash
+
+
+def until(holds: Callable[[], bool], deadline: float = 60.0) -> None:
+    """Wait for what events bring about."""
+    end = time.monotonic() + deadline
+    while not holds():
+        assert time.monotonic() < end, "it never came to pass"
+        time.sleep(0.01)
 
 
 class Shelf:
@@ -37,7 +46,7 @@ class Shelf:
                 assert record.chain_hash not in known, "stored twice"
                 known[record.chain_hash] = record
 
-    def read(self, source: EventSource, limit: int = 4096) -> None:
+    def read(self, source: EventSource | TierEvents, limit: int = 4096) -> None:
         """Everything there is to tell."""
         while source.waiting:
             self.apply(source.take(limit))

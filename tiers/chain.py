@@ -23,10 +23,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvtier.tiers.identity import ModelIdentity, config_digest
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers.tier import BlockRecord, ChainHash
 
 __all__ = ["ChainHash", "ExtraKeys", "ModelIdentity", "TokenChain", "Tokens", "chain_hashes", "config_digest"]
-__all__ += ["pack_tokens", "root_hash", "token_array"]
+__all__ += ["is_named_by", "pack_tokens", "root_hash", "token_array"]
 
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
 """Token ids, each in [0, 2**32). Lists, tuples, `array` and one-dimensional integer ndarrays are equally good."""
@@ -78,6 +78,12 @@ def chain_hashes(root: ChainHash, tokens: Tokens, block_size: int, scheme: str =
     chain = TokenChain(root, block_size, scheme)
     chain.extend(tokens)
     return chain.hashes
+
+
+def is_named_by(record: BlockRecord) -> bool:
+    """Whether a block's name is what its parent and tokens alone make it: no extra keys, no other engine's dialect."""
+    frames = [(struct.pack("<I", len(record.tokens) // 4) + record.tokens,)]
+    return any([record.chain_hash] == hashes(record.parent, frames) for hashes in _SCHEMES.values())
 
 
 class TokenChain:

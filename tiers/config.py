@@ -25,24 +25,29 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from kvtier.tiers.config_router import RouterConfig
 from kvtier.tiers.config_values import (
     Address,
     Count,
     Directory,
     Duration,
+    Endpoint,
     FileName,
     KeyPrefix,
     Salt,
     Size,
     SocketPath,
     Time,
+    Topic,
     require_guard,
+    require_local,
 )
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.quantities import format_size, parse_duration, parse_size, parse_time
 
 ENV_PREFIX: Final = "KVTIER_"
 _DELIMITER: Final = "__"
+_DYNAMO_STRICT: Final = "DYN_KV_ENFORCE_ENGINE_HASH_STABILITY"  # Dynamo's own switch for [events] strict
 
 
 class _Section(BaseModel):
@@ -186,6 +191,36 @@ class ServerConfig(_Section):
         return self
 
 
+class EventsConfig(_Section):
+    """KV events: where they are published, and how strictly they are read."""
+
+    publish: Endpoint | None = Field(
+        default=None, description="ZMQ address where KV events are published, as tcp://127.0.0.1:5557; none = off"
+    )
+    replay: Endpoint | None = Field(
+        default=None, description="ZMQ address that tells again what a subscriber has missed, as tcp://127.0.0.1:5558"
+    )
+    allow_remote: bool = Field(
+        default=False, description="let these be addresses other machines reach: events hold the prompts' tokens"
+    )
+    buffer: Count = Field(default=10_000, ge=1, le=1_000_000, description="batches kept to be told again")
+    topic: Topic | None = Field(
+        default=None, description="topic of every event; none = one for each model, kv@ and its fingerprint"
+    )
+    strict: bool = Field(
+        default=False, description="log events that contradict what was told before as errors, not as warnings"
+    )
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.replay is not None and self.publish is None:
+            raise ValueError(f'replay "{self.replay}": nothing is published; set publish too')
+        for name, value in (("publish", self.publish), ("replay", self.replay)):
+            if value is not None and value.startswith("tcp://") and not self.allow_remote:
+                require_local(name, value)
+        return self
+
+
 class BreakerConfig(_Section):
     """When a failing tier is left alone, and for how long."""
 
@@ -211,6 +246,8 @@ class Config(BaseSettings):
     redis: RedisConfig = RedisConfig()
     service: ServiceConfig = ServiceConfig()
     server: ServerConfig = ServerConfig()
+    events: EventsConfig = EventsConfig()
+    router: RouterConfig = RouterConfig()
     breaker: BreakerConfig = BreakerConfig()
 
     @classmethod
@@ -265,7 +302,10 @@ def _env_values() -> Mapping[str, Any]:
     for name, value in os.environ.items():
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
             raise ConfigError(f"{name} {_shown(value)}: unknown variable{_nearest(name.upper(), known)}")
-    return EnvSettingsSource(Config)()
+    values: dict[str, Any] = EnvSettingsSource(Config)()
+    if os.environ.get(_DYNAMO_STRICT) == "1":
+        values["events"] = {"strict": True, **values.get("events", {})}
+    return values
 
 
 def _check_names(section: str, options_given: object) -> None:
@@ -307,9 +347,12 @@ def _one_line(error: ErrorDetails) -> str:
 
 _BOOL: Final = "not a yes or no; write true or false"
 _INT: Final = "not a whole number; write one, as in 16"
+_FLOAT: Final = "not a number; write one, as in 0.5"
 _WHY: Final = {
     "bool_type": _BOOL,
     "bool_parsing": _BOOL,
+    "float_type": _FLOAT,
+    "float_parsing": _FLOAT,
     "int_type": _INT,
     "int_parsing": _INT,
     "int_parsing_size": "too large; choose a smaller number",

@@ -55,14 +55,39 @@ def _address(value: object) -> object:
     return value
 
 
+def _endpoint(value: object) -> object:
+    scheme, _, rest = value.partition("://") if isinstance(value, str) else ("", "", "")
+    host, _, port = rest.rpartition(":")
+    is_tcp = scheme == "tcp" and host and port.isdecimal() and int(port) <= 65535
+    if not is_tcp and not (scheme == "ipc" and rest and "\0" not in rest):
+        raise ValueError("not an address of ZMQ's; write it as in tcp://127.0.0.1:5557 or ipc:///run/kvtier-events")
+    return value
+
+
+def _topic(value: object) -> object:
+    if not isinstance(value, str) or not 1 <= len(value.encode()) <= 255:
+        raise ValueError("not a text of 1 to 255 bytes; leave the option out for the models' own")
+    return value
+
+
 def require_guard(http: str, allow_remote: bool, token: SecretStr | None) -> None:
     """ValueError where other machines reach an address without leave, or without a token."""
-    if http.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost"):
+    if _is_local(http):
         return
     if not allow_remote:
-        raise ValueError(f'http "{http}": other machines reach it; use 127.0.0.1 or set allow_remote')
+        require_local("http", http)
     if token is None:
         raise ValueError(f'http "{http}": other machines reach it; set a token')
+
+
+def require_local(name: str, address: str) -> None:
+    """ValueError where other machines reach the address that option `name` holds."""
+    if not _is_local(address.rpartition("://")[2]):
+        raise ValueError(f'{name} "{address}": other machines reach it; use 127.0.0.1 or set allow_remote')
+
+
+def _is_local(address: str) -> bool:
+    return address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost")
 
 
 Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size, when_used="json")]
@@ -75,3 +100,5 @@ SocketPath = Annotated[Path, BeforeValidator(_socket)]
 Salt = Annotated[str, BeforeValidator(_salt)]
 KeyPrefix = Annotated[str, BeforeValidator(_key_prefix)]
 Address = Annotated[str, BeforeValidator(_address)]
+Endpoint = Annotated[str, BeforeValidator(_endpoint)]
+Topic = Annotated[str, BeforeValidator(_topic)]

@@ -13,7 +13,7 @@ from kvtier.tiers.idle import no_slots
 from kvtier.tiers.index import Slots, to_words
 from kvtier.tiers.shape import KVShape
 from kvtier.tiers.slots import FILLING, READY, SlotTable
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers.tier import BlockRecord, ChainHash, Changes
 
 
 class BlockPool:
@@ -22,6 +22,7 @@ class BlockPool:
     A block is free (no references), or referenced by sequences and copies in flight, once for each. A full block gets
     its name by `publish` and keeps it when its last reference goes, until it is taken again: unnamed free blocks are
     taken first, then the named one that has been free longest. Block ids in one call are distinct, in chain order.
+    It is an `Announcer` of what it holds, if `listen` is called before anything is published.
     `tensor` is `[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]`, zeroed once at the start: a
     taken block holds old bytes, but never NaNs of uninitialised memory, which masked attention would spread.
     """
@@ -34,6 +35,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
         self._table = SlotTable(num_blocks, "lru")
+        self._records: list[BlockRecord | None] = []  # of the named blocks, while somebody listens
         self._lock = threading.Lock()
         self.tensor = _zeros((num_blocks, *shape.block_shape), dtype, device)
 
@@ -67,15 +69,22 @@ class BlockPool:
                 self._table.refs[block_ids] = 1
             return block_ids
 
-    def publish(self, block_ids: ArrayLike, hashes: Sequence[ChainHash], parent: ChainHash | None) -> None:
+    def publish(
+        self,
+        block_ids: ArrayLike,
+        hashes: Sequence[ChainHash],
+        parent: ChainHash | None,
+        records: Sequence[BlockRecord] = (),
+    ) -> None:
         """Name full blocks, consecutive in a chain after `parent`. Their bytes must not change from now on.
 
         A hash that is held already keeps its block, and the duplicate stays unnamed; so does a block that has a name.
-        ValueError where a block has no reference, or the numbers of blocks and hashes differ.
+        While somebody listens (`tells`) `records` says what the blocks are. ValueError where a block has no reference,
+        or the numbers of blocks, hashes and records wanted differ.
         """
         slots = _ids(block_ids)
-        if len(slots) != len(hashes):
-            raise ValueError(f"publish: {len(slots)} blocks and {len(hashes)} hashes")
+        if len(slots) != len(hashes) or (self.tells and len(records) != len(hashes)):
+            raise ValueError(f"publish: {len(slots)} blocks, {len(hashes)} hashes and {len(records)} records")
         if not self.enable_prefix_caching:
             return
         with self._lock:
@@ -91,6 +100,8 @@ class BlockPool:
             before = np.empty_like(held)
             before[0] = -1 if parent is None else table.index.find(to_words([parent]))[0]
             before[1:] = held[:-1]
+            for i in new.tolist() if records and self.tells else ():
+                self._records[slots[i]] = records[i]
             table.publish(slots[new])
             table.links.link(slots[new], before[new])
 
@@ -117,6 +128,44 @@ class BlockPool:
         """Forget every name. Blocks in use stay in use, unnamed."""
         with self._lock:
             self._table.reset()
+
+    @property
+    def tells(self) -> bool:
+        """Whether somebody listens."""
+        return bool(self._records)
+
+    def listen(self) -> None:
+        """Keep a log of the blocks that come and go, for one reader. ValueError where blocks have a name already."""
+        with self._lock:
+            if self._table.num_ready:
+                raise ValueError(f"listen: {self._table.num_ready} blocks have a name already")
+            self._records = [None] * self.num_blocks
+            self._table.listen()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the reader may have something to learn."""
+        log = self._table.changes
+        return log is not None and log.waiting
+
+    def take(self, limit: int) -> Changes:
+        """What the reader has to forget and, up to `limit` blocks, to learn. Nothing before `listen`."""
+        with self._lock:
+            if self._table.changes is None:
+                return Changes([], [])
+            gone, slots, cleared = self._table.changes.take(limit)
+            stored = [record for slot in slots.tolist() if (record := self._records[slot]) is not None]
+            return Changes(gone, stored, cleared)
+
+    def hush(self) -> list[ChainHash]:
+        """Keep no log any more; returns what the reader knows."""
+        with self._lock:
+            log, self._table.changes = self._table.changes, None
+            self._records = []
+            if log is None:
+                return []
+            log.cleared(self._table.index.words)
+            return log.take(0)[0]
 
     def check(self) -> None:
         """Raise AssertionError where a law of the pool is broken. A full scan: at idle, in tests."""

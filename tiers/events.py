@@ -15,7 +15,7 @@ MOST: Final = 4096  # blocks of one tier told at a time: bounds the time under t
 class Stored:
     """A run of consecutive blocks became findable in a tier; each is the parent of the next."""
 
-    tier: str  # "l2", or a port's name
+    tier: str  # "l1", "l2", or a port's name
     blocks: tuple[BlockRecord, ...]
 
 
@@ -62,6 +62,24 @@ class EventSource:
         for port in self._ports:
             events += port.take(limit)
         return events
+
+
+class TierEvents:
+    """What one tier by itself tells: an engine's L1. As `EventSource`, to one reader."""
+
+    def __init__(self, tier: str, announcer: Announcer) -> None:
+        self._tier = tier
+        self._announcer = announcer
+        announcer.listen()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there may be something to tell."""
+        return self._announcer.waiting
+
+    def take(self, limit: int = MOST) -> list[Event]:
+        """What happened since the last time; at most `limit` new blocks, the others with the next call."""
+        return list(_events(self._tier, self._announcer.take(limit)))
 
 
 class _PortEvents:

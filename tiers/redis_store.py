@@ -14,6 +14,7 @@ from redis.cluster import RedisCluster
 from kvtier.tiers.config import RedisConfig
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.redis_batch import Answer, Batches, Work
+from kvtier.tiers.redis_changes import RedisChanges
 from kvtier.tiers.redis_epoch import Epoch
 from kvtier.tiers.redis_lanes import Lane, Settle, command
 from kvtier.tiers.redis_names import Names
@@ -38,7 +39,7 @@ class RedisStore:
 
     What it knows to be there are names: of blocks it wrote, read or located. Every batch has one deadline, seconds
     `config.deadline` plus its bytes over `config.bandwidth`, and is one pipeline per server, the servers side by side:
-    a slow or dead one costs its own keys. Nothing is tried twice.
+    a slow or dead one costs its own keys. Nothing is tried twice. It tells (`announcer`) of what it wrote or read.
 
     All processes of a namespace share an epoch, a number in a key of its own that is part of every block's key. A reset
     raises it: whatever was stored before is not found any more, by anybody, and goes when its time is up. Every batch
@@ -54,7 +55,8 @@ class RedisStore:
         self._oversized = space.value_bytes > max_value
         self._names = Names(min(config.ttl, _NAME_LIFETIME))
         self._batches = Batches(space, nodes, max(1, int(config.ttl * 1000)), config.in_flight)
-        self._epoch = Epoch(self._batches, self._names.clear)
+        self.announcer = RedisChanges(config.ttl)
+        self._epoch = Epoch(self._batches, self._forget_all)
         self._lock = threading.Lock()  # guards what follows; never held across I/O
         self._counts: Counter[str] = Counter()
         self._resetting: threading.Thread | None = None
@@ -107,6 +109,8 @@ class RedisStore:
             if there < len(window):
                 answer = answers[there]
                 self._names.forget(window[there : there + 1])
+                if answer is False or answer is Outcome.ABSENT:
+                    self.announcer.missed(window[there : there + 1])
                 failure = answer if isinstance(answer, Outcome) and answer is not Outcome.ABSENT else None
                 self._count("locate", [failure or Outcome.OK])
                 return failure if failure is not None and not found else found
@@ -125,8 +129,10 @@ class RedisStore:
         )
         results = [answer if isinstance(answer, BlockRecord | Outcome) else Outcome.IO_ERROR for answer in answers]
         self._names.add(h for h, result in zip(hashes, results, strict=True) if isinstance(result, BlockRecord))
+        self.announcer.seen(result for result in results if isinstance(result, BlockRecord))
         gone = [position for position, result in enumerate(results) if result in _GONE]
         known = self._names.forget(hashes[position] for position in gone)
+        self.announcer.missed(hashes[position] for position in gone)
         for position, was_known in zip(gone, known, strict=True):
             if was_known and results[position] is Outcome.ABSENT:
                 results[position] = Outcome.EVICTED
@@ -158,12 +164,14 @@ class RedisStore:
         outcomes = _cut([answer if isinstance(answer, Outcome) else Outcome.PARENT_FAILED for answer in answers])
         self._names.add(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK)
         self._names.forget(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is not Outcome.OK)
+        self.announcer.seen(record for record, outcome in zip(records, outcomes, strict=True) if outcome is Outcome.OK)
         self._count("write", outcomes)
         return outcomes
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
         """Delete blocks (found bad, or asked to), for everybody. What a server does not hear of is forgotten here."""
         self._names.forget(hashes)
+        self.announcer.missed(hashes)
         self._batch(hashes, self._deadline(0), lambda lane, own, settle: lane.unlink(hashes, own, settle))
 
     def reset(self) -> None:
@@ -230,6 +238,11 @@ class RedisStore:
             return [Outcome.EPOCH] * len(hashes)
         answers, seen = self._batches.run(hashes, epoch, deadline, work)
         return answers if self._epoch.learn(epoch, seen) else [Outcome.EPOCH] * len(hashes)
+
+    def _forget_all(self) -> None:
+        """Another epoch has begun."""
+        self._names.clear()
+        self.announcer.clear()
 
     def _deadline(self, num_blocks: int) -> float:
         seconds = self._config.deadline + num_blocks * self.space.value_bytes / self._config.bandwidth

@@ -142,6 +142,6 @@ class Announcer(Protocol):
 
 @runtime_checkable
 class Announces(Protocol):
-    """A tier that tells. Not every tier does: what a store shared with others holds is not this process's to say."""
+    """A tier that tells. Of a store shared with others, a process tells what it wrote or read there itself."""
 
     announcer: Announcer

@@ -190,7 +190,7 @@ def test_over_the_wire(llama: Path, tmp_path: Path) -> None:
 def replayed(endpoint: str) -> list[Any]:
     """Every batch published so far, in order."""
     decoder = msgspec.msgpack.Decoder(KVEventBatch)
-    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.RCVTIMEO, 5000)
     socket.setsockopt(zmq.LINGER, 0)
     try:

@@ -477,3 +477,12 @@ def test_it_stops_within_seconds_whatever_is_under_way(home: Path) -> None:
     daemon.end(signal.SIGTERM)
     assert daemon.lines == []
     tiers.close()
+
+
+def test_answers_on_a_kept_connection_leave_at_once() -> None:
+    listening = HttpSocket("127.0.0.1:0")
+    with sockets.create_connection(("127.0.0.1", int(listening.address.rpartition(":")[2]))):
+        accepted, _ = listening.socket.accept()
+        assert accepted.proto == sockets.IPPROTO_TCP  # what asyncio looks at before it switches Nagle's algorithm off
+        accepted.close()
+    listening.close()

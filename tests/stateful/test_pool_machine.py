@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
+from event_rig import Shelf
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,9 +20,10 @@ from hypothesis.stateful import (
 )
 
 from kvtier.tiers.device import BlockPool
+from kvtier.tiers.events import TierEvents
 from kvtier.tiers.pool import Lease, Reservation, SlotPool
 from kvtier.tiers.shape import KVShape
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers.tier import BlockRecord, ChainHash
 
 Path = tuple[int, ...]
 
@@ -346,6 +348,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.refs = [0] * NUM_SLOTS
         self.names: dict[ChainHash, int] = {}  # → block id
         self.open_tables: list[list[int]] = []
+        self.source, self.shelf = TierEvents("l1", self.pool), Shelf()
 
     @rule(target=tables, path=PATHS)
     def admit(self, path: Path) -> tuple[Path, list[int]] | MultipleResults[tuple[Path, list[int]]]:
@@ -382,7 +385,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
             return
         start = min(start, len(path) - 1)
         hashes, ids = chain(path)[start : start + count], block_ids[start : start + count]
-        self.pool.publish(ids, hashes, chain(path)[start - 1] if start else None)
+        parents = [b"root", *chain(path)][start:]
+        records = [BlockRecord(name, parent, b"", 0) for name, parent in zip(hashes, parents, strict=False)]
+        self.pool.publish(ids, hashes, chain(path)[start - 1] if start else None, records)
         for name, block_id in zip(hashes, ids, strict=True):
             if name not in self.names and block_id not in self.names.values():
                 self.names[name] = block_id
@@ -406,6 +411,12 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         self.pool.reset()
         self.names.clear()
+
+    @rule(limit=st.integers(1, 8))
+    def read(self, limit: int) -> None:
+        """A reader of its events, who minds contradictions."""
+        self.shelf.read(self.source, limit)
+        assert self.shelf.names("l1") == set(self.names)
 
     def _run(self, hashes: list[ChainHash]) -> int:
         return next((i for i, name in enumerate(hashes) if name not in self.names), len(hashes))

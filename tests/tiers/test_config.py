@@ -70,6 +70,14 @@ def test_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Config.load(file={"path": "~/kv"}).file.path == Path("/home/ada/kv")
 
 
+def test_dynamos_switch_makes_events_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not Config.load().events.strict
+    monkeypatch.setenv("DYN_KV_ENFORCE_ENGINE_HASH_STABILITY", "1")
+    assert Config.load().events.strict
+    monkeypatch.setenv("KVTIER_EVENTS__STRICT", "false")  # ours is the more precise word
+    assert not Config.load().events.strict
+
+
 # Every bad value: section and options given, and the whole line the user sees.
 BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
     # wrong type
@@ -112,9 +120,19 @@ BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
     ({"cache": {"num_blocks": 3}}, "[cache] num_blocks 3: unknown option; did you mean [l1] num_blocks?"),
     ({"breaker": {"xyz": 3}}, "[breaker] xyz 3: unknown option; known are failures, retry_after"),
     ({"hots": {"size": 1}}, "[hots]: unknown section; did you mean [host]?"),
-    ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, file, host, l1, redis, server, service"),
+    (
+        {"router": {"replicas": [1]}},
+        '[router] replicas [1]: not a list of replicas; write one, as in ["http://127.0.0.1:8000"]',
+    ),
+    ({"router": {"weight_cpu": "much"}}, '[router] weight_cpu "much": not a number; write one, as in 0.5'),
+    ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, events, file, host, l1, redis, router, server, service"),
     ({"block_size": 16}, "block_size 16: belongs in a section; write it as [cache] block_size"),
-    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, l1, redis, service, server, breaker"),
+    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, l1, redis, service, server, events, router, breaker"),
+    # addresses of KV events
+    ({"events": {"publish": "127.0.0.1:5557"}}, '[events] publish "127.0.0.1:5557": not an address of ZMQ\'s; write it as in tcp://127.0.0.1:5557 or ipc:///run/kvtier-events'),
+    ({"events": {"publish": "tcp://*:5557"}}, '[events] publish "tcp://*:5557": other machines reach it; use 127.0.0.1 or set allow_remote'),
+    ({"events": {"replay": "ipc:///x"}}, '[events] replay "ipc:///x": nothing is published; set publish too'),
+    ({"events": {"topic": ""}}, '[events] topic "": not a text of 1 to 255 bytes; leave the option out for the models\' own'),
     # clash
     ({"l1": {"size": "1GiB", "num_blocks": 3}}, "[l1] num_blocks 3: size 1GiB is given too; remove one of them"),
 ]  # fmt: skip

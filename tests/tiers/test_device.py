@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from kvtier.tiers.device import BlockPool
+from kvtier.tiers.events import Removed, Stored, TierEvents
 from kvtier.tiers.shape import KVShape
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers.tier import BlockRecord, ChainHash
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
 
@@ -138,7 +139,7 @@ def test_freeing_what_is_free_is_refused(pool_of: PoolOf) -> None:
     with pytest.raises(ValueError, match=rf"slots \[{ids[0]}\] have no reference"):
         pool.free(ids)
     assert pool.num_free_blocks == 2  # and the other one was not freed
-    with pytest.raises(ValueError, match="publish: 1 blocks and 2 hashes"):
+    with pytest.raises(ValueError, match="publish: 1 blocks, 2 hashes"):
         pool.publish(ids[1:], [bytes(32), bytes(32)], None)
     with pytest.raises(ValueError, match=r"publish: blocks .* have no reference"):
         pool.publish(ids[:1], [bytes(32)], None)
@@ -201,3 +202,37 @@ def test_content_stays_what_its_name_says(pool_of: PoolOf, chain: Chain) -> None
     for table in running:
         pool.free(table)
     assert pool.num_free_blocks == 24
+
+
+def test_who_listens_is_told_what_comes_and_goes(pool_of: PoolOf, chain: Chain) -> None:
+    pool = pool_of(3)
+    source = TierEvents("l1", pool)
+    names = chain(1, 2, 3, 4)
+    records = [BlockRecord(name, parent, b"", 0) for name, parent in zip(names, [b"root", *names], strict=False)]
+    first = allocated(pool, 2)
+    with pytest.raises(ValueError, match="records"):  # it has to be said what they are
+        pool.publish(first, names[:2], None)
+    pool.publish(first, names[:2], None, records[:2])
+    assert source.take() == [Stored("l1", tuple(records[:2]))]
+    assert not source.waiting
+    # what is there keeps its block; a duplicate is not told
+    second = allocated(pool, 1)
+    pool.publish(second, names[1:2], names[0], records[1:2])
+    assert source.take() == []
+    pool.free([*first, *second])
+    third = allocated(pool, 2)  # the unnamed one, and the tail
+    pool.publish(third, names[2:], None, records[2:])
+    assert source.take() == [Removed("l1", (names[1],)), Stored("l1", tuple(records[2:]))]
+    pool.reset()
+    [gone] = source.take()
+    assert isinstance(gone, Removed)
+    assert gone.all
+    assert set(gone.hashes) == {names[0], *names[2:]}
+    assert pool.hush() == []
+    pool.free(third)
+    fourth = allocated(pool, 1)
+    pool.publish(fourth, names[:1], None)  # nobody listens any more
+    assert source.take() == []
+    with pytest.raises(ValueError, match="name already"):
+        pool.listen()
+    pool.free(fourth)

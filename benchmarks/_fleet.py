@@ -1,0 +1,217 @@
+"""Replicas of an engine on a simulated clock: continuous batching over the pools that kvtier itself uses.
+
+A replica prefills in chunks and decodes, step by step, as an engine does. Its L1 and L2 are `SlotPool`s: two-phase
+stores, leases, LRU, nothing evicted that is in use or has a resident child. Time is what the figures of `Hardware` say.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Final
+
+from _traffic import Prompt
+
+from kvtier.tiers.lease import Lease, Reservation
+from kvtier.tiers.pool import SlotPool
+from kvtier.tiers.tier import BlockRecord, Changes
+
+_EVERYTHING: Final = 1 << 30  # blocks told at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a replica can do. The defaults are an 8 B model (128 KiB of KV a token) on one 80 GB GPU."""
+
+    l1_blocks: int = 768  # of 512 tokens: 48 GiB
+    l2_blocks: int = 2048  # 128 GiB of host memory
+    tokens_per_second: float = 30_000.0  # of prefill, where there is no context yet
+    context_that_doubles: float = 30_000.0  # tokens of context at which a token costs twice as much, by attention
+    step_seconds: float = 0.008  # of any step: the weights are read once
+    decode_seconds: float = 4e-8  # of a step, for each token of context that is read to decode
+    load_bytes_per_second: float = 25e9  # L2 → L1
+    token_bytes: int = 128 << 10
+    step_tokens: int = 2048  # prefilled in one step at most
+    max_running: int = 64  # requests that prefill or decode at once
+
+    def times(self, number: int) -> "Hardware":
+        """One replica that is as much as `number` of these, with all their cache in one place."""
+        return replace(
+            self,
+            l1_blocks=self.l1_blocks * number,
+            l2_blocks=self.l2_blocks * number,
+            tokens_per_second=self.tokens_per_second * number,
+            decode_seconds=self.decode_seconds / number,
+            load_bytes_per_second=self.load_bytes_per_second * number,
+            step_tokens=self.step_tokens * number,
+            max_running=self.max_running * number,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """What becomes of a prompt in one replay."""
+
+    prompt: Prompt
+    cached: dict[str, int] = field(default_factory=dict)  # blocks, by medium
+    first_token: float | None = None
+    done: bool = False
+    # While it is served:
+    loaded_at: float = 0.0
+    to_prefill: int = 0  # tokens
+    to_decode: int = 0
+    reservations: list[Reservation] = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
+
+
+class Replica:
+    """One engine with its L1 and L2. Whoever drives it calls `advance` at `wake_at`, and takes `changes` after it."""
+
+    def __init__(self, name: str, hardware: Hardware, block_size: int) -> None:
+        self.name = name
+        self.pools = {"GPU": SlotPool(hardware.l1_blocks), "CPU": SlotPool(hardware.l2_blocks)}
+        self.wake_at: float | None = None
+        self.num_computed = 0  # tokens of prefill
+        self._hardware = hardware
+        self._block_size = block_size
+        self._load_seconds = block_size * hardware.token_bytes / hardware.load_bytes_per_second
+        self._records: dict[str, list[BlockRecord | None]] = {
+            medium: [None] * pool.num_slots for medium, pool in self.pools.items()
+        }
+        self._waiting: deque[Request] = deque()
+        self._prefilling: list[Request] = []
+        self._decoding: list[Request] = []
+        self._chunks: list[tuple[Request, int]] = []  # of the step under way
+        self._begun = self._pace = self._link_free_at = 0.0
+        self._num_steps = 0  # under way: one with chunks, or as many as change nothing
+        self._num_scratch = 0
+        for pool in self.pools.values():
+            pool.listen()
+
+    def submit(self, request: Request, now: float) -> None:
+        """A request arrives: it is looked at when the step under way ends."""
+        self._waiting.append(request)
+        if not self._num_steps:
+            self._begin(now)
+        elif not self._chunks:
+            self._num_steps = min(self._num_steps, max(1, ceil((now - self._begun) / self._pace)))
+            self.wake_at = self._begun + self._num_steps * self._pace
+
+    def advance(self, now: float) -> None:
+        """The step under way ends, and the next begins."""
+        for request, num_tokens in self._chunks:
+            request.to_prefill -= num_tokens
+            self.num_computed += num_tokens
+            if not request.to_prefill:
+                self._prefilled(request, now)
+        for request in self._decoding:
+            if request.first_token != now:
+                request.to_decode -= self._num_steps
+        for request in [request for request in self._decoding if request.to_decode <= 0]:
+            self._finish(request)
+        self._begin(now)
+
+    def changes(self) -> dict[str, Changes]:
+        """What came and went since the last time, by medium."""
+        told = {medium: pool.changes(self._records[medium], _EVERYTHING) for medium, pool in self.pools.items()}
+        return {medium: changes for medium, changes in told.items() if changes.gone or changes.stored}
+
+    def holdings(self) -> dict[str, int]:
+        """How many blocks can be found, by medium."""
+        counts = {medium: pool.counts().ready for medium, pool in self.pools.items()}
+        return {medium: count for medium, count in counts.items() if count}
+
+    def check(self) -> None:
+        """AssertionError where requests left something behind, or a pool's law is broken."""
+        assert not [*self._waiting, *self._prefilling, *self._decoding]
+        for pool in self.pools.values():
+            counts = pool.check()
+            assert counts.filling == counts.leased == 0, counts
+
+    def _begin(self, now: float) -> None:
+        self._admit(now)
+        hardware = self._hardware
+        self._begun, self._chunks, self._num_steps = now, self._next_chunks(now), 0
+        context = sum(request.prompt.num_tokens for request in self._decoding)
+        self._pace = hardware.step_seconds + context * hardware.decode_seconds
+        for request, num_tokens in self._chunks:
+            before = request.prompt.num_tokens - request.to_prefill + num_tokens / 2
+            self._pace += num_tokens * (1 + before / hardware.context_that_doubles) / hardware.tokens_per_second
+        coming = min((request.loaded_at for request in self._prefilling), default=None)
+        if self._chunks:
+            self._num_steps = 1
+        elif self._decoding:
+            self._num_steps = min(request.to_decode for request in self._decoding)
+            if coming is not None:
+                self._num_steps = min(self._num_steps, max(1, ceil((coming - now) / self._pace)))
+        self.wake_at = now + self._num_steps * self._pace if self._num_steps else coming
+
+    def _next_chunks(self, now: float) -> list[tuple[Request, int]]:
+        room = self._hardware.step_tokens - len(self._decoding)
+        chunks = []
+        for request in self._prefilling:
+            if request.loaded_at <= now and room > 0:
+                chunks.append((request, min(room, request.to_prefill)))
+                room -= chunks[-1][1]
+        return chunks
+
+    def _admit(self, now: float) -> None:
+        """First come, first served, as long as there are slots for all that the first one will need."""
+        while self._waiting and len(self._prefilling) + len(self._decoding) < self._hardware.max_running:
+            request = self._waiting[0]
+            if not self._take_slots(request):
+                return
+            self._waiting.popleft()
+            num_loaded = request.cached["CPU"]
+            request.loaded_at = now
+            if num_loaded:
+                self._link_free_at = max(self._link_free_at, now) + num_loaded * self._load_seconds
+                request.loaded_at = self._link_free_at
+            request.to_prefill = request.prompt.num_tokens - sum(request.cached.values()) * self._block_size
+            self._prefilling.append(request)
+
+    def _take_slots(self, request: Request) -> bool:
+        l1, l2, size = self.pools["GPU"], self.pools["CPU"], self._block_size
+        names = [record.chain_hash for record in request.prompt.blocks]
+        usable = names[: (request.prompt.num_tokens - 1) // size]  # at least the last token is computed
+        held = l1.lease(usable)
+        with l2.lease(usable[len(held) :]) as below:
+            num_scratch = ceil((request.prompt.num_tokens + request.prompt.num_answer) / size) - len(names)
+            scratch = [self._scratch_name() for _ in range(num_scratch)]
+            filling = l1.reserve(names[len(held) :], names[len(held) - 1] if held.hashes else None)
+            rest = l1.reserve(scratch) if filling is not None else None
+            if filling is None or rest is None:
+                if filling is not None:
+                    l1.abandon(filling)
+                held.release()
+                return False
+            request.cached = {"GPU": len(held), "CPU": len(below)}
+        request.leases, request.reservations = [held], [filling, rest]
+        return True
+
+    def _scratch_name(self) -> bytes:
+        self._num_scratch += 1
+        return b"scratch".ljust(24, b".") + self._num_scratch.to_bytes(8, "big")
+
+    def _prefilled(self, request: Request, now: float) -> None:
+        """Its first token is out; its blocks can be found, in L1 and, written through, in L2."""
+        request.first_token, request.to_decode = now, request.prompt.num_answer - 1
+        self._prefilling.remove(request)
+        self._decoding.append(request)
+        request.leases.append(self._seal("GPU", request, request.reservations[0]))
+        stored = self.pools["CPU"].reserve([record.chain_hash for record in request.prompt.blocks])
+        if stored is not None:
+            self._seal("CPU", request, stored).release()
+
+    def _seal(self, medium: str, request: Request, reservation: Reservation) -> Lease:
+        lease = self.pools[medium].seal(reservation)
+        records = {record.chain_hash: record for record in request.prompt.blocks}
+        for name, slot in zip(lease.hashes, lease.slots.tolist(), strict=True):
+            self._records[medium][slot] = records[name]
+        return lease
+
+    def _finish(self, request: Request) -> None:
+        self._decoding.remove(request)
+        self.pools["GPU"].abandon(request.reservations[1])
+        for lease in request.leases:
+            lease.release()
+        request.done = True

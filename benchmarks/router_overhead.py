@@ -1,0 +1,196 @@
+"""What the router costs: CPU time of a request, of scoring a long prompt, and memory of its index.
+
+Requests: a real `kvtier route` before two replicas that answer at once and compute nothing, asked over 8 connections
+that are kept; its process's CPU time, all threads, over the number of requests. Prompts are token ids: nothing is
+tokenised. Scoring: a prompt of 32,768 tokens in blocks of 16, against an index of 1,000,000 blocks (`--quick`: fewer):
+its names from its tokens, who holds how much of it, the choice among four replicas; CPU time of one thread, median.
+The worst case is a prompt whose every block another replica held last. Memory: what a process has more (RSS) with
+1,000,000 blocks in its index than before.
+"""
+
+import http.client
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from _process import ROOT, Server, free_port, kvtier
+from _report import Target, parser, progress, report
+
+from kvtier.connector.events import BlockStored
+from kvtier.service.prefix_index import PrefixIndex, prompt_hashes
+from kvtier.service.routing_policy import Candidate, choose
+
+BLOCK_SIZE: Final = 16
+PROMPT: Final = 32_768  # tokens
+CHAIN: Final = 128  # blocks of a prompt that fills the index
+NAMES: Final = ("replica-0", "replica-1", "replica-2", "replica-3")
+CONNECTIONS: Final = 8
+STUB: Final = ROOT / "tests" / "service" / "_replica_child.py"
+MODEL: Final = {"id": "m", "object": "model", "kvtier": {"block_size": BLOCK_SIZE, "fingerprint": "ab" * 32}}
+
+
+def filled(num_blocks: int, media: tuple[str, ...]) -> PrefixIndex:
+    """An index of so many different blocks, each in these tiers of one replica."""
+    index, draw = PrefixIndex(BLOCK_SIZE), np.random.default_rng(0)
+    for number in range(num_blocks // CHAIN):
+        tokens = draw.integers(0, 100_000, CHAIN * BLOCK_SIZE).tolist()
+        names = draw.integers(0, 1 << 63, CHAIN).tolist()
+        for medium in media:
+            stored = BlockStored(names, None, tokens, BLOCK_SIZE, None, medium, None)
+            index.apply(NAMES[number % len(NAMES)], stored)
+    return index
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def print_memory(num_blocks: int, *media: str) -> None:
+    """Run in a process of its own: bytes more with the index than before."""
+    filled(CHAIN, media)
+    before = resident()
+    index = filled(num_blocks, media)
+    print((resident() - before) / index.num_blocks)
+
+
+def bytes_a_block(num_blocks: int, *media: str) -> float:
+    code = f"import router_overhead; router_overhead.print_memory({num_blocks}, *{media!r})"
+    folders = f"{ROOT}:{ROOT / 'benchmarks'}"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": folders}, capture_output=True, text=True, check=True
+    )
+    return float(ran.stdout)
+
+
+def held(index: PrefixIndex, tokens: list[int], kind: str) -> None:
+    """Have the replicas hold a prompt: none, all of it, or each block by another set of them than the one before."""
+    num_blocks = len(tokens) // BLOCK_SIZE
+    first = (1 << 63) + len(kind) * num_blocks
+    names = list(range(first, first + num_blocks))
+    for place, worker in enumerate(NAMES if kind != "unknown" else ()):
+        index.apply(worker, BlockStored(names, None, tokens, BLOCK_SIZE, None, "STORAGE", None))
+        if kind == "mixed":
+            for block in range(place, num_blocks, len(NAMES)):
+                piece = tokens[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
+                parent = names[block - 1] if block else None
+                stored = BlockStored([names[block]], parent, piece, BLOCK_SIZE, None, "GPU", None)
+                index.apply(worker, stored)
+
+
+def score(index: PrefixIndex, kind: str, rounds: int) -> dict[str, float]:
+    """CPU milliseconds of each part: medians."""
+    tokens = np.random.default_rng(len(kind)).integers(0, 100_000, PROMPT).tolist()
+    held(index, tokens, kind)
+    sequence = prompt_hashes(tokens, BLOCK_SIZE)
+    promised = sum(index.matches(sequence).get(NAMES[0], {}).values())
+    assert promised == (0 if kind == "unknown" else len(sequence)), promised
+    parts: dict[str, list[float]] = {"names ms": [], "index ms": [], "choice ms": []}
+    for turn in range(rounds):
+        times = [time.thread_time()]
+        sequence = prompt_hashes(tokens, BLOCK_SIZE)
+        times.append(time.thread_time())
+        prefixes = index.matches(sequence)
+        times.append(time.thread_time())
+        choose([Candidate(name, prefixes.get(name, {}), 100.0) for name in NAMES], len(sequence), turn=turn)
+        times.append(time.thread_time())
+        for part, begun, ended in zip(parts, times, times[1:], strict=False):
+            parts[part].append((ended - begun) * 1e3)
+    return {part: statistics.median(each) for part, each in parts.items()}
+
+
+@contextmanager
+def router() -> Iterator[tuple[Server, int]]:
+    """A router before two replicas, and its port."""
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
+        ports = [free_port() for _ in range(3)]
+        command = kvtier("route", "--http", f"127.0.0.1:{ports[0]}")
+        for port in ports[1:]:
+            stub = Server([str(STUB), str(port), json.dumps(MODEL)], home / f"{port}", ready="")
+            stack.callback(stub.stop)
+            command += ["--replica", f"http://127.0.0.1:{port}"]
+        server = Server(command, home / "router")
+        stack.callback(server.stop)
+        _until_up(ports[0])
+        yield server, ports[0]
+
+
+def _until_up(port: int) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        replicas = json.loads(_get(port, "/status"))["replicas"]
+        if all(replica["state"] == "up" for replica in replicas):
+            return
+        time.sleep(0.1)
+    raise SystemExit("router_overhead: the replicas did not come up")
+
+
+def _get(port: int, path: str) -> bytes:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+def cpu_ms(server: Server, port: int, body: dict[str, object], num_requests: int) -> float:
+    """The router's CPU time of one request."""
+
+    def ask(count: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        for _ in range(count):
+            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            answer = connection.getresponse()
+            told = answer.read()
+            assert answer.status == 200, told
+        connection.close()
+
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        list(pool.map(ask, [5] * CONNECTIONS))  # connections and caches are warm
+        before = server.cpu_seconds()
+        list(pool.map(ask, [num_requests // CONNECTIONS] * CONNECTIONS))
+    return (server.cpu_seconds() - before) / (num_requests // CONNECTIONS * CONNECTIONS) * 1e3
+
+
+def main() -> int:
+    options = parser(__doc__).parse_args()
+    num_blocks, rounds, num_requests = (25_600, 5, 80) if options.quick else (1_000_000, 200, 4_000)
+    rows: list[dict[str, object]] = []
+    targets: list[Target] = []
+    for media in (("GPU",), ("GPU", "CPU")):
+        progress(f"memory of {num_blocks} blocks in {' and '.join(media)}")
+        each = bytes_a_block(num_blocks, *media)
+        rows.append({"what": f"index of {num_blocks} blocks in {' and '.join(media)}", "bytes a block": each})
+        if len(media) == 1:
+            targets.append(Target("1,000,000 indexed blocks, MB", 300, each))
+    index = filled(num_blocks, ("GPU",))
+    for kind in ("unknown", "everywhere", "mixed"):
+        progress(f"scoring {PROMPT} tokens, {kind}")
+        parts = score(index, kind, rounds)
+        rows.append({"what": f"scoring {PROMPT} tokens, {kind}", **parts, "ms": sum(parts.values())})
+        targets.append(Target(f"prefix scoring of {PROMPT} tokens, {kind}, CPU ms", 2, sum(parts.values())))
+    draw = np.random.default_rng(1)
+    with router() as (server, port):
+        for what, length, stream in (("whole", 1024, False), ("stream", 1024, True), ("whole", PROMPT, False)):
+            progress(f"requests of {length} token ids, {what}")
+            body = {"model": "m", "prompt": draw.integers(0, 100_000, length).tolist(), "stream": stream}
+            took = cpu_ms(server, port, body, num_requests)
+            rows.append({"what": f"request of {length} token ids, answered as a {what}", "ms": took})
+            if length == 1024:
+                targets.append(Target(f"router's CPU ms of a request, {what}", 2, took))
+    return report("router_overhead", rows, targets, options.json, options.save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

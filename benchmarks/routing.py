@@ -1,0 +1,350 @@
+"""Where requests go, and what it is worth: a trace replayed to four replicas under each routing policy.
+
+Clocks and hardware are simulated (benchmarks/_fleet.py: continuous batching, chunked prefill, L1 and L2 of given sizes,
+an 8 B model on one GPU each); the policy, the prefix index with its events, and the pools with their evictions are
+kvtier's own. `--trace` is in Mooncake's form, and each of its blocks is one small block here: 512 tokens of cost, 16 of
+content. Requests of one timestamp arrive spread over the time up to the next. The trace says nothing of the text of
+answers, so only prompts are cached. The index learns of blocks `--event-delay` seconds late.
+
+Policies: prefix-aware is `routing_policy.choose` as the router calls it. A session is known by the first two blocks of
+its prompt, which is more than a cookie knows: whoever begins alike is together. "session cookie" sends its first turn
+to the replica with the least to do, and all others to the same; "session hash" is `routing_policy.sticky`. The oracle
+is one replica with the memory, the processors and the links of all: its cached share is what routing can at best
+preserve, its times are out of reach.
+
+The policy's one figure, the weight of load, was tuned on the first third of the conversation trace (`--tune`). All
+figures are of the rest: caches and queues are as the first third left them.
+"""
+
+import argparse
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import matplotlib
+import numpy as np
+from _fleet import Hardware, Replica, Request
+from _report import RESULTS, Target, parser, progress, report
+from _traffic import ROOT, SMALL, Prompt, made_up, read_prompts
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
+
+from kvtier.connector.events import BlockRemoved, BlockStored, KVEvent, external_hash
+from kvtier.service.prefix_index import PrefixIndex
+from kvtier.service.routing_policy import LOAD_WEIGHT, Candidate, Choice, Reason, choose, round_robin, sticky
+from kvtier.tiers.errors import FormatError, KVTierError
+from kvtier.tiers.tier import Changes
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+OURS: Final = "prefix-aware"
+ORACLE: Final = "oracle: one replica"
+RUNNING: Final = 1.0  # blocks of work in an answer that has begun, as the router counts
+TUNED: Final = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
+QUICK: Final = 300  # requests
+NEVER: Final = float("inf")
+
+Policy = Callable[[Sequence[Candidate], Prompt, int], Choice]
+
+
+def prefix_aware(
+    candidates: Sequence[Candidate], prompt: Prompt, turn: int, load_weight: float = LOAD_WEIGHT
+) -> Choice:
+    return choose(candidates, len(prompt.blocks), load_weight=load_weight, turn=turn)
+
+
+def least_load(candidates: Sequence[Candidate], prompt: Prompt, turn: int) -> Choice:
+    return choose(candidates, len(prompt.blocks), weights={}, turn=turn)
+
+
+def cookies() -> Policy:
+    homes: dict[bytes, str | None] = {}
+
+    def stay(candidates: Sequence[Candidate], prompt: Prompt, turn: int) -> Choice:
+        if prompt.session not in homes:
+            homes[prompt.session] = least_load(candidates, prompt, turn).name
+        return Choice(homes[prompt.session], Reason.SESSION, ())
+
+    return stay
+
+
+POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
+    OURS: lambda: prefix_aware,
+    "session cookie": cookies,
+    "session hash": lambda: lambda candidates, prompt, turn: sticky(candidates, prompt.session),
+    "least load": lambda: least_load,
+    "round robin": lambda: lambda candidates, prompt, turn: round_robin(candidates, turn),
+}
+
+
+def kv_events(medium: str, changes: Changes) -> Iterator[KVEvent]:
+    """What a replica publishes of them."""
+    if changes.gone:
+        yield BlockRemoved([external_hash(name) for name in changes.gone], medium)
+    for record in changes.stored:
+        tokens = np.frombuffer(record.tokens, "<u4").tolist()
+        parent = None if record.parent == ROOT else external_hash(record.parent)
+        yield BlockStored([external_hash(record.chain_hash)], parent, tokens, SMALL, None, medium, None)
+
+
+class Router:
+    """The router's half: the index, the work given and not finished, the policy."""
+
+    def __init__(self, names: Sequence[str], policy: Policy) -> None:
+        self.index = PrefixIndex(SMALL)
+        self._policy = policy
+        self._given: dict[str, list[tuple[Request, float]]] = {name: [] for name in names}
+        self._turn = 0
+
+    def choose(self, request: Request) -> str:
+        """The replica of a request, which counts as its work from now on."""
+        prompt = request.prompt
+        prefixes = self.index.matches(prompt.sequence)
+        candidates = [Candidate(name, prefixes.get(name, {}), self._load(name)) for name in self._given]
+        choice = self._policy(candidates, prompt, self._turn)
+        assert choice.name is not None
+        self._turn += 1
+        cached = sum(prefixes.get(choice.name, {}).values())
+        self._given[choice.name].append((request, max(len(prompt.blocks) - cached, RUNNING)))
+        return choice.name
+
+    def finished(self, name: str) -> None:
+        """Some of a replica's requests may be done."""
+        self._given[name] = [(request, blocks) for request, blocks in self._given[name] if not request.done]
+
+    def _load(self, name: str) -> float:
+        return sum(blocks if request.first_token is None else RUNNING for request, blocks in self._given[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What came of one policy."""
+
+    requests: Sequence[Request]
+    computed: Mapping[str, int]  # tokens of prefill, by replica
+
+
+def replay(
+    prompts: Sequence[Prompt], policy: Policy, fleet: Sequence[Replica], event_delay: float, tick: Callable[[], None]
+) -> Replay:
+    """Send all prompts through a router to a fleet; `tick` is called for each. Checks everybody's books at the end."""
+    replicas = {replica.name: replica for replica in fleet}
+    router = Router(list(replicas), policy)
+    told: deque[tuple[float, str, list[KVEvent]]] = deque()
+    requests = [Request(prompt) for prompt in prompts]
+    coming = deque(requests)
+    while True:
+        arrival = coming[0].prompt.arrival if coming else NEVER
+        heard = told[0][0] if told else NEVER
+        ending = min(fleet, key=lambda replica: NEVER if replica.wake_at is None else replica.wake_at)
+        ended = NEVER if ending.wake_at is None else ending.wake_at
+        now = min(arrival, heard, ended)
+        if now == NEVER:
+            break
+        if heard == now:
+            _, name, events = told.popleft()
+            for event in events:
+                router.index.apply(name, event)
+        elif ended == now:
+            ending.advance(now)
+            router.finished(ending.name)
+            events = [event for medium, each in ending.changes().items() for event in kv_events(medium, each)]
+            if events:
+                told.append((now + event_delay, ending.name, events))
+        else:
+            request = coming.popleft()
+            replicas[router.choose(request)].submit(request, now)
+            tick()
+    for replica in fleet:
+        replica.check()
+        assert router.index.holdings(replica.name) == replica.holdings(), "the index is not what the replica holds"
+    router.index.check()
+    assert not router.index.counts, router.index.counts
+    return Replay(requests, {replica.name: replica.num_computed for replica in fleet})
+
+
+class Figures(NamedTuple):
+    """What a policy reached."""
+
+    row: dict[str, float]
+    ttft: NDArray[np.float64]  # seconds, of each request
+
+
+def measured(done: Replay, block_size: int, first: int) -> Figures:
+    """The figures of all requests from number `first` on; work is of all of them."""
+    requests = done.requests[first:]
+    ttft = np.array([(request.first_token or NEVER) - request.prompt.arrival for request in requests])
+    tokens = sum(request.prompt.num_tokens for request in requests)
+    in_l1, in_l2 = (sum(request.cached[m] for request in requests) * block_size / tokens for m in ("GPU", "CPU"))
+    row = {"cached": in_l1 + in_l2, "in L1": in_l1, "in L2": in_l2}
+    row |= {f"TTFT p{q} s": float(np.percentile(ttft, q)) for q in (50, 90, 99)}
+    work = np.array(list(done.computed.values()), float)
+    return Figures(
+        {**row, "TTFT mean s": float(ttft.mean()), "most / mean work": float(work.max() / work.mean())}, ttft
+    )
+
+
+class Bench:
+    """The runs of one command line."""
+
+    def __init__(self, prompts: Sequence[Prompt], args: argparse.Namespace) -> None:
+        self.prompts, self.args = prompts, args
+        self.hardware = Hardware(args.l1_blocks, args.l2_blocks)
+
+    def run(self, name: str, policy: Policy, *, whole: bool = False, first: int = 0) -> Figures:
+        """Replay to the replicas, or to the one that is all of them, and measure from request number `first` on."""
+        hardware, number = (
+            (self.hardware.times(self.args.replicas), 1) if whole else (self.hardware, self.args.replicas)
+        )
+        fleet = [Replica(f"replica-{i}", hardware, self.args.block_size) for i in range(number)]
+        bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
+        with bar:
+            task = bar.add_task(name, total=len(self.prompts))
+            if not bar.live.is_started:
+                progress(name)
+            done = replay(self.prompts, policy, fleet, self.args.event_delay, lambda: bar.advance(task))
+        return measured(done, self.args.block_size, first)
+
+    def compare(self) -> int:
+        """All policies and the oracle, measured on what was not tuned on."""
+        first = len(self.prompts) // 3
+        runs = {name: self.run(name, make(), first=first) for name, make in POLICIES.items()}
+        runs[ORACLE] = self.run(ORACLE, prefix_aware, whole=True, first=first)
+        best = runs[ORACLE].row["cached"]
+        rows = [{"policy": name, **each.row, "of oracle": each.row["cached"] / best} for name, each in runs.items()]
+        if self.args.save:
+            plot(runs, RESULTS / "routing.png")
+        return report("routing", rows, targets(runs), self.args.json, self.args.save, self.setup(first))
+
+    def tune(self) -> int:
+        """Our policy by the weight of load, on the first third alone, measured from its first third on."""
+        self.prompts = self.prompts[: len(self.prompts) // 3]
+        first = len(self.prompts) // 3
+        runs = {w: self.run(f"load weight {w:g}", partial(prefix_aware, load_weight=w), first=first) for w in TUNED}
+        rows = [{"load weight": weight, **each.row} for weight, each in runs.items()]
+        return report("routing_tuning", rows, [], self.args.json, self.args.save, self.setup(first))
+
+    def setup(self, first: int) -> dict[str, object]:
+        """What of the command line decides the figures."""
+        args, hardware = self.args, self.hardware
+        trace = args.trace.name if args.trace else "made up"
+        measured_on = f"requests {first + 1} to {len(self.prompts)}"
+        return {"trace": trace, "measured": measured_on, "replicas": args.replicas, "speed": args.speed} | {
+            "event delay s": args.event_delay,
+            "L1 blocks": hardware.l1_blocks,
+            "L2 blocks": hardware.l2_blocks,
+        }
+
+
+def targets(runs: Mapping[str, Figures]) -> list[Target]:
+    """That prefix-aware routing is best, and by how much, over the best other policy in each figure."""
+    ours, others = runs[OURS].row, [each.row for name, each in runs.items() if name not in (OURS, ORACLE)]
+    robin, oracle = runs["round robin"].row, runs[ORACLE].row
+    found = [
+        Target(
+            "cached share: prefix-aware over the best other",
+            1.0,
+            ours["cached"] / max(o["cached"] for o in others),
+            False,
+        ),
+        Target("cached share: prefix-aware over round robin", 1.0, ours["cached"] / robin["cached"], False),
+        Target("cached share: prefix-aware, of the oracle's", 0.95, ours["cached"] / oracle["cached"], False),
+    ]
+    for figure in ("TTFT p50 s", "TTFT p99 s"):
+        found.append(
+            Target(
+                f"{figure[:-2]}: the best other over prefix-aware",
+                1.0,
+                min(o[figure] for o in others) / ours[figure],
+                False,
+            )
+        )
+        found.append(Target(f"{figure[:-2]}: round robin over prefix-aware", 1.0, robin[figure] / ours[figure], False))
+    return found
+
+
+def plot(runs: Mapping[str, Figures], path: Path) -> None:
+    """The share of requests by time to the first token, and the cached shares."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.5, 3.6), layout="constrained")
+    for name, each in runs.items():
+        times = np.sort(each.ttft)
+        style = {"color": "grey", "linestyle": ":"} if name == ORACLE else {"linewidth": 2.5 if name == OURS else 1.2}
+        left.plot(times, np.arange(1, len(times) + 1) / len(times), label=name, **style)
+    left.set(xscale="log", xlabel="time to first token, s (simulated)", ylabel="share of requests")
+    left.legend(fontsize=7)
+    bars = right.barh(list(runs), [100 * each.row["cached"] for each in runs.values()], color="tab:blue")
+    right.bar_label(bars, fmt="%.1f", fontsize=8)
+    right.invert_yaxis()
+    right.set_xlabel("prompt tokens that were cached, %")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def options() -> argparse.ArgumentParser:
+    given = parser(__doc__)
+    given.add_argument("--trace", type=Path, help="JSON lines in Mooncake's form, .gz or not; without: made up")
+    given.add_argument("--requests", type=_whole, help="only the first so many")
+    given.add_argument("--block-size", type=_whole, default=512, help="tokens of the trace's blocks (512)")
+    given.add_argument("--replicas", type=_whole, default=4)
+    given.add_argument("--speed", type=_number, default=1.0, help="times as fast as the trace's clock (1)")
+    given.add_argument(
+        "--event-delay", type=_number, default=0.1, help="seconds until the index knows of a block (0.1)"
+    )
+    given.add_argument("--l1-blocks", type=_whole, default=Hardware().l1_blocks, help="of each replica's device memory")
+    given.add_argument("--l2-blocks", type=_whole, default=Hardware().l2_blocks, help="of each replica's host memory")
+    given.add_argument("--tune", action="store_true", help="our policy by its weight of load, on the first third")
+    return given
+
+
+def main() -> int:
+    args = options().parse_args()
+    limit = min(args.requests or QUICK, QUICK) if args.quick else args.requests
+    try:
+        prompts = (
+            read_prompts(args.trace, args.block_size, limit) if args.trace else made_up(limit or 4000, args.block_size)
+        )
+        require_room(prompts, args)
+    except KVTierError as error:
+        print(f"routing: {error}", file=sys.stderr)
+        return 2
+    bench = Bench([replace(prompt, arrival=prompt.arrival / args.speed) for prompt in prompts], args)
+    return bench.tune() if args.tune else bench.compare()
+
+
+def require_room(prompts: Sequence[Prompt], args: argparse.Namespace) -> None:
+    """FormatError where a request alone is more than a replica's L1 holds, or there are too few to measure."""
+    if len(prompts) < 3 * (3 if args.tune else 1):
+        raise FormatError(f"{len(prompts)} requests: too few to measure; give more, by --requests or another --trace")
+    for number, prompt in enumerate(prompts, 1):
+        if prompt.num_tokens + prompt.num_answer > (args.l1_blocks - 1) * args.block_size:
+            raise FormatError(
+                f"{args.trace}:{number}: input_length {prompt.num_tokens}: with its answer more than a replica's "
+                f"{args.l1_blocks} blocks of L1; give more, by --l1-blocks"
+            )
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a whole number from 1 on")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = NEVER
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a number above 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""Load on `kvtier engine`, as clients see it: requests a second, time to first token, time between tokens.
+
+The model of `kvtier model` (50 M random weights) in an engine of one compute thread; prompts are one of several long
+prefixes, drawn at random, and a tail nobody had before. L1 holds a few of the prefixes, as if many users shared it:
+with "cache off" all is computed, then what L1 lost comes from host memory (L2), or from the slab through a small L2
+(L3). "cluster" is two such engines, each with a daemon of its own, behind a router that hears their events: twice the
+compute of the other arms, so its ratios say what the whole is, not what routing adds.
+
+Each arm is started once and idle while another is asked; in each round all arms answer the same prompts, in a random
+order, by clients that ask again as soon as they are answered. "of a round" are ratios to "cache off" of the same round,
+medians. What a prompt's KV came from is what the answer's usage says.
+"""
+
+import argparse
+import http.client
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Final, NamedTuple
+
+import matplotlib
+import numpy as np
+from _process import Server, free_port, kvtier
+from _report import RESULTS, Target, parser, progress, report
+
+from kvtier.tiers.errors import KVTierError
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+OFF: Final = "cache off"
+BLOCK_SIZE: Final = 16
+VOCABULARY: Final = 8192
+BLOCK_BYTES: Final = 400 << 10  # of that model
+TIMEOUT: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked of every arm."""
+
+    clients: int
+    prefixes: int
+    prefix_tokens: int
+    tail_tokens: int
+    answer_tokens: int
+    requests: int  # of one arm in one round
+    rounds: int
+
+    @property
+    def prefix_blocks(self) -> int:
+        """Full blocks of a prefix."""
+        return self.prefix_tokens // BLOCK_SIZE
+
+    @property
+    def l1_blocks(self) -> int:
+        """Room for all that run at once, and for one prefix in four beside them."""
+        running = self.clients * ((self.prefix_tokens + self.tail_tokens + self.answer_tokens) // BLOCK_SIZE + 2)
+        return running + self.prefixes * self.prefix_blocks // 4
+
+    def mebibytes(self, num_prefixes: float) -> str:
+        """Memory for so many prefixes."""
+        return f"{max(16, int(num_prefixes * self.prefix_blocks * BLOCK_BYTES) >> 20)}MiB"
+
+
+class Answer(NamedTuple):
+    """One request as its client saw it."""
+
+    first: float  # seconds to the first token
+    between: float  # seconds between tokens, the answer's mean
+    cached: float  # share of its prompt
+
+
+class Arm:
+    """One way to serve, and what it took in each round."""
+
+    def __init__(self, name: str, port: int) -> None:
+        self.name, self.port = name, port
+        self.rates: list[float] = []  # requests a second, by round
+        self.answers: list[list[Answer]] = []
+
+    def serve(self, prompts: Sequence[list[int]], load: Load) -> list[Answer]:
+        """Ask them all, `clients` at a time."""
+        waiting: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        for prompt in prompts:
+            waiting.put(prompt)
+
+        def work(_: int) -> list[Answer]:
+            answers: list[Answer] = []
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
+            while True:
+                try:
+                    prompt = waiting.get_nowait()
+                except queue.Empty:
+                    connection.close()
+                    return answers
+                answers.append(_ask(connection, prompt, load.answer_tokens))
+
+        with ThreadPoolExecutor(load.clients) as pool:
+            return [answer for answers in pool.map(work, range(load.clients)) for answer in answers]
+
+    def round(self, prompts: Sequence[list[int]], load: Load) -> None:
+        """Serve, and keep what it took."""
+        begun = time.perf_counter()
+        self.answers.append(self.serve(prompts, load))
+        self.rates.append(len(prompts) / (time.perf_counter() - begun))
+
+    def firsts(self, of_round: int) -> float:
+        """Median seconds to the first token."""
+        return median(answer.first for answer in self.answers[of_round])
+
+    def row(self, off: "Arm") -> dict[str, object]:
+        """Its figures over all rounds, ratios within each."""
+        answers = [answer for each in self.answers for answer in each]
+        rounds = range(len(self.rates))
+        return {
+            "arm": self.name,
+            "requests/s": median(self.rates),
+            "TTFT p50 ms": float(np.percentile([each.first for each in answers], 50)) * 1e3,
+            "TTFT p99 ms": float(np.percentile([each.first for each in answers], 99)) * 1e3,
+            "between tokens p50 ms": median(each.between for each in answers) * 1e3,
+            "cached": float(np.mean([each.cached for each in answers])),
+            "requests/s of a round": median(ours / theirs for ours, theirs in zip(self.rates, off.rates, strict=True)),
+            "off / TTFT of a round": median(off.firsts(number) / self.firsts(number) for number in rounds),
+        }
+
+
+def _ask(connection: http.client.HTTPConnection, prompt: list[int], num_tokens: int) -> Answer:
+    body = {"model": "m", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    begun = time.perf_counter()
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise KVTierError(f"an engine answered {response.status}: {response.read()[:300].decode(errors='replace')}")
+    times: list[float] = []
+    usage: Mapping[str, object] = {}
+    while line := response.readline():
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise KVTierError(f"an answer broke off: {event['error']}")
+            usage = event.get("usage") or usage
+            if event.get("choices"):
+                times.append(time.perf_counter())
+    if not usage:
+        raise KVTierError("an answer ended without its usage")
+    counts = json.loads(json.dumps(usage))
+    num_answered = max(2, int(counts["completion_tokens"]))
+    cached = int((counts.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+    return Answer(times[0] - begun, (times[-1] - times[0]) / (num_answered - 1), cached / len(prompt))
+
+
+class Rig:
+    """The processes of all arms, in one directory, ended together."""
+
+    def __init__(self, stack: ExitStack, home: Path, model: Path, load: Load) -> None:
+        self._stack, self.home, self._model, self._load = stack, home, model, load
+
+    def engine(self, name: str, **options: str) -> Arm:
+        """One engine, with `options` such as HOST__SIZE."""
+        port = free_port()
+        command = ["engine", "--model", str(self._model), "--name", "m", "--http", f"127.0.0.1:{port}"]
+        self.start(name, command, L1__NUM_BLOCKS=str(self._load.l1_blocks), **options)
+        return Arm(name, port)
+
+    def start(self, name: str, command: Sequence[str], **options: str) -> Server:
+        """A process of ours, until the rig ends."""
+        progress(f"starting {name}")
+        chosen = {"CACHE__LOAD_OR_RECOMPUTE": "load", "CACHE__PREFETCH_DEADLINE": "30s"} | options
+        server = Server(kvtier(*command), self.home / f"{name.replace(' ', '-')}.log", options=chosen)
+        self._stack.callback(server.stop)
+        return server
+
+    def cluster(self, number: int) -> Arm:
+        """So many engines, each with a daemon, behind a router."""
+        port, route = free_port(), ["route", "--model", str(self._model)]
+        for place in range(number):
+            socket = str(self.home / f"{place}.sock")
+            published = {"EVENTS__PUBLISH": f"tcp://127.0.0.1:{free_port()}"}
+            host = {"HOST__SIZE": self._load.mebibytes(2 * self._load.prefixes)}
+            serve = ["serve", "--socket", socket, "--http", f"127.0.0.1:{free_port()}"]
+            self.start(f"daemon {place}", serve, **host, **published)
+            published = {"EVENTS__PUBLISH": f"tcp://127.0.0.1:{free_port()}"}
+            arm = self.engine(f"replica {place}", SERVICE__SOCKET=socket, **published)
+            route += ["--replica", f"http://127.0.0.1:{arm.port}"]
+        self.start("router", [*route, "--http", f"127.0.0.1:{port}"])
+        return Arm("cluster", port)
+
+
+def arms(rig: Rig, load: Load, chosen: Sequence[str]) -> list[Arm]:
+    """The arms asked for, started; "cache off" is always one."""
+    large, small = load.mebibytes(2 * load.prefixes), load.mebibytes(4)
+    found = [rig.engine(OFF, L1__ENABLE_PREFIX_CACHING="false", HOST__SIZE="16MiB")]
+    if "L2" in chosen:
+        found.append(rig.engine("L2", HOST__SIZE=large))
+    if "L3" in chosen:
+        slabs = {"FILE__PATH": str(rig.home / "slabs"), "FILE__SIZE": load.mebibytes(6 * load.prefixes)}
+        found.append(rig.engine("L3", HOST__SIZE=small, **slabs))
+    if "cluster" in chosen:
+        found.append(rig.cluster(2))
+    return found
+
+
+def measure(served: Sequence[Arm], load: Load) -> None:
+    """Every prefix once, to be cached; then the rounds."""
+    draw = np.random.default_rng(0)
+
+    def tokens(count: int) -> list[int]:
+        drawn: list[int] = draw.integers(3, VOCABULARY, count).tolist()
+        return drawn
+
+    prefixes = [tokens(load.prefix_tokens) for _ in range(load.prefixes)]
+    for arm in served:
+        progress(f"warming {arm.name}")
+        for _ in range(2):
+            arm.serve([prefix + tokens(load.tail_tokens) for prefix in prefixes], load)
+    for number in range(load.rounds):
+        picks = draw.integers(0, len(prefixes), load.requests)
+        prompts = [prefixes[pick] + tokens(load.tail_tokens) for pick in picks]
+        for place in draw.permutation(len(served)):
+            progress(f"round {number + 1}/{load.rounds}: {served[place].name}")
+            served[place].round(prompts, load)
+
+
+def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
+    """Bars: requests a second, and times to the first token."""
+    figure, axes = pyplot.subplots(1, 3, figsize=(9.5, 2.8), layout="constrained")
+    names = [str(row["arm"]) for row in rows]
+    for axis, column in zip(axes, ("requests/s", "TTFT p50 ms", "TTFT p99 ms"), strict=True):
+        bars = axis.bar(names, [float(str(row[column])) for row in rows], color="tab:blue")
+        axis.bar_label(bars, fmt="%.3g", fontsize=8)
+        axis.set_title(column, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def conclude(served: Sequence[Arm], load: Load, args: argparse.Namespace) -> int:
+    """Rows, targets, the plot."""
+    off = served[0]
+    rows = [arm.row(off) for arm in served]
+    if rows[0]["cached"]:
+        raise KVTierError("the arm without a cache had cached tokens: its figures are no reference")
+    targets = [
+        Target(f"{row['arm']}: requests/s over cache off", 1.0, float(str(row["requests/s of a round"])), False)
+        for row in rows[1:]
+    ]
+    targets += [
+        Target(f"{row['arm']}: TTFT of cache off over it", 1.0, float(str(row["off / TTFT of a round"])), False)
+        for row in rows[1:]
+    ]
+    if args.save:
+        plot(rows, RESULTS / "serving.png")
+    setup = {name: getattr(load, name) for name in Load.__slots__} | {"L1 blocks": load.l1_blocks}
+    return report("serving", rows, targets, args.json, args.save, setup)
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--arms", default="L2,L3,cluster", help="beside cache off, separated by commas (all)")
+    args = options.parse_args()
+    chosen = args.arms.split(",")
+    if unknown := set(chosen) - {"L2", "L3", "cluster"}:
+        options.error(f"--arms {', '.join(sorted(unknown))}: choose from L2, L3, cluster")
+    load = Load(2, 3, 128, 16, 4, 4, 1) if args.quick else Load(8, 16, 2048, 32, 32, 48, 8)
+    try:
+        with ExitStack() as stack:
+            home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".serving-", dir=Path(__file__).parent)))
+            model = home / "model"
+            subprocess.run([sys.executable, *kvtier("model", str(model))], check=True)
+            served = arms(Rig(stack, home, model, load), load, chosen)
+            measure(served, load)
+            return conclude(served, load, args)
+    except KVTierError as error:
+        print(f"serving: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""EventConsumer: follows one publisher's KV events over ZMQ, whoever it is, and keeps an index right about it."""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple, Protocol
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvtier.connector.events import MAX_PAYLOAD, KVEvent, decode_batch
+from kvtier.service.event_sequence import Reset, Sequencer, Step, Told
+from kvtier.tiers.errors import ConfigError, FormatError
+
+_log = logging.getLogger(__name__)
+
+_HEARTBEAT: Final = 1000  # milliseconds; a publisher that is silent for three is gone
+_QUEUE: Final = 16_384  # batches that may wait to be read
+_TURN: Final = 256  # batches read from one socket before the others are looked at
+_REPLAY_DEADLINE: Final = 5.0  # seconds without a word of a replay
+_PAUSE: Final = 1.0  # seconds before a replay that failed is asked for anew
+_SILENCE: Final = 5.0  # seconds after which to make sure that nothing was missed
+_LOG_PAUSE: Final = 1.0
+_MONITORED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+class Sink(Protocol):
+    """Where events go: a `PrefixIndex`. Thread-safe."""
+
+    def apply(self, worker: str, event: KVEvent) -> None:
+        """Take in what a worker said."""
+
+    def drop(self, worker: str) -> None:
+        """Forget a worker and all it holds."""
+
+
+class FeedState(NamedTuple):
+    """How far one publisher's events are to be trusted."""
+
+    state: Literal["live", "replaying", "stale"]  # stale: not connected; what is known may be no more
+    seconds: float  # for how long
+    seq: int | None  # of the last batch applied
+    age: float | None  # seconds since a batch was applied; None: never
+    counts: dict[str, int]  # gaps, lost, duplicates, restarts, replays, malformed, batches, events …
+
+
+class EventConsumer:
+    """Reads what `publish` tells from `worker`'s side into `sink`, on a thread of its own, until `close`.
+
+    Batches are applied in order, each once; what was missed is read from `replay` first. Where that cannot be had, and
+    whenever the connection was broken, the worker is dropped and built anew. Without `replay` (None) it knows only what
+    was published since it came, and starts over at each gap. With `topic`, other topics' batches are counted but not
+    applied: one publisher may tell of several models.
+    """
+
+    def __init__(
+        self, worker: str, sink: Sink, publish: str, replay: str | None = None, *, topic: str | None = None
+    ) -> None:
+        """Raises ConfigError for what is no address. Nobody needs to be there yet."""
+        self.worker = worker
+        self._sink = sink
+        self._topic = None if topic is None else topic.encode()
+        self._replay_address = replay
+        self._sequencer = Sequencer(can_replay=replay is not None)
+        self._counts: Counter[str] = Counter()
+        self._connected = False
+        self._applied_at: float | None = None
+        self._heard_at = self._since = time.monotonic()
+        self._shown: Literal["live", "replaying", "stale"] = "stale"
+        self._replay: zmq.Socket[bytes] | None = None  # while one is under way
+        self._replay_due = 0.0  # when it is given up; or, where none is under way, when one may be asked for
+        self._log_from = 0.0
+        self._stopped = False
+        self._context = zmq.Context()
+        try:
+            self._subscriber = self._connect(zmq.SUB, "events", publish)
+            if replay is not None:
+                self._connect(zmq.DEALER, "replay", replay).close(linger=0)  # is it an address at all?
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+        self._monitor = self._subscriber.get_monitor_socket(_MONITORED)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._subscriber.subscribe(b"")
+        self._thread = threading.Thread(target=self._run, name=f"kvtier-events-{worker}", daemon=True)
+        self._thread.start()
+
+    @property
+    def state(self) -> FeedState:
+        """As of now; for any thread."""
+        now, following = time.monotonic(), self._sequencer.next
+        return FeedState(
+            self._shown,
+            now - self._since,
+            following - 1 if following else None,
+            None if self._applied_at is None else now - self._applied_at,
+            dict(self._sequencer.counts + self._counts),
+        )
+
+    def close(self) -> None:
+        """Read no more. What the worker held stays in the sink: drop it there. Idempotent."""
+        if not self._stopped:
+            self._stopped = True
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+            self._subscriber.disable_monitor()
+            self._context.destroy(linger=0)
+            os.close(self._wake)
+
+    def __enter__(self) -> "EventConsumer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _connect(self, kind: int, what: str, address: str) -> "zmq.Socket[bytes]":
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, _QUEUE)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD)  # who sends more is hung up on
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise ConfigError(
+                f'{what} "{address}": {error.strerror}; name an address as tcp://127.0.0.1:5557'
+            ) from None
+        return socket
+
+    # the thread
+
+    def _run(self) -> None:
+        while not self._stopped:
+            for socket in self._wait():
+                if socket is self._monitor:
+                    self._take_notice()
+                elif socket is self._subscriber:
+                    self._read_live(self._subscriber)
+                elif socket is self._replay:
+                    self._read_replay(self._replay)
+            self._pass_time()
+            self._show()
+
+    def _wait(self) -> "list[zmq.Socket[bytes]]":
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        sockets = [self._monitor, self._subscriber, *([self._replay] if self._replay is not None else [])]
+        for socket in sockets:
+            poller.register(socket, zmq.POLLIN)
+        now = time.monotonic()
+        due = self._replay_due if self._replay is not None else self._heard_at + _SILENCE
+        if self._connected and self._sequencer.wants is not None:
+            due = self._replay_due
+        ready = dict(poller.poll(int(1000 * min(_SILENCE, max(0.0, due - now))) + 1))
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        return [socket for socket in sockets if socket in ready]
+
+    def _take_notice(self) -> None:
+        """A connection was made, or broke."""
+        event = recv_monitor_message(self._monitor)["event"]
+        self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._hang_up(0.0)
+        if self._connected:  # and whoever is there may not be who was
+            self._counts["connections"] += 1
+            self._sequencer.start_over()
+
+    def _read_live(self, socket: "zmq.Socket[bytes]") -> None:
+        for _ in range(_TURN):
+            try:
+                frames = socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._heard_at = time.monotonic()
+            told = self._parsed(frames)
+            if told is not None:
+                self._do(self._sequencer.live(told))
+
+    def _read_replay(self, socket: "zmq.Socket[bytes]") -> None:
+        for _ in range(_TURN):
+            try:
+                _, *frames = socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._heard_at = time.monotonic()
+            self._replay_due = self._heard_at + _REPLAY_DEADLINE
+            try:
+                told = Told.parse(frames)
+            except FormatError as error:
+                self._malformed(error)
+                self._hang_up(_PAUSE)
+                return
+            self._do(self._sequencer.ended() if told is None else self._sequencer.replayed(told))
+            if not self._sequencer.is_replaying:
+                self._hang_up(0.0 if told is None else _PAUSE)
+                return
+
+    def _pass_time(self) -> None:
+        """Give up a replay that is late, ask for one that is due."""
+        now = time.monotonic()
+        if self._replay is not None:
+            if now >= self._replay_due:
+                self._hang_up(_PAUSE)
+            return
+        first = self._sequencer.wants
+        if first is None and self._replay_address is not None and now - self._heard_at >= _SILENCE:
+            first = self._sequencer.next
+        if first is None or not self._connected or now < self._replay_due or self._replay_address is None:
+            return
+        self._heard_at = now
+        self._replay_due = now + _REPLAY_DEADLINE
+        self._replay = self._connect(zmq.DEALER, "replay", self._replay_address)
+        self._replay.send_multipart([b"", first.to_bytes(8, "big")])
+        self._sequencer.asked(first)
+
+    def _hang_up(self, pause: float) -> None:
+        """No replay is read any more; the next may be asked for after `pause` seconds."""
+        self._sequencer.failed()
+        self._replay_due = time.monotonic() + pause
+        if self._replay is not None:
+            self._replay.close(linger=0)
+            self._replay = None
+
+    def _do(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            if isinstance(step, Reset):
+                self._sink.drop(self.worker)
+                self._counts["resets"] += 1
+                continue
+            self._applied_at = time.monotonic()
+            self._counts["batches"] += 1
+            if self._topic is not None and step.topic != self._topic:
+                self._counts["other_topics"] += 1
+                continue
+            try:
+                events = decode_batch(step.payload).events
+            except FormatError as error:
+                self._malformed(error)
+                continue
+            self._counts["events"] += len(events)
+            for event in events:
+                self._sink.apply(self.worker, event)
+
+    def _parsed(self, frames: Sequence[bytes]) -> Told | None:
+        try:
+            return Told.parse(frames)
+        except FormatError as error:
+            self._malformed(error)
+            return None
+
+    def _malformed(self, error: FormatError) -> None:
+        self._counts["malformed"] += 1
+        now = time.monotonic()
+        if now >= self._log_from:
+            self._log_from = now + _LOG_PAUSE
+            _log.warning("KV events of %s: %s (%d malformed)", self.worker, error, self._counts["malformed"])
+
+    def _show(self) -> None:
+        shown: Literal["live", "replaying", "stale"] = "stale"
+        if self._connected:
+            shown = "live" if self._sequencer.is_live else "replaying"
+        if shown != self._shown:
+            self._shown, self._since = shown, time.monotonic()

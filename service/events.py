@@ -1,0 +1,322 @@
+"""Publisher: tells KV events over ZMQ in vLLM's frames, and again what a subscriber has missed (docs/events.md)."""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Protocol
+
+import zmq
+
+from kvtier.connector.events import AllBlocksCleared, EventBatch, KVEvent, encode_batch, topic_of
+from kvtier.service.event_sequence import END, Told
+from kvtier.service.told_blocks import ToldBlocks
+from kvtier.tiers.config import EventsConfig
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.events import Event, Removed
+from kvtier.tiers.tier import ChainHash
+
+_log = logging.getLogger(__name__)
+
+MAX_WAITING: Final = 16_384  # blocks handed over and not yet published: past it `has_room` is false
+MAX_BATCH: Final = 4096  # blocks in one batch
+MOST: Final = 512  # blocks of one tier taken at a time …
+_PUMPS: Final = 4  # and how often in one go
+MAX_ROOTS: Final = 65_536  # tenants of one model that are told; those beyond are not
+_MAX_BUFFERED: Final = 64 << 20  # bytes of batches kept for replay
+_MAX_REPLAYS: Final = 32  # subscribers served side by side
+_REPLAY_DEADLINE: Final = 10.0  # seconds a subscriber may take no message of its replay
+_STEP: Final = 64  # messages of a replay between two looks at the rest
+_HEARTBEAT: Final = 2000  # milliseconds; a subscriber that is gone is noticed after three
+_POLL: Final = 1000  # milliseconds without anything to do
+_BUSY_POLL: Final = 5  # milliseconds while a subscriber reads its replay slowly
+
+
+class Source(Protocol):
+    """Tiers that tell what comes and goes: `tiers.events.EventSource`, `tiers.device.BlockEvents`."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there may be something to tell."""
+
+    def take(self, limit: int) -> list[Event]:
+        """What happened since the last time; at most `limit` new blocks of each tier."""
+
+
+class Publisher:
+    """Tells what the tiers of any number of models hold, on a thread of its own. Thread-safe.
+
+    A subscriber that is too slow loses batches, which it sees by their numbers, and asks for them. The last
+    `config.buffer` batches are kept for that; who asks for older ones gets the present state instead: batches under the
+    last of the numbers it has missed, of which the first clears, and which end with the present one.
+    """
+
+    def __init__(self, config: EventsConfig, dp_rank: int = 0) -> None:
+        """Bind. Raises ConfigError where an address cannot be had."""
+        assert config.publish is not None
+        self._dp_rank = dp_rank
+        self._topic = config.topic
+        self._context = zmq.Context()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._publish, self.endpoint = self._bind(zmq.PUB, "publish", config.publish)
+            self._replay, self.replay_endpoint = self._bind(zmq.ROUTER, "replay", config.replay)
+        except ConfigError:
+            self._context.destroy(linger=0)
+            os.close(self._wake)
+            raise
+        self.counts: Counter[str] = Counter()
+        self.seq = 0  # of the next batch
+        self._lock = threading.Lock()  # guards the two that follow
+        self._tasks: deque[tuple[int, Callable[[], None]]] = deque()
+        self._num_waiting = 0
+        self._told: dict[bytes, ToldBlocks] = {}  # from here on the thread's own
+        self._most_buffered = config.buffer
+        self._buffer: deque[Told] = deque()
+        self._num_buffered = 0  # bytes
+        self._replays: dict[bytes, _Replay] = {}
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="kvtier-events", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether to hand more over; whoever waits loses nothing, since tiers remember what they have not told."""
+        return self._num_waiting < MAX_WAITING
+
+    def feed(self, fingerprint: bytes, *sources: Source) -> "TierFeed":
+        """Tell what a model's tiers hold, from now on and whenever it is `pump`ed."""
+        return TierFeed(self, fingerprint, sources)
+
+    def tell(self, fingerprint: bytes, events: Sequence[Event]) -> None:
+        """Publish what a model's tiers told, soon, in the order of the calls."""
+        num_blocks = sum(len(event.hashes) if isinstance(event, Removed) else len(event.blocks) for event in events)
+        self._submit(num_blocks, lambda: self._take_in(fingerprint, events))
+
+    def begin_at(self, fingerprint: bytes, root: ChainHash) -> None:
+        """Chains of this model begin at `root`, a tenant's or an adapter's: until that is known they are not told."""
+        self._submit(1, lambda: self._send(fingerprint, self._told_of(fingerprint).begin_at(root)))
+
+    def forget(self, fingerprint: bytes) -> None:
+        """The model's tiers are closed: nothing of it is held any more."""
+
+        def clear() -> None:
+            if fingerprint in self._told:  # its topic stays known: a snapshot clears it for those who have missed this
+                self._told[fingerprint] = ToldBlocks(fingerprint)
+                self._send(fingerprint, [AllBlocksCleared()])
+
+        self._submit(1, clear)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all that was handed over is published. False where time ran out."""
+        done = threading.Event()
+        self._submit(0, done.set)
+        return done.wait(timeout)
+
+    def close(self) -> None:
+        """Publish what was handed over, up to a second, and let the addresses go. Idempotent."""
+        if not self._stopped:
+            self.flush(1.0)
+            self._stopped = True
+            self._notify()
+            self._thread.join()
+            self._context.destroy(linger=0)
+            os.close(self._wake)
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # any thread
+
+    def _bind(self, kind: int, option: str, address: str | None) -> "tuple[zmq.Socket[bytes] | None, str | None]":
+        if address is None:
+            return None, None
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT)
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full pipe is said, not a reason to drop
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            mend = "name another address, as tcp://127.0.0.1:5557"
+            raise ConfigError(f'[events] {option} "{address}": {error.strerror}; {mend}') from None
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _submit(self, num_blocks: int, task: Callable[[], None]) -> None:
+        with self._lock:
+            self._num_waiting += num_blocks
+            self._tasks.append((num_blocks, task))
+        self._notify()
+
+    def _notify(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # as full of wake-ups as can be
+            os.eventfd_write(self._wake, 1)
+
+    # the thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        if self._replay is not None:
+            poller.register(self._replay, zmq.POLLIN)
+        while not self._stopped:
+            ready = dict(poller.poll(_BUSY_POLL if self._replays else _POLL))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            while self._tasks:
+                num_blocks, task = self._tasks.popleft()
+                task()
+                with self._lock:
+                    self._num_waiting -= num_blocks
+            if self._replay is not None and self._replay in ready:
+                self._accept(self._replay)
+            for client in list(self._replays):
+                self._serve(client)
+
+    def _told_of(self, fingerprint: bytes) -> ToldBlocks:
+        return self._told.setdefault(fingerprint, ToldBlocks(fingerprint))
+
+    def _take_in(self, fingerprint: bytes, events: Sequence[Event]) -> None:
+        told = self._told_of(fingerprint)
+        self._send(fingerprint, [line for event in events for line in told.take_in(event)])
+
+    def _send(self, fingerprint: bytes, events: Sequence[KVEvent]) -> None:
+        for part in _parts(events, MAX_BATCH):
+            self._publish_batch(fingerprint, part)
+
+    def _publish_batch(self, fingerprint: bytes, events: Sequence[KVEvent]) -> None:
+        sent = self._batch(self.seq, fingerprint, events)
+        self.seq += 1
+        self._buffer.append(sent)
+        self._num_buffered += len(sent.payload)
+        while len(self._buffer) > self._most_buffered or self._num_buffered > _MAX_BUFFERED:
+            self._num_buffered -= len(self._buffer.popleft().payload)
+        self.counts["batches"] += 1
+        self.counts["events"] += len(events)
+        assert self._publish is not None
+        self._publish.send_multipart(sent.frames)  # a PUB socket never waits: it drops what nobody takes
+
+    def _batch(self, seq: int, fingerprint: bytes, events: Sequence[KVEvent]) -> Told:
+        topic = topic_of(fingerprint) if self._topic is None else self._topic
+        return Told(seq, topic.encode(), encode_batch(EventBatch(time.time(), events, self._dp_rank)))
+
+    def _accept(self, socket: "zmq.Socket[bytes]") -> None:
+        """Take in requests: `[client, "", first wanted]`."""
+        for _ in range(_MAX_REPLAYS):
+            try:
+                frames = socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            if len(frames) != 3 or frames[1] or len(frames[2]) != 8 or len(self._replays) >= _MAX_REPLAYS:
+                self.counts["replays_refused"] += 1
+                continue
+            first = int.from_bytes(frames[2], "big")
+            self.counts["replays"] += 1
+            self._replays[frames[0]] = _Replay(self._from(first))
+
+    def _from(self, first: int) -> Iterator[list[bytes]]:
+        """The frames that answer whoever wants all from `first` on, as of now."""
+        kept = [sent for sent in self._buffer if sent.seq >= first]
+        if self.seq > first and (not kept or kept[0].seq > first):
+            self.counts["snapshots"] += 1
+            kept = self._snapshot(self.seq - first)
+        yield from ([b"", *sent.frames] for sent in kept)
+        yield [b"", b"", END, b""]
+
+    def _snapshot(self, most: int) -> list[Told]:
+        """The present state in at most `most` batches, the last of which has the last number published."""
+        parts: list[tuple[bytes, Sequence[KVEvent]]] = []
+        for fingerprint, told in self._told.items():
+            lines: list[KVEvent] = [AllBlocksCleared(), *told.snapshot()]
+            parts += [(fingerprint, part) for part in _parts(lines, MAX_BATCH)]
+        while len(parts) > most:  # numbers are had by telling everybody nothing
+            self._publish_batch(parts[0][0], [])
+            most += 1
+        return [self._batch(self.seq - len(parts) + i, *part) for i, part in enumerate(parts)]
+
+    def _serve(self, client: bytes) -> None:
+        """Send on what this client is to get, as far as it takes it."""
+        replay = self._replays[client]
+        assert self._replay is not None
+        for _ in range(_STEP):
+            if replay.frames is None:
+                del self._replays[client]
+                return
+            try:
+                self._replay.send_multipart([client, *replay.frames], zmq.DONTWAIT)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EAGAIN or replay.is_late:  # it is gone, or as good as gone
+                    self.counts["replays_broken_off"] += 1
+                    del self._replays[client]
+                return
+            replay.advance()
+
+
+class TierFeed:
+    """One model's tiers, told to a publisher as they change: by whoever owns them, on one thread, never waiting."""
+
+    def __init__(self, publisher: Publisher, fingerprint: bytes, sources: Sequence[Source]) -> None:
+        """`sources` tell of different tiers, and know no reader yet."""
+        self._publisher = publisher
+        self._fingerprint = fingerprint
+        self._sources = sources
+        self._roots: dict[ChainHash, None] = {}
+
+    def begin_at(self, root: ChainHash) -> None:
+        """Chains begin at `root`, a tenant's or an adapter's: say so when it is first met."""
+        if root not in self._roots and len(self._roots) < MAX_ROOTS:
+            self._roots[root] = None
+            self._publisher.begin_at(self._fingerprint, root)
+
+    def pump(self) -> bool:
+        """Tell what there is, as far as the publisher has room: tiers remember the rest. True where some is left."""
+        for source in self._sources:
+            for _ in range(_PUMPS):
+                if not source.waiting or not self._publisher.has_room:
+                    break
+                if events := source.take(MOST):
+                    self._publisher.tell(self._fingerprint, events)
+        return any(source.waiting for source in self._sources)
+
+    def close(self) -> None:
+        """The tiers are closed: nothing is held any more."""
+        self._publisher.forget(self._fingerprint)
+
+
+class _Replay:
+    """What one subscriber is being told again."""
+
+    def __init__(self, messages: Iterator[list[bytes]]) -> None:
+        self._messages = messages
+        self.advance()
+
+    def advance(self) -> None:
+        """On to the next message; none is left where `frames` is None."""
+        self.frames = next(self._messages, None)
+        self._moved = time.monotonic()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the subscriber has not taken a message for too long."""
+        return time.monotonic() - self._moved > _REPLAY_DEADLINE
+
+
+def _parts(events: Sequence[KVEvent], limit: int) -> Iterator[list[KVEvent]]:
+    """The events in runs of some `limit` blocks."""
+    part: list[KVEvent] = []
+    num_blocks = 0
+    for event in events:
+        part.append(event)
+        num_blocks += 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
+        if num_blocks >= limit:
+            yield part
+            part, num_blocks = [], 0
+    if part:
+        yield part

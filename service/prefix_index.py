@@ -1,0 +1,312 @@
+"""PrefixIndex: which worker holds how long a prefix of a prompt, and in which tier: what KV events add up to."""
+
+import logging
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat, takewhile
+from typing import Final
+
+import msgpack
+import xxhash
+
+from kvtier.connector.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    ExternalHash,
+    ExtraKeys,
+    KVEvent,
+    as_u64,
+)
+from kvtier.tiers.chain import Tokens, pack_tokens
+from kvtier.tiers.key_schemes import dynamo_local_hashes, dynamo_seed, dynamo_sequence_hashes
+
+_log = logging.getLogger(__name__)
+
+MEDIA: Final = ("GPU", "CPU", "STORAGE", "EXTERNAL")
+"""The tiers of an index, best first."""
+
+_AS: Final[Mapping[str | None, str]] = {None: "GPU", "CPU_PINNED": "CPU", "DISK": "STORAGE", "NVME": "STORAGE"}
+_PARTIAL: Final = ("sliding", "mamba", "chunked", "cross")  # kinds of KV groups that drop part of a prefix
+_WIDTH: Final = len(MEDIA)
+_NIBBLE: Final = (1 << _WIDTH) - 1
+_MAX_MASKS: Final = 65_536  # remembered, so that equal ones are one object
+_LOG_PAUSE: Final = 1.0  # seconds between two lines of one kind
+_LINK: Final = struct.Struct("<QQ")
+_DYNAMO: Final = dynamo_seed()
+_U64: Final = 2**64 - 1
+
+
+def prompt_hashes(
+    tokens: Tokens, block_size: int, lora_name: str | None = None, namespace: str | None = None
+) -> list[int]:
+    """A prompt's blocks as an index names them: Dynamo's sequence hashes, of the full blocks."""
+    return dynamo_sequence_hashes(dynamo_local_hashes(tokens, block_size, dynamo_seed(lora_name, namespace)))
+
+
+class _Worker:
+    """What one worker said of its blocks."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.names: list[dict[int, int]] = [{} for _ in MEDIA]  # the engine's name → sequence hash, by tier
+        self.group: int | None = None  # the KV group whose blocks count
+
+    def find(self, name: ExternalHash) -> int | None:
+        """The sequence hash of a block it holds in any tier."""
+        key = as_u64(name)
+        return next((names[key] for names in self.names if key in names), None)
+
+
+class PrefixIndex:
+    """Blocks by Dynamo's sequence hash, computed from the events' token ids, with who holds each where. Thread-safe.
+
+    What a worker says is believed, and nothing is raised for it: an event that cannot be true is skipped, counted in
+    `counts` by its reason, and logged with what probably causes it, at most a line a second for each reason; with
+    `strict` as an error. A worker of several KV groups counts by its first that keeps whole prefixes.
+    Law (`check`): a block's mask has a bit for a worker and tier just where that worker has a name for it there.
+    """
+
+    def __init__(self, block_size: int, *, strict: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self.block_size = block_size
+        self.counts: Counter[str] = Counter()
+        self._level = logging.ERROR if strict else logging.WARNING
+        self._clock = clock
+        self._log_from: dict[str, float] = {}
+        self._lock = threading.Lock()  # guards what follows
+        self._workers: dict[str, _Worker] = {}
+        self._slots: list[str | None] = []
+        self._masks: dict[int, int] = {}  # sequence hash → bit for each worker and tier
+        self._shared: dict[int, int] = {}  # a mask → the one object that stands for it
+        self._twice: Counter[tuple[int, int]] = Counter()  # (bit, sequence hash) → names beyond the first
+        self._seeds: dict[int, int] = {}  # sequence hash → seed of its chain's hashes, of chains with a namespace
+
+    @property
+    def num_blocks(self) -> int:
+        """Different blocks that any worker holds."""
+        return len(self._masks)
+
+    @property
+    def workers(self) -> list[str]:
+        """Those who hold blocks, or did and were not dropped since."""
+        with self._lock:
+            return list(self._workers)
+
+    def holdings(self, worker: str) -> dict[str, int]:
+        """How many blocks a worker holds in each tier it has any in."""
+        with self._lock:
+            known = self._workers.get(worker)
+            return {} if known is None else {m: len(n) for m, n in zip(MEDIA, known.names, strict=True) if n}
+
+    def apply(self, worker: str, event: KVEvent) -> None:
+        """Take in what a worker said; the order in which it said it is the caller's to keep."""
+        with self._lock:
+            known = self._worker(worker)
+            if isinstance(event, AllBlocksCleared):  # vLLM, whose events name KV groups, means its own on the GPU
+                self._clear(known, MEDIA if known.group is None else MEDIA[:1])
+                return
+            medium = _AS.get(event.medium, event.medium)
+            if medium not in MEDIA:
+                self._skip("medium", f"{worker}: medium {event.medium!r:.40}: known are {', '.join(MEDIA)}")
+            elif not self._is_partial(known, event):
+                tier = MEDIA.index(medium)
+                if isinstance(event, BlockRemoved):
+                    self._remove(worker, known, tier, event)
+                else:
+                    self._store(worker, known, tier, event)
+
+    def drop(self, worker: str) -> None:
+        """Forget a worker and all it holds."""
+        with self._lock:
+            known = self._workers.pop(worker, None)
+            if known is not None:
+                self._clear(known, MEDIA)
+                self._slots[known.slot] = None
+
+    def matches(self, sequence_hashes: Sequence[int]) -> dict[str, dict[str, int]]:
+        """For each worker that holds the first block: how many leading blocks it holds, by the best tier of each.
+
+        `sequence_hashes` from `prompt_hashes`, with this index's block size.
+        """
+        with self._lock:
+            found: dict[str, dict[str, int]] = {}
+            masks = list(takewhile(bool, map(self._masks.get, sequence_hashes, repeat(0))))
+            alive = frozenset(slot for slot, worker in enumerate(self._slots) if worker is not None)
+            for mask in dict.fromkeys(masks):  # where a mask comes first, prefixes end; few are different
+                held = self._holders(mask)
+                if not alive <= held:
+                    tally = Counter(masks[: masks.index(mask)])
+                    found.update(self._split(slot, tally) for slot in alive - held if tally)
+                    alive &= held
+                    if not alive:
+                        return found
+            tally = Counter(masks)
+            found.update(self._split(slot, tally) for slot in alive if tally)
+            return found
+
+    def shared(self, sequence_hashes: Sequence[int], medium: str) -> int:
+        """How many leading blocks anybody holds in that tier: what all can load of a tier that workers share."""
+        with self._lock:
+            bits = sum(1 << slot * _WIDTH + MEDIA.index(medium) for slot in range(len(self._slots)))
+            return sum(1 for _ in takewhile(bits.__and__, map(self._masks.get, sequence_hashes, repeat(0))))
+
+    def check(self) -> None:
+        """Raise AssertionError where the law is broken."""
+        with self._lock:
+            masks: Counter[int] = Counter()
+            twice: Counter[tuple[int, int]] = Counter()
+            for worker in self._workers.values():
+                for tier, names in enumerate(worker.names):
+                    bit = _bit(worker, tier)
+                    for sequence, count in Counter(names.values()).items():
+                        masks[sequence] |= bit
+                        if count > 1:
+                            twice[bit, sequence] = count - 1
+            assert dict(masks) == self._masks, "the masks are not what workers hold"
+            assert twice == +self._twice, "names of one block"
+            assert self._seeds.keys() <= self._masks.keys(), "a seed of a block that nobody holds"
+
+    def _worker(self, name: str) -> _Worker:
+        if name not in self._workers:
+            if None not in self._slots:
+                self._slots.append(None)
+            slot = self._slots.index(None)
+            self._slots[slot] = name
+            self._workers[name] = _Worker(slot)
+        return self._workers[name]
+
+    def _is_partial(self, worker: _Worker, event: BlockStored | BlockRemoved) -> bool:
+        """Whether the event is about a KV group that says nothing of whole prefixes, or one too many."""
+        if event.group_idx is None:
+            return False
+        if worker.group is None and isinstance(event, BlockStored):
+            kind = event.kv_cache_spec_kind or ""
+            if event.kv_cache_spec_sliding_window is None and not kind.startswith(_PARTIAL):
+                worker.group = event.group_idx
+        return worker.group != event.group_idx
+
+    def _store(self, who: str, worker: _Worker, tier: int, event: BlockStored) -> None:
+        num_blocks = len(event.block_hashes)
+        if event.block_size != self.block_size or len(event.token_ids) != num_blocks * self.block_size:
+            self._skip(
+                "block_size",
+                f"{who}: {len(event.token_ids)} tokens in {num_blocks} blocks of {event.block_size}: this index is of "
+                f"full blocks of {self.block_size}; start both sides with one block size",
+            )
+            return
+        parent = None if event.parent_block_hash is None else worker.find(event.parent_block_hash)
+        if parent is None and event.parent_block_hash is not None:
+            self._skip(
+                "unknown_parent",
+                f"{who}: blocks behind an unknown parent {as_u64(event.parent_block_hash):#x}: events were missed, or "
+                "its hash seed (PYTHONHASHSEED) or block size has changed",
+            )
+            return
+        seed, locals_ = self._locals(event, parent)
+        bit, names = _bit(worker, tier), worker.names[tier]
+        for name, local in zip(map(as_u64, event.block_hashes), locals_, strict=True):
+            parent = local if parent is None else xxhash.xxh3_64_intdigest(_LINK.pack(parent, local), _DYNAMO)
+            known = names.get(name)
+            if known != parent:
+                if known is not None:
+                    self._skip("other_tokens", f"{who}: block {name:#x} has other tokens now: {_UNSTABLE}")
+                    self._release(bit, known)
+                names[name] = parent
+                self._hold(bit, parent)
+                if seed is not None:
+                    self._seeds[parent] = seed
+
+    def _locals(self, event: BlockStored, parent: int | None) -> tuple[int | None, list[int]]:
+        """The seed of the chain's hashes where it has a namespace, and the blocks' local hashes."""
+        keys = [_without(event.lora_name, one) for one in event.extra_keys or ()]
+        namespaced = self._seeds.get(parent) if parent is not None else None
+        if parent is None and keys:
+            namespace = next((key for key in keys[0] if isinstance(key, str)), None)
+            if namespace is not None:
+                keys[0] = tuple(key for key in keys[0] if key is not namespace)
+                namespaced = dynamo_seed(event.lora_name, namespace)
+        seed = dynamo_seed(event.lora_name) if namespaced is None else namespaced
+        hashes = dynamo_local_hashes(event.token_ids, self.block_size, seed)
+        for block, key in enumerate(keys):
+            if key:  # an image, an embedding: the same tokens, another block
+                words = event.token_ids[block * self.block_size : (block + 1) * self.block_size]
+                digest = xxhash.xxh3_64_intdigest(msgpack.packb(key), 2)
+                hashes[block] = xxhash.xxh3_64_intdigest(pack_tokens(words), (seed + digest) & _U64)
+        return namespaced, hashes
+
+    def _remove(self, who: str, worker: _Worker, tier: int, event: BlockRemoved) -> None:
+        bit, names = _bit(worker, tier), worker.names[tier]
+        for name in map(as_u64, event.block_hashes):
+            sequence = names.pop(name, None)
+            if sequence is None:
+                self._skip(
+                    "unknown_removal",
+                    f"{who}: removal of {name:#x}, which was not in {MEDIA[tier]}: events were missed, or {_UNSTABLE}",
+                )
+            else:
+                self._release(bit, sequence)
+
+    def _hold(self, bit: int, sequence: int) -> None:
+        before = self._masks.get(sequence, 0)
+        if before & bit:
+            self._twice[bit, sequence] += 1
+        else:
+            self._put(sequence, before | bit)
+
+    def _release(self, bit: int, sequence: int) -> None:
+        if self._twice and (bit, sequence) in self._twice:
+            self._twice[bit, sequence] -= 1
+            if not self._twice[bit, sequence]:
+                del self._twice[bit, sequence]
+            return
+        left = self._masks[sequence] & ~bit
+        if left:
+            self._put(sequence, left)
+        else:
+            del self._masks[sequence]
+            self._seeds.pop(sequence, None)
+
+    def _put(self, sequence: int, mask: int) -> None:
+        if len(self._shared) > _MAX_MASKS:
+            self._shared.clear()
+        self._masks[sequence] = self._shared.setdefault(mask, mask)
+
+    def _clear(self, worker: _Worker, media: Sequence[str]) -> None:
+        for tier in map(MEDIA.index, media):
+            names, worker.names[tier] = worker.names[tier], {}
+            for sequence in names.values():
+                self._release(_bit(worker, tier), sequence)
+
+    def _holders(self, mask: int) -> frozenset[int]:
+        return frozenset(slot for slot in range(len(self._slots)) if mask >> slot * _WIDTH & _NIBBLE)
+
+    def _split(self, slot: int, tally: Mapping[int, int]) -> tuple[str, dict[str, int]]:
+        """The worker's name, and the counted blocks by the best tier it has each in."""
+        by_tier = [0] * _WIDTH
+        for mask, count in tally.items():
+            bits = mask >> slot * _WIDTH & _NIBBLE
+            by_tier[(bits & -bits).bit_length() - 1] += count
+        return str(self._slots[slot]), {m: n for m, n in zip(MEDIA, by_tier, strict=True) if n}
+
+    def _skip(self, reason: str, line: str) -> None:
+        self.counts[reason] += 1
+        if self._clock() >= self._log_from.get(reason, 0.0):
+            self._log_from[reason] = self._clock() + _LOG_PAUSE
+            _log.log(self._level, "KV events: %s (%d of this kind, skipped)", line, self.counts[reason])
+
+
+_UNSTABLE: Final = "its hashes are not stable: give it a fixed PYTHONHASHSEED"
+
+
+def _bit(worker: _Worker, tier: int) -> int:
+    return 1 << (worker.slot * _WIDTH + tier)
+
+
+def _without(lora_name: str | None, keys: ExtraKeys | None) -> ExtraKeys:
+    """A block's extra keys without the adapter's name, which comes first and is a field of its own."""
+    if not keys:
+        return ()
+    return keys[1:] if lora_name is not None and keys[0] == lora_name else keys

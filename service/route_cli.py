@@ -1,0 +1,45 @@
+"""`kvtier route`: the router on the command line."""
+
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from kvtier.service.cli_options import ConfigOption, needing
+from kvtier.tiers.config import Config
+
+app = typer.Typer()
+
+_REPLICA: Final = "http://HOST:PORT[,events=…][,replay=…][,node=…][,node_replay=…][,block_size=N]; once for each."
+
+
+@app.command("route")
+def route(
+    replica: Annotated[list[str] | None, typer.Option(metavar="SPEC", help=_REPLICA)] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Whose tokenizer tells prompts apart; without it, by load alone.")
+    ] = None,
+    http: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where it answers; instead of the configured address.")
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Send OpenAI's requests to the replica that holds most of their prompt, until SIGTERM or Ctrl-C."""
+    options = {"replicas": replica, "model": model, "http": http}
+    settings = Config.load(config, router={name: value for name, value in options.items() if value is not None})
+    logging.basicConfig(level=logging.INFO, format="kvtier: %(message)s", stream=sys.stderr)
+    with needing("the router"):
+        from kvtier.service.router_app import serve
+    server = serve(settings.router)
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    server.start()
+    num_replicas = len(settings.router.replicas)
+    logging.getLogger(__name__).info("ready on %d replicas, http on %s", num_replicas, server.address)
+    stopping.wait()
+    server.stop()

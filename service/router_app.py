@@ -1,0 +1,101 @@
+"""The router's HTTP face: OpenAI's requests handed to the proxy, and the router's own pages."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+from pydantic import SecretStr
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvtier.service.guard import Guard, read_body
+from kvtier.service.http_server import HttpServer, HttpSocket
+from kvtier.service.openai_errors import OpenAIError, refusal
+from kvtier.service.router import Router
+from kvtier.service.router_metrics import exposition
+from kvtier.service.router_reply import Reply
+from kvtier.tiers.config_router import RouterConfig
+
+MAX_BODY: Final = 16 << 20  # bytes of a request: a million token ids, and some
+_MAX_CONNECTIONS: Final = 1024
+_EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def serve(config: RouterConfig) -> HttpServer:
+    """A router's server, not started yet. Raises ConfigError."""
+    router = Router(config)
+    app = make_app(router, config.token)
+    crowded = OpenAIError(503, "too many connections; come again later", code="crowded").response
+    return HttpServer(app, HttpSocket(config.http, "router"), max_connections=_MAX_CONNECTIONS, crowded=crowded)
+
+
+def make_app(router: Router, token: SecretStr | None) -> Starlette:
+    """The application; the router starts and stops with it. Pages are everybody's, `/v1/` for those with the token."""
+    guard = Guard(token)
+
+    def page(path: str, answer: Callable[[], Response]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return answer()
+
+        return Route(path, endpoint, methods=["GET"])
+
+    async def models(request: Request) -> Response:
+        guard.admit(request)
+        return JSONResponse({"object": "list", "data": router.fleet.models()})
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await router.start()
+        try:
+            yield
+        finally:
+            await router.stop()
+
+    routes = [
+        Route("/v1/completions", _Forwarding(router, guard), methods=["POST"]),
+        Route("/v1/chat/completions", _Forwarding(router, guard), methods=["POST"]),
+        Route("/v1/models", models, methods=["GET"]),
+        page("/metrics", lambda: Response(exposition(router), media_type=_EXPOSITION)),
+        page("/healthz", lambda: JSONResponse({"status": "ok"})),
+        page("/readyz", lambda: _readiness(router)),
+        page("/status", lambda: JSONResponse(router.status())),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: refusal})
+
+
+class _Forwarding:
+    """An endpoint that answers with what a replica does. ASGI without a response object: bytes go straight through."""
+
+    def __init__(self, router: Router, guard: Guard) -> None:
+        self._router, self._guard = router, guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        self._guard.admit(request)
+        body = await read_body(request, MAX_BODY)
+        answering = asyncio.create_task(self._router.answer(request.url.path, scope["headers"], body, Reply(send)))
+        leaving = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            if not answering.done():  # the client has hung up, or this server stops: so does the replica's work
+                answering.cancel()
+                self._router.ledger.errors["client_gone"] += 1
+        with contextlib.suppress(asyncio.CancelledError):
+            await answering
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _readiness(router: Router) -> Response:
+    num_up = sum(replica["state"] == "up" for replica in router.status()["replicas"])
+    return JSONResponse({"ready": num_up > 0, "replicas_up": num_up}, 200 if num_up else 503)

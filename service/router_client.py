@@ -1,0 +1,284 @@
+"""The router's way to a replica: HTTP/1.1 by h11 on an asyncio protocol, kept connections, a deadline on every wait.
+
+A request costs about a quarter of what it does through a general client (docs/router.md has the figures), and an idle
+connection that its replica closes is noticed at once, which is how a killed one is known before anybody probes it.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+import h11
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+_MAX_HEAD: Final = 64 << 10  # bytes of an answer's head
+_MAX_HELD: Final = 256 << 10  # bytes read ahead of the client; then the replica is made to wait
+_MAX_IDLE: Final = 32  # connections kept for later
+
+
+class Failure(StrEnum):
+    """What went wrong on the way to a replica."""
+
+    UNREACHABLE = "unreachable"  # nobody listens there
+    BROKEN = "broken"  # it hung up in the middle
+    SLOW_CONNECT = "slow_connect"  # no connection in time
+    SLOW_FIRST_BYTE = "slow_first_byte"  # no answer in time
+    STALLED = "stalled"  # an answer begun and not gone on with
+    GARBLED = "garbled"  # no HTTP
+
+
+class ReplicaFailed(Exception):
+    """A replica did not answer, or not to the end."""
+
+    def __init__(self, failure: Failure, detail: str = "") -> None:
+        super().__init__(f"{failure}{': ' if detail else ''}{detail}")
+        self.failure = failure
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds a replica is given."""
+
+    connect: float
+    first_byte: float
+    between: float  # for the next piece of an answer
+    whole: float = float("inf")  # for everything; the client does not look at it
+
+
+class ReplicaClient:
+    """Connections to one replica. Used by one event loop."""
+
+    def __init__(self, host: str, port: int, on_lost: Callable[[], None]) -> None:
+        """`on_lost` is told when the replica hangs up on a connection that nothing was asked on."""
+        self._host, self._port = host, port
+        self._authority = (f"[{host}]" if ":" in host else host).encode() + b":%d" % port
+        self._on_lost = on_lost
+        self._idle: deque[_Connection] = deque()
+        self._open: set[_Connection] = set()
+
+    async def ask(self, method: str, path: str, headers: Headers, body: bytes, deadlines: Deadlines) -> "Answer":
+        """Send a request; returns when its answer's head is here. Raises ReplicaFailed."""
+        lines = [(b"host", self._authority), *headers]
+        if body or method == "POST":
+            lines.append((b"content-length", b"%d" % len(body)))
+        request = h11.Request(method=method, target=path, headers=lines)
+        lost: ReplicaFailed | None = None
+        while True:
+            try:
+                connection, is_kept = await self._connection(deadlines.connect)
+            except ReplicaFailed as error:
+                raise lost or error from None  # it hung up on the request, perhaps of it, and is gone now
+            try:
+                connection.send(request, body)
+                return Answer(connection, await connection.head(deadlines.first_byte), deadlines.between)
+            except ReplicaFailed as error:
+                connection.abort()
+                if not (is_kept and error.failure is Failure.BROKEN):
+                    raise
+                lost = error  # perhaps the kept connection ended while this was on its way: another, then a new one
+            except BaseException:
+                connection.abort()
+                raise
+
+    def close(self) -> None:
+        """Hang up on everything, asked or not."""
+        self._on_lost = lambda: None
+        for connection in list(self._open):
+            connection.abort()
+
+    async def _connection(self, timeout: float) -> tuple["_Connection", bool]:
+        if self._idle:
+            return self._idle.pop(), True
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout):
+                _, connection = await loop.create_connection(lambda: _Connection(self), self._host, self._port)
+        except TimeoutError:
+            raise ReplicaFailed(Failure.SLOW_CONNECT) from None
+        except OSError as error:
+            raise ReplicaFailed(Failure.UNREACHABLE, error.strerror or "") from None
+        return connection, False
+
+    def opened(self, connection: "_Connection") -> None:
+        """For the connection itself."""
+        self._open.add(connection)
+
+    def rested(self, connection: "_Connection") -> bool:
+        """For the connection itself, when its exchange has ended: whether it is kept."""
+        if len(self._idle) >= _MAX_IDLE:
+            return False
+        self._idle.append(connection)
+        return True
+
+    def lost(self, connection: "_Connection") -> None:
+        """For the connection itself, when it has ended."""
+        self._open.discard(connection)
+        with suppress(ValueError):
+            self._idle.remove(connection)
+            self._on_lost()
+
+
+class Answer:
+    """One answer on its way; `close` it whatever happens: that is what ends the request at the replica."""
+
+    def __init__(self, connection: "_Connection", head: h11.Response, between: float) -> None:
+        self.status: Final = head.status_code
+        self.headers: Final = head.headers
+        self._connection = connection
+        self._between = between
+
+    def header(self, name: bytes) -> bytes:
+        """The header's value, by its name in small letters; empty where there is none."""
+        return next((value for key, value in self.headers if key == name), b"")
+
+    async def piece(self) -> bytes:
+        """What has come since the last piece; empty at the end. Raises ReplicaFailed where there is none in time."""
+        return await self._connection.piece(self._between)
+
+    async def read(self, most: int) -> bytes:
+        """The rest, or somewhat more than `most` bytes of it."""
+        body = bytearray()
+        while len(body) <= most and (piece := await self.piece()):
+            body += piece
+        return bytes(body)
+
+    def close(self) -> None:
+        """Give the connection back where the answer has come to its end, else hang up. Idempotent."""
+        self._connection.release()
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: asked by one request at a time, read ahead of it by `_MAX_HELD` bytes."""
+
+    _transport: asyncio.Transport
+
+    def __init__(self, client: ReplicaClient) -> None:
+        self._client = client
+        self._h11 = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD)
+        self._head: h11.Response | None = None
+        self._held: list[bytes] = []
+        self._num_held = 0
+        self._is_whole = False
+        self._is_released = True
+        self._is_paused = False
+        self._failed: ReplicaFailed | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    # --- what a request does -----------------------------------------------------------------------------------------
+
+    def send(self, request: h11.Request, body: bytes) -> None:
+        """Begin an exchange. The replica's slowness in reading is the first byte's deadline's business."""
+        if self._failed is not None:
+            raise self._failed
+        self._is_released = False
+        pieces = [self._h11.send(request) or b"", body, b""]
+        if body:
+            pieces[1] = self._h11.send(h11.Data(data=body)) or b""
+        pieces[2] = self._h11.send(h11.EndOfMessage()) or b""
+        self._transport.writelines(pieces)
+
+    async def head(self, timeout: float) -> h11.Response:
+        while self._head is None:
+            await self._wait(timeout, Failure.SLOW_FIRST_BYTE)
+        return self._head
+
+    async def piece(self, timeout: float) -> bytes:
+        while not self._held and not self._is_whole:
+            await self._wait(timeout, Failure.STALLED)
+        data = b"".join(self._held)
+        self._held.clear()
+        self._num_held = 0
+        if self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return data
+
+    def release(self) -> None:
+        """End the exchange: the connection waits for another, or, in the middle of an answer, is closed."""
+        if self._is_released:
+            return
+        self._is_released = True
+        is_clean = self._is_whole and not self._held and self._failed is None
+        if not is_clean or self._h11.our_state is not h11.DONE or self._h11.their_state is not h11.DONE:
+            self.abort()
+            return
+        self._h11.start_next_cycle()
+        self._head, self._is_whole = None, False
+        if not self._client.rested(self):
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once; who waits is told."""
+        self._is_released = True
+        self._transport.abort()
+
+    # --- what the network does ---------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._client.opened(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if error is None:
+            self._feed(b"")
+        self._fail(ReplicaFailed(Failure.BROKEN, str(error) if error is not None else "it hung up"))
+        self._client.lost(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._feed(data)
+        if self._num_held > _MAX_HELD and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def _feed(self, data: bytes) -> None:
+        if self._failed is not None or self._is_released:  # it speaks unasked: nothing of it would be understood
+            if data:
+                self._transport.abort()
+            return
+        try:
+            self._h11.receive_data(data)
+            while (event := self._h11.next_event()) not in (h11.NEED_DATA, h11.PAUSED):
+                self._take(event)
+                if isinstance(event, h11.ConnectionClosed):
+                    break
+        except h11.RemoteProtocolError as error:
+            is_end = not data  # h11 says so of an answer that is cut short, too
+            self._fail(ReplicaFailed(Failure.BROKEN if is_end else Failure.GARBLED, str(error)))
+            self._transport.abort()
+        self._wake()
+
+    def _take(self, event: object) -> None:
+        if isinstance(event, h11.Data):
+            self._held.append(bytes(event.data))
+            self._num_held += len(event.data)
+        elif isinstance(event, h11.Response):
+            self._head = event
+        elif isinstance(event, h11.EndOfMessage):
+            self._is_whole = True
+
+    def _fail(self, error: ReplicaFailed) -> None:
+        self._failed = self._failed or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait(self, timeout: float, failure: Failure) -> None:
+        """Until something has come. Raises ReplicaFailed past the time, or where nothing will come any more."""
+        if self._failed is not None:
+            raise self._failed
+        loop = asyncio.get_running_loop()
+        waiter = self._waiter = loop.create_future()
+        timer = loop.call_later(timeout, lambda: self._fail(ReplicaFailed(failure, f"nothing for {timeout:g} s")))
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiter = None

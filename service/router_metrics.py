@@ -1,0 +1,92 @@
+"""What Prometheus scrapes from the router: `kvtier_route_*`."""
+
+import time
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvtier.service.router import Router
+from kvtier.service.router_replicas import State
+
+
+def exposition(router: Router) -> str:
+    """The text format; on the router's event loop."""
+    registry = CollectorRegistry()
+    registry.register(_Families(router))
+    return generate_latest(registry).decode()
+
+
+class _Families(Collector):
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def collect(self) -> Iterator[Metric]:
+        ledger = self._router.ledger
+        pairs = (
+            ("requests", "Requests given to a replica, by why it was chosen", ("replica", "reason"), ledger.requests),
+            ("answers", "Answers passed on, by status class", ("replica", "status"), ledger.answers),
+        )
+        for name, help_text, labels, counts in pairs:
+            yield _counter(name, help_text, labels, counts.items())
+        singles = (
+            ("retries", "Requests given to another replica before a byte was streamed, by why", ledger.retries),
+            ("errors", "Requests the router ended itself, by why", ledger.errors),
+            ("unknown_prompts", "Requests routed without knowing their prompt, by why", ledger.untokenised),
+        )
+        for name, help_text, counted in singles:
+            yield _counter(name, help_text, ("reason",), (((reason,), n) for reason, n in counted.items()))
+        yield from self._totals()
+        yield from self._replicas()
+
+    def _totals(self) -> Iterator[Metric]:
+        ledger = self._router.ledger
+        totals = (
+            ("prompt_tokens", "Tokens of prompts that were known", ledger.prompt_tokens),
+            (
+                "promised_tokens",
+                "Of these, held by the chosen replica by the index",
+                ledger.promised_tokens,
+            ),
+            ("told_prompt_tokens", "Tokens of prompts, as the replicas' usage said", ledger.told_prompt_tokens),
+            ("told_cached_tokens", "Of these cached, as the replicas' usage said", ledger.told_cached_tokens),
+            ("cpu_seconds", "CPU time of the router's process", time.process_time()),
+        )
+        for name, help_text, value in totals:
+            yield CounterMetricFamily(f"kvtier_route_{name}", help_text, value)
+        yield _counter(
+            "seconds", "Time spent on requests, by what for", ("stage",), (((s,), n) for s, n in ledger.seconds.items())
+        )
+        holdings = self._router.holdings
+        yield GaugeMetricFamily("kvtier_route_indexed_blocks", "Blocks that replicas hold", holdings.num_blocks)
+        skipped = (((why,), n) for why, n in holdings.skipped.items())
+        yield _counter("skipped_events", "Events that could not be true, by why", ("reason",), skipped)
+
+    def _replicas(self) -> Iterator[Metric]:
+        replicas = self._router.fleet.replicas
+        states = GaugeMetricFamily(
+            "kvtier_route_replica_state", "1 where it is in that state", labels=["replica", "state"]
+        )
+        loads = GaugeMetricFamily("kvtier_route_replica_load", "Blocks of work it has", labels=["replica"])
+        running = GaugeMetricFamily("kvtier_route_in_flight", "Requests it has of the router's", labels=["replica"])
+        errors = CounterMetricFamily(
+            "kvtier_route_replica_failures", "Requests it failed, by how", labels=["replica", "reason"]
+        )
+        for replica in replicas:
+            for state in State:
+                states.add_metric([replica.name, state], replica.state is state)
+            loads.add_metric([replica.name], replica.load)
+            running.add_metric([replica.name], replica.in_flight)
+            for reason, count in sorted(replica.errors.items()):
+                errors.add_metric([replica.name, reason], count)
+        yield from (states, loads, running, errors)
+
+
+def _counter(
+    name: str, help_text: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], float]]
+) -> Metric:
+    family = CounterMetricFamily(f"kvtier_route_{name}", help_text, labels=labels)
+    for label_values, value in sorted(values):
+        family.add_metric(label_values, value)
+    return family

@@ -1,0 +1,320 @@
+"""The replicas behind the router: whether each is there, what it says it is, and what it has been given to do."""
+
+import asyncio
+import json
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from kvtier.service.router_client import Answer, Deadlines, Failure, Headers, ReplicaClient, ReplicaFailed
+from kvtier.service.router_spec import Publishers, ReplicaSpec
+
+_log = logging.getLogger(__name__)
+
+_MAX_PAGE: Final = 1 << 20  # bytes of a page of a replica's
+_PROBES: Final = ("/readyz", "/healthz", "/health")  # ours, many a server's, vLLM's: the first that is there
+_DIGEST: Final = re.compile("[0-9a-f]{64}")
+_LOADS_EVERY: Final = 1.0  # seconds between looks at what a replica has to do
+_RUNNING: Final = 1.0  # blocks of work in an answer that has begun
+_USUAL: Final = 8.0  # blocks of work in a request the router knows nothing of
+
+
+class State(StrEnum):
+    """Where a replica stands."""
+
+    JOINING = "joining"  # not heard of yet, or not ready yet
+    UP = "up"
+    DOWN = "down"
+    REFUSED = "refused"  # of another block size or model
+    DRAINING = "draining"  # there, and takes nothing new
+
+
+@dataclass(frozen=True, slots=True)
+class Nature:
+    """What a replica says it is, by its `/v1/models`."""
+
+    models: tuple[Mapping[str, Any], ...]
+    block_size: int | None  # None where it does not say
+    fingerprint: str | None
+    publishers: Publishers
+
+    @property
+    def names(self) -> list[str]:
+        """Of its models."""
+        return sorted(str(model["id"]) for model in self.models)
+
+    @classmethod
+    def of(cls, page: object) -> "Nature":
+        """Of the page's JSON. ReplicaFailed where it is none of an OpenAI server's."""
+        entries = page.get("data") if isinstance(page, dict) else None
+        models: list[Any] = entries if isinstance(entries, list) else [None]
+        if not all(isinstance(model, dict) and isinstance(model.get("id"), str) for model in models):
+            raise ReplicaFailed(Failure.GARBLED, "/v1/models is no list of models")
+        ours: dict[str, Any] = next((m["kvtier"] for m in models if isinstance(m.get("kvtier"), dict)), {})
+        size, fingerprint = ours.get("block_size"), ours.get("fingerprint")
+        return cls(
+            tuple(models),
+            size if isinstance(size, int) else None,
+            fingerprint if isinstance(fingerprint, str) and _DIGEST.fullmatch(fingerprint) else None,
+            Publishers(*_publisher(ours.get("events")), *_publisher(ours.get("node"))),
+        )
+
+
+def _publisher(value: object) -> tuple[str | None, str | None]:
+    """Where it publishes, and where it replays."""
+    found = value if isinstance(value, dict) else {}
+    publish, replay = (at if isinstance(at := found.get(name), str) else None for name in ("publish", "replay"))
+    return publish, replay if publish is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What replicas are held to."""
+
+    interval: float  # seconds between two looks
+    timeout: float  # seconds a look may take
+    headers: Headers = ()  # what every request to a replica carries
+    max_requests: int = 256  # at one replica at a time
+
+
+class Work:
+    """A request's share of a replica's load, from `begin` to `end`."""
+
+    def __init__(self, replica: "Replica", num_blocks: float) -> None:
+        self._replica = replica
+        self._blocks = max(num_blocks, _RUNNING)
+        replica.num_requests += 1
+        replica.in_flight += 1
+        replica.given += self._blocks
+
+    def begun(self) -> None:
+        """Its first byte is here: the prompt is computed."""
+        self._become(_RUNNING)
+
+    def end(self) -> None:
+        """Its answer is at its end, however. Once."""
+        self._become(0.0)
+        self._replica.in_flight -= 1
+
+    def _become(self, blocks: float) -> None:
+        self._replica.given += blocks - self._blocks
+        self._blocks = blocks
+
+
+class Replica:
+    """One replica. `run` keeps its state true; all of it belongs to the router's event loop."""
+
+    def __init__(self, spec: ReplicaSpec, terms: Terms, judge: "Callable[[Replica, Nature], str | None]") -> None:
+        """`judge` says why a replica of that nature can't be taken in, or takes it in."""
+        self.spec = spec
+        self.client = ReplicaClient(spec.host, spec.port, self._look_now)
+        self.state = State.JOINING
+        self.why = "not heard of yet"
+        self.nature: Nature | None = None
+        self.in_flight = 0
+        self.given = 0.0  # blocks of work of our own requests
+        self.others = 0.0  # blocks of work it has of somebody else, estimated
+        self.num_requests = 0
+        self.errors: Counter[str] = Counter()
+        self._terms, self._judge = terms, judge
+        self._deadlines = Deadlines(terms.timeout, terms.timeout, terms.timeout)
+        self._probe: str | None = None  # the page that says whether it is well, once it is known which
+        self._loads_at = 0.0
+        self._alarm = asyncio.Event()
+
+    @property
+    def name(self) -> str:
+        """HOST:PORT, as everywhere."""
+        return self.spec.name
+
+    @property
+    def load(self) -> float:
+        """Blocks of work it has been given and not finished, by us and by others."""
+        return self.given + self.others
+
+    @property
+    def limit(self) -> float:
+        """Of `load`, for the policy: none, until it has all the requests it may have."""
+        return float("inf") if self.in_flight < self._terms.max_requests else 0.0
+
+    async def run(self) -> None:
+        """Look, for ever, at once where something speaks for it."""
+        while True:
+            await self.look()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._terms.interval):
+                    await self._alarm.wait()
+            self._alarm.clear()
+
+    async def look(self) -> None:
+        """One look: its state is what was seen."""
+        try:
+            async with asyncio.timeout(self._terms.timeout):
+                is_ready = await self._is_ready()
+                if not is_ready:
+                    was_up = self.state in (State.UP, State.DRAINING)
+                    self._become(State.DRAINING if was_up else State.JOINING, "it says it is not ready")
+                elif self.state in (State.UP, State.DRAINING):
+                    self._become(State.UP, "")
+                    await self._see_load()
+                else:
+                    await self._join()
+        except TimeoutError:
+            self._become(State.DOWN, f"no answer within {self._terms.timeout:g} s")
+        except ReplicaFailed as error:
+            self._become(State.DOWN, str(error))
+
+    def failed(self, failure: Failure) -> None:
+        """A request found it failing. A broken connection counts at once; the next look, now, may take that back."""
+        self.errors[failure] += 1
+        if failure in (Failure.UNREACHABLE, Failure.BROKEN, Failure.SLOW_CONNECT) and self.state is State.UP:
+            self._become(State.DOWN, f"a request found it {failure}")
+        self._look_now()
+
+    def _look_now(self) -> None:
+        self._alarm.set()
+
+    async def _is_ready(self) -> bool:
+        for path in _PROBES if self._probe is None else (self._probe,):
+            status, _ = await self._page(path)
+            if status == 404:
+                self._probe = None
+                continue
+            self._probe = path
+            if status == 503 and path == _PROBES[0]:
+                return False
+            if status != 200:
+                raise ReplicaFailed(Failure.GARBLED, f"{path} answers {status}")
+            return True
+        raise ReplicaFailed(Failure.GARBLED, f"none of {', '.join(_PROBES)} is there")
+
+    async def _join(self) -> None:
+        status, body = await self._page("/v1/models")
+        if status != 200:
+            raise ReplicaFailed(Failure.GARBLED, f"/v1/models answers {status}")
+        try:
+            nature = Nature.of(json.loads(body))
+        except (ValueError, RecursionError):
+            raise ReplicaFailed(Failure.GARBLED, "/v1/models is no JSON") from None
+        refusal = self._judge(self, nature)
+        if refusal is not None:
+            self._become(State.REFUSED, refusal)
+            return
+        self.nature = nature
+        self._become(State.UP, "")
+
+    async def _see_load(self) -> None:
+        """What it has to do beyond our requests; nothing where it does not say."""
+        now = time.monotonic()
+        if self.nature is None or self.nature.block_size is None or now < self._loads_at:
+            return
+        self._loads_at = now + _LOADS_EVERY
+        status, body = await self._page("/status")
+        try:
+            page = json.loads(body) if status == 200 else None
+            num_requests = int(page["requests"]["live"])
+        except (ValueError, TypeError, LookupError, RecursionError):
+            num_requests = 0
+        usual = self.given / self.in_flight if self.in_flight else _USUAL
+        self.others = max(0, num_requests - self.in_flight) * usual
+
+    async def _page(self, path: str) -> tuple[int, bytes]:
+        answer: Answer = await self.client.ask("GET", path, self._terms.headers, b"", self._deadlines)
+        try:
+            return answer.status, await answer.read(_MAX_PAGE)
+        finally:
+            answer.close()
+
+    def _become(self, state: State, why: str) -> None:
+        is_news = (state, why) != (self.state, self.why)
+        was_up = self.state is State.UP
+        self.state, self.why = state, why
+        if not is_news:
+            return
+        if state is State.UP:
+            _log.info("replica %s is up", self.name)
+        elif was_up or state is State.REFUSED:
+            _log.warning("replica %s is %s: %s", self.name, state, why)
+
+
+class Fleet:
+    """All replicas, and what they must agree upon: the first that is taken in says what that is."""
+
+    def __init__(
+        self, specs: Sequence[ReplicaSpec], terms: Terms, joined: Callable[[Replica, Publishers], None]
+    ) -> None:
+        """`joined` is told of each that is taken in, and where it publishes."""
+        self._joined = joined
+        self.replicas = [Replica(spec, terms, self._judge) for spec in specs]
+        self._by_name = {replica.name: replica for replica in self.replicas}
+        self._first: tuple[str, Nature] | None = None
+        self._sized: tuple[str, int] | None = None  # the first that has said its block size
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def __getitem__(self, name: str) -> Replica:
+        return self._by_name[name]
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens in a block of all of them; None until one has said it."""
+        return None if self._sized is None else self._sized[1]
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of their model, in hexadecimal; None where nobody has said it."""
+        return None if self._first is None else self._first[1].fingerprint
+
+    def models(self) -> list[Mapping[str, Any]]:
+        """What they serve, each model once."""
+        found = {m["id"]: m for replica in self.replicas if replica.nature is not None for m in replica.nature.models}
+        return list(found.values())
+
+    async def start(self) -> None:
+        """Look at all of them once, in the order they were named, then go on until `stop`."""
+        for replica in self.replicas:
+            await replica.look()
+        self._tasks = [asyncio.create_task(replica.run()) for replica in self.replicas]
+
+    async def stop(self) -> None:
+        """Look no more, and hang up everywhere."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for replica in self.replicas:
+            replica.client.close()
+
+    def _judge(self, replica: Replica, nature: Nature) -> str | None:
+        told, given = nature.block_size, replica.spec.block_size
+        if None not in (told, given) and told != given:
+            return f"block_size {told}, but its --replica says {given}; give what it has"
+        size = told or given
+        if size is not None and self._sized is not None and size != self._sized[1]:
+            return f'block_size {size}, but {self._sized[1]} of "{self._sized[0]}"'
+        publishers = replica.spec.publishers.agreed(nature.publishers.reached_at(replica.spec.host))
+        refusal = publishers if isinstance(publishers, str) else self._other_model(nature)
+        if refusal is not None or isinstance(publishers, str):
+            return refusal
+        self._first = self._first or (replica.name, nature)
+        self._sized = self._sized or (None if size is None else (replica.name, size))
+        self._joined(replica, publishers)
+        return None
+
+    def _other_model(self, nature: Nature) -> str | None:
+        if self._first is None:
+            return None
+        first, known = self._first
+        if nature.names != known.names:
+            return f'model {_quoted(nature.names)}, but {_quoted(known.names)} of "{first}"'
+        if None not in (nature.fingerprint, known.fingerprint) and nature.fingerprint != known.fingerprint:
+            return f'fingerprint {nature.fingerprint}, but {known.fingerprint} of "{first}"'
+        return None
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names) or "none"

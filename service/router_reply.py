@@ -1,0 +1,100 @@
+"""What the router's client gets: a replica's bytes as they come, or in their place, or after them, a plain error."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvtier.service.openai_errors import OpenAIError
+from kvtier.service.router_client import Headers
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_ENDS: Final = (b"\n\n", b"\r\n\r\n")  # of an event
+_DONE: Final = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
+_MAX_TAIL: Final = 64 << 10  # bytes of an event that has not come to its end
+_LAST_WORD: Final = 1.0  # seconds a client may take to read why its stream ends
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """A replica's answer that is none, and that nobody could better: passed on as it is."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class Reply:
+    """One answer to a client, by an ASGI `send`: `begin`, `write` …, `end`; or `fail` at any time instead of these."""
+
+    def __init__(self, send: Send) -> None:
+        self.is_begun = False
+        self._send = send
+        self._events: WholeEvents | None = None
+
+    async def begin(self, status: int, headers: Headers, *, is_stream: bool) -> None:
+        """The head. From here on nobody else can answer."""
+        self.is_begun = True
+        self._events = WholeEvents() if is_stream else None
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, piece: bytes) -> None:
+        """More of the body, as the replica sent it."""
+        whole = piece if self._events is None else self._events.cut(piece)
+        if whole:
+            await self._body(whole, more=True)
+
+    async def end(self, last: bytes = b"") -> None:
+        """The rest of the body."""
+        await self._body(last if self._events is None else self._events.rest() + last, more=False)
+
+    async def fail(self, error: OpenAIError | Relayed) -> None:
+        """Say why there is no answer, or no end to it: as a stream's last event; anything else begun stays without end.
+
+        A server that is left in the middle of an answer hangs up, so that no client takes it for a whole one.
+        """
+        if isinstance(error, Relayed):
+            await self.begin(error.status, error.headers, is_stream=False)
+            await self.end(error.body)
+        elif not self.is_begun:
+            headers = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+            await self.begin(error.status, [*headers, (b"content-type", b"application/json")], is_stream=False)
+            await self.end(json.dumps(error.content).encode())
+        elif self._events is not None:
+            last = b"" if self._events.is_done else b"data: " + json.dumps(error.content).encode() + b"\n\n"
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORD):
+                    await self._body(last, more=False)
+
+    async def _body(self, data: bytes, *, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class WholeEvents:
+    """Cuts a stream of server-sent events after whole ones, so that a word of ours may come after any of them.
+
+    A replica sends whole events: as a rule nothing is held back, and nothing is copied.
+    """
+
+    def __init__(self) -> None:
+        self.is_done = False  # the stream's own last word has passed
+        self._tail = b""
+
+    def cut(self, piece: bytes) -> bytes:
+        """What of the stream can be passed on now."""
+        data = self._tail + piece if self._tail else piece
+        if data.endswith(_ENDS):
+            self._tail, self.is_done = b"", data.endswith(_DONE)
+            return data
+        end = max((data.rfind(mark) + len(mark) for mark in _ENDS if mark in data), default=0)
+        if not end and len(data) > _MAX_TAIL:
+            end = len(data)
+        self._tail = data[end:]
+        return data[:end]
+
+    def rest(self) -> bytes:
+        """What was held back, once the replica has ended the stream."""
+        return self._tail

@@ -1,0 +1,101 @@
+"""A replica that does as it is told: an OpenAI server without a model, a process that can be killed.
+
+argv: its port, and as JSON its model's entry in /v1/models. POST /behave sets what it does from then on.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import uvicorn
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+NATURE = json.loads(sys.argv[2])
+BEHAVIOUR: dict[str, Any] = {}
+SEEN: list[dict[str, Any]] = []
+
+
+async def app(scope: Message, receive: Receive, send: Send) -> None:
+    if scope["type"] != "http":
+        return
+    path, body = scope["path"], b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+    if path == "/behave":
+        BEHAVIOUR.clear()
+        BEHAVIOUR.update(json.loads(body))
+        await _json(send, BEHAVIOUR)
+    elif path == "/seen":
+        await _json(send, SEEN)
+    elif path == "/v1/models":
+        await _json(send, {"object": "list", "data": [NATURE]})
+    elif path == "/status":
+        await _json(send, {"requests": {"live": BEHAVIOUR.get("live", 0)}})
+    elif path in ("/readyz", "/healthz", "/health"):
+        is_there = path == NATURE.get("probe", "/readyz")
+        await _json(send, {}, BEHAVIOUR.get("ready", 200) if is_there else 404)
+    else:
+        await _complete(scope, json.loads(body), receive, send)
+
+
+async def _complete(scope: Message, body: dict[str, Any], receive: Receive, send: Send) -> None:
+    headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+    seen = {"path": scope["path"], "body": body, "headers": headers, "gone": False}
+    SEEN.append(seen)
+    if wait := BEHAVIOUR.get("wait"):
+        await asyncio.sleep(wait)
+    if BEHAVIOUR.get("die"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (status := BEHAVIOUR.get("status", 200)) != 200:
+        await _json(send, {"error": {"message": "as told", "type": "told", "param": None, "code": "told"}}, status)
+        return
+    usage = {"prompt_tokens": 40, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 32}}
+    if not body.get("stream"):
+        await _json(send, {"object": "text_completion", "choices": [{"index": 0, "text": "abc"}], "usage": usage})
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    gone = asyncio.create_task(_gone(receive))
+    for number in range(BEHAVIOUR.get("events", 3)):
+        choice = {"index": 0, "text": f"{number} ".ljust(BEHAVIOUR.get("size", 0)), "finish_reason": None}
+        await _event(send, {"object": "text_completion", "choices": [choice]})
+        if (pause := BEHAVIOUR.get("pause", 0.0)) and (await asyncio.wait([gone], timeout=pause))[0]:
+            seen["gone"] = True
+            return
+        if number == BEHAVIOUR.get("die_after"):
+            if half := BEHAVIOUR.get("half"):
+                await send({"type": "http.response.body", "body": half.encode(), "more_body": True})
+                await asyncio.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+    gone.cancel()
+    await _event(send, {"object": "text_completion", "choices": [], "usage": usage})
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _event(send: Send, value: object) -> None:
+    data = b"data: " + json.dumps(value).encode() + b"\n\n"
+    await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def _json(send: Send, value: object, status: int = 200) -> None:
+    headers = [(b"content-type", b"application/json"), (b"x-kvtier-cached", b"{}")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(value).encode()})
+
+
+if __name__ == "__main__":
+    uvicorn.run(app, port=int(sys.argv[1]), log_level="critical", lifespan="off", ws="none")

@@ -1,0 +1,334 @@
+"""Publisher and consumer over real sockets: late, slow and cut-off readers end with the right index; vLLM's frames."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+from event_rig import until
+from node_rig import free_port
+
+from kvtier.connector.events import (
+    AllBlocksCleared,
+    BlockStored,
+    EventBatch,
+    decode_batch,
+    encode_batch,
+    external_hash,
+    topic_of,
+)
+from kvtier.service.event_consumer import EventConsumer
+from kvtier.service.event_sequence import END
+from kvtier.service.events import Publisher
+from kvtier.service.prefix_index import PrefixIndex, prompt_hashes
+from kvtier.tiers.chain import TokenChain, root_hash
+from kvtier.tiers.config import EventsConfig
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.events import Removed, Stored
+from kvtier.tiers.tier import BlockRecord
+
+MODEL, OTHER = b"one model".ljust(32, b"."), b"and another".ljust(32, b".")
+SIZE = 4
+DEADLINE = 30.0
+
+
+def chain_of(number: int, blocks: int = 4, model: bytes = MODEL) -> TokenChain:
+    chain = TokenChain(root_hash(model), SIZE)
+    chain.extend(range(1000 * number, 1000 * number + blocks * SIZE))
+    return chain
+
+
+def stored(chain: TokenChain, tier: str = "l2", first: int = 0, last: int | None = None) -> Stored:
+    blocks = range(len(chain.hashes))[first:last]
+    return Stored(tier, tuple(BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0) for i in blocks))
+
+
+def addresses(**options: object) -> EventsConfig:
+    ports = [free_port(), free_port()]
+    return EventsConfig.model_validate(
+        {"publish": f"tcp://127.0.0.1:{ports[0]}", "replay": f"tcp://127.0.0.1:{ports[1]}", **options}
+    )
+
+
+def found(index: PrefixIndex, chain: TokenChain, worker: str = "w") -> dict[str, int]:
+    return index.matches(prompt_hashes(chain._tokens, SIZE)).get(worker, {})
+
+
+@contextmanager
+def reader(config: EventsConfig, index: PrefixIndex, topic: str | None = None) -> Iterator[EventConsumer]:
+    assert config.publish is not None
+    with EventConsumer("w", index, config.publish, config.replay, topic=topic) as consumer:
+        yield consumer
+        index.check()
+        assert not index.counts
+
+
+def request(config: EventsConfig, first: int) -> list[list[bytes]]:
+    """All that a replay brings, by vLLM's protocol and with the socket its examples use."""
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, 30_000)
+        assert config.replay is not None
+        socket.connect(config.replay)
+        socket.send(first.to_bytes(8, "big"))
+        # a REQ socket strips the empty frame, and takes one reply; what follows is read by a DEALER below
+        return [socket.recv_multipart()]
+
+
+def replayed(config: EventsConfig, first: int) -> list[list[bytes]]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, 30_000)
+        assert config.replay is not None
+        socket.connect(config.replay)
+        socket.send_multipart([b"", first.to_bytes(8, "big")])
+        messages = [socket.recv_multipart()]
+        while messages[-1][2] != END:
+            messages.append(socket.recv_multipart())
+        return messages
+
+
+def test_frames_and_replay_are_vllms() -> None:
+    config = addresses(buffer=100)
+    with Publisher(config, dp_rank=3) as publisher:
+        for number in range(3):
+            publisher.tell(MODEL, [stored(chain_of(number, 1))])
+        assert publisher.flush(DEADLINE)
+        *told, end = replayed(config, 1)
+        assert end == [b"", b"", END, b""]
+        assert [int.from_bytes(seq, "big") for _, _, seq, _ in told] == [1, 2]
+        assert {(empty, topic) for empty, topic, _, _ in told} == {(b"", topic_of(MODEL).encode())}
+        batch = decode_batch(told[0][3])
+        assert (batch.dp_rank, len(batch.events)) == (3, 1)
+        assert abs(batch.ts - time.time()) < 600
+        [first] = request(config, 2)
+        assert first[1] == (2).to_bytes(8, "big")
+        assert replayed(config, 3) == [[b"", b"", END, b""]]
+        assert publisher.counts["snapshots"] == 0
+
+
+def test_readers_late_and_early_end_alike() -> None:
+    config = addresses()
+    early, late = PrefixIndex(SIZE), PrefixIndex(SIZE)
+    chains = [chain_of(number) for number in range(20)]
+    with reader(config, early) as first:  # nobody is there yet
+        assert first.state.state == "stale"
+        with Publisher(config) as publisher:
+            for chain in chains[:10]:
+                publisher.tell(MODEL, [stored(chain), stored(chain, "file", 0, 2)])
+            until(lambda: early.holdings("w") == {"CPU": 40, "STORAGE": 20})
+            with reader(config, late) as second:
+                for chain in chains[10:]:
+                    publisher.tell(MODEL, [stored(chain)])
+                publisher.tell(MODEL, [Removed("l2", tuple(chains[0].hashes[2:]))])
+                for index in (early, late):
+                    until(lambda index=index: index.holdings("w") == {"CPU": 78, "STORAGE": 20})  # type: ignore[misc]
+                    assert found(index, chains[0]) == {"CPU": 2}
+                    assert found(index, chains[19]) == {"CPU": 4}
+                until(lambda: second.state.state == "live")
+                state = second.state
+                assert state.seq == publisher.seq - 1
+                assert state.age is not None
+                assert state.counts["resets"] == 1
+                assert "lost" not in state.counts
+
+
+def test_who_comes_too_late_for_the_buffer_is_told_the_present_state() -> None:
+    config = addresses(buffer=2)
+    with Publisher(config) as publisher:
+        for number in range(50):
+            publisher.tell(MODEL, [stored(chain_of(number))])
+            publisher.tell(OTHER, [stored(chain_of(number, 2, OTHER))])
+        publisher.tell(MODEL, [Removed("l2", tuple(chain_of(0).hashes))])
+        assert publisher.flush(DEADLINE)
+        *told, end = replayed(config, 0)
+        assert publisher.counts["snapshots"] == 1
+        # plain events under the last numbers there are: for each model a clearing, and then what it has
+        assert [int.from_bytes(seq, "big") for _, _, seq, _ in told] == [publisher.seq - 2, publisher.seq - 1]
+        assert [decode_batch(payload).events[0] for *_, payload in told] == [AllBlocksCleared()] * 2
+        # who has missed just one batch of a state that takes two: numbers are made
+        missed = publisher.seq - 3
+        before = publisher.seq
+        publisher.tell(MODEL, [stored(chain_of(60))])
+        assert publisher.flush(DEADLINE)
+        *told, end = replayed(config, before - 2)
+        assert end[2] == END
+        index = PrefixIndex(SIZE)
+        with reader(config, index, topic_of(MODEL)) as consumer:
+            until(lambda: index.holdings("w") == {"CPU": 200})
+            until(lambda: consumer.state.state == "live")
+            assert consumer.state.counts["other_topics"] >= 1
+            assert found(index, chain_of(49)) == {"CPU": 4}
+            assert found(index, chain_of(0)) == {}
+            publisher.forget(OTHER)
+            publisher.forget(MODEL)
+            until(lambda: index.num_blocks == 0)
+        assert missed < publisher.seq
+
+
+def test_a_publisher_that_is_started_anew_is_believed_anew() -> None:
+    config = addresses()
+    index = PrefixIndex(SIZE)
+    with reader(config, index) as consumer:
+        with Publisher(config) as publisher:
+            publisher.tell(MODEL, [stored(chain_of(1))])
+            until(lambda: found(index, chain_of(1)) == {"CPU": 4})
+        until(lambda: consumer.state.state == "stale")
+        assert found(index, chain_of(1)) == {"CPU": 4}  # for the router to judge
+        with Publisher(config) as publisher:
+            for number in range(2, 6):  # it is soon as far as the one before
+                publisher.tell(MODEL, [stored(chain_of(number))])
+            until(lambda: index.holdings("w") == {"CPU": 16})
+            assert found(index, chain_of(1)) == {}
+            until(lambda: consumer.state.state == "live")
+        with Publisher(config):  # and one that has nothing to tell
+            until(lambda: index.num_blocks == 0)
+            until(lambda: consumer.state.state == "live")
+
+
+def test_dropped_doubled_and_late_batches_of_any_publisher() -> None:
+    # a publisher by hand, which sends old arrays, loses batches, doubles and reorders them, and keeps them for replay
+    config = addresses()
+    assert config.publish is not None
+    assert config.replay is not None
+    index = PrefixIndex(SIZE)
+    log = []
+    for number in range(40):
+        chain = chain_of(number, 1)
+        event = BlockStored(
+            [external_hash(chain.hashes[0])], None, [*chain._tokens], SIZE, None, "GPU" if number % 2 else None, None
+        )
+        log.append(encode_batch(EventBatch(time.time(), [event], 0)))
+    with zmq.Context() as context, context.socket(zmq.PUB) as out, context.socket(zmq.ROUTER) as again:
+        for socket, address in ((out, config.publish), (again, config.replay)):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(address)
+
+        def answer(end: int) -> None:
+            while again.poll(20):
+                client, _, number = again.recv_multipart()
+                for seq in range(int.from_bytes(number, "big"), end):
+                    again.send_multipart([client, b"", b"", seq.to_bytes(8, "big"), log[seq]])
+                again.send_multipart([client, b"", b"", END, b""])
+
+        def send(seq: int) -> None:
+            out.send_multipart([b"", seq.to_bytes(8, "big"), log[seq]])
+
+        def settled(blocks: int) -> bool:
+            answer(blocks)
+            return index.num_blocks == blocks
+
+        with reader(config, index) as consumer:
+            until(lambda: settled(10))  # all of it by replay
+            until(lambda: consumer.state.state == "live")
+            order = [10, 12, 11, 11, 16, 15, 5, 19]  # 13, 14, 17 and 18 are lost
+            for seq in order[:1]:
+                send(seq)
+            until(lambda: settled(11))  # it came, or was asked for
+            for seq in order[1:]:
+                send(seq)
+            until(lambda: settled(20))
+            out.send_multipart([b"", b"what is this", b""])
+            out.send_multipart([b"", (20).to_bytes(8, "big"), b"\xdd\xff\xff\xff\xff"])
+            until(lambda: consumer.state.counts.get("malformed") == 2)
+            send(39)
+            until(lambda: settled(40) or index.num_blocks == 39)  # 20 came as rubbish, or again as it should be
+            counts = consumer.state.counts
+            assert counts["gaps"] >= 2
+            assert counts["duplicates"] >= 2
+            assert "lost" not in counts
+
+
+def test_a_silent_publisher_is_asked_whether_anything_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.service.event_consumer._SILENCE", 0.1)
+    config = addresses()
+    index = PrefixIndex(SIZE)
+    with Publisher(config) as publisher, reader(config, index) as consumer:
+        until(lambda: consumer.state.state == "live")
+        out, publisher._publish = publisher._publish, Deaf()  # type: ignore[assignment]
+        publisher.tell(MODEL, [stored(chain_of(1))])  # the last batch for long, and it is dropped
+        until(lambda: found(index, chain_of(1)) == {"CPU": 4})
+        publisher.flush(DEADLINE)
+        publisher._publish = out
+
+
+class Deaf:
+    """A socket whose subscribers take nothing."""
+
+    def send_multipart(self, frames: list[bytes]) -> None:
+        pass
+
+
+def test_without_a_replay_address_a_reader_learns_from_now_on() -> None:
+    config = addresses(replay=None)
+    index = PrefixIndex(SIZE)
+    with Publisher(config) as publisher, reader(config, index) as consumer:
+        publisher.tell(MODEL, [stored(chain_of(0))])
+        numbers = iter(range(1, 10_000))
+
+        def told() -> bool:
+            publisher.tell(MODEL, [stored(chain_of(next(numbers), 1))])
+            return index.num_blocks > 3
+
+        until(told)
+        until(lambda: consumer.state.state == "live")
+
+
+def test_room_is_bounded_and_comes_back() -> None:
+    config = addresses()
+    with Publisher(config) as publisher:
+        source = Source(400)
+        feed = publisher.feed(MODEL, source)
+        gate = threading.Event()
+
+        def get_nothing_done() -> None:
+            gate.wait(DEADLINE)
+
+        publisher._submit(0, get_nothing_done)
+        while publisher.has_room:
+            assert feed.pump()
+        assert feed.pump()
+        assert 0 < source.left < 400
+        gate.set()
+        until(lambda: not feed.pump())
+        assert publisher.flush(DEADLINE)
+        assert publisher._told[MODEL].num_told == 400 * 100
+
+
+class Source:
+    """Tiers with many chains to tell."""
+
+    def __init__(self, chains: int) -> None:
+        self.left = chains
+
+    @property
+    def waiting(self) -> bool:
+        return self.left > 0
+
+    def take(self, limit: int) -> list[Stored | Removed]:
+        taken = range(self.left)[-max(1, limit // 100) :]
+        self.left -= len(taken)
+        return [stored(chain_of(number, 100)) for number in taken]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"publish": "tcp://10.0.0.1:5557"}, "[events] publish"),  # not an address of this machine
+        ({"replay": "tcp://10.0.0.1:5557", "publish": "ipc:///nowhere/at/all"}, "[events] publish"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_named(options: dict[str, str], complaint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Publisher(EventsConfig.model_validate({"allow_remote": True, **options}))
+    assert str(refused.value).startswith(complaint)
+
+
+def test_an_address_that_is_taken_is_named() -> None:
+    config = addresses()
+    with Publisher(config), pytest.raises(ConfigError, match="in use"):
+        Publisher(config)
+    with pytest.raises(ConfigError, match='events "nonsense"'):
+        EventConsumer("w", PrefixIndex(SIZE), "nonsense")

@@ -1,0 +1,389 @@
+"""Stories of the router before replicas that do as they are told: whom it asks, and what becomes of whoever asked."""
+
+import contextlib
+import json
+import logging
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import pytest
+from http_rig import kvtier, talk
+from router_rig import MODEL, RoutedReplicas, ToldReplica, replicas, routed, until
+
+from kvtier.service.router_spec import parse_replicas
+from kvtier.tiers.errors import ConfigError
+
+Pair = tuple[ToldReplica, ToldReplica]
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Pair]:
+    with replicas(2) as (one, other):
+        yield one, other
+
+
+@pytest.fixture
+def pair(started: Pair) -> Pair:
+    """Two replicas, up and well-behaved, whatever the last story did to them."""
+    for replica in started:
+        if replica.is_dead:
+            replica.start()
+        replica.behave()
+    return started
+
+
+@pytest.fixture
+def router(pair: Pair) -> Iterator[RoutedReplicas]:
+    with routed(*(replica.url for replica in pair)) as router:
+        yield router
+        until(lambda: all(each["in_flight"] == 0 and each["load"] == 0 for each in router.status()["replicas"]))
+
+
+def by_name(pair: Pair, name: str) -> tuple[ToldReplica, ToldReplica]:
+    """The replica of that name, and the other."""
+    one, other = pair
+    return (one, other) if one.name == name else (other, one)
+
+
+def stream(router: RoutedReplicas, **fields: object) -> "contextlib.AbstractContextManager[httpx2.Response]":
+    return router.client.stream("POST", "/v1/completions", json={"model": "m", "prompt": "x", "stream": True, **fields})
+
+
+def events(text: str) -> list[Any]:
+    """The stream's events, the last one as it is where it is no JSON."""
+    assert text.endswith("\n\n")
+    found = [event.removeprefix("data: ") for event in text.split("\n\n")[:-1]]
+    return [event if event == "[DONE]" else json.loads(event) for event in found]
+
+
+def test_requests_and_answers_pass_unchanged(pair: Pair, router: RoutedReplicas) -> None:
+    # the fields of any engine reach the replica, whatever the router makes of them
+    answer = router.complete("hello", top_k=7, best_of_all={"engines": ["m"]})
+    assert answer.status_code == 200
+    chosen, _ = by_name(pair, answer.headers["x-kvtier-replica"])
+    assert answer.json()["choices"][0]["text"] == "abc"
+    assert answer.headers["x-kvtier-cached"] == "{}"  # the replica's own headers, too
+    seen = chosen.seen[-1]
+    assert seen["body"] == {"model": "m", "prompt": "hello", "top_k": 7, "best_of_all": {"engines": ["m"]}}
+    assert seen["headers"]["host"] == chosen.name
+
+    # a stream is the same bytes as without a router
+    with stream(router) as answer:
+        through = answer.read()
+        assert answer.headers["content-type"] == "text/event-stream"
+    direct = chosen.client.post("/v1/completions", json={"model": "m", "prompt": "x", "stream": True})
+    assert through == direct.content
+    assert events(through.decode())[-1] == "[DONE]"
+
+    # the merged list of models is theirs, and the pages say what was done
+    assert router.client.get("/v1/models").json() == {"object": "list", "data": [MODEL]}
+    assert router.client.get("/readyz").json() == {"ready": True, "replicas_up": 2}
+    metrics = router.metrics()
+    assert sum(value for name, value in metrics.items() if name.startswith("kvtier_route_requests_total")) == 2
+    assert metrics["kvtier_route_told_prompt_tokens_total"] == 80  # as the usage of both said
+    assert metrics["kvtier_route_told_cached_tokens_total"] == 64
+    last = router.status()["decisions"][0]
+    assert {score["name"] for score in last["scores"]} == {replica.name for replica in pair}
+    assert last["reason"] == "unsure"
+
+
+def test_without_events_they_take_turns(pair: Pair, router: RoutedReplicas) -> None:
+    names = [router.complete().headers["x-kvtier-replica"] for _ in range(6)]
+    assert sorted(names) == sorted([pair[0].name, pair[1].name] * 3)
+
+
+def test_an_error_of_the_clients_is_the_replicas_answer(pair: Pair, router: RoutedReplicas) -> None:
+    for replica in pair:
+        replica.behave(status=400)
+    answer = router.complete()
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "as told")
+    assert router.status()["retries"] == {}  # nobody else was asked
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_replica_that_refuses_is_followed_by_the_next(pair: Pair, router: RoutedReplicas, status: int) -> None:
+    pair[0].behave(status=status)
+    for _ in range(4):  # whoever comes first
+        answer = router.complete()
+        assert (answer.status_code, answer.headers["x-kvtier-replica"]) == (200, pair[1].name)
+    assert router.status()["retries"] == {str(status): 2}
+    assert router.metrics()[f'kvtier_route_retries_total{{reason="{status}"}}'] == 2
+
+    # all refuse: their own words, and that of the busy one rather than that of the broken
+    pair[1].behave(status=429)
+    answer = router.complete()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "told")
+    assert router.status()["errors"] == {"429": 1}
+
+
+def test_one_that_is_killed_before_the_first_byte_costs_its_client_nothing(pair: Pair, router: RoutedReplicas) -> None:
+    pair[0].behave(die=True)
+    for _ in range(2):  # by turns: one of the two meets it
+        answer = router.complete()
+        assert (answer.status_code, answer.headers["x-kvtier-replica"]) == (200, pair[1].name)
+    until(lambda: router.state(pair[0]) == "down")
+    assert router.status()["retries"] == {"broken": 1}
+
+    # nobody is sent there any more; it comes back by itself
+    assert {router.complete().headers["x-kvtier-replica"] for _ in range(4)} == {pair[1].name}
+    assert router.status()["retries"] == {"broken": 1}
+    pair[0].start()
+    until(lambda: router.state(pair[0]) == "up")
+    assert {router.complete().headers["x-kvtier-replica"] for _ in range(4)} == {pair[0].name, pair[1].name}
+
+
+@pytest.mark.parametrize("half", ["", 'data: {"choices": [{"te'])
+def test_one_that_is_killed_in_the_middle_ends_its_stream_with_a_clean_error(
+    pair: Pair, router: RoutedReplicas, half: str
+) -> None:
+    for replica in pair:
+        replica.behave(events=1000, pause=0.01, die_after=4, half=half)
+    with stream(router) as answer:
+        text = answer.read().decode()
+        chosen, other = by_name(pair, answer.headers["x-kvtier-replica"])
+    found = events(text)  # whole events all of them, also where it died in the middle of one
+    assert [event["choices"][0]["text"] for event in found[:-1]] == ["0 ", "1 ", "2 ", "3 ", "4 "]
+    error = found[-1]["error"]
+    assert (error["type"], error["code"]) == ("server_error", "mid_stream_broken")
+    assert chosen.name in error["message"]
+    assert chosen.is_dead
+    assert not other.is_dead  # the request was not given to another, to kill that, too
+    assert router.status()["errors"] == {"mid_stream_broken": 1}
+
+
+def test_a_request_that_kills_every_replica_meets_two_of_them(pair: Pair) -> None:
+    with replicas(1) as (third,), routed(*(replica.url for replica in (*pair, third))) as router:
+        for replica in (*pair, third):
+            replica.behave(die=True)
+        answer = router.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "broken")
+        until(lambda: sum(replica.is_dead for replica in (*pair, third)) == 2)
+
+
+def test_a_client_that_leaves_ends_its_request_at_the_replica(pair: Pair, router: RoutedReplicas) -> None:
+    for replica in pair:
+        replica.behave(events=100_000, pause=0.02)
+    with stream(router) as answer:
+        chosen, _ = by_name(pair, answer.headers["x-kvtier-replica"])
+        pieces = answer.iter_raw()
+        next(pieces)
+        assert not chosen.seen[-1]["gone"]
+    until(lambda: chosen.seen[-1]["gone"])
+    until(lambda: router.status()["errors"] == {"client_gone": 1})
+
+
+def test_a_client_that_does_not_read_makes_the_replica_wait(pair: Pair, router: RoutedReplicas) -> None:
+    for replica in pair:
+        replica.behave(events=1000, size=10_000)
+    with stream(router) as answer:  # more than all buffers on its way
+        chosen, _ = by_name(pair, answer.headers["x-kvtier-replica"])
+        (before,) = (each for each in router.status()["replicas"] if each["name"] == chosen.name)
+        assert before["in_flight"] == 1
+        assert router.complete().status_code == 200  # nobody else waits for it
+        num_bytes = sum(map(len, answer.iter_bytes()))
+    assert num_bytes > 9_000_000
+
+
+def test_patience_has_an_end_at_every_step(pair: Pair) -> None:
+    spec = [replica.url for replica in pair]
+    # no first byte in time: the next one, and then there is none
+    with routed(*spec, first_byte_timeout="300ms") as router:
+        pair[0].behave(wait=30)
+        names = [router.complete().headers["x-kvtier-replica"] for _ in range(2)]
+        assert names == [pair[1].name] * 2
+        assert router.status()["retries"] == {"slow_first_byte": 1}
+    # a stream that stops
+    with routed(*spec, stall_timeout="300ms") as router:
+        for replica in pair:
+            replica.behave(events=2, pause=30)
+        with stream(router) as answer:
+            assert events(answer.read().decode())[-1]["error"]["code"] == "mid_stream_stalled"
+    # a request that goes on for ever
+    with routed(*spec, request_timeout="500ms") as router:
+        for replica in pair:
+            replica.behave(events=100_000, pause=0.05)
+        with stream(router) as answer:
+            assert events(answer.read().decode())[-1]["error"]["code"] == "deadline"
+        for replica in pair:
+            replica.behave(wait=30)
+        answer = router.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline")
+        until(lambda: all(each["in_flight"] == 0 for each in router.status()["replicas"]))
+
+
+def test_more_than_replicas_may_have_is_told_so(pair: Pair) -> None:
+    with routed(*(replica.url for replica in pair), max_requests=1) as router, ThreadPoolExecutor(2) as clients:
+        for replica in pair:
+            replica.behave(wait=2)
+        held = [clients.submit(router.complete) for _ in pair]
+        until(lambda: sum(each["in_flight"] for each in router.status()["replicas"]) == 2)
+        answer = router.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "full")
+        assert answer.headers["retry-after"] == "1"
+        assert [each.result().status_code for each in held] == [200, 200]
+
+
+def test_a_dead_one_is_dropped_before_anybody_asks_it(pair: Pair, router: RoutedReplicas) -> None:
+    pair[0].kill()
+    until(lambda: router.state(pair[0]) == "down")
+    pair[1].kill()
+    until(lambda: router.state(pair[1]) == "down")
+    assert router.client.get("/readyz").status_code == 503
+    answer = router.complete()
+    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "server_error")  # it was tried all the same
+
+
+def test_one_that_hangs_is_dropped(pair: Pair) -> None:
+    with routed(*(replica.url for replica in pair), probe_timeout="2s") as router:
+        pair[0].signal(signal.SIGSTOP)
+        until(lambda: router.state(pair[0]) == "down")
+        pair[0].signal(signal.SIGCONT)
+        until(lambda: router.state(pair[0]) == "up")
+
+
+def test_one_that_is_not_ready_gets_nothing_new(pair: Pair, router: RoutedReplicas) -> None:
+    pair[0].behave(ready=503)
+    until(lambda: router.state(pair[0]) == "draining")
+    assert {router.complete().headers["x-kvtier-replica"] for _ in range(3)} == {pair[1].name}
+    pair[0].behave()
+    until(lambda: router.state(pair[0]) == "up")
+
+
+def test_what_others_gave_it_counts(pair: Pair, router: RoutedReplicas) -> None:
+    pair[0].behave(live=5)
+    until(lambda: router.status()["replicas"][0]["load"] > 0)
+    pair[0].behave()
+    until(lambda: router.status()["replicas"][0]["load"] == 0)
+
+
+def nature(**ours: object) -> dict[str, Any]:
+    return {**MODEL, "kvtier": {**MODEL["kvtier"], **ours}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("other", "part", "whys"),
+    [
+        (nature(block_size=8), "", ["block_size 8", "4 of"]),
+        (nature(fingerprint="cd" * 32), "", ["cd" * 32, "ab" * 32]),
+        ({"id": "n", "object": "model"}, "", ['"n"', '"m"']),
+        ({"id": "m", "object": "model"}, ",block_size=16", ["block_size 16", "4 of"]),
+        (MODEL, ",block_size=16", ["block_size 4", "16"]),
+    ],
+)
+def test_one_of_another_kind_is_refused_with_both_values(
+    started: Pair, caplog: pytest.LogCaptureFixture, other: dict[str, object], part: str, whys: list[str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    if started[0].is_dead:
+        started[0].start()
+    started[0].behave()
+    with replicas(1, other) as (stranger,), routed(started[0].url, stranger.url + part) as router:
+        until(lambda: router.state(stranger) == "refused")
+        told = next(each["why"] for each in router.status()["replicas"] if each["name"] == stranger.name)
+        assert all(why in told for why in whys), told
+        assert any(stranger.name in line and told in line for line in caplog.messages)
+        assert {router.complete().headers["x-kvtier-replica"] for _ in range(3)} == {started[0].name}
+
+
+def test_an_engine_that_only_has_vllms_page_for_health(started: Pair) -> None:
+    with replicas(1, {"id": "v", "object": "model", "probe": "/health"}) as (replica,), routed(replica.url) as router:
+        assert router.complete(model="v").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("specs", "mistake"),
+    [
+        ([], "there is nobody to ask"),
+        (["127.0.0.1:8000"], "not http://HOST:PORT"),
+        (["http://user:secret@127.0.0.1:8000"], "not http://HOST:PORT"),
+        (["http://127.0.0.1:99999"], "not http://HOST:PORT"),
+        (["http://a:1,evnts=tcp://a:2"], 'unknown part "evnts"; known are events'),
+        (["http://a:1,events=http://a:2"], "events is no endpoint"),
+        (["http://a:1,replay=tcp://a:2"], "replay without events"),
+        (["http://a:1,block_size=0"], 'block_size "0" is no number of tokens'),
+        (["http://a:1", "http://a:1"], "named twice"),
+        (["http://a:1,block_size=16", "http://b:1,block_size=32"], 'block_size 32, but 16 of "http://a:1"'),
+    ],
+)
+def test_specs_that_cannot_be_are_one_line(specs: list[str], mistake: str) -> None:
+    with pytest.raises(ConfigError, match=r"^\[router\] replicas [^\n]*$") as told:
+        parse_replicas(specs)
+    assert mistake in str(told.value)
+    assert "secret" not in str(told.value)
+
+
+def test_a_spec_that_cannot_be_ends_the_command_with_status_2() -> None:
+    run = kvtier("route", "--http", "127.0.0.1:0", "--replica", "http://a:1,block_size=16", "--replica", "http://a:1")
+    assert (run.returncode, run.stderr) == (2, 'kvtier: [router] replicas "http://a:1": named twice; remove one\n')
+
+
+def test_who_has_no_token_gets_no_hint(pair: Pair) -> None:
+    spec = [replica.url for replica in pair]
+    with routed(*spec, token="a client's", replica_token="of a replica") as router:
+        chosen, _ = by_name(pair, router.complete().headers["x-kvtier-replica"])
+        assert chosen.seen[-1]["headers"]["authorization"] == "Bearer of a replica"
+        for headers in ({"authorization": "Bearer wrong"}, {"authorization": ""}):
+            for answer in (
+                router.client.post("/v1/completions", json={}, headers=headers),
+                router.client.get("/v1/models", headers=headers),
+            ):
+                assert answer.status_code == 401
+                assert answer.json()["error"]["message"] == "not allowed"
+        for page in ("/healthz", "/readyz", "/status", "/metrics"):  # for everybody, and they name no secret
+            answer = httpx2.get(f"http://{router.server.address}{page}")
+            assert answer.status_code == 200
+            assert "a client's" not in answer.text
+            assert "of a replica" not in answer.text
+    # without a token of its own or theirs, clients bring it
+    with routed(*spec) as router:
+        answer = router.client.post("/v1/completions", json={}, headers={"authorization": "Bearer mine"})
+        chosen, _ = by_name(pair, answer.headers["x-kvtier-replica"])
+        assert chosen.seen[-1]["headers"]["authorization"] == "Bearer mine"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "message"),
+    [
+        (b"{", 400, None, "no JSON"),
+        (b"[1]", 400, None, "no JSON object"),
+        (b"[" * 100_000, 400, None, "no JSON"),
+        (b'"\xff"', 400, None, "no JSON"),
+        (b'{"model": "gpt"}', 404, "model", "model 'gpt': not here; use 'm'"),
+    ],
+)
+def test_bad_requests_are_told_in_openais_shape(
+    router: RoutedReplicas, body: bytes, status: int, param: str | None, message: str
+) -> None:
+    answer = router.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (status, "invalid_request_error", param)
+    assert message in error["message"]
+
+
+def test_a_thousand_malformed_requests_leave_it_healthy(pair: Pair, router: RoutedReplicas) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    wrong = [
+        b"",
+        b"\x00\xff" * 100,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions\r\n\r\n",
+        b"BREW /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        head + b"Content-Length: x\r\n\r\n{}",
+        head + b"Content-Length: -1\r\n\r\n{}",
+        head + b"Content-Length: 99999999999999\r\n\r\n{}",
+        head + b"Content-Length: 100\r\n\r\n{}",
+        head + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        head + b"Content-Length: 2\r\n\r\n[]",
+        head + b"Content-Length: 15\r\n\r\n" + b'{"model": null,',
+        head + b"X: " + b"y" * 100_000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 2\r\n\r\n{}",
+    ]
+    with ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda i: talk(router.server.address, wrong[i % len(wrong)]), range(1008)))
+    assert all(not answer or answer.startswith(b"HTTP/1.1 4") for answer in answers)
+    assert router.complete().status_code == 200
+    assert sum(len(replica.seen) for replica in pair) >= 1
+    assert {router.state(replica) for replica in pair} == {"up"}

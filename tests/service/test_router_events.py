@@ -1,0 +1,190 @@
+"""Stories of the router that hears real publishers: it goes where the prefix is, or takes turns."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from node_rig import free_port
+from router_rig import MODEL, RoutedReplicas, ToldReplica, replicas, routed, until
+
+from kvtier.service.events import Publisher
+from kvtier.service.router_holdings import joined
+from kvtier.service.router_spec import Publishers
+from kvtier.tiers.chain import TokenChain, root_hash
+from kvtier.tiers.config import EventsConfig
+from kvtier.tiers.events import Removed, Stored
+from kvtier.tiers.tier import BlockRecord
+
+FINGERPRINT = bytes.fromhex("ab" * 32)
+SIZE = 4
+PROMPT = list(range(100, 140))  # ten blocks
+
+
+def chain_of(tokens: list[int], salt: str | None = None, fingerprint: bytes = FINGERPRINT) -> TokenChain:
+    chain = TokenChain(root_hash(fingerprint, cache_salt=salt), SIZE)
+    chain.extend(tokens)
+    return chain
+
+
+class Told:
+    """A publisher that tells what it is told to, where a replica or a daemon would."""
+
+    def __init__(self) -> None:
+        self.ports = {"publish": f"tcp://127.0.0.1:{free_port()}", "replay": f"tcp://127.0.0.1:{free_port()}"}
+        self.start()
+
+    def start(self) -> None:
+        self._publisher = Publisher(EventsConfig.model_validate(self.ports))
+
+    def store(self, chain: TokenChain, tier: str = "l1", blocks: int | None = None) -> None:
+        fingerprint = FINGERPRINT
+        records = [BlockRecord(name, chain.parent(i), chain.block_tokens(i), 0) for i, name in enumerate(chain.hashes)]
+        if chain.root != root_hash(fingerprint):
+            self._publisher.begin_at(fingerprint, chain.root)
+        self._publisher.tell(fingerprint, [Stored(tier, tuple(records[:blocks]))])
+        assert self._publisher.flush(30)
+
+    def remove(self, chain: TokenChain, tier: str = "l1") -> None:
+        self._publisher.tell(FINGERPRINT, [Removed(tier, tuple(chain.hashes), False)])
+        assert self._publisher.flush(30)
+
+    def stop(self) -> None:
+        self._publisher.close()
+
+
+def nature(events: Told | None, node: Told | None = None) -> Mapping[str, object]:
+    ours = {"block_size": SIZE, "fingerprint": FINGERPRINT.hex(), "max_model_len": 512}
+    told = {"events": events and events.ports, "node": node and node.ports}
+    return {**MODEL, "kvtier": {**ours, **told}}
+
+
+@contextmanager
+def publishers(number: int) -> Iterator[list[Told]]:
+    with ExitStack() as stack:
+        told = [Told() for _ in range(number)]
+        for each in told:
+            stack.callback(each.stop)
+        yield told
+
+
+def live(router: RoutedReplicas) -> bool:
+    feeds = [each[feed] for each in router.status()["replicas"] for feed in ("events", "node_events")]
+    return {feed["state"] for feed in feeds if feed is not None} == {"live"}
+
+
+def blocks(router: RoutedReplicas, replica: ToldReplica) -> dict[str, int]:
+    found: dict[str, int] = next(e["blocks"] for e in router.status()["replicas"] if e["name"] == replica.name)
+    return found
+
+
+def asked(router: RoutedReplicas, prompt: object = PROMPT, **fields: object) -> str:
+    return router.complete(prompt, **fields).headers["x-kvtier-replica"]
+
+
+def test_a_prompt_goes_to_who_holds_most_of_it_until_nothing_is_heard() -> None:
+    with publishers(2) as (one, other), ExitStack() as stack:
+        first, second = stack.enter_context(replicas(2, nature(one), nature(other)))
+        router = stack.enter_context(routed(first.url, second.url))
+        until(lambda: live(router))
+        # nobody holds anything: equals take turns
+        assert {asked(router) for _ in range(4)} == {first.name, second.name}
+        assert router.status()["decisions"][0]["reason"] == "equal"
+
+        # it sticks to the best
+        chain = chain_of(PROMPT)
+        one.store(chain)
+        until(lambda: blocks(router, first) == {"GPU": 10})
+        assert [asked(router) for _ in range(4)] == [first.name] * 4
+        last = router.status()["decisions"][0]
+        assert (last["reason"], last["prompt_blocks"], last["chosen"]) == ("prefix", 10, first.name)
+        assert {score["name"]: score["cached"] for score in last["scores"]} == {first.name: 10, second.name: 0}
+        metrics = router.metrics()
+        assert metrics["kvtier_route_promised_tokens_total"] == 4 * 40
+        assert metrics["kvtier_route_indexed_blocks"] == 10
+        assert not any("skipped_events" in name and value for name, value in metrics.items())
+
+        # and spreads again when both hold the same
+        other.store(chain)
+        until(lambda: blocks(router, second) == {"GPU": 10})
+        assert {asked(router) for _ in range(4)} == {first.name, second.name}
+
+        # what has gone does not count
+        one.remove(chain)
+        until(lambda: blocks(router, first) == {})
+        assert {asked(router) for _ in range(4)} == {second.name}
+
+        # a tenant's prompt is nobody else's: the same words under a salt are not there, and the other way round
+        assert {asked(router, cache_salt="alice") for _ in range(4)} == {first.name, second.name}
+        one.store(chain_of(PROMPT, salt="alice"))
+        until(lambda: blocks(router, first) == {"GPU": 10})
+        assert {asked(router, cache_salt="alice") for _ in range(4)} == {first.name}
+        assert {asked(router, cache_salt="bob") for _ in range(4)} == {first.name, second.name}
+        assert {asked(router) for _ in range(4)} == {second.name}
+
+        # no events any more: nobody is believed, they take turns, nobody is refused anything
+        other.stop()
+        one.stop()
+        until(lambda: not live(router))
+        until(lambda: {e["events"]["state"] for e in router.status()["replicas"]} == {"stale"})
+        names = [asked(router) for _ in range(6)]
+        assert sorted(names) == sorted([first.name, second.name] * 3)
+        assert router.status()["decisions"][0]["reason"] == "unsure"
+
+        # they come back, and with them what is held
+        one.start()
+        other.start()
+        one.store(chain)
+        until(lambda: live(router) and blocks(router, first) == {"GPU": 10})
+        assert [asked(router) for _ in range(4)] == [first.name] * 4
+
+
+def test_what_the_node_holds_is_had_by_its_replicas_and_what_redis_holds_by_all() -> None:
+    with publishers(4) as (one, other, node, far), ExitStack() as stack:
+        near, beside = nature(one, node), nature(other, node)
+        with replicas(3, near, beside, nature(None, far)) as (first, second, third):
+            router = stack.enter_context(routed(first.url, second.url, third.url))
+            until(lambda: live(router))
+            chain = chain_of(PROMPT)
+            node.store(chain, "l2", 6)
+            one.store(chain, "l1", 3)
+            until(lambda: blocks(router, first) == {"GPU": 3, "CPU": 6} and blocks(router, second) == {"CPU": 6})
+            assert asked(router) == first.name  # three blocks are on its device already
+            cached = {score["name"]: score["cached"] for score in router.status()["decisions"][0]["scores"]}
+            assert cached == {first.name: 6, second.name: 6, third.name: 0}
+
+            # what its node tells is in Redis, a replica of another node with Redis can load, too
+            node.store(chain, "redis", 8)
+            until(lambda: blocks(router, second) == {"CPU": 6, "EXTERNAL": 8})
+            far.store(chain_of([1, 2, 3, 4]), "redis")
+            until(lambda: blocks(router, third) == {"EXTERNAL": 1})
+            assert asked(router) == first.name
+            cached = {score["name"]: score["cached"] for score in router.status()["decisions"][0]["scores"]}
+            assert cached == {first.name: 8, second.name: 8, third.name: 8}
+
+
+@pytest.mark.parametrize(
+    ("own", "node", "shared", "prefix"),
+    [
+        ({}, {}, 0, {}),
+        ({"GPU": 3}, {}, 0, {"GPU": 3}),
+        ({}, {"CPU": 2, "STORAGE": 5}, 0, {"CPU": 2, "STORAGE": 5}),
+        ({"GPU": 3}, {"CPU": 2, "STORAGE": 5}, 0, {"GPU": 3, "STORAGE": 4}),
+        ({"GPU": 9}, {"CPU": 2, "STORAGE": 5}, 0, {"GPU": 9}),
+        ({"GPU": 1}, {"CPU": 2}, 6, {"GPU": 1, "CPU": 1, "EXTERNAL": 4}),
+        ({"GPU": 1, "EXTERNAL": 2}, {}, 6, {"GPU": 1, "EXTERNAL": 5}),
+    ],
+)
+def test_prefixes_lie_behind_each_other(
+    own: dict[str, int], node: dict[str, int], shared: int, prefix: dict[str, int]
+) -> None:
+    assert joined(own, node, shared) == prefix
+
+
+def test_publishers_are_what_both_say() -> None:
+    told = Publishers("tcp://*:5557", "tcp://0.0.0.0:5558").reached_at("engine-1")
+    assert told == Publishers("tcp://engine-1:5557", "tcp://engine-1:5558")
+    assert Publishers(node="tcp://n:1").agreed(told) == Publishers(
+        "tcp://engine-1:5557", "tcp://engine-1:5558", "tcp://n:1"
+    )
+    why = Publishers("tcp://engine-2:5557").agreed(told)
+    assert why == 'events "tcp://engine-1:5557", but its --replica says "tcp://engine-2:5557"; give what it has'

@@ -1,0 +1,158 @@
+"""Stories of routing: a prompt goes where the least work lies before its first token, and the choice says why."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.service.routing_policy import WEIGHTS, Candidate, Choice, Reason, choose, round_robin, sticky
+
+POLICIES: Final[tuple[Callable[[list[Candidate]], Choice], ...]] = (
+    lambda fleet: choose(fleet, 10),
+    lambda fleet: round_robin(fleet, 1),
+    lambda fleet: sticky(fleet, b"s"),
+)
+
+
+def replica(name: str, prefix: dict[str, int] | None = None, load: float = 0, **more: Any) -> Candidate:
+    return Candidate(name, prefix or {}, load, **more)
+
+
+def spread(replicas: list[Candidate], num_requests: int = 12) -> Counter[str | None]:
+    """Where so many requests in a row would go."""
+    return Counter(choose(replicas, 10, turn=turn).name for turn in range(num_requests))
+
+
+def test_a_conversation_stays_where_its_prefix_is_until_that_replica_has_too_much_to_do() -> None:
+    # The first turn is new to all, and goes to whom the turn it is.
+    fleet = [replica("a"), replica("b"), replica("c")]
+    assert choose(fleet, 10, turn=1).name == "b"
+    # Its blocks are at b now: the second turn, of 14 blocks, goes there too, as long as b has less than 10 more to do.
+    for load in (0, 5, 9):
+        fleet[1] = replica("b", {"GPU": 10}, load)
+        choice = choose(fleet, 14, turn=2)
+        assert (choice.name, choice.reason) == ("b", Reason.PREFIX)
+        assert [score.work for score in choice.scores] == [14, 4 + load, 14]
+        assert [score.cached for score in choice.scores] == [0, 10, 0]
+    # Past that it is quicker to compute it all at an idle one.
+    fleet[1] = replica("b", {"GPU": 10}, 11)
+    fleet[2] = replica("c", load=1)
+    choice = choose(fleet, 14, turn=2)
+    assert (choice.name, choice.reason) == ("a", Reason.LOAD)
+
+
+def test_a_block_counts_by_the_tier_it_is_in() -> None:
+    # All hold the same ten blocks, each in another tier: the nearest saves most.
+    media = ["EXTERNAL", "CPU", "GPU", "STORAGE"]
+    fleet = [replica(medium.lower(), {medium: 10}) for medium in media]
+    while fleet:
+        choice = choose(fleet, 12, turn=3)
+        assert choice.name == {4: "gpu", 3: "cpu", 2: "storage", 1: "external"}[len(fleet)]
+        fleet = [each for each in fleet if each.name != choice.name]
+    # Many blocks farther away beat few near ones; a prefix may lie in several tiers.
+    fleet = [replica("few", {"GPU": 4}), replica("many", {"GPU": 1, "STORAGE": 6})]
+    choice = choose(fleet, 12)
+    assert (choice.name, choice.reason) == ("many", Reason.PREFIX)
+    assert choice.scores[1].cached == 7
+    # The weights are data: where loading from disk costs more than it saves, the same fleet is scored otherwise.
+    assert choose(fleet, 12, weights={**WEIGHTS, "STORAGE": -0.1}).name == "few"
+    # A medium without a weight saves nothing, and is no error.
+    choice = choose([replica("tape", {"TAPE": 9}), replica("few", {"CPU": 1})], 12)
+    assert choice.name == "few"
+
+
+def test_equals_take_turns() -> None:
+    # Nothing tells them apart, at the start or with the same blocks everywhere.
+    for prefix in ({}, {"GPU": 3}):
+        fleet = [replica(name, prefix) for name in "abc"]
+        assert spread(fleet) == {"a": 4, "b": 4, "c": 4}
+        assert choose(fleet, 10).reason == Reason.EQUAL
+    # Two hold it, one does not: the two share the work.
+    fleet = [replica("a", {"GPU": 3}), replica("b"), replica("c", {"GPU": 3})]
+    assert spread(fleet) == {"a": 6, "c": 6}
+    # The same sums in another order are equal, whatever floating point says.
+    halves = {"GPU": 0.1, "CPU": 0.2, "STORAGE": 0.3}
+    fleet = [replica("a", {"GPU": 1, "CPU": 1, "STORAGE": 1}), replica("b", {"STORAGE": 1, "CPU": 1, "GPU": 1})]
+    assert {choose(fleet, 9, weights=halves, turn=turn).name for turn in range(2)} == {"a", "b"}
+    # A little less to do is enough to break the tie.
+    choice = choose([replica("a", {"GPU": 3}, load=2), replica("b", {"GPU": 3}, load=1)], 9)
+    assert (choice.name, choice.reason) == ("b", Reason.LOAD)
+
+
+def test_the_dead_and_the_full_get_nothing() -> None:
+    # b holds everything, and is full; c holds much, and is dead.
+    fleet = [replica("a"), replica("b", {"GPU": 10}, 64, limit=64), replica("c", {"GPU": 9}, is_alive=False)]
+    fleet.append(replica("d", load=3))
+    assert spread(fleet) == {"a": 12}
+    # The page shows them all the same, without an estimate.
+    choice = choose(fleet, 10)
+    assert [(score.name, score.work) for score in choice.scores] == [("a", 10), ("b", None), ("c", None), ("d", 13)]
+    assert choice.reason == Reason.LOAD
+    # One block less and b takes it again, if it's worth the wait.
+    fleet[1] = replica("b", {"GPU": 10}, 7, limit=8)
+    assert choose(fleet, 10).name == "b"
+    # One left; all full; none alive; none at all.
+    full, dead = replica("b", load=64, limit=64), replica("c", is_alive=False)
+    for policy in POLICIES:
+        assert (policy([full, replica("a"), dead]).name, policy([full, replica("a")]).reason) == ("a", Reason.ONLY)
+        assert (policy([full, dead]).name, policy([full, dead]).reason) == (None, Reason.FULL)
+        assert (policy([dead]).name, policy([dead]).reason) == (None, Reason.DEAD)
+        assert (policy([]).name, policy([]).reason) == (None, Reason.DEAD)
+
+
+def test_where_events_stop_they_take_turns() -> None:
+    # What a said it held is not to be believed any more: nor is there a reason to keep requests from it.
+    fleet = [replica("a", {"GPU": 10}, is_sure=False), replica("b")]
+    assert spread(fleet) == {"a": 6, "b": 6}
+    # b's events go on, and it holds something: the sure thing wins.
+    fleet[1] = replica("b", {"CPU": 2})
+    assert choose(fleet, 10).name == "b"
+    assert choose(fleet, 10).scores[0].cached == 0
+    # All events have stopped: round robin, load or not, over those that can take it.
+    fleet = [replica("a", {"GPU": 9}, is_sure=False), replica("b", load=5, is_sure=False), replica("c", is_alive=False)]
+    assert spread(fleet) == {"a": 6, "b": 6}
+    assert choose(fleet, 10).reason == Reason.UNSURE
+
+
+def test_round_robin_and_sticky_sessions_look_at_nothing_else() -> None:
+    fleet = [replica("a", {"GPU": 10}), replica("b", load=50), replica("c")]
+    assert [round_robin(fleet, turn).name for turn in range(5)] == ["a", "b", "c", "a", "b"]
+    assert round_robin(fleet, 0).reason == Reason.TURN
+    # A session stays, sessions spread.
+    sessions = [b"%d" % number for number in range(300)]
+    homes = {session: sticky(fleet, session).name for session in sessions}
+    assert min(Counter(homes.values()).values()) > 60
+    assert sticky(fleet, b"7").reason == Reason.SESSION
+    # Where b dies, only b's sessions move, to both of the others; they come back with it.
+    without = [replica("a"), replica("b", is_alive=False), replica("c")]
+    moved = {session: sticky(without, session).name for session in sessions}
+    assert {homes[session] for session in sessions if moved[session] != homes[session]} == {"b"}
+    assert set(moved.values()) == {"a", "c"}
+    assert {session: sticky(fleet, session).name for session in sessions} == homes
+
+
+CANDIDATES = st.builds(
+    Candidate,
+    name=st.uuids().map(str),
+    prefix=st.dictionaries(st.sampled_from(sorted(WEIGHTS)), st.integers(0, 100)),
+    load=st.integers(0, 200),
+    limit=st.integers(0, 300),
+    is_alive=st.booleans(),
+    is_sure=st.booleans(),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(CANDIDATES, max_size=6), st.integers(0, 500), st.integers(0, 10_000))
+def test_it_never_chooses_who_cannot_take_it_nor_a_worse_one(fleet: list[Candidate], size: int, turn: int) -> None:
+    choice = choose(fleet, size, turn=turn)
+    able = [score for score in choice.scores if score.work is not None]
+    assert [score.name for score in choice.scores] == [each.name for each in fleet]
+    assert [score.name for score in able] == [each.name for each in fleet if each.can_take]
+    if choice.name is None:
+        assert not able
+    elif choice.reason != Reason.UNSURE:
+        works = {score.name: score.work or 0 for score in able}
+        assert works[choice.name] <= min(works.values()) + 1e-6
