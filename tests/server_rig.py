@@ -171,5 +171,3 @@ def wait_for(condition: Callable[[], object], timeout: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not come to pass"
         time.sleep(0.01)
-
-
