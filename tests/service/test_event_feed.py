@@ -23,6 +23,7 @@ from kvtier.service.event_consumer import EventConsumer
 from kvtier.service.event_sequence import END
 from kvtier.service.events import Publisher
 from kvtier.service.prefix_index import PrefixIndex, prompt_hashes
+from kvtier.service.told_blocks import ToldBlocks
 from kvtier.tiers.chain import TokenChain, root_hash
 from kvtier.tiers.config import EventsConfig
 from kvtier.tiers.errors import ConfigError
@@ -287,9 +288,9 @@ def test_a_reader_that_does_not_read_blocks_nobody(monkeypatch: pytest.MonkeyPat
         slow.subscribe(b"")
         slow.connect(config.publish)
         publisher.tell(MODEL, [stored(chain_of(0))])
-        big = chain_of(1, 300)
-        for _ in range(800):  # more than the system's own buffers take
-            publisher.tell(MODEL, [stored(big), removed(big)])
+        big = ToldBlocks(MODEL).take_in(stored(chain_of(1, 2000)))
+        for _ in range(200):  # more than the system's own buffers take
+            publisher._submit(0, lambda: publisher._send(MODEL, big))
         assert publisher.flush(DEADLINE)
         numbers = []
         while slow.poll(200):
