@@ -140,16 +140,18 @@ class PrefixIndex:
         with self._lock:
             found: dict[str, dict[str, int]] = {}
             masks = list(takewhile(bool, map(self._masks.get, sequence_hashes, repeat(0))))
+            tally, counted = Counter[int](), 0  # of leading blocks, by mask
             alive = frozenset(slot for slot, worker in enumerate(self._slots) if worker is not None)
             for mask in dict.fromkeys(masks):  # where a mask comes first, prefixes end; few are different
                 held = self._holders(mask)
                 if not alive <= held:
-                    tally = Counter(masks[: masks.index(mask)])
+                    end = masks.index(mask, counted)
+                    tally.update(masks[counted:end])
                     found.update(self._split(slot, tally) for slot in alive - held if tally)
-                    alive &= held
+                    alive, counted = alive & held, end
                     if not alive:
                         return found
-            tally = Counter(masks)
+            tally.update(masks[counted:])
             found.update(self._split(slot, tally) for slot in alive if tally)
             return found
 
