@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 _IDLE: Final = 1.0  # seconds between two turns with nothing to do
 _STUCK: Final = 60.0  # seconds a step may take before the server is not well
 _SECONDS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_AILING: Final = 30.0  # seconds until a server whose steps failed asks to be tried again
 _PATIENCE: Final = 2  # steps in a row that fail: one is tried again, requests behind more of them are given up
 
 
@@ -124,6 +125,7 @@ class EngineLoop:
         self._seats: dict[str, _Seat] = {}
         self._ids = map(str, itertools.count())
         self._num_failures = 0  # in a row
+        self._failed_at = 0.0
         self._turned = time.monotonic()
 
     # on any thread
@@ -168,7 +170,7 @@ class EngineLoop:
     @property
     def ailment(self) -> str | None:
         """Why the server is not well; None where it is."""
-        if self._num_failures >= _PATIENCE:
+        if self._num_failures >= _PATIENCE and time.monotonic() - self._failed_at < _AILING:
             return f"the last {self._num_failures} steps failed; the log has why"
         if (seconds := time.monotonic() - self._turned) > _STUCK:
             return f"the engine has not answered for {seconds:.0f} s"
@@ -213,10 +215,12 @@ class EngineLoop:
             _log.exception("a step failed: %s", error)
             self.tally.failed_steps += 1
             self._num_failures += 1
+            self._failed_at = time.monotonic()
             if self._num_failures >= _PATIENCE:
                 self._give_up(OpenAIError(500, "an error of the engine's; its log has it", code="engine_error"))
             return
-        self._num_failures = 0
+        if any(output.token_id is not None for output in outputs):  # one with nothing to compute proves nothing
+            self._num_failures = 0
         self._pass_on(outputs)
 
     def _admit(self, flight: Flight) -> None:

@@ -5,10 +5,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from subprocess import Popen
 from typing import Any, Final
@@ -32,6 +32,7 @@ class Member:
 
     process: Process | None
     ready: Ready
+    after: list[str]
     address: str | None
     started: float  # Unix time
 
@@ -105,9 +106,9 @@ class Cluster:
             return list(threads.map(_row, record.members, record.members.values()))
 
     def down(self, tell: Tell, *, purge: bool) -> bool:
-        """End every process, last started first, and remove the state; slabs and models only with `purge`.
+        """End every process, each after those that waited for it, and remove the state.
 
-        False where nothing was there.
+        Slabs and models are kept, but with `purge`. False where nothing was there.
         """
         if not self._file.exists():
             return False
@@ -122,15 +123,19 @@ class Cluster:
                 self._file.unlink()
         return True
 
-    def stop(self, record: Record, names: list[str], tell: Tell) -> None:
-        """End these members, last one first, and forget them."""
-        for name in reversed(names):
-            member = record.members[name]
-            if member.process is not None and member.process.runs:
-                in_time = member.process.stop(_GRACE)
-                tell(f"{name} stopped" if in_time else f"{name} killed: it did not end within {_GRACE:g} s")
-            del record.members[name]
-            self.write(record)
+    def stop(self, record: Record, names: Sequence[str], tell: Tell) -> None:
+        """End these members, each after those that waited for it, and forget them."""
+        left = list(names)
+        while left:
+            wave = [name for name in left if not any(name in record.members[other].after for other in left)]
+            with ThreadPoolExecutor(len(wave)) as threads:
+                lines = threads.map(_stop, wave, [record.members[name] for name in wave])
+                for name, line in zip(wave, lines, strict=True):
+                    if line is not None:
+                        tell(line)
+                    del record.members[name]
+                    left.remove(name)
+                    self.write(record)
 
     def write(self, record: Record) -> None:
         """Replace the record at once: a reader sees the old one or the new one."""
@@ -225,7 +230,7 @@ class _Start:
                 f"{name}: {service.argv[0]}: {error.strerror}; install it, or leave its profile out"
             ) from None
         found = Process.of(process.pid) or Process(process.pid, "")  # ended already: reaped by nobody but us, below
-        self._record.members[name] = Member(found, service.ready, service.address, time.time())
+        self._record.members[name] = Member(found, service.ready, service.after, service.address, time.time())
         self._started.append(name)
         self._cluster.write(self._record)
         self._starting[name] = (service, process, time.monotonic())
@@ -235,8 +240,7 @@ class _Start:
         waited = time.monotonic() - since
         status = process.poll()
         if status == 0 and service.ready.exits:
-            member = self._record.members[name]
-            self._record.members[name] = Member(None, member.ready, member.address, member.started)
+            self._record.members[name] = replace(self._record.members[name], process=None)
             self._cluster.write(self._record)
             self._tell(f"{name} done after {waited:.1f} s")
             return True
@@ -256,9 +260,17 @@ class _Start:
         return KVTierError("\n".join([f"{name} {why}; the end of {log}:", *(f"  {line}" for line in lines)]))
 
 
+def _stop(name: str, member: Member) -> str | None:
+    """End its process, where it runs: what is to be said of that."""
+    if member.process is None or not member.process.runs:
+        return None
+    in_time = member.process.stop(_GRACE)
+    return f"{name} stopped" if in_time else f"{name} killed: it did not end within {_GRACE:g} s"
+
+
 def _member(data: Mapping[str, Any]) -> Member:
     process = None if data["process"] is None else Process(*data["process"])
-    return Member(process, Ready.model_validate(data["ready"]), data["address"], data["started"])
+    return Member(**{**data, "process": process, "ready": Ready.model_validate(data["ready"])})
 
 
 def _row(name: str, member: Member) -> Row:

@@ -76,7 +76,7 @@ def down(
     state: State = Path("kvtier-cluster"),
     purge: Annotated[bool, typer.Option("--purge", help="Remove slabs and a model that was made, too.")] = False,
 ) -> None:
-    """End all of it, the last one started first, and remove its state; what was stored is kept."""
+    """End all of it, in the order opposite to `up`, and remove its state; what was stored is kept."""
     was_there = Cluster(state).down(lambda line: print(line, file=sys.stderr), purge=purge)
     print("down" if was_there else f"no cluster in {state}: nothing to do", file=sys.stderr)
 

@@ -50,7 +50,7 @@ class File(_Entry):
         text = Path(self.source).read_text(encoding="utf-8")
         for container, process in self.replace.items():
             text = text.replace(container, process)
-        Path(self.target).parent.mkdir(exist_ok=True)
+        Path(self.target).parent.mkdir(parents=True, exist_ok=True)
         Path(self.target).write_text(text, encoding="utf-8")
 
 

@@ -108,6 +108,11 @@ class Twins:
 
     def _places(self, name: str) -> Iterator[tuple[str, str]]:
         """A directory of the process → where the container has it."""
+        for file in processes()[name].get("files", []):  # a copy stands for what it was made from
+            copied, source = Path(file["target"]), Path(file["source"])
+            while copied.name == source.name:
+                copied, source = copied.parent, source.parent
+            yield str(copied), str(source)
         for volume in services()[name].get("volumes", []):
             source, target, *_ = volume.split(":")
             if source.startswith("./deploy/"):
@@ -131,11 +136,14 @@ def compared() -> Twins:
         for container, process in zip(command, ours["argv"], strict=True):
             twins.assert_same(name, container, process)
         for variable, value in ours.get("env", {}).items():
-            twins.assert_same(name, variables(theirs)[variable], value)
+            twins.assert_same(name, theirs["environment"][variable], value)
         ready = ours["ready"]
         if "http" in ready:
-            assert theirs["healthcheck"]["test"][:2] == ["CMD", "is-well"], name
-            twins.assert_same(name, theirs["healthcheck"]["test"][2], ready["http"])
+            assert theirs["healthcheck"]["test"][:2] in (["CMD", "is-well"], ["CMD", "wget"]), name
+            twins.assert_same(name, theirs["healthcheck"]["test"][-1], ready["http"])
+        for file in ours.get("files", []):
+            for container, process in file.get("replace", {}).items():
+                twins.assert_same(name, container, process)
         for container, process in zip(
             theirs.get("healthcheck", {"test": []})["test"][1:], ready.get("command", []), strict="command" in ready
         ):
@@ -303,8 +311,22 @@ def test_containers_and_processes_have_the_same_variables(monkeypatch: pytest.Mo
 def test_containers_and_processes_have_the_same_directories() -> None:
     made = [path for ours in processes().values() for path in (*ours.get("directories", []), *ours.get("kept", []))]
     assert len(set(made)) == len(made), "two services make it"
+    copies = [file["target"] for ours in processes().values() for file in ours.get("files", [])]
+    homes = {home for home in made for target in copies if target.startswith(f"{home}/")}
+    assert all(any(target.startswith(f"{home}/") for home in homes) for target in copies)
     volumes = {"{model}" if volume == "model" else f"{{state}}/{volume}" for volume in raw()["volumes"]}
-    assert set(made) == volumes
+    assert set(made) - homes == volumes
+
+
+def test_a_copied_file_names_no_container_any_more() -> None:
+    copies = [file for ours in processes().values() for file in ours.get("files", [])]
+    assert copies
+    for file in copies:
+        text = (ROOT / file["source"].replace("{deploy}", "deploy")).read_text()
+        for container, process in file.get("replace", {}).items():
+            assert container in text
+            text = text.replace(container, process)
+        assert not re.search(rf"\b({'|'.join(services())}):\d|/etc/", re.sub(r"^#.*", "", text, flags=re.MULTILINE))
 
 
 def test_our_command_line_takes_every_command() -> None:

@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_rig import wait_for
 from node_rig import ROOT, free_port
 from service_rig import environment
 
@@ -26,13 +26,6 @@ def may_not_unshare() -> str | None:
     except OSError as error:
         return str(error)
     return None if done.returncode == 0 else f"no pid namespaces here: {done.stderr.strip()}"
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def child_of(process: "subprocess.Popen[Any]") -> int:

@@ -108,9 +108,9 @@ def test_a_stop_string_ends_the_answer_and_the_work(server: ServerThread) -> Non
 
 
 def test_a_stop_token_is_no_text(server: ServerThread) -> None:
-    ask: dict[str, Any] = {"model": MODEL, "prompt": "x" * 40, "max_tokens": 40, "temperature": 0}
+    ask: dict[str, Any] = {"model": MODEL, "prompt": LONG, "max_tokens": 40, "temperature": 0}
     text = server.client.completions.create(**ask, extra_body={"ignore_eos": True}).choices[0].text
-    at = next(at for at in range(5, len(text)) if text[at].isascii() and text[at] not in text[:at])
+    at = next(at for at, letter in enumerate(text) if letter.isascii())
     body = {"ignore_eos": True, "stop_token_ids": tokenizer().encode(text[at]).ids}
     stopped = server.client.completions.create(**ask, extra_body=body)
     assert (stopped.choices[0].finish_reason, stopped.choices[0].text) == ("stop", text[:at])
@@ -170,6 +170,7 @@ def test_whatever_tier_the_prompt_was_in_the_greedy_text_is_the_same(model: Path
     tiers: dict[str, Any] = {"l1": {"num_blocks": 40}, "file": {"path": str(disk_dir), "size": "16MiB"}}
     for where in ("L2", "file"):  # the second server finds the first's slab
         with serving(model, exact=True, **tiers) as server:
+            done = []
             for _ in range(2 if where == "L2" else 1):
                 done = [server.client.completions.create(prompt=prompt, **ask) for prompt in prompts]
                 server.settle()
@@ -207,9 +208,9 @@ def test_the_command_from_a_model_of_ours_to_the_end(tmp_path: Path) -> None:
 def test_bad_command_lines_are_one_line_and_status_2(model: Path) -> None:
     for arguments, options, line in (
         (
-            ["--model", str(tmp_path)],
+            ["--model", "nowhere"],
             {},
-            f'--model "{tmp_path}": no config.json there; name a local checkpoint directory',
+            '--model "nowhere": no config.json there; name a local checkpoint directory',
         ),
         (
             ["--model", str(model), "--http", "0.0.0.0:0"],

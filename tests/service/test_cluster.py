@@ -2,86 +2,35 @@
 
 import json
 import os
-import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from cluster_rig import Running, wait_for
 from http_rig import kvtier
+from node_rig import ROOT
 from redis_rig import NO_REDIS
 from service_rig import environment
 
 from kvtier import cli
 from kvtier.service import cluster
 from kvtier.service.cli_options import Exit
-from kvtier.service.cluster_file import NUM_PORTS, Places, Topology
+from kvtier.service.cluster_file import Places, Topology
 from kvtier.service.cluster_process import Process, is_free
 from kvtier.tiers.errors import ConfigError
 
+pytestmark = pytest.mark.timeout(300)  # every command is a process that imports everything anew
+
 SLEEPER = ["sh", "-c", "echo I am here; exec sleep 600"]
-
-
-class Running:
-    """`kvtier cluster` with a state directory and ports of its own; what is left of it at the end is an error."""
-
-    def __init__(self, state: Path, *options: str) -> None:
-        self.state = state
-        self.port = free_range()
-        self._options = options
-        self._pids: set[int] = set()
-
-    def up(self, *options: str) -> "subprocess.CompletedProcess[str]":
-        chosen = ("--state", str(self.state), "--port", str(self.port), *self._options, *options)
-        done = kvtier("cluster", "up", *chosen)
-        self._pids |= set(self.pids().values())
-        return done
-
-    def status(self) -> list[dict[str, Any]]:
-        done = kvtier("cluster", "status", "--state", str(self.state), "--json")
-        assert done.returncode in (Exit.OK, Exit.DEGRADED), done.stderr
-        rows: list[dict[str, Any]] = json.loads(done.stdout)
-        assert all(row["healthy"] for row in rows) == (done.returncode == Exit.OK)
-        return rows
-
-    def states(self) -> dict[str, str]:
-        return {row["name"]: row["state"] for row in self.status()}
-
-    def pids(self) -> dict[str, int]:
-        record = self.state / "cluster.json"
-        members = json.loads(record.read_text())["members"] if record.exists() else {}
-        return {name: member["process"][0] for name, member in members.items() if member["process"]}
-
-    def down(self, *options: str) -> "subprocess.CompletedProcess[str]":
-        return kvtier("cluster", "down", "--state", str(self.state), *options)
-
-    def close(self) -> None:
-        self._pids |= set(self.pids().values())
-        assert self.down("--purge").returncode == Exit.OK
-        assert not [pid for pid in self._pids if Process.of(pid)], "down has left processes"
-        assert not self.state.exists()
-
-
-def free_range() -> int:
-    """The first of a hundred ports that nobody has, below those the kernel hands out."""
-    while True:
-        first = random.randrange(10_000, 32_000, NUM_PORTS)
-        if all(map(is_free, range(first, first + NUM_PORTS))):
-            return first
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -120,15 +69,16 @@ def test_valkey_and_two_daemons(home: Path) -> None:
     assert up.returncode == Exit.OK, up.stderr
     lines = up.stderr.splitlines()
     assert [line.split()[0] for line in lines[3:4]] == ["valkey-join"]  # after the three, before the daemons
-    rows = running.status()
+    status, rows = running.told()
+    assert status == Exit.OK
     assert {row["name"]: row["state"] for row in rows} == {
         **dict.fromkeys(("valkey-1", "valkey-2", "valkey-3"), "running"),
         "valkey-join": "done",
         **dict.fromkeys(("node-a", "node-b"), "running"),
     }
     assert all(row["healthy"] for row in rows)
-    addresses = {row["name"]: row["address"] for row in rows}
-    assert addresses["node-b"] == f"http://127.0.0.1:{running.port + 12}"
+    assert rows[-1]["address"] in {f"http://127.0.0.1:{running.port + offset}" for offset in (11, 12)}
+    assert rows[-1]["pid"] in running.pids().values()
     # a second time it is up already, and the same processes go on
     before = running.pids()
     again = running.up()
@@ -146,10 +96,11 @@ def test_valkey_and_two_daemons(home: Path) -> None:
     assert running.up().returncode == Exit.OK
     after = running.pids()
     assert {name for name in before if before[name] != after[name]} == {"node-a", "valkey-2"}
-    assert all(row["healthy"] for row in running.status())
+    assert not running.unwell
     # one that hangs is not dead, and not healthy
     os.kill(after["node-b"], signal.SIGSTOP)
-    assert [row["name"] for row in running.status() if not row["healthy"]] == ["node-b"]
+    assert running.told()[0] == Exit.DEGRADED
+    assert running.unwell == ["node-b"]
     os.kill(after["node-b"], signal.SIGCONT)
     # another cluster in its place: one line
     other = Running(home / "other", "--profile", "core")
@@ -170,7 +121,48 @@ def test_valkey_and_two_daemons(home: Path) -> None:
     running.close()
 
 
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed (Debian has it)")
+def test_prometheus_asks_where_the_processes_are(home: Path) -> None:
+    composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    file = home / "compose.yml"
+    file.write_text(yaml.safe_dump({"services": {"prometheus": composed["services"]["prometheus"]}}))
+    (home / "deploy").symlink_to(ROOT / "deploy")
+    running = Running(home / "state", "--file", str(file), "--profile", "observability")
+    up = running.up()
+    assert up.returncode == Exit.OK, up.stderr
+    jobs = {11: "node", 12: "node", 1: "engine", 2: "engine", 0: "router"}
+    expected = {(job, f"127.0.0.1:{running.port + offset}") for offset, job in jobs.items()}
+
+    def targets() -> set[tuple[str, str]]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{running.port + 90}/api/v1/targets", timeout=30) as answer:
+            found = json.load(answer)["data"]["activeTargets"]
+        return {(each["labels"]["job"], each["labels"]["instance"]) for each in found}
+
+    wait_for(lambda: targets() == expected)
+    running.close()
+
+
 # services of other kinds
+
+
+def test_what_only_watches_may_be_missing(home: Path, file_of: Callable[[dict[str, Any]], str]) -> None:
+    watcher = {"argv": ["no-such-program"], "ready": {"exits": True}, "profiles": ["observability"]}
+    file = file_of(
+        {
+            "it": page(),
+            "watcher": {"x-kvtier": watcher},
+            "screen": page(port=1, after=("watcher",), profiles=["observability"]),
+        }
+    )
+    running = Running(home / "state", "--file", file)
+    up = running.up()
+    assert up.returncode == Exit.OK, up.stderr
+    assert up.stderr.splitlines()[0] == "without watcher: no-such-program is not installed"
+    assert running.states() == {"it": "running"}
+    running.close()
+    asked = Running(home / "state", "--file", file, "--profile", "cluster", "--profile", "observability").up()
+    assert asked.returncode == Exit.FAILED
+    assert asked.stderr.startswith("kvtier: watcher: no-such-program is not installed; install it, or")
 
 
 def test_the_order_is_that_of_need(home: Path, file_of: Callable[[dict[str, Any]], str]) -> None:
