@@ -9,8 +9,14 @@ from typing import Any
 import openai
 import pytest
 from http_rig import kvtier
+from node_rig import free_port
 from prometheus_client.parser import text_string_to_metric_families
-from server_rig import BLOCK, MODEL, ServerProcess, ServerThread, client, save_checkpoint, serving, tokenizer
+from server_rig import BLOCK, MODEL, ServerProcess, ServerThread, client, save_checkpoint, serving, tokenizer, wait_for
+
+from kvtier.connector.events import namespace_of, topic_of
+from kvtier.service.event_consumer import EventConsumer
+from kvtier.service.prefix_index import PrefixIndex, prompt_hashes
+from kvtier.tiers.chain import root_hash
 
 LONG = "The quick brown fox jumps over the lazy dog, again and again. " * 3
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -225,3 +231,34 @@ def test_bad_command_lines_are_one_line_and_status_2(model: Path) -> None:
     ):
         ended = kvtier("engine", *arguments, **options)
         assert (ended.returncode, ended.stderr) == (2, f"kvtier: {line}\n")
+
+
+def test_events_tell_what_the_engine_holds(model: Path, disk_dir: Path) -> None:
+    """L1, and the tiers below where they are its own; a tenant's blocks are not anybody's."""
+    index = PrefixIndex(BLOCK)
+    events = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("publish", "replay")}
+    tiers: dict[str, Any] = {"file": {"path": str(disk_dir), "size": "16MiB"}, "l1": {"num_blocks": 40}}
+    ids, room = tokenizer().encode(LONG).ids, len(LONG) // BLOCK
+    with serving(model, events=events, **tiers) as server:
+        (listed,) = server.client.models.list().data
+        assert listed.model_dump()["kvtier"]["events"] == events
+        fingerprint = server.engine.identity.fingerprint()
+        consumer = EventConsumer("engine", index, events["publish"], events["replay"], topic=topic_of(fingerprint))
+
+        def known(salt: str | None = None) -> dict[str, int]:
+            namespace = None if salt is None else namespace_of(root_hash(fingerprint, cache_salt=salt))
+            return index.matches(prompt_hashes(ids, BLOCK, namespace=namespace)).get("engine", {})
+
+        ask: dict[str, Any] = {"model": MODEL, "max_tokens": 1}
+        server.client.completions.create(prompt=ids, **ask)
+        wait_for(lambda: known() == {"GPU": room})
+        assert known("alice") == {}
+        server.client.completions.create(prompt=ids, extra_body={"cache_salt": "alice"}, **ask)
+        wait_for(lambda: known("alice") == {"GPU": room})
+        # Others push it out of L1; below, it stays.
+        for number in range(6):
+            server.client.completions.create(prompt=f"{number}: {LONG}", **ask)
+        wait_for(lambda: known() == {"CPU": room})
+    wait_for(lambda: known() == {})  # an engine that ends holds nothing
+    assert not index.counts
+    consumer.close()
