@@ -1,10 +1,10 @@
 """Load on `kvtier engine`, as clients see it: requests a second, time to first token, time between tokens.
 
 The model of `kvtier model` (50 M random weights) in an engine of one compute thread; prompts are one of several long
-prefixes, drawn at random, and a tail nobody had before. L1 has room for what runs at once and no more, as if many users shared it:
-with "cache off" all is computed, else what L1 lost comes from host memory (L2), or from the slab through a small L2
-(L3). "cluster" is two such engines, each with a daemon of its own, behind a router that hears their events: twice the
-compute of the other arms, so its ratios say what the whole is, not what routing adds.
+prefixes, drawn at random, and a tail nobody had before. L1 has room for what runs at once and no more, as if many users
+shared it: with "cache off" all is computed, else what L1 lost comes from host memory (L2), or from the slab through a
+small L2 (L3). "cluster" is two such engines, each with a daemon of its own, behind a router that hears their events:
+twice the compute of the other arms, so its ratios say what the whole is, not what routing adds.
 
 Each arm is started once and idle while another is asked; in each round all arms answer the same prompts, in a random
 order, by clients that ask again as soon as they are answered. "of a round" are ratios to "cache off" of the same round,

@@ -53,8 +53,8 @@ class Pages:
     def __init__(self, daemon: Daemon, listening: HttpSocket) -> None:
         """Takes the socket over."""
         self.pins = Pins(daemon)
-        self._stopping = Event()
-        self._server = HttpServer(make_app(daemon, self.pins, self._stopping), listening)
+        stopping = Event()
+        self._server = HttpServer(make_app(daemon, self.pins, stopping), listening, stopping=stopping)
         self.address = self._server.address
 
     def start(self) -> None:
@@ -63,7 +63,6 @@ class Pages:
 
     def stop(self) -> None:
         """End requests under way, let every pin go, close the socket: within seconds. Idempotent."""
-        self._stopping.set()
         self._server.stop()
         self.pins.clear()
 

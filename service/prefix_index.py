@@ -105,8 +105,8 @@ class PrefixIndex:
         """Take in what a worker said; the order in which it said it is the caller's to keep."""
         with self._lock:
             known = self._worker(worker)
-            if isinstance(event, AllBlocksCleared):
-                self._clear(known)
+            if isinstance(event, AllBlocksCleared):  # vLLM, whose events name KV groups, means its own on the GPU
+                self._clear(known, MEDIA if known.group is None else MEDIA[:1])
                 return
             medium = _AS.get(event.medium, event.medium)
             if medium not in MEDIA:
@@ -123,7 +123,7 @@ class PrefixIndex:
         with self._lock:
             known = self._workers.pop(worker, None)
             if known is not None:
-                self._clear(known)
+                self._clear(known, MEDIA)
                 self._slots[known.slot] = None
 
     def matches(self, sequence_hashes: Sequence[int]) -> dict[str, dict[str, int]]:
@@ -274,13 +274,11 @@ class PrefixIndex:
             self._shared.clear()
         self._masks[sequence] = self._shared.setdefault(mask, mask)
 
-    def _clear(self, worker: _Worker) -> None:
-        for tier, names in enumerate(worker.names):
-            bit = _bit(worker, tier)
+    def _clear(self, worker: _Worker, media: Sequence[str]) -> None:
+        for tier in map(MEDIA.index, media):
+            names, worker.names[tier] = worker.names[tier], {}
             for sequence in names.values():
-                self._release(bit, sequence)
-            worker.names[tier] = {}
-        worker.group = None
+                self._release(_bit(worker, tier), sequence)
 
     def _holders(self, mask: int) -> frozenset[int]:
         return frozenset(slot for slot in range(len(self._slots)) if mask >> slot * _WIDTH & _NIBBLE)

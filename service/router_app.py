@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import Final
+from threading import Event
+from typing import Any, Final
 
 from pydantic import SecretStr
 from starlette.applications import Starlette
@@ -13,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvtier.service.dashboard import dashboard_routes
 from kvtier.service.guard import Guard, read_body
 from kvtier.service.http_server import HttpServer, HttpSocket
 from kvtier.service.openai_errors import OpenAIError, refusal
@@ -28,14 +30,18 @@ _EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 def serve(config: RouterConfig) -> HttpServer:
     """A router's server, not started yet. Raises ConfigError."""
-    router = Router(config)
-    app = make_app(router, config.token)
+    router, stopping = Router(config), Event()
+    app = make_app(router, config.token, stopping)
     crowded = OpenAIError(503, "too many connections; come again later", code="crowded").response
-    return HttpServer(app, HttpSocket(config.http, "router"), max_connections=_MAX_CONNECTIONS, crowded=crowded)
+    listening = HttpSocket(config.http, "router")
+    return HttpServer(app, listening, max_connections=_MAX_CONNECTIONS, crowded=crowded, stopping=stopping)
 
 
-def make_app(router: Router, token: SecretStr | None) -> Starlette:
-    """The application; the router starts and stops with it. Pages are everybody's, `/v1/` for those with the token."""
+def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starlette:
+    """The application; the router starts and stops with it. Pages are everybody's, `/v1/` for those with the token.
+
+    `stopping` ends streams of the live page.
+    """
     guard = Guard(token)
 
     def page(path: str, answer: Callable[[], Response]) -> Route:
@@ -47,6 +53,9 @@ def make_app(router: Router, token: SecretStr | None) -> Starlette:
     async def models(request: Request) -> Response:
         guard.admit(request)
         return JSONResponse({"object": "list", "data": router.fleet.models()})
+
+    async def status() -> dict[str, Any]:
+        return router.status()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -64,6 +73,7 @@ def make_app(router: Router, token: SecretStr | None) -> Starlette:
         page("/healthz", lambda: JSONResponse({"status": "ok"})),
         page("/readyz", lambda: _readiness(router)),
         page("/status", lambda: JSONResponse(router.status())),
+        *dashboard_routes(status, stopping),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: refusal})
 

@@ -196,6 +196,8 @@ class Replica:
 
     async def _join(self) -> None:
         status, body = await self._page("/v1/models")
+        if status in (401, 403):
+            raise ReplicaFailed(Failure.GARBLED, f"/v1/models answers {status}; set [router] replica_token to its key")
         if status != 200:
             raise ReplicaFailed(Failure.GARBLED, f"/v1/models answers {status}")
         try:

@@ -78,7 +78,7 @@ class Browser:
 
     def run(self, script: str, *arguments: object) -> Any:
         """The value of a script's `return`."""
-        return self.driver.execute_script(script, *arguments)  # type: ignore[no-untyped-call]
+        return self.driver.execute_script(script, *arguments)
 
     def wait_for(self, *parts: str, card: str | None = None) -> None:
         """Until every part can be read on the page, or in a card."""
@@ -93,7 +93,8 @@ class Browser:
 
     def complaints(self) -> list[str]:
         """What its console has said since this was asked last."""
-        return [f"{entry['level']}: {entry['message']}" for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]
+        said = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
+        return [f"{entry['level']}: {entry['message']}" for entry in said]
 
     def contrasts(self) -> list[tuple[float, str]]:
         """The contrast of every text with its ground, the least first."""
@@ -118,8 +119,8 @@ def browser() -> Iterator[Browser]:
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
     for option in _OPTIONS:
-        options.add_argument(option)  # type: ignore[no-untyped-call]
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})  # type: ignore[no-untyped-call]
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     try:
         made = Browser(driver)

@@ -4,7 +4,7 @@ import { about, bar, breakdown, bytes, card, count, duration, h, line, memory, n
 
 const TIERS = ["l1", "l2", "file", "redis", "miss"];
 const NAMES = { __proto__: null, l1: "L1 device", l2: "host memory", file: "file", redis: "Redis", miss: "nowhere" };
-const SLOTS = { __proto__: null, ready: "ready", leased: "leased", dirty: "dirty", filling: "filling", quarantined: "bad", free: "rest", unused: "rest" };
+const SLOTS = { __proto__: null, ready: "ready", leased: "leased", dirty: "dirty", filling: "filling", quarantined: "bad", free: "rest", unused: "rest", holes: "filling" };
 const BREAKERS = { __proto__: null, closed: ["● closed", "good"], "half-open": ["◐ half-open", "warn"], open: ["▲ open", "bad"] };
 const RECENT = 60; // seconds the share of hits is of
 const MAX_CLIENTS = 64;

@@ -4,14 +4,14 @@ import { about, bar, breakdown, card, count, duration, h, line, none, percent, r
 
 const MEDIA = { __proto__: null, GPU: ["L1 device", "l1"], CPU: ["L2 host memory", "l2"], STORAGE: ["file", "file"], EXTERNAL: ["Redis", "redis"] };
 const STATES = { __proto__: null, up: ["● up", "good"], joining: ["◐ joining", "warn"], draining: ["◐ draining", "warn"], down: ["✕ down", "bad"], refused: ["✕ refused", "bad"] };
-const EVENTS = { __proto__: null, fresh: ["● fresh", "good"], none: ["○ none", "quiet"] };
+const FEEDS = { __proto__: null, live: ["● live", "good"], replaying: ["◐ replaying", "warn"], stale: ["▲ stale", "bad"] };
 const REASONS = {
   __proto__: null,
   prefix: "holds more of the prompt than any other",
   load: "has less to do",
   equal: "nothing speaks for one: they take turns",
   only: "no other can take a request",
-  unsure: "of none is it known what it holds: they take turns",
+  unsure: "what they hold is not known: they take turns",
   turn: "round robin",
   session: "where its session belongs",
   full: "all have the work they may have",
@@ -82,7 +82,7 @@ function replicasOf({ replicas }) {
       about(replica.load),
       count(replica.requests),
       failuresOf(replica.errors),
-      replica.events ? [badge(EVENTS, replica.events.state), h("small", {}, eventsOf(replica.events))] : "none",
+      feedsOf(replica),
       [bar(media(replica.blocks), known), h("small", {}, legend(replica.blocks))],
       about(sum(replica.blocks)),
     ]),
@@ -99,9 +99,16 @@ function badge(known, state) {
   return h("span", { class: `badge ${kind}` }, text);
 }
 
-function eventsOf({ seq, gaps, age_s: age }) {
-  const parts = [typeof seq === "number" && seq >= 0 && `no. ${count(seq)}`, typeof age === "number" && `${duration(age)} ago`, gaps > 0 && `${count(gaps)} gaps`];
-  return ` ${parts.filter(Boolean).join(" · ")}`;
+// Of whom it is known what they hold: the engine itself, and the daemon of its node.
+function feedsOf({ events, node_events: node }) {
+  const feeds = [["engine", events], ["node", node]].filter(([, feed]) => feed);
+  if (!feeds.length) return "none";
+  return feeds.map(([whose, feed]) => h("p", { class: "feed" }, badge(FEEDS, feed.state), h("small", {}, ` ${whose}${feedOf(feed)}`)));
+}
+
+function feedOf({ seq, gaps, age_s: age }) {
+  const parts = [typeof seq === "number" && `no. ${count(seq)}`, typeof age === "number" && `${duration(age)} ago`, gaps > 0 && `${count(gaps)} gaps`];
+  return parts.filter(Boolean).map((part) => ` · ${part}`).join("");
 }
 
 const media = (blocks) =>

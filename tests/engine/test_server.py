@@ -9,8 +9,14 @@ from typing import Any
 import openai
 import pytest
 from http_rig import kvtier
+from node_rig import free_port
 from prometheus_client.parser import text_string_to_metric_families
-from server_rig import BLOCK, MODEL, ServerProcess, ServerThread, client, save_checkpoint, serving, tokenizer
+from server_rig import BLOCK, MODEL, ServerProcess, ServerThread, client, save_checkpoint, serving, tokenizer, wait_for
+
+from kvtier.connector.events import namespace_of, topic_of
+from kvtier.service.event_consumer import EventConsumer
+from kvtier.service.prefix_index import PrefixIndex, prompt_hashes
+from kvtier.tiers.chain import root_hash
 
 LONG = "The quick brown fox jumps over the lazy dog, again and again. " * 3
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -108,9 +114,9 @@ def test_a_stop_string_ends_the_answer_and_the_work(server: ServerThread) -> Non
 
 
 def test_a_stop_token_is_no_text(server: ServerThread) -> None:
-    ask: dict[str, Any] = {"model": MODEL, "prompt": "x" * 40, "max_tokens": 40, "temperature": 0}
+    ask: dict[str, Any] = {"model": MODEL, "prompt": LONG, "max_tokens": 40, "temperature": 0}
     text = server.client.completions.create(**ask, extra_body={"ignore_eos": True}).choices[0].text
-    at = next(at for at in range(5, len(text)) if text[at].isascii() and text[at] not in text[:at])
+    at = next(at for at, letter in enumerate(text) if letter.isascii())
     body = {"ignore_eos": True, "stop_token_ids": tokenizer().encode(text[at]).ids}
     stopped = server.client.completions.create(**ask, extra_body=body)
     assert (stopped.choices[0].finish_reason, stopped.choices[0].text) == ("stop", text[:at])
@@ -170,6 +176,7 @@ def test_whatever_tier_the_prompt_was_in_the_greedy_text_is_the_same(model: Path
     tiers: dict[str, Any] = {"l1": {"num_blocks": 40}, "file": {"path": str(disk_dir), "size": "16MiB"}}
     for where in ("L2", "file"):  # the second server finds the first's slab
         with serving(model, exact=True, **tiers) as server:
+            done = []
             for _ in range(2 if where == "L2" else 1):
                 done = [server.client.completions.create(prompt=prompt, **ask) for prompt in prompts]
                 server.settle()
@@ -207,9 +214,9 @@ def test_the_command_from_a_model_of_ours_to_the_end(tmp_path: Path) -> None:
 def test_bad_command_lines_are_one_line_and_status_2(model: Path) -> None:
     for arguments, options, line in (
         (
-            ["--model", str(tmp_path)],
+            ["--model", "nowhere"],
             {},
-            f'--model "{tmp_path}": no config.json there; name a local checkpoint directory',
+            '--model "nowhere": no config.json there; name a local checkpoint directory',
         ),
         (
             ["--model", str(model), "--http", "0.0.0.0:0"],
@@ -224,3 +231,34 @@ def test_bad_command_lines_are_one_line_and_status_2(model: Path) -> None:
     ):
         ended = kvtier("engine", *arguments, **options)
         assert (ended.returncode, ended.stderr) == (2, f"kvtier: {line}\n")
+
+
+def test_events_tell_what_the_engine_holds(model: Path, disk_dir: Path) -> None:
+    """L1, and the tiers below where they are its own; a tenant's blocks are not anybody's."""
+    index = PrefixIndex(BLOCK)
+    events = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("publish", "replay")}
+    tiers: dict[str, Any] = {"file": {"path": str(disk_dir), "size": "16MiB"}, "l1": {"num_blocks": 40}}
+    ids, room = tokenizer().encode(LONG).ids, len(LONG) // BLOCK
+    with serving(model, events=events, **tiers) as server:
+        (listed,) = server.client.models.list().data
+        assert listed.model_dump()["kvtier"]["events"] == events
+        fingerprint = server.engine.identity.fingerprint()
+        consumer = EventConsumer("engine", index, events["publish"], events["replay"], topic=topic_of(fingerprint))
+
+        def known(salt: str | None = None) -> dict[str, int]:
+            namespace = None if salt is None else namespace_of(root_hash(fingerprint, cache_salt=salt))
+            return index.matches(prompt_hashes(ids, BLOCK, namespace=namespace)).get("engine", {})
+
+        ask: dict[str, Any] = {"model": MODEL, "max_tokens": 1}
+        server.client.completions.create(prompt=ids, **ask)
+        wait_for(lambda: known() == {"GPU": room})
+        assert known("alice") == {}
+        server.client.completions.create(prompt=ids, extra_body={"cache_salt": "alice"}, **ask)
+        wait_for(lambda: known("alice") == {"GPU": room})
+        # Others push it out of L1; below, it stays.
+        for number in range(6):
+            server.client.completions.create(prompt=f"{number}: {LONG}", **ask)
+        wait_for(lambda: known() == {"CPU": room})
+    wait_for(lambda: known() == {})  # an engine that ends holds nothing
+    assert not index.counts
+    consumer.close()

@@ -148,6 +148,10 @@ def test_of_several_groups_the_one_that_keeps_prefixes_counts() -> None:
     assert index.matches(prompt_hashes(TOKENS, SIZE)) == {"w": {"GPU": 2}}
     index.apply("w", BlockRemoved([1], "GPU", 1))
     assert index.matches(prompt_hashes(TOKENS, SIZE)) == {}
+    # an engine that speaks of groups means those alone when it clears them; what a connector keeps stays
+    index.apply("w", stored([1, 2], TOKENS[:8], medium="CPU"))
+    index.apply("w", AllBlocksCleared())
+    assert index.holdings("w") == {"CPU": 2}
     assert not index.counts
 
 
