@@ -11,11 +11,7 @@ from rich.table import Table
 
 from kvtier import __version__
 from kvtier.engine import server_cli
-<<<<<<< HEAD
-from kvtier.service import admin_cli, checks_cli, route_cli, serve_cli
-=======
 from kvtier.service import admin_cli, checks_cli, cluster_cli, route_cli, serve_cli
->>>>>>> compose
 from kvtier.service.cli_options import ConfigOption, Exit, JsonOption, needing
 from kvtier.tiers.config import Config, options
 from kvtier.tiers.errors import ConfigError, KVTierError
