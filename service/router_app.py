@@ -37,9 +37,13 @@ def serve(config: RouterConfig) -> HttpServer:
     router, stopping = Router(config), Event()
     app = make_app(router, config.token, stopping)
     crowded = OpenAIError(503, "too many connections; come again later", code="crowded").response
-    listening = HttpSocket(config.http, "router")
     return HttpServer(
-        app, listening, max_connections=_MAX_CONNECTIONS, crowded=crowded, grace=_GRACE, stopping=stopping
+        app,
+        HttpSocket(config.http, "router"),
+        max_connections=_MAX_CONNECTIONS,
+        crowded=crowded,
+        grace=_GRACE,
+        stopping=stopping,
     )
 
 
@@ -60,15 +64,15 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
         guard.admit(request)
         return JSONResponse({"object": "list", "data": router.fleet.models()})
 
+    async def status() -> dict[str, Any]:
+        return router.status()
+
     async def model(request: Request) -> Response:
         guard.admit(request)
         asked, served = request.path_params["name"], {entry["id"]: entry for entry in router.fleet.models()}
         if asked not in served:
             raise unknown_model(asked, ", ".join(served))
         return JSONResponse(served[asked])
-
-    async def status() -> dict[str, Any]:
-        return router.status()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
