@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Final
+from threading import Event
+from typing import Any, Final
 
 from pydantic import SecretStr
 from starlette.applications import Starlette
@@ -14,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvtier.service.dashboard import dashboard_routes
 from kvtier.service.guard import Guard, read_body
 from kvtier.service.http_server import HttpServer, HttpSocket
 from kvtier.service.openai_errors import OpenAIError, refusal, unknown_model
@@ -32,16 +34,24 @@ _EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 def serve(config: RouterConfig) -> HttpServer:
     """A router's server, not started yet. Raises ConfigError."""
-    router = Router(config)
-    app = make_app(router, config.token)
+    router, stopping = Router(config), Event()
+    app = make_app(router, config.token, stopping)
     crowded = OpenAIError(503, "too many connections; come again later", code="crowded").response
     return HttpServer(
-        app, HttpSocket(config.http, "router"), max_connections=_MAX_CONNECTIONS, crowded=crowded, grace=_GRACE
+        app,
+        HttpSocket(config.http, "router"),
+        max_connections=_MAX_CONNECTIONS,
+        crowded=crowded,
+        grace=_GRACE,
+        stopping=stopping,
     )
 
 
-def make_app(router: Router, token: SecretStr | None) -> Starlette:
-    """The application; the router starts and stops with it. Pages are everybody's, `/v1/` for those with the token."""
+def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starlette:
+    """The application; the router starts and stops with it. Pages are everybody's, `/v1/` for those with the token.
+
+    `stopping` ends streams of the live page.
+    """
     guard = Guard(token)
 
     def page(path: str, answer: Callable[[], Response]) -> Route:
@@ -53,6 +63,9 @@ def make_app(router: Router, token: SecretStr | None) -> Starlette:
     async def models(request: Request) -> Response:
         guard.admit(request)
         return JSONResponse({"object": "list", "data": router.fleet.models()})
+
+    async def status() -> dict[str, Any]:
+        return router.status()
 
     async def model(request: Request) -> Response:
         guard.admit(request)
@@ -78,6 +91,7 @@ def make_app(router: Router, token: SecretStr | None) -> Starlette:
         page("/healthz", lambda: JSONResponse({"status": "ok"})),
         page("/readyz", lambda: _readiness(router)),
         page("/status", lambda: JSONResponse(router.status())),
+        *dashboard_routes(status, stopping),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=_HANDLERS)
 

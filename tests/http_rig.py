@@ -3,14 +3,20 @@
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 from service_rig import FINGERPRINT, DaemonThread, environment
+from starlette.applications import Starlette
 
+from kvtier.service.dashboard import dashboard_routes
 from kvtier.service.http_app import Pages
-from kvtier.service.http_server import HttpSocket
+from kvtier.service.http_server import HttpServer, HttpSocket
 
 MODEL = FINGERPRINT.hex()[:16]
 
@@ -34,6 +40,39 @@ class ServedDaemon(DaemonThread):
         super().close()
 
 
+class ServedStatus:
+    """The live page of a status that the test makes up; `num_asked` counts how often it was asked for."""
+
+    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+        async def ask() -> dict[str, Any]:
+            self.num_asked += 1
+            return status()
+
+        self.num_asked = 0
+        self._stopping = threading.Event()
+        routes = dashboard_routes(ask, self._stopping)
+        self._server = HttpServer(Starlette(routes=routes), HttpSocket("127.0.0.1:0"))
+        self.url = f"http://{self._server.address}/"
+
+    def __enter__(self) -> "ServedStatus":
+        self._server.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopping.set()
+        self._server.stop()
+
+    def watch(self) -> AbstractContextManager[httpx2.Response]:
+        """A stream of it."""
+        return httpx2.stream("GET", f"{self.url}stream", timeout=30)
+
+    def is_asked(self) -> bool:
+        """Whether somebody looks: it is asked for again within some periods."""
+        before = self.num_asked
+        time.sleep(1.5)
+        return self.num_asked > before
+
+
 def talk(http: str, data: bytes, *, more: bool = False) -> bytes:
     """Send bytes, whatever they are, and read until the other end hangs up; `more`: as if more were to come."""
     host, _, port = http.rpartition(":")
@@ -53,4 +92,4 @@ def talk(http: str, data: bytes, *, more: bool = False) -> bytes:
 def kvtier(*arguments: str, stdin: str = "", **options: str) -> "subprocess.CompletedProcess[str]":
     """`kvtier ARGUMENTS` in a process of its own."""
     command = [sys.executable, "-c", "from kvtier.cli import main; main()", *arguments]
-    return subprocess.run(command, env=environment(**options), input=stdin, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment(**options), input=stdin, capture_output=True, text=True, timeout=240)
