@@ -29,7 +29,7 @@ def test_a_conversation_stays_where_its_prefix_is_until_that_replica_has_too_muc
     # The first turn is new to all, and goes to whom the turn it is.
     fleet = [replica("a"), replica("b"), replica("c")]
     assert choose(fleet, 10, turn=1).name == "b"
-    # Its blocks are at b now: the second turn, of 14 blocks, goes there too, while what b has to do weighs less than 10.
+    # Its blocks are at b now: the second turn, of 14, goes there too, while what b has to do weighs less than those 10.
     for load in (0, 5, 19):
         fleet[1] = replica("b", {"GPU": 10}, load)
         choice = choose(fleet, 14, load_weight=0.5, turn=2)
