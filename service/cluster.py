@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from subprocess import Popen
+from threading import Event
 from typing import Any, Final
 
 from kvtier.service.cluster_file import Ready, Service, Topology
@@ -46,6 +47,11 @@ class Record:
     directories: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
 
+    @property
+    def is_up(self) -> bool:
+        """Whether any process of it runs."""
+        return any(member.process is not None and member.process.runs for member in self.members.values())
+
     def runs(self, name: str) -> bool:
         """Whether a service need not be started: it runs, or is done."""
         member = self.members.get(name)
@@ -75,15 +81,17 @@ class Cluster:
         """Where a service's output is."""
         return self.state / "logs" / f"{name}.log"
 
-    def up(self, topology: Topology, first_port: int, tell: Tell) -> bool:
+    def up(self, topology: Topology, first_port: int, tell: Tell, stopping: Event) -> bool:
         """Start what does not run yet, and return once all of it is ready; False where all of it ran already.
 
         ConfigError for a port in use or another cluster's directory. Where a service fails, KVTierError with the end
-        of its log, after everything that this call started was stopped.
+        of its log, after everything that this call started was stopped; so too where `stopping` is set meanwhile.
         """
         with self._locked(make=True):
             record = self._read()
-            if any(record.runs(name) for name in record.members) and record.first_port != first_port:
+            if not record.is_up:  # what an earlier one has left would not fit
+                self._clear(record)
+            elif record.first_port != first_port:
                 raise ConfigError(
                     f"--port {first_port}: the cluster in {self.state} runs at {record.first_port}; "
                     "use that, or another --state, or take it down"
@@ -94,7 +102,7 @@ class Cluster:
                     if not is_free(port):
                         raise ConfigError(f"--port {first_port}: {name}'s port {port} is in use; choose another")
             record.first_port = first_port
-            _Start(self, record, missing, tell).run()
+            _Start(self, record, missing, tell, stopping).run()
             return bool(missing)
 
     def status(self) -> list[Row]:
@@ -115,7 +123,8 @@ class Cluster:
         with self._locked():
             record = self._read()
             self.stop(record, list(record.members), tell)
-            for directory in [*record.directories, "logs", *(record.kept if purge else ())]:
+            self._clear(record)
+            for directory in record.kept if purge else ():
                 shutil.rmtree(self.state / directory, ignore_errors=True)
             if any((self.state / kept).exists() for kept in record.kept):
                 self.write(Record(kept=record.kept))
@@ -145,6 +154,13 @@ class Cluster:
         draft = self._file.with_suffix(".new")
         draft.write_text(json.dumps(data, indent=1), encoding="utf-8")
         draft.replace(self._file)
+
+    def _clear(self, record: Record) -> None:
+        """Forget members, none of which runs, and what is not kept of them."""
+        for directory in (*record.directories, "logs"):
+            shutil.rmtree(self.state / directory, ignore_errors=True)
+        record.members.clear()
+        record.directories.clear()
 
     def _read(self) -> Record:
         try:
@@ -192,8 +208,10 @@ class Cluster:
 class _Start:
     """One `up` under way: services started as soon as those they wait for are ready."""
 
-    def __init__(self, cluster: Cluster, record: Record, services: Mapping[str, Service], tell: Tell) -> None:
-        self._cluster, self._record, self._tell = cluster, record, tell
+    def __init__(
+        self, cluster: Cluster, record: Record, services: Mapping[str, Service], tell: Tell, stopping: Event
+    ) -> None:
+        self._cluster, self._record, self._tell, self._stopping = cluster, record, tell, stopping
         self._waiting = dict(services)
         self._starting: dict[str, tuple[Service, Popen[bytes], float]] = {}
         self._started: list[str] = []
@@ -207,7 +225,8 @@ class _Start:
                     self._launch(name, self._waiting.pop(name))
                 for name in [name for name in self._starting if self._is_ready(name)]:
                     del self._starting[name]
-                time.sleep(_PAUSE)
+                if self._stopping.wait(_PAUSE):
+                    raise KVTierError("interrupted: what was started is stopped")
         except BaseException:
             self._cluster.stop(self._record, self._started, self._tell)
             raise

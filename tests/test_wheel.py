@@ -30,10 +30,10 @@ def test_an_installed_kvtier_has_its_live_page_and_its_cluster(tmp_path: Path) -
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     asked = [sys.executable, "-P", "-c", PROGRAM]
     told = subprocess.run(asked, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    where, paths, *files = told.stdout.splitlines()
+    where, paths, *sources = told.stdout.splitlines()
     assert Path(where).is_relative_to(tmp_path)
     assert paths == "/ /dashboard.css /dashboard.js /daemon.js /router.js /draw.js /stream"
-    assert len(files) >= 8
-    for file in files:
+    assert len(sources) >= 8
+    for file in sources:
         assert Path(file).is_relative_to(tmp_path)
         assert Path(file).exists(), file

@@ -11,11 +11,12 @@ import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import yaml
-from cluster_rig import Running, wait_for
+from cluster_rig import Running, free_range, wait_for
 from http_rig import kvtier
 from node_rig import ROOT
 from redis_rig import NO_REDIS
@@ -102,6 +103,14 @@ def test_valkey_and_two_daemons(home: Path) -> None:
     assert running.told()[0] == Exit.DEGRADED
     assert running.unwell == ["node-b"]
     os.kill(after["node-b"], signal.SIGCONT)
+    # one whose processes are all gone, as after a boot, begins anew and at another port, if that is wanted
+    for pid in after.values():
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: set(running.states().values()) == {"dead", "done"})
+    running.port = free_range()
+    up = running.up()
+    assert up.returncode == Exit.OK, up.stderr
+    after = running.pids()
     # another cluster in its place: one line
     other = Running(home / "other", "--profile", "core")
     other.port = running.port
@@ -241,6 +250,8 @@ def test_an_interrupted_up_leaves_nothing(home: Path, file_of: Callable[[dict[st
         assert "another `kvtier cluster` is at work there" in busy.stderr
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == Exit.FAILED
+        assert process.stderr is not None
+        assert process.stderr.read().endswith("kvtier: interrupted: what was started is stopped\n")
     assert not [pid for pid in pids.values() if Process.of(pid)]
     running.close()
 
@@ -307,7 +318,7 @@ def test_a_mistake_on_the_command_line_is_one_line(
 def test_a_directory_with_other_things_is_left_alone(home: Path) -> None:
     (home / "letter").write_text("to keep")
     with pytest.raises(ConfigError, match="other things are in it; name a directory of its own"):
-        cluster.Cluster(home).up(Topology({}), 7400, print)
+        cluster.Cluster(home).up(Topology({}), 7400, print, Event())
     assert not cluster.Cluster(home).down(print, purge=True)
     assert [path.name for path in home.iterdir()] == ["letter"]
 
