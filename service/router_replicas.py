@@ -219,7 +219,7 @@ class Replica:
         self._loads_at = now + _LOADS_EVERY
         status, body = await self._page("/status")
         try:
-            page = json.loads(body) if status == 200 else None
+            page: Any = json.loads(body) if status == 200 else None
             num_requests = int(page["requests"]["live"])
         except (ValueError, TypeError, LookupError, RecursionError):
             num_requests = 0

@@ -80,6 +80,8 @@ def test_requests_and_answers_pass_unchanged(pair: Pair, router: RoutedReplicas)
 
     # the merged list of models is theirs, and the pages say what was done
     assert router.client.get("/v1/models").json() == {"object": "list", "data": [MODEL]}
+    assert router.client.get("/v1/models/m").json() == MODEL
+    assert router.client.get("/v1/models/n").json()["error"]["code"] == "model_not_found"
     assert router.client.get("/readyz").json() == {"ready": True, "replicas_up": 2}
     metrics = router.metrics()
     assert sum(value for name, value in metrics.items() if name.startswith("kvtier_route_requests_total")) == 2
