@@ -40,7 +40,12 @@ def serve(config: RouterConfig) -> HttpServer:
     listening = HttpSocket(config.http, "router")
     return HttpServer(app, listening, max_connections=_MAX_CONNECTIONS, crowded=crowded, stopping=stopping)
     return HttpServer(
-        app, HttpSocket(config.http, "router"), max_connections=_MAX_CONNECTIONS, crowded=crowded, grace=_GRACE
+        app,
+        HttpSocket(config.http, "router"),
+        max_connections=_MAX_CONNECTIONS,
+        crowded=crowded,
+        grace=_GRACE,
+        stopping=stopping,
     )
 
 
@@ -63,6 +68,7 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
 
     async def status() -> dict[str, Any]:
         return router.status()
+
     async def model(request: Request) -> Response:
         guard.admit(request)
         asked, served = request.path_params["name"], {entry["id"]: entry for entry in router.fleet.models()}

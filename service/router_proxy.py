@@ -124,6 +124,7 @@ class Proxy:
                 replica.name,
                 asked.held.prefixes.get(replica.name, {}),
                 replica.load,
+                num_requests=replica.in_flight,
                 is_alive=replica in usable,
                 is_sure=replica.name in asked.held.sure,
                 limit=replica.limit,
