@@ -1,18 +1,23 @@
 """A cluster of processes for tests, as `kvtier cluster` starts it; what is left of it at the end is an error."""
 
 import json
+import os
 import random
+import signal
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import httpx2
 from http_rig import kvtier
 
 from kvtier.service.cluster import Cluster, Row
 from kvtier.service.cluster_file import NUM_PORTS
 from kvtier.service.cluster_process import Process, is_free
+
+PORTS: Final = {"router": 0, "engine-a": 1, "engine-b": 2, "node-a": 11, "node-b": 12}  # of kvtier's own file
 
 
 class Running:
@@ -50,6 +55,17 @@ class Running:
         record = self.state / "cluster.json"
         members = json.loads(record.read_text())["members"] if record.exists() else {}
         return {name: member["process"][0] for name, member in members.items() if member["process"]}
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.port + PORTS[name]}"
+
+    def page(self, name: str, path: str = "/status") -> Any:
+        return httpx2.get(self.url(name) + path, timeout=60, trust_env=False).json()
+
+    def kill(self, name: str) -> None:
+        """kill -9, until it is seen dead."""
+        os.kill(self.pids()[name], signal.SIGKILL)
+        wait_for(lambda: self.states()[name] == "dead")
 
     def down(self, *options: str) -> "subprocess.CompletedProcess[str]":
         return kvtier("cluster", "down", "--state", str(self.state), *options)

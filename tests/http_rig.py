@@ -89,6 +89,27 @@ def talk(http: str, data: bytes, *, more: bool = False) -> bytes:
     return answer
 
 
+def malformed(path: str) -> list[bytes]:
+    """Requests to a page that takes JSON, none of which can be answered well."""
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n".encode()
+    return [
+        b"",
+        b"\x00\xff" * 100,
+        b"GET /nowhere HTTP/9.9\r\n\r\n",
+        f"POST {path}\r\n\r\n".encode(),
+        b"BREW /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        head + b"Content-Length: x\r\n\r\n{}",
+        head + b"Content-Length: -1\r\n\r\n{}",
+        head + b"Content-Length: 99999999999999\r\n\r\n{}",
+        head + b"Content-Length: 100\r\n\r\n{}",
+        head + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        head + b"Content-Length: 2\r\n\r\n[]",
+        head + b"Content-Length: 15\r\n\r\n" + b'{"model": null,',
+        head + b"X: " + b"y" * 100_000 + b"\r\n\r\n",
+        f"POST {path} HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 2\r\n\r\n{{}}".encode(),
+    ]
+
+
 def kvtier(*arguments: str, stdin: str = "", **options: str) -> "subprocess.CompletedProcess[str]":
     """`kvtier ARGUMENTS` in a process of its own."""
     command = [sys.executable, "-c", "from kvtier.cli import main; main()", *arguments]

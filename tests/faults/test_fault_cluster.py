@@ -1,0 +1,261 @@
+"""kill -9 of every kind of process of a cluster while 32 clients talk to it: no wrong text, no hang, nothing left over."""
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import httpx2
+import pytest
+import yaml
+from cluster_rig import PORTS, Running, wait_for
+from crowd_rig import Turn, conversations, crowd
+from http_rig import kvtier, malformed, talk
+from redis_rig import NO_REDIS
+
+from kvtier.service.cli_options import Exit
+from kvtier.service.cluster_file import BESIDE_US, KEY
+
+pytestmark = [
+    pytest.mark.skipif(NO_REDIS is not None, reason=NO_REDIS or ""),
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+]
+
+ENGINES: Final = ("engine-a", "engine-b")
+NODES: Final = ("node-a", "node-b")
+OPTIONS: Final = {
+    "host__size": "8MiB",
+    "file__size": "64MiB",
+    "l1__size": "6MiB",
+    "cache__load_or_recompute": "load",  # of so small a model computing is always faster
+    "service__deadline": "20s",  # a busy machine is no fault
+    "cache__prefetch_deadline": "20s",
+    "file__deadline": "20s",
+    "redis__deadline": "20s",
+    "redis__connect_timeout": "5s",
+    "router__probe_timeout": "10s",
+    "router__connect_timeout": "10s",
+}
+SPARE: Final = 24  # descriptors: connections kept open for a while, to where there were none before
+
+# the topology, once
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Path]:
+    """A directory with a short name: a socket's path has some hundred bytes."""
+    with tempfile.TemporaryDirectory(prefix="kvc-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture(scope="module")
+def model(home: Path) -> Path:
+    from server_rig import save_checkpoint  # takes torch along
+
+    return save_checkpoint(home)
+
+
+@pytest.fixture(scope="module")
+def talks(model: Path) -> list[list[Turn]]:
+    return conversations(model, 16, 3)
+
+
+@pytest.fixture(scope="module")
+def started(home: Path, model: Path, talks: list[list[Turn]]) -> Iterator[Running]:
+    """kvtier's own topology, with engines whose answers are the same bits however a prompt was had."""
+    topology = yaml.safe_load(BESIDE_US.read_text())
+    for name in ENGINES:
+        topology["services"][name][KEY]["argv"].append("--exact")
+    (home / "exact.yml").write_text(yaml.safe_dump(topology))
+    (home / "deploy").symlink_to(BESIDE_US.parent / "deploy")
+    options = ("--file", str(home / "exact.yml"), "--profile", "cluster", "--model", str(model))
+    running = Running(home / "state", *options, **OPTIONS)
+    up = running.up()
+    assert up.returncode == Exit.OK, up.stderr
+    try:
+        yield running
+        assert running.down().returncode == Exit.OK
+        # what is on the disk is whole after all of it
+        for node in NODES:
+            verdict = kvtier("verify", str(running.state / node.replace("node", "slabs")), "--json")
+            assert verdict.returncode == Exit.OK, verdict.stdout
+    finally:
+        running.close()
+
+
+@pytest.fixture
+def cluster(started: Running) -> Iterator[Running]:
+    """All of it up; after the story too, idle, with nothing left of it."""
+    wait_for(lambda: is_idle(started))
+    before = descriptors(started)
+    yield started
+    assert all(row["healthy"] for row in started.status())
+    wait_for(lambda: is_idle(started))
+    wait_for(lambda: not growth(before, descriptors(started)))
+    for log in (started.state / "logs").iterdir():
+        assert "Traceback" not in log.read_text(), log.read_text()[-4000:]
+
+
+def is_idle(cluster: Running) -> bool:
+    """Whether nobody has anything to do, and nobody holds anything (I3)."""
+    engines = [cluster.page(name) for name in ENGINES]
+    return (
+        all(each["state"] == "up" and each["in_flight"] == 0 for each in cluster.page("router")["replicas"])
+        and all(engine["l1"]["free"] == engine["l1"]["blocks"] for engine in engines)
+        and not any(engine["requests"][state] for engine in engines for state in ("live", "waiting", "running"))
+        and all(map(is_at_rest, map(cluster.page, NODES)))
+    )
+
+
+def is_at_rest(daemon: Any) -> bool:
+    """Whether a daemon has its engine and nobody else for a client, who holds nothing; its slots add up."""
+    held = [(one["connected"], one["claims"], one["leases"], one["reservations"]) for one in daemon["clients"]]
+    pools = [model["l2"] for model in daemon["models"]]
+    for pool in pools:
+        assert pool["slots"] == pool["free"] + pool["filling"] + pool["ready"] + pool["quarantined"], pool
+    return held == [(True, 0, 0, 0)] and not any(
+        pool[state] for pool in pools for state in ("filling", "leased", "quarantined")
+    )
+
+
+def descriptors(cluster: Running) -> dict[str, int]:
+    pids = cluster.pids()
+    return {name: len(os.listdir(f"/proc/{pids[name]}/fd")) for name in PORTS}
+
+
+def growth(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    return [name for name in before if after[name] > before[name] + SPARE]
+
+
+def ask(cluster: Running, name: str, turn: Turn, salt: str) -> tuple[httpx2.Response, dict[str, int]]:
+    """Ask one process; the right answer, and how much of the prompt it had in which tier."""
+    url = f"{cluster.url(name)}/v1/chat/completions"
+    answer = httpx2.post(url, json=turn.body(salt=salt), timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == turn.answer
+    return answer, answer.json()["usage"]["prompt_tokens_details"]["kvtier"]
+
+
+def stored_in_redis(cluster: Running, node: str) -> int:
+    return sum(each["stored"].get("redis", 0) for each in cluster.page(node)["models"])
+
+
+def tell(cluster: Running, place: str, turn: Turn, salt: str) -> None:
+    """Have a conversation's first turn computed by one engine of an idle cluster, and stored down to Valkey."""
+    before = stored_in_redis(cluster, f"node-{place}")
+    answer, cached = ask(cluster, f"engine-{place}", turn, salt)
+    assert not any(cached.values())
+    blocks = answer.json()["usage"]["prompt_tokens"] // 16
+    wait_for(lambda: stored_in_redis(cluster, f"node-{place}") >= before + blocks)
+
+
+def start_again(cluster: Running) -> None:
+    up = cluster.up()
+    assert up.returncode == Exit.OK, up.stderr
+
+
+# kill -9 while clients run
+
+
+def test_a_replica_killed_in_the_middle_of_its_streams(cluster: Running, talks: list[list[Turn]]) -> None:
+    # a conversation that engine-a alone has
+    first, second, third = talks[0]
+    tell(cluster, "a", first, "only a has it")
+    with crowd(cluster.url("router"), talks) as clients:
+        before = cluster.page("router")
+        # it dies with streams of clients in its hands: each is told so, or answered by the other
+        wait_for(lambda: cluster.page("router")["replicas"][0]["in_flight"] > 4)
+        cluster.kill("engine-a")
+        clients.everybody()
+        after = cluster.page("router")
+        assert sum(after["retries"].values()) > sum(before["retries"].values())
+        assert all(name.startswith("mid_stream") or name == "no_replica" for name in clients.troubles), clients.troubles
+        # what it had computed is had from Valkey by the other one, which is the only one asked
+        answer, cached = ask(cluster, "router", second, "only a has it")
+        assert answer.headers["x-kvtier-replica"] == cluster.url("engine-b").removeprefix("http://")
+        assert cached["redis"] > 0, cached
+        # started again it comes back into service, and finds what its daemon has kept
+        start_again(cluster)
+        wait_for(lambda: cluster.page("router")["replicas"][0]["state"] == "up")
+        clients.everybody()
+        _, cached = ask(cluster, "engine-a", third, "only a has it")
+        assert cached["L2"] + cached["file"] > 0, cached
+
+
+def test_the_router_killed(cluster: Running, talks: list[list[Turn]]) -> None:
+    tell(cluster, "a", talks[1][0], "before the router died")
+    with crowd(cluster.url("router"), talks) as clients:
+        cluster.kill("router")
+        wait_for(lambda: sum(clients.troubles.values()) >= len(clients.num_right))
+        assert all(name.endswith("Error") for name in clients.troubles), clients.troubles  # connections, all of them
+        # engines have let go of what nobody waits for
+        wait_for(lambda: not any(cluster.page(name)["requests"]["live"] for name in ENGINES))
+        start_again(cluster)
+        clients.everybody()
+    # the new one learns from the publishers' replay what was stored before it was there
+    wait_for(lambda: all(sum(each["blocks"].values()) for each in cluster.page("router")["replicas"]))
+    _, cached = ask(cluster, "router", talks[1][1], "before the router died")
+    assert sum(cached.values()) > 0
+
+
+def test_a_redis_master_killed(cluster: Running, talks: list[list[Turn]]) -> None:
+    def num_keys() -> int:
+        port = str(cluster.port + 42)
+        command = ["redis-cli", "-h", "127.0.0.1", "-p", port, "DBSIZE"]
+        return int(subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()[-1])
+
+    with crowd(cluster.url("router"), talks) as clients:
+        cluster.kill("valkey-2")
+        # no client of the cluster notices: a third of the blocks are misses in Valkey, and other tiers have them
+        clients.everybody(2)
+        start_again(cluster)
+        assert num_keys() < 1000
+        wait_for(lambda: num_keys() > 0)  # the empty one is filled again
+        clients.everybody()
+        assert not clients.troubles
+    wait_for(lambda: not any(cluster.page(node)["degraded"] for node in NODES))
+    # a third of a prompt may be gone, but what is stored now is found by the other engine
+    tell(cluster, "a", talks[2][0], "after the master died")
+    _, cached = ask(cluster, "engine-b", talks[2][1], "after the master died")
+    assert cached["redis"] > 0, cached
+
+
+def test_a_daemon_killed(cluster: Running, talks: list[list[Turn]]) -> None:
+    tell(cluster, "b", talks[3][0], "while the daemon was dead")
+    with crowd(cluster.url("router"), talks) as clients:
+        cluster.kill("node-a")
+        # its engine goes on with what it has itself
+        before = cluster.page("engine-a")["outcomes"]["length"]
+        clients.everybody(2)
+        wait_for(lambda: cluster.page("engine-a")["outcomes"]["length"] > before)
+        start_again(cluster)
+        # the engine finds the new one, and through it what others have stored
+        wait_for(lambda: len(cluster.page("node-a")["clients"]) == 1)
+        clients.everybody()
+        assert not clients.troubles
+        _, cached = ask(cluster, "engine-a", talks[3][1], "while the daemon was dead")
+        assert cached["redis"] > 0, cached
+        assert cluster.page("engine-a")["steps"]["failed"] == 0
+
+
+# and input
+
+
+def test_a_thousand_malformed_requests_to_each_while_clients_run(cluster: Running, talks: list[list[Turn]]) -> None:
+    pages = {"router": "/v1/completions", "engine-a": "/v1/chat/completions", "node-a": "/admin/evict"}
+
+    def send(name: str, number: int) -> bytes:
+        wrong = malformed(pages[name])
+        return talk(cluster.url(name).removeprefix("http://"), wrong[number % len(wrong)])
+
+    with crowd(cluster.url("router"), talks) as clients, ThreadPoolExecutor(8) as threads:
+        for name in pages:
+            answers = list(threads.map(send, [name] * 1008, range(1008)))
+            assert all(not answer or answer.startswith(b"HTTP/1.1 4") for answer in answers)
+            assert sum(map(bool, answers)) > 500
+        clients.everybody()
+        assert not clients.troubles
