@@ -21,7 +21,8 @@ class Reason(StrEnum):
     """Why a choice fell as it did."""
 
     PREFIX = "prefix"  # it holds more of the prompt than any other
-    LOAD = "load"  # it has so much less to do, or holds as much and has less to do
+    NEARER = "nearer"  # what it holds of the prompt is nearer to its device: worth more, if not more
+    LOAD = "load"  # another's blocks are worth as much or more, but it has less to do
     EQUAL = "equal"  # nothing speaks for one of the best: they take turns
     ONLY = "only"  # no other can take a request
     UNSURE = "unsure"  # of none is it known what it holds: they take turns
@@ -86,10 +87,12 @@ def choose(
     """
     fewest = min((replica.num_requests for replica in replicas if replica.can_take), default=0)
 
+    def saved(replica: Candidate) -> float:
+        return sum(weights.get(medium, 0.0) * count for medium, count in _believed(replica).items())
+
     def work(replica: Candidate) -> float:
-        saved = sum(weights.get(medium, 0.0) * count for medium, count in _believed(replica).items())
         excess = (replica.num_requests - fewest) / crowd
-        return replica.load * load_weight + num_blocks * (1 + excess) - saved
+        return replica.load * load_weight + num_blocks * (1 + excess) - saved(replica)
 
     scores = [_score(replica, work(replica)) for replica in replicas]
     able = [score for score in scores if score.work is not None]
@@ -102,8 +105,12 @@ def choose(
     chosen = best[turn % len(best)]
     if len(best) > 1:
         return Choice(chosen.name, Reason.EQUAL, scores)
-    has_most = all(score is chosen or score.cached < chosen.cached for score in able)
-    return Choice(chosen.name, Reason.PREFIX if has_most else Reason.LOAD, scores)
+    worth = {replica.name: saved(replica) for replica in replicas if replica.can_take}
+    others = [score for score in able if score is not chosen]
+    if any(worth[score.name] > worth[chosen.name] - _CLOSE for score in others):
+        return Choice(chosen.name, Reason.LOAD, scores)
+    has_most = all(score.cached < chosen.cached for score in others)
+    return Choice(chosen.name, Reason.PREFIX if has_most else Reason.NEARER, scores)
 
 
 def round_robin(replicas: Sequence[Candidate], turn: int) -> Choice:

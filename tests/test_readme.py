@@ -27,6 +27,30 @@ def examples(path: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
 
 
+def scripts() -> list[str]:
+    """What the README has one type, in order."""
+    return re.findall(r"```bash\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def typed(script: str, home: Path, timeout: float) -> list[str]:
+    """The lines it prints, typed into a shell at the root of a checkout."""
+    (home / ".venv").symlink_to(sys.prefix)
+    (home / "docs").symlink_to(ROOT / "docs")
+    (home / "CONTRIBUTING.md").symlink_to(ROOT / "CONTRIBUTING.md")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+    run = subprocess.run(
+        ["bash", "-eu", "-c", script],
+        cwd=home,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout.splitlines()
+
+
 def is_taken(port: int) -> bool:
     """Whether somebody listens there on loopback."""
     with socket.socket() as probe:
@@ -91,25 +115,11 @@ def test_two_nodes_and_a_cluster_run_as_printed(tmp_path: Path) -> None:
         pytest.skip("no redis-server here: install Debian's redis-server")
     if taken := [port for port in (7001, 7002, 7003, 9401, 9402) if is_taken(port)]:
         pytest.skip(f"ports {taken}, which the README names, are somebody's")
-    [script] = re.findall(r"```bash\n(.*?)```", README.read_text(), re.DOTALL)
-    (tmp_path / ".venv").symlink_to(sys.prefix)
-    (tmp_path / "CONTRIBUTING.md").write_bytes((ROOT / "CONTRIBUTING.md").read_bytes())
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     try:
-        run = subprocess.run(
-            ["bash", "-eu", "-c", script],
-            cwd=tmp_path,
-            env=environment | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
+        lines = typed(scripts()[0], tmp_path, 280)
     finally:
         for port in (7001, 7002, 7003):  # where it ended early
             subprocess.run(["redis-cli", "-p", str(port), "shutdown", "nosave"], capture_output=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    lines = run.stdout.splitlines()
     told = [(lines[i - 1], line) for i, line in enumerate(lines) if "tokens of prompt: L1" in line]
     assert len({text for text, _ in told}) == 1  # three engines, one answer
     computed, shared, remote = (line for _, line in told)
@@ -117,6 +127,36 @@ def test_two_nodes_and_a_cluster_run_as_printed(tmp_path: Path) -> None:
     assert "L2 0 · file 0 · redis 0" in computed
     assert f"L2 {held:,} · file 0 · redis 0" in shared  # the daemon's memory
     assert f"L2 0 · file 0 · redis {held:,}" in remote  # the other node, through the cluster
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_cluster_whose_engines_die_runs_as_printed(tmp_path: Path) -> None:
+    if shutil.which("redis-server") is None:
+        pytest.skip("no redis-server here: install Debian's redis-server")
+    if taken := [port for port in range(7400, 7500) if is_taken(port)]:
+        pytest.skip(f"ports {taken}, of those the README names, are somebody's")
+    try:
+        lines = typed(scripts()[1], tmp_path, 500)
+    finally:
+        if (tmp_path / "kvtier-cluster").exists():  # where it ended early
+            command = [sys.executable, "-m", "kvtier.cli", "cluster", "down", "--purge"]
+            subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    told = [
+        re.match(r"(\w+): (\S+) had of (\d+) tokens: L1 (\d+) · L2 (\d+) · file (\d+) · redis (\d+)$", line)
+        for line in lines
+    ]
+    turns = [match.groups() for match in told if match]
+    for chat in ("one", "two"):
+        first, second, third = ([*map(int, numbers)] for name, _, *numbers in turns if name == chat)
+        where = [at for name, at, *_ in turns if name == chat]
+        assert where[1] != where[0]  # it was killed
+        assert first[1:] == [0, 0, 0, 0]
+        assert second[4] > 0.9 * first[0], turns  # from Valkey: nobody on its node had computed it
+        assert sum(third[1:]) > 0.9 * second[0], turns
+    # The router's page: what it knew of the prompt, and that there was nobody else.
+    decisions = [line.split() for line in lines if re.match(r"\d\d:\d\d:\d\d ", line)]
+    assert [reason for _, _, _, reason, *_ in decisions].count("only") == 2
 
 
 def test_what_it_says_of_s3_fifo_was_measured() -> None:

@@ -28,6 +28,7 @@ const FEEDS = {
 const REASONS = {
   __proto__: null,
   prefix: "holds more of the prompt than any other",
+  nearer: "what it holds is nearer to its device",
   load: "has less to do",
   equal: "nothing speaks for one: they take turns",
   only: "no other can take a request",

@@ -50,13 +50,18 @@ def test_a_block_counts_by_the_tier_it_is_in() -> None:
     while fleet:
         choice = choose(fleet, 12, turn=3)
         assert choice.name == {4: "gpu", 3: "cpu", 2: "storage", 1: "external"}[len(fleet)]
+        assert choice.reason == (Reason.NEARER if len(fleet) > 1 else Reason.ONLY)
         fleet = [each for each in fleet if each.name != choice.name]
     # Many blocks farther away beat few near ones; a prefix may lie in several tiers.
     fleet = [replica("few", {"GPU": 4}), replica("many", {"GPU": 1, "STORAGE": 6})]
     choice = choose(fleet, 12)
     assert (choice.name, choice.reason) == ("many", Reason.PREFIX)
     assert choice.scores[1].cached == 7
+    # More blocks that are worth less are no reason: that one has less to do.
+    fleet = [replica("near", {"GPU": 8}, 100), replica("far", {"EXTERNAL": 10})]
+    assert (choose(fleet, 12).name, choose(fleet, 12).reason) == ("far", Reason.LOAD)
     # The weights are data: where loading from disk costs more than it saves, the same fleet is scored otherwise.
+    fleet = [replica("few", {"GPU": 4}), replica("many", {"GPU": 1, "STORAGE": 6})]
     assert choose(fleet, 12, weights={**WEIGHTS, "STORAGE": -0.1}).name == "few"
     # A medium without a weight saves nothing, and is no error.
     choice = choose([replica("tape", {"TAPE": 9}), replica("few", {"CPU": 1})], 12)
