@@ -41,8 +41,19 @@ def spec(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     port, publish, replay = (free_port() for _ in range(3))
     events = {"enable_kv_cache_events": True, "publisher": "zmq"}
     events |= {"endpoint": f"tcp://*:{publish}", "replay_endpoint": f"tcp://*:{replay}"}  # without * it connects
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", MODEL]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--block-size", str(BLOCK)]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += [
+        "--served-model-name",
+        MODEL,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--block-size",
+        str(BLOCK),
+    ]
     command += ["--max-model-len", "1024", "--enforce-eager", "--enable-prompt-tokens-details"]
     log = tmp_path_factory.mktemp("vllm") / "log"
     with log.open("wb") as out:
