@@ -37,8 +37,6 @@ def serve(config: RouterConfig) -> HttpServer:
     router, stopping = Router(config), Event()
     app = make_app(router, config.token, stopping)
     crowded = OpenAIError(503, "too many connections; come again later", code="crowded").response
-    listening = HttpSocket(config.http, "router")
-    return HttpServer(app, listening, max_connections=_MAX_CONNECTIONS, crowded=crowded, stopping=stopping)
     return HttpServer(
         app,
         HttpSocket(config.http, "router"),
