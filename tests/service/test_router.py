@@ -394,7 +394,7 @@ def test_a_thousand_malformed_requests_leave_it_healthy(pair: Pair, router: Rout
     wrong = [
         b"",
         b"\x00\xff" * 100,
-        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /nowhere HTTP/9.9\r\n\r\n",
         b"POST /v1/completions\r\n\r\n",
         b"BREW /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
         head + b"Content-Length: x\r\n\r\n{}",
