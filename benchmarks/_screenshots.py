@@ -36,7 +36,7 @@ def main() -> None:
     options = parser.parse_args()
     if missing():
         raise SystemExit(missing())
-    pages = (("router", options.router, "light"), ("node", options.node, "dark"))
+    pages = (("node", options.node, "dark"), ("router", options.router, "light"))  # the router last: it knows most then
     with browser() as page, loaded(options.router):
         for name, url, scheme in pages:
             page.be(scheme=scheme)

@@ -28,7 +28,7 @@ class Relayed:
 
 
 class Reply:
-    """One answer to a client, by an ASGI `send`: `whole`, or `begin`, `write` …, `end`; or `fail` at any time instead."""
+    """One answer by an ASGI `send`: `whole`, or `begin`, `write` …, `end`; `fail` at any time instead."""
 
     def __init__(self, send: Send) -> None:
         self.is_begun = False

@@ -17,8 +17,9 @@ class History {
 
   add(at, status) {
     const last = this.samples.at(-1);
-    if (last && (status.uptime_s < last.status.uptime_s || at < last.at)) this.samples = []; // a new process counts anew
-    else if (last && at === last.at) return; // a stream begins with what the one before has told
+    if (last && at === last.at) return; // a stream begins with what the one before has told
+    // A new process counts anew.
+    if (last && (status.uptime_s < last.status.uptime_s || at < last.at)) this.samples = [];
     this.samples.push({ at, status });
     while (this.samples[0].at < at - KEPT) this.samples.shift();
   }
@@ -62,7 +63,8 @@ class History {
 }
 
 const history = new History();
-const place = Object.fromEntries(["about", "state", "trouble", "panels", "since"].map((id) => [id, document.getElementById(id)]));
+const ids = ["about", "state", "trouble", "panels", "since"];
+const place = Object.fromEntries(ids.map((id) => [id, document.getElementById(id)]));
 let source = null;
 let heard = 0; // when the last status came, by performance.now()
 let broken = false; // whether the connection is

@@ -4,6 +4,8 @@ import contextlib
 import json
 import logging
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +14,7 @@ import httpx2
 import pytest
 from http_rig import kvtier, talk
 from router_rig import MODEL, RoutedReplicas, ToldReplica, replicas, routed, until
+from service_rig import end_child, environment
 
 from kvtier.service.router_spec import parse_replicas
 from kvtier.tiers.errors import ConfigError
@@ -322,6 +325,27 @@ def test_a_spec_that_cannot_be_ends_the_command_with_status_2() -> None:
     assert (run.returncode, run.stderr) == (2, 'kvtier: [router] replicas "http://a:1": named twice; remove one\n')
 
 
+def test_the_command_serves_until_it_is_told_to_stop(pair: Pair) -> None:
+    specs = [argument for replica in pair for argument in ("--replica", replica.url)]
+    command = [sys.executable, "-c", "from kvtier.cli import main; main()", "route", "--http", "127.0.0.1:0", *specs]
+    run = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        assert run.stderr is not None
+        ready = run.stderr.readline()
+        assert ready.startswith("kvtier: ready on 2 replicas, http on 127.0.0.1:")
+        url = f"http://{ready.rpartition(' ')[2].strip()}"
+        with httpx2.Client(base_url=url, timeout=60, trust_env=False) as client:
+            body = {"model": "m", "prompt": "x", "stream": True}
+            for replica in pair:
+                replica.behave(events=20, pause=0.1)
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                run.send_signal(signal.SIGTERM)  # what is under way may end
+                assert events(answer.read().decode())[-1] == "[DONE]"
+        assert run.wait(30) == 0
+    finally:
+        end_child(run)
+
+
 def test_who_has_no_token_gets_no_hint(pair: Pair) -> None:
     spec = [replica.url for replica in pair]
     with routed(*spec, token="a client's", replica_token="of a replica") as router:
@@ -370,7 +394,7 @@ def test_a_thousand_malformed_requests_leave_it_healthy(pair: Pair, router: Rout
     wrong = [
         b"",
         b"\x00\xff" * 100,
-        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /nowhere HTTP/9.9\r\n\r\n",
         b"POST /v1/completions\r\n\r\n",
         b"BREW /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
         head + b"Content-Length: x\r\n\r\n{}",
