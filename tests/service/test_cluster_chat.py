@@ -1,4 +1,4 @@
-"""The whole cluster as `kvtier cluster` starts it: conversations that go on at another engine, from the first one's KV."""
+"""The whole cluster as `kvtier cluster` starts it: conversations that go on at another engine, from its KV."""
 
 import os
 import signal
