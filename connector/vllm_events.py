@@ -1,16 +1,26 @@
 """KV events in vLLM's words: which blocks are in kvtier's tiers, said beside what vLLM says of its own GPU blocks."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    hash_block_tokens,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvtier.tiers.events import EventSource, Removed, Stored
+from kvtier.connector.scheduler import BlockChain
+from kvtier.tiers.chain import is_named_by
+from kvtier.tiers.events import EventSource, Removed
 from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers.tier import BlockRecord, ChainHash
+
+T = TypeVar("T")
 
 MOST: Final = 512  # blocks of one tier told in a step: what a slab held at start is told over as many steps as it takes
 _REMEMBERED: Final = 65_536  # chain roots, and blocks of adapters, known from requests
@@ -23,13 +33,18 @@ class VllmEvents:
     connector's events behind those of its GPU blocks, so it would wipe out what a step has just stored there.
     """
 
-    def __init__(self, hierarchy: Hierarchy, root: ChainHash, groups: Sequence[Any], *, canonical: bool) -> None:
-        """`root` is where chains begin by default, `groups` are vLLM's KV groups; `canonical`: names are our own."""
+    def __init__(self, hierarchy: Hierarchy, root: ChainHash, groups: Sequence[Any], algorithm: str | None) -> None:
+        """`root` is where chains begin by default, `groups` are vLLM's KV groups.
+
+        `algorithm` is vLLM's, by which it hashes blocks; None: names are our own.
+        """
         self._source = EventSource(hierarchy)
-        self._canonical = canonical
+        self._hash = None if algorithm is None else get_hash_fn_by_name(algorithm)
         self._root = root
         self._roots: dict[ChainHash, None] = {}  # of other tenants and adapters, where names are our own
         self._adapters: dict[ChainHash, Any] = {}
+        self._keys: dict[ChainHash, tuple[Any, ...] | None] = {}  # extra keys of requests' blocks
+        self._withheld: dict[tuple[str, ChainHash], None] = {}  # (tier, block) that nobody is told of
         self._group: dict[str, Any] = {}
         if len(groups) == 1:  # a block of several groups is all of theirs together
             spec = groups[0].kv_cache_spec
@@ -49,52 +64,86 @@ class VllmEvents:
         """Whether there will be, once what is under way has ended."""
         return self._source.coming
 
-    def note(self, root: ChainHash, names: Sequence[ChainHash], adapter: Any | None) -> None:
-        """Blocks of a live request are going to be stored; `adapter` is its LoRA request."""
-        _remember(self._roots, [root], None)
-        if adapter is not None:
-            _remember(self._adapters, names, adapter)
+    def note(self, request: Any, chain: BlockChain, run: range) -> None:
+        """Blocks `run` of a live request are going to be stored."""
+        _remember(self._roots, [chain.parent(0)], None)
+        names = chain.hashes[run.start : run.stop]
+        if request.lora_request is not None:
+            _remember(self._adapters, names, request.lora_request)
+        keys: list[tuple[Any, ...] | None] = [None] * len(run)
+        if request.lora_request or request.cache_salt or request.mm_features or request.prompt_embeds is not None:
+            size = chain.block_size
+            tagged = [generate_block_hash_extra_keys(request, i * size, (i + 1) * size, 0)[0] for i in run]
+            keys = to_event_extra_keys(tagged) or keys
+        for name, one in zip(names, keys, strict=True):
+            _remember(self._keys, [name], one)
 
     def take(self) -> Iterator[BlockStored | BlockRemoved]:
         """What changed since the last time."""
         for event in self._source.take(MOST):
             if isinstance(event, Removed):
-                names = [self._external(name) for name in event.hashes]
+                gone = [name for name in event.hashes if self._withheld.pop((event.tier, name), self) is self]
+                names = [self._external(name) for name in gone]
                 group = self._group.get("group_idx")
-                yield BlockRemoved(block_hashes=names, medium=_medium(event.tier), group_idx=group)
-            else:
-                yield self._stored(event)
+                if names:
+                    yield BlockRemoved(block_hashes=names, medium=_medium(event.tier), group_idx=group)
+                continue
+            told = [block for block in event.blocks if self._tellable(event.tier, block)]
+            if told:  # what is withheld takes with it what is behind it
+                yield self._stored(event.tier, told)
 
-    def _stored(self, event: Stored) -> BlockStored:
-        first, last = event.blocks[0], event.blocks[-1]
+    def _tellable(self, tier: str, block: BlockRecord) -> bool:
+        """Whether it is known what shapes the block's KV: a live request said so, or its tokens explain its name.
+
+        What a slab held at start may be a tenant's: told without its salt it would be taken for everybody's.
+        """
+        if block.chain_hash in self._keys:
+            return True
+        is_known = block.parent in self._keys or (tier, block.parent) not in self._withheld
+        if is_known and self._hash is None:
+            is_known = is_named_by(block)
+        elif is_known:
+            parent = self._short(block.parent) if block.parent != self._root else None
+            tokens = np.frombuffer(block.tokens, "<u4").tolist()
+            is_known = bool(hash_block_tokens(self._hash, parent, tokens) == self._short(block.chain_hash))
+        if not is_known:
+            _remember(self._withheld, [(tier, block.chain_hash)], None)
+        return is_known
+
+    def _stored(self, tier: str, blocks: Sequence[BlockRecord]) -> BlockStored:
+        first, last = blocks[0], blocks[-1]
         is_first = first.parent == self._root or first.parent in self._roots
-        tokens = np.frombuffer(b"".join(block.tokens for block in event.blocks), "<u4")
+        tokens = np.frombuffer(b"".join(block.tokens for block in blocks), "<u4")
+        keys = [self._keys.get(block.chain_hash) for block in blocks]
         adapter = self._adapters.get(last.chain_hash)
         return BlockStored(
-            block_hashes=[self._external(block.chain_hash) for block in event.blocks],
+            block_hashes=[self._external(block.chain_hash) for block in blocks],
             parent_block_hash=None if is_first else self._external(first.parent),
             token_ids=tokens.tolist(),
             block_size=len(first.tokens) // 4,
             lora_id=None if adapter is None else adapter.adapter_id,
-            medium=_medium(event.tier),
+            medium=_medium(tier),
             lora_name=None if adapter is None else adapter.lora_name,
+            extra_keys=keys if any(keys) else None,
             **self._group,
         )
 
     def _external(self, name: ChainHash) -> bytes | int:
-        """The name as vLLM publishes it; its xxh3 hashes of 16 bytes are kept twice over (`VllmChain`)."""
-        half = len(name) // 2
-        if not self._canonical and name[:half] == name[half:]:
-            name = name[:half]
-        external: bytes | int = maybe_convert_block_hash(name)
+        """The name as vLLM publishes it."""
+        external: bytes | int = maybe_convert_block_hash(self._short(name))
         return external
+
+    def _short(self, name: ChainHash) -> bytes:
+        """The name as vLLM has it: its xxh3 hashes of 16 bytes are kept twice over (`VllmChain`)."""
+        half = len(name) // 2
+        return name[:half] if self._hash is not None and name[:half] == name[half:] else name
 
 
 def _medium(tier: str) -> str:
     return {"l2": str(MEDIUM_CPU), "file": str(MEDIUM_STORAGE), "redis": "EXTERNAL"}[tier]
 
 
-def _remember(known: dict[ChainHash, Any], names: Sequence[ChainHash], what: Any) -> None:
+def _remember(known: dict[T, Any], names: Sequence[T], what: Any) -> None:
     """Note names, and forget the oldest beyond what is remembered."""
     for name in names:
         known[name] = what

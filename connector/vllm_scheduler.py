@@ -74,13 +74,13 @@ class SchedulerHalf:
         self._keeps = keeps
         self._shares = shares
 
-    def tell(self, groups: Sequence[Any]) -> None:
-        """Have `take_events` say what the tiers hold; `groups` are vLLM's KV groups."""
+    def tell(self, groups: Sequence[Any], algorithm: str) -> None:
+        """Have `take_events` say what the tiers hold; `groups` are vLLM's KV groups, `algorithm` hashes its blocks."""
         root = root_hash(self._root, cache_salt=self._cache.cache_salt) if self._plan.canonical else self._root
         if not isinstance(self.side.tiers, LocalTiers):
             _log.warning("kv events: what the daemon's tiers hold is the daemon's to publish; here are vLLM's own only")
             return
-        self._events = VllmEvents(self.side.tiers.hierarchy, root, groups, canonical=self._plan.canonical)
+        self._events = VllmEvents(self.side.tiers.hierarchy, root, groups, None if self._plan.canonical else algorithm)
 
     def take_events(self) -> list[Any]:
         """vLLM's KV events: what came to the tiers and what left them since the last time."""
@@ -295,7 +295,7 @@ class SchedulerHalf:
     def _store_run(self, row: Row, run: list[int]) -> int:
         op_id = self.side.store(row.request_id, run[0], run)
         if self._events is not None:
-            self._events.note(row.chain.parent(0), row.chain.hashes[run[0] : run[-1] + 1], row.request.lora_request)
+            self._events.note(row.request, row.chain, range(run[0], run[-1] + 1))
         return op_id
 
     def _planned(self) -> tuple[StepPlan, StepPlan]:

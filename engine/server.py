@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -37,12 +37,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the API needs: the engine's loop, the model's prompts and name, the settings."""
+    """What the API needs: the engine's loop, the model's prompts and name, the settings, where KV events are told."""
 
     loop: EngineLoop
     prompts: Prompts
     name: str
     config: ServerConfig
+    events: Mapping[str, str | None] | None = None
 
 
 def make_app(served: Served) -> Starlette:
@@ -60,7 +61,7 @@ def make_app(served: Served) -> Starlette:
     async def model(request: Request) -> Response:
         guard.admit(request)
         _require_model(served, request.path_params["name"])
-        return JSONResponse(model_entry(served.loop.engine, served.name))
+        return JSONResponse(model_entry(served.loop.engine, served.name, served.events))
 
     def post(path: str, body_type: type[CompletionBody] | type[ChatBody], form: Form) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -88,7 +89,7 @@ def make_app(served: Served) -> Starlette:
 
 
 def _models(served: Served) -> dict[str, Any]:
-    return {"object": "list", "data": [model_entry(served.loop.engine, served.name)]}
+    return {"object": "list", "data": [model_entry(served.loop.engine, served.name, served.events)]}
 
 
 def _require_model(served: Served, name: str) -> None:

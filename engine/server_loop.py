@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from prometheus_client import Histogram
 
@@ -16,12 +16,15 @@ from kvtier.engine.llm import Engine
 from kvtier.engine.sequence import FinishReason, Output, RequestError, SamplingParams
 from kvtier.engine.sequence import Sequence as Request
 from kvtier.service.openai_errors import OpenAIError, busy
+from kvtier.tiers.tier import ChainHash
 
 _log = logging.getLogger(__name__)
 
-_IDLE: Final = 1.0  # seconds between two turns with nothing to do
+_IDLE: Final = 0.25  # seconds between two turns with nothing to do: tiers below tell then what they have stored
+_SOON: Final = 0.005  # seconds, where events could not all be told
 _STUCK: Final = 60.0  # seconds a step may take before the server is not well
 _SECONDS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_AILING: Final = 30.0  # seconds until a server whose steps failed asks to be tried again
 _PATIENCE: Final = 2  # steps in a row that fail: one is tried again, requests behind more of them are given up
 
 
@@ -42,6 +45,16 @@ class News:
     token_id: int
     finish_reason: FinishReason | None
     cached: Mapping[str, int] | None  # with the first token: prompt tokens by the tier they came from
+
+
+class Feed(Protocol):
+    """Tells others what the engine's tiers hold; `service.events.TierFeed` is the real one. Never waits."""
+
+    def begin_at(self, root: ChainHash) -> None:
+        """Chains begin at this root."""
+
+    def pump(self) -> bool:
+        """Tell what is new. True where some is left."""
 
 
 class Flight:
@@ -111,8 +124,10 @@ class EngineLoop:
     At most `max_num_seqs + max_waiting` sequences are live; what would be more is refused.
     """
 
-    def __init__(self, engine: Engine, max_waiting: int) -> None:
+    def __init__(self, engine: Engine, max_waiting: int, feed: Feed | None = None) -> None:
         self.engine = engine
+        self._feed = feed
+        self._is_fed = True  # the feed has told everything
         self.capacity = engine.config.max_num_seqs + max_waiting
         self.room = min(engine.max_model_len, engine.pool.num_blocks * engine.config.block_size)
         self.tally = Tally()
@@ -124,6 +139,7 @@ class EngineLoop:
         self._seats: dict[str, _Seat] = {}
         self._ids = map(str, itertools.count())
         self._num_failures = 0  # in a row
+        self._failed_at = 0.0
         self._turned = time.monotonic()
 
     # on any thread
@@ -168,7 +184,7 @@ class EngineLoop:
     @property
     def ailment(self) -> str | None:
         """Why the server is not well; None where it is."""
-        if self._num_failures >= _PATIENCE:
+        if self._num_failures >= _PATIENCE and time.monotonic() - self._failed_at < _AILING:
             return f"the last {self._num_failures} steps failed; the log has why"
         if (seconds := time.monotonic() - self._turned) > _STUCK:
             return f"the engine has not answered for {seconds:.0f} s"
@@ -195,7 +211,7 @@ class EngineLoop:
         is_busy = engine.has_unfinished or engine.scheduler.has_copies
         with self._changed:
             if not is_busy and not self._inbox and self._goes_on():
-                self._changed.wait(_IDLE)
+                self._changed.wait(_IDLE if self._is_fed else _SOON)
             inbox, self._inbox = self._inbox, []
         for item in inbox:
             if isinstance(item, _Abort):
@@ -205,6 +221,8 @@ class EngineLoop:
         if is_busy or inbox:
             self._step()
         self.stats = engine.stats
+        if self._feed is not None:
+            self._is_fed = not self._feed.pump()
 
     def _step(self) -> None:
         try:
@@ -213,10 +231,12 @@ class EngineLoop:
             _log.exception("a step failed: %s", error)
             self.tally.failed_steps += 1
             self._num_failures += 1
+            self._failed_at = time.monotonic()
             if self._num_failures >= _PATIENCE:
                 self._give_up(OpenAIError(500, "an error of the engine's; its log has it", code="engine_error"))
             return
-        self._num_failures = 0
+        if any(output.token_id is not None for output in outputs):  # one with nothing to compute proves nothing
+            self._num_failures = 0
         self._pass_on(outputs)
 
     def _admit(self, flight: Flight) -> None:
@@ -228,7 +248,9 @@ class EngineLoop:
                 self._refuse(flight, OpenAIError(400, str(error), code="invalid_value"))
                 return
             flight.request_ids[index] = request_id
-            self._seats[request_id] = _Seat(flight, index, self.engine.request(request_id))
+            seat = self._seats[request_id] = _Seat(flight, index, self.engine.request(request_id))
+            if self._feed is not None and self.engine.config.enable_prefix_caching:
+                self._feed.begin_at(seat.request.chain.parent(0))
 
     def _refuse(self, flight: Flight, error: OpenAIError) -> None:
         """End all that is left of a flight; its client is told why."""

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,8 +20,8 @@ _STATES: Final = ("waiting", "loading", "running")
 _TOKENS: Final = ("prompt_tokens", "computed_tokens", "generated_tokens")
 
 
-def model_entry(engine: Engine, name: str) -> Json:
-    """The model as `/v1/models` lists it; `kvtier` is what a router has to know."""
+def model_entry(engine: Engine, name: str, events: Mapping[str, str | None] | None) -> Json:
+    """The model as `/v1/models` lists it; `kvtier` is what a router has to know, `events` where KV events are told."""
     return {
         "id": name,
         "object": "model",
@@ -32,8 +32,7 @@ def model_entry(engine: Engine, name: str) -> Json:
             "block_size": engine.config.block_size,
             "fingerprint": engine.identity.fingerprint().hex(),
             "max_model_len": engine.max_model_len,
-            "events": None,
-            "node": None,
+            "events": events,
         },
     }
 

@@ -5,12 +5,13 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from subprocess import Popen
+from threading import Event
 from typing import Any, Final
 
 from kvtier.service.cluster_file import Ready, Service, Topology
@@ -32,6 +33,7 @@ class Member:
 
     process: Process | None
     ready: Ready
+    after: list[str]
     address: str | None
     started: float  # Unix time
 
@@ -44,6 +46,11 @@ class Record:
     members: dict[str, Member] = field(default_factory=dict)
     directories: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether any process of it runs."""
+        return any(member.process is not None and member.process.runs for member in self.members.values())
 
     def runs(self, name: str) -> bool:
         """Whether a service need not be started: it runs, or is done."""
@@ -74,15 +81,17 @@ class Cluster:
         """Where a service's output is."""
         return self.state / "logs" / f"{name}.log"
 
-    def up(self, topology: Topology, first_port: int, tell: Tell) -> bool:
+    def up(self, topology: Topology, first_port: int, tell: Tell, stopping: Event) -> bool:
         """Start what does not run yet, and return once all of it is ready; False where all of it ran already.
 
         ConfigError for a port in use or another cluster's directory. Where a service fails, KVTierError with the end
-        of its log, after everything that this call started was stopped.
+        of its log, after everything that this call started was stopped; so too where `stopping` is set meanwhile.
         """
         with self._locked(make=True):
             record = self._read()
-            if any(record.runs(name) for name in record.members) and record.first_port != first_port:
+            if not record.is_up:  # what an earlier one has left would not fit
+                self._clear(record)
+            elif record.first_port != first_port:
                 raise ConfigError(
                     f"--port {first_port}: the cluster in {self.state} runs at {record.first_port}; "
                     "use that, or another --state, or take it down"
@@ -93,7 +102,7 @@ class Cluster:
                     if not is_free(port):
                         raise ConfigError(f"--port {first_port}: {name}'s port {port} is in use; choose another")
             record.first_port = first_port
-            _Start(self, record, missing, tell).run()
+            _Start(self, record, missing, tell, stopping).run()
             return bool(missing)
 
     def status(self) -> list[Row]:
@@ -105,16 +114,17 @@ class Cluster:
             return list(threads.map(_row, record.members, record.members.values()))
 
     def down(self, tell: Tell, *, purge: bool) -> bool:
-        """End every process, last started first, and remove the state; slabs and models only with `purge`.
+        """End every process, each after those that waited for it, and remove the state.
 
-        False where nothing was there.
+        Slabs and models are kept, but with `purge`. False where nothing was there.
         """
         if not self._file.exists():
             return False
         with self._locked():
             record = self._read()
             self.stop(record, list(record.members), tell)
-            for directory in [*record.directories, "logs", *(record.kept if purge else ())]:
+            self._clear(record)
+            for directory in record.kept if purge else ():
                 shutil.rmtree(self.state / directory, ignore_errors=True)
             if any((self.state / kept).exists() for kept in record.kept):
                 self.write(Record(kept=record.kept))
@@ -122,15 +132,19 @@ class Cluster:
                 self._file.unlink()
         return True
 
-    def stop(self, record: Record, names: list[str], tell: Tell) -> None:
-        """End these members, last one first, and forget them."""
-        for name in reversed(names):
-            member = record.members[name]
-            if member.process is not None and member.process.runs:
-                in_time = member.process.stop(_GRACE)
-                tell(f"{name} stopped" if in_time else f"{name} killed: it did not end within {_GRACE:g} s")
-            del record.members[name]
-            self.write(record)
+    def stop(self, record: Record, names: Sequence[str], tell: Tell) -> None:
+        """End these members, each after those that waited for it, and forget them."""
+        left = list(names)
+        while left:
+            wave = [name for name in left if not any(name in record.members[other].after for other in left)]
+            with ThreadPoolExecutor(len(wave)) as threads:
+                lines = threads.map(_stop, wave, [record.members[name] for name in wave])
+                for name, line in zip(wave, lines, strict=True):
+                    if line is not None:
+                        tell(line)
+                    del record.members[name]
+                    left.remove(name)
+                    self.write(record)
 
     def write(self, record: Record) -> None:
         """Replace the record at once: a reader sees the old one or the new one."""
@@ -140,6 +154,13 @@ class Cluster:
         draft = self._file.with_suffix(".new")
         draft.write_text(json.dumps(data, indent=1), encoding="utf-8")
         draft.replace(self._file)
+
+    def _clear(self, record: Record) -> None:
+        """Forget members, none of which runs, and what is not kept of them."""
+        for directory in (*record.directories, "logs"):
+            shutil.rmtree(self.state / directory, ignore_errors=True)
+        record.members.clear()
+        record.directories.clear()
 
     def _read(self) -> Record:
         try:
@@ -187,8 +208,10 @@ class Cluster:
 class _Start:
     """One `up` under way: services started as soon as those they wait for are ready."""
 
-    def __init__(self, cluster: Cluster, record: Record, services: Mapping[str, Service], tell: Tell) -> None:
-        self._cluster, self._record, self._tell = cluster, record, tell
+    def __init__(
+        self, cluster: Cluster, record: Record, services: Mapping[str, Service], tell: Tell, stopping: Event
+    ) -> None:
+        self._cluster, self._record, self._tell, self._stopping = cluster, record, tell, stopping
         self._waiting = dict(services)
         self._starting: dict[str, tuple[Service, Popen[bytes], float]] = {}
         self._started: list[str] = []
@@ -202,7 +225,8 @@ class _Start:
                     self._launch(name, self._waiting.pop(name))
                 for name in [name for name in self._starting if self._is_ready(name)]:
                     del self._starting[name]
-                time.sleep(_PAUSE)
+                if self._stopping.wait(_PAUSE):
+                    raise KVTierError("interrupted: what was started is stopped")
         except BaseException:
             self._cluster.stop(self._record, self._started, self._tell)
             raise
@@ -225,7 +249,7 @@ class _Start:
                 f"{name}: {service.argv[0]}: {error.strerror}; install it, or leave its profile out"
             ) from None
         found = Process.of(process.pid) or Process(process.pid, "")  # ended already: reaped by nobody but us, below
-        self._record.members[name] = Member(found, service.ready, service.address, time.time())
+        self._record.members[name] = Member(found, service.ready, service.after, service.address, time.time())
         self._started.append(name)
         self._cluster.write(self._record)
         self._starting[name] = (service, process, time.monotonic())
@@ -235,8 +259,7 @@ class _Start:
         waited = time.monotonic() - since
         status = process.poll()
         if status == 0 and service.ready.exits:
-            member = self._record.members[name]
-            self._record.members[name] = Member(None, member.ready, member.address, member.started)
+            self._record.members[name] = replace(self._record.members[name], process=None)
             self._cluster.write(self._record)
             self._tell(f"{name} done after {waited:.1f} s")
             return True
@@ -256,9 +279,17 @@ class _Start:
         return KVTierError("\n".join([f"{name} {why}; the end of {log}:", *(f"  {line}" for line in lines)]))
 
 
+def _stop(name: str, member: Member) -> str | None:
+    """End its process, where it runs: what is to be said of that."""
+    if member.process is None or not member.process.runs:
+        return None
+    in_time = member.process.stop(_GRACE)
+    return f"{name} stopped" if in_time else f"{name} killed: it did not end within {_GRACE:g} s"
+
+
 def _member(data: Mapping[str, Any]) -> Member:
     process = None if data["process"] is None else Process(*data["process"])
-    return Member(process, Ready.model_validate(data["ready"]), data["address"], data["started"])
+    return Member(**{**data, "process": process, "ready": Ready.model_validate(data["ready"])})
 
 
 def _row(name: str, member: Member) -> Row:

@@ -5,6 +5,7 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from threading import Event
 from typing import Annotated, Final
 
 import typer
@@ -48,9 +49,11 @@ def up(
     places = Places(state, file.parent / "deploy", model.absolute() if model else state / "model", port)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     topology = _installed(Topology.read(file, places, profile or _PROFILES), profile is not None, console)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.FAILED))  # and what was started is stopped
+    stopping = Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
     with console.status("starting"):
-        is_new = Cluster(state).up(topology, port, lambda line: console.print(line, markup=False))
+        is_new = Cluster(state).up(topology, port, lambda line: console.print(line, markup=False), stopping)
     console.print("up" if is_new else "it is up already", "· kvtier cluster status · kvtier cluster down")
 
 
@@ -76,7 +79,7 @@ def down(
     state: State = Path("kvtier-cluster"),
     purge: Annotated[bool, typer.Option("--purge", help="Remove slabs and a model that was made, too.")] = False,
 ) -> None:
-    """End all of it, the last one started first, and remove its state; what was stored is kept."""
+    """End all of it, in the order opposite to `up`, and remove its state; what was stored is kept."""
     was_there = Cluster(state).down(lambda line: print(line, file=sys.stderr), purge=purge)
     print("down" if was_there else f"no cluster in {state}: nothing to do", file=sys.stderr)
 

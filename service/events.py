@@ -27,6 +27,8 @@ MOST: Final = 512  # blocks of one tier taken at a time …
 _PUMPS: Final = 4  # and how often in one go
 MAX_ROOTS: Final = 65_536  # tenants of one model that are told; those beyond are not
 _MAX_BUFFERED: Final = 64 << 20  # bytes of batches kept for replay
+_QUEUE: Final = 1000  # batches that may wait for one subscriber
+_MAX_REQUEST: Final = 1024  # bytes that a subscriber may say at once
 _MAX_REPLAYS: Final = 32  # subscribers served side by side
 _REPLAY_DEADLINE: Final = 10.0  # seconds a subscriber may take no message of its replay
 _STEP: Final = 64  # messages of a replay between two looks at the rest
@@ -140,6 +142,8 @@ class Publisher:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST)
+        socket.setsockopt(zmq.SNDHWM, _QUEUE)
         if kind == zmq.ROUTER:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full pipe is said, not a reason to drop
         try:
@@ -170,15 +174,22 @@ class Publisher:
             ready = dict(poller.poll(_BUSY_POLL if self._replays else _POLL))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-            while self._tasks:
-                num_blocks, task = self._tasks.popleft()
-                task()
-                with self._lock:
-                    self._num_waiting -= num_blocks
-            if self._replay is not None and self._replay in ready:
-                self._accept(self._replay)
-            for client in list(self._replays):
-                self._serve(client)
+            try:
+                self._turn(self._replay if self._replay in ready else None)
+            except Exception:
+                self.counts["errors"] += 1
+                _log.exception("KV events: a batch is lost")
+
+    def _turn(self, requests: "zmq.Socket[bytes] | None") -> None:
+        while self._tasks:
+            num_blocks, task = self._tasks.popleft()
+            with self._lock:
+                self._num_waiting -= num_blocks
+            task()
+        if requests is not None:
+            self._accept(requests)
+        for client in list(self._replays):
+            self._serve(client)
 
     def _told_of(self, fingerprint: bytes) -> ToldBlocks:
         return self._told.setdefault(fingerprint, ToldBlocks(fingerprint))

@@ -1,4 +1,4 @@
-"""An HTTP server on a thread beside whatever it serves: its socket, and no patience with those who say nothing."""
+"""An HTTP server on a thread beside what it serves: its socket, no patience with who neither speaks nor reads."""
 
 import asyncio
 import socket
@@ -120,10 +120,11 @@ class HttpServer:
 
 
 class _Impatient(H11Protocol):
-    """Hangs up on a connection that has not brought a whole request head in time: uvicorn alone waits for ever."""
+    """Hangs up on who brings no whole request head in time, or reads nothing of an answer: uvicorn waits for ever."""
 
     _timer: asyncio.TimerHandle | None = None
     _requests_seen: Any = None
+    _num_unread: int = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -135,11 +136,18 @@ class _Impatient(H11Protocol):
         super().connection_lost(error)
 
     def _look(self) -> None:
-        """Each `_IDLE` seconds: a request must be under way, or another one than at the last look have come."""
+        """Each `_IDLE` seconds: a request must be under way, or another one than at the last look have come.
+
+        And where an answer waits to be read, some of it must have been.
+        """
         cycle: Any = self.cycle  # of the last request; None before the first
         is_waiting = cycle is None or cycle.response_complete
         if is_waiting and cycle is self._requests_seen:
             self.transport.close()
             return
-        self._requests_seen = cycle
+        num_unread = self.transport.get_write_buffer_size()
+        if num_unread and num_unread == self._num_unread:
+            self.transport.abort()
+            return
+        self._requests_seen, self._num_unread = cycle, num_unread
         self._timer = self.loop.call_later(_IDLE, self._look)

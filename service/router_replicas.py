@@ -196,6 +196,8 @@ class Replica:
 
     async def _join(self) -> None:
         status, body = await self._page("/v1/models")
+        if status in (401, 403):
+            raise ReplicaFailed(Failure.GARBLED, f"/v1/models answers {status}; set [router] replica_token to its key")
         if status != 200:
             raise ReplicaFailed(Failure.GARBLED, f"/v1/models answers {status}")
         try:
@@ -217,9 +219,9 @@ class Replica:
         self._loads_at = now + _LOADS_EVERY
         status, body = await self._page("/status")
         try:
-            page = json.loads(body) if status == 200 else {}
-            num_requests = int(page.get("running", 0)) + int(page.get("waiting", 0))
-        except (ValueError, TypeError, AttributeError, RecursionError):
+            page: Any = json.loads(body) if status == 200 else None
+            num_requests = int(page["requests"]["live"])
+        except (ValueError, TypeError, LookupError, RecursionError):
             num_requests = 0
         usual = self.given / self.in_flight if self.in_flight else _USUAL
         self.others = max(0, num_requests - self.in_flight) * usual

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any, Final
 import httpx2
 from http_rig import kvtier
 
-from kvtier.service.cli_options import Exit
+from kvtier.service.cluster import Cluster, Row
 from kvtier.service.cluster_file import NUM_PORTS
 from kvtier.service.cluster_process import Process, is_free
 
@@ -35,15 +36,21 @@ class Running:
         self._pids |= set(self.pids().values())
         return done
 
-    def status(self) -> list[dict[str, Any]]:
-        done = kvtier("cluster", "status", "--state", str(self.state), "--json")
-        assert done.returncode in (Exit.OK, Exit.DEGRADED), done.stderr
-        rows: list[dict[str, Any]] = json.loads(done.stdout)
-        assert all(row["healthy"] for row in rows) == (done.returncode == Exit.OK)
-        return rows
+    def status(self) -> dict[str, Row]:
+        """Of each service; the command's own status and JSON are asked for by `told`."""
+        return {row.name: row for row in Cluster(self.state).status()}
 
     def states(self) -> dict[str, str]:
-        return {row["name"]: row["state"] for row in self.status()}
+        return {name: row.state for name, row in self.status().items()}
+
+    @property
+    def unwell(self) -> list[str]:
+        return [name for name, row in self.status().items() if not row.healthy]
+
+    def told(self) -> tuple[int, list[dict[str, Any]]]:
+        """What `kvtier cluster status --json` says."""
+        done = kvtier("cluster", "status", "--state", str(self.state), "--json")
+        return done.returncode, json.loads(done.stdout)
 
     def pids(self) -> dict[str, int]:
         record = self.state / "cluster.json"
@@ -68,18 +75,27 @@ class Running:
         return kvtier("cluster", "down", "--state", str(self.state), *options)
 
     def close(self) -> None:
+        """Take it down. Nothing may be left."""
         self._pids |= set(self.pids().values())
-        assert self.down("--purge").returncode == Exit.OK
+        assert Cluster(self.state).down(print, purge=True) or not self.state.exists()
         assert not [pid for pid in self._pids if Process.of(pid)], "down has left processes"
         assert not self.state.exists()
 
 
 def free_range() -> int:
-    """The first of a hundred ports that nobody has, below those the kernel hands out."""
+    """The first of a hundred ports that are nobody's, of other stories' neither as long as this process lives."""
     while True:
-        first = random.randrange(10_000, 32_000, NUM_PORTS)
-        if all(map(is_free, range(first, first + NUM_PORTS))):
+        first = random.randrange(10_000, 20_000, NUM_PORTS)  # redis_rig's are above
+        claim = socket.socket()
+        try:
+            claim.bind(("127.0.0.1", first + NUM_PORTS - 1))  # which no cluster uses
+        except OSError:
+            claim.close()
+            continue
+        if all(map(is_free, range(first, first + NUM_PORTS - 1))):
+            claim.detach()  # bound, not listening, until this process ends
             return first
+        claim.close()
 
 
 def wait_for(condition: Callable[[], object]) -> None:

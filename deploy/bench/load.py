@@ -1,6 +1,6 @@
 """Some load on a cluster, and what came of it: clients ask prompts that share long beginnings. Standard library alone.
 
-Usage: load.py URL     (KVTIER_ROUTER__TOKEN: the router's token, where it has one)
+Usage: load.py URL [REQUESTS]     (KVTIER_ROUTER__TOKEN: the router's token, where it has one)
 """
 
 import http.client
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-CLIENTS, REQUESTS = 4, 64
+CLIENTS = 4
 PREFIXES, PREFIX_TOKENS, TAIL_TOKENS, ANSWER_TOKENS = 8, 480, 32, 8
 TOKENS = range(10, 200)  # every model has them
 DEADLINE = 120.0  # seconds
@@ -48,14 +48,15 @@ def one(model: str, prompt: list[int]) -> tuple[float, int, int]:
 
 def main() -> None:
     """Ask, and print a line for each quarter of the requests: the first has seen nothing yet."""
+    count = int(sys.argv[2]) if len(sys.argv) > 2 else 64
     model = ask("GET", "/v1/models")["data"][0]["id"]
     numbers = random.Random()
     prefixes = [numbers.choices(TOKENS, k=PREFIX_TOKENS) for _ in range(PREFIXES)]
-    prompts = [numbers.choice(prefixes) + numbers.choices(TOKENS, k=TAIL_TOKENS) for _ in range(REQUESTS)]
+    prompts = [numbers.choice(prefixes) + numbers.choices(TOKENS, k=TAIL_TOKENS) for _ in range(count)]
     with ThreadPoolExecutor(CLIENTS) as clients:
         results = list(clients.map(lambda prompt: one(model, prompt), prompts))
-    for first in range(0, REQUESTS, REQUESTS // 4):
-        times, cached, total = zip(*results[first : first + REQUESTS // 4], strict=True)
+    for first in range(0, count, count // 4):
+        times, cached, total = zip(*results[first : first + count // 4], strict=True)
         print(
             f"requests {first + 1:3}–{first + len(times):3}: median {statistics.median(times) * 1000:6.0f} ms, "
             f"slowest {max(times) * 1000:6.0f} ms, {sum(cached) / sum(total):.0%} of the prompts cached"

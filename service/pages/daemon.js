@@ -1,11 +1,22 @@
 // What the page shows of a node's daemon.
 
-import { about, bar, breakdown, bytes, card, count, duration, h, line, memory, none, percent, rate, rateTile, sum, swatch, table, tile } from "./draw.js";
+import {
+  about, bar, breakdown, bytes, card, count, duration, h, line, memory, none, percent, rate, rateTile, sum, swatch, table,
+  tile,
+} from "./draw.js";
 
 const TIERS = ["l1", "l2", "file", "redis", "miss"];
 const NAMES = { __proto__: null, l1: "L1 device", l2: "host memory", file: "file", redis: "Redis", miss: "nowhere" };
-const SLOTS = { __proto__: null, ready: "ready", leased: "leased", dirty: "dirty", filling: "filling", quarantined: "bad", free: "rest", unused: "rest", holes: "filling" };
-const BREAKERS = { __proto__: null, closed: ["● closed", "good"], "half-open": ["◐ half-open", "warn"], open: ["▲ open", "bad"] };
+// Colours of slots; those of "rest" are empty. What is not here is drawn as what is ready.
+const SLOTS = {
+  __proto__: null, leased: "leased", filling: "filling", holes: "filling", quarantined: "bad", free: "rest", unused: "rest",
+};
+const BREAKERS = {
+  __proto__: null,
+  closed: ["● closed", "good"],
+  "half-open": ["◐ half-open", "warn"],
+  open: ["▲ open", "bad"],
+};
 const RECENT = 60; // seconds the share of hits is of
 const MAX_CLIENTS = 64;
 
@@ -15,19 +26,22 @@ export function aboutOf(status) {
 }
 
 /** The badge's text and kind, and what is wrong. */
-export function stateOf(status) {
-  if (status.status === "ok") return { text: "● ok", kind: "good", trouble: "" };
-  const each = status.degraded.map(({ model, tier, direction, breaker }) => `${tier} of ${model}, ${direction}s (breaker ${breaker})`);
-  return { text: `▲ ${status.status}`, kind: "warn", trouble: `Left alone for now, its blocks are misses: ${each.join("; ")}.` };
+export function stateOf({ status, degraded }) {
+  if (status === "ok") return { text: "● ok", kind: "good", trouble: "" };
+  const each = degraded.map(({ model, tier, direction, breaker }) => {
+    return `${tier} of ${model}, ${direction}s (breaker ${breaker})`;
+  });
+  const trouble = `Left alone for now, its blocks are misses: ${each.join("; ")}.`;
+  return { text: `▲ ${status}`, kind: "warn", trouble };
 }
 
 /** Everything below the header. */
 export function panelsOf(status, history) {
   const models = status.models.map((model) => modelOf(model, history));
-  return [daemonTiles(status, history), models.length ? models : nothingYet(status), clientsOf(status.clients)];
+  return [tiles(status, history), models.length ? models : nothingYet(status), clientsOf(status.clients)];
 }
 
-// sums over what a status has
+// what a status has, over all its models or of one
 
 const over = (f) => (status) => status.models.reduce((total, model) => total + f(model), 0);
 const lookups = over((model) => sum(model.lookups));
@@ -37,52 +51,71 @@ const corrupted = over((model) => sum(model.corrupted));
 const moved = (direction) => over((model) => sum(Object.values(model.moved).map((each) => each[direction] ?? 0)));
 const of = (name, f) => (status) => {
   const model = status.models.find((each) => each.model === name);
-  return model ? f(model) : 0;
+  return model ? (f(model) ?? 0) : 0;
 };
 
 // tiles
 
-function daemonTiles(status, history) {
+function tiles(status, history) {
+  return h(
+    "div",
+    { class: "tiles" },
+    foundTile(history),
+    rateTile("Looked up", lookups, `${about(lookups(status))} blocks in all`, history, "l2"),
+    rateTile("Read from below", moved("read"), `${bytes(moved("read")(status))} in all`, history, "file", bytes),
+    rateTile("Written below", moved("write"), `${bytes(moved("write")(status))} in all`, history, "file", bytes),
+    memoryTile(status.budget),
+    clientsTile(status),
+    rateTile("Not stored", dropped, `${count(dropped(status))} blocks in all`, history, "miss"),
+    corruptedTile(corrupted(status)),
+  );
+}
+
+function foundTile(history) {
   const [asked, found] = [history.grown(lookups, RECENT), history.grown(hits, RECENT)];
   const shares = history.pairs((before, after) => {
     const grown = lookups(after) - lookups(before);
     return grown > 0 ? Math.max(0, hits(after) - hits(before)) / grown : null;
   });
-  const share = asked && found && asked.value > 0 ? percent(found.value / asked.value) : "–";
-  const ofWhat = asked?.value ? `of ${about(asked.value)} blocks in the last ${duration(Math.round(asked.seconds))}` : "nobody asked in the last minute";
-  const { bytes: size, given } = status.budget;
-  const connected = status.clients.filter((client) => client.connected).length;
-  const gone = status.clients.length - connected;
-  const wrong = corrupted(status);
-  const events = Object.entries(status.events).map(([name, value]) => `${name.replaceAll("_", " ")} ${count(value)}`);
-  return h(
-    "div",
-    { class: "tiles" },
-    tile("Found in the cache", share, ofWhat, line(shares, history.span, percent, "l2", 1)),
-    rateTile("Looked up", lookups, `${about(lookups(status))} blocks in all`, history, "l2"),
-    rateTile("Read from below", moved("read"), `${bytes(moved("read")(status))} in all`, history, "file", bytes),
-    rateTile("Written below", moved("write"), `${bytes(moved("write")(status))} in all`, history, "file", bytes),
-    tile("Host memory given", percent(given / size), `${memory(given)} of ${memory(size)}`, bar([{ name: "given", value: given, kind: "l2" }], size, memory)),
-    tile("Clients", count(connected), [gone > 0 && `${count(gone)} gone, may still copy; `, events.join(", ") || "none has left yet"]),
-    tile("Not stored", rate(history.rate(dropped)), `${count(dropped(status))} blocks in all`, line(history.rates(dropped), history.span, rate, "miss")),
-    tile("Corrupted", [wrong > 0 && "▲ ", count(wrong)], wrong ? "blocks failed verification; none was served" : "✓ every block read was the one stored", null, wrong ? "bad" : "good"),
-  );
+  const picture = line(shares, history.span, percent, "l2", 1);
+  if (!asked?.value || !found) return tile("Found in the cache", "–", "nobody asked in the last minute", picture);
+  const note = `of ${about(asked.value)} blocks in the last ${duration(Math.round(asked.seconds))}`;
+  return tile("Found in the cache", percent(found.value / asked.value), note, picture);
 }
 
-function nothingYet(status) {
+function memoryTile({ bytes: size, given }) {
+  const picture = bar([{ name: "given", value: given, kind: "l2" }], size, memory);
+  return tile("Host memory given", percent(given / size), `${memory(given)} of ${memory(size)}`, picture);
+}
+
+function clientsTile({ clients, events }) {
+  const connected = clients.filter((client) => client.connected).length;
+  const gone = clients.length - connected;
+  const told = Object.entries(events).map(([name, value]) => `${name.replaceAll("_", " ")} ${count(value)}`);
+  if (gone) told.unshift(`${count(gone)} gone, may still copy`);
+  return tile("Clients", count(connected), told.join(", ") || "none has left yet");
+}
+
+function corruptedTile(wrong) {
+  if (!wrong) return tile("Corrupted", "0", "✓ every block read was the one stored", null, "good");
+  return tile("Corrupted", `▲ ${count(wrong)}`, "blocks failed verification; none was served", null, "bad");
+}
+
+function nothingYet({ socket }) {
   return h(
     "section",
     { class: "card empty" },
     h("h2", {}, "No engine has attached yet"),
     h("p", {}, "Start one with this setting; its model appears here as soon as it is there."),
-    h("pre", {}, `KVTIER_SERVICE__SOCKET=${status.socket}`),
+    h("pre", {}, `KVTIER_SERVICE__SOCKET=${socket}`),
   );
 }
 
 // a model
 
 function modelOf(model, history) {
-  const facts = `blocks of ${count(model.block_size)} tokens in ${memory(model.block_bytes)} · ${count(model.clients)} ${model.clients === 1 ? "client" : "clients"}`;
+  const clients = `${count(model.clients)} ${model.clients === 1 ? "client" : "clients"}`;
+  const facts = `blocks of ${count(model.block_size)} tokens in ${memory(model.block_bytes)} · ${clients}`;
   return h(
     "section",
     { class: "model", "aria-label": `model ${model.model}` },
@@ -100,83 +133,97 @@ function modelOf(model, history) {
   );
 }
 
+const nameOf = (tier) => NAMES[tier] ?? tier;
+
 function tiersOf(model) {
   const { slots, ready, leased, dirty, filling, quarantined, pinned } = model.l2;
   const notes = [["dirty", dirty], ["pinned", pinned]];
+  const used = { ready: ready - leased, leased, filling, quarantined }; // a leased slot is a ready one
   return [
-    tier(model, "l2", { ready: ready - leased, leased, filling, quarantined }, slots, notes), // leased slots are ready ones
-    Object.entries(model.tiers).map(([name, below]) => tier(model, name, below.slots, sum(below.slots), [])),
+    tierOf(model, "l2", used, slots, notes),
+    Object.entries(model.tiers).map(([name, below]) => tierOf(model, name, below.slots, sum(below.slots), [])),
   ];
 }
 
-function tier(model, name, slots, whole, more) {
+function tierOf(model, name, slots, whole, notes) {
   const used = Object.entries(slots).filter(([state, value]) => value && SLOTS[state] !== "rest");
-  const parts = used.map(([state, value]) => ({ name: state, value, kind: `${name} ${SLOTS[state] ?? "ready"}` }));
-  const full = whole > 0 ? percent(sum(Object.fromEntries(used)) / whole) : "";
-  const counts = [["stored", model.stored[name]], ["evicted", model.evicted[name]], ...more];
+  const parts = used.map(([state, value]) => ({ name: state, value, kind: `${name} ${SLOTS[state] ?? ""}` }));
+  const counts = [["stored", model.stored[name]], ["evicted", model.evicted[name]], ...notes];
   const facts = [...used, ...counts].filter(([, value]) => value).map(([what, value]) => `${what} ${count(value)}`);
   const wrong = model.corrupted[name] ?? 0;
+  const full = whole > 0 && `${percent(sum(Object.fromEntries(used)) / whole)} of ${count(whole)} slots`;
   return h(
     "div",
     { class: "meter" },
-    h("p", {}, h("b", {}, swatch(name), NAMES[name] ?? name), h("span", {}, whole > 0 && `${full} of ${count(whole)} slots`)),
+    h("p", {}, h("b", {}, swatch(name), nameOf(name)), h("span", {}, full)),
     whole > 0 && bar(parts, whole),
-    h("p", { class: "note" }, facts.join(" · ") || "empty", wrong > 0 && h("b", { class: "bad" }, ` ▲ corrupted ${count(wrong)}`)),
+    h(
+      "p",
+      { class: "note" },
+      facts.join(" · ") || "empty",
+      wrong > 0 && h("b", { class: "bad" }, ` ▲ corrupted ${count(wrong)}`),
+    ),
   );
 }
 
 function lookupsOf(model, history) {
   const total = sum(model.lookups);
-  const shown = TIERS.filter((tier) => model.lookups[tier] || tier === "l2" || tier === "miss" || tier in model.tiers);
   if (!total) return none("Nobody has asked yet.");
+  const always = ["l2", "miss", ...Object.keys(model.tiers)];
   return table(
     [["tier"], ["", "wide"], ["share", "number"], ["blocks", "number"], ["now", "number"]],
-    shown.map((tier) => {
+    TIERS.filter((tier) => model.lookups[tier] || always.includes(tier)).map((tier) => {
       const value = model.lookups[tier] ?? 0;
-      const picture = bar([{ name: NAMES[tier], value, kind: tier }], total);
-      const now = history.rate(of(model.model, (each) => each.lookups[tier] ?? 0));
-      return [[swatch(tier), NAMES[tier]], picture, percent(value / total), count(value), rate(now)];
+      const picture = bar([{ name: nameOf(tier), value, kind: tier }], total);
+      const now = history.rate(of(model.model, ({ lookups: each }) => each[tier]));
+      return [[swatch(tier), nameOf(tier)], picture, percent(value / total), count(value), rate(now)];
     }),
   );
 }
+
+/** [tier, name, value] of counts by tier and something else. */
+const flat = (counts) =>
+  Object.entries(counts).flatMap(([tier, each]) => Object.entries(each).map(([name, value]) => [tier, name, value]));
 
 function movedOf(model, history) {
-  const ways = Object.entries(model.moved).flatMap(([tier, each]) => Object.keys(each).map((direction) => [tier, direction]));
+  const ways = flat(model.moved);
   if (!ways.length) return none("Nothing has moved between tiers yet.");
+  const shown = (value) => rate(value, bytes);
   return table(
     [["way"], ["", "wide"], ["bytes", "number"], ["now", "number"]],
-    ways.map(([tier, direction]) => {
-      const counter = of(model.model, (each) => each.moved[tier]?.[direction] ?? 0);
-      const picture = line(history.rates(counter), history.span, (value) => rate(value, bytes), tier);
-      return [[swatch(tier), `${NAMES[tier] ?? tier} ${direction}`], picture, bytes(model.moved[tier][direction]), rate(history.rate(counter), bytes)];
+    ways.map(([tier, direction, value]) => {
+      const counter = of(model.model, (each) => each.moved[tier]?.[direction]);
+      const picture = line(history.rates(counter), history.span, shown, tier);
+      return [[swatch(tier), `${nameOf(tier)} ${direction}`], picture, bytes(value), shown(history.rate(counter))];
     }),
   );
-}
-
-// Counted by tier and reason: "file: queue full".
-function droppedOf(model, history) {
-  const rows = Object.entries(model.dropped).flatMap(([tier, each]) =>
-    Object.entries(each).map(([reason, value]) => {
-      const now = history.rate(of(model.model, (other) => other.dropped[tier]?.[reason] ?? 0));
-      return { name: `${NAMES[tier] ?? tier}: ${reason}`, value, now };
-    }),
-  );
-  return breakdown("blocks", rows, "Every block offered was stored.");
 }
 
 function missedOf(model, history) {
   const rows = Object.entries(model.missed).map(([reason, value]) => {
-    return { name: reason, value, now: history.rate(of(model.model, (other) => other.missed[reason] ?? 0)) };
+    return { name: reason, value, now: history.rate(of(model.model, ({ missed }) => missed[reason])) };
   });
   return breakdown("blocks", rows, "Every block found was served.");
+}
+
+function droppedOf(model, history) {
+  const rows = flat(model.dropped).map(([tier, reason, value]) => {
+    const now = history.rate(of(model.model, (each) => each.dropped[tier]?.[reason]));
+    return { name: `${nameOf(tier)}: ${reason}`, value, now };
+  });
+  return breakdown("blocks", rows, "Every block offered was stored.");
 }
 
 function breakersOf(model) {
   const tiers = Object.entries(model.tiers);
   if (!tiers.length) return none("No tier below host memory is configured: see [file] and [redis].");
   const directions = [...new Set(tiers.flatMap(([, { breakers }]) => Object.keys(breakers)))];
-  const rows = tiers.map(([name, { breakers }]) => [[swatch(name), NAMES[name] ?? name], ...directions.map((each) => breaker(breakers[each]))]);
-  return table([["tier"], ...directions.map((each) => [each])], rows);
+  return table(
+    [["tier"], ...directions.map((direction) => [direction])],
+    tiers.map(([name, { breakers }]) => {
+      return [[swatch(name), nameOf(name)], ...directions.map((direction) => breaker(breakers[direction]))];
+    }),
+  );
 }
 
 function breaker(state) {
@@ -197,7 +244,7 @@ function clientsOf(clients) {
     count(client.leases),
     count(client.reservations),
   ]);
-  const heads = [["pids"], ["model"], ["for", "number"], ["claims", "number"], ["leases", "number"], ["filling", "number"]];
+  const numbers = ["for", "claims", "leases", "filling"].map((head) => [head, "number"]);
   const more = clients.length - rows.length;
-  return card("Clients", table(heads, rows), more > 0 && none(`and ${count(more)} more`));
+  return card("Clients", table([["pids"], ["model"], ...numbers], rows), more > 0 && none(`and ${count(more)} more`));
 }

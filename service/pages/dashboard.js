@@ -6,7 +6,8 @@ import * as router from "./router.js";
 
 const KEPT = 300; // seconds of history
 const SHORTEST = 30; // seconds a line shows at least
-const SILENCE = 3000; // milliseconds without a word from a stream that has one a second
+const BROKEN = 3000; // milliseconds without a word since a connection that broke
+const SILENT = 8000; // the same of one that stands: a server that is stuck says so after five seconds
 const AGAIN = 5000; // milliseconds until a stream that was refused is asked for again
 const GAP = 5; // seconds between two statuses that are no neighbours
 
@@ -16,8 +17,9 @@ class History {
 
   add(at, status) {
     const last = this.samples.at(-1);
-    if (last && (status.uptime_s < last.status.uptime_s || at < last.at)) this.samples = []; // a new process counts anew
-    else if (last && at === last.at) return; // a stream begins with what the one before has told
+    if (last && at === last.at) return; // a stream begins with what the one before has told
+    // A new process counts anew.
+    if (last && (status.uptime_s < last.status.uptime_s || at < last.at)) this.samples = [];
     this.samples.push({ at, status });
     while (this.samples[0].at < at - KEPT) this.samples.shift();
   }
@@ -61,9 +63,11 @@ class History {
 }
 
 const history = new History();
-const place = Object.fromEntries(["about", "state", "trouble", "panels", "since"].map((id) => [id, document.getElementById(id)]));
+const ids = ["about", "state", "trouble", "panels", "since"];
+const place = Object.fromEntries(ids.map((id) => [id, document.getElementById(id)]));
 let source = null;
 let heard = 0; // when the last status came, by performance.now()
+let broken = false; // whether the connection is
 let lost = null; // since when nothing came, as a Date
 let timer = 0;
 
@@ -81,6 +85,7 @@ function connect() {
     say("▲ no answer", "bad", JSON.parse(event.data).error);
   });
   source.addEventListener("error", () => {
+    broken = true;
     if (source.readyState === EventSource.CLOSED) timer = setTimeout(connect, AGAIN); // refused: no browser asks again
   });
 }
@@ -92,6 +97,7 @@ function begin() {
 
 function alive() {
   heard = performance.now();
+  broken = false;
   lost = null;
   document.body.classList.remove("stale");
 }
@@ -114,7 +120,7 @@ function say(text, kind, trouble) {
 }
 
 function listen() {
-  if (document.hidden || performance.now() - heard < SILENCE) return;
+  if (document.hidden || performance.now() - heard < (broken ? BROKEN : SILENT)) return;
   lost ??= new Date();
   const refused = source.readyState === EventSource.CLOSED;
   const why = refused ? "The stream is refused: too many pages may be watching." : "Is it running?";

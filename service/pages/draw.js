@@ -15,7 +15,7 @@ export function svg(name, attributes, ...children) {
 
 function filled(element, attributes, children) {
   for (const [key, value] of Object.entries(attributes ?? {})) {
-    if (value !== null && value !== undefined && value !== false) element.setAttribute(key, value === true ? "" : value);
+    if (value !== null && value !== undefined && value !== false) element.setAttribute(key, value);
   }
   for (const child of children.flat(3)) {
     if (child === null || child === undefined || child === false) continue;
@@ -78,7 +78,7 @@ export const sum = (counts) => Object.values(counts ?? {}).reduce((total, value)
 
 // pictures
 
-/** One bar of parts, [{name, value, kind}], out of `whole`; `kind` is a colour's class. What it says is in its label. */
+/** One bar of parts, [{name, value, kind}], out of `whole`; `kind` is a colour's class. Its label says it in words. */
 export function bar(parts, whole, shown = count) {
   const label = parts.map(({ name, value }) => `${name} ${shown(value)}`).join(", ");
   let x = 0;
@@ -110,9 +110,10 @@ export function line(points, span, shown, kind, least = 0) {
   const area = (run) => `${path(run)}L${run.at(-1)[0]} ${HEIGHT}L${run[0][0]} ${HEIGHT}Z`;
   const last = known.length ? shown(known.at(-1)[1]) : "nothing yet";
   const label = `last ${duration(span)}: now ${last}, at most ${shown(most)}`;
+  const box = { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none" };
   return svg(
     "svg",
-    { class: `line ${kind}`, role: "img", "aria-label": label, viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none" },
+    { class: `line ${kind}`, role: "img", "aria-label": label, ...box },
     svg("title", {}, label),
     svg("path", { class: "base", d: `M0 ${HEIGHT - 1}H${WIDTH}` }),
     drawn.map((run) => svg("path", { class: "area", d: area(run) })),
@@ -136,7 +137,8 @@ export function rateTile(title, counter, note, history, kind, shown = about) {
   const rates = history.rates(counter);
   const most = Math.max(0, ...rates.map(([, value]) => value));
   const words = most > 0 ? `${note}, at most ${rate(most, shown)}` : note;
-  return tile(title, rate(history.rate(counter), shown), words, line(rates, history.span, (value) => rate(value, shown), kind));
+  const picture = line(rates, history.span, (value) => rate(value, shown), kind);
+  return tile(title, rate(history.rate(counter), shown), words, picture);
 }
 
 export const card = (title, ...content) => h("section", { class: "card" }, h("h3", {}, title), content);
@@ -158,6 +160,9 @@ export function breakdown(unit, rows, nothing) {
   const sorted = [...rows].sort((one, other) => other.value - one.value);
   return table(
     [["reason"], ["", "wide"], [unit, "number"], ["now", "number"]],
-    sorted.map(({ name, value, now }) => [name.replaceAll("_", " "), bar([{ name, value, kind: "miss" }], most), count(value), rate(now)]),
+    sorted.map(({ name, value, now }) => {
+      const picture = bar([{ name, value, kind: "miss" }], most);
+      return [name.replaceAll("_", " "), picture, count(value), rate(now)];
+    }),
   );
 }

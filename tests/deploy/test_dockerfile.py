@@ -2,13 +2,18 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from fnmatch import fnmatch
 from functools import cache
 from typing import Final, NamedTuple
 
 import pytest
 import yaml
-from node_rig import ROOT
+from cluster_rig import wait_for
+from node_rig import ROOT, free_port
+
+from kvtier.service.cluster_process import is_free
 
 FILE: Final = ROOT / "Dockerfile"
 TARGETS: Final = ("cpu", "cuda")
@@ -113,3 +118,20 @@ def test_compose_builds_what_is_there() -> None:
             # a volume at another place would be root's
             places = set(re.findall(r":(/data/\w+)", " ".join(each.get("volumes", []))))
             assert places <= owned
+
+
+def test_the_health_check_tells_well_from_unwell() -> None:
+    check = [sys.executable, str(ROOT / "deploy" / "is-well")]
+    port = free_port()
+    with subprocess.Popen(
+        [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)], stderr=subprocess.DEVNULL
+    ) as server:
+        wait_for(lambda: not is_free(port))
+        assert subprocess.run([*check, f"http://127.0.0.1:{port}/"], timeout=60).returncode == 0
+        missing = subprocess.run([*check, f"http://127.0.0.1:{port}/nothing"], stderr=subprocess.PIPE, timeout=60)
+        assert missing.returncode == 1
+        assert b"404" in missing.stderr
+        server.kill()
+    nobody = subprocess.run([*check, f"http://127.0.0.1:{port}/"], stderr=subprocess.PIPE, timeout=60)
+    assert nobody.returncode == 1
+    assert b"refused" in nobody.stderr

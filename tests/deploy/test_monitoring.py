@@ -16,6 +16,7 @@ from http_rig import ServedDaemon
 from node_rig import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from router_rig import replicas, routed, until
+from server_rig import MODEL, save_checkpoint, serving
 from service_rig import attach, load, store
 
 from kvtier.service.events import Publisher
@@ -57,9 +58,9 @@ def expressions() -> list[str]:
     return [*(rule["expr"] for rule in rules()), *panel_expressions()]
 
 
-def told() -> dict[str, set[str]]:
-    """Labels by series of a daemon and a router to whom everything has happened."""
-    return _labels([_daemon_page(), _router_page()])
+def told(home: Path) -> dict[str, set[str]]:
+    """Labels by series of a daemon, an engine and a router to whom everything has happened."""
+    return _labels([_daemon_page(), _engine_page(home), _router_page()])
 
 
 def _daemon_page() -> str:
@@ -79,6 +80,14 @@ def _daemon_page() -> str:
         finally:
             tiers.close()
             daemon.close()
+
+
+def _engine_page(home: Path) -> str:
+    with serving(save_checkpoint(home)) as engine:
+        for _ in range(2):  # the second time its prompt is cached
+            assert engine.post("completions", model=MODEL, prompt="x" * 64, max_tokens=4).status_code == 200
+            engine.settle()
+        return engine.http.get("/metrics").text
 
 
 def _router_page() -> str:
@@ -159,8 +168,8 @@ def test_every_panel_asks_what_prometheus_understands(tmp_path: Path) -> None:
     assert f"{len(asked)} rules found" in promtool("check", "rules", str(tmp_path / "panels.yml"))
 
 
-def test_what_they_name_is_told() -> None:
-    series = told()
+def test_what_they_name_is_told(tmp_path: Path) -> None:
+    series = told(tmp_path)
     known = {**series, **GIVEN, **recorded(series)}
     strays = {stray: expression for expression in expressions() for stray in _strays(expression, known)}
     assert not strays

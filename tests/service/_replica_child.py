@@ -40,7 +40,7 @@ async def app(scope: Message, receive: Receive, send: Send) -> None:
     elif path == "/v1/models":
         await _json(send, {"object": "list", "data": [NATURE]})
     elif path == "/status":
-        await _json(send, {"running": BEHAVIOUR.get("running", 0), "waiting": 0})
+        await _json(send, {"requests": {"live": BEHAVIOUR.get("live", 0)}})
     elif path in ("/readyz", "/healthz", "/health"):
         is_there = path == NATURE.get("probe", "/readyz")
         await _json(send, {}, BEHAVIOUR.get("ready", 200) if is_there else 404)

@@ -1,19 +1,24 @@
 """`kvtier cluster`: real processes brought up in order, looked at, killed, started again, taken down to the last."""
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import yaml
-from cluster_rig import Running, wait_for
+from cluster_rig import Running, free_range, wait_for
 from http_rig import kvtier
+from node_rig import ROOT
 from redis_rig import NO_REDIS
 from service_rig import environment
 
@@ -23,6 +28,8 @@ from kvtier.service.cli_options import Exit
 from kvtier.service.cluster_file import Places, Topology
 from kvtier.service.cluster_process import Process, is_free
 from kvtier.tiers.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(300)  # every command is a process that imports everything anew
 
 SLEEPER = ["sh", "-c", "echo I am here; exec sleep 600"]
 
@@ -63,15 +70,16 @@ def test_valkey_and_two_daemons(home: Path) -> None:
     assert up.returncode == Exit.OK, up.stderr
     lines = up.stderr.splitlines()
     assert [line.split()[0] for line in lines[3:4]] == ["valkey-join"]  # after the three, before the daemons
-    rows = running.status()
+    status, rows = running.told()
+    assert status == Exit.OK
     assert {row["name"]: row["state"] for row in rows} == {
         **dict.fromkeys(("valkey-1", "valkey-2", "valkey-3"), "running"),
         "valkey-join": "done",
         **dict.fromkeys(("node-a", "node-b"), "running"),
     }
     assert all(row["healthy"] for row in rows)
-    addresses = {row["name"]: row["address"] for row in rows}
-    assert addresses["node-b"] == f"http://127.0.0.1:{running.port + 12}"
+    assert rows[-1]["address"] in {f"http://127.0.0.1:{running.port + offset}" for offset in (11, 12)}
+    assert rows[-1]["pid"] in running.pids().values()
     # a second time it is up already, and the same processes go on
     before = running.pids()
     again = running.up()
@@ -89,11 +97,20 @@ def test_valkey_and_two_daemons(home: Path) -> None:
     assert running.up().returncode == Exit.OK
     after = running.pids()
     assert {name for name in before if before[name] != after[name]} == {"node-a", "valkey-2"}
-    assert all(row["healthy"] for row in running.status())
+    assert not running.unwell
     # one that hangs is not dead, and not healthy
     os.kill(after["node-b"], signal.SIGSTOP)
-    assert [row["name"] for row in running.status() if not row["healthy"]] == ["node-b"]
+    assert running.told()[0] == Exit.DEGRADED
+    assert running.unwell == ["node-b"]
     os.kill(after["node-b"], signal.SIGCONT)
+    # one whose processes are all gone, as after a boot, begins anew and at another port, if that is wanted
+    for pid in after.values():
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: set(running.states().values()) == {"dead", "done"})
+    running.port = free_range()
+    up = running.up()
+    assert up.returncode == Exit.OK, up.stderr
+    after = running.pids()
     # another cluster in its place: one line
     other = Running(home / "other", "--profile", "core")
     other.port = running.port
@@ -113,7 +130,48 @@ def test_valkey_and_two_daemons(home: Path) -> None:
     running.close()
 
 
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed (Debian has it)")
+def test_prometheus_asks_where_the_processes_are(home: Path) -> None:
+    composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    file = home / "compose.yml"
+    file.write_text(yaml.safe_dump({"services": {"prometheus": composed["services"]["prometheus"]}}))
+    (home / "deploy").symlink_to(ROOT / "deploy")
+    running = Running(home / "state", "--file", str(file), "--profile", "observability")
+    up = running.up()
+    assert up.returncode == Exit.OK, up.stderr
+    jobs = {11: "node", 12: "node", 1: "engine", 2: "engine", 0: "router"}
+    expected = {(job, f"127.0.0.1:{running.port + offset}") for offset, job in jobs.items()}
+
+    def targets() -> set[tuple[str, str]]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{running.port + 90}/api/v1/targets", timeout=30) as answer:
+            found = json.load(answer)["data"]["activeTargets"]
+        return {(each["labels"]["job"], each["labels"]["instance"]) for each in found}
+
+    wait_for(lambda: targets() == expected)
+    running.close()
+
+
 # services of other kinds
+
+
+def test_what_only_watches_may_be_missing(home: Path, file_of: Callable[[dict[str, Any]], str]) -> None:
+    watcher = {"argv": ["no-such-program"], "ready": {"exits": True}, "profiles": ["observability"]}
+    file = file_of(
+        {
+            "it": page(),
+            "watcher": {"x-kvtier": watcher},
+            "screen": page(port=1, after=("watcher",), profiles=["observability"]),
+        }
+    )
+    running = Running(home / "state", "--file", file)
+    up = running.up()
+    assert up.returncode == Exit.OK, up.stderr
+    assert up.stderr.splitlines()[0] == "without watcher: no-such-program is not installed"
+    assert running.states() == {"it": "running"}
+    running.close()
+    asked = Running(home / "state", "--file", file, "--profile", "cluster", "--profile", "observability").up()
+    assert asked.returncode == Exit.FAILED
+    assert asked.stderr.startswith("kvtier: watcher: no-such-program is not installed; install it, or")
 
 
 def test_the_order_is_that_of_need(home: Path, file_of: Callable[[dict[str, Any]], str]) -> None:
@@ -192,6 +250,8 @@ def test_an_interrupted_up_leaves_nothing(home: Path, file_of: Callable[[dict[st
         assert "another `kvtier cluster` is at work there" in busy.stderr
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == Exit.FAILED
+        assert process.stderr is not None
+        assert process.stderr.read().endswith("kvtier: interrupted: what was started is stopped\n")
     assert not [pid for pid in pids.values() if Process.of(pid)]
     running.close()
 
@@ -258,7 +318,7 @@ def test_a_mistake_on_the_command_line_is_one_line(
 def test_a_directory_with_other_things_is_left_alone(home: Path) -> None:
     (home / "letter").write_text("to keep")
     with pytest.raises(ConfigError, match="other things are in it; name a directory of its own"):
-        cluster.Cluster(home).up(Topology({}), 7400, print)
+        cluster.Cluster(home).up(Topology({}), 7400, print, Event())
     assert not cluster.Cluster(home).down(print, purge=True)
     assert [path.name for path in home.iterdir()] == ["letter"]
 

@@ -13,6 +13,7 @@ from browser_rig import Browser, browser, missing
 from doubles import chain_of, wait_until
 from http_rig import MODEL, ServedDaemon, ServedStatus
 from node_rig import node
+from router_rig import replicas, routed
 from service_rig import attach, load, store
 
 from kvtier.service import dashboard
@@ -57,7 +58,6 @@ ROUTER: Json = {
         {
             "time": 1.0,
             "prompt_blocks": 20,
-            "promised_tokens": 240,
             "chosen": "127.0.0.1:8000",
             "reason": "prefix",
             "scores": [
@@ -202,10 +202,24 @@ def test_the_router_shows_who_is_there_and_why_a_request_went_where_it_did(page:
         page.wait_for("bad json 1", card="Errors of its own, by reason")
 
 
-def test_a_router_nobody_asked_says_how_to(page: Browser) -> None:
-    with ServedStatus(lambda: ROUTER | {"decisions": [], "requests": {}}) as router:
-        page.open(router.url)
-        page.wait_for("No request has come yet. Send one:", f"curl {router.url}v1/completions")
+def test_a_router_at_work(page: Browser) -> None:
+    with replicas(2) as (one, other), routed(one.url, other.url) as router:
+        address = f"http://{router.server.address}/"
+        page.open(address)
+        page.wait_for("● ok", "No request has come yet. Send one:", f"curl {address}v1/completions")
+        assert router.complete().status_code == 200
+        page.wait_for("1 in all", card="Requests")
+        page.wait_for("unsure 1", card="Decisions, by reason")
+        page.wait_for("80.0 % of 40 tokens", card="Prompt found in a cache")
+        other.kill()
+        page.wait_for("▲ 1 of 2 replicas", f"{other.name} is down")
+        # What the other stories take for a router's status is what it says.
+        status = router.status()
+        assert ROUTER.keys() <= status.keys()
+        assert ROUTER["replicas"][0].keys() <= status["replicas"][0].keys()
+        assert ROUTER["decisions"][0].keys() <= status["decisions"][0].keys()
+        assert ROUTER["tokens"].keys() <= status["tokens"].keys()
+        page.open("about:blank")
 
 
 def test_names_from_outside_are_text(page: Browser, served: ServedDaemon, home: Path) -> None:

@@ -1,5 +1,6 @@
 """Stories of the daemon's pages over real HTTP: what they say, who may ask, and what rubbish does to them (nothing)."""
 
+import asyncio
 import json
 import signal
 import socket as sockets
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from threading import Event
 
@@ -19,9 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from service_rig import DaemonProcess, attach, environment, load, store
+from starlette.applications import Starlette
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
 
 from kvtier.service import guard, http_app, http_server
-from kvtier.service.http_server import HttpSocket
+from kvtier.service.http_server import HttpServer, HttpSocket
 from kvtier.tiers.errors import ConfigError
 
 TOKEN = "a secret nobody sees"
@@ -428,6 +432,31 @@ def test_who_says_nothing_is_hung_up_on(home: Path, monkeypatch: pytest.MonkeyPa
             assert connection.recv(4096).startswith(b"HTTP/1.1 408")
     finally:
         served.close()
+
+
+def test_who_reads_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_IDLE", 0.3)
+    ended = Event()
+
+    async def zeros() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield bytes(1 << 20)
+                await asyncio.sleep(0)
+        finally:
+            ended.set()
+
+    app = Starlette(routes=[Route("/", lambda request: StreamingResponse(zeros()))])
+    server = HttpServer(app, HttpSocket("127.0.0.1:0"))
+    server.start()
+    try:
+        host, _, port = server.address.rpartition(":")
+        with sockets.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(64).startswith(b"HTTP/1.1 200")
+            assert ended.wait(30)  # the answer is given up, though the connection is open
+    finally:
+        server.stop()
 
 
 def test_it_stops_within_seconds_whatever_is_under_way(home: Path) -> None:

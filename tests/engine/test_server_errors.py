@@ -1,0 +1,264 @@
+"""What is wrong with a request is said in OpenAI's shape with the field named, and leaves the server well."""
+
+import json
+import random
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from http_rig import talk
+from server_rig import MODEL, ServerThread, client, save_checkpoint, serving
+
+from kvtier.engine import server_process
+
+TOKEN = "a secret nobody sees"
+USER = [{"role": "user", "content": "hi"}]
+PROMPT: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 1}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": USER, "max_tokens": 1}
+VERBS = ("completions", "chat/completions")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[ServerThread]:
+    with serving(model, server={"max_waiting": 8}) as made:
+        yield made
+        assert made.status()["steps"]["failed"] == 0
+
+
+def well(server: ServerThread) -> bool:
+    return server.http.get("/healthz").json() == {"status": "ok"} and server.loop.num_live == 0
+
+
+@pytest.mark.parametrize(
+    ("verb", "wrong", "status", "param", "code"),
+    [
+        ("completions", {"model": "gpt-9"}, 404, "model", "model_not_found"),
+        ("chat/completions", {"model": "gpt-9"}, 404, "model", "model_not_found"),
+        ("completions", {"model": 7}, 400, "model", "invalid_value"),
+        ("completions", {"prompt": "x" * 1024}, 400, "prompt", "context_length_exceeded"),
+        ("completions", {"max_tokens": 1024}, 400, "prompt", "context_length_exceeded"),
+        ("chat/completions", {"max_tokens": 2000}, 400, "messages", "context_length_exceeded"),
+        ("completions", {"prompt": ""}, 400, "prompt", "invalid_value"),
+        ("completions", {"prompt": []}, 400, "prompt", "invalid_value"),
+        ("completions", {"prompt": None}, 400, "prompt", "invalid_value"),
+        ("completions", {"prompt": {"text": "hi"}}, 400, "prompt", "invalid_value"),
+        ("completions", {"prompt": [1, 258]}, 400, "prompt", "invalid_value"),
+        ("completions", {"prompt": [1, -1]}, 400, "prompt.1", "invalid_value"),
+        ("completions", {"prompt": ["hi", 1]}, 400, "prompt.1", "invalid_value"),
+        ("completions", {"prompt": "\ud800"}, 400, "prompt", "invalid_value"),
+        ("completions", {"max_tokens": -1}, 400, "max_tokens", "invalid_value"),
+        ("completions", {"max_tokens": 0}, 400, "max_tokens", "invalid_value"),
+        ("completions", {"max_tokens": 1.5}, 400, "max_tokens", "invalid_value"),
+        ("completions", {"max_tokens": True}, 400, "max_tokens", "invalid_value"),
+        ("completions", {"max_tokens": "1"}, 400, "max_tokens", "invalid_value"),
+        ("completions", {"max_tokens": 10**30}, 400, "max_tokens", "invalid_value"),
+        ("completions", {"temperature": float("nan")}, 400, "temperature", "invalid_value"),
+        ("completions", {"temperature": float("inf")}, 400, "temperature", "invalid_value"),
+        ("completions", {"temperature": -0.1}, 400, "temperature", "invalid_value"),
+        ("completions", {"top_p": 0}, 400, "top_p", "invalid_value"),
+        ("completions", {"n": 129}, 400, "n", "invalid_value"),
+        ("completions", {"n": 17}, 400, "n", "invalid_value"),
+        ("completions", {"seed": 2**63}, 400, "seed", "invalid_value"),
+        ("completions", {"stop": ""}, 400, "stop.0", "invalid_value"),
+        ("completions", {"stop": ["a"] * 17}, 400, "stop", "invalid_value"),
+        ("completions", {"stream": "yes"}, 400, "stream", "invalid_value"),
+        ("completions", {"stream_options": {"include_usage": True}}, 400, "stream_options", "invalid_value"),
+        ("completions", {"cache_salt": ""}, 400, "cache_salt", "invalid_value"),
+        ("completions", {"echo": True}, 400, "echo", "unsupported_parameter"),
+        ("completions", {"best_of": 3}, 400, "best_of", "unsupported_parameter"),
+        ("completions", {"logprobs": 0}, 400, "logprobs", "unsupported_parameter"),
+        ("completions", {"suffix": "."}, 400, "suffix", "unsupported_parameter"),
+        ("completions", {"logit_bias": {"5": 1}}, 400, "logit_bias", "unsupported_parameter"),
+        ("completions", {"frequency_penalty": 0.5}, 400, "frequency_penalty", "unsupported_parameter"),
+        ("completions", {"promt": "hi"}, 400, "promt", "unknown_parameter"),
+        ("chat/completions", {"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter"),
+        ("chat/completions", {"tool_choice": "required"}, 400, "tool_choice", "unsupported_parameter"),
+        ("chat/completions", {"logprobs": True}, 400, "logprobs", "unsupported_parameter"),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_object"}},
+            400,
+            "response_format",
+            "unsupported_parameter",
+        ),
+        ("chat/completions", {"max_completion_tokens": 5}, 400, "max_tokens", "invalid_value"),
+        ("chat/completions", {"messages": []}, 400, "messages", "invalid_value"),
+        ("chat/completions", {"messages": "hi"}, 400, "messages", "invalid_value"),
+        ("chat/completions", {"messages": [{"content": "hi"}]}, 400, "messages.0.role", "missing_required_parameter"),
+        ("chat/completions", {"messages": [{**USER[0], "role": "tool"}]}, 400, "messages.0.role", "invalid_value"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": 5}]},
+            400,
+            "messages.0.content",
+            "invalid_value",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+            400,
+            "messages.0.content.0.type",
+            "invalid_value",
+        ),
+    ],
+)
+def test_the_field_at_fault_is_named(
+    server: ServerThread, verb: str, wrong: dict[str, Any], status: int, param: str, code: str
+) -> None:
+    right = PROMPT if verb == "completions" else CHAT
+    content = json.dumps({**right, **wrong}).encode()
+    for streams in (content, content[:-1] + b', "stream": true}'):
+        if "stream" in wrong or ("stream_options" in wrong and streams is not content):
+            continue
+        answer = server.http.post(f"/v1/{verb}", content=streams, headers={"content-type": "application/json"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (status, param, code), error
+        assert error["type"] == "invalid_request_error"
+        assert param.partition(".")[0] in error["message"]
+        assert "\n" not in error["message"]
+    assert well(server)
+
+
+def test_what_asks_for_nothing_is_taken(server: ServerThread) -> None:
+    """Clients send neutral values of what they do not use."""
+    neutral: dict[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "user": "me", "n": 1}
+    server.client.completions.create(**PROMPT, **neutral, best_of=1, echo=False, suffix=None, logprobs=None)
+    response: Any = server.client.chat.completions.create(
+        **CHAT, **neutral, tools=[], response_format={"type": "text"}, logprobs=False, metadata={"a": "b"}
+    )
+    assert response.choices[0].finish_reason in ("length", "stop")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'"hi"', b"\xff\xfe", b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}"]
+)
+def test_what_is_no_json_object_says_so(server: ServerThread, verb: str, content: bytes) -> None:
+    answer = server.http.post(f"/v1/{verb}", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("body")
+    assert well(server)
+
+
+def test_pages_bodies_and_types_that_are_not_taken(server: ServerThread) -> None:
+    for method, path, status in (
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("POST", "/v1/embeddings", 404),
+    ):
+        answer = server.http.request(method, path)
+        assert (answer.status_code, set(answer.json()["error"])) == (status, {"message", "type", "param", "code"})
+    plain = server.http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+    assert plain.status_code == 415
+    large = server.http.post("/v1/completions", json={**PROMPT, "prompt": "x" * (9 << 20)})
+    assert large.status_code == 413
+    assert "8388608 bytes" in large.json()["error"]["message"]
+    assert well(server)
+
+
+def test_a_token_is_asked_for_without_a_hint(model: Path) -> None:
+    with serving(model, server={"token": TOKEN}) as guarded:
+        for key in ("wrong", TOKEN[:-1], TOKEN + "x"):
+            asking = client(guarded.url, key)
+            asks: list[Callable[[], object]] = [
+                asking.models.list,
+                partial(asking.completions.create, **PROMPT),
+                partial(asking.chat.completions.create, **CHAT, stream=True),
+            ]
+            for ask in asks:
+                with pytest.raises(openai.AuthenticationError) as refused:
+                    ask()
+                assert refused.value.body == {
+                    "message": "not allowed",
+                    "type": "authentication_error",
+                    "param": None,
+                    "code": "invalid_api_key",
+                }
+            asking.close()
+        for page in ("metrics", "healthz", "readyz", "status"):
+            answer = guarded.http.get(f"/{page}")
+            assert answer.status_code == 200
+            assert TOKEN not in answer.text
+        allowed = client(guarded.url, TOKEN)
+        assert allowed.models.list().data[0].id == MODEL
+        allowed.close()
+
+
+def test_too_many_connections_are_told_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_process, "_SPARE", 0)
+    with serving(model, server={"max_num_seqs": 1, "max_waiting": 2}) as server:
+        server.http.close()
+        host, _, port = server.server.address.rpartition(":")
+        silent = [socket.create_connection((host, int(port)), timeout=30) for _ in range(5)]
+        answer = httpx2.get(f"{server.url}/healthz", timeout=30)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "overloaded"
+        for connection in silent:
+            connection.close()
+
+
+def test_a_thousand_malformed_requests_leave_it_well(server: ServerThread) -> None:
+    """Half are streams of bytes, half are JSON that is nearly right."""
+    dice = random.Random(5)
+    for number in range(500):
+        answer = talk(server.url.removeprefix("http://"), bytes_of_rubbish(dice))
+        assert answer == b"" or answer.startswith(b"HTTP/1."), answer[:100]
+        assert not answer.startswith(b"HTTP/1.1 500")
+        if number % 50 == 0:
+            assert server.http.get("/healthz").status_code == 200
+    with httpx2.Client(base_url=server.url, timeout=60) as http:
+        for _ in range(500):
+            verb, content = nearly_right(dice)
+            told = http.post(f"/v1/{verb}", content=content, headers={"content-type": "application/json"})
+            assert told.status_code in (200, 400, 404, 429), told.text
+            if told.status_code != 200:
+                assert set(told.json()["error"]) == {"message", "type", "param", "code"}
+    server.settle()
+    assert well(server)
+    assert server.num_free == server.engine.pool.num_blocks
+    assert server.client.completions.create(**PROMPT).choices
+
+
+def bytes_of_rubbish(dice: random.Random) -> bytes:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    start = dice.choice(
+        [b"", b"GET /v1/models HTTP/1.1\r\n", head, head + b"Content-Length: 5\r\n\r\n", b"\x16\x03\x01"]
+    )
+    parts = [
+        b"\r\n",
+        b"\r\n\r\n",
+        b"Content-Length: -1\r\n",
+        b"Content-Length: 99999999999\r\n",
+        b"Transfer-Encoding: chunked\r\n",
+        b"ffffffffff\r\n",
+        b'{"model": "tiny", "prompt": ',
+        b"X: " + b"a" * dice.randrange(20_000) + b"\r\n",
+        dice.randbytes(dice.randrange(60)),
+    ]
+    return start + b"".join(dice.choices(parts, k=dice.randrange(6)))
+
+
+def nearly_right(dice: random.Random) -> tuple[str, bytes]:
+    """A right body with one or two fields of it, or others, spoilt; sometimes cut."""
+    verb = dice.choice(VERBS)
+    body: dict[str, Any] = {**(PROMPT if verb == "completions" else CHAT)}
+    others = ["n", "stop", "temperature", "top_p", "seed", "stream_options", "cache_salt", "logit_bias", "tools"]
+    values = [
+        None, True, -1, 0, 2, 1e308, float("nan"), "", "hi", "\ud800", "\0", [], [1], [[2]], [None], ["a", 1], {},
+        {"type": "text"}, [{"role": "user"}], [{"role": "user", "content": [{"type": "text"}]}], "é" * 2000,
+    ]  # fmt: skip
+    for field in dice.choices([*body, *others, "x"], k=dice.randrange(1, 3)):
+        body[field] = dice.choice(values)
+    content = json.dumps(body, ensure_ascii=dice.random() < 0.9).encode(errors="surrogatepass")
+    return verb, content[: dice.randrange(len(content))] if dice.random() < 0.1 else content

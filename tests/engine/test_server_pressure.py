@@ -1,0 +1,200 @@
+"""Stories of a server that has too much to do, loses its clients, fails or has to stop: nothing leaks, all are told."""
+
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from server_rig import MODEL, ServerProcess, ServerThread, save_checkpoint, serving, wait_for
+
+from kvtier.engine import server_process
+
+LONG = "The quick brown fox jumps over the lazy dog, again and again. " * 3
+ASK: dict[str, Any] = {"model": MODEL, "prompt": LONG, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def held(server: ServerThread) -> Iterator[None]:
+    """The engine's steps wait until the end of the block."""
+    go, step = threading.Event(), server.engine.step
+
+    def wait_and_step() -> Any:
+        assert go.wait(60)
+        return step()
+
+    server.engine.step = wait_and_step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        go.set()
+        server.engine.step = step  # type: ignore[method-assign]
+
+
+def beside(work: Callable[[], Any]) -> "Beside":
+    """Do it on a thread."""
+    return Beside(work)
+
+
+class Beside:
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,))
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> Any:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def idle(server: ServerThread) -> bool:
+    """Whether nobody is computed and L1 is all free."""
+    return server.loop.num_live == 0 and server.num_free == server.engine.pool.num_blocks
+
+
+def test_a_full_server_says_so_and_has_room_again_later(model: Path) -> None:
+    with serving(model, server={"max_num_seqs": 1, "max_waiting": 1}) as server:
+        with held(server):
+            first, second = (beside(lambda: server.client.completions.create(max_tokens=3, **ASK)) for _ in range(2))
+            wait_for(lambda: server.loop.num_live == 2)
+            for stream in (False, True):
+                with pytest.raises(openai.RateLimitError) as refused:
+                    server.client.completions.create(max_tokens=3, stream=stream, **ASK)
+                assert refused.value.code == "rate_limit_exceeded"
+                assert refused.value.response.headers["retry-after"] == "1"
+            assert server.http.get("/healthz").status_code == 200
+        assert first.result().choices[0].text == second.result().choices[0].text
+        assert server.client.completions.create(max_tokens=3, **ASK).choices[0].text == first.result().choices[0].text
+        # What no waiting makes room for is the request's own mistake.
+        with pytest.raises(openai.BadRequestError, match="n: 3 answers at once"):
+            server.client.completions.create(max_tokens=3, n=3, **ASK)
+        assert idle(server)
+
+
+def test_a_deadline_ends_a_request_and_frees_its_blocks(model: Path) -> None:
+    with serving(model, server={"request_timeout": "300ms"}) as server:
+        with held(server):
+            for stream in (False, True):  # before its first token a stream has a status, too
+                with pytest.raises(openai.APIStatusError) as late:
+                    server.client.completions.create(max_tokens=3, stream=stream, **ASK)
+                assert (late.value.status_code, late.value.code) == (504, "timeout")
+                assert late.value.response.headers["x-should-retry"] == "false"
+        wait_for(lambda: idle(server))
+        # Behind it, the error is the stream's last event.
+        lines = []
+        with server.http.stream("POST", "/v1/completions", json=body(max_tokens=800, stream=True)) as answer:
+            assert answer.status_code == 200
+            lines = [line for line in answer.iter_lines() if line]
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "timeout"
+        assert "data: [DONE]" not in lines
+        assert len(lines) > 1
+        wait_for(lambda: idle(server))
+
+
+def body(**options: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": LONG, "temperature": 0, "ignore_eos": True, **options}
+
+
+def test_who_hangs_up_is_computed_for_no_longer(model: Path) -> None:
+    with serving(model) as server:
+        with server.http.stream("POST", "/v1/completions", json=body(max_tokens=800, stream=True, n=2)) as answer:
+            next(answer.iter_lines())
+            assert server.loop.num_live == 2
+        wait_for(lambda: idle(server))
+        assert server.status()["outcomes"] == {"aborted": 2}
+        # One that waits for the whole answer, too.
+        with held(server), pytest.raises(httpx2.ReadTimeout):
+            server.http.post("/v1/completions", json=body(max_tokens=800), timeout=0.3)
+        wait_for(lambda: idle(server))
+        assert server.status()["outcomes"] == {"aborted": 3}
+        assert server.client.completions.create(max_tokens=3, **ASK).choices[0].finish_reason == "length"
+
+
+def test_a_step_that_fails_once_costs_nobody_anything(model: Path) -> None:
+    with serving(model) as server:
+        expected = server.client.completions.create(max_tokens=6, **ASK).choices[0].text
+        with failing(server, times=1):
+            assert server.client.completions.create(max_tokens=6, **ASK).choices[0].text == expected
+        assert server.status()["steps"]["failed"] == 1
+        assert server.http.get("/healthz").status_code == 200
+
+
+def test_an_engine_that_fails_says_so_and_recovers(model: Path) -> None:
+    with serving(model) as server:
+        with failing(server, times=10**9):
+            with pytest.raises(openai.InternalServerError) as failed:
+                server.client.completions.create(max_tokens=6, **ASK)
+            assert failed.value.code == "engine_error"
+            assert "broken" not in str(failed.value)  # the log's, not the client's
+            health = server.http.get("/healthz")
+            assert health.status_code == 503
+            assert "steps failed" in health.json()["status"]
+            assert server.http.get("/readyz").status_code == 503
+        wait_for(lambda: idle(server))
+        assert server.client.completions.create(max_tokens=6, **ASK).choices[0].finish_reason == "length"
+        assert server.http.get("/healthz").status_code == 200
+
+
+@contextmanager
+def failing(server: ServerThread, times: int) -> Iterator[None]:
+    """The next steps of the model raise."""
+    run, left = server.engine.runner.run, [times]
+
+    def broken(batch: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("a broken device")
+        return run(batch)
+
+    server.engine.runner.run = broken  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        server.engine.runner.run = run  # type: ignore[method-assign]
+
+
+def test_a_signal_lets_answers_end_and_takes_no_more(model: Path) -> None:
+    server = ServerProcess(model)
+    stream = server.client.completions.create(max_tokens=300, stream=True, **ASK)
+    pieces = [next(stream)]
+    with httpx2.Client(base_url=server.url) as pages:
+        assert pages.get("/readyz").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: pages.get("/readyz").status_code == 503)
+        refused = pages.post("/v1/completions", json=body(max_tokens=1))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+        pieces += list(stream)
+    assert pieces[-1].choices[0].finish_reason == "length"
+    assert server.process.wait(60) == 0
+    server.end(signal.SIGTERM)
+    assert len(server.lines) == 1, server.lines
+
+
+def test_what_does_not_end_in_time_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_process, "_DRAIN", 0.0)
+    with serving(model) as server:
+        stream = server.client.completions.create(max_tokens=800, stream=True, **ASK)
+        next(stream)
+        server.server.stop()
+        with pytest.raises(openai.APIError, match="the server is stopping"):
+            list(stream)

@@ -1,0 +1,116 @@
+"""A checkpoint's text to tokens: the template as transformers renders it, and every way it can be missing or wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_rig import tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from kvtier.service.openai_bodies import ChatPrompt, CompletionPrompt
+from kvtier.service.openai_errors import OpenAIError
+from kvtier.service.prompts import Prompts
+from kvtier.tiers.errors import ConfigError
+
+CHATTY = """{%- if messages[0]['role'] == 'system' %}
+    {{- bos_token + 'SYS ' + messages[0].content | trim }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{% for message in messages %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('roles must alternate') }}
+    {% endif %}
+    {% if loop.index0 > 8 %}{% break %}{% endif %}
+{{ message.role }}: {{ message.content | tojson }}{{ eos_token }}
+{% generation %}!{% endgeneration %}
+{% endfor %}
+{% if add_generation_prompt %}assistant:{% endif %}"""
+TALKS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "what is 1 < 2 & 'é😀'?"}],
+    [{"role": "system", "content": " be brief "}, {"role": "user", "content": "hi"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<|end|>"}, {"role": "user", "content": ""}],
+]
+
+
+def directory(home: Path, template: object = CHATTY, **settings: object) -> Path:
+    tokenizer().save(str(home / "tokenizer.json"))
+    chosen = {"bos_token": {"content": "<|begin|>"}, "eos_token": "<|end|>", **settings}
+    (home / "tokenizer_config.json").write_text(json.dumps({**chosen, "chat_template": template}))
+    return home
+
+
+def chat(messages: object) -> ChatPrompt:
+    return ChatPrompt.model_validate({"model": "m", "messages": messages})
+
+
+@pytest.mark.parametrize("messages", TALKS)
+def test_a_chat_is_what_transformers_makes_of_it(tmp_path: Path, messages: list[dict[str, Any]]) -> None:
+    theirs: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer(), bos_token="<|begin|>", eos_token="<|end|>", chat_template=CHATTY
+    )
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    prompts = Prompts.open(directory(tmp_path))
+    assert prompts.tokens(chat(messages)) == expected
+    in_parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+    assert prompts.tokens(chat(in_parts)) == expected
+
+
+@pytest.mark.parametrize("form", ["a list of templates", "a file of its own"])
+def test_where_a_template_may_stand(tmp_path: Path, form: str) -> None:
+    simple = "{{ messages[0].content }}"
+    if form == "a file of its own":
+        directory(tmp_path, "{{ wrong }}")
+        (tmp_path / "chat_template.jinja").write_text(simple)
+    else:
+        directory(tmp_path, [{"name": "tool_use", "template": "no"}, {"name": "default", "template": simple}])
+    assert Prompts.open(tmp_path).tokens(chat(TALKS[0])) == tokenizer().encode(TALKS[0][0]["content"]).ids
+
+
+def test_prompts_are_texts_or_tokens(tmp_path: Path) -> None:
+    prompts = Prompts.open(directory(tmp_path))
+    for prompt, expected in (
+        ("ab", [tokenizer().encode("ab").ids]),
+        (["ab", "c"], [tokenizer().encode(text).ids for text in ("ab", "c")]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ("", [[]]),
+    ):
+        body = CompletionPrompt.model_validate({"model": "m", "prompt": prompt})
+        assert prompts.all_tokens(body) == expected
+        assert prompts.tokens(body) == expected[0]
+
+
+def test_what_a_template_refuses_is_the_clients_error(tmp_path: Path) -> None:
+    prompts = Prompts.open(directory(tmp_path))
+    with pytest.raises(OpenAIError, match="roles must alternate") as refused:
+        prompts.tokens(chat([{"role": "assistant", "content": "I begin"}]))
+    assert (refused.value.status, refused.value.param) == (400, "messages")
+
+
+def test_a_model_that_cannot_chat_says_so(tmp_path: Path) -> None:
+    with pytest.raises(OpenAIError, match="no chat template; use /v1/completions") as refused:
+        Prompts.open(directory(tmp_path, None)).tokens(chat(TALKS[0]))
+    assert refused.value.param == "messages"
+
+
+def test_a_template_gets_out_of_no_sandbox(tmp_path: Path) -> None:
+    prompts = Prompts.open(directory(tmp_path, "{{ messages.__class__.__mro__[1].__subclasses__() }}"))
+    with pytest.raises(OpenAIError, match="template refuses"):
+        prompts.tokens(chat(TALKS[0]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line"),
+    [
+        (lambda home: (home / "tokenizer.json").unlink(), "no tokenizer.json there; save the tokenizer with the model"),
+        (lambda home: (home / "tokenizer.json").write_text("{"), "tokenizer.json is not one"),
+        (lambda home: (home / "tokenizer_config.json").write_text("{"), "tokenizer_config.json cannot be read"),
+        (lambda home: (home / "chat_template.jinja").write_text("{% if %}"), "its chat template cannot be read"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_used_is_one_line(tmp_path: Path, spoil: Any, line: str) -> None:
+    spoil(directory(tmp_path))
+    with pytest.raises(ConfigError, match=line) as refused:
+        Prompts.open(tmp_path)
+    assert "\n" not in str(refused.value)
