@@ -146,7 +146,13 @@ def test_addresses_are_checked_at_start(tmp_path: Path) -> None:
         second = DaemonProcess(tmp_path / "t", events__publish=taken.addresses[0])
         assert second.process.wait(30) == 2
         assert "[events] publish" in second.first_line
-        assert second.process.stderr is not None
-        second._reader.join()
-        second.process.stderr.close()
+        # and a daemon that is there already, by one that has an address of its own for events
+        third = DaemonProcess(tmp_path / "s", events__publish=f"tcp://127.0.0.1:{free_port()}")
+        assert third.process.wait(30) == 1
+        assert third.first_line.startswith("kvtier: ")
+        assert "serves it" in third.first_line, third.first_line
+        for ended in (second, third):
+            assert ended.process.stderr is not None
+            ended._reader.join()
+            ended.process.stderr.close()
     taken.consumer.close()
