@@ -4,10 +4,15 @@ import json
 import os
 import random
 <<<<<<< HEAD
+<<<<<<< HEAD
 import signal
 =======
 import socket
 >>>>>>> dashboard
+=======
+import signal
+import socket
+>>>>>>> chaos
 import subprocess
 import time
 from collections.abc import Callable
@@ -66,9 +71,12 @@ class Running:
     def page(self, name: str, path: str = "/status") -> Any:
         return httpx2.get(self.url(name) + path, timeout=60, trust_env=False).json()
 
+    def signal(self, name: str, number: int) -> None:
+        os.kill(self.pids()[name], number)
+
     def kill(self, name: str) -> None:
         """kill -9, until it is seen dead."""
-        os.kill(self.pids()[name], signal.SIGKILL)
+        self.signal(name, signal.SIGKILL)
         wait_for(lambda: self.states()[name] == "dead")
 
     def down(self, *options: str) -> "subprocess.CompletedProcess[str]":

@@ -74,6 +74,11 @@ def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long the soak lasts: `pytest tests/faults/test_fault_cluster.py -k soak --soak 3600`."""
+    parser.addoption("--soak", type=float, default=30.0, metavar="SECONDS", help="how long faults go on in the soak")
+
+
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Everything under tests/gpu needs a CUDA device; without one it is skipped, and says so."""
     gpu = [item for item in items if "gpu" in item.path.parent.parts or item.get_closest_marker("gpu")]

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -199,7 +199,7 @@ def _whole(answer: httpx2.Response) -> Said:
     return Said(trouble=_error(answer.json()))
 
 
-async def _stream(answer: httpx2.Response) -> AsyncIterator[Said]:
+async def _stream(answer: httpx2.Response) -> AsyncGenerator[Said, None]:
     """All that is known after each event. Whole is what has a reason for its end, usage, and [DONE]."""
     text, reason, usage = "", None, None
     async for line in answer.aiter_lines():

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from kvtier.service.http_app import Pages
 from kvtier.service.http_server import HttpServer, HttpSocket
 
 MODEL = FINGERPRINT.hex()[:16]
+_CLOSE = b"Connection: close\r\n"
 
 
 class ServedDaemon(DaemonThread):
@@ -89,9 +91,23 @@ def talk(http: str, data: bytes, *, more: bool = False) -> bytes:
     return answer
 
 
-def malformed(path: str) -> list[bytes]:
-    """Requests to a page that takes JSON, none of which can be answered well."""
+def pester(http: str, path: str) -> None:
+    """Send a thousand malformed requests to a page that takes JSON, eight at a time; no answer is another than 4xx."""
+    wrong = _malformed(path)
+
+    def send(number: int) -> bytes:
+        data = wrong[number % len(wrong)]
+        return talk(http, data, more=_CLOSE in data)
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(send, range(72 * len(wrong))))
+    assert all(not answer or answer.startswith(b"HTTP/1.1 4") for answer in answers)
+    assert sum(map(bool, answers)) > len(answers) // 2
+
+
+def _malformed(path: str) -> list[bytes]:
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n".encode()
+    whole = head + _CLOSE
     return [
         b"",
         b"\x00\xff" * 100,
@@ -103,10 +119,10 @@ def malformed(path: str) -> list[bytes]:
         head + b"Content-Length: 99999999999999\r\n\r\n{}",
         head + b"Content-Length: 100\r\n\r\n{}",
         head + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
-        head + b"Content-Length: 2\r\n\r\n[]",
-        head + b"Content-Length: 15\r\n\r\n" + b'{"model": null,',
+        whole + b"Content-Length: 2\r\n\r\n[]",
+        whole + b"Content-Length: 15\r\n\r\n" + b'{"model": null,',
         head + b"X: " + b"y" * 100_000 + b"\r\n\r\n",
-        f"POST {path} HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 2\r\n\r\n{{}}".encode(),
+        f"POST {path} HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{{}}".encode(),
     ]
 
 
