@@ -3,16 +3,8 @@
 import json
 import os
 import random
-<<<<<<< HEAD
-<<<<<<< HEAD
-import signal
-=======
-import socket
->>>>>>> dashboard
-=======
 import signal
 import socket
->>>>>>> chaos
 import subprocess
 import time
 from collections.abc import Callable

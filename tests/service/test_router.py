@@ -412,14 +412,7 @@ def test_bad_requests_are_told_in_openais_shape(
 
 
 def test_a_thousand_malformed_requests_leave_it_healthy(pair: Pair, router: RoutedReplicas) -> None:
-<<<<<<< HEAD
-    wrong = malformed("/v1/completions")
-    with ThreadPoolExecutor(8) as clients:
-        answers = list(clients.map(lambda i: talk(router.server.address, wrong[i % len(wrong)]), range(1008)))
-    assert all(not answer or answer.startswith(b"HTTP/1.1 4") for answer in answers)
-=======
     pester(router.server.address, "/v1/completions")
->>>>>>> chaos
     assert router.complete().status_code == 200
     assert sum(len(replica.seen) for replica in pair) >= 1
     assert {router.state(replica) for replica in pair} == {"up"}
