@@ -1,7 +1,6 @@
 """`kvtier serve`: the daemon on the command line."""
 
 import logging
-import resource
 import signal
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier.service.cli_options import needing
+from kvtier.service.cli_options import needing, use_all_descriptors
 from kvtier.service.daemon import Daemon
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError
@@ -45,8 +44,7 @@ def serve(
         from kvtier.service.http_app import Pages
         from kvtier.service.http_server import HttpSocket
     listening = HttpSocket(settings.service.http)
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # some for each client and each of its processes
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    use_all_descriptors()
     sys.setswitchinterval(_SWITCH)
     publisher = Publisher(settings.events) if settings.events.publish is not None else None
     daemon = Daemon(settings, path, publisher=publisher)
