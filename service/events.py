@@ -38,7 +38,7 @@ _BUSY_POLL: Final = 5  # milliseconds while a subscriber reads its replay slowly
 
 
 class Source(Protocol):
-    """Tiers that tell what comes and goes: `tiers.events.EventSource`, `tiers.device.BlockEvents`."""
+    """Tiers that tell what comes and goes: `tiers.events.EventSource`, `tiers.events.TierEvents`."""
 
     @property
     def waiting(self) -> bool:
@@ -104,13 +104,7 @@ class Publisher:
 
     def forget(self, fingerprint: bytes) -> None:
         """The model's tiers are closed: nothing of it is held any more."""
-
-        def clear() -> None:
-            if fingerprint in self._told:  # its topic stays known: a snapshot clears it for those who have missed this
-                self._told[fingerprint] = ToldBlocks(fingerprint)
-                self._send(fingerprint, [AllBlocksCleared()])
-
-        self._submit(1, clear)
+        self._submit(1, lambda: self._send(fingerprint, self._told_of(fingerprint).clear()))
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that was handed over is published. False where time ran out."""
@@ -244,8 +238,9 @@ class Publisher:
     def _snapshot(self, most: int) -> list[Told]:
         """The present state in at most `most` batches, the last of which has the last number published."""
         parts: list[tuple[bytes, Sequence[KVEvent]]] = []
-        for fingerprint, told in self._told.items():
-            lines: list[KVEvent] = [AllBlocksCleared(), *told.snapshot()]
+        for fingerprint, told in self._told.items():  # also of models that are closed: who has missed that, clears
+            is_first = not parts or self._topic is None
+            lines = [*([AllBlocksCleared()] if is_first else []), *told.snapshot()]
             parts += [(fingerprint, part) for part in _parts(lines, MAX_BATCH)]
         while len(parts) > most:  # numbers are had by telling everybody nothing
             self._publish_batch(parts[0][0], [])

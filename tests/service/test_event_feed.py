@@ -169,6 +169,21 @@ def test_who_comes_too_late_for_the_buffer_is_told_the_present_state() -> None:
         assert missed < publisher.seq
 
 
+def test_models_under_one_topic_do_not_clear_each_other() -> None:
+    config = addresses(buffer=1, topic="kv")
+    with Publisher(config) as publisher:
+        for model in (MODEL, OTHER):
+            publisher.tell(model, [stored(chain_of(1, model=model))])
+        publisher.tell(MODEL, [stored(chain_of(2, 1))])
+        assert publisher.flush(DEADLINE)
+        index = PrefixIndex(SIZE)
+        with reader(config, index, "kv"):
+            until(lambda: index.holdings("w") == {"CPU": 9})  # by a summary
+            publisher.forget(OTHER)
+            until(lambda: index.holdings("w") == {"CPU": 5})
+            assert publisher.counts["snapshots"] == 1
+
+
 def test_a_publisher_that_is_started_anew_is_believed_anew() -> None:
     config = addresses()
     index = PrefixIndex(SIZE)

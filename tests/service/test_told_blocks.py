@@ -192,6 +192,11 @@ class ToldMachine(RuleBasedStateMachine):
         self.held = {(where, name) for where, name in self.held if where != tier}
 
     @rule()
+    def close(self) -> None:
+        self.read(self.told.clear())
+        self.held.clear()
+
+    @rule()
     def hear_of_the_tenant(self) -> None:
         self.knows_tenant = True
         self.read(self.told.begin_at(CHAINS[3].root))
