@@ -45,6 +45,9 @@ demo: setup
 # One torch thread each: the tests run side by side, one worker per core. Redis's stories start servers of their own.
 test: setup
 	.ci/debian-package redis-server redis-server || echo "stories that need a real Redis will be skipped" >&2
+	.ci/debian-package docker-compose docker-compose || echo "one check of docker-compose.yml will be skipped" >&2
+	.ci/debian-package chromedriver chromium-driver || echo "stories of the live page will be skipped" >&2
+	.ci/debian-package promtool prometheus || echo "checks of Prometheus's rules will be skipped" >&2
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 # Their libraries warn of much: here a warning is no error. vLLM's stories take a core each, SGLang's want the machine.

@@ -5,15 +5,17 @@ stores, leases, LRU, nothing evicted that is in use or has a resident child. Tim
 """
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Final
 
 from _traffic import Prompt
 
+from kvtier.tiers.events import Event, events_of
 from kvtier.tiers.lease import Lease, Reservation
 from kvtier.tiers.pool import SlotPool
-from kvtier.tiers.tier import BlockRecord, Changes
+from kvtier.tiers.tier import BlockRecord
 
 _EVERYTHING: Final = 1 << 30  # blocks told at a time
 
@@ -52,7 +54,7 @@ class Request:
     """What becomes of a prompt in one replay."""
 
     prompt: Prompt
-    cached: dict[str, int] = field(default_factory=dict)  # blocks, by medium
+    cached: dict[str, int] = field(default_factory=dict)  # blocks, by tier
     first_token: float | None = None
     done: bool = False
     # While it is served:
@@ -64,18 +66,18 @@ class Request:
 
 
 class Replica:
-    """One engine with its L1 and L2. Whoever drives it calls `advance` at `wake_at`, and takes `changes` after it."""
+    """One engine with its L1 and L2. Whoever drives it calls `advance` at `wake_at`, and takes `events` after it."""
 
     def __init__(self, name: str, hardware: Hardware, block_size: int) -> None:
         self.name = name
-        self.pools = {"GPU": SlotPool(hardware.l1_blocks), "CPU": SlotPool(hardware.l2_blocks)}
+        self.pools = {"l1": SlotPool(hardware.l1_blocks), "l2": SlotPool(hardware.l2_blocks)}
         self.wake_at: float | None = None
         self.num_computed = 0  # tokens of prefill
         self._hardware = hardware
         self._block_size = block_size
         self._load_seconds = block_size * hardware.token_bytes / hardware.load_bytes_per_second
         self._records: dict[str, list[BlockRecord | None]] = {
-            medium: [None] * pool.num_slots for medium, pool in self.pools.items()
+            tier: [None] * pool.num_slots for tier, pool in self.pools.items()
         }
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
@@ -110,15 +112,16 @@ class Replica:
             self._finish(request)
         self._begin(now)
 
-    def changes(self) -> dict[str, Changes]:
-        """What came and went since the last time, by medium."""
-        told = {medium: pool.changes(self._records[medium], _EVERYTHING) for medium, pool in self.pools.items()}
-        return {medium: changes for medium, changes in told.items() if changes.gone or changes.stored}
+    def events(self) -> Iterator[Event]:
+        """What came to its tiers and left them since the last time."""
+        for tier, pool in self.pools.items():
+            if pool.has_changes:
+                yield from events_of(tier, pool.changes(self._records[tier], _EVERYTHING))
 
     def holdings(self) -> dict[str, int]:
-        """How many blocks can be found, by medium."""
-        counts = {medium: pool.counts().ready for medium, pool in self.pools.items()}
-        return {medium: count for medium, count in counts.items() if count}
+        """How many blocks can be found, by tier."""
+        counts = {tier: pool.counts().ready for tier, pool in self.pools.items()}
+        return {tier: count for tier, count in counts.items() if count}
 
     def check(self) -> None:
         """AssertionError where requests left something behind, or a pool's law is broken."""
@@ -161,7 +164,7 @@ class Replica:
             if not self._take_slots(request):
                 return
             self._waiting.popleft()
-            num_loaded = request.cached["CPU"]
+            num_loaded = request.cached["l2"]
             request.loaded_at = now
             if num_loaded:
                 self._link_free_at = max(self._link_free_at, now) + num_loaded * self._load_seconds
@@ -170,7 +173,7 @@ class Replica:
             self._prefilling.append(request)
 
     def _take_slots(self, request: Request) -> bool:
-        l1, l2, size = self.pools["GPU"], self.pools["CPU"], self._block_size
+        l1, l2, size = self.pools["l1"], self.pools["l2"], self._block_size
         names = [record.chain_hash for record in request.prompt.blocks]
         usable = names[: (request.prompt.num_tokens - 1) // size]  # at least the last token is computed
         held = l1.lease(usable)
@@ -184,7 +187,7 @@ class Replica:
                     l1.abandon(filling)
                 held.release()
                 return False
-            request.cached = {"GPU": len(held), "CPU": len(below)}
+            request.cached = {"l1": len(held), "l2": len(below)}
         request.leases, request.reservations = [held], [filling, rest]
         return True
 
@@ -197,21 +200,21 @@ class Replica:
         request.first_token, request.to_decode = now, request.prompt.num_answer - 1
         self._prefilling.remove(request)
         self._decoding.append(request)
-        request.leases.append(self._seal("GPU", request, request.reservations[0]))
-        stored = self.pools["CPU"].reserve([record.chain_hash for record in request.prompt.blocks])
+        request.leases.append(self._seal("l1", request, request.reservations[0]))
+        stored = self.pools["l2"].reserve([record.chain_hash for record in request.prompt.blocks])
         if stored is not None:
-            self._seal("CPU", request, stored).release()
+            self._seal("l2", request, stored).release()
 
-    def _seal(self, medium: str, request: Request, reservation: Reservation) -> Lease:
-        lease = self.pools[medium].seal(reservation)
+    def _seal(self, tier: str, request: Request, reservation: Reservation) -> Lease:
+        lease = self.pools[tier].seal(reservation)
         records = {record.chain_hash: record for record in request.prompt.blocks}
         for name, slot in zip(lease.hashes, lease.slots.tolist(), strict=True):
-            self._records[medium][slot] = records[name]
+            self._records[tier][slot] = records[name]
         return lease
 
     def _finish(self, request: Request) -> None:
         self._decoding.remove(request)
-        self.pools["GPU"].abandon(request.reservations[1])
+        self.pools["l1"].abandon(request.reservations[1])
         for lease in request.leases:
             lease.release()
         request.done = True

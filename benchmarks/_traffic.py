@@ -16,7 +16,7 @@ from kvtier.tiers.errors import FormatError
 from kvtier.tiers.tier import BlockRecord
 
 SMALL: Final = 16  # tokens of the block that stands for one of the trace's
-ROOT: Final = root_hash(b"routing".ljust(32, b"."))
+FINGERPRINT: Final = b"routing".ljust(32, b".")
 _LAST_TICK: Final = 1000  # milliseconds from the last timestamp to the end of the trace
 _SESSION_BLOCKS: Final = 2
 
@@ -60,7 +60,7 @@ def prompts_of(lines: Sequence[TraceLine], block_size: int) -> list[Prompt]:
         ids = line.hash_ids[: line.input_length // block_size]
         # A block's content is its number, and its name comes from its parents' too, as in an engine.
         tokens = np.tile(np.array(ids, "<u8").view("<u4").reshape(-1, 2), SMALL // 2).ravel()
-        chain = TokenChain(ROOT, SMALL, scheme="xxh3")
+        chain = TokenChain(root_hash(FINGERPRINT), SMALL)
         chain.extend(tokens)
         blocks = [
             records.setdefault(name, BlockRecord(name, chain.parent(i), chain.block_tokens(i), 0))

@@ -1,7 +1,7 @@
 """Where requests go, and what it is worth: a trace replayed to four replicas under each routing policy.
 
 Clocks and hardware are simulated (benchmarks/_fleet.py: continuous batching, chunked prefill, L1 and L2 of given sizes,
-an 8 B model on one GPU each); the policy, the prefix index with its events, and the pools with their evictions are
+an 8 B model on one GPU each); the policy, the prefix index, the events it hears, and the pools with their evictions are
 kvtier's own. `--trace` is in Mooncake's form, and each of its blocks is one small block here: 512 tokens of cost, 16 of
 content. Requests of one timestamp arrive spread over the time up to the next. The trace says nothing of the text of
 answers, so only prompts are cached. The index learns of blocks `--event-delay` seconds late.
@@ -9,17 +9,17 @@ answers, so only prompts are cached. The index learns of blocks `--event-delay` 
 Policies: prefix-aware is `routing_policy.choose` as the router calls it. A session is known by the first two blocks of
 its prompt, which is more than a cookie knows: whoever begins alike is together. "session cookie" sends its first turn
 to the replica with the least to do, and all others to the same; "session hash" is `routing_policy.sticky`. The oracle
-is one replica with the memory, the processors and the links of all: its cached share is what routing can at best
+is one replica with the memory, the processors and the links of all: its cached share is about what routing can
 preserve, its times are out of reach.
 
-The policy's one figure, the weight of load, was tuned on the first third of the conversation trace (`--tune`). All
-figures are of the rest: caches and queues are as the first third left them.
+The policy's two figures, weight of load and crowd, were tuned on the first third of the conversation trace (`--tune`).
+All figures are of the rest: caches and queues are as the first third left them.
 """
 
 import argparse
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,16 +29,16 @@ import matplotlib
 import numpy as np
 from _fleet import Hardware, Replica, Request
 from _report import RESULTS, Target, parser, progress, report
-from _traffic import ROOT, SMALL, Prompt, made_up, read_prompts
+from _traffic import FINGERPRINT, SMALL, Prompt, made_up, read_prompts
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
-from kvtier.connector.events import BlockRemoved, BlockStored, KVEvent, external_hash
+from kvtier.connector.events import KVEvent
 from kvtier.service.prefix_index import PrefixIndex
-from kvtier.service.routing_policy import LOAD_WEIGHT, Candidate, Choice, Reason, choose, round_robin, sticky
+from kvtier.service.routing_policy import CROWD, LOAD_WEIGHT, Candidate, Choice, Reason, choose, round_robin, sticky
+from kvtier.service.told_blocks import MEDIUM, ToldBlocks
 from kvtier.tiers.errors import FormatError, KVTierError
-from kvtier.tiers.tier import Changes
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -46,17 +46,31 @@ from matplotlib import pyplot
 OURS: Final = "prefix-aware"
 ORACLE: Final = "oracle: one replica"
 RUNNING: Final = 1.0  # blocks of work in an answer that has begun, as the router counts
-TUNED: Final = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
-QUICK: Final = 300  # requests
 NEVER: Final = float("inf")
+# What `--tune` tries: weight of load, and how many requests more than elsewhere outweigh a prompt.
+TUNED: Final = (
+    (0.05, 32.0),
+    (0.1, 16.0),
+    (0.1, 32.0),
+    (0.1, 64.0),
+    (0.1, NEVER),
+    (0.2, 32.0),
+    (1.0, 32.0),
+    (1.0, NEVER),
+)
+QUICK: Final = 300  # requests
 
 Policy = Callable[[Sequence[Candidate], Prompt, int], Choice]
 
 
 def prefix_aware(
-    candidates: Sequence[Candidate], prompt: Prompt, turn: int, load_weight: float = LOAD_WEIGHT
+    candidates: Sequence[Candidate],
+    prompt: Prompt,
+    turn: int,
+    load_weight: float = LOAD_WEIGHT,
+    crowd: float = CROWD,
 ) -> Choice:
-    return choose(candidates, len(prompt.blocks), load_weight=load_weight, turn=turn)
+    return choose(candidates, len(prompt.blocks), load_weight=load_weight, crowd=crowd, turn=turn)
 
 
 def least_load(candidates: Sequence[Candidate], prompt: Prompt, turn: int) -> Choice:
@@ -83,16 +97,6 @@ POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
 }
 
 
-def kv_events(medium: str, changes: Changes) -> Iterator[KVEvent]:
-    """What a replica publishes of them."""
-    if changes.gone:
-        yield BlockRemoved([external_hash(name) for name in changes.gone], medium)
-    for record in changes.stored:
-        tokens = np.frombuffer(record.tokens, "<u4").tolist()
-        parent = None if record.parent == ROOT else external_hash(record.parent)
-        yield BlockStored([external_hash(record.chain_hash)], parent, tokens, SMALL, None, medium, None)
-
-
 class Router:
     """The router's half: the index, the work given and not finished, the policy."""
 
@@ -106,7 +110,10 @@ class Router:
         """The replica of a request, which counts as its work from now on."""
         prompt = request.prompt
         prefixes = self.index.matches(prompt.sequence)
-        candidates = [Candidate(name, prefixes.get(name, {}), self._load(name)) for name in self._given]
+        candidates = [
+            Candidate(name, prefixes.get(name, {}), self._load(name), num_requests=len(self._given[name]))
+            for name in self._given
+        ]
         choice = self._policy(candidates, prompt, self._turn)
         assert choice.name is not None
         self._turn += 1
@@ -136,6 +143,7 @@ def replay(
     """Send all prompts through a router to a fleet; `tick` is called for each. Checks everybody's books at the end."""
     replicas = {replica.name: replica for replica in fleet}
     router = Router(list(replicas), policy)
+    blocks = {name: ToldBlocks(FINGERPRINT) for name in replicas}
     told: deque[tuple[float, str, list[KVEvent]]] = deque()
     requests = [Request(prompt) for prompt in prompts]
     coming = deque(requests)
@@ -154,7 +162,7 @@ def replay(
         elif ended == now:
             ending.advance(now)
             router.finished(ending.name)
-            events = [event for medium, each in ending.changes().items() for event in kv_events(medium, each)]
+            events = [event for each in ending.events() for event in blocks[ending.name].take_in(each)]
             if events:
                 told.append((now + event_delay, ending.name, events))
         else:
@@ -163,7 +171,8 @@ def replay(
             tick()
     for replica in fleet:
         replica.check()
-        assert router.index.holdings(replica.name) == replica.holdings(), "the index is not what the replica holds"
+        held = {MEDIUM[tier]: count for tier, count in replica.holdings().items()}
+        assert router.index.holdings(replica.name) == held, "the index is not what the replica holds"
     router.index.check()
     assert not router.index.counts, router.index.counts
     return Replay(requests, {replica.name: replica.num_computed for replica in fleet})
@@ -181,7 +190,7 @@ def measured(done: Replay, block_size: int, first: int) -> Figures:
     requests = done.requests[first:]
     ttft = np.array([(request.first_token or NEVER) - request.prompt.arrival for request in requests])
     tokens = sum(request.prompt.num_tokens for request in requests)
-    in_l1, in_l2 = (sum(request.cached[m] for request in requests) * block_size / tokens for m in ("GPU", "CPU"))
+    in_l1, in_l2 = (sum(request.cached[m] for request in requests) * block_size / tokens for m in ("l1", "l2"))
     row = {"cached": in_l1 + in_l2, "in L1": in_l1, "in L2": in_l2}
     row |= {f"TTFT p{q} s": float(np.percentile(ttft, q)) for q in (50, 90, 99)}
     work = np.array(list(done.computed.values()), float)
@@ -223,11 +232,14 @@ class Bench:
         return report("routing", rows, targets(runs), self.args.json, self.args.save, self.setup(first))
 
     def tune(self) -> int:
-        """Our policy by the weight of load, on the first third alone, measured from its first third on."""
+        """Our policy by its weight of load and its crowd, on the first third alone, measured from its first third on."""
         self.prompts = self.prompts[: len(self.prompts) // 3]
         first = len(self.prompts) // 3
-        runs = {w: self.run(f"load weight {w:g}", partial(prefix_aware, load_weight=w), first=first) for w in TUNED}
-        rows = [{"load weight": weight, **each.row} for weight, each in runs.items()]
+        rows = []
+        for weight, crowd in TUNED:
+            policy = partial(prefix_aware, load_weight=weight, crowd=crowd)
+            run = self.run(f"load weight {weight:g}, crowd {crowd:g}", policy, first=first)
+            rows.append({"load weight": weight, "crowd": f"{crowd:g}", **run.row})
         return report("routing_tuning", rows, [], self.args.json, self.args.save, self.setup(first))
 
     def setup(self, first: int) -> dict[str, object]:
@@ -299,7 +311,7 @@ def options() -> argparse.ArgumentParser:
     )
     given.add_argument("--l1-blocks", type=_whole, default=Hardware().l1_blocks, help="of each replica's device memory")
     given.add_argument("--l2-blocks", type=_whole, default=Hardware().l2_blocks, help="of each replica's host memory")
-    given.add_argument("--tune", action="store_true", help="our policy by its weight of load, on the first third")
+    given.add_argument("--tune", action="store_true", help="our policy by its two figures, on the first third")
     return given
 
 

@@ -1,10 +1,10 @@
 """Load on `kvtier engine`, as clients see it: requests a second, time to first token, time between tokens.
 
 The model of `kvtier model` (50 M random weights) in an engine of one compute thread; prompts are one of several long
-prefixes, drawn at random, and a tail nobody had before. L1 holds a few of the prefixes, as if many users shared it:
-with "cache off" all is computed, then what L1 lost comes from host memory (L2), or from the slab through a small L2
-(L3). "cluster" is two such engines, each with a daemon of its own, behind a router that hears their events: twice the
-compute of the other arms, so its ratios say what the whole is, not what routing adds.
+prefixes, drawn at random, and a tail nobody had before. L1 has room for what runs at once and no more, as if many users
+shared it: with "cache off" all is computed, else what L1 lost comes from host memory (L2), or from the slab through a
+small L2 (L3). "cluster" is two such engines, each with a daemon of its own, behind a router that hears their events:
+twice the compute of the other arms, so its ratios say what the whole is, not what routing adds.
 
 Each arm is started once and idle while another is asked; in each round all arms answer the same prompts, in a random
 order, by clients that ask again as soon as they are answered. "of a round" are ratios to "cache off" of the same round,
@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -38,6 +38,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 OFF: Final = "cache off"
+TIERS: Final = {"L1": "in L1", "L2": "in L2", "file": "in file"}
 BLOCK_SIZE: Final = 16
 VOCABULARY: Final = 8192
 BLOCK_BYTES: Final = 400 << 10  # of that model
@@ -63,9 +64,8 @@ class Load:
 
     @property
     def l1_blocks(self) -> int:
-        """Room for all that run at once, and for one prefix in four beside them."""
-        running = self.clients * ((self.prefix_tokens + self.tail_tokens + self.answer_tokens) // BLOCK_SIZE + 2)
-        return running + self.prefixes * self.prefix_blocks // 4
+        """Room for all that run at once."""
+        return self.clients * ((self.prefix_tokens + self.tail_tokens + self.answer_tokens) // BLOCK_SIZE + 2)
 
     def mebibytes(self, num_prefixes: float) -> str:
         """Memory for so many prefixes."""
@@ -77,7 +77,7 @@ class Answer(NamedTuple):
 
     first: float  # seconds to the first token
     between: float  # seconds between tokens, the answer's mean
-    cached: float  # share of its prompt
+    cached: Mapping[str, float]  # share of its prompt by tier
 
 
 class Arm:
@@ -128,7 +128,7 @@ class Arm:
             "TTFT p50 ms": float(np.percentile([each.first for each in answers], 50)) * 1e3,
             "TTFT p99 ms": float(np.percentile([each.first for each in answers], 99)) * 1e3,
             "between tokens p50 ms": median(each.between for each in answers) * 1e3,
-            "cached": float(np.mean([each.cached for each in answers])),
+            **{name: float(np.mean([each.cached.get(key, 0) for each in answers])) for key, name in TIERS.items()},
             "requests/s of a round": median(ours / theirs for ours, theirs in zip(self.rates, off.rates, strict=True)),
             "off / TTFT of a round": median(off.firsts(number) / self.firsts(number) for number in rounds),
         }
@@ -143,7 +143,7 @@ def _ask(connection: http.client.HTTPConnection, prompt: list[int], num_tokens: 
     if response.status != 200:
         raise KVTierError(f"an engine answered {response.status}: {response.read()[:300].decode(errors='replace')}")
     times: list[float] = []
-    usage: Mapping[str, object] = {}
+    usage: dict[str, Any] = {}
     while line := response.readline():
         if line.startswith(b"data: {"):
             event = json.loads(line[6:])
@@ -154,10 +154,9 @@ def _ask(connection: http.client.HTTPConnection, prompt: list[int], num_tokens: 
                 times.append(time.perf_counter())
     if not usage:
         raise KVTierError("an answer ended without its usage")
-    counts = json.loads(json.dumps(usage))
-    num_answered = max(2, int(counts["completion_tokens"]))
-    cached = int((counts.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-    return Answer(times[0] - begun, (times[-1] - times[0]) / (num_answered - 1), cached / len(prompt))
+    num_answered = max(2, usage["completion_tokens"])
+    cached = {tier: count / len(prompt) for tier, count in usage["prompt_tokens_details"]["kvtier"].items()}
+    return Answer(times[0] - begun, (times[-1] - times[0]) / (num_answered - 1), cached)
 
 
 class Rig:
@@ -249,7 +248,7 @@ def conclude(served: Sequence[Arm], load: Load, args: argparse.Namespace) -> int
     """Rows, targets, the plot."""
     off = served[0]
     rows = [arm.row(off) for arm in served]
-    if rows[0]["cached"]:
+    if any(rows[0][name] for name in TIERS.values()):
         raise KVTierError("the arm without a cache had cached tokens: its figures are no reference")
     targets = [
         Target(f"{row['arm']}: requests/s over cache off", 1.0, float(str(row["requests/s of a round"])), False)
@@ -272,7 +271,7 @@ def main() -> int:
     chosen = args.arms.split(",")
     if unknown := set(chosen) - {"L2", "L3", "cluster"}:
         options.error(f"--arms {', '.join(sorted(unknown))}: choose from L2, L3, cluster")
-    load = Load(2, 3, 128, 16, 4, 4, 1) if args.quick else Load(8, 16, 2048, 32, 32, 48, 8)
+    load = Load(2, 8, 128, 16, 4, 8, 1) if args.quick else Load(4, 32, 1024, 32, 32, 32, 6)
     try:
         with ExitStack() as stack:
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".serving-", dir=Path(__file__).parent)))

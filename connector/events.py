@@ -205,9 +205,10 @@ def _extra_keys(value: Any, num_blocks: int) -> tuple[ExtraKeys | None, ...]:
     return tuple(None if keys is None else _frozen(keys) for keys in value)
 
 
-def _frozen(value: Any) -> Any:
-    if type(value) is list:
-        return tuple(map(_frozen, value))
+def _frozen(value: Any, depth: int = 2) -> Any:
+    """The keys of a block, each a word or a pair of words."""
+    if type(value) is list and depth:
+        return tuple(_frozen(item, depth - 1) for item in value)
     if value is None or type(value) in (int, float, str, bytes, bool):
         return value
     raise FormatError(f"extra_keys: a {type(value).__name__} is no key")

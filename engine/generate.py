@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from rich.console import Console
@@ -90,10 +91,16 @@ def save_model(directory: Path) -> None:
     config.initializer_range = 0.06
     end, begin, turn_end = range(len(_SPECIAL))
     config.bos_token_id, config.eos_token_id = begin, [end, turn_end]
-    LlamaForCausalLM(config).save_pretrained(directory)
-    train_tokenizer(_SPECIAL).save(str(directory / "tokenizer.json"))
-    settings = {"eos_token": _SPECIAL[turn_end], "chat_template": _TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    directory.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="unfinished-", dir=directory) as name:
+        draft = Path(name)
+        LlamaForCausalLM(config).save_pretrained(draft)
+        train_tokenizer(_SPECIAL).save(str(draft / "tokenizer.json"))
+        settings = {"eos_token": _SPECIAL[turn_end], "chat_template": _TEMPLATE}
+        (draft / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        # the configuration last: where it is, the model is whole, whenever this was interrupted
+        for file in sorted(draft.iterdir(), key=lambda file: file.name == "config.json"):
+            file.replace(directory / file.name)
 
 
 def _answer(engine: Engine, tokenizer: Tokenizer, prompt: Prompt, progress: Progress) -> Answer:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvtier import __version__
 from kvtier.engine import server_cli
-from kvtier.service import admin_cli, checks_cli, route_cli, serve_cli
+from kvtier.service import admin_cli, checks_cli, cluster_cli, route_cli, serve_cli
 from kvtier.service.cli_options import ConfigOption, Exit, JsonOption, needing
 from kvtier.tiers.config import Config, options
 from kvtier.tiers.errors import ConfigError, KVTierError
@@ -19,6 +19,7 @@ from kvtier.tiers.errors import ConfigError, KVTierError
 app = typer.Typer(name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for verbs in (checks_cli, serve_cli, server_cli, route_cli, admin_cli):
     app.add_typer(verbs.app)
+app.add_typer(cluster_cli.app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -70,8 +71,13 @@ def run_demo(
 
 
 @app.command("model")
-def save_model(directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory to be made.")]) -> None:
+def save_model(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory to be made.")],
+    if_missing: Annotated[bool, typer.Option("--if-missing", help="Leave a model that is there as it is.")] = False,
+) -> None:
     """Save a model to try things with: a Llama of 50 M random weights, a tokenizer trained on the Python manual."""
+    if if_missing and (directory / "config.json").exists():
+        return
     with needing("this"):
         from kvtier.engine.generate import save_model as save
     save(directory)

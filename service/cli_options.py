@@ -13,7 +13,7 @@ from kvtier.tiers.errors import KVTierError
 
 _EXTRAS: Final = {
     "engine": ("safetensors", "tokenizers", "transformers"),
-    "service": ("h11", "httpx2", "jinja2", "starlette", "uvicorn", "zmq"),
+    "service": ("h11", "httpx2", "jinja2", "starlette", "uvicorn", "yaml", "zmq"),
 }
 
 

@@ -139,15 +139,24 @@ class EventConsumer:
 
     def _run(self) -> None:
         while not self._stopped:
-            for socket in self._wait():
-                if socket is self._monitor:
-                    self._take_notice()
-                elif socket is self._subscriber:
-                    self._read_live(self._subscriber)
-                elif socket is self._replay:
-                    self._read_replay(self._replay)
-            self._pass_time()
+            try:
+                self._turn()
+            except Exception:  # what is known may be wrong now: begin anew
+                self._counts["errors"] += 1
+                _log.exception("KV events of %s: read anew", self.worker)
+                self._hang_up(_PAUSE)
+                self._sequencer.start_over()
             self._show()
+
+    def _turn(self) -> None:
+        for socket in self._wait():
+            if socket is self._monitor:
+                self._take_notice()
+            elif socket is self._subscriber:
+                self._read_live(self._subscriber)
+            elif socket is self._replay:
+                self._read_replay(self._replay)
+        self._pass_time()
 
     def _wait(self) -> "list[zmq.Socket[bytes]]":
         poller = zmq.Poller()

@@ -27,6 +27,8 @@ MOST: Final = 512  # blocks of one tier taken at a time …
 _PUMPS: Final = 4  # and how often in one go
 MAX_ROOTS: Final = 65_536  # tenants of one model that are told; those beyond are not
 _MAX_BUFFERED: Final = 64 << 20  # bytes of batches kept for replay
+_QUEUE: Final = 1000  # batches that may wait for one subscriber
+_MAX_REQUEST: Final = 1024  # bytes that a subscriber may say at once
 _MAX_REPLAYS: Final = 32  # subscribers served side by side
 _REPLAY_DEADLINE: Final = 10.0  # seconds a subscriber may take no message of its replay
 _STEP: Final = 64  # messages of a replay between two looks at the rest
@@ -36,7 +38,7 @@ _BUSY_POLL: Final = 5  # milliseconds while a subscriber reads its replay slowly
 
 
 class Source(Protocol):
-    """Tiers that tell what comes and goes: `tiers.events.EventSource`, `tiers.device.BlockEvents`."""
+    """Tiers that tell what comes and goes: `tiers.events.EventSource`, `tiers.events.TierEvents`."""
 
     @property
     def waiting(self) -> bool:
@@ -102,13 +104,7 @@ class Publisher:
 
     def forget(self, fingerprint: bytes) -> None:
         """The model's tiers are closed: nothing of it is held any more."""
-
-        def clear() -> None:
-            if fingerprint in self._told:  # its topic stays known: a snapshot clears it for those who have missed this
-                self._told[fingerprint] = ToldBlocks(fingerprint)
-                self._send(fingerprint, [AllBlocksCleared()])
-
-        self._submit(1, clear)
+        self._submit(1, lambda: self._send(fingerprint, self._told_of(fingerprint).clear()))
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that was handed over is published. False where time ran out."""
@@ -140,6 +136,8 @@ class Publisher:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST)
+        socket.setsockopt(zmq.SNDHWM, _QUEUE)
         if kind == zmq.ROUTER:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full pipe is said, not a reason to drop
         try:
@@ -170,15 +168,22 @@ class Publisher:
             ready = dict(poller.poll(_BUSY_POLL if self._replays else _POLL))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-            while self._tasks:
-                num_blocks, task = self._tasks.popleft()
-                task()
-                with self._lock:
-                    self._num_waiting -= num_blocks
-            if self._replay is not None and self._replay in ready:
-                self._accept(self._replay)
-            for client in list(self._replays):
-                self._serve(client)
+            try:
+                self._turn(self._replay if self._replay in ready else None)
+            except Exception:
+                self.counts["errors"] += 1
+                _log.exception("KV events: a batch is lost")
+
+    def _turn(self, requests: "zmq.Socket[bytes] | None") -> None:
+        while self._tasks:
+            num_blocks, task = self._tasks.popleft()
+            with self._lock:
+                self._num_waiting -= num_blocks
+            task()
+        if requests is not None:
+            self._accept(requests)
+        for client in list(self._replays):
+            self._serve(client)
 
     def _told_of(self, fingerprint: bytes) -> ToldBlocks:
         return self._told.setdefault(fingerprint, ToldBlocks(fingerprint))
@@ -233,8 +238,9 @@ class Publisher:
     def _snapshot(self, most: int) -> list[Told]:
         """The present state in at most `most` batches, the last of which has the last number published."""
         parts: list[tuple[bytes, Sequence[KVEvent]]] = []
-        for fingerprint, told in self._told.items():
-            lines: list[KVEvent] = [AllBlocksCleared(), *told.snapshot()]
+        for fingerprint, told in self._told.items():  # also of models that are closed: who has missed that, clears
+            is_first = not parts or self._topic is None
+            lines = [*([AllBlocksCleared()] if is_first else []), *told.snapshot()]
             parts += [(fingerprint, part) for part in _parts(lines, MAX_BATCH)]
         while len(parts) > most:  # numbers are had by telling everybody nothing
             self._publish_batch(parts[0][0], [])

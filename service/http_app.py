@@ -29,6 +29,7 @@ from kvtier.service.admin_bodies import (
     parse,
 )
 from kvtier.service.daemon import Daemon
+from kvtier.service.dashboard import dashboard_routes
 from kvtier.service.exposition import exposition
 from kvtier.service.guard import Guard, read_body
 from kvtier.service.http_server import HttpServer, HttpSocket
@@ -52,8 +53,8 @@ class Pages:
     def __init__(self, daemon: Daemon, listening: HttpSocket) -> None:
         """Takes the socket over."""
         self.pins = Pins(daemon)
-        self._stopping = Event()
-        self._server = HttpServer(make_app(daemon, self.pins, self._stopping), listening)
+        stopping = Event()
+        self._server = HttpServer(make_app(daemon, self.pins, stopping), listening, stopping=stopping)
         self.address = self._server.address
 
     def start(self) -> None:
@@ -62,7 +63,6 @@ class Pages:
 
     def stop(self) -> None:
         """End requests under way, let every pin go, close the socket: within seconds. Idempotent."""
-        self._stopping.set()
         self._server.stop()
         self.pins.clear()
 
@@ -119,6 +119,7 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
         get("/readyz", lambda: _readiness(daemon)),
         get("/summary", lambda: PlainTextResponse(page(status(daemon, pins)))),
         get("/status", lambda: JSONResponse(status(daemon, pins))),
+        *dashboard_routes(lambda: run_in_threadpool(status, daemon, pins), stopping),
         do("/admin/reset", ResetBody, admin.reset),
         do("/admin/evict", BlocksBody, admin.evict),
         do("/admin/pin", PinBody, admin.pin),

@@ -60,7 +60,8 @@ class HttpSocket:
 class HttpServer:
     """Serves an application from `start` until `stop`, on a thread of its own.
 
-    A request on a connection past `max_connections` is answered `crowded`. `grace`: seconds for requests at a stop.
+    A request on a connection past `max_connections` is answered `crowded`. `grace`: seconds for requests at a stop;
+    `stopping` is set then, for those that would go on.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class HttpServer:
         max_connections: int = _MAX_CONNECTIONS,
         crowded: Response = _CROWDED,
         grace: int = _GRACE,
+        stopping: threading.Event | None = None,
     ) -> None:
         """Takes the socket over."""
         self.address = listening.address
         self._app, self._listening, self._grace = app, listening, grace
         self._max_connections, self._crowded = max_connections, crowded
+        self._stopping = stopping or threading.Event()
         config = uvicorn.Config(
             self._admit,
             interface="asgi3",
@@ -101,6 +104,7 @@ class HttpServer:
 
     def stop(self) -> None:
         """Let requests under way end, for `grace` seconds, and close the socket. Idempotent."""
+        self._stopping.set()
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join(self._grace + _STOPPED)

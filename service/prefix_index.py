@@ -34,6 +34,7 @@ _PARTIAL: Final = ("sliding", "mamba", "chunked", "cross")  # kinds of KV groups
 _WIDTH: Final = len(MEDIA)
 _NIBBLE: Final = (1 << _WIDTH) - 1
 _MAX_MASKS: Final = 65_536  # remembered, so that equal ones are one object
+_PIECE: Final = 4096  # blocks forgotten at a time
 _LOG_PAUSE: Final = 1.0  # seconds between two lines of one kind
 _LINK: Final = struct.Struct("<QQ")
 _DYNAMO: Final = dynamo_seed()
@@ -78,7 +79,8 @@ class PrefixIndex:
         self._log_from: dict[str, float] = {}
         self._lock = threading.Lock()  # guards what follows
         self._workers: dict[str, _Worker] = {}
-        self._slots: list[str | None] = []
+        self._slots: list[str | None] = []  # whose bits they are; None: nobody's, or of one that is being dropped
+        self._free: list[int] = []
         self._masks: dict[int, int] = {}  # sequence hash → bit for each worker and tier
         self._shared: dict[int, int] = {}  # a mask → the one object that stands for it
         self._twice: Counter[tuple[int, int]] = Counter()  # (bit, sequence hash) → names beyond the first
@@ -103,11 +105,11 @@ class PrefixIndex:
 
     def apply(self, worker: str, event: KVEvent) -> None:
         """Take in what a worker said; the order in which it said it is the caller's to keep."""
+        if isinstance(event, AllBlocksCleared):
+            self._clear(worker)
+            return
         with self._lock:
             known = self._worker(worker)
-            if isinstance(event, AllBlocksCleared):  # vLLM, whose events name KV groups, means its own on the GPU
-                self._clear(known, MEDIA if known.group is None else MEDIA[:1])
-                return
             medium = _AS.get(event.medium, event.medium)
             if medium not in MEDIA:
                 self._skip("medium", f"{worker}: medium {event.medium!r:.40}: known are {', '.join(MEDIA)}")
@@ -119,12 +121,16 @@ class PrefixIndex:
                     self._store(worker, known, tier, event)
 
     def drop(self, worker: str) -> None:
-        """Forget a worker and all it holds."""
+        """Forget a worker and all it holds. Others are served meanwhile."""
         with self._lock:
             known = self._workers.pop(worker, None)
-            if known is not None:
-                self._clear(known, MEDIA)
-                self._slots[known.slot] = None
+            if known is None:
+                return
+            self._slots[known.slot] = None
+        for tier, names in enumerate(known.names):
+            self._release_all(_bit(known, tier), names)
+        with self._lock:
+            self._free.append(known.slot)
 
     def matches(self, sequence_hashes: Sequence[int]) -> dict[str, dict[str, int]]:
         """For each worker that holds the first block: how many leading blocks it holds, by the best tier of each.
@@ -134,16 +140,18 @@ class PrefixIndex:
         with self._lock:
             found: dict[str, dict[str, int]] = {}
             masks = list(takewhile(bool, map(self._masks.get, sequence_hashes, repeat(0))))
+            tally, counted = Counter[int](), 0  # of leading blocks, by mask
             alive = frozenset(slot for slot, worker in enumerate(self._slots) if worker is not None)
             for mask in dict.fromkeys(masks):  # where a mask comes first, prefixes end; few are different
                 held = self._holders(mask)
                 if not alive <= held:
-                    tally = Counter(masks[: masks.index(mask)])
+                    end = masks.index(mask, counted)
+                    tally.update(masks[counted:end])
                     found.update(self._split(slot, tally) for slot in alive - held if tally)
-                    alive &= held
+                    alive, counted = alive & held, end
                     if not alive:
                         return found
-            tally = Counter(masks)
+            tally.update(masks[counted:])
             found.update(self._split(slot, tally) for slot in alive if tally)
             return found
 
@@ -171,9 +179,10 @@ class PrefixIndex:
 
     def _worker(self, name: str) -> _Worker:
         if name not in self._workers:
-            if None not in self._slots:
+            if not self._free:
+                self._free.append(len(self._slots))
                 self._slots.append(None)
-            slot = self._slots.index(None)
+            slot = self._free.pop()
             self._slots[slot] = name
             self._workers[name] = _Worker(slot)
         return self._workers[name]
@@ -274,11 +283,23 @@ class PrefixIndex:
             self._shared.clear()
         self._masks[sequence] = self._shared.setdefault(mask, mask)
 
-    def _clear(self, worker: _Worker, media: Sequence[str]) -> None:
-        for tier in map(MEDIA.index, media):
-            names, worker.names[tier] = worker.names[tier], {}
-            for sequence in names.values():
-                self._release(_bit(worker, tier), sequence)
+    def _clear(self, who: str) -> None:
+        """All that a worker holds; of vLLM, whose events name KV groups, what is on the GPU: no more is meant."""
+        with self._lock:
+            worker = self._worker(who)
+            tiers = range(_WIDTH) if worker.group is None else range(1)
+            cleared = [(_bit(worker, tier), worker.names[tier]) for tier in tiers]
+            for tier in tiers:
+                worker.names[tier] = {}
+        for bit, names in cleared:
+            self._release_all(bit, names)
+
+    def _release_all(self, bit: int, names: dict[int, int]) -> None:
+        """Piece by piece, for others have to look meanwhile; the last stored first."""
+        while names:
+            with self._lock:
+                for _ in range(min(_PIECE, len(names))):
+                    self._release(bit, names.popitem()[1])
 
     def _holders(self, mask: int) -> frozenset[int]:
         return frozenset(slot for slot in range(len(self._slots)) if mask >> slot * _WIDTH & _NIBBLE)

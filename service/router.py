@@ -39,8 +39,6 @@ class Router:
         )
         self._proxy = Proxy(self.fleet, self.ledger, deadlines, config.weights)
         self._headers = _terms(config).headers
-        # Where the router has no token and the replicas' is not known here, clients bring it. Ours is nobody else's.
-        self._left_out = NOT_ASKED if self._headers or config.token is not None else NOT_ASKED - {b"authorization"}
         self._started = time.time()
 
     async def start(self) -> None:
@@ -110,7 +108,7 @@ class Router:
         model, served = asked.get("model"), {str(model["id"]) for model in self.fleet.models()}
         if isinstance(model, str) and served and model not in served:
             raise unknown_model(model, ", ".join(sorted(served)))
-        sent = [*passed(headers, self._left_out), *self._headers]
+        sent = [*passed(headers, NOT_ASKED), *self._headers]
         begun = time.perf_counter()
         known = await read(path, asked, len(body), self._prompts)
         self.ledger.seconds["tokenise"] += time.perf_counter() - begun

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Final
+from threading import Event
+from typing import Any, Final
 
 from pydantic import SecretStr
 from starlette.applications import Starlette
@@ -13,29 +15,43 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvtier.service.dashboard import dashboard_routes
 from kvtier.service.guard import Guard, read_body
 from kvtier.service.http_server import HttpServer, HttpSocket
-from kvtier.service.openai_errors import OpenAIError, refusal
+from kvtier.service.openai_errors import OpenAIError, refusal, unknown_model
 from kvtier.service.router import Router
 from kvtier.service.router_metrics import exposition
 from kvtier.service.router_reply import Reply
 from kvtier.tiers.config_router import RouterConfig
 
+_log = logging.getLogger(__name__)
+
 MAX_BODY: Final = 16 << 20  # bytes of a request: a million token ids, and some
 _MAX_CONNECTIONS: Final = 1024
+_GRACE: Final = 10  # seconds for the answers under way at a stop
 _EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def serve(config: RouterConfig) -> HttpServer:
-    """A router's server, not started yet. Raises ConfigError."""
-    router = Router(config)
-    app = make_app(router, config.token)
+def serve(config: RouterConfig, *, strict: bool = False) -> HttpServer:
+    """A router's server, not started yet. Raises ConfigError. `strict`: events that contradict others are errors."""
+    router, stopping = Router(config, strict=strict), Event()
+    app = make_app(router, config.token, stopping)
     crowded = OpenAIError(503, "too many connections; come again later", code="crowded").response
-    return HttpServer(app, HttpSocket(config.http, "router"), max_connections=_MAX_CONNECTIONS, crowded=crowded)
+    return HttpServer(
+        app,
+        HttpSocket(config.http, "router"),
+        max_connections=_MAX_CONNECTIONS,
+        crowded=crowded,
+        grace=_GRACE,
+        stopping=stopping,
+    )
 
 
-def make_app(router: Router, token: SecretStr | None) -> Starlette:
-    """The application; the router starts and stops with it. Pages are everybody's, `/v1/` for those with the token."""
+def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starlette:
+    """The application; the router starts and stops with it. Pages are everybody's, `/v1/` for those with the token.
+
+    `stopping` ends streams of the live page.
+    """
     guard = Guard(token)
 
     def page(path: str, answer: Callable[[], Response]) -> Route:
@@ -47,6 +63,16 @@ def make_app(router: Router, token: SecretStr | None) -> Starlette:
     async def models(request: Request) -> Response:
         guard.admit(request)
         return JSONResponse({"object": "list", "data": router.fleet.models()})
+
+    async def status() -> dict[str, Any]:
+        return router.status()
+
+    async def model(request: Request) -> Response:
+        guard.admit(request)
+        asked, served = request.path_params["name"], {entry["id"]: entry for entry in router.fleet.models()}
+        if asked not in served:
+            raise unknown_model(asked, ", ".join(served))
+        return JSONResponse(served[asked])
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -60,12 +86,14 @@ def make_app(router: Router, token: SecretStr | None) -> Starlette:
         Route("/v1/completions", _Forwarding(router, guard), methods=["POST"]),
         Route("/v1/chat/completions", _Forwarding(router, guard), methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{name:path}", model, methods=["GET"]),
         page("/metrics", lambda: Response(exposition(router), media_type=_EXPOSITION)),
         page("/healthz", lambda: JSONResponse({"status": "ok"})),
         page("/readyz", lambda: _readiness(router)),
         page("/status", lambda: JSONResponse(router.status())),
+        *dashboard_routes(status, stopping),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: refusal})
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=_HANDLERS)
 
 
 class _Forwarding:
@@ -99,3 +127,11 @@ async def _gone(receive: Receive) -> None:
 def _readiness(router: Router) -> Response:
     num_up = sum(replica["state"] == "up" for replica in router.status()["replicas"])
     return JSONResponse({"ready": num_up > 0, "replicas_up": num_up}, 200 if num_up else 503)
+
+
+def _broke(request: Request, error: Exception) -> Response:
+    _log.error("%s %s: %r", request.method, request.url.path, error)
+    return OpenAIError(500, "an error of ours; the router's log has it").response
+
+
+_HANDLERS: Final = {HTTPException: refusal, OpenAIError: refusal, Exception: _broke}

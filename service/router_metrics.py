@@ -81,6 +81,24 @@ class _Families(Collector):
             for reason, count in sorted(replica.errors.items()):
                 errors.add_metric([replica.name, reason], count)
         yield from (states, loads, running, errors)
+        yield from self._holdings()
+
+    def _holdings(self) -> Iterator[Metric]:
+        """What each replica's events say, and whether they can be believed."""
+        feeds = GaugeMetricFamily(
+            "kvtier_route_events_live", "1 where what a replica holds is known", labels=["replica", "publisher"]
+        )
+        gaps = CounterMetricFamily("kvtier_route_event_gaps", "Batches missed", labels=["replica", "publisher"])
+        held = GaugeMetricFamily("kvtier_route_held_blocks", "Blocks it tells of", labels=["replica", "medium"])
+        for replica in self._router.fleet.replicas:
+            state = self._router.holdings.state(replica.name)
+            for publisher, feed in (("engine", state["events"]), ("node", state["node_events"])):
+                if feed is not None:
+                    feeds.add_metric([replica.name, publisher], feed["state"] == "live")
+                    gaps.add_metric([replica.name, publisher], feed["gaps"])
+            for medium, count in sorted(state["blocks"].items()):
+                held.add_metric([replica.name, medium], count)
+        yield from (feeds, gaps, held)
 
 
 def _counter(

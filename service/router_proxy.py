@@ -124,6 +124,7 @@ class Proxy:
                 replica.name,
                 asked.held.prefixes.get(replica.name, {}),
                 replica.load,
+                num_requests=replica.in_flight,
                 is_alive=replica in usable,
                 is_sure=replica.name in asked.held.sure,
                 limit=replica.limit,
@@ -159,12 +160,12 @@ class _Attempt:
                 return Relayed(answer.status, headers, first)
             self._work.begun()
             self._ledger.answers[self._replica.name, f"{answer.status // 100}xx"] += 1
-            await self._reply.begin(answer.status, headers, is_stream=is_stream)
             if is_stream or len(first) > _MAX_WHOLE:
+                await self._reply.begin(answer.status, headers, is_stream=is_stream)
                 await self._stream(answer, first)
             else:
                 self._ledger.told(first)
-                await self._reply.end(first)
+                await self._reply.whole(answer.status, headers, first)
             return None
         finally:
             answer.close()

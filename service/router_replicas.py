@@ -196,6 +196,8 @@ class Replica:
 
     async def _join(self) -> None:
         status, body = await self._page("/v1/models")
+        if status in (401, 403):
+            raise ReplicaFailed(Failure.GARBLED, f"/v1/models answers {status}; set [router] replica_token to its key")
         if status != 200:
             raise ReplicaFailed(Failure.GARBLED, f"/v1/models answers {status}")
         try:
@@ -217,7 +219,7 @@ class Replica:
         self._loads_at = now + _LOADS_EVERY
         status, body = await self._page("/status")
         try:
-            page = json.loads(body) if status == 200 else None
+            page: Any = json.loads(body) if status == 200 else None
             num_requests = int(page["requests"]["live"])
         except (ValueError, TypeError, LookupError, RecursionError):
             num_requests = 0

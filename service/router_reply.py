@@ -28,12 +28,17 @@ class Relayed:
 
 
 class Reply:
-    """One answer to a client, by an ASGI `send`: `begin`, `write` …, `end`; or `fail` at any time instead of these."""
+    """One answer by an ASGI `send`: `whole`, or `begin`, `write` …, `end`; `fail` at any time instead."""
 
     def __init__(self, send: Send) -> None:
         self.is_begun = False
         self._send = send
         self._events: WholeEvents | None = None
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """All at once."""
+        await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))], is_stream=False)
+        await self._body(body, more=False)
 
     async def begin(self, status: int, headers: Headers, *, is_stream: bool) -> None:
         """The head. From here on nobody else can answer."""
@@ -47,9 +52,9 @@ class Reply:
         if whole:
             await self._body(whole, more=True)
 
-    async def end(self, last: bytes = b"") -> None:
-        """The rest of the body."""
-        await self._body(last if self._events is None else self._events.rest() + last, more=False)
+    async def end(self) -> None:
+        """No more of it."""
+        await self._body(b"" if self._events is None else self._events.rest(), more=False)
 
     async def fail(self, error: OpenAIError | Relayed) -> None:
         """Say why there is no answer, or no end to it: as a stream's last event; anything else begun stays without end.
@@ -57,12 +62,11 @@ class Reply:
         A server that is left in the middle of an answer hangs up, so that no client takes it for a whole one.
         """
         if isinstance(error, Relayed):
-            await self.begin(error.status, error.headers, is_stream=False)
-            await self.end(error.body)
+            await self.whole(error.status, error.headers, error.body)
         elif not self.is_begun:
             headers = [(name.encode(), value.encode()) for name, value in error.headers.items()]
-            await self.begin(error.status, [*headers, (b"content-type", b"application/json")], is_stream=False)
-            await self.end(json.dumps(error.content).encode())
+            headers.append((b"content-type", b"application/json"))
+            await self.whole(error.status, headers, json.dumps(error.content).encode())
         elif self._events is not None:
             last = b"" if self._events.is_done else b"data: " + json.dumps(error.content).encode() + b"\n\n"
             with suppress(TimeoutError):

@@ -10,7 +10,10 @@ import xxhash
 
 # Which share of computing a block is saved by having it in a tier; benchmarks/ttft.py measures what loading costs.
 WEIGHTS: Final[Mapping[str, float]] = MappingProxyType({"GPU": 1.0, "CPU": 0.9, "STORAGE": 0.8, "EXTERNAL": 0.6})
+# Both tuned by benchmarks/routing.py. Waiting behind others' work costs one request its time; computing at a second
+# replica what another holds costs all of them, and room for the blocks: so one that waits weighs less than one to do.
 LOAD_WEIGHT: Final = 0.1
+CROWD: Final = 32.0  # requests more than elsewhere that outweigh a prompt that is cached whole
 _CLOSE: Final = 1e-6  # blocks of work; sums of the same parts in another order differ by less
 
 
@@ -36,6 +39,7 @@ class Candidate:
     prefix: Mapping[str, int]  # blocks of the prompt's longest prefix it can have without computing, by medium
     load: float  # blocks of work it has been given and not finished
     limit: float = float("inf")  # of `load`: from here on it is full
+    num_requests: int = 0  # it has been given and not finished
     is_alive: bool = True
     is_sure: bool = True  # its events are fresh: `prefix` can be believed
 
@@ -69,16 +73,25 @@ def choose(
     *,
     weights: Mapping[str, float] = WEIGHTS,
     load_weight: float = LOAD_WEIGHT,
+    crowd: float = CROWD,
     turn: int = 0,
 ) -> Choice:
     """Send a prompt of `num_blocks` to where the least work lies before its first token.
 
     Work is what the replica has to do already, times `load_weight`, and the prompt's blocks, less what its cached
-    prefix saves by `weights` (a medium that has none saves nothing). Among equals it is the turn of number `turn`: the
-    caller counts requests. A prefix nobody is sure of counts nothing; where nobody is sure of any, all take turns.
+    prefix saves by `weights` (a medium that has none saves nothing); and, where it has more requests than the one with
+    the fewest, each `crowd`th of the prompt once more: a prefix that all ask for comes to be held by several. Among
+    equals it is the turn of number `turn`: the caller counts requests. A prefix nobody is sure of counts nothing; where
+    nobody is sure of any, all take turns.
     """
+    fewest = min((replica.num_requests for replica in replicas if replica.can_take), default=0)
 
-    scores = [_score(replica, num_blocks, weights, load_weight) for replica in replicas]
+    def work(replica: Candidate) -> float:
+        saved = sum(weights.get(medium, 0.0) * count for medium, count in _believed(replica).items())
+        excess = (replica.num_requests - fewest) / crowd
+        return replica.load * load_weight + num_blocks * (1 + excess) - saved
+
+    scores = [_score(replica, work(replica)) for replica in replicas]
     able = [score for score in scores if score.work is not None]
     if len(able) <= 1:
         return _no_choice(replicas, scores)
@@ -95,7 +108,7 @@ def choose(
 
 def round_robin(replicas: Sequence[Candidate], turn: int) -> Choice:
     """Send request number `turn` to the next of those that can take one, whatever they hold."""
-    scores = [_score(replica, 0, {}, 1.0) for replica in replicas]
+    scores = [_score(replica, replica.load) for replica in replicas]
     able = [replica.name for replica in replicas if replica.can_take]
     if len(able) <= 1:
         return _no_choice(replicas, scores)
@@ -107,7 +120,7 @@ def sticky(replicas: Sequence[Candidate], session: bytes) -> Choice:
 
     The choice is made by rendezvous hashing: when a replica comes or goes, only sessions that must move do.
     """
-    scores = [_score(replica, 0, {}, 1.0) for replica in replicas]
+    scores = [_score(replica, replica.load) for replica in replicas]
     able = [replica.name for replica in replicas if replica.can_take]
     if len(able) <= 1:
         return _no_choice(replicas, scores)
@@ -115,11 +128,12 @@ def sticky(replicas: Sequence[Candidate], session: bytes) -> Choice:
     return Choice(max(ranks, key=ranks.__getitem__), Reason.SESSION, scores)
 
 
-def _score(replica: Candidate, num_blocks: int, weights: Mapping[str, float], load_weight: float) -> Score:
-    prefix = replica.prefix if replica.is_sure else {}
-    saved = sum(weights.get(medium, 0.0) * count for medium, count in prefix.items())
-    work = replica.load * load_weight + num_blocks - saved if replica.can_take else None
-    return Score(replica.name, sum(prefix.values()), replica.load, work)
+def _believed(replica: Candidate) -> Mapping[str, int]:
+    return replica.prefix if replica.is_sure else {}
+
+
+def _score(replica: Candidate, work: float) -> Score:
+    return Score(replica.name, sum(_believed(replica).values()), replica.load, work if replica.can_take else None)
 
 
 def _no_choice(replicas: Sequence[Candidate], scores: Sequence[Score]) -> Choice:

@@ -3,6 +3,7 @@
 import logging
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -46,17 +47,15 @@ def serve(
     listening = HttpSocket(settings.service.http)
     use_all_descriptors()
     sys.setswitchinterval(_SWITCH)
-    publisher = Publisher(settings.events) if settings.events.publish is not None else None
-    daemon = Daemon(settings, path, publisher=publisher)
-    pages = Pages(daemon, listening)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: daemon.stop())
-    pages.start()
-    size = format_size(settings.host.size)
-    logging.getLogger(__name__).info("ready on %s, %s of host memory, http on %s", path, size, pages.address)
-    daemon.run()
-    pages.stop()
-    if not daemon.close(_DRAIN):
-        logging.getLogger(__name__).warning("stores still waited after %g s: they are dropped", _DRAIN)
-    if publisher is not None:
-        publisher.close()
+    with Publisher(settings.events) if settings.events.publish is not None else nullcontext() as publisher:
+        daemon = Daemon(settings, path, publisher=publisher)
+        pages = Pages(daemon, listening)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: daemon.stop())
+        pages.start()
+        size = format_size(settings.host.size)
+        logging.getLogger(__name__).info("ready on %s, %s of host memory, http on %s", path, size, pages.address)
+        daemon.run()
+        pages.stop()
+        if not daemon.close(_DRAIN):
+            logging.getLogger(__name__).warning("stores still waited after %g s: they are dropped", _DRAIN)

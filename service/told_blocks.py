@@ -67,6 +67,17 @@ class ToldBlocks:
                 self._store(record, tier, lines)
         return lines.events
 
+    def clear(self) -> list[KVEvent]:
+        """The tiers are closed: they hold nothing any more."""
+        lines = _Lines(self._roots)
+        for name, block in self._blocks.items():
+            for tier in _bits(block.tiers) if block.is_told else ():
+                lines.removed(name, tier)
+        self._blocks.clear()
+        self._children.clear()
+        self.num_told = 0
+        return lines.events
+
     def snapshot(self) -> list[KVEvent]:
         """All that is told, for a reader who knows nothing: parents first."""
         lines = _Lines(self._roots)

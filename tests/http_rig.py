@@ -3,14 +3,20 @@
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 from service_rig import FINGERPRINT, DaemonThread, environment
+from starlette.applications import Starlette
 
+from kvtier.service.dashboard import dashboard_routes
 from kvtier.service.http_app import Pages
-from kvtier.service.http_server import HttpSocket
+from kvtier.service.http_server import HttpServer, HttpSocket
 
 MODEL = FINGERPRINT.hex()[:16]
 
@@ -32,6 +38,39 @@ class ServedDaemon(DaemonThread):
         self.client.close()
         self.pages.stop()
         super().close()
+
+
+class ServedStatus:
+    """The live page of a status that the test makes up; `num_asked` counts how often it was asked for."""
+
+    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+        async def ask() -> dict[str, Any]:
+            self.num_asked += 1
+            return status()
+
+        self.num_asked = 0
+        self._stopping = threading.Event()
+        routes = dashboard_routes(ask, self._stopping)
+        self._server = HttpServer(Starlette(routes=routes), HttpSocket("127.0.0.1:0"))
+        self.url = f"http://{self._server.address}/"
+
+    def __enter__(self) -> "ServedStatus":
+        self._server.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopping.set()
+        self._server.stop()
+
+    def watch(self) -> AbstractContextManager[httpx2.Response]:
+        """A stream of it."""
+        return httpx2.stream("GET", f"{self.url}stream", timeout=30)
+
+    def is_asked(self) -> bool:
+        """Whether somebody looks: it is asked for again within some periods."""
+        before = self.num_asked
+        time.sleep(1.5)
+        return self.num_asked > before
 
 
 def talk(http: str, data: bytes, *, more: bool = False) -> bytes:

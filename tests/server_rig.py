@@ -24,7 +24,7 @@ from kvtier.tiers.config import Config
 MODEL: Final = "tiny"
 BLOCK: Final = 16
 _SPECIAL: Final = ("<|begin|>", "<|end|>")
-_TEMPLATE: Final = (
+TEMPLATE: Final = (
     "{% for message in messages %}<|begin|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
 )
@@ -48,7 +48,7 @@ def save_checkpoint(home: Path, *, template: bool = True) -> Path:
     sizes = SIZES | {"vocab_size": 256 + len(_SPECIAL)}
     LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=256, eos_token_id=257)).save_pretrained(directory)
     tokenizer().save(str(directory / "tokenizer.json"))
-    settings = {"eos_token": _SPECIAL[1], **({"chat_template": _TEMPLATE} if template else {})}
+    settings = {"eos_token": _SPECIAL[1], **({"chat_template": TEMPLATE} if template else {})}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory
 

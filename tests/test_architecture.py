@@ -121,6 +121,8 @@ EXPLAINED: Final = {
     "service/serve_cli.py:kvtier.service.http_server": "the same",
     "service/route_cli.py:kvtier.service.router_app": "starlette and uvicorn are the extra `service`",
     "service/serve_cli.py:kvtier.service.events": "so is pyzmq",
+    "service/events.py:_run:except": "top of the worker loop: a batch that fails is counted, the thread lives on",
+    "service/event_consumer.py:_run:except": "top of the worker loop: what failed is counted and read anew",
     "service/admin_cli.py:kvtier.service.http_client": "httpx2 is the extra `service`",
     "engine/server_cli.py:kvtier.engine.server_process": "torch and transformers take seconds to import",
     "engine/server_loop.py:_step:except": "top of the worker loop: a failed step is counted, its requests are told",

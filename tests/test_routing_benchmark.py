@@ -57,8 +57,8 @@ def test_a_prompt_costs_what_is_not_cached() -> None:
     assert first.first_token == pytest.approx(3 + 3 + 1.01)
     # Later only the last token is new; what it was is known of both tiers.
     assert again.first_token == pytest.approx(60 + 1.01)
-    assert (first.cached, again.cached) == ({"GPU": 0, "CPU": 0}, {"GPU": 4, "CPU": 0})
-    assert replica.holdings() == {"GPU": 4, "CPU": 4}
+    assert (first.cached, again.cached) == ({"l1": 0, "l2": 0}, {"l1": 4, "l2": 0})
+    assert replica.holdings() == {"l1": 4, "l2": 4}
     assert replica.num_computed == 402
 
 
@@ -68,7 +68,7 @@ def test_l2_holds_what_l1_had_to_give_up_and_loading_takes_its_time() -> None:
     lines = [line(*chain, 0, at=60_000 * number) for number, chain in enumerate([*chains, chains[0]])]
     *_, again = serve(replica, prompts_of(lines, 100))
     # L1 is 12 blocks: the first chain lost at least its tail. A block comes up in two seconds.
-    num_loaded = again.cached["CPU"]
+    num_loaded = again.cached["l2"]
     assert (num_loaded > 0, sum(again.cached.values())) == (True, 4)
     assert again.first_token == pytest.approx(240 + 2 * num_loaded + 1.01)
 

@@ -274,6 +274,11 @@ class Config(BaseSettings):
         return (init_settings,)
 
 
+def child_environment(values: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that is started from this one: its own, and `values` over it."""
+    return {**os.environ, **values}
+
+
 def options() -> list[tuple[str, str, FieldInfo]]:
     """Every (section, option, field) in order: what `kvtier config` shows and the README's table lists."""
     return [(section, name, field) for section in Config.model_fields for name, field in _fields(section).items()]

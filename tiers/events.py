@@ -41,6 +41,7 @@ class EventSource:
     """
 
     def __init__(self, hierarchy: Hierarchy) -> None:
+        """Looks at every block there is: where a slab is large, not on a thread that others wait for."""
         self._hierarchy = hierarchy
         self._host = hierarchy.host
         self._ports = [_PortEvents(port) for port in hierarchy.ports]
@@ -58,7 +59,7 @@ class EventSource:
 
     def take(self, limit: int = MOST) -> list[Event]:
         """What happened since the last time; of each tier at most `limit` new blocks, the others with the next call."""
-        events = list(_events("l2", self._host.pool.changes(self._host.records, limit)))
+        events = list(events_of("l2", self._host.pool.changes(self._host.records, limit)))
         for port in self._ports:
             events += port.take(limit)
         return events
@@ -79,7 +80,7 @@ class TierEvents:
 
     def take(self, limit: int = MOST) -> list[Event]:
         """What happened since the last time; at most `limit` new blocks, the others with the next call."""
-        return list(_events(self._tier, self._announcer.take(limit)))
+        return list(events_of(self._tier, self._announcer.take(limit)))
 
 
 class _PortEvents:
@@ -87,7 +88,9 @@ class _PortEvents:
 
     def __init__(self, port: TierPort) -> None:
         self._port = port
-        self._heard: Announcer | None = None
+        self._heard = _announcer(port.tier)
+        if self._heard is not None:
+            self._heard.listen()
 
     @property
     def waiting(self) -> bool:
@@ -108,14 +111,15 @@ class _PortEvents:
             if tier is not None:
                 tier.listen()
         if tier is not None:
-            yield from _events(name, tier.take(limit))
+            yield from events_of(name, tier.take(limit))
 
 
 def _announcer(tier: object) -> Announcer | None:
     return tier.announcer if isinstance(tier, Announces) else None
 
 
-def _events(tier: str, changes: Changes) -> Iterator[Event]:
+def events_of(tier: str, changes: Changes) -> Iterator[Event]:
+    """A tier's changes as events: removals first, and runs of blocks each of which is the next one's parent."""
     if changes.gone:
         yield Removed(tier, tuple(changes.gone), changes.cleared)
     run: list[BlockRecord] = []

@@ -10,12 +10,14 @@ from typing import Final
 import atheris
 
 with atheris.instrument_imports(include=["kvtier"]):
+    from kvtier.connector.events import decode_batch
     from kvtier.connector.frames import MAX_FRAME, FrameReader
     from kvtier.connector.greetings import unpack_greeting, unpack_reception
     from kvtier.connector.messages import unpack_reply, unpack_request
     from kvtier.connector.plan import StepPlan
     from kvtier.service.archive_format import decode_header
     from kvtier.service.lookup_trace import _parse
+    from kvtier.service.prefix_index import PrefixIndex
     from kvtier.tiers.errors import FormatError
     from kvtier.tiers.redis_records import Namespace
 
@@ -39,6 +41,18 @@ def record(data: bytes) -> None:
     namespace.decode(head, NAME, 7)
 
 
+def events(data: bytes) -> None:
+    """A batch of KV events, and what it does to an index."""
+    try:
+        batch = decode_batch(data)
+    except FormatError:
+        return
+    index = PrefixIndex(1)
+    for event in batch.events:
+        index.apply("w", event)
+    index.check()
+
+
 def raising(parse: Callable[[bytes], object]) -> Callable[[bytes], None]:
     """For parsers that return or raise."""
 
@@ -54,6 +68,7 @@ def raising(parse: Callable[[bytes], object]) -> Callable[[bytes], None]:
 TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "frames": frames,
     "record": record,
+    "events": events,
     "plan": raising(StepPlan.decode),
     "archive": raising(decode_header),
     "trace": raising(_parse),

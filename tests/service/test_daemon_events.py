@@ -5,10 +5,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
+import httpx2
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES
 from event_rig import until
 from node_rig import free_port
+from redis_rig import NO_REDIS, standalone
 from service_rig import FINGERPRINT, DaemonProcess, attach, load, store
 
 from kvtier.connector.events import namespace_of, topic_of
@@ -116,13 +118,41 @@ def test_a_daemon_that_comes_back_tells_what_its_slab_holds(told: Told) -> None:
         other.close()
 
 
+@pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
+def test_what_nodes_share_is_told_by_who_wrote_or_read_it(told: Told, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = Told(tmp_path / "other")
+    with standalone() as redis:
+        shared = {"redis__url": redis.url, "redis__deadline": "5s", "redis__connect_timeout": "5s"}
+        with told.daemon(**shared) as one, other.daemon(**shared), told.client() as here, other.client() as there:
+            assert store(here, chain_of(1)) == 6
+            until(lambda: told.index.holdings("node") == {"CPU": 6, "STORAGE": 6, "EXTERNAL": 6})
+            assert load(there, chain_of(1)) == 6
+            until(lambda: other.index.holdings("node") == {"CPU": 6, "EXTERNAL": 6})
+            # what its pages say of the events
+            told_by_one = httpx2.get(f"http://{one.http}/status").json()["kv_events"]
+            assert told_by_one["publish"] == told.addresses[0]
+            assert told_by_one["seq"] == told_by_one["batches"] > 0
+            assert 'kvtier_kv_events_total{event="batches"}' in httpx2.get(f"http://{one.http}/metrics").text
+            # a reset on one node is everybody's, once they ask
+            here.reset()
+            until(lambda: told.index.num_blocks == 0)
+    other.consumer.close()
+
+
 def test_addresses_are_checked_at_start(tmp_path: Path) -> None:
     taken = Told(tmp_path)
     with taken.daemon():
         second = DaemonProcess(tmp_path / "t", events__publish=taken.addresses[0])
         assert second.process.wait(30) == 2
         assert "[events] publish" in second.first_line
-        assert second.process.stderr is not None
-        second._reader.join()
-        second.process.stderr.close()
+        # and a daemon that is there already, by one that has an address of its own for events
+        third = DaemonProcess(tmp_path / "s", events__publish=f"tcp://127.0.0.1:{free_port()}")
+        assert third.process.wait(30) == 1
+        assert third.first_line.startswith("kvtier: ")
+        assert "serves it" in third.first_line, third.first_line
+        for ended in (second, third):
+            assert ended.process.stderr is not None
+            ended._reader.join()
+            ended.process.stderr.close()
     taken.consumer.close()

@@ -23,6 +23,7 @@ from kvtier.service.event_consumer import EventConsumer
 from kvtier.service.event_sequence import END
 from kvtier.service.events import Publisher
 from kvtier.service.prefix_index import PrefixIndex, prompt_hashes
+from kvtier.service.told_blocks import ToldBlocks
 from kvtier.tiers.chain import TokenChain, root_hash
 from kvtier.tiers.config import EventsConfig
 from kvtier.tiers.errors import ConfigError
@@ -168,6 +169,21 @@ def test_who_comes_too_late_for_the_buffer_is_told_the_present_state() -> None:
         assert missed < publisher.seq
 
 
+def test_models_under_one_topic_do_not_clear_each_other() -> None:
+    config = addresses(buffer=1, topic="kv")
+    with Publisher(config) as publisher:
+        for model in (MODEL, OTHER):
+            publisher.tell(model, [stored(chain_of(1, model=model))])
+        publisher.tell(MODEL, [stored(chain_of(2, 1))])
+        assert publisher.flush(DEADLINE)
+        index = PrefixIndex(SIZE)
+        with reader(config, index, "kv"):
+            until(lambda: index.holdings("w") == {"CPU": 9})  # by a summary
+            publisher.forget(OTHER)
+            until(lambda: index.holdings("w") == {"CPU": 5})
+            assert publisher.counts["snapshots"] == 1
+
+
 def test_a_publisher_that_is_started_anew_is_believed_anew() -> None:
     config = addresses()
     index = PrefixIndex(SIZE)
@@ -274,6 +290,54 @@ def test_without_a_replay_address_a_reader_learns_from_now_on() -> None:
 
         until(told)
         until(lambda: consumer.state.state == "live")
+
+
+def test_a_reader_that_does_not_read_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.service.events._QUEUE", 10)
+    config = addresses()
+    with Publisher(config) as publisher, zmq.Context() as context, context.socket(zmq.SUB) as slow:
+        assert config.publish is not None
+        slow.setsockopt(zmq.LINGER, 0)
+        slow.setsockopt(zmq.RCVHWM, 1)
+        slow.setsockopt(zmq.RCVBUF, 4096)
+        slow.subscribe(b"")
+        slow.connect(config.publish)
+        publisher.tell(MODEL, [stored(chain_of(0))])
+        big = ToldBlocks(MODEL).take_in(stored(chain_of(1, 2000)))
+        for _ in range(200):  # more than the system's own buffers take
+            publisher._submit(0, lambda: publisher._send(MODEL, big))
+        assert publisher.flush(DEADLINE)
+        numbers = []
+        while slow.poll(200):
+            numbers.append(int.from_bytes(slow.recv_multipart()[1], "big"))
+        assert numbers == sorted(set(numbers))
+        assert len(numbers) < publisher.seq  # it sees that some are missing
+
+
+def test_who_does_not_read_its_replay_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.service.events._REPLAY_DEADLINE", 0.2)
+    config = addresses()
+    with Publisher(config) as publisher, zmq.Context() as context, context.socket(zmq.DEALER) as slow:
+        for number in range(40):
+            publisher.tell(MODEL, [stored(chain_of(number, 1000))])
+        assert publisher.flush(DEADLINE)
+        assert config.replay is not None
+        slow.setsockopt(zmq.LINGER, 0)
+        slow.setsockopt(zmq.RCVHWM, 1)
+        slow.setsockopt(zmq.RCVBUF, 4096)
+        slow.connect(config.replay)
+        for _ in range(40):  # more than are served at once, all from one subscriber
+            slow.send_multipart([b"", bytes(8)])
+        until(lambda: publisher.counts["replays"] > 0)
+        slow.send_multipart([b"", b"rubbish"])
+        until(lambda: publisher.counts["replays_refused"] > 0)
+        index = PrefixIndex(SIZE)
+        with reader(config, index):
+            until(lambda: index.num_blocks == 40 * 1000)
+
+
+def removed(chain: TokenChain) -> Removed:
+    return Removed("l2", tuple(chain.hashes))
 
 
 def test_room_is_bounded_and_comes_back() -> None:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("atheris", reason="no atheris for this Python or machine")
 
 
-@pytest.mark.parametrize("target", ["frames", "record", "plan", "archive", "trace"])
+@pytest.mark.parametrize("target", ["frames", "record", "events", "plan", "archive", "trace"])
 def test_any_bytes_are_a_value_or_a_typed_error(target: str, tmp_path: Path) -> None:
     child = Path(__file__).with_name("_fuzz_child.py")
     limits = ["-max_total_time=4", "-max_len=4096", "-rss_limit_mb=1024", "-timeout=5", f"-artifact_prefix={tmp_path}/"]

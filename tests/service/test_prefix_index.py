@@ -4,6 +4,7 @@ import logging
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -240,7 +241,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestIndex.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 _MEASURE = """
@@ -277,3 +278,29 @@ def test_order_of_workers_makes_no_difference() -> None:
         for worker, event in events:
             index.apply(worker, event)
         assert index.matches(hashes) == {worker: {"GPU": 3} for worker in "abcd"}
+
+
+def test_whoever_asks_while_a_worker_goes_is_answered() -> None:
+    index = PrefixIndex(SIZE)
+    rng = random.Random(5)
+    tokens = [rng.getrandbits(17) for _ in range(SIZE * 30_000)]
+    hashes = prompt_hashes(tokens, SIZE)
+    names = [*range(1, 30_001)]
+    for worker in "ab":
+        index.apply(worker, stored(names, tokens))
+    done = threading.Event()
+
+    def drop() -> None:
+        index.drop("a")
+        index.apply("c", stored(names[:10], tokens[: 10 * SIZE]))  # a newcomer gets no bit that is still in use
+        done.set()
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    while not done.is_set():
+        found = index.matches(hashes[:100])
+        assert found["b"] == {"GPU": 100}
+        assert found.get("a") in (None, {"GPU": 100})  # whole or not at all
+    thread.join()
+    assert index.matches(hashes) == {"b": {"GPU": 30_000}, "c": {"GPU": 10}}
+    index.check()

@@ -4,6 +4,8 @@ import contextlib
 import json
 import logging
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,7 +13,9 @@ from typing import Any
 import httpx2
 import pytest
 from http_rig import kvtier, talk
+from openai import APIError, OpenAI
 from router_rig import MODEL, RoutedReplicas, ToldReplica, replicas, routed, until
+from service_rig import end_child, environment
 
 from kvtier.service.router_spec import parse_replicas
 from kvtier.tiers.errors import ConfigError
@@ -80,6 +84,8 @@ def test_requests_and_answers_pass_unchanged(pair: Pair, router: RoutedReplicas)
 
     # the merged list of models is theirs, and the pages say what was done
     assert router.client.get("/v1/models").json() == {"object": "list", "data": [MODEL]}
+    assert router.client.get("/v1/models/m").json() == MODEL
+    assert router.client.get("/v1/models/n").json()["error"]["code"] == "model_not_found"
     assert router.client.get("/readyz").json() == {"ready": True, "replicas_up": 2}
     metrics = router.metrics()
     assert sum(value for name, value in metrics.items() if name.startswith("kvtier_route_requests_total")) == 2
@@ -152,6 +158,20 @@ def test_one_that_is_killed_in_the_middle_ends_its_stream_with_a_clean_error(
     assert chosen.is_dead
     assert not other.is_dead  # the request was not given to another, to kill that, too
     assert router.status()["errors"] == {"mid_stream_broken": 1}
+
+
+def test_the_official_client_raises_where_its_replica_is_killed(pair: Pair, router: RoutedReplicas) -> None:
+    for replica in pair:
+        replica.behave(events=1000, pause=0.01, die_after=4)
+    with OpenAI(base_url=f"http://{router.server.address}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        stream = client.completions.create(model="m", prompt="x", stream=True)
+        with pytest.raises(APIError, match="ended in the middle of the answer; ask again"):
+            list(stream)
+        # and asked again, it is answered
+        for replica in pair:
+            if not replica.is_dead:
+                replica.behave()
+        assert client.completions.create(model="m", prompt="x").choices[0].text == "abc"
 
 
 def test_a_request_that_kills_every_replica_meets_two_of_them(pair: Pair) -> None:
@@ -320,6 +340,27 @@ def test_a_spec_that_cannot_be_ends_the_command_with_status_2() -> None:
     assert (run.returncode, run.stderr) == (2, 'kvtier: [router] replicas "http://a:1": named twice; remove one\n')
 
 
+def test_the_command_serves_until_it_is_told_to_stop(pair: Pair) -> None:
+    specs = [argument for replica in pair for argument in ("--replica", replica.url)]
+    command = [sys.executable, "-c", "from kvtier.cli import main; main()", "route", "--http", "127.0.0.1:0", *specs]
+    run = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        assert run.stderr is not None
+        ready = run.stderr.readline()
+        assert ready.startswith("kvtier: ready on 2 replicas, http on 127.0.0.1:")
+        url = f"http://{ready.rpartition(' ')[2].strip()}"
+        with httpx2.Client(base_url=url, timeout=60, trust_env=False) as client:
+            body = {"model": "m", "prompt": "x", "stream": True}
+            for replica in pair:
+                replica.behave(events=20, pause=0.1)
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                run.send_signal(signal.SIGTERM)  # what is under way may end
+                assert events(answer.read().decode())[-1] == "[DONE]"
+        assert run.wait(30) == 0
+    finally:
+        end_child(run)
+
+
 def test_who_has_no_token_gets_no_hint(pair: Pair) -> None:
     spec = [replica.url for replica in pair]
     with routed(*spec, token="a client's", replica_token="of a replica") as router:
@@ -337,11 +378,11 @@ def test_who_has_no_token_gets_no_hint(pair: Pair) -> None:
             assert answer.status_code == 200
             assert "a client's" not in answer.text
             assert "of a replica" not in answer.text
-    # without a token of its own or theirs, clients bring it
+    # the client's own is for the router alone
     with routed(*spec) as router:
         answer = router.client.post("/v1/completions", json={}, headers={"authorization": "Bearer mine"})
         chosen, _ = by_name(pair, answer.headers["x-kvtier-replica"])
-        assert chosen.seen[-1]["headers"]["authorization"] == "Bearer mine"
+        assert "authorization" not in chosen.seen[-1]["headers"]
 
 
 @pytest.mark.parametrize(
@@ -368,7 +409,7 @@ def test_a_thousand_malformed_requests_leave_it_healthy(pair: Pair, router: Rout
     wrong = [
         b"",
         b"\x00\xff" * 100,
-        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /nowhere HTTP/9.9\r\n\r\n",
         b"POST /v1/completions\r\n\r\n",
         b"BREW /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
         head + b"Content-Length: x\r\n\r\n{}",

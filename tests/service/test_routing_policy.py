@@ -29,17 +29,17 @@ def test_a_conversation_stays_where_its_prefix_is_until_that_replica_has_too_muc
     # The first turn is new to all, and goes to whom the turn it is.
     fleet = [replica("a"), replica("b"), replica("c")]
     assert choose(fleet, 10, turn=1).name == "b"
-    # Its blocks are at b now: the second turn, of 14 blocks, goes there too, as long as b has less than 10 more to do.
-    for load in (0, 5, 9):
+    # Its blocks are at b now: the second turn, of 14, goes there too, while what b has to do weighs less than those 10.
+    for load in (0, 5, 19):
         fleet[1] = replica("b", {"GPU": 10}, load)
-        choice = choose(fleet, 14, turn=2)
+        choice = choose(fleet, 14, load_weight=0.5, turn=2)
         assert (choice.name, choice.reason) == ("b", Reason.PREFIX)
-        assert [score.work for score in choice.scores] == [14, 4 + load, 14]
+        assert [score.work for score in choice.scores] == [14, 4 + load / 2, 14]
         assert [score.cached for score in choice.scores] == [0, 10, 0]
     # Past that it is quicker to compute it all at an idle one.
-    fleet[1] = replica("b", {"GPU": 10}, 11)
+    fleet[1] = replica("b", {"GPU": 10}, 21)
     fleet[2] = replica("c", load=1)
-    choice = choose(fleet, 14, turn=2)
+    choice = choose(fleet, 14, load_weight=0.5, turn=2)
     assert (choice.name, choice.reason) == ("a", Reason.LOAD)
 
 
@@ -81,6 +81,20 @@ def test_equals_take_turns() -> None:
     assert (choice.name, choice.reason) == ("b", Reason.LOAD)
 
 
+def test_a_prefix_that_all_ask_for_spreads() -> None:
+    # a alone holds it, and 16 requests run there: half of what outweighs a prompt that is cached whole.
+    for num_requests, name, reason in ((16, "a", Reason.PREFIX), (31, "a", Reason.PREFIX), (33, "b", Reason.LOAD)):
+        fleet = [replica("a", {"GPU": 20}, num_requests=num_requests), replica("b")]
+        choice = choose(fleet, 20, crowd=32)
+        assert (choice.name, choice.reason) == (name, reason)
+    # Where all have many, nobody is crowded.
+    fleet = [replica("a", {"GPU": 20}, num_requests=90), replica("b", num_requests=80)]
+    assert choose(fleet, 20, crowd=32).name == "a"
+    # The dead have the fewest, and that says nothing.
+    fleet.append(replica("c", is_alive=False))
+    assert choose(fleet, 20, crowd=32).name == "a"
+
+
 def test_the_dead_and_the_full_get_nothing() -> None:
     # b holds everything, and is full; c holds much, and is dead.
     fleet = [replica("a"), replica("b", {"GPU": 10}, 64, limit=64), replica("c", {"GPU": 9}, is_alive=False)]
@@ -88,7 +102,7 @@ def test_the_dead_and_the_full_get_nothing() -> None:
     assert spread(fleet) == {"a": 12}
     # The page shows them all the same, without an estimate.
     choice = choose(fleet, 10)
-    assert [(score.name, score.work) for score in choice.scores] == [("a", 10), ("b", None), ("c", None), ("d", 13)]
+    assert [(score.name, score.work) for score in choice.scores] == [("a", 10), ("b", None), ("c", None), ("d", 10.3)]
     assert choice.reason == Reason.LOAD
     # One block less and b takes it again, if it's worth the wait.
     fleet[1] = replica("b", {"GPU": 10}, 7, limit=8)

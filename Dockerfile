@@ -1,0 +1,60 @@
+# kvtier in a container. Targets: `cpu` (the default) and `cuda`.
+#
+#   docker build --target cpu  --tag kvtier:cpu  .
+#   docker build --target cuda --tag kvtier:cuda .
+#
+# torch is chosen as the Makefile does, by the same script: the CPU build where the package index offers one. PyTorch's own
+# index does: --build-arg PIP_EXTRA_INDEX_URL=… . On CUDA its wheels bring CUDA's libraries along, so that both targets
+# stand on the same image and the driver is the host's.
+
+FROM python:3.12.12-slim-bookworm AS base
+ENV PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1
+
+
+# One environment for each target, torch first and alone: what comes after leaves it as it is.
+FROM base AS sources
+WORKDIR /src
+COPY .ci/venv-with-torch .ci/debian-package .ci/
+COPY pyproject.toml README.md CHANGELOG.md LICENSE docker-compose.yml ./
+COPY deploy deploy
+COPY kvtier kvtier
+COPY tiers tiers
+COPY connector connector
+COPY engine engine
+COPY service service
+
+FROM sources AS build-cpu
+ARG TORCH=torch==2.13.0
+ARG PIP_EXTRA_INDEX_URL
+RUN .ci/venv-with-torch /opt/kvtier "$TORCH" >constraints.txt \
+    && /opt/kvtier/bin/pip install --constraint constraints.txt ".[engine,service]"
+
+FROM sources AS build-cuda
+ARG TORCH=torch
+ARG PIP_EXTRA_INDEX_URL
+RUN .ci/venv-with-torch /opt/kvtier "$TORCH" >constraints.txt \
+    && /opt/kvtier/bin/pip install --constraint constraints.txt ".[cuda,engine,service]"
+
+
+# What runs: no compiler, no package tool at work, nobody's account but one without a password or a shell. A volume mounted at
+# one of the directories of /data for the first time takes over whose it is.
+FROM base AS run
+RUN groupadd --gid 10001 kvtier \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin kvtier \
+    && install -d -o kvtier -g kvtier -m 0700 /data/model /data/slabs /data/run
+COPY --chmod=0755 deploy/is-well /usr/local/bin/is-well
+ENV PATH=/opt/kvtier/bin:$PATH HOME=/tmp
+USER 10001:10001
+ENTRYPOINT ["kvtier"]
+CMD ["--help"]
+
+FROM run AS cuda
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --from=build-cuda /opt/kvtier /opt/kvtier
+
+FROM run AS cpu
+COPY --from=build-cpu /opt/kvtier /opt/kvtier

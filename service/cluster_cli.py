@@ -1,0 +1,94 @@
+"""`kvtier cluster up | status | down`: the compose file's topology as plain processes of this machine."""
+
+import json
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from threading import Event
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvtier.service.cli_options import Exit, JsonOption
+from kvtier.service.cluster import Cluster
+from kvtier.service.cluster_file import BESIDE_US, FIRST_PORT, NUM_PORTS, Places, Topology
+from kvtier.service.cluster_process import is_installed
+from kvtier.tiers.errors import ConfigError, KVTierError
+
+app = typer.Typer(name="cluster", no_args_is_help=True, help="A whole cluster on this machine, without containers.")
+
+_PROFILES: Final = ("cluster", "observability")  # of which the second is left out where its programs are missing
+
+State = Annotated[Path, typer.Option(metavar="DIR", help="Where its logs, sockets and slabs are.")]
+
+
+@app.command("up")
+def up(
+    file: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="A compose file with x-kvtier; kvtier's own by default.", show_default=False),
+    ] = BESIDE_US,
+    state: State = Path("kvtier-cluster"),
+    port: Annotated[
+        int, typer.Option(min=1, max=65536 - NUM_PORTS, help="The router's; the others' follow within a hundred.")
+    ] = FIRST_PORT,
+    profile: Annotated[
+        list[str] | None, typer.Option(help="As of compose; may be repeated.", show_default=" and ".join(_PROFILES))
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A checkpoint directory; else random weights are made.")
+    ] = None,
+) -> None:
+    """Start Valkey or Redis, daemons, engines and the router, wait until they are ready, and leave them running."""
+    file, state = file.resolve(), state.absolute()
+    if model is not None and not (model / "config.json").is_file():
+        raise ConfigError(f'--model "{model}": no config.json in it; name a checkpoint directory')
+    places = Places(state, file.parent / "deploy", model.absolute() if model else state / "model", port)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    topology = _installed(Topology.read(file, places, profile or _PROFILES), profile is not None, console)
+    stopping = Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    with console.status("starting"):
+        is_new = Cluster(state).up(topology, port, lambda line: console.print(line, markup=False), stopping)
+    console.print("up" if is_new else "it is up already", "· kvtier cluster status · kvtier cluster down")
+
+
+@app.command("status")
+def status(state: State = Path("kvtier-cluster"), as_json: JsonOption = False) -> None:
+    """Show every service. Status 0: all are well, 3: one is not, 2: no cluster is up."""
+    rows = Cluster(state).status()
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows]))
+    else:
+        table = Table("service", "state", "healthy", "pid", "address", "up")
+        for row in rows:
+            up_for = "" if row.uptime_s is None else f"{row.uptime_s:.0f} s"
+            pid = "" if row.pid is None else str(row.pid)
+            table.add_row(row.name, row.state, "yes" if row.healthy else "no", pid, row.address or "", up_for)
+        Console().print(table)
+    if not all(row.healthy for row in rows):
+        raise typer.Exit(Exit.DEGRADED)
+
+
+@app.command("down")
+def down(
+    state: State = Path("kvtier-cluster"),
+    purge: Annotated[bool, typer.Option("--purge", help="Remove slabs and a model that was made, too.")] = False,
+) -> None:
+    """End all of it, in the order opposite to `up`, and remove its state; what was stored is kept."""
+    was_there = Cluster(state).down(lambda line: print(line, file=sys.stderr), purge=purge)
+    print("down" if was_there else f"no cluster in {state}: nothing to do", file=sys.stderr)
+
+
+def _installed(topology: Topology, is_asked_for: bool, console: Console) -> Topology:
+    """What can be started here. Whoever asks for a profile needs all its programs; what only adds to it goes, aloud."""
+    missing = {name: each for name, each in topology.services.items() if not is_installed(each.argv[0])}
+    for name, service in missing.items():
+        if is_asked_for or _PROFILES[0] in service.profiles:
+            raise KVTierError(f"{name}: {service.argv[0]} is not installed; install it, or leave its profile out")
+        console.print(f"without {name}: {service.argv[0]} is not installed", markup=False)
+    return topology.without(list(missing))

@@ -1,0 +1,139 @@
+"""The processes of a cluster: started, recognised, asked whether they are well, ended; never another's by mistake."""
+
+import http.client
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
+
+from kvtier.service.cluster_file import Ready
+from kvtier.tiers.config import child_environment
+from kvtier.tiers.errors import KVTierError
+
+_ANSWER: Final = 2.0  # seconds to answer when asked whether it is well
+_KILLED: Final = 10.0  # seconds from SIGKILL to the end: what a process of 100 GB takes to give its memory back
+_LOOPBACK: Final = "127.0.0.1"
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Process(NamedTuple):
+    """A process by its pid and its start: a pid that another process has by now is not it."""
+
+    pid: int
+    start: str  # the boot, and the clock ticks from it
+
+    @classmethod
+    def of(cls, pid: int) -> "Process | None":
+        """The one that has this pid now; None where none runs."""
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            return None
+        return None if fields[0] in "ZX" else cls(pid, f"{_BOOT.read_text().strip()}/{fields[19]}")
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is still there."""
+        return Process.of(self.pid) == self
+
+    def stop(self, grace: float) -> bool:
+        """SIGTERM, after `grace` seconds SIGKILL; False where it needed that. Returns when it has ended.
+
+        What it leaves behind in its session is killed.
+        """
+        try:
+            fd = os.pidfd_open(self.pid)
+        except OSError:
+            return True
+        try:
+            if not self.runs:  # asked after the descriptor was had: from here on it is this process or none
+                return True
+            signal.pidfd_send_signal(fd, signal.SIGTERM)
+            in_time = bool(select.select([fd], [], [], grace)[0])
+            if not in_time:
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+                if not select.select([fd], [], [], _KILLED)[0]:
+                    raise KVTierError(
+                        f"process {self.pid} does not end, {_KILLED:g} s after SIGKILL; it hangs in the kernel"
+                    )
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)  # nobody can have that number so soon
+            return in_time
+        except ProcessLookupError:
+            return True
+        finally:
+            os.close(fd)
+
+
+def launch(argv: Sequence[str], env: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
+    """Start it in a session of its own, where no Ctrl-C reaches it; what it says is added to `log`."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            program(argv),
+            env=child_environment(env),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def program(argv: Sequence[str]) -> list[str]:
+    """How a service's argv is run here: `kvtier` is this very installation, whatever PATH says."""
+    return [sys.executable, "-P", "-m", "kvtier.cli", *argv[1:]] if argv[0] == "kvtier" else list(argv)
+
+
+def is_installed(name: str) -> bool:
+    """Whether a program can be started."""
+    return name == "kvtier" or shutil.which(name) is not None
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody listens on a loopback port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_LOOPBACK, port))
+        except OSError:
+            return False
+        return True
+
+
+def is_well(ready: Ready) -> bool:
+    """Whether a running service says that it is; one that is to end never is, it is done."""
+    if ready.http is not None:
+        return _answers(ready.http)
+    if ready.command is not None:
+        try:
+            done = subprocess.run(
+                program(ready.command),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=_ANSWER,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return done.returncode == 0
+    return False
+
+
+def _answers(url: str) -> bool:
+    """As a health check does: no proxy, no redirect, a deadline."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_ANSWER)
+    try:
+        connection.request("GET", parts.path or "/")
+        return connection.getresponse().status < 400
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

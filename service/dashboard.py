@@ -1,0 +1,123 @@
+"""The live page: its files, and what it shows as server-sent events, the status once a second while somebody looks."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib import resources
+from threading import Event
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvtier.tiers.errors import KVTierError
+
+Json = dict[str, Any]
+Ask = Callable[[], Awaitable[Json]]
+
+_FILES: Final = {
+    "index.html": "text/html",
+    "dashboard.css": "text/css",
+    "dashboard.js": "text/javascript",
+    "daemon.js": "text/javascript",
+    "router.js": "text/javascript",
+    "draw.js": "text/javascript",
+}
+_HEADERS: Final = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+_MAX_WATCHERS: Final = 16
+_PERIOD: Final = 1.0  # seconds between two looks at the status
+_TICK: Final = 0.25  # seconds until a stream sees that the server stops
+_LIFE: Final = 600.0  # seconds a stream lasts; the page then asks for another
+_PATIENCE: Final = 10.0  # seconds longer, for a reader who takes nothing
+
+
+def dashboard_routes(status: Ask, stopping: Event) -> list[Route]:
+    """`GET /`, the files it names, and `GET /stream`; `stopping` ends every stream.
+
+    `status` is awaited once a second however many look, and never while nobody does. What it raises as KVTierError is
+    shown. It must not name what only some may see: the page is for everybody.
+    """
+    pages = resources.files("kvtier.service") / "pages"
+    watch = _Watch(status, stopping)
+
+    def file(name: str, media_type: str) -> Route:
+        content = (pages / name).read_bytes()
+
+        async def endpoint(request: Request) -> Response:
+            return Response(content, media_type=media_type, headers=_HEADERS)
+
+        return Route("/" if name == "index.html" else f"/{name}", endpoint, methods=["GET"])
+
+    async def stream(request: Request) -> Response:
+        if watch.num_watchers >= _MAX_WATCHERS:
+            error = f"{_MAX_WATCHERS} pages are watching already; close one, or ask for /status"
+            return JSONResponse({"error": error}, 503, {"retry-after": "5"})
+        return _Stream(watch)
+
+    return [*(file(*each) for each in _FILES.items()), Route("/stream", stream, methods=["GET"])]
+
+
+class _Watch:
+    """The status for all who look, as events. On the HTTP loop alone."""
+
+    def __init__(self, status: Ask, stopping: Event) -> None:
+        self.num_watchers = 0
+        self._status, self._stopping = status, stopping
+        self._asking = asyncio.Lock()
+        self._latest = b""
+        self._due = 0.0  # when the latest is too old
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """One at once, then one a second, until the stream's life or the server ends."""
+        end = time.monotonic() + _LIFE
+        yield b"retry: 1000\n\n"
+        while time.monotonic() < end and not self._stopping.is_set():
+            yield await self._fresh()
+            due = self._due  # of what was told just now: another watcher may move it on
+            while (wait := due - time.monotonic()) > 0 and not self._stopping.is_set():
+                await asyncio.sleep(min(wait, _TICK))
+
+    async def _fresh(self) -> bytes:
+        async with self._asking:  # who waits here finds that it has been asked already
+            if time.monotonic() >= self._due:
+                self._latest = await self._ask()
+                self._due = time.monotonic() + _PERIOD
+            return self._latest
+
+    async def _ask(self) -> bytes:
+        at = int(time.monotonic() * 1000)  # the page's rates are by this clock, not by when the event came
+        try:
+            return _event("status", at, await self._status())
+        except KVTierError as error:
+            return _event("trouble", at, {"error": str(error)})
+
+
+class _Stream(StreamingResponse):
+    """One watcher's events. Ends in time for a reader who takes nothing, too."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__(watch.events(), media_type="text/event-stream", headers=_HEADERS)
+        self._watch = watch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._watch.num_watchers += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LIFE + _PATIENCE):
+                    await super().__call__(scope, receive, send)
+        finally:
+            self._watch.num_watchers -= 1
+
+
+def _event(kind: str, number: int, value: Json) -> bytes:
+    return f"event: {kind}\nid: {number}\ndata: {json.dumps(value)}\n\n".encode()

@@ -1,0 +1,250 @@
+// What the page shows of a node's daemon.
+
+import {
+  about, bar, breakdown, bytes, card, count, duration, h, line, memory, none, percent, rate, rateTile, sum, swatch, table,
+  tile,
+} from "./draw.js";
+
+const TIERS = ["l1", "l2", "file", "redis", "miss"];
+const NAMES = { __proto__: null, l1: "L1 device", l2: "host memory", file: "file", redis: "Redis", miss: "nowhere" };
+// Colours of slots; those of "rest" are empty. What is not here is drawn as what is ready.
+const SLOTS = {
+  __proto__: null, leased: "leased", filling: "filling", holes: "filling", quarantined: "bad", free: "rest", unused: "rest",
+};
+const BREAKERS = {
+  __proto__: null,
+  closed: ["● closed", "good"],
+  "half-open": ["◐ half-open", "warn"],
+  open: ["▲ open", "bad"],
+};
+const RECENT = 60; // seconds the share of hits is of
+const MAX_CLIENTS = 64;
+
+/** "node daemon 0.1.0, pid 17, up 3.4 h". */
+export function aboutOf(status) {
+  return `node daemon ${status.version}, pid ${status.pid}, up ${duration(status.uptime_s)}`;
+}
+
+/** The badge's text and kind, and what is wrong. */
+export function stateOf({ status, degraded }) {
+  if (status === "ok") return { text: "● ok", kind: "good", trouble: "" };
+  const each = degraded.map(({ model, tier, direction, breaker }) => {
+    return `${tier} of ${model}, ${direction}s (breaker ${breaker})`;
+  });
+  const trouble = `Left alone for now, its blocks are misses: ${each.join("; ")}.`;
+  return { text: `▲ ${status}`, kind: "warn", trouble };
+}
+
+/** Everything below the header. */
+export function panelsOf(status, history) {
+  const models = status.models.map((model) => modelOf(model, history));
+  return [tiles(status, history), models.length ? models : nothingYet(status), clientsOf(status.clients)];
+}
+
+// what a status has, over all its models or of one
+
+const over = (f) => (status) => status.models.reduce((total, model) => total + f(model), 0);
+const lookups = over((model) => sum(model.lookups));
+const hits = over((model) => sum(model.lookups) - (model.lookups.miss ?? 0));
+const dropped = over((model) => sum(Object.values(model.dropped).map(sum)));
+const corrupted = over((model) => sum(model.corrupted));
+const moved = (direction) => over((model) => sum(Object.values(model.moved).map((each) => each[direction] ?? 0)));
+const of = (name, f) => (status) => {
+  const model = status.models.find((each) => each.model === name);
+  return model ? (f(model) ?? 0) : 0;
+};
+
+// tiles
+
+function tiles(status, history) {
+  return h(
+    "div",
+    { class: "tiles" },
+    foundTile(history),
+    rateTile("Looked up", lookups, `${about(lookups(status))} blocks in all`, history, "l2"),
+    rateTile("Read from below", moved("read"), `${bytes(moved("read")(status))} in all`, history, "file", bytes),
+    rateTile("Written below", moved("write"), `${bytes(moved("write")(status))} in all`, history, "file", bytes),
+    memoryTile(status.budget),
+    clientsTile(status),
+    rateTile("Not stored", dropped, `${count(dropped(status))} blocks in all`, history, "miss"),
+    corruptedTile(corrupted(status)),
+  );
+}
+
+function foundTile(history) {
+  const [asked, found] = [history.grown(lookups, RECENT), history.grown(hits, RECENT)];
+  const shares = history.pairs((before, after) => {
+    const grown = lookups(after) - lookups(before);
+    return grown > 0 ? Math.max(0, hits(after) - hits(before)) / grown : null;
+  });
+  const picture = line(shares, history.span, percent, "l2", 1);
+  if (!asked?.value || !found) return tile("Found in the cache", "–", "nobody asked in the last minute", picture);
+  const note = `of ${about(asked.value)} blocks in the last ${duration(Math.round(asked.seconds))}`;
+  return tile("Found in the cache", percent(found.value / asked.value), note, picture);
+}
+
+function memoryTile({ bytes: size, given }) {
+  const picture = bar([{ name: "given", value: given, kind: "l2" }], size, memory);
+  return tile("Host memory given", percent(given / size), `${memory(given)} of ${memory(size)}`, picture);
+}
+
+function clientsTile({ clients, events }) {
+  const connected = clients.filter((client) => client.connected).length;
+  const gone = clients.length - connected;
+  const told = Object.entries(events).map(([name, value]) => `${name.replaceAll("_", " ")} ${count(value)}`);
+  if (gone) told.unshift(`${count(gone)} gone, may still copy`);
+  return tile("Clients", count(connected), told.join(", ") || "none has left yet");
+}
+
+function corruptedTile(wrong) {
+  if (!wrong) return tile("Corrupted", "0", "✓ every block read was the one stored", null, "good");
+  return tile("Corrupted", `▲ ${count(wrong)}`, "blocks failed verification; none was served", null, "bad");
+}
+
+function nothingYet({ socket }) {
+  return h(
+    "section",
+    { class: "card empty" },
+    h("h2", {}, "No engine has attached yet"),
+    h("p", {}, "Start one with this setting; its model appears here as soon as it is there."),
+    h("pre", {}, `KVTIER_SERVICE__SOCKET=${socket}`),
+  );
+}
+
+// a model
+
+function modelOf(model, history) {
+  const clients = `${count(model.clients)} ${model.clients === 1 ? "client" : "clients"}`;
+  const facts = `blocks of ${count(model.block_size)} tokens in ${memory(model.block_bytes)} · ${clients}`;
+  return h(
+    "section",
+    { class: "model", "aria-label": `model ${model.model}` },
+    h("h2", {}, "Model ", h("code", {}, model.model), h("small", {}, facts)),
+    h(
+      "div",
+      { class: "cards" },
+      card("Tiers", tiersOf(model)),
+      card("Lookups, by where found", lookupsOf(model, history)),
+      card("Moved", movedOf(model, history)),
+      card("Breakers", breakersOf(model)),
+      card("Not served, by reason", missedOf(model, history)),
+      card("Not stored, by reason", droppedOf(model, history)),
+    ),
+  );
+}
+
+const nameOf = (tier) => NAMES[tier] ?? tier;
+
+function tiersOf(model) {
+  const { slots, ready, leased, dirty, filling, quarantined, pinned } = model.l2;
+  const notes = [["dirty", dirty], ["pinned", pinned]];
+  const used = { ready: ready - leased, leased, filling, quarantined }; // a leased slot is a ready one
+  return [
+    tierOf(model, "l2", used, slots, notes),
+    Object.entries(model.tiers).map(([name, below]) => tierOf(model, name, below.slots, sum(below.slots), [])),
+  ];
+}
+
+function tierOf(model, name, slots, whole, notes) {
+  const used = Object.entries(slots).filter(([state, value]) => value && SLOTS[state] !== "rest");
+  const parts = used.map(([state, value]) => ({ name: state, value, kind: `${name} ${SLOTS[state] ?? ""}` }));
+  const counts = [["stored", model.stored[name]], ["evicted", model.evicted[name]], ...notes];
+  const facts = [...used, ...counts].filter(([, value]) => value).map(([what, value]) => `${what} ${count(value)}`);
+  const wrong = model.corrupted[name] ?? 0;
+  const full = whole > 0 && `${percent(sum(Object.fromEntries(used)) / whole)} of ${count(whole)} slots`;
+  return h(
+    "div",
+    { class: "meter" },
+    h("p", {}, h("b", {}, swatch(name), nameOf(name)), h("span", {}, full)),
+    whole > 0 && bar(parts, whole),
+    h(
+      "p",
+      { class: "note" },
+      facts.join(" · ") || "empty",
+      wrong > 0 && h("b", { class: "bad" }, ` ▲ corrupted ${count(wrong)}`),
+    ),
+  );
+}
+
+function lookupsOf(model, history) {
+  const total = sum(model.lookups);
+  if (!total) return none("Nobody has asked yet.");
+  const always = ["l2", "miss", ...Object.keys(model.tiers)];
+  return table(
+    [["tier"], ["", "wide"], ["share", "number"], ["blocks", "number"], ["now", "number"]],
+    TIERS.filter((tier) => model.lookups[tier] || always.includes(tier)).map((tier) => {
+      const value = model.lookups[tier] ?? 0;
+      const picture = bar([{ name: nameOf(tier), value, kind: tier }], total);
+      const now = history.rate(of(model.model, ({ lookups: each }) => each[tier]));
+      return [[swatch(tier), nameOf(tier)], picture, percent(value / total), count(value), rate(now)];
+    }),
+  );
+}
+
+/** [tier, name, value] of counts by tier and something else. */
+const flat = (counts) =>
+  Object.entries(counts).flatMap(([tier, each]) => Object.entries(each).map(([name, value]) => [tier, name, value]));
+
+function movedOf(model, history) {
+  const ways = flat(model.moved);
+  if (!ways.length) return none("Nothing has moved between tiers yet.");
+  const shown = (value) => rate(value, bytes);
+  return table(
+    [["way"], ["", "wide"], ["bytes", "number"], ["now", "number"]],
+    ways.map(([tier, direction, value]) => {
+      const counter = of(model.model, (each) => each.moved[tier]?.[direction]);
+      const picture = line(history.rates(counter), history.span, shown, tier);
+      return [[swatch(tier), `${nameOf(tier)} ${direction}`], picture, bytes(value), shown(history.rate(counter))];
+    }),
+  );
+}
+
+function missedOf(model, history) {
+  const rows = Object.entries(model.missed).map(([reason, value]) => {
+    return { name: reason, value, now: history.rate(of(model.model, ({ missed }) => missed[reason])) };
+  });
+  return breakdown("blocks", rows, "Every block found was served.");
+}
+
+function droppedOf(model, history) {
+  const rows = flat(model.dropped).map(([tier, reason, value]) => {
+    const now = history.rate(of(model.model, (each) => each.dropped[tier]?.[reason]));
+    return { name: `${nameOf(tier)}: ${reason}`, value, now };
+  });
+  return breakdown("blocks", rows, "Every block offered was stored.");
+}
+
+function breakersOf(model) {
+  const tiers = Object.entries(model.tiers);
+  if (!tiers.length) return none("No tier below host memory is configured: see [file] and [redis].");
+  const directions = [...new Set(tiers.flatMap(([, { breakers }]) => Object.keys(breakers)))];
+  return table(
+    [["tier"], ...directions.map((direction) => [direction])],
+    tiers.map(([name, { breakers }]) => {
+      return [[swatch(name), nameOf(name)], ...directions.map((direction) => breaker(breakers[direction]))];
+    }),
+  );
+}
+
+function breaker(state) {
+  if (state === undefined) return "–";
+  const [text, kind] = BREAKERS[state] ?? [state, "warn"];
+  return h("span", { class: `badge ${kind}` }, text);
+}
+
+// clients
+
+function clientsOf(clients) {
+  if (!clients.length) return null;
+  const rows = clients.slice(0, MAX_CLIENTS).map((client) => [
+    [client.pids.join(", ") || "–", !client.connected && " (gone)"],
+    client.model ? h("code", {}, client.model) : "–",
+    duration(client.seconds),
+    count(client.claims),
+    count(client.leases),
+    count(client.reservations),
+  ]);
+  const numbers = ["for", "claims", "leases", "filling"].map((head) => [head, "number"]);
+  const more = clients.length - rows.length;
+  return card("Clients", table([["pids"], ["model"], ...numbers], rows), more > 0 && none(`and ${count(more)} more`));
+}

@@ -1,0 +1,195 @@
+// What the page shows of the router.
+
+import {
+  about, bar, breakdown, card, count, duration, h, line, none, percent, rateTile, sum, swatch, table, tile,
+} from "./draw.js";
+
+const MEDIA = {
+  __proto__: null,
+  GPU: ["L1 device", "l1"],
+  CPU: ["host memory", "l2"],
+  STORAGE: ["file", "file"],
+  EXTERNAL: ["Redis", "redis"],
+};
+const STATES = {
+  __proto__: null,
+  up: ["● up", "good"],
+  joining: ["◐ joining", "warn"],
+  draining: ["◐ draining", "warn"],
+  down: ["✕ down", "bad"],
+  refused: ["✕ refused", "bad"],
+};
+const FEEDS = {
+  __proto__: null,
+  live: ["● live", "good"],
+  replaying: ["◐ replaying", "warn"],
+  stale: ["▲ stale", "bad"],
+};
+const REASONS = {
+  __proto__: null,
+  prefix: "holds more of the prompt than any other",
+  load: "has less to do",
+  equal: "nothing speaks for one: they take turns",
+  only: "no other can take a request",
+  unsure: "what they hold is not known: they take turns",
+  turn: "round robin",
+  session: "where its session belongs",
+  full: "all have the work they may have",
+  dead: "none is alive",
+};
+const MAX_DECISIONS = 12;
+
+/** "router, up 3.4 h, blocks of 16 tokens of model 2adf752b523bf584". */
+export function aboutOf({ uptime_s: uptime, block_size: size, fingerprint }) {
+  const model = fingerprint ? ` of model ${fingerprint.slice(0, 16)}` : "";
+  return `router, up ${duration(uptime)}${size ? `, blocks of ${count(size)} tokens${model}` : ""}`;
+}
+
+/** The badge's text and kind, and what is wrong. */
+export function stateOf({ replicas }) {
+  const wrong = replicas.filter(({ state }) => state !== "up");
+  const trouble = wrong.map(({ name, state, why }) => `${name} is ${state}${why ? `: ${why}` : ""}`).join("; ");
+  if (wrong.length === replicas.length) return { text: "✕ no replica", kind: "bad", trouble };
+  const num_up = replicas.length - wrong.length;
+  if (wrong.length) return { text: `▲ ${num_up} of ${replicas.length} replicas`, kind: "warn", trouble };
+  return { text: "● ok", kind: "good", trouble: "" };
+}
+
+/** Everything below the header. */
+export function panelsOf(status, history) {
+  return [
+    tiles(status, history),
+    card("Replicas", replicasOf(status)),
+    card("Last decisions, the newest first; in blocks, the least work in all wins", decisionsOf(status)),
+    h(
+      "div",
+      { class: "tiles" },
+      card("Decisions, by reason", counted("requests", history, status)),
+      card("Retries, by what went wrong", counted("retries", history, status)),
+      card("Errors of its own, by reason", counted("errors", history, status)),
+      card("Prompts not known, by reason", counted("unknown_prompts", history, status)),
+    ),
+  ];
+}
+
+function tiles(status, history) {
+  const counters = [["requests", "Requests", "l2"], ["retries", "Retries", "miss"], ["errors", "Errors", "miss"]];
+  const [requests, ...problems] = counters.map(([name, title, kind]) => {
+    const total = (each) => sum(each[name]);
+    return rateTile(title, total, `${count(total(status))} in all`, history, kind);
+  });
+  return h("div", { class: "tiles" }, requests, foundTile(status, history), problems);
+}
+
+function foundTile({ tokens }, history) {
+  const shares = history.pairs((before, after) => {
+    const grown = after.tokens.told_prompt - before.tokens.told_prompt;
+    const cached = after.tokens.told_cached - before.tokens.told_cached;
+    return grown > 0 ? Math.min(1, Math.max(0, cached / grown)) : null;
+  });
+  const { told_prompt: prompts, told_cached: cached } = tokens;
+  const note = prompts ? `of ${about(prompts)} tokens, as replicas said` : "no replica has said yet";
+  const picture = line(shares, history.span, percent, "l2", 1);
+  return tile("Prompt found in a cache", prompts ? percent(cached / prompts) : "–", note, picture);
+}
+
+// replicas
+
+function replicasOf({ replicas }) {
+  const most = Math.max(1, ...replicas.map(({ load }) => load));
+  const known = Math.max(1, ...replicas.map(({ blocks }) => sum(blocks)));
+  const heads = [
+    ["replica"], ["state"], ["load, in blocks", "narrow"], ["", "number"], ["requests", "number"], ["failed", "number"],
+    ["events", "whole"], ["blocks known, by tier", "narrow"], ["", "number"],
+  ];
+  return table(
+    heads,
+    replicas.map((replica) => [
+      replica.name,
+      badge(STATES, replica.state),
+      bar([{ name: "load", value: replica.load, kind: "load" }], most, about),
+      about(replica.load),
+      count(replica.requests),
+      failuresOf(replica.errors),
+      feedsOf(replica),
+      [bar(media(replica.blocks), known), h("small", {}, legend(replica.blocks))],
+      about(sum(replica.blocks)),
+    ]),
+  );
+}
+
+function badge(known, state) {
+  const [text, kind] = known[state] ?? [`▲ ${state}`, "warn"];
+  return h("span", { class: `badge ${kind}` }, text);
+}
+
+function failuresOf(errors) {
+  const reasons = Object.entries(errors).map(([reason, value]) => `${reason.replaceAll("_", " ")} ${count(value)}`);
+  if (!reasons.length) return "0";
+  return [h("b", { class: "bad" }, "▲ ", count(sum(errors))), h("small", {}, ` ${reasons.join(" · ")}`)];
+}
+
+// Of whom it is known what they hold: the engine itself, and the daemon of its node.
+function feedsOf({ events, node_events: node }) {
+  const feeds = [["engine", events], ["node", node]].filter(([, feed]) => feed);
+  if (!feeds.length) return "none";
+  return feeds.map(([whose, { state, seq, gaps, age_s: age }]) => {
+    const facts = [whose];
+    if (typeof seq === "number") facts.push(`no. ${count(seq)}`);
+    if (typeof age === "number") facts.push(`${duration(age)} ago`);
+    if (gaps > 0) facts.push(`${count(gaps)} gaps`);
+    return h("p", { class: "feed" }, badge(FEEDS, state), h("small", {}, ` ${facts.join(" · ")}`));
+  });
+}
+
+function media(blocks) {
+  return Object.entries(blocks).filter(([, value]) => value).map(([medium, value]) => {
+    const [name, kind] = MEDIA[medium] ?? [medium, "miss"];
+    return { name, value, kind };
+  });
+}
+
+function legend(blocks) {
+  return media(blocks).map(({ name, value, kind }) => h("span", { class: "key" }, swatch(kind), `${name} ${about(value)}`));
+}
+
+// decisions
+
+function decisionsOf({ decisions, replicas }) {
+  if (!decisions.length) return howToAsk();
+  const names = replicas.map(({ name }) => name);
+  return table(
+    [["time"], ["prompt", "number"], ["goes to"], ["why"], ...names.map((name) => [name, "score"])],
+    decisions.slice(0, MAX_DECISIONS).map((decision) => [
+      new Date(decision.time * 1000).toLocaleTimeString([], { hour12: false }),
+      `${count(decision.prompt_blocks)} blocks`,
+      decision.chosen ?? "nobody",
+      [h("b", {}, decision.reason), h("small", {}, ` ${REASONS[decision.reason] ?? ""}`)],
+      ...names.map((name) => scoreOf(decision, decision.scores.find((score) => score.name === name))),
+    ]),
+  );
+}
+
+function howToAsk() {
+  const body = JSON.stringify({ model: "MODEL", prompt: "Hello", max_tokens: 8 });
+  const url = new URL("v1/completions", location.href);
+  return [
+    none("No request has come yet. Send one:"),
+    h("pre", {}, `curl ${url} -H 'content-type: application/json' -d '${body}'`),
+  ];
+}
+
+function scoreOf({ chosen, prompt_blocks: prompt }, score) {
+  if (!score) return "–";
+  const { name, cached, load, work } = score;
+  const words = work === null ? "can take none" : `${count(cached)} held, ${about(load)} to do, ${about(work)} in all`;
+  const told = name === chosen ? h("b", {}, `✓ ${words}`) : words;
+  return [bar([{ name: "held", value: cached, kind: "l2" }], prompt), h("small", {}, told)];
+}
+
+function counted(name, history, status) {
+  const rows = Object.entries(status[name]).map(([reason, value]) => {
+    return { name: reason, value, now: history.rate((each) => each[name][reason] ?? 0) };
+  });
+  return breakdown("requests", rows, "None.");
+}

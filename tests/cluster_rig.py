@@ -1,0 +1,86 @@
+"""A cluster of processes for tests, as `kvtier cluster` starts it; what is left of it at the end is an error."""
+
+import json
+import random
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from http_rig import kvtier
+
+from kvtier.service.cluster import Cluster, Row
+from kvtier.service.cluster_file import NUM_PORTS
+from kvtier.service.cluster_process import Process, is_free
+
+
+class Running:
+    """`kvtier cluster` with a state directory and ports of its own; `variables` as `section__option=value`."""
+
+    def __init__(self, state: Path, *options: str, **variables: str) -> None:
+        self.state = state
+        self.port = free_range()
+        self._options, self._variables = options, variables
+        self._pids: set[int] = set()
+
+    def up(self, *options: str) -> "subprocess.CompletedProcess[str]":
+        chosen = ("--state", str(self.state), "--port", str(self.port), *self._options, *options)
+        done = kvtier("cluster", "up", *chosen, **self._variables)
+        self._pids |= set(self.pids().values())
+        return done
+
+    def status(self) -> dict[str, Row]:
+        """Of each service; the command's own status and JSON are asked for by `told`."""
+        return {row.name: row for row in Cluster(self.state).status()}
+
+    def states(self) -> dict[str, str]:
+        return {name: row.state for name, row in self.status().items()}
+
+    @property
+    def unwell(self) -> list[str]:
+        return [name for name, row in self.status().items() if not row.healthy]
+
+    def told(self) -> tuple[int, list[dict[str, Any]]]:
+        """What `kvtier cluster status --json` says."""
+        done = kvtier("cluster", "status", "--state", str(self.state), "--json")
+        return done.returncode, json.loads(done.stdout)
+
+    def pids(self) -> dict[str, int]:
+        record = self.state / "cluster.json"
+        members = json.loads(record.read_text())["members"] if record.exists() else {}
+        return {name: member["process"][0] for name, member in members.items() if member["process"]}
+
+    def down(self, *options: str) -> "subprocess.CompletedProcess[str]":
+        return kvtier("cluster", "down", "--state", str(self.state), *options)
+
+    def close(self) -> None:
+        """Take it down. Nothing may be left."""
+        self._pids |= set(self.pids().values())
+        assert Cluster(self.state).down(print, purge=True) or not self.state.exists()
+        assert not [pid for pid in self._pids if Process.of(pid)], "down has left processes"
+        assert not self.state.exists()
+
+
+def free_range() -> int:
+    """The first of a hundred ports that are nobody's, of other stories' neither as long as this process lives."""
+    while True:
+        first = random.randrange(10_000, 20_000, NUM_PORTS)  # redis_rig's are above
+        claim = socket.socket()
+        try:
+            claim.bind(("127.0.0.1", first + NUM_PORTS - 1))  # which no cluster uses
+        except OSError:
+            claim.close()
+            continue
+        if all(map(is_free, range(first, first + NUM_PORTS - 1))):
+            claim.detach()  # bound, not listening, until this process ends
+            return first
+        claim.close()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -1,0 +1,349 @@
+"""docker-compose.yml without a container engine: valid, careful, and the same cluster as its `x-kvtier` beside it.
+
+What nothing here can show is that containers made of it run; docs/cluster.md says so.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import typer
+import yaml
+from node_rig import ROOT
+
+from kvtier import cli
+from kvtier.service.cluster_file import FIRST_PORT, Places, Service, Topology
+from kvtier.tiers.config import Config
+
+FILE: Final = ROOT / "docker-compose.yml"
+GPU: Final = ROOT / "deploy" / "gpu.yml"
+EXAMPLE: Final = ROOT / "deploy" / "example.env"
+PROFILES: Final = ("core", "cluster", "observability", "bench")
+SECRETS: Final = {  # what example.env leaves empty
+    **{f"KVTIER_{section}__TOKEN": section.lower() * 8 for section in ("ROUTER", "SERVER", "SERVICE")},
+    "GRAFANA_PASSWORD": "g" * 32,
+}
+OTHER_NAMES: Final = {"valkey-server": "redis-server", "valkey-cli": "redis-cli"}
+ONLY_CONTAINERS: Final = {"pod-a", "pod-b"}  # of no use to processes that share a pid namespace anyway
+
+_REMOTE: Final = re.compile(r"KVTIER_\w+__(ALLOW_REMOTE|TOKEN|REPLICA_TOKEN)")  # a container's address is not loopback
+_VARIABLE: Final = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
+_OUR_ADDRESS: Final = re.compile(r"127\.0\.0\.1:\{port:(\d+)\}|^\{port:(\d+)\}$")
+
+
+@cache
+def raw() -> dict[str, Any]:
+    parsed: dict[str, Any] = yaml.safe_load(FILE.read_text())
+    return parsed
+
+
+@cache
+def services() -> dict[str, dict[str, Any]]:
+    """Every service, variables at their defaults."""
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, str):
+            return _VARIABLE.sub(lambda found: found[3] if found[2] == "-" else SECRETS[found[1]], value)
+        if isinstance(value, dict):
+            return {key: fill(each) for key, each in value.items()}
+        return [fill(each) for each in value] if isinstance(value, list) else value
+
+    found: dict[str, dict[str, Any]] = fill(raw()["services"])
+    return found
+
+
+def processes() -> dict[str, dict[str, Any]]:
+    """The `x-kvtier` of every service that has one."""
+    return {name: each["x-kvtier"] for name, each in services().items() if "x-kvtier" in each}
+
+
+def command_of(service: Mapping[str, Any]) -> list[str]:
+    """What runs in the container: `kvtier` is our image's entry point."""
+    entrypoint = service.get("entrypoint", ["kvtier"] if service["image"].startswith("kvtier:") else [])
+    return [*entrypoint, *service.get("command", [])]
+
+
+def hosts() -> dict[str, str]:
+    """Every name or number that one container reaches another by → its service."""
+    numbers = {
+        network["ipv4_address"]: name
+        for name, each in services().items()
+        if isinstance(each.get("networks"), dict)
+        for network in each["networks"].values()
+    }
+    return {name: name for name in services()} | numbers
+
+
+class Twins:
+    """Compares texts of a container with those of its process; remembers which address stands for which port."""
+
+    def __init__(self) -> None:
+        self.ports: dict[tuple[str, int], int] = {}  # service and port in its container → port of a process
+
+    def assert_same(self, name: str, container: str, process: str) -> None:
+        for place, path in self._places(name):
+            process = re.sub(rf"{re.escape(place)}(?=/|$)", path, process)
+        ours = [int(a or b) for a, b in _OUR_ADDRESS.findall(process)]
+        theirs: list[tuple[str, int]] = []
+        if process.startswith("{port:"):  # a port alone
+            theirs.append((name, int(container)))
+            container = "@"
+        else:
+            known = {**hosts(), "0.0.0.0": name, "127.0.0.1": name}
+            for host, port in re.findall(r"([A-Za-z0-9][\w.-]*):(\d+)", container):
+                assert host in known, f"{name}: {host} is no service"
+                theirs.append((known[host], int(port)))
+            container = re.sub(r"[A-Za-z0-9][\w.-]*:\d+", "@", container).replace("0.0.0.0", "127.0.0.1")
+        container = OTHER_NAMES.get(container, container)
+        assert container == _OUR_ADDRESS.sub("@", process), name
+        for address, port in zip(theirs, ours, strict=True):
+            assert self.ports.setdefault(address, port) == port, f"{address} is {self.ports[address]} elsewhere"
+
+    def _places(self, name: str) -> Iterator[tuple[str, str]]:
+        """A directory of the process → where the container has it."""
+        for file in processes()[name].get("files", []):  # a copy stands for what it was made from
+            copied, source = Path(file["target"]), Path(file["source"])
+            while copied.name == source.name:
+                copied, source = copied.parent, source.parent
+            yield str(copied), str(source)
+        for volume in services()[name].get("volumes", []):
+            source, target, *_ = volume.split(":")
+            if source.startswith("./deploy/"):
+                yield "{deploy}/" + source.removeprefix("./deploy/"), target
+            else:
+                yield "{model}" if source == "model" else f"{{state}}/{source}", target
+
+
+def variables(service: Mapping[str, Any]) -> dict[str, str]:
+    return {name: value for name, value in service.get("environment", {}).items() if name.startswith("KVTIER_")}
+
+
+@cache
+def compared() -> Twins:
+    """Every command line, variable and check of the containers is that of its process."""
+    twins = Twins()
+    for name, ours in processes().items():
+        theirs = services()[name]
+        command = command_of(theirs)
+        assert len(command) == len(ours["argv"]), f"{name}: {command} is not {ours['argv']}"
+        for container, process in zip(command, ours["argv"], strict=True):
+            twins.assert_same(name, container, process)
+        for variable, value in ours.get("env", {}).items():
+            twins.assert_same(name, theirs["environment"][variable], value)
+        ready = ours["ready"]
+        if "http" in ready:
+            assert theirs["healthcheck"]["test"][:2] in (["CMD", "is-well"], ["CMD", "wget"]), name
+            twins.assert_same(name, theirs["healthcheck"]["test"][-1], ready["http"])
+        for file in ours.get("files", []):
+            for container, process in file.get("replace", {}).items():
+                twins.assert_same(name, container, process)
+        for container, process in zip(
+            theirs.get("healthcheck", {"test": []})["test"][1:], ready.get("command", []), strict="command" in ready
+        ):
+            twins.assert_same(name, container, process)
+    return twins
+
+
+# valid
+
+
+@pytest.mark.parametrize("file", [FILE, GPU], ids=lambda file: file.name)
+def test_the_specification_allows_it(file: Path, tmp_path: Path) -> None:
+    def check(path: Path) -> int:
+        command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
+        return subprocess.run(command, capture_output=True, timeout=60).returncode
+
+    assert check(file) == 0
+    # and it would say so if not
+    wrong = tmp_path / "docker-compose.yml"
+    wrong.write_text(file.read_text().replace("services:", "services:\n  wrong: {imagine: there is none}\n", 1))
+    assert check(wrong) == 1
+
+
+@pytest.mark.skipif(not shutil.which("docker-compose"), reason="docker-compose is not installed (Debian has it)")
+@pytest.mark.parametrize("files", [(FILE,), (FILE, GPU)], ids=["cpu", "gpu"])
+def test_docker_compose_takes_it(files: tuple[Path, ...]) -> None:
+    def config(secrets: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
+        profiles = [word for profile in PROFILES for word in ("--profile", profile)]
+        command = [
+            "docker-compose",
+            "--env-file",
+            str(EXAMPLE),
+            *(word for file in files for word in ("-f", str(file))),
+        ]
+        environment = {"PATH": os.environ["PATH"], **secrets}
+        return subprocess.run(
+            [*command, *profiles, "config"], env=environment, capture_output=True, text=True, timeout=60
+        )
+
+    done = config(SECRETS)
+    assert done.returncode == 0, done.stderr
+    understood = yaml.safe_load(done.stdout)
+    assert understood["services"].keys() == services().keys()
+    for name, service in understood["services"].items():
+        assert service["command"] == services()[name]["command"]
+    # without a token nothing starts
+    refused = config({})
+    assert refused.returncode != 0
+    assert "see deploy/example.env" in refused.stderr
+
+
+# careful
+
+
+def test_nothing_is_published_but_on_loopback() -> None:
+    published = [port for each in services().values() for port in each.get("ports", [])]
+    assert published
+    for port in published:
+        assert re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port), port
+
+
+def test_every_image_is_pinned() -> None:
+    for name, each in services().items():
+        image, _, tag = each["image"].partition(":")
+        assert image == "kvtier" or re.match(r"v?\d+\.\d+\.\d+", tag), f"{name}: {each['image']}"
+
+
+def test_no_secret_stands_in_it() -> None:
+    for each in raw()["services"].values():
+        for name, value in each.get("environment", {}).items():
+            if re.search("token|password|secret", name, re.IGNORECASE):
+                assert _VARIABLE.fullmatch(value), name
+                assert ":?" in value, f"{name}: without it nothing may start"
+    given = dict(line.split("=", 1) for line in EXAMPLE.read_text().splitlines() if re.match(r"\w", line))
+    assert {name for name, value in given.items() if not value} == SECRETS.keys()
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert ".env" in ignored
+
+
+def test_every_service_is_restrained_and_watched() -> None:
+    assert "version" not in raw()
+    for name, each in services().items():
+        assert each["read_only"] is True, name
+        assert each["cap_drop"] == ["ALL"], name
+        assert each["security_opt"] == ["no-new-privileges:true"], name
+        assert each.get("user") not in (None, "root", "0", "0:0"), name
+        assert set(each["profiles"]) <= set(PROFILES), name
+        is_job = processes().get(name, {}).get("ready", {}).get("exits", False)
+        assert is_job == ("healthcheck" not in each), name
+        assert each["restart"] == ("no" if is_job else "unless-stopped"), name
+
+
+def test_every_mounted_path_is_in_the_tree() -> None:
+    declared = raw()["volumes"].keys()
+    used = set()
+    for name, each in services().items():
+        for volume in each.get("volumes", []):
+            source, _, *mode = volume.split(":")
+            if source.startswith("."):
+                assert (ROOT / source).exists(), f"{name}: {source}"
+                assert mode == ["ro"], f"{name}: {source} could be written to"
+            else:
+                used.add(source)
+    assert used == declared
+
+
+def test_a_daemon_sees_the_processes_of_its_engines() -> None:
+    for side in "ab":
+        sharing = [services()[name] for name in (f"node-{side}", f"engine-{side}") if name in services()]
+        assert {each["pid"] for each in sharing} == {f"service:pod-{side}"}
+        assert len({each["user"] for each in sharing}) == 1
+        assert all(each["ulimits"]["memlock"] == -1 for each in sharing)
+
+
+def test_every_job_is_awaited() -> None:
+    # `docker compose up --wait` takes a job that has ended well for a failure, unless a service waits for that
+    for name, ours in processes().items():
+        if ours["ready"].get("exits") and name != "bench":  # which is for `run`
+            waiting = [each for each in services().values() if name in each.get("depends_on", {})]
+            assert set(ours["profiles"]) <= {profile for each in waiting for profile in each["profiles"]}, name
+
+
+# the same cluster
+
+
+def test_containers_and_processes_run_the_same_commands() -> None:
+    assert services().keys() - processes().keys() == ONLY_CONTAINERS
+    ports = compared().ports
+    assert len(set(ports.values())) == len(ports), "one port for two addresses"
+    for name, each in services().items():
+        for published in each.get("ports", []):
+            _, outside, inside = published.split(":")
+            assert int(outside) - FIRST_PORT == ports[name, int(inside)], name
+    for name, ours in processes().items():
+        own = {port for (service, _), port in ports.items() if service == name}
+        assert own == set(ours.get("ports", [])), name
+
+
+def test_containers_and_processes_start_in_the_same_order() -> None:
+    for name, ours in processes().items():
+        theirs = services()[name]
+        awaited = theirs.get("depends_on", {})
+        assert awaited.keys() - ONLY_CONTAINERS == set(ours.get("after", [])), name
+        assert theirs["profiles"] == ours["profiles"], name
+        for other, how in awaited.items():
+            ends = processes().get(other, {}).get("ready", {}).get("exits", False)
+            assert how["condition"] == ("service_completed_successfully" if ends else "service_healthy"), name
+
+
+def test_containers_and_processes_have_the_same_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = Config().model_dump(mode="json")
+    for name, ours in processes().items():
+        theirs = variables(services()[name])
+        for variable in theirs.keys() - ours.get("env", {}).keys():
+            if _REMOTE.fullmatch(variable):
+                continue
+            section, option = variable.removeprefix("KVTIER_").lower().split("__")
+            assert theirs[variable] == defaults[section][option], f"{name}: {variable}"
+        with monkeypatch.context() as patch:
+            for variable, value in theirs.items():
+                patch.setenv(variable, value)
+            Config.load()  # every one known, every value possible
+
+
+def test_containers_and_processes_have_the_same_directories() -> None:
+    made = [path for ours in processes().values() for path in (*ours.get("directories", []), *ours.get("kept", []))]
+    assert len(set(made)) == len(made), "two services make it"
+    copies = [file["target"] for ours in processes().values() for file in ours.get("files", [])]
+    homes = {home for home in made for target in copies if target.startswith(f"{home}/")}
+    assert all(any(target.startswith(f"{home}/") for home in homes) for target in copies)
+    volumes = {"{model}" if volume == "model" else f"{{state}}/{volume}" for volume in raw()["volumes"]}
+    assert set(made) - homes == volumes
+
+
+def test_a_copied_file_names_no_container_any_more() -> None:
+    copies = [file for ours in processes().values() for file in ours.get("files", [])]
+    assert copies
+    for file in copies:
+        text = (ROOT / file["source"].replace("{deploy}", "deploy")).read_text()
+        for container, process in file.get("replace", {}).items():
+            assert container in text
+            text = text.replace(container, process)
+        assert not re.search(rf"\b({'|'.join(services())}):\d|/etc/", re.sub(r"^#.*", "", text, flags=re.MULTILINE))
+
+
+def test_our_command_line_takes_every_command() -> None:
+    places = Places(Path("/s"), Path("/d"), Path("/m"))
+    topology = Topology.read(FILE, places, PROFILES)
+    assert topology.services.keys() == processes().keys()
+    command = typer.main.get_command(cli.app)
+    num_ours = 0
+    for name, service in topology.services.items():
+        if service.argv[0] == "kvtier":
+            num_ours += 1
+            assert parsed(command, service).keys() == parsed(command, services()[name]).keys(), name
+    assert num_ours == 6
+
+
+def parsed(command: Any, service: Service | Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a command line gives; click's own error where it cannot be parsed."""
+    _, verb, *arguments = service.argv if isinstance(service, Service) else command_of(service)
+    context = command.get_command(None, verb).make_context(verb, arguments)
+    return {name: value for name, value in context.params.items() if value is not None}

@@ -1,0 +1,207 @@
+"""Prometheus's rules and Grafana's panels: they parse, each alert has its story, and all they name is really told."""
+
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from doubles import chain_of
+from http_rig import ServedDaemon
+from node_rig import free_port
+from prometheus_client.parser import text_string_to_metric_families
+from router_rig import replicas, routed, until
+from server_rig import MODEL, save_checkpoint, serving
+from service_rig import attach, load, store
+
+from kvtier.service.events import Publisher
+from kvtier.tiers.config import EventsConfig
+
+DEPLOY = Path(__file__).resolve().parent.parent.parent / "deploy"
+PROMETHEUS = DEPLOY / "prometheus"
+# What is not ours: Prometheus's own, and what it adds to every series.
+GIVEN = {"up": {"job", "instance"}}
+ADDED = {"job", "instance", "le"}
+MISSING = shutil.which("promtool") is None
+without_promtool = pytest.mark.skipif(MISSING, reason="no promtool here: `make test` installs it as root")
+
+
+def promtool(*arguments: str) -> str:
+    ended = subprocess.run(["promtool", *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def rules() -> list[dict[str, Any]]:
+    return [
+        rule for group in yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"] for rule in group["rules"]
+    ]
+
+
+def dashboard() -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((DEPLOY / "grafana" / "dashboards" / "kvtier.json").read_text())
+    return read
+
+
+def panel_expressions() -> list[str]:
+    """Of all panels, as Prometheus gets them from Grafana."""
+    found = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ())]
+    return [expression.replace("$__rate_interval", "1m").replace("$node", ".*") for expression in found]
+
+
+def expressions() -> list[str]:
+    return [*(rule["expr"] for rule in rules()), *panel_expressions()]
+
+
+def told(home: Path) -> dict[str, set[str]]:
+    """Labels by series of a daemon, an engine and a router to whom everything has happened."""
+    return _labels([_daemon_page(), _engine_page(home), _router_page()])
+
+
+def _daemon_page() -> str:
+    with tempfile.TemporaryDirectory(prefix="kvt-", dir="/var/tmp") as name:
+        file = {"path": name, "size": "4MiB"}
+        daemon = ServedDaemon(Path(name) / "s", host={"size": 1 << 20}, file=file)
+        tiers = attach(Path(name) / "s")
+        try:
+            store(tiers, chain_of(6))
+            load(tiers, chain_of(8))
+            (namespace,) = daemon.daemon.call(daemon.daemon.namespaces)
+            metrics = namespace.hierarchy.metrics  # what is not easily brought about
+            metrics.corrupted("file", 1)
+            metrics.dropped("file", "queue_full", 1)
+            metrics.moved("file", "read", 1, 0.001)
+            return daemon.client.get("/metrics").text
+        finally:
+            tiers.close()
+            daemon.close()
+
+
+def _engine_page(home: Path) -> str:
+    with serving(save_checkpoint(home)) as engine:
+        for _ in range(2):  # the second time its prompt is cached
+            assert engine.post("completions", model=MODEL, prompt="x" * 64, max_tokens=4).status_code == 200
+            engine.settle()
+        return engine.http.get("/metrics").text
+
+
+def _router_page() -> str:
+    """One replica that answers and tells of its blocks, one that breaks, and a client who sends rubbish."""
+    ports = {"publish": f"tcp://127.0.0.1:{free_port()}", "replay": f"tcp://127.0.0.1:{free_port()}"}
+    publisher = Publisher(EventsConfig.model_validate(ports))
+    try:
+        with replicas(2) as (one, other):
+            events = f"{one.url},events={ports['publish']},replay={ports['replay']}"
+            with routed(events, other.url) as router:
+                until(lambda: router.status()["replicas"][0]["events"]["state"] == "live")
+                other.behave(die=True)
+                until(lambda: router.complete().status_code == 200 and router.status()["retries"])
+                assert router.client.post("/v1/completions", json={"model": "another"}).status_code == 404
+                until(lambda: router.status()["replicas"][1]["state"] == "down")
+                return router.client.get("/metrics").text
+    finally:
+        publisher.close()
+
+
+def _labels(pages: Iterable[str]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for page in pages:
+        for family in text_string_to_metric_families(page):
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            found.setdefault(name, set())
+            for sample in family.samples:
+                found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def recorded(known: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Labels of what rules record: those they are summed by, or all of what they are made of."""
+    found: dict[str, set[str]] = {}
+    for rule in rules():
+        if "record" in rule:
+            by = re.search(r"by \(([^)]*)\)", rule["expr"])
+            names = re.findall(r"\bkvtier_\w+", rule["expr"])
+            found[rule["record"]] = set(_words(by[1])) if by else set().union(*(known[name] for name in names))
+    return found
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text)
+
+
+def _strays(expression: str, known: Mapping[str, set[str]]) -> Iterator[str]:
+    """Names and labels in an expression that nobody tells."""
+    names = re.findall(r"\b(?:kvtier[_:][\w:]+|up)\b", expression)
+    assert names, expression
+    yield from (name for name in names if name not in known)
+    for name, selector in re.findall(r"(kvtier[_:][\w:]+|up)\{([^}]*)\}", expression):
+        wanted = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", re.sub(r'"[^"]*"', '""', selector)))
+        yield from (f"{name}{{{label}}}" for label in wanted - known.get(name, set()) - ADDED)
+    here = set().union(*(known.get(name, set()) for name in names)) | ADDED
+    for labels in re.findall(r"by \(([^)]*)\)", expression):
+        yield from (f"by ({label})" for label in _words(labels) if label not in here)
+
+
+@without_promtool
+def test_prometheus_takes_them() -> None:
+    assert "SUCCESS" in promtool("check", "config", "prometheus.yml")
+    assert f"{len(rules())} rules found" in promtool("check", "rules", "rules.yml")
+
+
+@without_promtool
+def test_every_alert_is_told_when_it_should_and_only_then() -> None:
+    assert "SUCCESS" in promtool("test", "rules", "rules_test.yml")
+    stories = yaml.safe_load((PROMETHEUS / "rules_test.yml").read_text())["tests"]
+    fired = {each["alertname"] for story in stories for each in story.get("alert_rule_test", ()) if each["exp_alerts"]}
+    assert fired == {rule["alert"] for rule in rules() if "alert" in rule}
+
+
+@without_promtool
+def test_every_panel_asks_what_prometheus_understands(tmp_path: Path) -> None:
+    asked = [{"record": f"panel:{i}", "expr": expression} for i, expression in enumerate(panel_expressions())]
+    (tmp_path / "panels.yml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": asked}]}))
+    assert f"{len(asked)} rules found" in promtool("check", "rules", str(tmp_path / "panels.yml"))
+
+
+def test_what_they_name_is_told(tmp_path: Path) -> None:
+    series = told(tmp_path)
+    known = {**series, **GIVEN, **recorded(series)}
+    strays = {stray: expression for expression in expressions() for stray in _strays(expression, known)}
+    assert not strays
+    # The test can fail: a name, a selector's label and a sum's label that nobody tells.
+    for wrong in ("kvtier_lookups", 'kvtier_miss_total{tier="l2"}', "sum by (why) (kvtier_miss_total)"):
+        assert list(_strays(wrong, known)), wrong
+
+
+def test_legends_name_labels_that_are_there() -> None:
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            by = set().union(*map(_words, re.findall(r"by \(([^)]*)\)", target["expr"])))
+            assert not by or shown <= by, target
+
+
+def test_the_panels_lie_side_by_side_and_ask_the_source_that_is_chosen() -> None:
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        area = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not area & taken, panel["title"]
+        assert max(x for x, _ in area) < 24
+        taken |= area
+        assert all(t["datasource"]["uid"] == "${datasource}" for t in panel.get("targets", ()))
+
+
+def test_grafana_finds_them() -> None:
+    provisioning = DEPLOY / "grafana" / "provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
+    assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090")
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "kvtier.yml").read_text())["providers"]
+    assert provider["options"]["path"] == "/etc/grafana/dashboards"

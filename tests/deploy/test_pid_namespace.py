@@ -1,0 +1,133 @@
+"""What docker-compose.yml asks of pid namespaces, with the kernel's own: a pod, a daemon in it, clients in and out."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_rig import wait_for
+from node_rig import ROOT, free_port
+from service_rig import environment
+
+CHILD = ROOT / "tests" / "service" / "_client_child.py"
+ENTER = ("unshare", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child")
+
+
+def may_not_unshare() -> str | None:
+    try:
+        done = subprocess.run([*ENTER, "true"], capture_output=True, text=True, timeout=30)
+    except OSError as error:
+        return str(error)
+    return None if done.returncode == 0 else f"no pid namespaces here: {done.stderr.strip()}"
+
+
+def child_of(process: "subprocess.Popen[Any]") -> int:
+    """The one child of a process, which has nothing else to do."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_for(lambda: children.read_text().strip())
+    return int(children.read_text())
+
+
+class Pod:
+    """A process that does nothing, in a pid namespace of its own; others join it there."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([*ENTER, "sleep", "600"])
+        self._first = child_of(self._process)
+        self._others: list[subprocess.Popen[str]] = []
+
+    @property
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def run(self, *arguments: str, **options: str) -> "subprocess.Popen[str]":
+        """`python ARGUMENTS` in it; ended by `kill_inner`."""
+        enter = ("nsenter", "--pid", "--mount", "--target", str(self._first))
+        process = subprocess.Popen(
+            [*enter, sys.executable, *arguments],
+            env=environment(**options),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._others.append(process)
+        return process
+
+    def close(self) -> None:
+        """With its first process all of it ends."""
+        os.kill(self._first, signal.SIGKILL)
+        self._process.wait(30)
+        for process in self._others:
+            process.wait(30)
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def kill_inner(process: "subprocess.Popen[str]") -> None:
+    os.kill(child_of(process), signal.SIGKILL)
+    process.wait(30)
+
+
+@pytest.fixture
+def pods() -> Iterator[Callable[[], Pod]]:
+    made: list[Pod] = []
+
+    def make() -> Pod:
+        made.append(Pod())
+        return made[-1]
+
+    yield make
+    for pod in made:
+        pod.close()
+
+
+@pytest.mark.skipif(bool(why := may_not_unshare()), reason=why or "")
+def test_a_daemon_serves_those_it_can_see(pods: Callable[[], Pod]) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvn-") as home:
+        socket, http = f"{home}/kv.sock", f"127.0.0.1:{free_port()}"
+
+        def status() -> dict[str, Any]:
+            with urllib.request.urlopen(f"http://{http}/status", timeout=30) as answer:
+                page: dict[str, Any] = json.load(answer)
+            return page
+
+        def start(pod: Pod) -> "subprocess.Popen[str]":
+            daemon = pod.run("-m", "kvtier.cli", "serve", "--socket", socket, "--http", http, host__size="32MiB")
+            assert daemon.stdout is not None
+            assert "ready on" in daemon.stdout.readline()
+            return daemon
+
+        def hold(pod: Pod) -> "subprocess.Popen[str]":
+            client = pod.run(str(CHILD), socket, "hold")
+            assert client.stdout is not None
+            assert client.stdout.readline() == "ready\n"
+            return client
+
+        pod, other = pods(), pods()
+        daemon = start(pod)
+        # an engine in another pod: turned away, and told why
+        stranger = other.run(str(CHILD), socket, "hold")
+        assert stranger.stdout is not None
+        assert stranger.wait(60) != 0
+        assert status()["events"].get("turned_away", 0) >= 1, status()["events"]
+        # one in the same pod is served; killed, it holds nothing any more
+        engine = hold(pod)
+        assert status()["clients"][0]["leases"] == 1
+        kill_inner(engine)
+        wait_for(lambda: not status()["clients"])
+        assert status()["events"]["leases_reclaimed"] == 1
+        # a killed daemon takes nobody along, and is started again beside those who live
+        engine = hold(pod)
+        kill_inner(daemon)
+        assert pod.lives
+        assert engine.poll() is None
+        start(pod)
+        hold(pod)
+        assert engine.poll() is None

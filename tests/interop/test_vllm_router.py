@@ -1,0 +1,148 @@
+"""The router before a real vLLM server: by vLLM's own events a conversation goes where its KV is, to the very token."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
+
+import httpx2
+from node_rig import free_port
+from router_rig import RoutedReplicas, ToldReplica, replicas, routed, until
+from server_rig import MODEL, TEMPLATE, tokenizer
+from service_rig import end_child
+from vllm_rig import BLOCK, make_checkpoint
+
+pytestmark = pytest.mark.timeout(600)
+
+_START = 400.0  # seconds: three processes that import torch and vLLM, beside other tests
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that can chat; its tokens are bytes."""
+    directory = make_checkpoint("llama", tmp_path_factory.mktemp("models") / MODEL)
+    tokenizer().save(str(directory / "tokenizer.json"))
+    settings = {"eos_token": "<|end|>", "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def spec(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server with events, as the router is told of it."""
+    port, publish, replay = (free_port() for _ in range(3))
+    events = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    events |= {"endpoint": f"tcp://*:{publish}", "replay_endpoint": f"tcp://*:{replay}"}  # without * it connects
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += [
+        "--served-model-name",
+        MODEL,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--block-size",
+        str(BLOCK),
+    ]
+    command += ["--max-model-len", "1024", "--enforce-eager", "--enable-prompt-tokens-details"]
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    with log.open("wb") as out:
+        server = subprocess.Popen(
+            [*command, "--kv-events-config", json.dumps(events)], stdout=out, stderr=out, text=True, env=os.environ
+        )
+    url, end = f"http://127.0.0.1:{port}", time.monotonic() + _START
+    try:
+        while not _is_up(url):
+            assert server.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.2)
+        yield f"{url},events=tcp://127.0.0.1:{publish},replay=tcp://127.0.0.1:{replay},block_size={BLOCK}"
+    finally:
+        server.terminate()
+        try:
+            server.wait(30)
+        finally:
+            end_child(server)
+
+
+def _is_up(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/health", timeout=10, trust_env=False).status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+class Asked:
+    """A router before that server and a replica that says nothing of what it holds."""
+
+    def __init__(self, router: RoutedReplicas, vllm: str) -> None:
+        self._router, self._vllm = router, vllm
+
+    @property
+    def held(self) -> int:
+        """Blocks of vLLM's that the router knows of."""
+        found: int = self._router.status()["replicas"][0]["blocks"].get("GPU", 0)
+        return found
+
+    def until_vllm(self, path: str, **body: Any) -> tuple[Any, str, int]:
+        """Ask until vLLM is who answers: the answer, why it was asked, and what was promised."""
+        for _ in range(2):
+            before = self._router.metrics()["kvtier_route_promised_tokens_total"]
+            asked = {"model": MODEL, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **body}
+            answer = self._router.client.post(path, json=asked)
+            assert answer.status_code == 200, answer.text
+            if answer.headers["x-kvtier-replica"] == self._vllm:
+                promised = self._router.metrics()["kvtier_route_promised_tokens_total"] - before
+                return answer.json(), self._router.status()["decisions"][0]["reason"], int(promised)
+        raise AssertionError("they take turns, and vLLM had none")
+
+
+@pytest.fixture
+def asked(model: Path, spec: str) -> Iterator[Asked]:
+    silent: list[ToldReplica]
+    with (
+        replicas(1, {"id": MODEL, "object": "model"}) as silent,
+        routed(spec, silent[0].url, model=str(model)) as router,
+    ):
+        until(lambda: router.status()["replicas"][0]["state"] == "up")
+        until(lambda: router.status()["replicas"][0]["events"]["state"] == "live")
+        yield Asked(router, spec.partition(",")[0].removeprefix("http://"))
+
+
+def until_held(asked: Asked, num_tokens: int) -> None:
+    until(lambda: asked.held >= num_tokens // BLOCK)
+
+
+def test_a_chat_with_vllm_stays_with_vllm(asked: Asked) -> None:
+    messages = [{"role": "user", "content": "Once upon a time there was a cache that knew what it held. " * 2}]
+    answer, _, promised = asked.until_vllm("/v1/chat/completions", messages=messages)
+    assert promised == 0
+    for _ in range(3):
+        until_held(asked, answer["usage"]["total_tokens"] - 1)  # the last token was told and not computed
+        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+        messages.append({"role": "user", "content": "And then what did it say?"})
+        answer, reason, promised = asked.until_vllm("/v1/chat/completions", messages=messages)
+        assert reason == "prefix"
+        assert promised == answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_tenants_prompt_is_that_tenants(asked: Asked) -> None:
+    prompt = list(range(3, 200))
+    before = asked.held
+    asked.until_vllm("/v1/completions", prompt=prompt, cache_salt="alice")
+    until(lambda: asked.held >= before + len(prompt) // BLOCK)
+    answer, reason, promised = asked.until_vllm("/v1/completions", prompt=prompt, cache_salt="alice")
+    assert (reason, promised) == ("prefix", 192)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+    answer, _, promised = asked.until_vllm("/v1/completions", prompt=prompt, cache_salt="bob")
+    assert (promised, answer["usage"]["prompt_tokens_details"]["cached_tokens"]) == (0, 0)

@@ -1,0 +1,361 @@
+"""`kvtier cluster`: real processes brought up in order, looked at, killed, started again, taken down to the last."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import yaml
+from cluster_rig import Running, free_range, wait_for
+from http_rig import kvtier
+from node_rig import ROOT
+from redis_rig import NO_REDIS
+from service_rig import environment
+
+from kvtier import cli
+from kvtier.service import cluster
+from kvtier.service.cli_options import Exit
+from kvtier.service.cluster_file import Places, Topology
+from kvtier.service.cluster_process import Process, is_free
+from kvtier.tiers.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(300)  # every command is a process that imports everything anew
+
+SLEEPER = ["sh", "-c", "echo I am here; exec sleep 600"]
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A directory with a short name: a socket's path has some hundred bytes."""
+    with tempfile.TemporaryDirectory(prefix="kvc-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def file_of(home: Path) -> Callable[[dict[str, Any]], str]:
+    def write(services: dict[str, Any]) -> str:
+        for each in services.values():
+            each["x-kvtier"].setdefault("profiles", ["cluster"])
+        path = home / "compose.yml"
+        path.write_text(yaml.safe_dump({"services": services}))
+        return str(path)
+
+    return write
+
+
+def page(*, after: tuple[str, ...] = (), port: int = 0, **more: Any) -> dict[str, Any]:
+    """A service that answers on a port."""
+    argv = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", f"{{port:{port}}}"]
+    ready = {"http": f"http://127.0.0.1:{{port:{port}}}/"}
+    return {"x-kvtier": {"argv": argv, "ports": [port], "ready": ready, "after": list(after), **more}}
+
+
+# the real file
+
+
+@pytest.mark.skipif(NO_REDIS is not None, reason=NO_REDIS or "")
+def test_valkey_and_two_daemons(home: Path) -> None:
+    running = Running(home / "state", "--profile", "core")
+    up = running.up()
+    assert up.returncode == Exit.OK, up.stderr
+    lines = up.stderr.splitlines()
+    assert [line.split()[0] for line in lines[3:4]] == ["valkey-join"]  # after the three, before the daemons
+    status, rows = running.told()
+    assert status == Exit.OK
+    assert {row["name"]: row["state"] for row in rows} == {
+        **dict.fromkeys(("valkey-1", "valkey-2", "valkey-3"), "running"),
+        "valkey-join": "done",
+        **dict.fromkeys(("node-a", "node-b"), "running"),
+    }
+    assert all(row["healthy"] for row in rows)
+    assert rows[-1]["address"] in {f"http://127.0.0.1:{running.port + offset}" for offset in (11, 12)}
+    assert rows[-1]["pid"] in running.pids().values()
+    # a second time it is up already, and the same processes go on
+    before = running.pids()
+    again = running.up()
+    assert again.returncode == Exit.OK
+    assert "it is up already" in again.stderr
+    assert running.pids() == before
+    # a killed daemon and a killed master are seen, and nothing else is touched when they are started again
+    for name in ("node-a", "valkey-2"):
+        os.kill(before[name], signal.SIGKILL)
+    wait_for(lambda: running.states()["node-a"] == "dead")
+    assert running.states() == {**{name: "running" for name in before}, "valkey-join": "done"} | {
+        "node-a": "dead",
+        "valkey-2": "dead",
+    }
+    assert running.up().returncode == Exit.OK
+    after = running.pids()
+    assert {name for name in before if before[name] != after[name]} == {"node-a", "valkey-2"}
+    assert not running.unwell
+    # one that hangs is not dead, and not healthy
+    os.kill(after["node-b"], signal.SIGSTOP)
+    assert running.told()[0] == Exit.DEGRADED
+    assert running.unwell == ["node-b"]
+    os.kill(after["node-b"], signal.SIGCONT)
+    # one whose processes are all gone, as after a boot, begins anew and at another port, if that is wanted
+    for pid in after.values():
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: set(running.states().values()) == {"dead", "done"})
+    running.port = free_range()
+    up = running.up()
+    assert up.returncode == Exit.OK, up.stderr
+    after = running.pids()
+    # another cluster in its place: one line
+    other = Running(home / "other", "--profile", "core")
+    other.port = running.port
+    refused = other.up()
+    assert refused.returncode == Exit.USAGE
+    assert refused.stderr == (
+        f"kvtier: --port {running.port}: valkey-1's port {running.port + 41} is in use; choose another\n"
+    )
+    assert not other.state.exists()
+    # down takes all of it away but what was stored
+    down = running.down()
+    assert down.returncode == Exit.OK
+    assert down.stderr.splitlines()[-1] == "down"
+    assert not [pid for pid in after.values() if Process.of(pid)]
+    assert {path.name for path in running.state.iterdir()} == {"cluster.json", "lock", "slabs-a", "slabs-b"}
+    assert kvtier("cluster", "status", "--state", str(running.state)).returncode == Exit.USAGE
+    running.close()
+
+
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed (Debian has it)")
+def test_prometheus_asks_where_the_processes_are(home: Path) -> None:
+    composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    file = home / "compose.yml"
+    file.write_text(yaml.safe_dump({"services": {"prometheus": composed["services"]["prometheus"]}}))
+    (home / "deploy").symlink_to(ROOT / "deploy")
+    running = Running(home / "state", "--file", str(file), "--profile", "observability")
+    up = running.up()
+    assert up.returncode == Exit.OK, up.stderr
+    jobs = {11: "node", 12: "node", 1: "engine", 2: "engine", 0: "router"}
+    expected = {(job, f"127.0.0.1:{running.port + offset}") for offset, job in jobs.items()}
+
+    def targets() -> set[tuple[str, str]]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{running.port + 90}/api/v1/targets", timeout=30) as answer:
+            found = json.load(answer)["data"]["activeTargets"]
+        return {(each["labels"]["job"], each["labels"]["instance"]) for each in found}
+
+    wait_for(lambda: targets() == expected)
+    running.close()
+
+
+# services of other kinds
+
+
+def test_what_only_watches_may_be_missing(home: Path, file_of: Callable[[dict[str, Any]], str]) -> None:
+    watcher = {"argv": ["no-such-program"], "ready": {"exits": True}, "profiles": ["observability"]}
+    file = file_of(
+        {
+            "it": page(),
+            "watcher": {"x-kvtier": watcher},
+            "screen": page(port=1, after=("watcher",), profiles=["observability"]),
+        }
+    )
+    running = Running(home / "state", "--file", file)
+    up = running.up()
+    assert up.returncode == Exit.OK, up.stderr
+    assert up.stderr.splitlines()[0] == "without watcher: no-such-program is not installed"
+    assert running.states() == {"it": "running"}
+    running.close()
+    asked = Running(home / "state", "--file", file, "--profile", "cluster", "--profile", "observability").up()
+    assert asked.returncode == Exit.FAILED
+    assert asked.stderr.startswith("kvtier: watcher: no-such-program is not installed; install it, or")
+
+
+def test_the_order_is_that_of_need(home: Path, file_of: Callable[[dict[str, Any]], str]) -> None:
+    job = {"argv": ["sh", "-c", "date +%s.%N > {state}/made/time"], "ready": {"exits": True}, "after": ["first"]}
+    file = file_of(
+        {
+            "last": page(port=1, after=("job",)),
+            "job": {"x-kvtier": {**job, "directories": ["{state}/made"]}},
+            "first": page(port=0, env={"GREETING": "{port:0}"}),
+            "elsewhere": page(port=2, profiles=["bench"]),
+            "container-only": {"x-kvtier": {**page(port=3)["x-kvtier"], "profiles": ["bench"]}},
+        }
+    )
+    running = Running(home / "state", "--file", file, "--profile", "cluster")
+    up = running.up()
+    assert [line.split()[0] for line in up.stderr.splitlines()] == ["first", "job", "last", "up"], up.stderr
+    environ = Path(f"/proc/{running.pids()['first']}/environ").read_bytes().split(b"\0")
+    assert f"GREETING={running.port}".encode() in environ
+    # two clusters, two directories, two ranges
+    other = Running(home / "other", "--file", file, "--profile", "cluster")
+    assert other.up().returncode == Exit.OK
+    assert not set(other.pids().values()) & set(running.pids().values())
+    assert running.down().stderr.splitlines() == ["last stopped", "first stopped", "down"]
+    assert set(other.states().values()) == {"running", "done"}
+    # one that runs keeps its ports
+    other.port, was = running.port, other.port
+    moved = other.up()
+    assert moved.returncode == Exit.USAGE
+    assert f"runs at {was}" in moved.stderr
+    other.close()
+    running.close()
+    assert "nothing to do" in running.down().stderr
+
+
+def test_a_failure_takes_back_what_it_started(home: Path, file_of: Callable[[dict[str, Any]], str]) -> None:
+    good = page(port=0)
+    bad = {"argv": ["kvtier", "serve", "--http", "127.0.0.1:{port:1}"], "ready": {"exits": True}, "after": ["good"]}
+    bad["env"] = {"KVTIER_SERVICE__SOCKET": "{state}/none/kv.sock"}
+    running = Running(
+        home / "state", "--file", file_of({"good": good, "bad": {"x-kvtier": bad}}), "--profile", "cluster"
+    )
+    up = running.up()
+    assert up.returncode == Exit.FAILED
+    first, *rest = up.stderr.splitlines()
+    assert first.startswith("good ready after")
+    assert rest[0] == "good stopped"
+    assert rest[1].startswith("kvtier: bad ended with status 2 before it was ready; the end of ")
+    assert "make that directory" in rest[2]  # the daemon's own line
+    assert running.pids() == {}
+    # what went before stays: only the missing part was tried again
+    mended = file_of({"good": good})
+    assert kvtier_up(running, mended).returncode == Exit.OK
+    broken = file_of({"good": good, "bad": {"x-kvtier": bad}})
+    assert kvtier_up(running, broken).returncode == Exit.FAILED
+    assert running.states() == {"good": "running"}
+    running.close()
+
+
+def kvtier_up(running: Running, file: str) -> "subprocess.CompletedProcess[str]":
+    arguments = ("--state", str(running.state), "--port", str(running.port), "--profile", "cluster", "--file", file)
+    return kvtier("cluster", "up", *arguments)
+
+
+def test_an_interrupted_up_leaves_nothing(home: Path, file_of: Callable[[dict[str, Any]], str]) -> None:
+    never = {"argv": SLEEPER, "ready": {"command": ["false"]}}
+    file = file_of({"good": page(port=0), "never": {"x-kvtier": never}})
+    running = Running(home / "state", "--file", file)
+    command = [sys.executable, "-m", "kvtier.cli", "cluster", "up", "--state", str(running.state)]
+    command += ["--port", str(running.port), "--profile", "cluster", "--file", file]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: len(running.pids()) == 2 and "I am here" in (running.state / "logs/never.log").read_text())
+        pids = running.pids()
+        # meanwhile nobody else may
+        busy = running.down()
+        assert busy.returncode == Exit.FAILED
+        assert "another `kvtier cluster` is at work there" in busy.stderr
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == Exit.FAILED
+        assert process.stderr is not None
+        assert process.stderr.read().endswith("kvtier: interrupted: what was started is stopped\n")
+    assert not [pid for pid in pids.values() if Process.of(pid)]
+    running.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"argv": []}, "argv: List should have at least 1 item"),
+        ({"argv": ["sh", "{port:100}"]}, r"\{port:100\} is no placeholder"),
+        ({"argv": ["sh", "{stat}/x"]}, r"\{stat\} is no placeholder"),
+        ({"argv": ["sh", 7]}, "argv.1: Input should be a valid string"),
+        ({"prots": [1]}, "prots: Extra inputs are not permitted"),
+        ({"ready": {}}, "ready: not one of http, command, exits; give one"),
+        ({"after": ["nobody"]}, 'after "nobody": that service is not to be started; there is none'),
+        ({"after": ["bench"]}, 'after "bench": that service is not to be started; add --profile bench'),
+        ({"after": ["it"]}, "they wait for each other"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(
+    home: Path, file_of: Callable[[dict[str, Any]], str], change: dict[str, Any], message: str
+) -> None:
+    it = {"x-kvtier": {"argv": ["true"], "ready": {"exits": True}, **change}}
+    file = file_of({"it": it, "bench": page(port=1, profiles=["bench"])})
+    with pytest.raises(ConfigError, match=message) as refused:
+        Topology.read(Path(file), Places(home, home, home), ["cluster"])
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("up", "--file", "nowhere.yml"), Exit.USAGE, "No such file or directory"),
+        (("up", "--file", "setup.cfg"), Exit.USAGE, "no service in it has x-kvtier"),
+        (("up", "--file", "torn.yml"), Exit.USAGE, "not YAML"),
+        (("up", "--profile", "clutter"), Exit.USAGE, '--profile "clutter": not in'),
+        (("up", "--model", "."), Exit.USAGE, "no config.json in it"),
+        (("up", "--file", "missing.yml", "--profile", "cluster"), Exit.FAILED, "no-such-program is not installed"),
+        (("status",), Exit.USAGE, "no cluster is up there"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    status: int,
+    message: str,
+) -> None:
+    (home / "setup.cfg").write_text("name: value\n")
+    (home / "torn.yml").write_text("services: [")
+    entry = {"argv": ["no-such-program"], "ready": {"exits": True}, "profiles": ["cluster"]}
+    (home / "missing.yml").write_text(yaml.safe_dump({"services": {"it": {"x-kvtier": entry}}}))
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(sys, "argv", ["kvtier", "cluster", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    error = capsys.readouterr().err
+    assert stopped.value.code == status, error
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (home / "kvtier-cluster").exists()
+
+
+def test_a_directory_with_other_things_is_left_alone(home: Path) -> None:
+    (home / "letter").write_text("to keep")
+    with pytest.raises(ConfigError, match="other things are in it; name a directory of its own"):
+        cluster.Cluster(home).up(Topology({}), 7400, print, Event())
+    assert not cluster.Cluster(home).down(print, purge=True)
+    assert [path.name for path in home.iterdir()] == ["letter"]
+
+
+# one process
+
+
+def test_another_process_of_the_same_pid_is_left_alone() -> None:
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as other:
+        found = Process.of(other.pid)
+        assert found is not None
+        assert found.runs
+        once = Process(other.pid, found.start + "0")  # had this pid before
+        assert not once.runs
+        assert once.stop(0.1)
+        assert found.runs
+        assert found.stop(30)
+        assert Process.of(other.pid) is None  # a zombie is none
+        assert other.wait() == -signal.SIGTERM
+    assert found.stop(0.1)
+
+
+def test_one_that_does_not_heed_is_killed() -> None:
+    script = "trap '' TERM; sleep 600 & echo $!; while :; do wait; done"
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True) as deaf:
+        assert deaf.stdout is not None
+        child = int(deaf.stdout.readline())
+        found = Process.of(deaf.pid)
+        assert found is not None
+        assert Process.of(child) is not None
+        assert not found.stop(0.1)
+        assert deaf.wait() == -signal.SIGKILL
+        wait_for(lambda: Process.of(child) is None)  # and what it had started
+
+
+def test_a_port_in_use_is_not_free() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert not is_free(taken.getsockname()[1])
