@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier.service.cli_options import ConfigOption, needing
+from kvtier.service.cli_options import ConfigOption, needing, use_all_descriptors
 from kvtier.tiers.config import Config
 
 app = typer.Typer()
@@ -34,6 +34,7 @@ def serve_engine(
     logging.basicConfig(level=logging.INFO, format="kvtier: %(message)s", stream=sys.stderr)
     with needing("the engine"):
         from kvtier.engine.server_process import Server
+    use_all_descriptors()
     server = Server(model, settings, exact=exact)
     sys.setswitchinterval(_SWITCH)
 

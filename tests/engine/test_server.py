@@ -112,6 +112,7 @@ def test_a_stop_string_ends_the_answer_and_the_work(server: ServerThread) -> Non
     chunks = list(server.client.completions.create(**ask, stop=stop, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == stopped.choices[0].text
     server.settle()
+    assert server.status()["outcomes"]["stop"] >= 2
     assert server.num_free == server.engine.pool.num_blocks
 
 
