@@ -232,7 +232,7 @@ class Bench:
         return report("routing", rows, targets(runs), self.args.json, self.args.save, self.setup(first))
 
     def tune(self) -> int:
-        """Our policy by its weight of load and its crowd, on the first third alone, measured from its first third on."""
+        """Our policy by its weight of load and its crowd, on the first third alone."""
         self.prompts = self.prompts[: len(self.prompts) // 3]
         first = len(self.prompts) // 3
         rows = []
