@@ -34,7 +34,6 @@ pytestmark = [
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
 NUM_CLIENTS: Final = 32
 NUM_TURNS: Final = 2
-ANSWER: Final = {"model": MODEL, "max_tokens": 8, "temperature": 0}
 SMALL: Final = {
     "host__size": "32MiB",
     "file__size": "64MiB",
@@ -74,6 +73,10 @@ class Cluster:
 
     def page(self, offset: int, path: str = "/status") -> Any:
         return httpx2.get(self.url(offset) + path, timeout=30, trust_env=False).json()
+
+    def num_stored(self, node: int) -> int:
+        """Blocks that a daemon has written to Valkey."""
+        return sum(each["stored"].get("redis", 0) for each in self.page(node)["models"])
 
     def kill(self, name: str) -> None:
         os.kill(self.running.pids()[name], signal.SIGKILL)
@@ -166,15 +169,18 @@ class Chatting:
             self.wrong.append(f"{kind} after {said!r}")
 
 
-def _whole(api: openai.OpenAI, messages: Any) -> Iterator[tuple[str, int]]:
-    done: Any = api.chat.completions.create(messages=messages, **ANSWER)
+def _create(api: openai.OpenAI, messages: Messages, **more: Any) -> Any:
+    create: Any = api.chat.completions.create
+    return create(messages=messages, model=MODEL, max_tokens=8, temperature=0, **more)
+
+
+def _whole(api: openai.OpenAI, messages: Messages) -> Iterator[tuple[str, int]]:
+    done = _create(api, messages)
     yield done.choices[0].message.content, done.usage.prompt_tokens_details.cached_tokens
 
 
-def _stream(api: openai.OpenAI, messages: Any) -> Iterator[tuple[str, int]]:
-    chunks: Any = api.chat.completions.create(
-        messages=messages, stream=True, stream_options={"include_usage": True}, **ANSWER
-    )
+def _stream(api: openai.OpenAI, messages: Messages) -> Iterator[tuple[str, int]]:
+    chunks = _create(api, messages, stream=True, stream_options={"include_usage": True})
     ended = False
     for chunk in chunks:
         for choice in chunk.choices:
@@ -227,14 +233,23 @@ def cluster(started: Cluster) -> Iterator[Cluster]:
 
 
 def test_an_engine_is_killed(cluster: Cluster) -> None:
+    # a prompt that engine-a alone has answered, and that its node has written to Valkey
+    messages: Messages = [{"role": "user", "content": "Only one of them knows this story. " * 6}]
+    before = cluster.num_stored(11)
+    with client(cluster.url(1)) as api:
+        done = _create(api, messages)
+    wait_for(lambda: cluster.num_stored(11) >= before + done.usage.prompt_tokens // 16)
     with Chatting(cluster) as chatting:
         chatting.go_on()
         cluster.kill("engine-a")
         chatting.go_on()
-        # what it had computed is found at the other one
-        chatting.cached = 0
+        # what it had computed is found at the other one, which never saw it
+        with client(cluster.url(0)) as api:
+            again = _create(api, messages)
+        assert again.choices[0].message.content == done.choices[0].message.content
+        found = again.usage.prompt_tokens_details.model_dump()["kvtier"]
+        assert found["redis"] >= 16 * (done.usage.prompt_tokens // 16 - 1), found
         chatting.go_on()
-        assert chatting.cached > 0
     # streams that had begun could not be saved, all others were asked anew by the router
     assert set(chatting.errors) <= {"stream", "502"}, chatting.errors
     wait_for(lambda: "engine-a" in cluster.running.unwell)
