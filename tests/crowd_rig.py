@@ -19,7 +19,7 @@ from server_rig import MODEL, serving
 NUM_CLIENTS: Final = 32
 PATIENCE: Final = 60.0  # seconds until everybody has an answer again
 _PATH: Final = "/v1/chat/completions"
-_PAUSE: Final = 0.1  # seconds before a client tries again
+_PAUSE: Final = 0.1  # seconds before a client asks on, or again
 _ANSWER: Final = 90.0  # seconds: one that waits longer was not told cleanly
 _CLEAN: Final = (429, 502, 503, 504)  # nobody could answer; a 500 would be a fault that reached an engine
 _SALTS: Final = itertools.count()  # no tenant comes back
@@ -136,6 +136,7 @@ class Crowd:
                 leaves = False
                 if self._stopping.is_set():
                     return
+                await asyncio.sleep(_PAUSE)
 
     async def _answered(
         self, http: httpx2.AsyncClient, asked: Json, turn: Turn, *, is_first: bool, leaves: bool
