@@ -8,7 +8,7 @@ import httpx2
 import pytest
 from crowd_rig import Said, Turn, hear
 
-BODY = Turn(({"role": "user", "content": "How deep is it?"},), "six").body(streams=True)
+BODY = Turn("tiny", ({"role": "user", "content": "How deep is it?"},), "six").body(streams=True)
 USAGE = {"prompt_tokens_details": {"kvtier": {}}}
 
 

@@ -310,7 +310,7 @@ FAULTS: Final = (kill, kill, freeze, hang_up, forget, corrupt)
 def test_a_soak_with_a_fault_every_few_seconds(
     cluster: Running, talks: list[list[Turn]], pytestconfig: pytest.Config
 ) -> None:
-    seed = random.randrange(2**32)
+    seed = random.SystemRandom().randrange(2**32)
     dice = random.Random(seed)
     num_faults: Counter[str] = Counter()
     end = time.monotonic() + pytestconfig.getoption("soak")
