@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx2
-from server_rig import MODEL, serving
 
 NUM_CLIENTS: Final = 32
 PATIENCE: Final = 60.0  # seconds until everybody has an answer again
 _PATH: Final = "/v1/chat/completions"
-_PAUSE: Final = 0.1  # seconds before a client tries again
+_PAUSE: Final = 0.1  # seconds before a client asks on, or again
 _ANSWER: Final = 90.0  # seconds: one that waits longer was not told cleanly
 _CLEAN: Final = (429, 502, 503, 504)  # nobody could answer; a 500 would be a fault that reached an engine
 _SALTS: Final = itertools.count()  # no tenant comes back
@@ -32,12 +31,13 @@ Json = dict[str, Any]
 class Turn:
     """The messages of a conversation so far, and what is answered to them."""
 
+    model: str
     messages: tuple[Json, ...]
     answer: str
 
     def body(self, *, streams: bool = False, salt: str | None = None) -> Json:
         """The request, greedy."""
-        asked: Json = {"model": MODEL, "messages": self.messages, "max_tokens": 12, "temperature": 0}
+        asked: Json = {"model": self.model, "messages": self.messages, "max_tokens": 12, "temperature": 0}
         if streams:
             asked |= {"stream": True, "stream_options": {"include_usage": True}}
         return asked if salt is None else asked | {"cache_salt": salt}
@@ -56,6 +56,8 @@ class Said:
 
 def conversations(model: Path, number: int, num_turns: int) -> list[list[Turn]]:
     """Conversations as an engine tells them that caches nothing; some begin alike."""
+    from server_rig import serving  # takes torch along, which the crowd does without
+
     manners = ("You are a harbour master. ", "You are a lighthouse. ", "You know all the tides, and say little. ")
 
     def hold(place: int) -> list[Turn]:
@@ -64,9 +66,9 @@ def conversations(model: Path, number: int, num_turns: int) -> list[list[Turn]]:
         for turn in range(num_turns):
             question = f"{place * turn + place}: and where does ship {place} lie now?"
             messages = (*messages, {"role": "user", "content": question})
-            answer = server.post("chat/completions", **Turn(messages, "").body()).json()
+            answer = server.post("chat/completions", **Turn(model.name, messages, "").body()).json()
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-            turns.append(Turn(messages, answer["choices"][0]["message"]["content"]))
+            turns.append(Turn(model.name, messages, answer["choices"][0]["message"]["content"]))
             messages = (*messages, _TOLD | {"content": turns[-1].answer})
         return turns
 
@@ -136,6 +138,7 @@ class Crowd:
                 leaves = False
                 if self._stopping.is_set():
                     return
+                await asyncio.sleep(_PAUSE)
 
     async def _answered(
         self, http: httpx2.AsyncClient, asked: Json, turn: Turn, *, is_first: bool, leaves: bool

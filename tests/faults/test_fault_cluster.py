@@ -33,7 +33,7 @@ NODES: Final = ("node-a", "node-b")
 OPTIONS: Final = {
     "host__size": "8MiB",
     "file__size": "64MiB",
-    "l1__size": "6MiB",
+    "l1__size": "3MiB",  # too small for all conversations at once: they come and go
     "cache__load_or_recompute": "load",  # of so small a model computing is always faster
     "service__deadline": "20s",  # a busy machine is no fault
     "cache__prefetch_deadline": "20s",
@@ -186,7 +186,7 @@ def test_a_replica_killed_in_the_middle_of_its_streams(cluster: Running, talks: 
     with crowd(cluster.url("router"), talks) as clients:
         before = cluster.page("router")
         # it dies with streams of clients in its hands: each is told so, or answered by the other
-        wait_for(lambda: cluster.page("router")["replicas"][0]["in_flight"] > 4)
+        wait_for(lambda: cluster.page("router")["replicas"][0]["in_flight"] > 2)
         cluster.kill("engine-a")
         clients.everybody()
         after = cluster.page("router")
@@ -310,7 +310,7 @@ FAULTS: Final = (kill, kill, freeze, hang_up, forget, corrupt)
 def test_a_soak_with_a_fault_every_few_seconds(
     cluster: Running, talks: list[list[Turn]], pytestconfig: pytest.Config
 ) -> None:
-    seed = random.randrange(2**32)
+    seed = random.SystemRandom().randrange(2**32)
     dice = random.Random(seed)
     num_faults: Counter[str] = Counter()
     end = time.monotonic() + pytestconfig.getoption("soak")
