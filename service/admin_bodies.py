@@ -36,16 +36,17 @@ def _chain_hash(value: object) -> object:
 def _salt(value: object) -> object:
     if not isinstance(value, str) or not 1 <= len(value) <= 1024:
         raise ValueError("not a text of 1 to 1024 characters")
-    return _writable(value)
+    return writable(value)
 
 
 def _file(value: object) -> object:
     if not isinstance(value, str) or not value.startswith("/") or "\0" in value or len(value) > 4096:
         raise ValueError("not a file on the daemon's machine; write its whole path, from / on")
-    return Path(_writable(value))
+    return Path(writable(value))
 
 
-def _writable(text: str) -> str:
+def writable(text: str) -> str:
+    """The text; ValueError where UTF-8 cannot write it, as a lone surrogate from JSON's escapes."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from kvtier.service.admin_bodies import flat, shown
+from kvtier.service.admin_bodies import flat, shown, writable
 from kvtier.service.openai_errors import OpenAIError
 
 B = TypeVar("B", bound=BaseModel)
@@ -25,14 +25,6 @@ _MAX_CHOICES: Final = 128
 _MAX_STOPS: Final = 16
 _MAX_STOP: Final = 256  # characters
 _MAX_NUMBER: Final = 2**31 - 1
-
-
-def _writable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("not a text that UTF-8 can write") from None
-    return text
 
 
 def _listed(value: object) -> object:
@@ -64,7 +56,7 @@ def _ignored(value: object) -> None:
     """A field that changes no answer."""
 
 
-Text = Annotated[str, AfterValidator(_writable)]
+Text = Annotated[str, AfterValidator(writable)]
 Token = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1)]

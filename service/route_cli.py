@@ -1,7 +1,6 @@
 """`kvtier route`: the router on the command line."""
 
 import logging
-import resource
 import signal
 import sys
 import threading
@@ -10,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier.service.cli_options import ConfigOption, needing
+from kvtier.service.cli_options import ConfigOption, needing, use_all_descriptors
 from kvtier.tiers.config import Config
 
 app = typer.Typer()
@@ -37,8 +36,7 @@ def route(
     with needing("the router"):
         from kvtier.service.router_app import serve
     server = serve(settings.router, strict=settings.events.strict)
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # one for each client, and one for what it asked
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    use_all_descriptors()
     sys.setswitchinterval(_SWITCH)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -67,6 +67,13 @@ def disk_dir() -> Iterator[Path]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """An empty directory with a short name: a socket's path has some hundred bytes."""
+    with tempfile.TemporaryDirectory(prefix="kvt-") as directory:
+        yield Path(directory)
+
+
 @pytest.fixture(autouse=True)
 def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A KVTIER_ variable of the developer's shell decides no test."""

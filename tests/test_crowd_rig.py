@@ -9,7 +9,7 @@ import pytest
 from crowd_rig import Said, Turn, hear
 
 BODY = Turn("tiny", ({"role": "user", "content": "How deep is it?"},), "six").body(streams=True)
-USAGE = {"prompt_tokens_details": {"kvtier": {}}}
+USAGE: dict[str, dict[str, dict[str, int]]] = {"prompt_tokens_details": {"kvtier": {}}}
 
 
 def event(text: str = "", reason: str | None = None) -> bytes:

@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,6 @@ from kvtier.service.top import row_of
 from kvtier.tiers.chain import TokenChain, root_hash
 
 OTHER = b"another model".ljust(32, b".")
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvt-") as name:
-        yield Path(name)
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -32,13 +31,6 @@ from kvtier.tiers.errors import ConfigError
 pytestmark = pytest.mark.timeout(300)  # every command is a process that imports everything anew
 
 SLEEPER = ["sh", "-c", "echo I am here; exec sleep 600"]
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    """A directory with a short name: a socket's path has some hundred bytes."""
-    with tempfile.TemporaryDirectory(prefix="kvc-") as directory:
-        yield Path(directory)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import signal
 import socket as sockets
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,13 +47,6 @@ from kvtier.tiers.tier import Outcome
 CHILD = Path(__file__).with_name("_client_child.py")
 Serve = Callable[..., DaemonThread]
 Attach = Callable[..., RemoteTiers]
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    """A short path: a socket's has 107 bytes."""
-    with tempfile.TemporaryDirectory(prefix="kvt-") as name:
-        yield Path(name)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import socket as sockets
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,12 +89,6 @@ def page(chromium: Browser) -> Iterator[Browser]:
     chromium.be()
     chromium.open("about:blank")
     assert chromium.complaints() == []
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvt-") as name:
-        yield Path(name)
 
 
 @pytest.fixture

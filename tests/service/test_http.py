@@ -33,12 +33,6 @@ HEAD = b"POST /admin/reset HTTP/1.1\r\nHost: localhost\r\nContent-Type: applicat
 PAGES = ("/metrics", "/healthz", "/readyz", "/summary", "/status")
 
 
-@pytest.fixture
-def home() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvt-") as name:
-        yield Path(name)
-
-
 @pytest.fixture(scope="module")
 def shared() -> Iterator[DaemonProcess]:
     """One daemon process for the stories that must leave it as it was."""

@@ -1,6 +1,5 @@
 """Stories of pins: blocks kept in host memory for a time, brought up for it, never more than a quarter of it."""
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +13,6 @@ from kvtier.service.namespaces import Namespace
 from kvtier.tiers.chain import TokenChain, root_hash
 
 SLOTS = 32
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvt-") as name:
-        yield Path(name)
 
 
 @pytest.fixture
