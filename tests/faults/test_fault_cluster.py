@@ -322,3 +322,4 @@ def test_a_soak_with_a_fault_every_few_seconds(
             fault(cluster, dice)
             clients.everybody()
     print(f"{num_faults}; {sum(clients.num_right)} right answers, troubles {clients.troubles}, from {clients.cached}")
+    print(f"corrupted {[model['corrupted'] for node in NODES for model in cluster.page(node)['models']]}")
