@@ -45,6 +45,16 @@ CLAIMS: Final = (
     ("copy rate of the daemon's memory: of our own", "service_overhead", "copy rate"),
     ("the daemon's memory besides its region, under load, MB", "service_overhead", "memory besides"),
     ("a dead Redis adds to a lookup of 128 blocks, µs", "dead_redis", "dead Redis"),
+    ("4 replicas, simulated: cached share, prefix-aware routing ÷ round robin", "routing", "^cached.*round robin"),
+    ("the same, ÷ the best other policy", "routing", "^cached.*best other"),
+    ("the same, of one replica with all the memory", "routing", "^cached.*oracle"),
+    ("time to first token, p50 and p99: round robin ÷ prefix-aware", "routing", "^TTFT.*round robin"),
+    ("the same: the best other policy ÷ prefix-aware", "routing", "^TTFT.*best other"),
+    ("router: CPU ms of a request, whole and streamed, besides tokenising", "router_overhead", "^router"),
+    ("prefix scoring of 32,768 tokens, CPU ms", "router_overhead", "^prefix scoring"),
+    ("1,000,000 indexed blocks, MB", "router_overhead", "indexed"),
+    ("load on `kvtier engine`: requests/s, L2, L3 and a cluster ÷ cache off", "serving", "requests/s"),
+    ("the same: time to first token, cache off ÷ each", "serving", "TTFT"),
 )
 
 

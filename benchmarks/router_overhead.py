@@ -1,11 +1,11 @@
 """What the router costs: CPU time of a request, of scoring a long prompt, and memory of its index.
 
-Requests: a real `kvtier route` before two replicas that answer at once and compute nothing, asked over 8 connections
-that are kept; its process's CPU time, all threads, over the number of requests. Prompts are token ids: nothing is
-tokenised. Scoring: a prompt of 32,768 tokens in blocks of 16, against an index of 1,000,000 blocks (`--quick`: fewer):
-its names from its tokens, who holds how much of it, the choice among four replicas; CPU time of one thread, median.
-The worst case is a prompt whose every block another replica held last. Memory: what a process has more (RSS) with
-1,000,000 blocks in its index than before.
+Requests: a real `kvtier route` before two replicas that answer at once and compute nothing, and have told it by real
+events that they hold the prompt, asked over 8 connections that are kept; its process's CPU time, all threads, over the
+number of requests. Prompts are token ids: nothing is tokenised. Scoring: a prompt of 32,768 tokens in blocks of 16,
+against an index of 1,000,000 blocks (`--quick`: fewer): its names from its tokens, who holds how much of it, the choice
+among four replicas; CPU time of one thread, median. "mixed" is a prompt whose every block another replica has in its
+L1. Memory: what a process has more (RSS) with 1,000,000 blocks in its index than before.
 """
 
 import http.client
@@ -26,8 +26,14 @@ from _process import ROOT, Server, free_port, kvtier
 from _report import Target, parser, progress, report
 
 from kvtier.connector.events import BlockStored
+from kvtier.engine.demo import train_tokenizer
+from kvtier.service.events import Publisher
 from kvtier.service.prefix_index import PrefixIndex, prompt_hashes
 from kvtier.service.routing_policy import Candidate, choose
+from kvtier.tiers.chain import TokenChain, root_hash
+from kvtier.tiers.config import EventsConfig
+from kvtier.tiers.events import Stored
+from kvtier.tiers.tier import BlockRecord
 
 BLOCK_SIZE: Final = 16
 PROMPT: Final = 32_768  # tokens
@@ -35,7 +41,7 @@ CHAIN: Final = 128  # blocks of a prompt that fills the index
 NAMES: Final = ("replica-0", "replica-1", "replica-2", "replica-3")
 CONNECTIONS: Final = 8
 STUB: Final = ROOT / "tests" / "service" / "_replica_child.py"
-MODEL: Final = {"id": "m", "object": "model", "kvtier": {"block_size": BLOCK_SIZE, "fingerprint": "ab" * 32}}
+FINGERPRINT: Final = bytes(32)
 
 
 def filled(num_blocks: int, media: tuple[str, ...]) -> PrefixIndex:
@@ -109,30 +115,45 @@ def score(index: PrefixIndex, kind: str, rounds: int) -> dict[str, float]:
 
 
 @contextmanager
-def router() -> Iterator[tuple[Server, int]]:
-    """A router before two replicas, and its port."""
+def router(tokens: list[int]) -> Iterator[tuple[Server, int]]:
+    """A router before two replicas, which have told it that they hold this prompt, and its port."""
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
+        (home / "model").mkdir()
+        train_tokenizer().save(str(home / "model" / "tokenizer.json"))
         ports = [free_port() for _ in range(3)]
-        command = kvtier("route", "--http", f"127.0.0.1:{ports[0]}")
+        command = kvtier("route", "--model", str(home / "model"), "--http", f"127.0.0.1:{ports[0]}")
+        publishers = []
         for port in ports[1:]:
-            stub = Server([str(STUB), str(port), json.dumps(MODEL)], home / f"{port}", ready="")
+            addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+            publishers.append(Publisher(EventsConfig(publish=addresses[0], replay=addresses[1])))
+            stack.callback(publishers[-1].close)
+            events = {"publish": addresses[0], "replay": addresses[1]}
+            nature = {"block_size": BLOCK_SIZE, "fingerprint": FINGERPRINT.hex(), "events": events}
+            model = json.dumps({"id": "m", "object": "model", "kvtier": nature})
+            stub = Server([str(STUB), str(port), model], home / f"{port}", ready="")
             stack.callback(stub.stop)
             command += ["--replica", f"http://127.0.0.1:{port}"]
         server = Server(command, home / "router")
         stack.callback(server.stop)
-        _until_up(ports[0])
+        chain = TokenChain(root_hash(FINGERPRINT), BLOCK_SIZE)
+        chain.extend(tokens)
+        names = enumerate(chain.hashes)
+        records = tuple(BlockRecord(name, chain.parent(i), chain.block_tokens(i), 0) for i, name in names)
+        for publisher in publishers:
+            publisher.tell(FINGERPRINT, [Stored("l1", records)])
+        _until_told(ports[0], len(records))
         yield server, ports[0]
 
 
-def _until_up(port: int) -> None:
+def _until_told(port: int, num_blocks: int) -> None:
     end = time.monotonic() + 60
     while time.monotonic() < end:
         replicas = json.loads(_get(port, "/status"))["replicas"]
-        if all(replica["state"] == "up" for replica in replicas):
+        if all(replica["state"] == "up" and replica["blocks"] == {"GPU": num_blocks} for replica in replicas):
             return
         time.sleep(0.1)
-    raise SystemExit("router_overhead: the replicas did not come up")
+    raise SystemExit("router_overhead: the replicas did not come up, or their events did not arrive")
 
 
 def _get(port: int, path: str) -> bytes:
@@ -180,15 +201,17 @@ def main() -> int:
         parts = score(index, kind, rounds)
         rows.append({"what": f"scoring {PROMPT} tokens, {kind}", **parts, "ms": sum(parts.values())})
         targets.append(Target(f"prefix scoring of {PROMPT} tokens, {kind}, CPU ms", 2, sum(parts.values())))
-    draw = np.random.default_rng(1)
-    with router() as (server, port):
+    tokens = np.random.default_rng(1).integers(0, 8192, PROMPT).tolist()
+    with router(tokens) as (server, port):
         for what, length, stream in (("whole", 1024, False), ("stream", 1024, True), ("whole", PROMPT, False)):
             progress(f"requests of {length} token ids, {what}")
-            body = {"model": "m", "prompt": draw.integers(0, 100_000, length).tolist(), "stream": stream}
+            body = {"model": "m", "prompt": tokens[:length], "stream": stream}
             took = cpu_ms(server, port, body, num_requests)
             rows.append({"what": f"request of {length} token ids, answered as a {what}", "ms": took})
             if length == 1024:
                 targets.append(Target(f"router's CPU ms of a request, {what}", 2, took))
+            decision = json.loads(_get(port, "/status"))["decisions"][0]
+            assert {score["cached"] for score in decision["scores"]} == {length // BLOCK_SIZE}, decision
     return report("router_overhead", rows, targets, options.json, options.save)
 
 

@@ -9,11 +9,11 @@ answers, so only prompts are cached. The index learns of blocks `--event-delay` 
 Policies: prefix-aware is `routing_policy.choose` as the router calls it. A session is known by the first two blocks of
 its prompt, which is more than a cookie knows: whoever begins alike is together. "session cookie" sends its first turn
 to the replica with the least to do, and all others to the same; "session hash" is `routing_policy.sticky`. The oracle
-is one replica with the memory, the processors and the links of all: its cached share is what routing can at best
+is one replica with the memory, the processors and the links of all: its cached share is about what routing can
 preserve, its times are out of reach.
 
-The policy's one figure, the weight of load, was tuned on the first third of the conversation trace (`--tune`). All
-figures are of the rest: caches and queues are as the first third left them.
+The policy's two figures, weight of load and crowd, were tuned on the first third of the conversation trace (`--tune`).
+All figures are of the rest: caches and queues are as the first third left them.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from rich.progress import Progress
 
 from kvtier.connector.events import KVEvent
 from kvtier.service.prefix_index import PrefixIndex
-from kvtier.service.routing_policy import LOAD_WEIGHT, Candidate, Choice, Reason, choose, round_robin, sticky
+from kvtier.service.routing_policy import CROWD, LOAD_WEIGHT, Candidate, Choice, Reason, choose, round_robin, sticky
 from kvtier.service.told_blocks import MEDIUM, ToldBlocks
 from kvtier.tiers.errors import FormatError, KVTierError
 
@@ -46,17 +46,31 @@ from matplotlib import pyplot
 OURS: Final = "prefix-aware"
 ORACLE: Final = "oracle: one replica"
 RUNNING: Final = 1.0  # blocks of work in an answer that has begun, as the router counts
-TUNED: Final = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
-QUICK: Final = 300  # requests
 NEVER: Final = float("inf")
+# What `--tune` tries: weight of load, and how many requests more than elsewhere outweigh a prompt.
+TUNED: Final = (
+    (0.05, 32.0),
+    (0.1, 16.0),
+    (0.1, 32.0),
+    (0.1, 64.0),
+    (0.1, NEVER),
+    (0.2, 32.0),
+    (1.0, 32.0),
+    (1.0, NEVER),
+)
+QUICK: Final = 300  # requests
 
 Policy = Callable[[Sequence[Candidate], Prompt, int], Choice]
 
 
 def prefix_aware(
-    candidates: Sequence[Candidate], prompt: Prompt, turn: int, load_weight: float = LOAD_WEIGHT
+    candidates: Sequence[Candidate],
+    prompt: Prompt,
+    turn: int,
+    load_weight: float = LOAD_WEIGHT,
+    crowd: float = CROWD,
 ) -> Choice:
-    return choose(candidates, len(prompt.blocks), load_weight=load_weight, turn=turn)
+    return choose(candidates, len(prompt.blocks), load_weight=load_weight, crowd=crowd, turn=turn)
 
 
 def least_load(candidates: Sequence[Candidate], prompt: Prompt, turn: int) -> Choice:
@@ -218,11 +232,14 @@ class Bench:
         return report("routing", rows, targets(runs), self.args.json, self.args.save, self.setup(first))
 
     def tune(self) -> int:
-        """Our policy by the weight of load, on the first third alone, measured from its first third on."""
+        """Our policy by its weight of load and its crowd, on the first third alone."""
         self.prompts = self.prompts[: len(self.prompts) // 3]
         first = len(self.prompts) // 3
-        runs = {w: self.run(f"load weight {w:g}", partial(prefix_aware, load_weight=w), first=first) for w in TUNED}
-        rows = [{"load weight": weight, **each.row} for weight, each in runs.items()]
+        rows = []
+        for weight, crowd in TUNED:
+            policy = partial(prefix_aware, load_weight=weight, crowd=crowd)
+            run = self.run(f"load weight {weight:g}, crowd {crowd:g}", policy, first=first)
+            rows.append({"load weight": weight, "crowd": f"{crowd:g}", **run.row})
         return report("routing_tuning", rows, [], self.args.json, self.args.save, self.setup(first))
 
     def setup(self, first: int) -> dict[str, object]:
@@ -294,7 +311,7 @@ def options() -> argparse.ArgumentParser:
     )
     given.add_argument("--l1-blocks", type=_whole, default=Hardware().l1_blocks, help="of each replica's device memory")
     given.add_argument("--l2-blocks", type=_whole, default=Hardware().l2_blocks, help="of each replica's host memory")
-    given.add_argument("--tune", action="store_true", help="our policy by its weight of load, on the first third")
+    given.add_argument("--tune", action="store_true", help="our policy by its two figures, on the first third")
     return given
 
 

@@ -61,17 +61,15 @@ def make_app(served: Served) -> Starlette:
     async def model(request: Request) -> Response:
         guard.admit(request)
         _require_model(served, request.path_params["name"])
-        return JSONResponse(model_entry(served.loop.engine, served.name, served.events))
+        return JSONResponse(model_entry(served.loop, served.name, served.events))
 
     def post(path: str, body_type: type[CompletionBody] | type[ChatBody], form: Form) -> Route:
         async def endpoint(request: Request) -> Response:
             guard.admit(request)
             began = asyncio.get_running_loop().time()
-            body = parse(body_type, await read_body(request, MAX_BODY))
-            _require_model(served, body.model)
-            prompts = await run_in_threadpool(served.prompts.all_tokens, body)
-            asked = _asked(served, body, prompts, began + served.config.request_timeout)
-            return await _answered(request, Answer(asked, form, served.loop), streams=bool(body.stream))
+            data = await read_body(request, MAX_BODY)
+            asked = await run_in_threadpool(_asked, served, body_type, data, began + served.config.request_timeout)
+            return await _answered(request, Answer(asked, form, served.loop))
 
         return Route(path, endpoint, methods=["POST"])
 
@@ -89,7 +87,7 @@ def make_app(served: Served) -> Starlette:
 
 
 def _models(served: Served) -> dict[str, Any]:
-    return {"object": "list", "data": [model_entry(served.loop.engine, served.name, served.events)]}
+    return {"object": "list", "data": [model_entry(served.loop, served.name, served.events)]}
 
 
 def _require_model(served: Served, name: str) -> None:
@@ -97,22 +95,31 @@ def _require_model(served: Served, name: str) -> None:
         raise unknown_model(name, served.name)
 
 
-def _asked(served: Served, body: CompletionBody | ChatBody, prompts: list[list[int]], deadline: float) -> Asked:
-    """Jobs of a request, `n` for each prompt. OpenAIError for a prompt that cannot be computed."""
+def _asked(served: Served, body_type: type[CompletionBody] | type[ChatBody], data: bytes, deadline: float) -> Asked:
+    """What a body asks for, `n` jobs for each prompt. OpenAIError for what cannot be computed."""
+    body: CompletionBody | ChatBody = parse(body_type, data)
+    _require_model(served, body.model)
     num_choices = body.n or 1
-    params = [_params(served.loop, body, prompt) for prompt in prompts]
+    num_prompts = len(body.prompts) if isinstance(body, CompletionBody) else 1
+    if num_prompts * num_choices > served.loop.capacity:
+        param = "prompt" if num_prompts > served.loop.capacity else "n"
+        asked = f"{num_prompts * num_choices} answers at once"
+        message = f"{param}: {asked}; this server has room for {served.loop.capacity}, ask for fewer"
+        raise OpenAIError(400, message, param=param, code="invalid_value")
+    prompts = [(prompt, _params(served.loop, body, prompt)) for prompt in served.prompts.all_tokens(body)]
     jobs = [
-        Job(prompt, _seeded(one, choice), body.cache_salt)
-        for prompt, one in zip(prompts, params, strict=True)
+        Job(prompt, _seeded(params, choice), body.cache_salt)
+        for prompt, params in prompts
         for choice in range(num_choices)
     ]
     return Asked(
         model=served.name,
-        fingerprint=f"kvtier-{served.loop.engine.identity.fingerprint().hex()[:16]}",
+        fingerprint=f"kvtier-{served.loop.fingerprint[:16]}",
         jobs=jobs,
         texts=[AnswerText(served.prompts.detokenizer(), body.stop or ()) for _ in jobs],
         num_choices=num_choices,
         deadline=deadline,
+        streams=bool(body.stream),
         wants_usage=body.wants_usage,
     )
 
@@ -149,10 +156,10 @@ def _seeded(params: dict[str, Any], choice: int) -> SamplingParams:
     return SamplingParams(**{**params, "seed": None if seed is None else (seed + choice) % _SEEDS})
 
 
-async def _answered(request: Request, answer: Answer, *, streams: bool) -> Response:
+async def _answered(request: Request, answer: Answer) -> Response:
     """The response; a stream's begins with its first event, so that what fails before has a status."""
     try:
-        if streams:
+        if answer.streams:
             chunks = answer.chunks()
             first = await _while_connected(request, anext(chunks))
             return _EventStream(answer, first, chunks)

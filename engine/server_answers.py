@@ -68,6 +68,7 @@ class Asked:
     texts: Sequence[AnswerText]
     num_choices: int
     deadline: float  # on the event loop's clock
+    streams: bool = False
     wants_usage: bool = False  # at a stream's end
 
 
@@ -93,6 +94,7 @@ class Answer:
 
     def __init__(self, asked: Asked, form: Form, loop: EngineLoop) -> None:
         """OpenAIError where the engine has no room for it."""
+        self.streams = asked.streams
         self._asked = asked
         self._form = form
         self._loop = loop
@@ -143,8 +145,8 @@ class Answer:
     def close(self) -> None:
         """Nobody reads it any more."""
         if self._unfinished:
+            self._loop.abort(self._flight, list(self._unfinished))
             self._unfinished.clear()
-            self._loop.abort(self._flight)
 
     async def _pieces(self) -> AsyncIterator[Piece]:
         """What can be told, until every choice has ended."""
@@ -182,7 +184,7 @@ class Answer:
             told += text.end()
         if text.is_stopped:
             if news.finish_reason is None:
-                self._loop.abort(self._flight, news.index)
+                self._loop.abort(self._flight, [news.index], FinishReason.STOP)
             self._unfinished.discard(news.index)
             return told, FinishReason.STOP.value
         if news.finish_reason is not None:

@@ -8,13 +8,12 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier.service.cli_options import ConfigOption, needing
+from kvtier.service.cli_options import ConfigOption, needing, use_all_descriptors
 from kvtier.tiers.config import Config
 
 app = typer.Typer()
 
 _SWITCH: Final = 0.001  # seconds a thread waits for the GIL: Python's 5 ms would be added to every token told
-_log = logging.getLogger(__name__)
 
 
 @app.command("engine")
@@ -33,11 +32,11 @@ def serve_engine(
     given = {option: value for option, value in (("name", name), ("http", http)) if value is not None}
     settings = Config.load(config, server=given)
     logging.basicConfig(level=logging.INFO, format="kvtier: %(message)s", stream=sys.stderr)
-    logging.getLogger("kvtier").setLevel(logging.INFO)
     with needing("the engine"):
         from kvtier.engine.server_process import Server
-    sys.setswitchinterval(_SWITCH)
+    use_all_descriptors()
     server = Server(model, settings, exact=exact)
+    sys.setswitchinterval(_SWITCH)
 
     def stop(number: int, frame: object) -> None:
         signal.signal(number, signal.SIG_DFL)  # who insists is obeyed at once

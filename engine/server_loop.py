@@ -98,10 +98,11 @@ class _Seat:
 
 @dataclass(slots=True)
 class _Abort:
-    """Sequences nobody waits for any more."""
+    """Sequences nobody waits for any more, and how that counts."""
 
     flight: Flight
     indices: Sequence[int]
+    outcome: str
 
 
 @dataclass(slots=True)
@@ -126,6 +127,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, max_waiting: int, feed: Feed | None = None) -> None:
         self.engine = engine
+        self.fingerprint = engine.identity.fingerprint().hex()
         self._feed = feed
         self._is_fed = True  # the feed has told everything
         self.capacity = engine.config.max_num_seqs + max_waiting
@@ -145,11 +147,8 @@ class EngineLoop:
     # on any thread
 
     def submit(self, flight: Flight) -> None:
-        """Have it computed. OpenAIError where there is no room, never will be, or not any more."""
+        """Have it computed. OpenAIError where there is no room now, or not any more."""
         num = len(flight.jobs)
-        if num > self.capacity:
-            message = f"n: {num} answers at once; this server has room for {self.capacity}, ask for fewer"
-            raise OpenAIError(400, message, param="n", code="invalid_value")
         with self._changed:
             if self._stop_at is not None:
                 raise stopping()
@@ -159,10 +158,10 @@ class EngineLoop:
             self._inbox.append(flight)
             self._changed.notify()
 
-    def abort(self, flight: Flight, *indices: int) -> None:
-        """Nobody waits for these sequences of a flight any more, or for any of it. What has ended is left alone."""
+    def abort(self, flight: Flight, indices: Sequence[int], outcome: str = "aborted") -> None:
+        """Nobody waits for these sequences of a flight any more. What has ended is left alone."""
         with self._changed:
-            self._inbox.append(_Abort(flight, indices or range(len(flight.jobs))))
+            self._inbox.append(_Abort(flight, indices, outcome))
             self._changed.notify()
 
     def stop(self, patience: float) -> None:
@@ -254,8 +253,7 @@ class EngineLoop:
 
     def _refuse(self, flight: Flight, error: OpenAIError) -> None:
         """End all that is left of a flight; its client is told why."""
-        self._abort(_Abort(flight, range(len(flight.jobs))))
-        self.tally.outcomes["failed"] += 1
+        self._abort(_Abort(flight, range(len(flight.jobs)), "failed"))
         flight.tell([error])
 
     def _abort(self, abort: _Abort) -> None:
@@ -264,35 +262,34 @@ class EngineLoop:
             if (request_id := flight.request_ids[index]) is not None:
                 self._seats.pop(request_id, None)
                 self.engine.abort(request_id)
-                self.tally.outcomes["aborted"] += 1
-            self._end(flight, index)
+            self._end(flight, index, abort.outcome)
 
-    def _end(self, flight: Flight, index: int) -> None:
+    def _end(self, flight: Flight, index: int, outcome: str) -> None:
         flight.unfinished.discard(index)
+        self.tally.outcomes[outcome] += 1
         with self._changed:
             self._num_live -= 1
 
     def _give_up(self, error: OpenAIError) -> None:
         with self._changed:
             inbox, self._inbox = self._inbox, []
-        waiting = [item for item in inbox if isinstance(item, Flight)]
-        for flight in {id(flight): flight for flight in [*(s.flight for s in self._seats.values()), *waiting]}.values():
+        seated = [seat.flight for seat in self._seats.values()]
+        for flight in dict.fromkeys([*seated, *(item for item in inbox if isinstance(item, Flight))]):
             self._refuse(flight, error)
 
     def _pass_on(self, outputs: Sequence[Output]) -> None:
-        told: dict[int, tuple[Flight, list[News | OpenAIError]]] = {}
+        told: dict[Flight, list[News | OpenAIError]] = {}
         for output in outputs:
             seat = self._seats.get(output.request_id)
             if seat is None or output.token_id is None:  # aborted: nobody waits
                 continue
             cached = None if seat.is_told else self._first_token(seat)
             news = News(seat.index, output.token_id, output.finish_reason, cached)
-            told.setdefault(id(seat.flight), (seat.flight, []))[1].append(news)
+            told.setdefault(seat.flight, []).append(news)
             if output.finish_reason is not None:
                 del self._seats[output.request_id]
-                self.tally.outcomes[output.finish_reason] += 1
-                self._end(seat.flight, seat.index)
-        for flight, items in told.values():
+                self._end(seat.flight, seat.index, output.finish_reason)
+        for flight, items in told.items():
             flight.tell(items)
 
     def _first_token(self, seat: _Seat) -> Mapping[str, int]:

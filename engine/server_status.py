@@ -8,7 +8,6 @@ from typing import Any, Final
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvtier.connector.local import LocalConnector
-from kvtier.engine.llm import Engine
 from kvtier.engine.server_loop import EngineLoop
 from kvtier.service.exposition import labelled, text_of
 from kvtier.service.status import figures, version
@@ -20,8 +19,9 @@ _STATES: Final = ("waiting", "loading", "running")
 _TOKENS: Final = ("prompt_tokens", "computed_tokens", "generated_tokens")
 
 
-def model_entry(engine: Engine, name: str, events: Mapping[str, str | None] | None) -> Json:
+def model_entry(loop: EngineLoop, name: str, events: Mapping[str, str | None] | None) -> Json:
     """The model as `/v1/models` lists it; `kvtier` is what a router has to know, `events` where KV events are told."""
+    engine = loop.engine
     return {
         "id": name,
         "object": "model",
@@ -30,7 +30,7 @@ def model_entry(engine: Engine, name: str, events: Mapping[str, str | None] | No
         "max_model_len": engine.max_model_len,
         "kvtier": {
             "block_size": engine.config.block_size,
-            "fingerprint": engine.identity.fingerprint().hex(),
+            "fingerprint": loop.fingerprint,
             "max_model_len": engine.max_model_len,
             "events": events,
         },
@@ -47,7 +47,7 @@ def status(loop: EngineLoop, name: str) -> Json:
         "pid": os.getpid(),
         "status": loop.ailment or ("stopping" if loop.is_stopping else "ok"),
         "model": name,
-        "fingerprint": engine.identity.fingerprint().hex(),
+        "fingerprint": loop.fingerprint,
         "block_size": engine.config.block_size,
         "max_model_len": engine.max_model_len,
         "requests": {"live": loop.num_live, "capacity": loop.capacity, **{state: stats[state] for state in _STATES}},
@@ -64,8 +64,7 @@ def status(loop: EngineLoop, name: str) -> Json:
 def exposition(loop: EngineLoop) -> str:
     """The text format: the engine's own, and those of the tiers below L1 as it sees them."""
     connector = loop.engine.connector
-    name = loop.engine.identity.fingerprint().hex()[:16]
-    tiers = labelled({name: connector.tiers.metrics}) if isinstance(connector, LocalConnector) else []
+    tiers = labelled({loop.fingerprint[:16]: connector.tiers.metrics}) if isinstance(connector, LocalConnector) else []
     return text_of([*_own(loop), *loop.tally.ttft.collect(), *tiers])
 
 

@@ -1,5 +1,6 @@
 """What the verbs of the command line share: exit statuses, options, and what to say where a package is missing."""
 
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -29,6 +30,12 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="TOML file; the environment overrides it.")
 ]
+
+
+def use_all_descriptors() -> None:
+    """Have as many files and sockets open as this process may: each client is one or more."""
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from kvtier.service.namespaces import Namespace, Namespaces, Opening
 from kvtier.service.session import Session
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError, TierUnavailable
-from kvtier.tiers.events import EventSource
 
 if TYPE_CHECKING:
     from kvtier.service.events import Publisher
@@ -261,8 +260,8 @@ class Daemon:
         self._namespaces.opened(fingerprint, result if isinstance(result, Namespace) else None)
         if isinstance(result, Namespace):
             result.tiers.hierarchy.progress.watch(lambda: self._note_progress(result))
-            if self.publisher is not None:
-                result.tiers.feed = self.publisher.feed(fingerprint, EventSource(result.hierarchy))
+            if self.publisher is not None and result.source is not None:
+                result.tiers.feed = self.publisher.feed(fingerprint, result.source)
             for cache_salt, num_bytes in self.limits.items():
                 result.tiers.quotas.set(cache_salt, max(num_bytes, result.hierarchy.host.region.slot_stride))
         for session, hello in waiting:

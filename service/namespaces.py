@@ -12,6 +12,7 @@ from kvtier.service.loop import now
 from kvtier.service.served_tiers import ServedTiers
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.events import EventSource
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import slot_stride
 from kvtier.tiers.opening import open_hierarchy
@@ -55,6 +56,7 @@ class Namespace:
     blocks: Blocks
     size: int  # bytes of L2
     tiers: ServedTiers
+    source: EventSource | None  # what comes to the tiers and leaves them, where that is published
     instance: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
     members: set[Member] = field(default_factory=set)
     idle_since: float = field(default_factory=now)
@@ -92,7 +94,9 @@ class Opening(NamedTuple):
         host = self.config.host.model_copy(update={"size": self.size, "shared": True, "pin": False})
         config = self.config.model_copy(update={"host": host})
         hierarchy = open_hierarchy(config, self.hello.fingerprint, blocks, lease_deadline=math.inf)
-        return Namespace(self.hello.fingerprint, blocks, self.size, ServedTiers(hierarchy, self.hello.fingerprint))
+        tiers = ServedTiers(hierarchy, self.hello.fingerprint)
+        source = EventSource(hierarchy) if config.events.publish is not None else None
+        return Namespace(self.hello.fingerprint, blocks, self.size, tiers, source)
 
 
 class Namespaces:

@@ -1,6 +1,7 @@
 """`kvtier route`: the router on the command line."""
 
 import logging
+import resource
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ from kvtier.tiers.config import Config
 
 app = typer.Typer()
 
+_SWITCH: Final = 0.001  # seconds the loop waits for the GIL beside a thread that reads events; Python's 5 ms are heard
 _REPLICA: Final = "http://HOST:PORT[,events=…][,replay=…][,node=…][,node_replay=…][,block_size=N]; once for each."
 
 
@@ -34,7 +36,10 @@ def route(
     logging.basicConfig(level=logging.INFO, format="kvtier: %(message)s", stream=sys.stderr)
     with needing("the router"):
         from kvtier.service.router_app import serve
-    server = serve(settings.router)
+    server = serve(settings.router, strict=settings.events.strict)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # one for each client, and one for what it asked
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    sys.setswitchinterval(_SWITCH)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())

@@ -32,9 +32,9 @@ _GRACE: Final = 10  # seconds for the answers under way at a stop
 _EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def serve(config: RouterConfig) -> HttpServer:
-    """A router's server, not started yet. Raises ConfigError."""
-    router, stopping = Router(config), Event()
+def serve(config: RouterConfig, *, strict: bool = False) -> HttpServer:
+    """A router's server, not started yet. Raises ConfigError. `strict`: events that contradict others are errors."""
+    router, stopping = Router(config, strict=strict), Event()
     app = make_app(router, config.token, stopping)
     crowded = OpenAIError(503, "too many connections; come again later", code="crowded").response
     return HttpServer(

@@ -1,7 +1,6 @@
 """`kvtier serve`: the daemon on the command line."""
 
 import logging
-import resource
 import signal
 import sys
 from contextlib import nullcontext
@@ -10,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier.service.cli_options import needing
+from kvtier.service.cli_options import needing, use_all_descriptors
 from kvtier.service.daemon import Daemon
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError
@@ -46,8 +45,7 @@ def serve(
         from kvtier.service.http_app import Pages
         from kvtier.service.http_server import HttpSocket
     listening = HttpSocket(settings.service.http)
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # some for each client and each of its processes
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    use_all_descriptors()
     sys.setswitchinterval(_SWITCH)
     with Publisher(settings.events) if settings.events.publish is not None else nullcontext() as publisher:
         daemon = Daemon(settings, path, publisher=publisher)

@@ -129,4 +129,4 @@ def _malformed(path: str) -> list[bytes]:
 def kvtier(*arguments: str, stdin: str = "", **options: str) -> "subprocess.CompletedProcess[str]":
     """`kvtier ARGUMENTS` in a process of its own."""
     command = [sys.executable, "-c", "from kvtier.cli import main; main()", *arguments]
-    return subprocess.run(command, env=environment(**options), input=stdin, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=environment(**options), input=stdin, capture_output=True, text=True, timeout=100)

@@ -1,11 +1,14 @@
 """What benchmarks print and save: one JSON object, a table for people, the verdict on every target."""
 
 import json
+import re
 from pathlib import Path
 
 import _report
 import pytest
+from _readme import CLAIMS
 from _report import Target, parser, report
+from serving import Answer, Arm, Load
 
 ROWS: list[dict[str, object]] = [
     {"size": "128 KiB", "gb_per_s": 1.23456, "ok": True},
@@ -52,3 +55,45 @@ def test_the_table_shows_rows_and_verdicts(capsys: pytest.CaptureFixture[str]) -
 def test_every_program_has_the_same_options() -> None:
     options = parser(__doc__).parse_args(["--json", "--quick"])
     assert (options.json, options.quick, options.save) == (True, True, False)
+
+
+def test_the_setup_is_told_with_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    report("copy", ROWS, TARGETS, as_json=True, setup={"trace": "a.jsonl", "replicas": 4})
+    assert json.loads(capsys.readouterr().out)["setup"] == {"trace": "a.jsonl", "replicas": 4}
+    report("copy", ROWS, TARGETS, as_json=False, setup={"trace": "a.jsonl", "replicas": 4})
+    assert "trace a.jsonl" in capsys.readouterr().out
+
+
+def test_every_claim_of_the_readme_has_one_limit() -> None:
+    # what the new programs call their targets, as long as no result of theirs is saved
+    told = {
+        "routing": [
+            "cached share: prefix-aware over the best other",
+            "cached share: prefix-aware over round robin",
+            "cached share: prefix-aware, of the oracle's",
+            "TTFT p50: round robin over prefix-aware",
+            "TTFT p99: the best other over prefix-aware",
+        ],
+        "serving": ["L2: requests/s over cache off", "cluster: TTFT of cache off over it"],
+        "router_overhead": [
+            "1,000,000 indexed blocks, MB",
+            "prefix scoring of 32768 tokens, mixed, CPU ms",
+            "router's CPU ms of a request, stream",
+        ],
+    }
+    for benchmark, names in told.items():
+        patterns = [pattern for _, name, pattern in CLAIMS if name == benchmark]
+        assert all(sum(bool(re.search(pattern, name)) for pattern in patterns) == 1 for name in names)
+
+
+def test_a_load_is_told_by_ratios_within_a_round() -> None:
+    load = Load(2, 8, 128, 16, 4, 8, 2)
+    assert (load.prefix_blocks, load.l1_blocks) == (8, 22)
+    off, warm = Arm("cache off", 1), Arm("L2", 2)
+    # the machine is half as fast in the second round, for both
+    for arm, rates, firsts in ((off, [2.0, 1.0], [3.0, 6.0]), (warm, [8.0, 4.0], [1.0, 2.0])):
+        arm.rates = rates
+        arm.answers = [[Answer(first, 0.1, {"L2": 0.5} if arm is warm else {})] * 3 for first in firsts]
+    row = warm.row(off)
+    assert (row["requests/s of a round"], row["off / TTFT of a round"]) == (4, 3)
+    assert (row["in L1"], row["in L2"], row["between tokens p50 ms"]) == (0, 0.5, 100)

@@ -41,6 +41,7 @@ class EventSource:
     """
 
     def __init__(self, hierarchy: Hierarchy) -> None:
+        """Looks at every block there is: where a slab is large, not on a thread that others wait for."""
         self._hierarchy = hierarchy
         self._host = hierarchy.host
         self._ports = [_PortEvents(port) for port in hierarchy.ports]
@@ -87,7 +88,9 @@ class _PortEvents:
 
     def __init__(self, port: TierPort) -> None:
         self._port = port
-        self._heard: Announcer | None = None
+        self._heard = _announcer(port.tier)
+        if self._heard is not None:
+            self._heard.listen()
 
     @property
     def waiting(self) -> bool:

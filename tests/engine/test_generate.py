@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from tiny_models import SIZES
+from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
+from kvtier.engine import generate
 from kvtier.engine.demo import train_tokenizer
 
 
@@ -62,3 +64,22 @@ def test_a_model_is_not_saved_over_another(model: Path) -> None:
         2,
         f'kvtier: "{model}": there is a model already; name another directory\n',
     )
+    before = sorted(model.iterdir())
+    assert kvtier("model", model, "--if-missing").returncode == 0
+    assert sorted(model.iterdir()) == before
+
+
+def test_a_model_is_there_when_its_configuration_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_off(special: object) -> Tokenizer:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "demo_model", lambda: LlamaConfig(**SIZES))
+    monkeypatch.setattr(generate, "train_tokenizer", break_off)
+    with pytest.raises(KeyboardInterrupt):
+        generate.save_model(tmp_path)
+    assert list(tmp_path.iterdir()) == []  # nobody takes it for one
+    monkeypatch.setattr(generate, "train_tokenizer", lambda special: Tokenizer(models.BPE()))
+    generate.save_model(tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert not [name for name in names if name.startswith("unfinished")]

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from node_rig import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from server_rig import BLOCK, MODEL, ServerProcess, ServerThread, client, save_checkpoint, serving, tokenizer, wait_for
 
+from kvtier import cli
 from kvtier.connector.events import namespace_of, topic_of
 from kvtier.service.event_consumer import EventConsumer
 from kvtier.service.prefix_index import PrefixIndex, prompt_hashes
@@ -110,6 +112,7 @@ def test_a_stop_string_ends_the_answer_and_the_work(server: ServerThread) -> Non
     chunks = list(server.client.completions.create(**ask, stop=stop, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == stopped.choices[0].text
     server.settle()
+    assert server.status()["outcomes"]["stop"] >= 2
     assert server.num_free == server.engine.pool.num_blocks
 
 
@@ -211,26 +214,45 @@ def test_the_command_from_a_model_of_ours_to_the_end(tmp_path: Path) -> None:
     assert len(server.lines) == 1, server.lines  # ready, and not a word more
 
 
-def test_bad_command_lines_are_one_line_and_status_2(model: Path) -> None:
-    for arguments, options, line in (
+@pytest.mark.parametrize(
+    ("arguments", "options", "line"),
+    [
         (
             ["--model", "nowhere"],
             {},
             '--model "nowhere": no config.json there; name a local checkpoint directory',
         ),
         (
-            ["--model", str(model), "--http", "0.0.0.0:0"],
+            ["--http", "0.0.0.0:0"],
             {},
             '[server] http "0.0.0.0:0": other machines reach it; use 127.0.0.1 or set allow_remote',
         ),
         (
-            ["--model", str(model)],
-            {"server__max_num_seqs": "2", "server__max_num_batched_tokens": "1", "server__http": "127.0.0.1:0"},
+            ["--http", "192.0.2.1:8000"],
+            {"SERVER__ALLOW_REMOTE": "true", "SERVER__TOKEN": "a secret"},
+            '[server] http "192.0.2.1:8000": Cannot assign requested address; choose another address or port',
+        ),
+        (
+            ["--http", "127.0.0.1:0"],
+            {"SERVER__MAX_NUM_SEQS": "2", "SERVER__MAX_NUM_BATCHED_TOKENS": "1"},
             "max_num_seqs 2: more than the 1 tokens of a step; lower it or raise max_num_batched_tokens",
         ),
-    ):
-        ended = kvtier("engine", *arguments, **options)
-        assert (ended.returncode, ended.stderr) == (2, f"kvtier: {line}\n")
+    ],
+)
+def test_a_bad_command_line_is_one_line_and_status_2(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    options: dict[str, str],
+    line: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvtier", "engine", "--model", str(model), *arguments])
+    for name, value in options.items():
+        monkeypatch.setenv(f"KVTIER_{name}", value)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert (stopped.value.code, capsys.readouterr().err) == (2, f"kvtier: {line}\n")
 
 
 def test_events_tell_what_the_engine_holds(model: Path, disk_dir: Path) -> None:

@@ -68,6 +68,7 @@ def well(server: ServerThread) -> bool:
         ("completions", {"top_p": 0}, 400, "top_p", "invalid_value"),
         ("completions", {"n": 129}, 400, "n", "invalid_value"),
         ("completions", {"n": 17}, 400, "n", "invalid_value"),
+        ("completions", {"prompt": ["hi"] * 17}, 400, "prompt", "invalid_value"),
         ("completions", {"seed": 2**63}, 400, "seed", "invalid_value"),
         ("completions", {"stop": ""}, 400, "stop.0", "invalid_value"),
         ("completions", {"stop": ["a"] * 17}, 400, "stop", "invalid_value"),

@@ -1,7 +1,6 @@
 """Stories of a server that has too much to do, loses its clients, fails or has to stop: nothing leaks, all are told."""
 
 import json
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from server_rig import MODEL, ServerProcess, ServerThread, save_checkpoint, serving, wait_for
+from server_rig import MODEL, ServerThread, save_checkpoint, serving, wait_for
 
 from kvtier.engine import server_process
 
@@ -173,21 +172,21 @@ def failing(server: ServerThread, times: int) -> Iterator[None]:
         server.engine.runner.run = run  # type: ignore[method-assign]
 
 
-def test_a_signal_lets_answers_end_and_takes_no_more(model: Path) -> None:
-    server = ServerProcess(model)
-    stream = server.client.completions.create(max_tokens=300, stream=True, **ASK)
-    pieces = [next(stream)]
-    with httpx2.Client(base_url=server.url) as pages:
-        assert pages.get("/readyz").status_code == 200
-        server.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: pages.get("/readyz").status_code == 503)
-        refused = pages.post("/v1/completions", json=body(max_tokens=1))
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+def test_a_server_that_stops_lets_answers_end_and_takes_no_more(model: Path) -> None:
+    with serving(model) as server:
+        stream = server.client.completions.create(max_tokens=30, stream=True, **ASK)
+        pieces = [next(stream)]
+        with held(server):
+            server.server.stop()  # what SIGTERM does
+            assert server.http.get("/readyz").status_code == 503
+            assert server.http.get("/healthz").status_code == 200
+            refused = server.http.post("/v1/completions", json=body(max_tokens=1))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
         pieces += list(stream)
-    assert pieces[-1].choices[0].finish_reason == "length"
-    assert server.process.wait(60) == 0
-    server.end(signal.SIGTERM)
-    assert len(server.lines) == 1, server.lines
+        assert pieces[-1].choices[0].finish_reason == "length"
+        server.thread.join(60)
+        with pytest.raises(httpx2.ConnectError):
+            httpx2.get(f"{server.url}/healthz")
 
 
 def test_what_does_not_end_in_time_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

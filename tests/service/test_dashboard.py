@@ -12,8 +12,8 @@ import pytest
 from browser_rig import Browser, browser, missing
 from doubles import chain_of, wait_until
 from http_rig import MODEL, ServedDaemon, ServedStatus
-from node_rig import node
-from router_rig import replicas, routed
+from node_rig import free_port, node
+from router_rig import RoutedReplicas, replicas, routed
 from service_rig import attach, load, store
 
 from kvtier.service import dashboard
@@ -371,9 +371,11 @@ def test_a_reader_who_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_server_that_stops_ends_its_streams(home: Path) -> None:
-    served = ServedDaemon(home / "s", host={"size": 1 << 20})
-    with httpx2.stream("GET", f"http://{served.http}/stream", timeout=30) as stream:
-        lines = stream.iter_lines()
-        assert next(events(lines))[0] == "status"
-        served.close()
-        list(lines)  # its end comes, and is no error
+    daemon = ServedDaemon(home / "s", host={"size": 1 << 20})
+    router = RoutedReplicas(f"http://127.0.0.1:{free_port()}")
+    for address, close in ((daemon.http, daemon.close), (router.server.address, router.close)):
+        with httpx2.stream("GET", f"http://{address}/stream", timeout=30) as stream:
+            lines = stream.iter_lines()
+            assert next(events(lines))[0] == "status"
+            close()
+            list(lines)  # its end comes, and is no error
