@@ -6,10 +6,10 @@ from contextlib import suppress
 
 import httpx2
 import pytest
-from crowd_rig import Said, Turn, hear
+from crowd_rig import Json, Said, Turn, hear
 
 BODY = Turn("tiny", ({"role": "user", "content": "How deep is it?"},), "six").body(streams=True)
-USAGE: dict[str, dict[str, dict[str, int]]] = {"prompt_tokens_details": {"kvtier": {}}}
+USAGE: Json = {"prompt_tokens_details": {"kvtier": {}}}
 
 
 def event(text: str = "", reason: str | None = None) -> bytes:

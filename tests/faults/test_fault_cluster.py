@@ -179,7 +179,7 @@ def start_again(cluster: Running) -> None:
 # kill -9 while clients run
 
 
-def test_a_replica_killed_in_the_middle_of_its_streams(cluster: Running, talks: list[list[Turn]]) -> None:
+def test_an_engine_is_killed(cluster: Running, talks: list[list[Turn]]) -> None:
     # a conversation that engine-a alone has
     first, second, third = talks[0]
     tell(cluster, "a", first, "only a has it")
@@ -204,7 +204,7 @@ def test_a_replica_killed_in_the_middle_of_its_streams(cluster: Running, talks: 
         assert cached["L2"] + cached["file"] > 0, cached
 
 
-def test_the_router_killed(cluster: Running, talks: list[list[Turn]]) -> None:
+def test_the_router_is_killed(cluster: Running, talks: list[list[Turn]]) -> None:
     tell(cluster, "a", talks[1][0], "before the router died")
     with crowd(cluster.url("router"), talks) as clients:
         cluster.kill("router")
@@ -220,7 +220,7 @@ def test_the_router_killed(cluster: Running, talks: list[list[Turn]]) -> None:
     assert sum(cached.values()) > 0
 
 
-def test_a_redis_master_killed(cluster: Running, talks: list[list[Turn]]) -> None:
+def test_a_master_is_killed(cluster: Running, talks: list[list[Turn]]) -> None:
     with crowd(cluster.url("router"), talks) as clients:
         cluster.kill("valkey-2")
         # no client of the cluster notices: a third of the blocks are misses in Valkey, and other tiers have them
@@ -236,7 +236,7 @@ def test_a_redis_master_killed(cluster: Running, talks: list[list[Turn]]) -> Non
     assert cached["redis"] > 0, cached
 
 
-def test_a_daemon_killed(cluster: Running, talks: list[list[Turn]]) -> None:
+def test_a_daemon_is_killed(cluster: Running, talks: list[list[Turn]]) -> None:
     tell(cluster, "b", talks[3][0], "while the daemon was dead")
     with crowd(cluster.url("router"), talks) as clients:
         cluster.kill("node-a")
@@ -257,12 +257,9 @@ def test_a_daemon_killed(cluster: Running, talks: list[list[Turn]]) -> None:
 # and input
 
 
-def test_a_thousand_malformed_requests_to_each_while_clients_run(cluster: Running, talks: list[list[Turn]]) -> None:
-    pages = {"router": "/v1/completions", "engine-a": "/v1/chat/completions", "node-a": "/admin/evict"}
-
+def test_a_daemon_is_sent_a_thousand_malformed_requests(cluster: Running, talks: list[list[Turn]]) -> None:
     with crowd(cluster.url("router"), talks) as clients:
-        for name, path in pages.items():
-            pester(cluster.url(name).removeprefix("http://"), path)
+        pester(cluster.url("node-a").removeprefix("http://"), "/admin/evict")
         clients.everybody()
         assert not clients.troubles
 
@@ -322,3 +319,4 @@ def test_a_soak_with_a_fault_every_few_seconds(
             fault(cluster, dice)
             clients.everybody()
     print(f"{num_faults}; {sum(clients.num_right)} right answers, troubles {clients.troubles}, from {clients.cached}")
+    print(f"corrupted {[model['corrupted'] for node in NODES for model in cluster.page(node)['models']]}")
