@@ -69,6 +69,7 @@ def make_app(served: Served) -> Starlette:
             began = asyncio.get_running_loop().time()
             body = parse(body_type, await read_body(request, MAX_BODY))
             _require_model(served, body.model)
+            _require_room(served.loop, body)
             prompts = await run_in_threadpool(served.prompts.all_tokens, body)
             asked = _asked(served, body, prompts, began + served.config.request_timeout)
             return await _answered(request, Answer(asked, form, served.loop), streams=bool(body.stream))
@@ -95,6 +96,17 @@ def _models(served: Served) -> dict[str, Any]:
 def _require_model(served: Served, name: str) -> None:
     if name != served.name:
         raise unknown_model(name, served.name)
+
+
+def _require_room(loop: EngineLoop, body: CompletionBody | ChatBody) -> None:
+    """OpenAIError where there is no room for the answers asked for, now or ever; nothing is made for them."""
+    num_prompts = 1 if isinstance(body, ChatBody) else len(body.prompts)
+    num_choices = body.n or 1
+    if (num := num_prompts * num_choices) > loop.capacity:
+        param = "n" if num_choices > 1 else "prompt"
+        message = f"{param}: {num} answers at once; this server has room for {loop.capacity}, ask for fewer"
+        raise OpenAIError(400, message, param=param, code="invalid_value")
+    loop.require_room(num)
 
 
 def _asked(served: Served, body: CompletionBody | ChatBody, prompts: list[list[int]], deadline: float) -> Asked:

@@ -192,4 +192,5 @@ class Answer:
 
 
 def _event(content: Json) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """In ASCII: some clients take U+2028 and its like for line ends."""
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"

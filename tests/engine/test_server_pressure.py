@@ -14,6 +14,7 @@ import pytest
 from server_rig import MODEL, ServerProcess, ServerThread, save_checkpoint, serving, wait_for
 
 from kvtier.engine import server_process
+from kvtier.service.prompts import Prompts
 
 LONG = "The quick brown fox jumps over the lazy dog, again and again. " * 3
 ASK: dict[str, Any] = {"model": MODEL, "prompt": LONG, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -89,6 +90,23 @@ def test_a_full_server_says_so_and_has_room_again_later(model: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="n: 3 answers at once"):
             server.client.completions.create(max_tokens=3, n=3, **ASK)
         assert idle(server)
+
+
+def test_who_finds_no_room_costs_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither tokens nor jobs are made for a request that is not taken, however many it would be."""
+    with serving(model, server={"max_num_seqs": 2, "max_waiting": 0}) as server:
+        with held(server):
+            live = beside(lambda: server.client.completions.create(max_tokens=1, n=2, **ASK))
+            wait_for(lambda: server.loop.num_live == 2)
+            monkeypatch.setattr(Prompts, "all_tokens", None)
+            refused = server.post("completions", model=MODEL, prompt="x")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+            for ask, param in (({"prompt": [[1]] * 3}, "prompt"), ({"prompt": [[1]] * 4096, "n": 128}, "n")):
+                error = server.post("completions", model=MODEL, **ask).json()["error"]
+                assert (error["param"], error["code"]) == (param, "invalid_value")
+                assert error["message"].startswith(f"{param}: ")
+            monkeypatch.undo()
+        assert len(live.result().choices) == 2
 
 
 def test_a_deadline_ends_a_request_and_frees_its_blocks(model: Path) -> None:
