@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvtier.engine.sequence import SamplingParams
-from kvtier.engine.server_answers import CHAT, TEXT, Answer, Asked, Form
+from kvtier.engine.server_answers import CHAT, TEXT, Answer, Asked, Form, late
 from kvtier.engine.server_loop import EngineLoop, Job, stopping
 from kvtier.engine.server_status import exposition, model_entry, status
 from kvtier.engine.server_text import AnswerText
@@ -28,6 +28,7 @@ from kvtier.tiers.config import ServerConfig
 _log = logging.getLogger(__name__)
 
 MAX_BODY: Final = 8 << 20  # bytes
+_TOKENIZING: Final = 4  # requests at once: a tokenizer takes some hundred bytes for each of the body's
 _SHORT_ANSWER: Final = 16  # tokens of a completion that says nothing of it: OpenAI's
 _SEEDS: Final = 2**64
 _GONE: Final = 499  # what proxies write down for a client that hung up
@@ -49,6 +50,7 @@ class Served:
 def make_app(served: Served) -> Starlette:
     """The application."""
     guard = Guard(served.config.token)
+    tokenizing = asyncio.Semaphore(_TOKENIZING)
 
     def get(path: str, answer: Callable[[], Response], *, guarded: bool = False) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -70,8 +72,17 @@ def make_app(served: Served) -> Starlette:
             body = parse(body_type, await read_body(request, MAX_BODY))
             _require_model(served, body.model)
             _require_room(served.loop, body)
-            prompts = await run_in_threadpool(served.prompts.all_tokens, body)
-            asked = _asked(served, body, prompts, began + served.config.request_timeout)
+            deadline = began + served.config.request_timeout
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await tokenizing.acquire()
+            except TimeoutError:
+                raise late() from None
+            try:
+                prompts = await run_in_threadpool(served.prompts.all_tokens, body)  # a thread cannot be cut short
+            finally:
+                tokenizing.release()
+            asked = _asked(served, body, prompts, deadline)
             return await _answered(request, Answer(asked, form, served.loop), streams=bool(body.stream))
 
         return Route(path, endpoint, methods=["POST"])

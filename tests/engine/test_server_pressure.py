@@ -89,7 +89,7 @@ def test_a_full_server_says_so_and_has_room_again_later(model: Path) -> None:
         # What no waiting makes room for is the request's own mistake.
         with pytest.raises(openai.BadRequestError, match="n: 3 answers at once"):
             server.client.completions.create(max_tokens=3, n=3, **ASK)
-        assert idle(server)
+        wait_for(lambda: idle(server))
 
 
 def test_who_finds_no_room_costs_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +131,30 @@ def test_a_deadline_ends_a_request_and_frees_its_blocks(model: Path) -> None:
 
 def body(**options: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": LONG, "temperature": 0, "ignore_eos": True, **options}
+
+
+def test_few_prompts_are_tokenized_at_once_and_none_is_waited_for_for_ever(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, all_tokens = threading.Event(), Prompts.all_tokens
+    entered: list[object] = []
+
+    def wait_and_tokenize(*arguments: Any) -> Any:
+        entered.append(arguments)
+        assert go.wait(60)
+        return all_tokens(*arguments)
+
+    with serving(model, server={"request_timeout": "2s"}) as server:
+        monkeypatch.setattr(Prompts, "all_tokens", wait_and_tokenize)
+        asked = [beside(lambda: server.post("completions", **body(max_tokens=1))) for _ in range(4)]
+        wait_for(lambda: len(entered) == 4)
+        late = server.post("completions", **body(max_tokens=1))
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        assert len(entered) == 4
+        go.set()
+        assert {each.result().status_code for each in asked} == {504}  # theirs is over, too
+        assert server.post("completions", **body(max_tokens=1)).status_code == 200
+        wait_for(lambda: idle(server))
 
 
 def test_who_hangs_up_is_computed_for_no_longer(model: Path) -> None:
