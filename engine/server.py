@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvtier.engine.sequence import SamplingParams
-from kvtier.engine.server_answers import CHAT, TEXT, Answer, Asked, Form
+from kvtier.engine.server_answers import CHAT, TEXT, Answer, Asked, Form, late
 from kvtier.engine.server_loop import EngineLoop, Job, stopping
 from kvtier.engine.server_status import exposition, model_entry, status
 from kvtier.engine.server_text import AnswerText
@@ -28,6 +28,7 @@ from kvtier.tiers.config import ServerConfig
 _log = logging.getLogger(__name__)
 
 MAX_BODY: Final = 8 << 20  # bytes
+_READING: Final = 4  # bodies read at once: a tokenizer takes some hundred bytes for each of the body's
 _SHORT_ANSWER: Final = 16  # tokens of a completion that says nothing of it: OpenAI's
 _SEEDS: Final = 2**64
 _GONE: Final = 499  # what proxies write down for a client that hung up
@@ -49,6 +50,7 @@ class Served:
 def make_app(served: Served) -> Starlette:
     """The application."""
     guard = Guard(served.config.token)
+    reading = asyncio.Semaphore(_READING)
 
     def get(path: str, answer: Callable[[], Response], *, guarded: bool = False) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -68,7 +70,16 @@ def make_app(served: Served) -> Starlette:
             guard.admit(request)
             began = asyncio.get_running_loop().time()
             data = await read_body(request, MAX_BODY)
-            asked = await run_in_threadpool(_asked, served, body_type, data, began + served.config.request_timeout)
+            deadline = began + served.config.request_timeout
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await reading.acquire()
+            except TimeoutError:
+                raise late() from None
+            try:
+                asked = await run_in_threadpool(_asked, served, body_type, data, deadline)  # it cannot be cut short
+            finally:
+                reading.release()
             return await _answered(request, Answer(asked, form, served.loop))
 
         return Route(path, endpoint, methods=["POST"])
@@ -95,17 +106,23 @@ def _require_model(served: Served, name: str) -> None:
         raise unknown_model(name, served.name)
 
 
+def _require_room(loop: EngineLoop, body: CompletionBody | ChatBody) -> None:
+    """OpenAIError where there is no room for the answers asked for, now or ever; nothing is made for them."""
+    num_prompts = 1 if isinstance(body, ChatBody) else len(body.prompts)
+    num_choices = body.n or 1
+    if (num := num_prompts * num_choices) > loop.capacity:
+        param = "n" if num_choices > 1 else "prompt"
+        message = f"{param}: {num} answers at once; this server has room for {loop.capacity}, ask for fewer"
+        raise OpenAIError(400, message, param=param, code="invalid_value")
+    loop.require_room(num)
+
+
 def _asked(served: Served, body_type: type[CompletionBody] | type[ChatBody], data: bytes, deadline: float) -> Asked:
     """What a body asks for, `n` jobs for each prompt. OpenAIError for what cannot be computed."""
     body: CompletionBody | ChatBody = parse(body_type, data)
     _require_model(served, body.model)
+    _require_room(served.loop, body)
     num_choices = body.n or 1
-    num_prompts = len(body.prompts) if isinstance(body, CompletionBody) else 1
-    if num_prompts * num_choices > served.loop.capacity:
-        param = "prompt" if num_prompts > served.loop.capacity else "n"
-        asked = f"{num_prompts * num_choices} answers at once"
-        message = f"{param}: {asked}; this server has room for {served.loop.capacity}, ask for fewer"
-        raise OpenAIError(400, message, param=param, code="invalid_value")
     prompts = [(prompt, _params(served.loop, body, prompt)) for prompt in served.prompts.all_tokens(body)]
     jobs = [
         Job(prompt, _seeded(params, choice), body.cache_salt)

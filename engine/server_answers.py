@@ -165,12 +165,7 @@ class Answer:
             async with asyncio.timeout_at(self._asked.deadline):
                 return await self._flight.next()
         except TimeoutError:
-            raise OpenAIError(
-                504,
-                "the answer was not there in time; ask for less, or raise [server] request_timeout",
-                code="timeout",
-                headers={"x-should-retry": "false"},
-            ) from None
+            raise late() from None
 
     def _heard(self, news: News) -> tuple[str, str | None]:
         """The text a token brought, and why its choice has ended if it has."""
@@ -193,5 +188,12 @@ class Answer:
         return told, None
 
 
+def late() -> OpenAIError:
+    """The request's time is over."""
+    message = "the answer was not there in time; ask for less, or raise [server] request_timeout"
+    return OpenAIError(504, message, code="timeout", headers={"x-should-retry": "false"})
+
+
 def _event(content: Json) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """In ASCII: some clients take U+2028 and its like for line ends."""
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"

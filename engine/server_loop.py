@@ -146,15 +146,18 @@ class EngineLoop:
 
     # on any thread
 
+    def require_room(self, num_sequences: int) -> None:
+        """OpenAIError where there is none now, or not any more: a request need not be prepared to hear that."""
+        if self._stop_at is not None:
+            raise stopping()
+        if self._num_live + num_sequences > self.capacity:
+            raise busy(f"{self._num_live} requests are computed or wait here, there is no room; come again later")
+
     def submit(self, flight: Flight) -> None:
         """Have it computed. OpenAIError where there is no room now, or not any more."""
-        num = len(flight.jobs)
         with self._changed:
-            if self._stop_at is not None:
-                raise stopping()
-            if self._num_live + num > self.capacity:
-                raise busy(f"{self._num_live} requests are computed or wait here, there is no room; come again later")
-            self._num_live += num
+            self.require_room(len(flight.jobs))
+            self._num_live += len(flight.jobs)
             self._inbox.append(flight)
             self._changed.notify()
 

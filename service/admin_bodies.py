@@ -1,5 +1,6 @@
 """What admin requests may say: every field typed and bounded, every mistake one line with field, value and mend."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Annotated, Any, Final, Self, TypeVar
@@ -187,7 +188,8 @@ def _one_line(error: Any, known: list[str]) -> str:
 
 def shown(value: object) -> str:
     """A value as JSON, whatever it is: one line of ASCII, 60 characters at most."""
-    text = json.dumps(value, default=str, ensure_ascii=True)
+    pieces = json.JSONEncoder(default=str).iterencode(value)  # of a long list, no more than is shown
+    text = "".join(itertools.islice(pieces, 61))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

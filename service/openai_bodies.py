@@ -25,6 +25,9 @@ _MAX_CHOICES: Final = 128
 _MAX_STOPS: Final = 16
 _MAX_STOP: Final = 256  # characters
 _MAX_NUMBER: Final = 2**31 - 1
+_MAX_LIST: Final = 4096  # prompts, messages, parts
+_MAX_TOKENS: Final = 2**20  # of a prompt
+_MAX_FIELDS: Final = 128  # of an object; the API has fifty
 
 
 def _listed(value: object) -> object:
@@ -52,15 +55,22 @@ def _must_be(*neutral: object) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _few_fields(value: object) -> object:
+    """Each unknown field is an error that pydantic collects: a body could have a million."""
+    if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+        raise ValueError(f"an object of {len(value)} fields; at most {_MAX_FIELDS} are read")
+    return value
+
+
 def _ignored(value: object) -> None:
     """A field that changes no answer."""
 
 
 Text = Annotated[str, AfterValidator(writable)]
 Token = Annotated[int, Field(ge=0, le=2**32 - 1)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
-Texts = Annotated[list[Text], Field(min_length=1)]
-TokenLists = Annotated[list[Tokens], Field(min_length=1)]
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=_MAX_TOKENS, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=_MAX_LIST, fail_fast=True)]
+TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=_MAX_LIST, fail_fast=True)]
 Prompt = Annotated[
     Annotated[Text, Tag("=text")]
     | Annotated[Texts, Tag("=texts")]
@@ -100,7 +110,12 @@ class TextPart(BaseModel):
 
 
 Content = Annotated[
-    Annotated[Text, Tag("=text")] | Annotated[list[TextPart], Field(min_length=1), Tag("=parts")],
+    Annotated[Text, Tag("=text")]
+    | Annotated[
+        list[Annotated[TextPart, BeforeValidator(_few_fields)]],
+        Field(min_length=1, max_length=_MAX_LIST, fail_fast=True),
+        Tag("=parts"),
+    ],
     Discriminator(
         _kind, custom_error_type="content", custom_error_message="not a content; give a text, or parts of type text"
     ),
@@ -117,6 +132,7 @@ class Message(BaseModel):
     name: Text | None = None
     refusal: Annotated[None, _must_be()] = None
     audio: Annotated[None, _must_be()] = None
+    annotations: Ignored = None  # an answer's, come back
     tool_calls: Empty = None
     function_call: Annotated[None, _must_be()] = None
 
@@ -143,7 +159,10 @@ class CompletionPrompt(Asked):
 class ChatPrompt(Asked):
     """The messages of a chat."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[
+        list[Annotated[Message, BeforeValidator(_few_fields)]],
+        Field(min_length=1, max_length=_MAX_LIST, fail_fast=True),
+    ]
 
 
 class StreamOptions(BaseModel):
@@ -151,7 +170,7 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: Ignored = None
     continuous_usage_stats: Off = None
 
@@ -167,10 +186,10 @@ class Sampling(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=_MAX_NUMBER)] | None = None  # 0, -1: all
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[Stop], Field(max_length=_MAX_STOPS), BeforeValidator(_listed)] | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=_MAX_STOPS)] | None = None
+    stop: Annotated[list[Stop], Field(max_length=_MAX_STOPS, fail_fast=True), BeforeValidator(_listed)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, BeforeValidator(_few_fields)] = None
     frequency_penalty: Zero = None
     presence_penalty: Zero = None
     repetition_penalty: Annotated[None, _must_be(1)] = None
@@ -181,7 +200,7 @@ class Sampling(BaseModel):
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @model_validator(mode="after")
     def _streams(self) -> Self:
@@ -224,6 +243,8 @@ class ChatBody(ChatPrompt, Sampling):
     store: Off = None
     metadata: Ignored = None
     prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
     safety_identifier: Ignored = None
     verbosity: Ignored = None
 
@@ -242,6 +263,10 @@ def parse(body_type: type[B], data: bytes) -> B:
         raise OpenAIError(400, f"body: not JSON ({flat(str(error))[:100]}); send an object") from None
     if not isinstance(values, dict):
         raise OpenAIError(400, f"body {shown(values)}: not a JSON object; send one")
+    try:
+        _few_fields(values)
+    except ValueError as error:
+        raise OpenAIError(400, f"body: {error}", code="invalid_value") from None
     try:
         return body_type.model_validate(values)
     except ValidationError as error:

@@ -18,6 +18,7 @@ from kvtier import cli
 from kvtier.connector.events import namespace_of, topic_of
 from kvtier.service.event_consumer import EventConsumer
 from kvtier.service.prefix_index import PrefixIndex, prompt_hashes
+from kvtier.service.prompts import Detokenizer
 from kvtier.tiers.chain import root_hash
 
 LONG = "The quick brown fox jumps over the lazy dog, again and again. " * 3
@@ -79,6 +80,19 @@ def test_a_stream_tells_the_same_text(server: ServerThread) -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 40
     assert len(list(server.client.completions.create(**ask, stream=True))) == len(chunks) - 1  # no usage unless asked
+
+
+def test_an_event_is_one_line_whatever_a_client_takes_for_a_lines_end(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Detokenizer, "push", lambda *_: "\u2028\u0085\v\r\n😀")
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 3, "stream": True, "ignore_eos": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines.pop() == "data: [DONE]"
+    assert [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines] == [
+        "\u2028\u0085\v\r\n😀"
+    ] * 3
 
 
 def test_a_chat_and_its_second_turn(server: ServerThread) -> None:

@@ -12,9 +12,12 @@ import httpx2
 import openai
 import pytest
 from http_rig import talk
+from pydantic import ValidationError
 from server_rig import MODEL, ServerThread, client, save_checkpoint, serving
 
 from kvtier.engine import server_process
+from kvtier.service.openai_bodies import ChatBody, CompletionBody, parse
+from kvtier.service.openai_errors import OpenAIError
 
 TOKEN = "a secret nobody sees"
 USER = [{"role": "user", "content": "hi"}]
@@ -130,6 +133,34 @@ def test_the_field_at_fault_is_named(
     assert well(server)
 
 
+@pytest.mark.parametrize(
+    ("body_type", "wrong", "param"),
+    [
+        (CompletionBody, {"prompt": [1] + [""] * 1000}, "prompt.1"),
+        (CompletionBody, {"prompt": ["hi"] + [1] * 1000}, "prompt.1"),
+        (CompletionBody, {"prompt": [[1]] * 5000}, "prompt"),
+        (CompletionBody, {"prompt": "hi", **{f"x{number}": 1 for number in range(1000)}}, None),
+        (ChatBody, {"messages": [{}] * 1000}, "messages.0.role"),
+        (ChatBody, {"messages": [{f"x{number}": 1 for number in range(1000)}]}, "messages.0"),
+        (ChatBody, {"messages": [{"role": "user", "content": [{}] * 1000}]}, "messages.0.content.0.type"),
+        (ChatBody, {"messages": USER, "stream_options": {f"x{number}": 1 for number in range(1000)}}, "stream_options"),
+    ],
+)
+def test_of_a_million_mistakes_only_the_first_are_looked_for(
+    body_type: type[ChatBody | CompletionBody], wrong: dict[str, Any], param: str | None
+) -> None:
+    """Each that is found is memory and time while all streams stand still."""
+    body = {"model": MODEL, **wrong}
+    with pytest.raises(OpenAIError) as refused:
+        parse(body_type, json.dumps(body).encode())
+    assert refused.value.param == param
+    if param is not None:
+        with pytest.raises(ValidationError) as found:
+            body_type.model_validate(body)
+        assert found.value.error_count() <= 2
+    assert len(str(refused.value)) < 200
+
+
 def test_what_asks_for_nothing_is_taken(server: ServerThread) -> None:
     """Clients send neutral values of what they do not use."""
     neutral: dict[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "user": "me", "n": 1}
@@ -138,6 +169,14 @@ def test_what_asks_for_nothing_is_taken(server: ServerThread) -> None:
         **CHAT, **neutral, tools=[], response_format={"type": "text"}, logprobs=False, metadata={"a": "b"}
     )
     assert response.choices[0].finish_reason in ("length", "stop")
+    # An answer's message comes back as the client writes it, with every field that says nothing.
+    said = response.choices[0].message.model_dump()
+    assert said["tool_calls"] is said["annotations"] is None
+    again: Any = server.client.chat.completions.create(**{**CHAT, "messages": [*USER, said, *USER]})
+    assert again.choices
+    options: dict[str, Any] = {"stream_options": {"include_usage": None}, "max_tokens": None, "stop": None, "n": None}
+    silent: dict[str, Any] = {"tools": None, "logprobs": None, "response_format": None, "tool_choice": None}
+    assert server.post("chat/completions", **{**CHAT, **silent, **options, "max_tokens": 1, "stream": True}).is_success
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -13,6 +13,7 @@ import pytest
 from server_rig import MODEL, ServerThread, save_checkpoint, serving, wait_for
 
 from kvtier.engine import server_process
+from kvtier.service.prompts import Prompts
 
 LONG = "The quick brown fox jumps over the lazy dog, again and again. " * 3
 ASK: dict[str, Any] = {"model": MODEL, "prompt": LONG, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -87,7 +88,24 @@ def test_a_full_server_says_so_and_has_room_again_later(model: Path) -> None:
         # What no waiting makes room for is the request's own mistake.
         with pytest.raises(openai.BadRequestError, match="n: 3 answers at once"):
             server.client.completions.create(max_tokens=3, n=3, **ASK)
-        assert idle(server)
+        wait_for(lambda: idle(server))
+
+
+def test_who_finds_no_room_costs_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither tokens nor jobs are made for a request that is not taken, however many it would be."""
+    with serving(model, server={"max_num_seqs": 2, "max_waiting": 0}) as server:
+        with held(server):
+            live = beside(lambda: server.client.completions.create(max_tokens=1, n=2, **ASK))
+            wait_for(lambda: server.loop.num_live == 2)
+            monkeypatch.setattr(Prompts, "all_tokens", None)
+            refused = server.post("completions", model=MODEL, prompt="x")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+            for ask, param in (({"prompt": [[1]] * 3}, "prompt"), ({"prompt": [[1]] * 4096, "n": 128}, "n")):
+                error = server.post("completions", model=MODEL, **ask).json()["error"]
+                assert (error["param"], error["code"]) == (param, "invalid_value")
+                assert error["message"].startswith(f"{param}: ")
+            monkeypatch.undo()
+        assert len(live.result().choices) == 2
 
 
 def test_a_deadline_ends_a_request_and_frees_its_blocks(model: Path) -> None:
@@ -112,6 +130,30 @@ def test_a_deadline_ends_a_request_and_frees_its_blocks(model: Path) -> None:
 
 def body(**options: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": LONG, "temperature": 0, "ignore_eos": True, **options}
+
+
+def test_few_prompts_are_tokenized_at_once_and_none_is_waited_for_for_ever(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, all_tokens = threading.Event(), Prompts.all_tokens
+    entered: list[object] = []
+
+    def wait_and_tokenize(*arguments: Any) -> Any:
+        entered.append(arguments)
+        assert go.wait(60)
+        return all_tokens(*arguments)
+
+    with serving(model, server={"request_timeout": "2s"}) as server:
+        monkeypatch.setattr(Prompts, "all_tokens", wait_and_tokenize)
+        asked = [beside(lambda: server.post("completions", **body(max_tokens=1))) for _ in range(4)]
+        wait_for(lambda: len(entered) == 4)
+        late = server.post("completions", **body(max_tokens=1))
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        assert len(entered) == 4
+        go.set()
+        assert {each.result().status_code for each in asked} == {504}  # theirs is over, too
+        assert server.post("completions", **body(max_tokens=1)).status_code == 200
+        wait_for(lambda: idle(server))
 
 
 def test_who_hangs_up_is_computed_for_no_longer(model: Path) -> None:

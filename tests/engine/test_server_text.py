@@ -40,6 +40,23 @@ def test_the_pieces_are_the_whole_text_whatever_the_bytes(seed: int) -> None:
     assert "".join(told(ids)[0]) == TOKENIZER.decode(ids)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_rubbish_is_told_as_it_comes_and_characters_in_it_are_whole(seed: int) -> None:
+    """A model without sense may never end a character: what has to be looked back at must not grow with the answer."""
+    dice = random.Random(seed)
+    rubbish = ids_of("é😀")[:-1]
+    ids = [token for _ in range(20) for token in [*dice.choices(rubbish, k=dice.randrange(60)), *ids_of("a€😀")]]
+    assert "".join(told(ids)[0]) == TOKENIZER.decode(ids)
+
+
+@pytest.mark.parametrize("token", [ids_of("é")[0], 257])
+def test_what_is_looked_back_at_stays_short(token: int) -> None:
+    detokenizer = Detokenizer(TOKENIZER, frozenset([256, 257]))
+    pieces = [detokenizer.push(each) for each in [*ids_of("a"), *[token] * 200, *ids_of("b")]]
+    assert len(detokenizer._ids) < 30
+    assert "".join(pieces) == ("ab" if token == 257 else f"a{REPLACEMENT * 200}b")
+
+
 def test_half_a_character_at_the_end_is_told_as_such() -> None:
     pieces, _ = told(ids_of("a😀")[:-1])
     assert pieces == ["a", "", "", "", REPLACEMENT]

@@ -1,6 +1,7 @@
 """A checkpoint's text to tokens: the template as transformers renders it, and every way it can be missing or wrong."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ CHATTY = """{%- if messages[0]['role'] == 'system' %}
     {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
         {{ raise_exception('roles must alternate') }}
     {% endif %}
+    {% if tools is not none or documents is not none %}with tools{% endif %}
     {% if loop.index0 > 8 %}{% break %}{% endif %}
-{{ message.role }}: {{ message.content | tojson }}{{ eos_token }}
+{{ message.role }}: {{ message.content | tojson(ensure_ascii=true) }}{{ eos_token }}
 {% generation %}!{% endgeneration %}
 {% endfor %}
 {% if add_generation_prompt %}assistant:{% endif %}"""
@@ -79,6 +81,42 @@ def test_prompts_are_texts_or_tokens(tmp_path: Path) -> None:
         body = CompletionPrompt.model_validate({"model": "m", "prompt": prompt})
         assert prompts.all_tokens(body) == expected
         assert prompts.tokens(body) == expected[0]
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenized(tmp_path: Path) -> None:
+    """An engine's step and its streams, say: a tokenizer that kept the GIL would let nobody in until it is through."""
+    prompts, text = Prompts.open(directory(tmp_path)), "a long text, " * 20_000
+    body = CompletionPrompt.model_validate({"model": "m", "prompt": text})
+    made: list[list[int]] = []
+    ended = threading.Event()
+
+    def tokenize() -> None:
+        made.append(prompts.tokens(body))
+        ended.set()
+
+    thread = threading.Thread(target=tokenize)
+    thread.start()
+    num_turns = 0
+    while not ended.wait(0.002):
+        num_turns += 1
+    thread.join()
+    assert len(made[0]) == len(text)
+    assert num_turns > 10
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized(tmp_path: Path) -> None:
+    (directory(tmp_path) / "config.json").write_text('{"max_position_embeddings": 10}')
+    longest = 10 * len("<|begin|>")  # of ten tokens
+    prompts = Prompts.open(tmp_path)
+    assert len(prompts.tokens(CompletionPrompt.model_validate({"model": "m", "prompt": "x" * longest}))) == longest
+    for body in (
+        CompletionPrompt.model_validate({"model": "m", "prompt": ["x", "x" * (longest + 1)]}),
+        chat([{"role": "user", "content": "x" * longest}]),
+    ):
+        with pytest.raises(OpenAIError, match="context is 10 tokens") as refused:
+            prompts.all_tokens(body)
+        param = "messages" if isinstance(body, ChatPrompt) else "prompt"
+        assert (refused.value.param, refused.value.code) == (param, "context_length_exceeded")
 
 
 def test_what_a_template_refuses_is_the_clients_error(tmp_path: Path) -> None:
