@@ -144,8 +144,8 @@ class EventConsumer:
             except Exception:  # what is known may be wrong now: begin anew
                 self._counts["errors"] += 1
                 _log.exception("KV events of %s: read anew", self.worker)
-                self._hang_up(_PAUSE)
                 self._sequencer.start_over()
+                self._hang_up(_PAUSE)
             self._show()
 
     def _turn(self) -> None:
@@ -232,7 +232,7 @@ class EventConsumer:
 
     def _hang_up(self, pause: float) -> None:
         """No replay is read any more; the next may be asked for after `pause` seconds."""
-        self._sequencer.failed()
+        self._do(self._sequencer.failed())
         self._replay_due = time.monotonic() + pause
         if self._replay is not None:
             self._replay.close(linger=0)
