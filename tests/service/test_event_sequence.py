@@ -241,7 +241,12 @@ def test_any_schedule_ends_as_in_order_reading_would(data: st.DataObject) -> Non
 
     for _ in range(data.draw(st.integers(0, 40))):
         match data.draw(
-            st.sampled_from(["publish"] * 4 + ["deliver"] * 4 + ["drop", "double", "ask", "anew", "fail", "make sure"] + ["read"] * 2)
+            st.sampled_from(
+                ["publish"] * 4
+                + ["deliver"] * 4
+                + ["drop", "double", "ask", "anew", "fail", "make sure"]
+                + ["read"] * 2
+            )
         ):
             case "publish":
                 on_its_way.append(publisher.publish(data.draw(st.integers(0, 5))))
