@@ -34,7 +34,7 @@ def route(
     logging.basicConfig(level=logging.INFO, format="kvtier: %(message)s", stream=sys.stderr)
     with needing("the router"):
         from kvtier.service.router_app import serve
-    server = serve(settings.router)
+    server = serve(settings.router, strict=settings.events.strict)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())

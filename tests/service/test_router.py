@@ -155,7 +155,7 @@ def test_one_that_is_killed_in_the_middle_ends_its_stream_with_a_clean_error(
     error = found[-1]["error"]
     assert (error["type"], error["code"]) == ("server_error", "mid_stream_broken")
     assert chosen.name in error["message"]
-    assert chosen.is_dead
+    until(lambda: chosen.is_dead)
     assert not other.is_dead  # the request was not given to another, to kill that, too
     assert router.status()["errors"] == {"mid_stream_broken": 1}
 
