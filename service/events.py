@@ -109,6 +109,8 @@ class Publisher:
             if fingerprint in self._told:  # its topic stays known: a snapshot clears it for those who have missed this
                 self._told[fingerprint] = ToldBlocks(fingerprint)
                 self._send(fingerprint, [AllBlocksCleared()])
+                for other, told in self._told.items() if self._topic is not None else ():
+                    self._send(other, told.snapshot())  # of one topic all were cleared
 
         self._submit(1, clear)
 
@@ -245,7 +247,9 @@ class Publisher:
         """The present state in fewer than `most` batches, the last of which has the last number published."""
         parts: list[tuple[bytes, Sequence[KVEvent]]] = []
         for fingerprint, told in self._told.items():
-            lines: list[KVEvent] = [AllBlocksCleared(), *told.snapshot()]
+            lines: list[KVEvent] = told.snapshot()
+            if self._topic is None or not parts:  # a topic is cleared once, whatever models share it
+                lines.insert(0, AllBlocksCleared())
             parts += [(fingerprint, part) for part in _parts(lines, MAX_BATCH)]
         while len(parts) >= most:  # numbers are had by telling everybody nothing; the first asked for is skipped
             self._publish_batch(parts[0][0], [])
