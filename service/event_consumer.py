@@ -98,8 +98,13 @@ class EventConsumer:
             now - self._since,
             following - 1 if following else None,
             None if self._applied_at is None else now - self._applied_at,
-            dict(self._sequencer.counts + self._counts),
+            dict(Counter(dict(self._sequencer.counts)) + Counter(dict(self._counts))),  # copied at once, each
         )
+
+    @property
+    def is_live(self) -> bool:
+        """Whether what is known can be believed; for any thread."""
+        return self._shown == "live"
 
     def close(self) -> None:
         """Read no more. What the worker held stays in the sink: drop it there. Idempotent."""
@@ -144,8 +149,8 @@ class EventConsumer:
             except Exception:  # what is known may be wrong now: begin anew
                 self._counts["errors"] += 1
                 _log.exception("KV events of %s: read anew", self.worker)
-                self._hang_up(_PAUSE)
                 self._sequencer.start_over()
+                self._hang_up(_PAUSE)
             self._show()
 
     def _turn(self) -> None:
@@ -164,14 +169,21 @@ class EventConsumer:
         sockets = [self._monitor, self._subscriber, *([self._replay] if self._replay is not None else [])]
         for socket in sockets:
             poller.register(socket, zmq.POLLIN)
-        now = time.monotonic()
-        due = self._replay_due if self._replay is not None else self._heard_at + _SILENCE
-        if self._connected and self._sequencer.wants is not None:
-            due = self._replay_due
-        ready = dict(poller.poll(int(1000 * min(_SILENCE, max(0.0, due - now))) + 1))
+        ready = dict(poller.poll(int(1000 * min(_SILENCE, max(0.0, self._due - time.monotonic()))) + 1))
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         return [socket for socket in sockets if socket in ready]
+
+    @property
+    def _due(self) -> float:
+        """When there is something to do of itself; never, where there is nobody to ask."""
+        if self._replay is not None:
+            return self._replay_due
+        if self._replay_address is None or not self._connected:
+            return float("inf")
+        if self._sequencer.wants is not None:
+            return self._replay_due
+        return max(self._replay_due, self._heard_at + _SILENCE)
 
     def _take_notice(self) -> None:
         """A connection was made, or broke."""
@@ -232,7 +244,7 @@ class EventConsumer:
 
     def _hang_up(self, pause: float) -> None:
         """No replay is read any more; the next may be asked for after `pause` seconds."""
-        self._sequencer.failed()
+        self._do(self._sequencer.failed())
         self._replay_due = time.monotonic() + pause
         if self._replay is not None:
             self._replay.close(linger=0)

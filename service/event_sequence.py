@@ -11,7 +11,8 @@ from kvtier.tiers.errors import FormatError
 END: Final = (-1).to_bytes(8, "big", signed=True)
 """The sequence number behind the last replayed batch."""
 
-MAX_HELD: Final = 4096  # batches that wait for earlier ones
+MAX_HELD: Final = 4096  # batches that wait for earlier ones …
+MAX_HELD_BYTES: Final = 256 << 20  # … and their bytes
 _REMEMBERED: Final = 1024  # batches applied last, told from others of the same number by their bytes
 
 
@@ -48,7 +49,8 @@ class Sequencer:
     """Takes in batches as they arrive and says what to apply, in order, without gap, each once.
 
     What is missing is asked for again: while `wants` is a number, a replay from it is due, whose batches come in by
-    `replayed` up to `ended` or `failed`. Batches lost for good, and a publisher that begins anew, lead to a Reset.
+    `replayed` up to `ended` or `failed`; live ones wait for its end, since a summary has numbers that once were theirs,
+    and all of it counts or nothing. Batches lost for good, and a publisher that begins anew, lead to a Reset.
     Law: what was applied since the last Reset is one run of numbers, up to `next`.
     """
 
@@ -59,7 +61,9 @@ class Sequencer:
         self._asked: int | None = None  # a replay from here is under way
         self._is_first = False  # and nothing of it has come yet
         self._jumped = False  # it brings a summary under numbers that once were other batches'
+        self._missing = False  # it was asked for since something was missing, not to make sure
         self._held: dict[int, Told] = {}
+        self._num_held = 0  # bytes
         self._seen = -1  # the highest number heard of
         self._recent: dict[int, int | None] = {}  # number → the batch's digest; None: a summary's
 
@@ -86,12 +90,14 @@ class Sequencer:
         """The publisher may be another one now: begin by a replay, whose first batch comes with a Reset."""
         self.next = self._asked = None
         self._held.clear()
+        self._num_held = 0
         self._recent.clear()
         self._seen = -1
 
     def asked(self, first: int) -> None:
         """A replay from `first` on was asked for: what `wants` said, or `next` to make sure that nothing is missing."""
         self._asked, self._is_first, self._jumped = first, True, False
+        self._missing = first <= self._seen
         self.counts["replays"] += 1
 
     def live(self, batch: Told) -> list[Step]:
@@ -109,10 +115,9 @@ class Sequencer:
         if self.is_live and self.next is not None and batch.seq > self.next:
             self.counts["gaps"] += 1
         self._seen = max(self._seen, batch.seq)
-        if batch.seq in self._held or len(self._held) < MAX_HELD:
-            self._held[batch.seq] = batch
-        else:
-            self.counts["overflows"] += 1  # a later replay brings it
+        self._hold(batch)
+        if self._asked is not None:
+            return []
         if self._can_replay:
             return self._drain()
         return self._drain() or self._skip()
@@ -129,11 +134,8 @@ class Sequencer:
             return self._begin_at(batch.seq, batch)
         if batch.seq > self.next:  # a hole in the replay itself
             self.counts["broken_replays"] += 1
-            self._asked = None
-            return []
-        if batch.seq < self.next:
-            return []
-        return [self._apply(batch), *self._drain()]
+            return self._break_off()
+        return [] if batch.seq < self.next else [self._apply(batch)]
 
     def ended(self) -> list[Step]:
         """The replay under way has brought all there is."""
@@ -143,20 +145,43 @@ class Sequencer:
         if self.next is None:  # nothing was ever published
             self.next = 0
             return [Reset(), *self._drain()]
-        if self.next == asked and self.next <= self._seen:  # it is not to be had any more
+        steps = self._drain()
+        if self.next == asked and self._missing:  # it is not to be had any more
             self.counts["lost"] += 1
             return self._skip()
-        return self._drain()
+        return steps
 
-    def failed(self) -> None:
+    def failed(self) -> list[Step]:
         """The replay under way brings no more: it is asked for anew."""
-        if self._asked is not None:
-            self._asked = None
-            self.counts["failed_replays"] += 1
+        if self._asked is None:
+            return []
+        self.counts["failed_replays"] += 1
+        return self._break_off()
+
+    def _break_off(self) -> list[Step]:
+        """Half a summary is nothing to build upon."""
+        self._asked = None
+        if self._jumped:
+            self.start_over()
+        return self._drain()
 
     def _begin_at(self, seq: int, batch: Told) -> list[Step]:
         self.next = seq
-        return [Reset(), self._apply(batch), *self._drain()]
+        for early in [held for held in self._held if held < seq]:
+            self._let_go(early)
+        return [Reset(), self._apply(batch)]
+
+    def _hold(self, batch: Told) -> None:
+        self._let_go(batch.seq)
+        if len(self._held) < MAX_HELD and self._num_held + len(batch.payload) <= MAX_HELD_BYTES:
+            self._held[batch.seq] = batch
+            self._num_held += len(batch.payload)
+        else:
+            self.counts["overflows"] += 1  # a later replay brings it
+
+    def _let_go(self, seq: int) -> None:
+        if seq in self._held:
+            self._num_held -= len(self._held.pop(seq).payload)
 
     def _skip(self) -> list[Step]:
         """Go on with what there is behind the hole."""
@@ -168,14 +193,13 @@ class Sequencer:
         if self.next is None:
             return []
         steps: list[Step] = []
-        while (batch := self._held.pop(self.next, None)) is not None:
+        while (batch := self._held.get(self.next)) is not None:
             steps.append(self._apply(batch))
-        if steps:
-            self._held = {seq: batch for seq, batch in self._held.items() if seq >= self.next}
         return steps
 
     def _apply(self, batch: Told) -> Told:
         self.next = batch.seq + 1
+        self._let_go(batch.seq)
         self._seen = max(self._seen, batch.seq)
         self._recent.pop(batch.seq, None)
         self._recent[batch.seq] = None if self._jumped and self._asked is not None else _digest(batch)

@@ -236,13 +236,13 @@ class Publisher:
         yield [b"", b"", END, b""]
 
     def _snapshot(self, most: int) -> list[Told]:
-        """The present state in at most `most` batches, the last of which has the last number published."""
+        """The present state in fewer than `most` batches, the last of which has the last number published."""
         parts: list[tuple[bytes, Sequence[KVEvent]]] = []
         for fingerprint, told in self._told.items():  # also of models that are closed: who has missed that, clears
             is_first = not parts or self._topic is None
             lines = [*([AllBlocksCleared()] if is_first else []), *told.snapshot()]
             parts += [(fingerprint, part) for part in _parts(lines, MAX_BATCH)]
-        while len(parts) > most:  # numbers are had by telling everybody nothing
+        while len(parts) >= most:  # numbers are had by telling everybody nothing; the first asked for is skipped
             self._publish_batch(parts[0][0], [])
             most += 1
         return [self._batch(self.seq - len(parts) + i, *part) for i, part in enumerate(parts)]

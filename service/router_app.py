@@ -34,17 +34,13 @@ _EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def serve(config: RouterConfig, *, strict: bool = False) -> HttpServer:
-    """A router's server, not started yet. Raises ConfigError. `strict`: events that contradict others are errors."""
+    """A router's server, not started yet. `strict` as `Router`'s. Raises ConfigError."""
     router, stopping = Router(config, strict=strict), Event()
     app = make_app(router, config.token, stopping)
     crowded = OpenAIError(503, "too many connections; come again later", code="crowded").response
+    listening = HttpSocket(config.http, "router")
     return HttpServer(
-        app,
-        HttpSocket(config.http, "router"),
-        max_connections=_MAX_CONNECTIONS,
-        crowded=crowded,
-        grace=_GRACE,
-        stopping=stopping,
+        app, listening, max_connections=_MAX_CONNECTIONS, crowded=crowded, grace=_GRACE, stopping=stopping
     )
 
 

@@ -54,7 +54,7 @@ class ReplicaClient:
     """Connections to one replica. Used by one event loop."""
 
     def __init__(self, host: str, port: int, on_lost: Callable[[], None]) -> None:
-        """`on_lost` is told when the replica hangs up on a connection that nothing was asked on."""
+        """`on_lost` is told when the replica hangs up on a kept connection, where nothing is answered."""
         self._host, self._port = host, port
         self._authority = (f"[{host}]" if ":" in host else host).encode() + b":%d" % port
         self._on_lost = on_lost
@@ -81,6 +81,7 @@ class ReplicaClient:
                 if not (is_kept and error.failure is Failure.BROKEN):
                     raise
                 lost = error  # perhaps the kept connection ended while this was on its way: another, then a new one
+                self._on_lost()
             except BaseException:
                 connection.abort()
                 raise
@@ -136,9 +137,14 @@ class Answer:
         """The header's value, by its name in small letters; empty where there is none."""
         return next((value for key, value in self.headers if key == name), b"")
 
-    async def piece(self) -> bytes:
+    @property
+    def is_delimited(self) -> bool:
+        """Whether its end can be told from a connection that broke."""
+        return bool(self.header(b"content-length") or self.header(b"transfer-encoding"))
+
+    async def piece(self, timeout: float | None = None) -> bytes:
         """What has come since the last piece; empty at the end. Raises ReplicaFailed where there is none in time."""
-        return await self._connection.piece(self._between)
+        return await self._connection.piece(self._between if timeout is None else timeout)
 
     async def read(self, most: int) -> bytes:
         """The rest, or somewhat more than `most` bytes of it."""
@@ -204,7 +210,8 @@ class _Connection(asyncio.Protocol):
             return
         self._is_released = True
         is_clean = self._is_whole and not self._held and self._failed is None
-        if not is_clean or self._h11.our_state is not h11.DONE or self._h11.their_state is not h11.DONE:
+        is_over = self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE
+        if not is_clean or not is_over or self._h11.trailing_data[0]:  # what came unasked is nobody's answer
             self.abort()
             return
         self._h11.start_next_cycle()

@@ -82,7 +82,7 @@ class Holdings:
             namespace = namespace_of(root_hash(self._fingerprint, cache_salt=cache_salt))
         names = prompt_hashes(tokens, self._index.block_size, namespace=namespace)
         found = self._index.matches(names)
-        live = {address for address, consumer in self._consumers.items() if consumer.state.state == "live"}
+        live = {address for address, consumer in self._consumers.items() if consumer.is_live}
         shared = self._index.shared(names, _SHARED)
         prefixes = {}
         for replica, publishers in self._publishers.items():

@@ -154,9 +154,11 @@ class _Attempt:
         answer = await self._replica.client.ask("POST", asked.path, asked.headers, asked.body, deadlines)
         try:
             is_stream = answer.header(b"content-type").startswith(b"text/event-stream")
-            first = await answer.piece() if is_stream else await answer.read(_MAX_WHOLE)
+            is_refusal = answer.status == 429 or answer.status >= 500
+            has_begun = is_stream and not is_refusal  # with its head: engines send that before they compute
+            first = await answer.piece(deadlines.first_byte) if has_begun else await answer.read(_MAX_WHOLE)
             headers = [*passed(answer.headers, NOT_ANSWERED), (b"x-kvtier-replica", self._replica.name.encode())]
-            if answer.status == 429 or answer.status >= 500:
+            if is_refusal:
                 return Relayed(answer.status, headers, first)
             self._work.begun()
             self._ledger.answers[self._replica.name, f"{answer.status // 100}xx"] += 1
@@ -176,9 +178,12 @@ class _Attempt:
             self._ledger.told(piece)
             await self._reply.write(piece)
             piece = await answer.piece()
+        if not (answer.is_delimited or self._reply.is_done):
+            raise ReplicaFailed(Failure.BROKEN, "it hung up, and nothing says that this was all")
         await self._reply.end()
 
 
 def passed(headers: Headers, without: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
-    """The headers that go on to the other side."""
-    return [(name, value) for name, value in headers if name not in without]
+    """The headers that go on to the other side; those that `connection` names are of this hop alone, too."""
+    named = {name.strip().lower() for key, value in headers if key == b"connection" for name in value.split(b",")}
+    return [(name, value) for name, value in headers if name not in without and name not in named]

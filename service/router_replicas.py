@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
+from kvtier.connector.events import MAX_BLOCK_SIZE
 from kvtier.service.router_client import Answer, Deadlines, Failure, Headers, ReplicaClient, ReplicaFailed
 from kvtier.service.router_spec import Publishers, ReplicaSpec
 
@@ -21,6 +22,7 @@ _MAX_PAGE: Final = 1 << 20  # bytes of a page of a replica's
 _PROBES: Final = ("/readyz", "/healthz", "/health")  # ours, many a server's, vLLM's: the first that is there
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
 _LOADS_EVERY: Final = 1.0  # seconds between looks at what a replica has to do
+_MAX_LIVE: Final = 1_000_000  # requests it may say it has
 _RUNNING: Final = 1.0  # blocks of work in an answer that has begun
 _USUAL: Final = 8.0  # blocks of work in a request the router knows nothing of
 
@@ -58,9 +60,11 @@ class Nature:
             raise ReplicaFailed(Failure.GARBLED, "/v1/models is no list of models")
         ours: dict[str, Any] = next((m["kvtier"] for m in models if isinstance(m.get("kvtier"), dict)), {})
         size, fingerprint = ours.get("block_size"), ours.get("fingerprint")
+        if size is not None and not (type(size) is int and 1 <= size <= MAX_BLOCK_SIZE):
+            raise ReplicaFailed(Failure.GARBLED, f"block_size {size!r:.40} is no number of tokens from 1 to 4096")
         return cls(
             tuple(models),
-            size if isinstance(size, int) else None,
+            size,
             fingerprint if isinstance(fingerprint, str) and _DIGEST.fullmatch(fingerprint) else None,
             Publishers(*_publisher(ours.get("events")), *_publisher(ours.get("node"))),
         )
@@ -113,7 +117,7 @@ class Replica:
     def __init__(self, spec: ReplicaSpec, terms: Terms, judge: "Callable[[Replica, Nature], str | None]") -> None:
         """`judge` says why a replica of that nature can't be taken in, or takes it in."""
         self.spec = spec
-        self.client = ReplicaClient(spec.host, spec.port, self._look_now)
+        self.client = ReplicaClient(spec.host, spec.port, self._lost)
         self.state = State.JOINING
         self.why = "not heard of yet"
         self.nature: Nature | None = None
@@ -126,6 +130,7 @@ class Replica:
         self._deadlines = Deadlines(terms.timeout, terms.timeout, terms.timeout)
         self._probe: str | None = None  # the page that says whether it is well, once it is known which
         self._loads_at = 0.0
+        self._is_known = False  # nothing says that it may be another one than was taken in
         self._alarm = asyncio.Event()
 
     @property
@@ -160,7 +165,7 @@ class Replica:
                 if not is_ready:
                     was_up = self.state in (State.UP, State.DRAINING)
                     self._become(State.DRAINING if was_up else State.JOINING, "it says it is not ready")
-                elif self.state in (State.UP, State.DRAINING):
+                elif self._is_known and self.state in (State.UP, State.DRAINING):
                     self._become(State.UP, "")
                     await self._see_load()
                 else:
@@ -169,12 +174,20 @@ class Replica:
             self._become(State.DOWN, f"no answer within {self._terms.timeout:g} s")
         except ReplicaFailed as error:
             self._become(State.DOWN, str(error))
+        except Exception as error:  # whatever it says, it is looked at again
+            _log.exception("replica %s", self.name)
+            self._become(State.DOWN, f"what it says cannot be read: {error!r:.80}")
 
     def failed(self, failure: Failure) -> None:
         """A request found it failing. A broken connection counts at once; the next look, now, may take that back."""
         self.errors[failure] += 1
         if failure in (Failure.UNREACHABLE, Failure.BROKEN, Failure.SLOW_CONNECT) and self.state is State.UP:
             self._become(State.DOWN, f"a request found it {failure}")
+        self._look_now()
+
+    def _lost(self) -> None:
+        """It hung up: who listens there next may be another."""
+        self._is_known = False
         self._look_now()
 
     def _look_now(self) -> None:
@@ -195,6 +208,7 @@ class Replica:
         raise ReplicaFailed(Failure.GARBLED, f"none of {', '.join(_PROBES)} is there")
 
     async def _join(self) -> None:
+        self._is_known = True
         status, body = await self._page("/v1/models")
         if status in (401, 403):
             raise ReplicaFailed(Failure.GARBLED, f"/v1/models answers {status}; set [router] replica_token to its key")
@@ -220,8 +234,8 @@ class Replica:
         status, body = await self._page("/status")
         try:
             page: Any = json.loads(body) if status == 200 else None
-            num_requests = int(page["requests"]["live"])
-        except (ValueError, TypeError, LookupError, RecursionError):
+            num_requests = min(int(page["requests"]["live"]), _MAX_LIVE)
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
             num_requests = 0
         usual = self.given / self.in_flight if self.in_flight else _USUAL
         self.others = max(0, num_requests - self.in_flight) * usual

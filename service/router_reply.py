@@ -35,6 +35,11 @@ class Reply:
         self._send = send
         self._events: WholeEvents | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether a stream's own last word has passed."""
+        return self._events is not None and self._events.is_done
+
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         """All at once."""
         await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))], is_stream=False)
@@ -68,7 +73,7 @@ class Reply:
             headers.append((b"content-type", b"application/json"))
             await self.whole(error.status, headers, json.dumps(error.content).encode())
         elif self._events is not None:
-            last = b"" if self._events.is_done else b"data: " + json.dumps(error.content).encode() + b"\n\n"
+            last = b"" if self.is_done else b"data: " + json.dumps(error.content).encode() + b"\n\n"
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORD):
                     await self._body(last, more=False)

@@ -135,6 +135,7 @@ EXPLAINED: Final = {
     "connector/remote.py:RemoteTiers": "implements that list",
     "tiers/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
     "tiers/io_queue.py:_work:except": "top of the worker loop: a failed job is counted, the thread lives on",
+    "service/router_replicas.py:look:except": "whatever a replica says, it is looked at again",
     "service/loop.py:_settle:except": "what a call ended with is its caller's, who waits for it on another thread",
     "service/daemon.py:aside:except": "top of a thread: what it ended with is handed to whoever started it",
     "service/daemon.py:run:except": "the same",

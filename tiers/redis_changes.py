@@ -76,7 +76,9 @@ class RedisChanges:
     @property
     def waiting(self) -> bool:
         """Whether the reader may have something to learn."""
-        return bool(self._gone or self._fresh) or next(iter(self._told.values()), self._clock() + 1) <= self._clock()
+        with self._lock:  # lanes change what is looked at
+            now = self._clock()
+            return bool(self._gone or self._fresh) or next(iter(self._told.values()), now + 1) <= now
 
     def take(self, limit: int) -> Changes:
         """What the reader has to forget and, up to `limit` blocks, to learn."""

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import zmq
@@ -396,3 +396,35 @@ def test_an_address_that_is_taken_is_named() -> None:
         Publisher(config)
     with pytest.raises(ConfigError, match='events "nonsense"'):
         EventConsumer("w", PrefixIndex(SIZE), "nonsense")
+
+
+@pytest.mark.parametrize("has_replay", [False, True])
+def test_waiting_for_nobody_costs_nothing(has_replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.service.event_consumer._SILENCE", 0.2)
+    config = addresses()
+    assert config.publish is not None
+    with ExitStack() as stack:
+        if not has_replay:  # somebody who says nothing; else nobody is there
+            silent = addresses(publish=config.publish, replay=None)
+            stack.enter_context(Publisher(silent))
+        replay = config.replay if has_replay else None
+        consumer = stack.enter_context(EventConsumer("w", PrefixIndex(SIZE), config.publish, replay))
+        if not has_replay:
+            until(lambda: consumer.state.counts.get("connections") == 1)
+        turns: list[float] = []
+        monkeypatch.setattr(consumer, "_pass_time", lambda: turns.append(time.monotonic()))
+        time.sleep(1.0)
+        assert len(turns) < 50  # it was one each millisecond
+
+
+def test_models_under_one_topic_do_not_clear_each_other() -> None:
+    config, index = addresses(topic="kv", buffer=1), PrefixIndex(SIZE)
+    one, other = chain_of(1), chain_of(2, model=OTHER)
+    with Publisher(config) as publisher:
+        for model, chain in ((MODEL, one), (OTHER, other), (MODEL, chain_of(3))):
+            publisher.tell(model, [stored(chain)])
+        assert publisher.flush(DEADLINE)
+        with reader(config, index):
+            until(lambda: found(index, one) == found(index, other) == {"CPU": 4})
+            publisher.forget(OTHER)
+            until(lambda: found(index, other) == {} and found(index, one) == {"CPU": 4})

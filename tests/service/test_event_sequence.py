@@ -39,9 +39,9 @@ def test_a_newcomer_reads_the_past_before_the_present() -> None:
     assert wants(sequencer) is None
     assert numbers(sequencer.replayed(batch(0))) == ["reset", 0]
     assert sequencer.live(batch(3)) == []
-    assert numbers(sequencer.replayed(batch(1))) == [1, 2, 3]  # and the present behind it
-    assert sequencer.replayed(batch(2)) == []
-    assert sequencer.ended() == []
+    assert numbers(sequencer.replayed(batch(1))) == [1]
+    assert numbers(sequencer.replayed(batch(2))) == [2]
+    assert numbers(sequencer.ended()) == [3]  # and the present behind it
     assert sequencer.is_live
     assert (sequencer.next, sequencer.wants) == (4, None)
 
@@ -55,9 +55,8 @@ def test_a_gap_is_filled_before_going_on() -> None:
     assert not sequencer.is_live
     sequencer.asked(2)
     assert numbers(sequencer.replayed(batch(2))) == [2]
-    assert numbers(sequencer.replayed(batch(3))) == [3, 4, 5]
-    assert sequencer.replayed(batch(4)) == []
-    assert sequencer.ended() == []
+    assert numbers(sequencer.replayed(batch(3))) == [3]
+    assert numbers(sequencer.ended()) == [4, 5]
     assert sequencer.counts["gaps"] == 1
     assert sequencer.counts["lost"] == 0
 
@@ -93,16 +92,45 @@ def test_what_is_lost_for_good_starts_over() -> None:
     assert sequencer.live(batch(9)) == []
     sequencer.asked(1)
     assert numbers(sequencer.replayed(batch(7, "summary"))) == ["reset", 7]
-    assert numbers(sequencer.replayed(batch(8, "summary"))) == [8, 9]
+    assert numbers(sequencer.replayed(batch(8, "summary"))) == [8]
     assert sequencer.counts["lost"] == 1
     # those that the summary stands for may still be on their way
     assert sequencer.live(batch(8)) == []
     assert sequencer.counts["restarts"] == 0
-    assert sequencer.ended() == []
+    assert numbers(sequencer.ended()) == [9]
     # a publisher that has nothing left
     assert sequencer.live(batch(12)) == []
     sequencer.asked(10)
     assert numbers(sequencer.ended()) == ["reset", 12]
+
+
+def test_a_summary_counts_as_a_whole_whatever_came_live_under_its_numbers() -> None:
+    sequencer = begun(0)
+    assert sequencer.live(batch(8)) == sequencer.live(batch(9)) == []
+    sequencer.asked(1)
+    steps = sequencer.replayed(batch(7, "summary"))
+    assert sequencer.live(batch(10)) == []
+    steps += sequencer.replayed(batch(8, "summary")) + sequencer.replayed(batch(9, "summary")) + sequencer.ended()
+    assert steps == [Reset(), *(batch(seq, "summary") for seq in (7, 8, 9)), batch(10)]
+    # half of one is nothing: the rest would never be told again
+    assert sequencer.live(batch(20)) == []
+    sequencer.asked(11)
+    assert numbers(sequencer.replayed(batch(19, "summary"))) == ["reset", 19]
+    assert sequencer.failed() == []
+    assert (sequencer.next, wants(sequencer)) == (None, 0)
+
+
+def test_what_comes_while_one_makes_sure_is_not_lost() -> None:
+    sequencer = begun(0)
+    sequencer.asked(1)  # nothing is missing
+    assert sequencer.live(batch(1)) == []
+    assert numbers(sequencer.ended()) == [1]
+    sequencer.asked(2)
+    assert sequencer.live(batch(3)) == sequencer.ended() == []  # 2 was published and lost meanwhile
+    assert (sequencer.counts["lost"], wants(sequencer)) == (0, 2)
+    sequencer.asked(2)
+    assert sequencer.live(batch(2)) == []
+    assert numbers(sequencer.failed()) == [2, 3]
 
 
 def test_without_a_replay_address_a_gap_starts_over() -> None:
@@ -136,6 +164,7 @@ def test_what_waits_is_bounded_and_not_forgotten() -> None:
     assert sequencer.counts["overflows"] == last - 1 - MAX_HELD
     sequencer.asked(1)
     steps = sequencer.replayed(batch(1)) + sequencer.ended()
+    assert sequencer._num_held == 0
     assert numbers(steps) == list(range(1, MAX_HELD + 2))
     assert wants(sequencer) == MAX_HELD + 2  # the first that found no place
     sequencer.asked(MAX_HELD + 2)
@@ -175,8 +204,10 @@ class Publisher:
     def replay(self, first: int) -> list[Told]:
         past = self.log[max(first, len(self.log) - self.kept) :]
         if len(self.log) > first and past[0].seq > first:
-            summary = " ".join(f"+{key}" for key in sorted(self.state))
-            return [batch(len(self.log) - 1, f" {summary}")]
+            parts = [f" +{key}" for key in sorted(self.state)] or [""]
+            while len(self.log) - first <= len(parts):
+                self.log.append(batch(len(self.log), " "))
+            return [batch(len(self.log) - len(parts) + i, part) for i, part in enumerate(parts)]
         return past
 
 
@@ -210,7 +241,12 @@ def test_any_schedule_ends_as_in_order_reading_would(data: st.DataObject) -> Non
 
     for _ in range(data.draw(st.integers(0, 40))):
         match data.draw(
-            st.sampled_from(["publish"] * 4 + ["deliver"] * 4 + ["drop", "double", "ask", "anew"] + ["read"] * 2)
+            st.sampled_from(
+                ["publish"] * 4
+                + ["deliver"] * 4
+                + ["drop", "double", "ask", "anew", "fail", "make sure"]
+                + ["read"] * 2
+            )
         ):
             case "publish":
                 on_its_way.append(publisher.publish(data.draw(st.integers(0, 5))))
@@ -226,6 +262,12 @@ def test_any_schedule_ends_as_in_order_reading_would(data: st.DataObject) -> Non
                 sequencer.asked(sequencer.wants)
             case "read" if replay:
                 read_one()
+            case "fail" if data.draw(st.integers(0, 3)) == 0:
+                replay = []
+                steps += sequencer.failed()
+            case "make sure" if sequencer.next is not None and not sequencer.is_replaying:
+                replay = [*publisher.replay(sequencer.next), None]
+                sequencer.asked(sequencer.next)
             case "anew" if data.draw(st.integers(0, 3)) == 0:
                 # its connections break, and with them what was on its way; the subscriber notices
                 publisher.begin_anew()
