@@ -415,16 +415,3 @@ def test_waiting_for_nobody_costs_nothing(has_replay: bool, monkeypatch: pytest.
         monkeypatch.setattr(consumer, "_pass_time", lambda: turns.append(time.monotonic()))
         time.sleep(1.0)
         assert len(turns) < 50  # it was one each millisecond
-
-
-def test_models_under_one_topic_do_not_clear_each_other() -> None:
-    config, index = addresses(topic="kv", buffer=1), PrefixIndex(SIZE)
-    one, other = chain_of(1), chain_of(2, model=OTHER)
-    with Publisher(config) as publisher:
-        for model, chain in ((MODEL, one), (OTHER, other), (MODEL, chain_of(3))):
-            publisher.tell(model, [stored(chain)])
-        assert publisher.flush(DEADLINE)
-        with reader(config, index):
-            until(lambda: found(index, one) == found(index, other) == {"CPU": 4})
-            publisher.forget(OTHER)
-            until(lambda: found(index, other) == {} and found(index, one) == {"CPU": 4})
