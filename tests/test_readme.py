@@ -48,7 +48,7 @@ def typed(script: str, home: Path, timeout: float) -> list[str]:
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout.splitlines()
+    return re.sub(r"\x1b\[[0-9;]*m", "", run.stdout).splitlines()  # redis-cli's colours
 
 
 def is_taken(port: int) -> bool:

@@ -245,7 +245,7 @@ def test_dropped_doubled_and_late_batches_of_any_publisher() -> None:
             until(lambda: settled(11))  # it came, or was asked for
             for seq in order[1:]:
                 send(seq)
-            until(lambda: settled(20))
+            until(lambda: settled(20) and not consumer._sequencer.is_replaying)  # else what comes would wait for that
             out.send_multipart([b"", b"what is this", b""])
             out.send_multipart([b"", (20).to_bytes(8, "big"), b"\xdd\xff\xff\xff\xff"])
             until(lambda: consumer.state.counts.get("malformed") == 2)
@@ -253,7 +253,7 @@ def test_dropped_doubled_and_late_batches_of_any_publisher() -> None:
             until(lambda: settled(40) or index.num_blocks == 39)  # 20 came as rubbish, or again as it should be
             counts = consumer.state.counts
             assert counts["gaps"] >= 2
-            assert counts["duplicates"] >= 2
+            assert counts["duplicates"] >= 1  # 5; one that comes while a replay is under way may be had from that
             assert "lost" not in counts
 
 
