@@ -76,14 +76,17 @@ class EventConsumer:
         self._log_from = 0.0
         self._stopped = False
         self._context = zmq.Context()
+        self._subscriber = self._socket(zmq.SUB)
+        self._monitor = self._subscriber.get_monitor_socket(_MONITORED)  # first: a handshake it misses is never told
         try:
-            self._subscriber = self._connect(zmq.SUB, "events", publish)
+            _connect(self._subscriber, "events", publish)
             if replay is not None:
-                self._connect(zmq.DEALER, "replay", replay).close(linger=0)  # is it an address at all?
+                with self._socket(zmq.DEALER) as tried:
+                    _connect(tried, "replay", replay)  # is it an address at all?
         except ConfigError:
+            self._subscriber.disable_monitor()
             self._context.destroy(linger=0)
             raise
-        self._monitor = self._subscriber.get_monitor_socket(_MONITORED)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._subscriber.subscribe(b"")
         self._thread = threading.Thread(target=self._run, name=f"kvtier-events-{worker}", daemon=True)
@@ -122,7 +125,7 @@ class EventConsumer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _connect(self, kind: int, what: str, address: str) -> "zmq.Socket[bytes]":
+    def _socket(self, kind: int) -> "zmq.Socket[bytes]":
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.LINGER, 0)
@@ -131,13 +134,6 @@ class EventConsumer:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT)
-        try:
-            socket.connect(address)
-        except zmq.ZMQError as error:
-            socket.close(linger=0)
-            raise ConfigError(
-                f'{what} "{address}": {error.strerror}; name an address as tcp://127.0.0.1:5557'
-            ) from None
         return socket
 
     # the thread
@@ -238,7 +234,8 @@ class EventConsumer:
             return
         self._heard_at = now
         self._replay_due = now + _REPLAY_DEADLINE
-        self._replay = self._connect(zmq.DEALER, "replay", self._replay_address)
+        self._replay = self._socket(zmq.DEALER)
+        _connect(self._replay, "replay", self._replay_address)
         self._replay.send_multipart([b"", first.to_bytes(8, "big")])
         self._sequencer.asked(first)
 
@@ -290,3 +287,10 @@ class EventConsumer:
             shown = "live" if self._sequencer.is_live else "replaying"
         if shown != self._shown:
             self._shown, self._since = shown, time.monotonic()
+
+
+def _connect(socket: "zmq.Socket[bytes]", what: str, address: str) -> None:
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f'{what} "{address}": {error.strerror}; name an address as tcp://127.0.0.1:5557') from None

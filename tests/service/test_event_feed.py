@@ -257,6 +257,17 @@ def test_dropped_doubled_and_late_batches_of_any_publisher() -> None:
             assert "lost" not in counts
 
 
+def test_no_reader_misses_its_own_handshake() -> None:
+    # a publisher that is there already answers while its reader is still being made
+    config = addresses()
+    with Publisher(config) as publisher:
+        publisher.tell(MODEL, [stored(chain_of(1))])
+        for _ in range(40):
+            index = PrefixIndex(SIZE)
+            with reader(config, index):
+                until(lambda index=index: index.num_blocks == 4)  # type: ignore[misc]
+
+
 def test_a_silent_publisher_is_asked_whether_anything_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.service.event_consumer._SILENCE", 0.1)
     config = addresses()
