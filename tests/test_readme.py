@@ -33,15 +33,16 @@ def scripts() -> list[str]:
 
 
 def typed(script: str, home: Path, timeout: float) -> list[str]:
-    """The lines it prints, typed into a shell at the root of a checkout."""
+    """The lines it prints, typed into a shell at the root of a checkout; the tiers are smaller than by default."""
     (home / ".venv").symlink_to(sys.prefix)
     (home / "docs").symlink_to(ROOT / "docs")
     (home / "CONTRIBUTING.md").symlink_to(ROOT / "CONTRIBUTING.md")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+    small = {"KVTIER_HOST__SIZE": "256MiB", "KVTIER_FILE__SIZE": "256MiB"}
     run = subprocess.run(
         ["bash", "-eu", "-c", script],
         cwd=home,
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        env=environment | small | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=timeout,
