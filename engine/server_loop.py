@@ -269,6 +269,7 @@ class EngineLoop:
 
     def _end(self, flight: Flight, index: int, outcome: str) -> None:
         flight.unfinished.discard(index)
+        self.stats = self.engine.stats  # who hears of this end finds it in the figures
         self.tally.outcomes[outcome] += 1
         with self._changed:
             self._num_live -= 1

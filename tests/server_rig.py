@@ -81,8 +81,9 @@ class ServerThread:
         return told
 
     def settle(self) -> None:
-        """Nothing is live, and everything computed is in L2; on the calling thread while the loop is idle."""
+        """Nothing is live, everything computed is in L2, the figures say so; on the calling thread, the loop idle."""
         wait_for(lambda: self.loop.num_live == 0 and not self.engine.scheduler.has_copies)
+        wait_for(lambda: self.loop.stats == self.engine.stats)  # the turn that ended the last copy has ended, too
         connector = self.engine.connector
         assert isinstance(connector, LocalConnector)
         assert connector.tiers.drain(30)
