@@ -211,7 +211,7 @@ def arms(rig: Rig, load: Load, chosen: Sequence[str]) -> list[Arm]:
 
 
 def measure(served: Sequence[Arm], load: Load) -> None:
-    """Every prefix once, to be cached; then the rounds."""
+    """Every prefix once, where it is to be cached; then the rounds."""
     draw = np.random.default_rng(0)
 
     def tokens(count: int) -> list[int]:
@@ -221,8 +221,8 @@ def measure(served: Sequence[Arm], load: Load) -> None:
     prefixes = [tokens(load.prefix_tokens) for _ in range(load.prefixes)]
     for arm in served:
         progress(f"warming {arm.name}")
-        for _ in range(2):
-            arm.serve([prefix + tokens(load.tail_tokens) for prefix in prefixes], load)
+        kept = prefixes[: load.clients] if arm.name == OFF else prefixes
+        arm.serve([prefix + tokens(load.tail_tokens) for prefix in kept], load)
     for number in range(load.rounds):
         picks = draw.integers(0, len(prefixes), load.requests)
         prompts = [prefixes[pick] + tokens(load.tail_tokens) for pick in picks]
@@ -271,7 +271,7 @@ def main() -> int:
     chosen = args.arms.split(",")
     if unknown := set(chosen) - {"L2", "L3", "cluster"}:
         options.error(f"--arms {', '.join(sorted(unknown))}: choose from L2, L3, cluster")
-    load = Load(2, 8, 128, 16, 4, 8, 1) if args.quick else Load(4, 32, 1024, 32, 32, 32, 6)
+    load = Load(2, 8, 128, 16, 4, 8, 1) if args.quick else Load(4, 32, 1024, 32, 32, 32, 5)
     try:
         with ExitStack() as stack:
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".serving-", dir=Path(__file__).parent)))
