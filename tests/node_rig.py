@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -103,10 +104,19 @@ def node(**options: str) -> Iterator[Node]:
 
 
 def free_port() -> int:
-    """A loopback port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    """A loopback port nobody listens on: below those the kernel hands out, and no other test's as long as we live."""
+    while True:
+        port = random.randrange(20_000, 32_000)  # cluster_rig's are below
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0kvtier test port {port}")  # abstract: no file, and gone with this process
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            claim.close()
+            continue
+        claim.detach()
         return port
 
 
