@@ -12,7 +12,7 @@ import msgpack
 import pytest
 from doubles import SLOT_BYTES, chain_of, store, wait_until
 from fault_rig import drops, fetch, forget_l2, misses, settle
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis_rig import NO_REDIS, RedisServer, standalone
 from redis_stories import (
@@ -296,7 +296,7 @@ def test_an_epoch_of_another_type_costs_hits_at_most(tier: RedisStore, server: R
         assert other.locate(CHAIN.hashes) == 8
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_value_is_the_one_stored_or_a_miss(tier: RedisStore, server: RedisServer, data: st.DataObject) -> None:
     chain_hash = CHAIN.hashes[0]

@@ -26,7 +26,7 @@ from doubles import (
     store,
 )
 from fault_rig import FINGERPRINT, fetch, forget_l2, over_slab, settle
-from hypothesis import HealthCheck, given, strategies
+from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
 
 from kvtier.service import archive, archive_copy, loop_file
@@ -377,7 +377,7 @@ def test_what_is_no_archive_is_refused(tmp_path: Path, content: bytes, complaint
     target.close()
 
 
-@hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(max_examples=60)
 @given(data=strategies.data())
 def test_an_archive_cut_anywhere_leaves_its_whole_blocks(archive_of_12: Path, data: strategies.DataObject) -> None:
     whole = archive_of_12.read_bytes()
@@ -392,7 +392,7 @@ def test_an_archive_cut_anywhere_leaves_its_whole_blocks(archive_of_12: Path, da
     expect_exactly(target, num_whole)
 
 
-@hypothesis_settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(max_examples=100)
 @given(data=strategies.data())
 def test_a_flipped_bit_is_found_wherever_it_is(archive_of_12: Path, data: strategies.DataObject) -> None:
     content = bytearray(archive_of_12.read_bytes())

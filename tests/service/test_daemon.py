@@ -456,7 +456,7 @@ def test_any_bytes_at_all(home: Path, serve: Serve, attach: Attach) -> None:
     request = st.tuples(st.integers(0, 9), st.lists(st.one_of(operation, body), max_size=3))
     frame = st.one_of(st.binary(max_size=64), body.map(pack_frame), request.map(pack_frame))
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=150, suppress_health_check=list(HealthCheck), database=None)
     @given(st.booleans(), st.lists(frame, min_size=1, max_size=4))
     def babble(greets: bool, frames: list[bytes]) -> None:
         with raw(home) as connection:

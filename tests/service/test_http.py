@@ -16,7 +16,7 @@ import httpx2
 import pytest
 from doubles import SLOT_BYTES, chain_of, wait_until
 from http_rig import MODEL, ServedDaemon, kvtier, talk
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from service_rig import DaemonProcess, attach, environment, load, store
@@ -369,7 +369,7 @@ fields = st.sampled_from(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 @given(
     st.sampled_from(["reset", "evict", "pin", "unpin", "quota", "export", "import", "trace"]),
     st.dictionaries(fields.filter(lambda name: name != "file") | st.text(max_size=8), values, max_size=5) | values,
@@ -384,7 +384,7 @@ def test_a_hundred_wrong_bodies_leave_it_well(shared: DaemonProcess, verb: str, 
     assert healthy(shared)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 @given(
     st.sampled_from(
         [b"", b"GET /status HTTP/1.1\r\n", b"POST /admin/reset HTTP/1.1\r\nHost: localhost\r\n", b"\x16\x03\x01"]

@@ -178,7 +178,7 @@ def test_less_than_a_block_is_no_quota(bench: Bench) -> None:
     assert not bench.tiers.quotas.listing()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["alice", "bob", "carol"]), st.integers(0, 4), st.integers(1, 7), st.booleans()),

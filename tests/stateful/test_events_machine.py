@@ -7,7 +7,7 @@ from pathlib import Path
 
 from doubles import SLOT_BYTES, chain_of, store
 from event_rig import Shelf, held, tiered
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -141,7 +141,5 @@ class EventsMachine(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
-EventsMachine.TestCase.settings = settings(
-    max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+EventsMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 TestEventsMachine = EventsMachine.TestCase
