@@ -22,6 +22,7 @@ from kvtier.tiers.tier import BlockRecord, Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 FINGERPRINT = b"a model of the daemon's stories".ljust(32, b".")
+PATIENCE = 60.0  # seconds for an answer, for an end: a busy machine is no fault
 
 
 def environment(**options: str) -> dict[str, str]:
@@ -53,7 +54,7 @@ class DaemonProcess:
         assert self.process.stderr is not None
         self.lines += self.process.stderr
 
-    def end(self, signal: int, timeout: float = 20.0) -> int:
+    def end(self, signal: int, timeout: float = PATIENCE) -> int:
         """Send the signal; the exit status."""
         self.process.send_signal(signal)
         status = self.process.wait(timeout)
@@ -74,20 +75,26 @@ class DaemonThread:
     def check(self) -> None:
         """Every law, once nothing is on its way any more."""
         for namespace in self.daemon.call(self.daemon.namespaces):
-            assert namespace.hierarchy.drain(10)
+            assert namespace.hierarchy.drain(PATIENCE)
         self.daemon.call(self.daemon.check)
 
     def close(self) -> None:
         self.daemon.stop()
-        self._thread.join(10)
-        assert self.daemon.close()
+        self._thread.join(PATIENCE)
+        assert self.daemon.close(PATIENCE)
 
 
 def attach(
-    socket: Path, *, size: int = 64 * SLOT_BYTES, fingerprint: bytes = FINGERPRINT, slot_bytes: int = SLOT_BYTES
+    socket: Path,
+    *,
+    size: int = 64 * SLOT_BYTES,
+    fingerprint: bytes = FINGERPRINT,
+    slot_bytes: int = SLOT_BYTES,
+    deadline: float = PATIENCE,
 ) -> RemoteTiers:
-    """A client of the daemon at `socket`."""
-    return RemoteTiers(socket, Hello(fingerprint, BLOCK_SIZE, slot_bytes, size, reset=False), patience=5.0)
+    """A client of the daemon at `socket`; patient, unless the story is about its `deadline`."""
+    hello = Hello(fingerprint, BLOCK_SIZE, slot_bytes, size, reset=False)
+    return RemoteTiers(socket, hello, patience=PATIENCE, deadline=deadline)
 
 
 def wanted(chain: TokenChain, first: int = 0, last: int | None = None) -> Wanted:
@@ -114,11 +121,11 @@ def store(tiers: TiersBelow, chain: TokenChain, first: int = 0, last: int | None
         return 0
     fill(tiers, reservation)
     tiers.seal(reservation, records(reservation, chain), tiers.epoch)
-    assert tiers.drain(5)
+    assert tiers.drain(PATIENCE)
     return len(reservation)
 
 
-def ask(tiers: TiersBelow, chain: TokenChain, timeout: float = 5.0) -> tuple[Claim, int]:
+def ask(tiers: TiersBelow, chain: TokenChain, timeout: float = PATIENCE) -> tuple[Claim, int]:
     """Ask, and wait for the answer: the claim, and how many blocks are promised."""
     claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     deadline = time.monotonic() + timeout
@@ -172,7 +179,7 @@ def end_child(child: "subprocess.Popen[str]", signals: Sequence[int] = ()) -> No
         child.send_signal(signal)
     if child.poll() is None:
         child.kill()
-    child.wait(10)
+    child.wait(PATIENCE)
     for pipe in (child.stdin, child.stdout, child.stderr):
         if pipe is not None:
             pipe.close()
