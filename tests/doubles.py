@@ -167,7 +167,7 @@ def store(hierarchy: Hierarchy, chain: TokenChain, first: int = 0, last: int | N
         for i in (first + index for index in reservation.indices)
     ]
     hierarchy.seal(reservation, records, hierarchy.epoch)
-    assert hierarchy._sealing.drain(5)
+    assert hierarchy._sealing.drain(60)
     return len(records)
 
 
@@ -176,7 +176,7 @@ def bytes_in_l2(hierarchy: Hierarchy, chain_hash: ChainHash) -> bytes | None:
         return bytes(hierarchy.host.region.slot(int(lease.slots[0]))) if len(lease) else None
 
 
-def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], timeout: float = 60.0) -> None:
     """Poll until the condition holds; fails the test when `timeout` seconds pass first."""
     deadline = time.monotonic() + timeout
     while not condition():

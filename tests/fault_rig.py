@@ -143,7 +143,7 @@ def forget_l2(hierarchy: Hierarchy) -> None:
 
 def settle(hierarchy: Hierarchy) -> None:
     """Idle, by the laws: nothing leased, filling or quarantined, nobody forgot a lease (I3). Then closed."""
-    assert hierarchy.drain(20)
+    assert hierarchy.drain(60)
     deadline = time.monotonic() + 20
     while not hierarchy.prefetcher.idle and time.monotonic() < deadline:
         hierarchy.wait_progress(0.01)

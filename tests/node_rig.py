@@ -77,13 +77,13 @@ class Node:
         """kill -9: nothing is flushed, nobody is told."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
 
     def stop(self) -> int:
         """SIGTERM; the exit status."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(30)
+        return self._process.wait(60)
 
     def close(self) -> None:
         """Stop it if it runs; it must end well."""

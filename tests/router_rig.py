@@ -41,7 +41,7 @@ class ToldReplica:
 
     def start(self) -> None:
         if self._process is not None:
-            self._process.wait(10)
+            self._process.wait(60)
         command = [sys.executable, str(CHILD), self.name.rpartition(":")[2], json.dumps(self.nature)]
         self._process = subprocess.Popen(command, env=environment(), text=True)
         until(self._is_there)
@@ -71,7 +71,7 @@ class ToldReplica:
         """kill -9."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
 
     def signal(self, number: int) -> None:
         assert self._process is not None

@@ -86,7 +86,7 @@ class ServerThread:
         wait_for(lambda: self.loop.stats == self.engine.stats)  # the turn that ended the last copy has ended, too
         connector = self.engine.connector
         assert isinstance(connector, LocalConnector)
-        assert connector.tiers.drain(30)
+        assert connector.tiers.drain(60)
 
     @property
     def num_free(self) -> int:

@@ -63,16 +63,16 @@ class Pod:
     def close(self) -> None:
         """With its first process all of it ends."""
         os.kill(self._first, signal.SIGKILL)
-        self._process.wait(30)
+        self._process.wait(60)
         for process in self._others:
-            process.wait(30)
+            process.wait(60)
             assert process.stdout is not None
             process.stdout.close()
 
 
 def kill_inner(process: "subprocess.Popen[str]") -> None:
     os.kill(child_of(process), signal.SIGKILL)
-    process.wait(30)
+    process.wait(60)
 
 
 @pytest.fixture

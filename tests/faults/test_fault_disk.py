@@ -63,7 +63,7 @@ def slab_of(directory: Path) -> Path:
 def stored(hierarchy: Hierarchy) -> Hierarchy:
     """CHAIN lies in the slab, and only there."""
     assert store(hierarchy, CHAIN) == 8
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     forget_l2(hierarchy)
     assert hierarchy.lookup(CHAIN.hashes).file == 8
     return hierarchy
@@ -147,7 +147,7 @@ def in_child(function: Callable[[Path], None], directory: Path, mount: str = "")
 def stores_again(hierarchy: Hierarchy) -> None:
     late = chain_of(4, first_token=99_000)
     assert store(hierarchy, late) == 4
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     forget_l2(hierarchy)
     assert fetch(hierarchy, late) == 4
     settle(hierarchy)
@@ -165,7 +165,7 @@ def on_a_disk_that_runs_full(directory: Path) -> None:
     chains = [chain_of(8, first_token=10_000 * n) for n in range(1, 5)]
     for chain in chains:
         assert store(hierarchy, chain) == 8  # L2 has it …
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
     assert drops(hierarchy, "file", Outcome.FULL) > 0  # … the disk has not
     assert drops(hierarchy, "file", Outcome.IO_ERROR) == 0
     assert not is_open(hierarchy, "write")
@@ -185,7 +185,7 @@ def under_a_file_size_limit(directory: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, resource.RLIM_INFINITY))  # CHAIN lies before that
     for n in range(1, 5):
         store(hierarchy, chain_of(8, first_token=10_000 * n))
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
     assert drops(hierarchy, "file", Outcome.FULL) > 0
     assert not is_open(hierarchy, "write")
     forget_l2(hierarchy)
@@ -209,7 +209,7 @@ def test_whichever_call_fails_nothing_is_raised_and_nothing_wrong_is_served(disk
         hierarchy = over_slab(directory, io, mode=mode, size=150_000)
         for chain in chains:
             store(hierarchy, chain)
-            assert hierarchy.drain(10)
+            assert hierarchy.drain(60)
             forget_l2(hierarchy)
             fetch(hierarchy, chain)  # checks every byte it gets
         settle(hierarchy)
@@ -325,7 +325,7 @@ def serves_from_l2_with_one_warning(hierarchy: Hierarchy, log: OneWarning, reaso
         assert store(hierarchy, chain) == 8
         assert fetch(hierarchy, chain) == 8
         hierarchy.tick()
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
     assert len(log.messages) == 1, log.messages
     assert "off" in log.messages[0]
     assert reason in log.messages[0]
@@ -393,7 +393,7 @@ def test_a_file_system_that_turns_read_only_detaches_with_one_warning(
     io.fails = lambda name, count: name in ("pwritev", "sync", "allocate")
     for n in range(4):
         store(hierarchy, chain_of(2, first_token=3000 + 100 * n))
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
     wait_until(lambda: ticked(hierarchy) and hierarchy.ports[0].tier is None)
     for _ in range(20):
         hierarchy.tick()
@@ -432,7 +432,7 @@ def test_faults_leak_no_memory_no_descriptor_and_no_thread(disk_dir: Path) -> No
         io.fails = lambda name, count: count > 5 and count % 7 == n % 7
         hierarchy = over_slab(disk_dir, io, slots=2048, mode=MODES[n % 3])  # 8 MiB of L2
         store(hierarchy, CHAIN)
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
         forget_l2(hierarchy)
         fetch(hierarchy, CHAIN)
         settle(hierarchy)

@@ -62,7 +62,7 @@ def homes(nodes: Cluster, hashes: list[ChainHash]) -> dict[ChainHash, tuple[int,
 def stored(hierarchy: Hierarchy) -> Hierarchy:
     """LONG lies in Redis, and only there."""
     assert store(hierarchy, LONG) == 24
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     forget_l2(hierarchy)
     assert hierarchy.lookup(LONG.hashes).redis == 24
     return hierarchy
@@ -86,12 +86,12 @@ def test_a_master_killed_is_misses_until_its_replica_takes_over() -> None:
             master.cli("WAIT", "1", "5000")
         nodes.masters[1].kill()
         assert fetch(hierarchy, LONG) < 24  # what came is checked, the rest is computed
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
         fetches_all_again(hierarchy)
         until(hierarchy, lambda: not is_open(hierarchy, "write"))
         late = chain_of(12, first_token=50_000)
         assert store(hierarchy, late) == 12
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
         forget_l2(hierarchy)
         assert fetch(hierarchy, late) == 12
         settle(hierarchy)
@@ -158,13 +158,13 @@ def test_a_server_that_turns_read_only_drops_stores_serves_on_and_takes_them_aga
         server.cli("REPLICAOF", "127.0.0.1", "1")  # of nobody: it serves what it has
         while not is_open(hierarchy, "write"):
             store(hierarchy, OTHER)
-            assert hierarchy.drain(10)
+            assert hierarchy.drain(60)
             forget_l2(hierarchy)
         assert drops(hierarchy, "redis", Outcome.IO_ERROR) > 0
         server.cli("REPLICAOF", "NO", "ONE")
         until(hierarchy, lambda: not is_open(hierarchy, "write") and not is_open(hierarchy, "read"))
         assert store(hierarchy, OTHER) == 6
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
         fetches_all_again(hierarchy)
         assert fetch(hierarchy, OTHER) == 6
         settle(hierarchy)

@@ -74,7 +74,7 @@ def slab_of(directory: Path, chains: Sequence[TokenChain], slots: int = 32) -> H
     for chain in chains:
         for first in range(0, len(chain.hashes), slots // 4):  # as many as may wait to be written
             store(hierarchy, chain, first, first + slots // 4)
-            assert hierarchy.drain(10)
+            assert hierarchy.drain(60)
             forget_l2(hierarchy)
     assert all(num_held(hierarchy, chain) == len(chain.hashes) for chain in chains)
     return hierarchy
@@ -153,7 +153,7 @@ def test_an_export_takes_no_more_of_l2_than_its_share(tmp_path: Path) -> None:
     source = slab_of(tmp_path / "slab", [cold], slots=16)
     store(source, hot, 0, 8)
     store(source, hot, 8, 16)
-    assert source.drain(10)
+    assert source.drain(60)
     exported(source, tmp_path / "all")
     still = source.host.pool.lookup(hot.hashes)
     assert still >= 16 - 16 // 8
@@ -326,7 +326,7 @@ def test_a_block_that_rotted_in_l2_is_taken_from_below(tmp_path: Path) -> None:
     chain = chain_of(6)
     source = over_slab(tmp_path / "slab", slots=16)
     store(source, chain)
-    assert source.drain(10)
+    assert source.drain(60)
     with source.host.pool.lease(chain.hashes) as lease:
         source.host.region.slot(int(lease.slots[2]))[7] ^= 1
     progress = exported(source, tmp_path / "all")

@@ -357,7 +357,7 @@ def test_the_command_serves_until_it_is_told_to_stop(pair: Pair) -> None:
             with client.stream("POST", "/v1/completions", json=body) as answer:
                 run.send_signal(signal.SIGTERM)  # what is under way may end
                 assert events(answer.read().decode())[-1] == "[DONE]"
-        assert run.wait(30) == 0
+        assert run.wait(60) == 0
     finally:
         end_child(run)
 

@@ -42,11 +42,11 @@ class Told:
         if chain.root != root_hash(fingerprint):
             self._publisher.begin_at(fingerprint, chain.root)
         self._publisher.tell(fingerprint, [Stored(tier, tuple(records[:blocks]))])
-        assert self._publisher.flush(30)
+        assert self._publisher.flush(60)
 
     def remove(self, chain: TokenChain, tier: str = "l1") -> None:
         self._publisher.tell(FINGERPRINT, [Removed(tier, tuple(chain.hashes), False)])
-        assert self._publisher.flush(30)
+        assert self._publisher.flush(60)
 
     def stop(self) -> None:
         self._publisher.close()

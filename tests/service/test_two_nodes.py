@@ -52,9 +52,9 @@ def engine_on(where: Node | None, salt: str | None = None) -> Iterator[Engine]:
     engine = Engine.from_config(config_of("llama"), options, connect)
     try:
         yield engine
-        assert engine.drain(10)
+        assert engine.drain(60)
         if isinstance(engine.connector, LocalConnector):
-            assert engine.connector.tiers.drain(30)
+            assert engine.connector.tiers.drain(60)
             engine.connector.tiers.check()
     finally:
         engine.close()

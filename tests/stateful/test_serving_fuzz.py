@@ -227,7 +227,7 @@ class World:
         self.pool.check()
         assert self.pool.num_free_blocks == self.num_blocks
         assert self.side.idle
-        assert self.hierarchy.drain(10)
+        assert self.hierarchy.drain(60)
         deadline = time.monotonic() + 10
         while not self.hierarchy.prefetcher.idle and time.monotonic() < deadline:
             self.hierarchy.tick()

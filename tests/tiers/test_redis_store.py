@@ -214,13 +214,13 @@ def test_a_write_that_a_reset_overtakes_does_not_land(server: RedisServer, store
 
     def held(*arguments: object) -> None:
         went.set()
-        assert goes_on.wait(10)
+        assert goes_on.wait(60)
         original(*arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
         patch.setattr(Lane, "set", held)
         writing = pool.submit(write, store, CHAIN)
-        assert went.wait(10)
+        assert went.wait(60)
         store.reset()
         goes_on.set()
         assert set(writing.result()) == {EPOCH}
