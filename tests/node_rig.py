@@ -33,6 +33,10 @@ class Node:
             "FILE__SIZE": "64MiB",
             "SERVICE__SOCKET": str(self.socket),
             "SERVICE__HTTP": f"127.0.0.1:{port}",
+            "CACHE__PREFETCH_DEADLINE": "60s",  # it need not be the test that keeps the machine busy
+            "FILE__DEADLINE": "60s",
+            "REDIS__CONNECT_TIMEOUT": "20s",
+            "REDIS__DEADLINE": "20s",
             **options,
         }
         self.http = f"http://{chosen['SERVICE__HTTP']}"

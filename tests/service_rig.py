@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
 
@@ -23,6 +24,22 @@ from kvtier.tiers.tier import BlockRecord, Outcome
 ROOT = Path(__file__).resolve().parent.parent
 FINGERPRINT = b"a model of the daemon's stories".ljust(32, b".")
 PATIENCE = 60.0  # seconds for an answer, for an end: a busy machine is no fault
+PATIENT: Final[Mapping[str, Mapping[str, str]]] = {
+    "cache": {"prefetch_deadline": "60s"},
+    "file": {"deadline": "60s"},
+    "redis": {"connect_timeout": "20s", "deadline": "20s"},
+}
+"""Options of daemons and engines whose stories are not about deadlines."""
+
+
+def patient(sections: Mapping[str, Mapping[str, object]]) -> dict[str, Mapping[str, object]]:
+    """Sections of a configuration, with all the patience they do not speak of."""
+    return {**sections, **{name: {**options, **sections.get(name, {})} for name, options in PATIENT.items()}}
+
+
+def patient_options() -> dict[str, str]:
+    """The same as `section__option=value`."""
+    return {f"{name}__{option}": value for name, options in PATIENT.items() for option, value in options.items()}
 
 
 def environment(**options: str) -> dict[str, str]:
@@ -37,7 +54,7 @@ class DaemonProcess:
     def __init__(self, socket: Path, **options: str) -> None:
         """Start it and wait until it says that it is ready."""
         command = [sys.executable, "-c", "from kvtier.cli import main; main()", "serve", "--socket", str(socket)]
-        options.setdefault("service__http", "127.0.0.1:0")
+        options = {**patient_options(), "service__http": "127.0.0.1:0", **options}
         self.process = subprocess.Popen(command, env=environment(**options), stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         self.first_line = self.process.stderr.readline()
@@ -68,7 +85,7 @@ class DaemonThread:
     """The daemon's loop on a thread of this process."""
 
     def __init__(self, socket: Path, *, lease_deadline: float = 60.0, **sections: Mapping[str, object]) -> None:
-        self.daemon = Daemon(Config.model_validate(sections), socket, lease_deadline=lease_deadline)
+        self.daemon = Daemon(Config.model_validate(patient(sections)), socket, lease_deadline=lease_deadline)
         self._thread = threading.Thread(target=self.daemon.run)
         self._thread.start()
 

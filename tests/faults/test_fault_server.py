@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def served(model: Path, daemon: Node | None) -> ServerProcess:
-    options = {} if daemon is None else {"service__socket": str(daemon.socket)}
+    options = {} if daemon is None else {f"service__{name}": value for name, value in daemon.section.items()}
     return ServerProcess(model, "--exact", l1__num_blocks="256", **options)
 
 
