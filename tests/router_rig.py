@@ -36,7 +36,7 @@ class ToldReplica:
         self.name = f"127.0.0.1:{free_port()}"
         self.url = f"http://{self.name}"
         self.nature = nature
-        self.client = httpx2.Client(base_url=self.url, timeout=30, trust_env=False)
+        self.client = httpx2.Client(base_url=self.url, timeout=60, trust_env=False)
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:

@@ -22,7 +22,7 @@ ENTER = ("unshare", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child"
 
 def may_not_unshare() -> str | None:
     try:
-        done = subprocess.run([*ENTER, "true"], capture_output=True, text=True, timeout=30)
+        done = subprocess.run([*ENTER, "true"], capture_output=True, text=True, timeout=60)
     except OSError as error:
         return str(error)
     return None if done.returncode == 0 else f"no pid namespaces here: {done.stderr.strip()}"
@@ -94,7 +94,7 @@ def test_a_daemon_serves_those_it_can_see(pods: Callable[[], Pod]) -> None:
         socket, http = f"{home}/kv.sock", f"127.0.0.1:{free_port()}"
 
         def status() -> dict[str, Any]:
-            with urllib.request.urlopen(f"http://{http}/status", timeout=30) as answer:
+            with urllib.request.urlopen(f"http://{http}/status", timeout=60) as answer:
                 page: dict[str, Any] = json.load(answer)
             return page
 

@@ -167,7 +167,7 @@ def tell(cluster: Running, place: str, turn: Turn, salt: str) -> None:
 def redis(cluster: Running, server: str, *command: str) -> str:
     """What one of the masters, `valkey-N`, says."""
     place = ["-h", "127.0.0.1", "-p", str(cluster.port + 40 + int(server[-1]))]
-    told = subprocess.run(["redis-cli", *place, "-e", *command], capture_output=True, text=True, timeout=30, check=True)
+    told = subprocess.run(["redis-cli", *place, "-e", *command], capture_output=True, text=True, timeout=60, check=True)
     return told.stdout.strip()
 
 

@@ -77,6 +77,6 @@ def test_a_server_killed_amid_streams_leaves_its_blocks_to_the_next(model: Path)
 
 def num_generated(server: ServerProcess) -> int:
     """Tokens of answers so far."""
-    told = httpx2.get(f"{server.url}/status", timeout=30).json()
+    told = httpx2.get(f"{server.url}/status", timeout=60).json()
     generated: int = told["tokens"]["generated_tokens"]
     return generated

@@ -258,7 +258,7 @@ def test_an_export_nobody_waits_for_leaves_nothing(home: Path, daemon: DaemonPro
     claim, promised = ask(tiers, chain)
     assert promised == 32  # half of L2: all that waiting requests may hold, so an export waits its turn
     body = {"file": str(file), "hashes": [name.hex() for name in other.hashes]}
-    with httpx2.stream("POST", f"http://{daemon.http}/admin/export", json=body, timeout=20) as answer:
+    with httpx2.stream("POST", f"http://{daemon.http}/admin/export", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
         assert file.with_name("x.kva.part").exists()
@@ -276,7 +276,7 @@ def test_an_export_nobody_waits_for_leaves_nothing(home: Path, daemon: DaemonPro
 
 def test_lookups_are_recorded(home: Path, daemon: DaemonProcess, tiers: RemoteTiers) -> None:
     chain, file = prompt(4), home / "trace.jsonl"
-    with httpx2.stream("POST", f"http://{daemon.http}/admin/trace", json={"file": str(file)}, timeout=20) as recording:
+    with httpx2.stream("POST", f"http://{daemon.http}/admin/trace", json={"file": str(file)}, timeout=60) as recording:
         lines = recording.iter_lines()
         next(lines)
         second = post(daemon, "trace", file=str(home / "other.jsonl"))

@@ -135,7 +135,7 @@ def test_prometheus_asks_where_the_processes_are(home: Path) -> None:
     expected = {(job, f"127.0.0.1:{running.port + offset}") for offset, job in jobs.items()}
 
     def targets() -> set[tuple[str, str]]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{running.port + 90}/api/v1/targets", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{running.port + 90}/api/v1/targets", timeout=60) as answer:
             found = json.load(answer)["data"]["activeTargets"]
         return {(each["labels"]["job"], each["labels"]["instance"]) for each in found}
 

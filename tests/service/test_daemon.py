@@ -505,7 +505,7 @@ def test_another_user_is_turned_away(home: Path, serve: Serve) -> None:
         "print(s.recv(4096), s.recv(1))"
     )
     told = subprocess.run(
-        [sys.executable, "-c", program, str(home / "s")], capture_output=True, text=True, env=environment(), timeout=30
+        [sys.executable, "-c", program, str(home / "s")], capture_output=True, text=True, env=environment(), timeout=60
     )
     assert "user 12345 may not use the daemon of user 0" in told.stdout
     assert served.daemon.counts["turned_away"] == 1
@@ -553,7 +553,7 @@ def test_places_where_no_socket_can_be(home: Path) -> None:
 
 def test_serve_needs_a_place(capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-c", "from kvtier.cli import main; main()", "serve"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("kvtier: [service] socket none: ")
     assert done.stderr.count("\n") == 1

@@ -64,7 +64,7 @@ def url(daemon: DaemonProcess, path: str) -> str:
 
 
 def healthy(daemon: DaemonProcess) -> bool:
-    told: object = httpx2.get(url(daemon, "/healthz"), timeout=5).json()
+    told: object = httpx2.get(url(daemon, "/healthz"), timeout=60).json()
     return told == {"status": "ok"}
 
 
@@ -411,7 +411,7 @@ def test_who_says_nothing_is_hung_up_on(home: Path, monkeypatch: pytest.MonkeyPa
     served = ServedDaemon(home / "s", host={"size": 1 << 20})
     try:
         host, _, port = served.http.rpartition(":")
-        silent = [sockets.create_connection((host, int(port)), timeout=10) for _ in range(70)]
+        silent = [sockets.create_connection((host, int(port)), timeout=60) for _ in range(70)]
         for connection in silent[::2]:
             connection.sendall(b"GET /healthz HTT")  # half a request is as good as none
         for connection in silent:
@@ -421,7 +421,7 @@ def test_who_says_nothing_is_hung_up_on(home: Path, monkeypatch: pytest.MonkeyPa
         assert served.client.get("/healthz").status_code == 200
         # A body that does not come.
         head = HEAD + b"Content-Length: 9\r\n\r\n"
-        with sockets.create_connection((host, int(port)), timeout=10) as connection:
+        with sockets.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(head + b"{")
             assert connection.recv(4096).startswith(b"HTTP/1.1 408")
     finally:
@@ -445,7 +445,7 @@ def test_who_reads_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> Non
     server.start()
     try:
         host, _, port = server.address.rpartition(":")
-        with sockets.create_connection((host, int(port)), timeout=10) as connection:
+        with sockets.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert connection.recv(64).startswith(b"HTTP/1.1 200")
             assert ended.wait(60)  # the answer is given up, though the connection is open
@@ -460,7 +460,7 @@ def test_it_stops_within_seconds_whatever_is_under_way(home: Path) -> None:
     names = [name.hex() for name in chain.hashes]
     assert httpx2.post(url(daemon, "/admin/pin"), json={"hashes": names, "ttl": "1h"}).status_code == 200
     trace = {"file": str(home / "trace.jsonl")}
-    with httpx2.stream("POST", url(daemon, "/admin/trace"), json=trace, timeout=20) as recording:
+    with httpx2.stream("POST", url(daemon, "/admin/trace"), json=trace, timeout=60) as recording:
         lines = recording.iter_lines()
         next(lines)
         began = time.monotonic()

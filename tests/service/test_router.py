@@ -15,7 +15,7 @@ import httpx2
 import pytest
 from http_rig import kvtier, pester
 from openai import APIError, OpenAI
-from router_rig import MODEL, RoutedReplicas, ToldReplica, replicas, routed, until
+from router_rig import MODEL, PATIENCE, RoutedReplicas, ToldReplica, replicas, routed, until
 from service_rig import end_child, environment
 
 from kvtier.service.router_spec import parse_replicas
@@ -211,7 +211,7 @@ def test_a_client_that_does_not_read_makes_the_replica_wait(pair: Pair, router: 
 def test_patience_has_an_end_at_every_step(pair: Pair) -> None:
     spec = [replica.url for replica in pair]
     # no first byte in time: the next one, and then there is none
-    with routed(*spec, first_byte_timeout="300ms") as router:
+    with routed(*spec, first_byte_timeout="3s") as router:
         pair[0].behave(wait=30)
         names = [router.complete().headers["x-kvtier-replica"] for _ in range(2)]
         assert names == [pair[1].name] * 2
@@ -223,7 +223,7 @@ def test_patience_has_an_end_at_every_step(pair: Pair) -> None:
         with stream(router) as answer:
             assert events(answer.read().decode())[-1]["error"]["code"] == "mid_stream_stalled"
     # a request that goes on for ever
-    with routed(*spec, request_timeout="500ms") as router:
+    with routed(*spec, request_timeout="4s") as router:
         for replica in pair:
             replica.behave(events=100_000, pause=0.05)
         with stream(router) as answer:
@@ -238,12 +238,14 @@ def test_patience_has_an_end_at_every_step(pair: Pair) -> None:
 def test_more_than_replicas_may_have_is_told_so(pair: Pair) -> None:
     with routed(*(replica.url for replica in pair), max_requests=1) as router, ThreadPoolExecutor(2) as clients:
         for replica in pair:
-            replica.behave(wait=2)
+            replica.behave(wait=PATIENCE)
         held = [clients.submit(router.complete) for _ in pair]
         until(lambda: sum(each["in_flight"] for each in router.status()["replicas"]) == 2)
         answer = router.complete()
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "full")
         assert answer.headers["retry-after"] == "1"
+        for replica in pair:
+            replica.behave()
         assert [each.result().status_code for each in held] == [200, 200]
 
 
