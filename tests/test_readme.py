@@ -37,7 +37,7 @@ def scripts() -> list[str]:
 
 
 def typed(script: str, home: Path, timeout: float) -> list[str]:
-    """The lines it prints, typed into a shell at the root of a checkout; tiers are small, and more patient than usual."""
+    """The lines it prints, typed into a shell at the root of a checkout; tiers are small, and patient."""
     (home / ".venv").symlink_to(sys.prefix)
     (home / "docs").symlink_to(ROOT / "docs")
     (home / "CONTRIBUTING.md").symlink_to(ROOT / "CONTRIBUTING.md")
