@@ -144,9 +144,9 @@ def hierarchy_of(
     host = HostTier(region)
     ports = []
     if tier is not None:
-        settings_of_port = port_settings or PortSettings(deadline=5.0, failures=2, retry_after=1.0, num_threads=1)
+        settings_of_port = port_settings or PortSettings(deadline=60.0, failures=2, retry_after=1.0, num_threads=1)
         ports = [TierPort("file", lambda: tier, settings_of_port, metrics, rates, clock)]
-    return Hierarchy(host, ports, settings or HierarchySettings(), metrics, rates, clock)
+    return Hierarchy(host, ports, settings or HierarchySettings(prefetch_deadline=60.0), metrics, rates, clock)
 
 
 def fill_slots(hierarchy: Hierarchy, slots: Sequence[int], hashes: Sequence[ChainHash]) -> None:

@@ -19,6 +19,7 @@ from fault_rig import (
     drops,
     fetch,
     forget_l2,
+    impatient,
     is_open,
     misses,
     num_descriptors,
@@ -29,16 +30,13 @@ from fault_rig import (
 
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.file_io import FileIO
-from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
+from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.payload_io import Mode
-from kvtier.tiers.port import PortSettings
 from kvtier.tiers.tier import Outcome
 
 MODES: list[Mode] = ["direct", "buffered", "mmap"]
 TESTS = Path(__file__).resolve().parents[1]
 CHAIN, OTHER = chain_of(8), chain_of(6, first_token=1000)
-IMPATIENT = PortSettings(deadline=0.2, failures=2, retry_after=0.02)
-SHORT_WAIT = HierarchySettings(prefetch_deadline=1.0)
 Open = Callable[..., Hierarchy]
 
 
@@ -255,18 +253,19 @@ def test_after_k_errors_the_tier_detaches_and_comes_back_by_itself(opened: Open,
 # 11: slow, hung.
 
 
-def test_a_disk_of_one_second_per_operation_is_a_miss_at_the_deadline(opened: Open) -> None:
+def test_a_disk_of_three_seconds_per_operation_is_a_miss_at_the_deadline(opened: Open) -> None:
     io = FaultyIO()
-    hierarchy = stored(opened(io, patience=IMPATIENT, settings=SHORT_WAIT))
-    num_read, io.delay = io.num_read, 1.0
-    assert fetch(hierarchy, CHAIN) == 0
-    assert io.num_read == num_read  # the answer came long before the bytes
-    assert misses(hierarchy, Outcome.TIMEOUT) >= 8
-    assert hierarchy.host.pool.counts().quarantined <= 8  # a window: what the read may still write to
-    assert store(hierarchy, OTHER) == 6  # there is room for stores
-    assert fetch(hierarchy, OTHER) == 6
-    while not is_open(hierarchy, "read"):
+    hierarchy = stored(opened(io))
+    num_read, io.delay = io.num_read, 3.0
+    with impatient(hierarchy):
         assert fetch(hierarchy, CHAIN) == 0
+        assert io.num_read == num_read  # the answer came long before the bytes
+        assert misses(hierarchy, Outcome.TIMEOUT) >= 8
+        assert hierarchy.host.pool.counts().quarantined <= 8  # a window: what the read may still write to
+        assert store(hierarchy, OTHER) == 6  # there is room for stores
+        assert fetch(hierarchy, OTHER) == 6
+        while not is_open(hierarchy, "read"):
+            assert fetch(hierarchy, CHAIN) == 0
     io.delay = 0.0
     wait_until(lambda: is_back(hierarchy))
     assert fetch(hierarchy, CHAIN) == 8
@@ -276,21 +275,22 @@ def test_a_disk_of_one_second_per_operation_is_a_miss_at_the_deadline(opened: Op
 def test_a_hung_disk_blocks_nobody_exhausts_nothing_and_is_taken_back(opened: Open, mode: Mode) -> None:
     """While the gate is shut no read or write ends: every call that returns here returned without the disk."""
     io = FaultyIO()
-    hierarchy = stored(opened(io, mode=mode, patience=IMPATIENT, settings=SHORT_WAIT))
+    hierarchy = stored(opened(io, mode=mode))
     io.gate.clear()
-    for _ in range(3):
-        assert fetch(hierarchy, CHAIN) == 0
-    wait_until(lambda: ticked(hierarchy) and is_open(hierarchy, "read"))
-    # Reads in quarantine and writes that wait leave room: L2 takes and serves ten times what it holds.
-    chains = [chain_of(8, first_token=5000 + 100 * n) for n in range(40)]
-    for chain in chains:
-        assert store(hierarchy, chain) == 8
-        assert fetch(hierarchy, chain) == 8
-    resident = [chain for chain in chains if hierarchy.lookup(chain.hashes).l2 == 8]
-    assert resident
-    counts = hierarchy.host.pool.counts()
-    assert 0 < counts.quarantined <= 16  # at most one window for each of the two I/O threads
-    assert counts.free + counts.ready - counts.leased >= 8
+    with impatient(hierarchy):
+        for _ in range(3):
+            assert fetch(hierarchy, CHAIN) == 0
+        wait_until(lambda: ticked(hierarchy) and is_open(hierarchy, "read"))
+        # Reads in quarantine and writes that wait leave room: L2 takes and serves ten times what it holds.
+        chains = [chain_of(8, first_token=5000 + 100 * n) for n in range(40)]
+        for chain in chains:
+            assert store(hierarchy, chain) == 8
+            assert fetch(hierarchy, chain) == 8
+        resident = [chain for chain in chains if hierarchy.lookup(chain.hashes).l2 == 8]
+        assert resident
+        counts = hierarchy.host.pool.counts()
+        assert 0 < counts.quarantined <= 16  # at most one window for each of the two I/O threads
+        assert counts.free + counts.ready - counts.leased >= 8
     io.gate.set()
     wait_until(lambda: is_back(hierarchy))
     wait_until(lambda: hierarchy.host.pool.counts().quarantined == 0)
