@@ -96,7 +96,7 @@ def cluster(started: Running) -> Iterator[Running]:
     wait_for(lambda: is_idle(started))
     before = sizes(started)
     yield started
-    assert not started.unwell
+    wait_for(lambda: not started.unwell)
     wait_for(lambda: is_idle(started))
     wait_for(lambda: not growth(before, sizes(started)))
     for log in (started.state / "logs").iterdir():
