@@ -445,6 +445,6 @@ def test_faults_leak_no_memory_no_descriptor_and_no_thread(disk_dir: Path) -> No
     before: Sequence[int] = (num_descriptors(), num_threads(), address_space())
     for n in range(40):
         cycle(n)
-    assert num_descriptors() == before[0]
-    assert num_threads() == before[1]
+    assert num_descriptors() <= before[0]  # fewer where what another story left behind goes meanwhile
+    wait_until(lambda: num_threads() <= before[1])
     assert address_space() - before[2] < 20 * (8 << 20)  # half of what forty leaked regions would take
