@@ -142,8 +142,8 @@ def test_pins_by_command(daemon: DaemonProcess, tiers: RemoteTiers, home: Path) 
     store(tiers, chain)
     file = home / "tokens.json"
     file.write_text(json.dumps(list(range(16))))
-    assert says(daemon, "pin", "--blocks", str(file), "--cache-salt", "alice", "--ttl", "90s") == (
-        "pin 1: 4 blocks stay for 90 s\n"
+    assert says(daemon, "pin", "--blocks", str(file), "--cache-salt", "alice", "--ttl", "900s") == (
+        "pin 1: 4 blocks stay for 900 s\n"
     )
     names = json.dumps([name.hex() for name in chain.hashes[:2]])
     assert json.loads(says(daemon, "pin", "--blocks", "-", "--json", stdin=names))["blocks"] == 2

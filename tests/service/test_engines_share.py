@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doubles import wait_until
-from service_rig import DaemonProcess, attached
+from service_rig import DaemonProcess, attached, patient
 from small_engines import KEEP
 from tiny_models import config_of
 
@@ -32,7 +32,8 @@ def engine_at(socket: Path | None) -> Engine:
     """An engine over the daemon's tiers; without a socket, over none."""
     settings = EngineConfig(num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8, exact=True)
     section = {"block_size": settings.block_size, "load_or_recompute": "load"}
-    config = Config.model_validate({"host": {"size": "4MiB"}, "cache": section, "service": {"socket": socket}})
+    service = {"socket": socket, "deadline": "60s"}
+    config = Config.model_validate(patient({"host": {"size": "4MiB"}, "cache": section, "service": service}))
     connect = LocalConnector.connect(config) if socket is not None else None
     return Engine.from_config(config_of("llama"), settings, connect)
 

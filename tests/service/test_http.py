@@ -467,7 +467,7 @@ def test_it_stops_within_seconds_whatever_is_under_way(home: Path) -> None:
         daemon.process.send_signal(signal.SIGTERM)
         assert "error" in list(lines)[-1]  # the recording says that it was cut short
         assert daemon.process.wait(60) == 0
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 30  # the pin would have stayed for an hour
     daemon.end(signal.SIGTERM)
     assert daemon.lines == []
     tiers.close()

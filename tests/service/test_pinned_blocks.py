@@ -107,7 +107,7 @@ def test_tokens_are_a_tenants_under_either_hash(served: ServedDaemon, tiers: Rem
 
 def test_a_pin_ends_by_itself(served: ServedDaemon, tiers: RemoteTiers) -> None:
     store(tiers, prompt(4))
-    assert served.post("pin", tokens=tokens(4), ttl="1s").status_code == 200
+    assert served.post("pin", tokens=tokens(4), ttl="4s").status_code == 200
     assert pinned(served) == [4]
     wait_until(lambda: not pinned(served))
     wait_until(lambda: namespace(served).hierarchy.host.pool.counts().leased == 0)
