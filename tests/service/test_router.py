@@ -407,6 +407,21 @@ def test_a_page_of_text_says_where_requests_went_and_why(pair: Pair, router: Rou
     assert json.loads(kvtier("status", "--http", router.server.address, "--json").stdout)["replicas"]
 
 
+def test_a_daemons_verbs_are_one_line_where_a_router_or_an_engine_answers(pair: Pair, router: RoutedReplicas) -> None:
+    for verb, address in (
+        (["top"], router.server.address),
+        (["purge", "--all"], router.server.address),
+        (["status"], pair[0].name),
+        (["top", "--count", "1"], pair[0].name),
+    ):
+        told = kvtier(*verb, "--http", address)
+        assert (told.returncode, told.stderr) == (
+            1,
+            f'kvtier: [service] http "{address}": what answers there is no daemon of kvtier\'s; '
+            "give the daemon's --http HOST:PORT\n",
+        )
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param", "message"),
     [
