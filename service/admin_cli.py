@@ -109,7 +109,8 @@ def show_top(
     count: Annotated[int, typer.Option(min=0, help="Looks to take; 0 goes on until Ctrl-C.")] = 0,
 ) -> None:
     """Show what the daemon does, look after look: a table that moves on a terminal, a line each otherwise."""
-    watch(lambda: desk.client.status("clients"), _parsed("--interval", interval, parse_time), count, as_json=desk.as_json)
+    seconds = _parsed("--interval", interval, parse_time)
+    watch(lambda: desk.client.status("clients"), seconds, count, as_json=desk.as_json)
 
 
 @command("pin")
