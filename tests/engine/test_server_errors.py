@@ -187,6 +187,7 @@ def test_what_is_no_json_object_says_so(server: ServerThread, verb: str, content
     answer = server.http.post(f"/v1/{verb}", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith("body")
+    assert answer.json()["error"]["code"] == "bad_json"
     assert well(server)
 
 

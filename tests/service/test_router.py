@@ -425,10 +425,10 @@ def test_a_daemons_verbs_are_one_line_where_a_router_or_an_engine_answers(pair: 
 @pytest.mark.parametrize(
     ("body", "status", "param", "message"),
     [
-        (b"{", 400, None, "no JSON"),
-        (b"[1]", 400, None, "no JSON object"),
-        (b"[" * 100_000, 400, None, "no JSON"),
-        (b'"\xff"', 400, None, "no JSON"),
+        (b"{", 400, None, "body: not JSON ("),
+        (b"[1]", 400, None, "body [1]: not a JSON object; send one"),
+        (b"[" * 100_000, 400, None, "body: not JSON ("),
+        (b'"\xff"', 400, None, "body: not JSON ("),
         (b'{"model": "gpt"}', 404, "model", "model 'gpt': not here; use 'm'"),
     ],
 )
