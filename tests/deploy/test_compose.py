@@ -19,6 +19,8 @@ import yaml
 from node_rig import ROOT
 
 from kvtier import cli
+from kvtier.service import http_server, serve_cli
+from kvtier.service.cluster import GRACE
 from kvtier.service.cluster_file import FIRST_PORT, Places, Service, Topology
 from kvtier.tiers.config import Config
 
@@ -234,6 +236,17 @@ def test_every_service_is_restrained_and_watched() -> None:
         is_job = processes().get(name, {}).get("ready", {}).get("exits", False)
         assert is_job == ("healthcheck" not in each), name
         assert each["restart"] == ("no" if is_job else "unless-stopped"), name
+
+
+def test_whoever_is_stopped_has_the_time_it_takes() -> None:
+    from kvtier.engine import server_process  # takes torch along
+
+    for name in processes():
+        if services()[name]["image"].startswith("kvtier:"):
+            assert services()[name]["stop_grace_period"] == f"{GRACE:g}s", name
+    last_bytes = server_process._GRACE + http_server._STOPPED
+    assert server_process._DRAIN + last_bytes + server_process._STORES < GRACE
+    assert serve_cli._DRAIN < GRACE
 
 
 def test_every_mounted_path_is_in_the_tree() -> None:
