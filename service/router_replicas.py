@@ -249,13 +249,13 @@ class Replica:
 
     def _become(self, state: State, why: str) -> None:
         is_news = (state, why) != (self.state, self.why)
-        was_up = self.state is State.UP
+        is_same = self.state is state
         self.state, self.why = state, why
         if not is_news:
             return
         if state is State.UP:
             _log.info("replica %s is up", self.name)
-        elif was_up or state is State.REFUSED:
+        elif state is State.REFUSED or not (is_same or state is State.JOINING):
             _log.warning("replica %s is %s: %s", self.name, state, why)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 from http_rig import kvtier, pester
+from node_rig import ROOT, free_port
 from openai import APIError, OpenAI
 from router_rig import MODEL, RoutedReplicas, ToldReplica, replicas, routed, until
 from service_rig import end_child, environment
@@ -309,6 +310,21 @@ def test_one_of_another_kind_is_refused_with_both_values(
         assert {router.complete().headers["x-kvtier-replica"] for _ in range(3)} == {started[0].name}
 
 
+def test_one_that_cannot_join_is_logged_once_with_why(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    nobody = f"127.0.0.1:{free_port()}"
+    with (
+        routed(pair[0].url, token="a key nobody has given") as locked,
+        routed(f"http://{nobody}", f"http://{locked.server.address}") as router,
+    ):
+        until(lambda: [each["state"] for each in router.status()["replicas"]] == ["down", "down"])
+    whys = {"unreachable": nobody, "set [router] replica_token to its key": locked.server.address}
+    for why, name in whys.items():
+        (line,) = (line for line in caplog.messages if name in line)
+        assert line.startswith(f"replica {name} is down: ")
+        assert why in line
+
+
 def test_an_engine_that_only_has_vllms_page_for_health(started: Pair) -> None:
     with replicas(1, {"id": "v", "object": "model", "probe": "/health"}) as (replica,), routed(replica.url) as router:
         assert router.complete(model="v").status_code == 200
@@ -405,6 +421,11 @@ def test_a_page_of_text_says_where_requests_went_and_why(pair: Pair, router: Rou
     told = kvtier("status", "--http", router.server.address)
     assert (told.returncode, told.stdout.splitlines()[2:5]) == (3, text.splitlines()[2:5])
     assert json.loads(kvtier("status", "--http", router.server.address, "--json").stdout)["replicas"]
+
+
+def test_its_metrics_are_those_of_its_page_in_the_docs(router: RoutedReplicas) -> None:
+    told = re.findall(r"^# TYPE (\w+)", router.client.get("/metrics").text, re.MULTILINE)
+    assert set(told) == set(re.findall(r"`(kvtier_route_\w+)", (ROOT / "docs" / "router.md").read_text()))
 
 
 def test_a_daemons_verbs_are_one_line_where_a_router_or_an_engine_answers(pair: Pair, router: RoutedReplicas) -> None:
