@@ -27,11 +27,11 @@ def model_entry(loop: EngineLoop, name: str, events: Mapping[str, str | None] | 
         "object": "model",
         "created": _STARTED,
         "owned_by": "kvtier",
-        "max_model_len": engine.max_model_len,
+        "max_model_len": loop.room,
         "kvtier": {
             "block_size": engine.config.block_size,
             "fingerprint": loop.fingerprint,
-            "max_model_len": engine.max_model_len,
+            "max_model_len": loop.room,
             "events": events,
         },
     }
@@ -49,7 +49,7 @@ def status(loop: EngineLoop, name: str) -> Json:
         "model": name,
         "fingerprint": loop.fingerprint,
         "block_size": engine.config.block_size,
-        "max_model_len": engine.max_model_len,
+        "max_model_len": loop.room,
         "requests": {"live": loop.num_live, "capacity": loop.capacity, **{state: stats[state] for state in _STATES}},
         "outcomes": dict(tally.outcomes),
         "l1": {"blocks": num_blocks, "free": stats["free_blocks"]},
