@@ -77,6 +77,7 @@ class Router:
                 "promised": ledger.promised_tokens,
                 "told_prompt": ledger.told_prompt_tokens,
                 "told_cached": ledger.told_cached_tokens,
+                "told_tiers": dict(ledger.told_tiers),
             },
             "indexed_blocks": self.holdings.num_blocks,
             "cpu_s": time.process_time(),

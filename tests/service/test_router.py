@@ -93,6 +93,7 @@ def test_requests_and_answers_pass_unchanged(pair: Pair, router: RoutedReplicas)
     assert sum(value for name, value in metrics.items() if name.startswith("kvtier_route_requests_total")) == 2
     assert metrics["kvtier_route_told_prompt_tokens_total"] == 80  # as the usage of both said
     assert metrics["kvtier_route_told_cached_tokens_total"] == 64
+    assert router.status()["tokens"]["told_tiers"] == {"L1": 48, "L2": 0, "file": 0, "redis": 16}
     last = router.status()["decisions"][0]
     assert {score["name"] for score in last["scores"]} == {replica.name for replica in pair}
     assert last["reason"] == "unsure"
