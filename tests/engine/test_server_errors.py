@@ -231,6 +231,8 @@ def test_a_token_is_asked_for_without_a_hint(model: Path) -> None:
             answer = guarded.http.get(f"/{page}")
             assert answer.status_code == 200
             assert TOKEN not in answer.text
+        assert guarded.status()["refused"] == {"401": 9}
+        assert 'kvtier_engine_refused_total{status="401"} 9.0' in guarded.http.get("/metrics").text
         allowed = client(guarded.url, TOKEN)
         assert allowed.models.list().data[0].id == MODEL
         allowed.close()

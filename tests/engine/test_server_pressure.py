@@ -83,6 +83,7 @@ def test_a_full_server_says_so_and_has_room_again_later(model: Path) -> None:
                 assert refused.value.code == "rate_limit_exceeded"
                 assert refused.value.response.headers["retry-after"] == "1"
             assert server.http.get("/healthz").status_code == 200
+            assert server.status()["refused"] == {"429": 2}
         assert first.result().choices[0].text == second.result().choices[0].text
         assert server.client.completions.create(max_tokens=3, **ASK).choices[0].text == first.result().choices[0].text
         # What no waiting makes room for is the request's own mistake.

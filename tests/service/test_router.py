@@ -391,6 +391,7 @@ def test_who_has_no_token_gets_no_hint(pair: Pair) -> None:
             ):
                 assert answer.status_code == 401
                 assert answer.json()["error"]["message"] == "not allowed"
+        assert router.status()["errors"] == {"401": 4}
         for page in (
             "/healthz",
             "/readyz",
