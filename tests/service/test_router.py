@@ -318,11 +318,15 @@ def test_one_that_cannot_join_is_logged_once_with_why(pair: Pair, caplog: pytest
         routed(pair[0].url, token="a key nobody has given") as locked,
         routed(f"http://{nobody}", f"http://{locked.server.address}") as router,
     ):
-        until(lambda: [each["state"] for each in router.status()["replicas"]] == ["down", "down"])
-    whys = {"unreachable": nobody, "set [router] replica_token to its key": locked.server.address}
-    for why, name in whys.items():
-        (line,) = (line for line in caplog.messages if name in line)
-        assert line.startswith(f"replica {name} is down: ")
+        until(lambda: [each["state"] for each in router.status()["replicas"]] == ["down", "refused"])
+        # a key of the replica's is nothing that a client could mend: it is not told of it
+        answer = router.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "unreachable")
+    for name, why in (
+        (nobody, "down: unreachable: "),
+        (locked.server.address, "refused: /v1/models answers 401; set [router] replica_token to its key"),
+    ):
+        (line,) = (line for line in caplog.messages if line.startswith(f"replica {name} is "))
         assert why in line
 
 
