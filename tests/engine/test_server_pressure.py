@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from server_rig import MODEL, ServerThread, save_checkpoint, serving, wait_for
+from server_rig import BLOCK, MODEL, ServerThread, save_checkpoint, serving, wait_for
 
 from kvtier.engine import server_process
 from kvtier.service.prompts import Prompts
@@ -84,12 +84,26 @@ def test_a_full_server_says_so_and_has_room_again_later(model: Path) -> None:
                 assert refused.value.code == "rate_limit_exceeded"
                 assert refused.value.response.headers["retry-after"] == "1"
             assert server.http.get("/healthz").status_code == 200
+            assert server.status()["refused"] == {"429": 2}
         assert first.result().choices[0].text == second.result().choices[0].text
         assert server.client.completions.create(max_tokens=3, **ASK).choices[0].text == first.result().choices[0].text
         # What no waiting makes room for is the request's own mistake.
         with pytest.raises(openai.BadRequestError, match="n: 3 answers at once"):
             server.client.completions.create(max_tokens=3, n=3, **ASK)
         wait_for(lambda: idle(server))
+
+
+def test_the_context_it_tells_of_is_the_one_it_has_room_for(model: Path) -> None:
+    # L1 holds less than the model could read
+    with serving(model, l1={"num_blocks": 4}) as server:
+        (listed,) = server.http.get("/v1/models").json()["data"]
+        room = listed["max_model_len"]
+        assert room == listed["kvtier"]["max_model_len"] == server.status()["max_model_len"] == 4 * BLOCK
+        prompt = [1] * (room - 2)
+        assert server.post("completions", model=MODEL, prompt=prompt, max_tokens=2).status_code == 200
+        refused = server.post("completions", model=MODEL, prompt=prompt, max_tokens=3)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert f"maximum context length is {room} tokens" in refused.json()["error"]["message"]
 
 
 def test_who_finds_no_room_costs_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
