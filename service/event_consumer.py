@@ -19,7 +19,7 @@ from kvtier.tiers.errors import ConfigError, FormatError
 _log = logging.getLogger(__name__)
 
 _HEARTBEAT: Final = 1000  # milliseconds; a publisher that is silent for three is gone
-_QUEUE: Final = 16_384  # batches that may wait to be read
+_QUEUE: Final = 16  # batches that may wait to be read, of MAX_PAYLOAD each; what more there is waits at the publisher
 _TURN: Final = 256  # batches read from one socket before the others are looked at
 _REPLAY_DEADLINE: Final = 5.0  # seconds without a word of a replay
 _PAUSE: Final = 1.0  # seconds before a replay that failed is asked for anew
@@ -188,7 +188,15 @@ class EventConsumer:
         self._hang_up(0.0)
         if self._connected:  # and whoever is there may not be who was
             self._counts["connections"] += 1
+            self._drop_queued()
             self._sequencer.start_over()
+
+    def _drop_queued(self) -> None:
+        """What waits unread may be the word of a publisher that is no more; a replay brings all that this one's was."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_QUEUE):
+                self._subscriber.recv_multipart(zmq.DONTWAIT)
+                self._counts["dropped"] += 1
 
     def _read_live(self, socket: "zmq.Socket[bytes]") -> None:
         for _ in range(_TURN):
