@@ -116,7 +116,8 @@ class Router:
             self.ledger.untokenised[known.unknown] += 1
             return Asked(path, sent, body, 0, Held(-(-len(body) // _BYTES)), arrived)
         begun = time.perf_counter()
-        held = self.holdings.of(known.tokens, known.cache_salt)
+        fleet = self.fleet
+        held = self.holdings.of(known.tokens, known.cache_salt, fleet.namespace, fleet.adapter(model))
         self.ledger.seconds["score"] += time.perf_counter() - begun
         return Asked(path, sent, body, len(known.tokens), held, arrived)
 

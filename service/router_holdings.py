@@ -73,14 +73,14 @@ class Holdings:
             self._consumers.pop(address).close()
             self._index.drop(address)
 
-    def of(self, tokens: Sequence[int], cache_salt: str | None) -> Held:
-        """What is held of a prompt, and by whom."""
+    def of(self, tokens: Sequence[int], cache_salt: str | None, default: str | None, lora_name: str | None) -> Held:
+        """What is held of a prompt, and by whom. `default` is the namespace where there is no salt."""
         if self._index is None:
             return Held()
-        namespace = cache_salt
+        namespace = default if cache_salt is None else cache_salt
         if cache_salt is not None and self._fingerprint is not None:
             namespace = namespace_of(root_hash(self._fingerprint, cache_salt=cache_salt))
-        names = prompt_hashes(tokens, self._index.block_size, namespace=namespace)
+        names = prompt_hashes(tokens, self._index.block_size, lora_name, namespace)
         found = self._index.matches(names)
         live = {address for address, consumer in self._consumers.items() if consumer.is_live}
         shared = self._index.shared(names, _SHARED)
