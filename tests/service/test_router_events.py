@@ -9,7 +9,7 @@ from router_rig import MODEL, RoutedReplicas, ToldReplica, replicas, routed, unt
 
 from kvtier.connector.events import BlockStored, namespace_of
 from kvtier.service.events import Publisher
-from kvtier.service.router_holdings import joined
+from kvtier.service.router_holdings import Holdings, joined
 from kvtier.service.router_spec import Publishers
 from kvtier.tiers.chain import TokenChain, root_hash
 from kvtier.tiers.config import EventsConfig
@@ -232,6 +232,37 @@ def test_a_daemon_under_a_topic_of_its_own_is_refused_with_both(caplog: pytest.L
             node.store(chain_of(PROMPT), "l2")
             until(lambda: router.status()["replicas"][0]["node_events"]["state"] == "live")
             until(lambda: blocks(router, first) == {"CPU": 10})
+
+
+def test_of_a_very_long_prompt_the_beginning_is_looked_for() -> None:
+    prompt = list(range(70_000))
+    with publishers(2) as (one, other), replicas(2, nature(one), nature(other)) as (first, second):
+        one.store(chain_of(prompt))
+        with routed(first.url, second.url) as router:
+            until(lambda: live(router) and blocks(router, first) == {"GPU": 17_500})
+            assert asked(router, prompt) == first.name
+            last = router.status()["decisions"][0]
+            assert last["prompt_blocks"] == 17_500
+            assert {score["name"]: score["cached"] for score in last["scores"]} == {first.name: 16_384, second.name: 0}
+            # what would take long to read is not read, and goes by load
+            assert {asked(router, prompt * 4) for _ in range(2)} == {first.name, second.name}
+            assert router.status()["unknown_prompts"] == {"too_long": 2}
+
+
+def test_who_publishes_elsewhere_is_forgotten_there() -> None:
+    with publishers(2) as (one, other):
+        one.store(chain_of(PROMPT))
+        other.store(chain_of(PROMPT[:20]))
+        holdings = Holdings(strict=False)
+        try:
+            for told, num_blocks in ((one, 10), (other, 5), (one, 10), (other, 5)):
+                at = Publishers(told.ports["publish"], told.ports["replay"])
+                holdings.follow("r", at, SIZE, FINGERPRINT)
+                until(lambda num_blocks=num_blocks: holdings.state("r")["blocks"] == {"GPU": num_blocks})  # type: ignore[misc]
+                until(lambda num_blocks=num_blocks: holdings.num_blocks == num_blocks)  # type: ignore[misc]
+            assert not holdings.skipped
+        finally:
+            holdings.close()
 
 
 @pytest.mark.parametrize(
