@@ -105,7 +105,8 @@ class RemoteClaims:
     def cancel(self, claim: RemoteClaim) -> None:
         """The daemon hears of it with the next message. Idempotent."""
         if claim.link is not None and claim.link.claims.pop(claim.number, None) is not None:
-            self._attachment.later(claim.link, Cancel([claim.number]))
+            if len(claim.slots) or not claim.answered:  # else the daemon has forgotten it
+                self._attachment.later(claim.link, Cancel([claim.number]))
         self._settle(claim)
 
     def take_in(self, news: News) -> None:

@@ -111,6 +111,7 @@ class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)  # of sequences
     cached: Counter[str] = field(default_factory=Counter)  # prompt tokens by the tier they came from
     failed_steps: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # requests told why not, by status; on the event loop
     ttft: Histogram = field(
         default_factory=lambda: Histogram(
             "kvtier_engine_ttft_seconds", "From arrival to the first token", buckets=_SECONDS, registry=None

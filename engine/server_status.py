@@ -30,11 +30,11 @@ def model_entry(loop: EngineLoop, name: str, events: Mapping[str, str | None] | 
         "object": "model",
         "created": _STARTED,
         "owned_by": "kvtier",
-        "max_model_len": engine.max_model_len,
+        "max_model_len": loop.room,
         "kvtier": {
             "block_size": engine.config.block_size,
             "fingerprint": loop.fingerprint,
-            "max_model_len": engine.max_model_len,
+            "max_model_len": loop.room,
             "events": events,
             # of requests without a salt, as events name it: the engine's own salt cannot be told from it
             "namespace": None if salt is None else namespace_of(root_hash(fingerprint, cache_salt=salt)),
@@ -54,9 +54,10 @@ def status(loop: EngineLoop, name: str) -> Json:
         "model": name,
         "fingerprint": loop.fingerprint,
         "block_size": engine.config.block_size,
-        "max_model_len": engine.max_model_len,
+        "max_model_len": loop.room,
         "requests": {"live": loop.num_live, "capacity": loop.capacity, **{state: stats[state] for state in _STATES}},
         "outcomes": dict(tally.outcomes),
+        "refused": dict(tally.refused),
         "l1": {"blocks": num_blocks, "free": stats["free_blocks"]},
         "tokens": {kind: stats[kind] for kind in _TOKENS},
         "cached_tokens": dict(tally.cached),
@@ -82,6 +83,7 @@ def _own(loop: EngineLoop) -> Iterator[Metric]:
     yield GaugeMetricFamily("kvtier_engine_live", "Sequences that wait or are computed", loop.num_live)
     yield GaugeMetricFamily("kvtier_engine_capacity", "Sequences there is room for; more are told 429", loop.capacity)
     yield _counter("kvtier_engine_ended", "Sequences by how they ended", "outcome", dict(tally.outcomes))
+    yield _counter("kvtier_engine_refused", "Requests that were not computed, by status", "status", dict(tally.refused))
     yield _counter("kvtier_engine_tokens", "Tokens by what became of them", "kind", {k: stats[k] for k in _TOKENS})
     yield _counter("kvtier_engine_cached_tokens", "Prompt tokens by their tier", "tier", dict(tally.cached))
     blocks = {"all": loop.engine.pool.num_blocks, "free": stats["free_blocks"]}

@@ -1,12 +1,11 @@
 """The router: requests come in, are known by their prompt, and go to the replica where least is left to compute."""
 
 import asyncio
-import json
 import time
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any, Final
 
+from kvtier.service.openai_bodies import json_object
 from kvtier.service.openai_errors import OpenAIError, unknown_model
 from kvtier.service.prompts import Prompts
 from kvtier.service.router_client import Deadlines, Headers
@@ -80,6 +79,7 @@ class Router:
                 "promised": ledger.promised_tokens,
                 "told_prompt": ledger.told_prompt_tokens,
                 "told_cached": ledger.told_cached_tokens,
+                "told_tiers": dict(ledger.told_tiers),
             },
             "indexed_blocks": self.holdings.num_blocks,
             "cpu_s": time.process_time(),
@@ -109,7 +109,7 @@ class Router:
         sent = [*passed(headers, NOT_ASKED), *self._headers]
         if body.count(b",") >= _MAX_ITEMS:
             return self._unknown("too_long", path, sent, body, arrived)
-        asked = _object(body)
+        asked = json_object(body)
         model, served = asked.get("model"), {str(model["id"]) for model in self.fleet.models()}
         if isinstance(model, str) and served and model not in served:
             raise unknown_model(model, ", ".join(sorted(served)))
@@ -129,16 +129,6 @@ class Router:
     def _unknown(self, why: str, path: str, headers: Headers, body: bytes, arrived: float) -> Asked:
         self.ledger.untokenised[why] += 1
         return Asked(path, headers, body, 0, Held(-(-len(body) // _BYTES)), arrived)
-
-
-def _object(body: bytes) -> Mapping[str, Any]:
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise OpenAIError(400, f"body: no JSON, {error}; send one object", code="bad_json") from None
-    if not isinstance(value, dict):
-        raise OpenAIError(400, 'body: no JSON object; send one, as in {"model": …}', code="bad_json")
-    return value
 
 
 def _terms(config: RouterConfig) -> Terms:

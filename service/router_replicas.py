@@ -36,7 +36,7 @@ class State(StrEnum):
     JOINING = "joining"  # not heard of yet, or not ready yet
     UP = "up"
     DOWN = "down"
-    REFUSED = "refused"  # of another block size or model
+    REFUSED = "refused"  # of another block size or model, or wants another key
     DRAINING = "draining"  # there, and takes nothing new
 
 
@@ -221,8 +221,9 @@ class Replica:
     async def _join(self) -> None:
         self._is_known = True
         status, body = await self._page("/v1/models", self._deadlines)
-        if status in (401, 403):
-            raise ReplicaFailed(Failure.GARBLED, f"/v1/models answers {status}; set [router] replica_token to its key")
+        if status in (401, 403):  # and so it would answer our clients, who know of no key of its
+            self._become(State.REFUSED, f"/v1/models answers {status}; set [router] replica_token to its key")
+            return
         if status != 200:
             raise ReplicaFailed(Failure.GARBLED, f"/v1/models answers {status}")
         try:
@@ -267,15 +268,15 @@ class Replica:
 
     def _become(self, state: State, why: str) -> None:
         is_news = (state, why) != (self.state, self.why)
-        was_up = self.state is State.UP
-        if state is not self.state:
+        is_same = self.state is state
+        if not is_same:
             self._since = time.monotonic()
         self.state, self.why = state, why
         if not is_news:
             return
         if state is State.UP:
             _log.info("replica %s is up", self.name)
-        elif was_up or state is State.REFUSED:
+        elif state is State.REFUSED or not (is_same or state is State.JOINING):
             _log.warning("replica %s is %s: %s", self.name, state, why)
 
 

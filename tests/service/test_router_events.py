@@ -1,13 +1,18 @@
 """Stories of the router that hears real publishers: it goes where the prefix is, or takes turns."""
 
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
+import zmq
 from node_rig import free_port
 from router_rig import MODEL, RoutedReplicas, ToldReplica, replicas, routed, until
+from service_rig import end_child, environment
 
-from kvtier.connector.events import BlockStored, namespace_of
+from kvtier.connector.events import BlockRemoved, BlockStored, EventBatch, encode_batch, namespace_of
 from kvtier.service.events import Publisher
 from kvtier.service.router_holdings import Holdings, joined
 from kvtier.service.router_spec import Publishers
@@ -43,11 +48,11 @@ class Told:
         if chain.root != root_hash(fingerprint):
             self._publisher.begin_at(fingerprint, chain.root)
         self._publisher.tell(fingerprint, [Stored(tier, tuple(records[:blocks]))])
-        assert self._publisher.flush(30)
+        assert self._publisher.flush(60)
 
     def remove(self, chain: TokenChain, tier: str = "l1") -> None:
         self._publisher.tell(FINGERPRINT, [Removed(tier, tuple(chain.hashes), False)])
-        assert self._publisher.flush(30)
+        assert self._publisher.flush(60)
 
     def store_as_vllm(self, first_name: int, tokens: list[int], lora_name: str | None) -> None:
         """Blocks under names of vLLM's own, of an adapter or of the model itself."""
@@ -55,7 +60,7 @@ class Told:
         keys = None if lora_name is None else [(lora_name,)] * len(names)
         stored = BlockStored(list(names), None, tokens, SIZE, None, "GPU", lora_name, keys)
         self._publisher._submit(0, lambda: self._publisher._send(FINGERPRINT, [stored]))
-        assert self._publisher.flush(30)
+        assert self._publisher.flush(60)
 
     def stop(self) -> None:
         self._publisher.close()
@@ -291,3 +296,34 @@ def test_publishers_are_what_both_say() -> None:
     )
     why = Publishers("tcp://engine-2:5557").agreed(told)
     assert why == 'events "tcp://engine-1:5557", but its --replica says "tcp://engine-2:5557"; give what it has'
+
+
+@pytest.mark.parametrize(("variable", "kind"), [({}, ""), ({"DYN_KV_ENFORCE_ENGINE_HASH_STABILITY": "1"}, "error: ")])
+def test_the_commands_log_says_what_cannot_be_true_and_its_cause(
+    tmp_path: Path, variable: Mapping[str, str], kind: str
+) -> None:
+    behind = BlockStored([7], 3, PROMPT[:SIZE], SIZE, None, "GPU", None)  # nobody has told of 3
+    payload = encode_batch(EventBatch(1.0, [behind, BlockRemoved([9], "GPU")], 0))
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", "from kvtier.cli import main; main()", "route", "--http", "127.0.0.1:0"]
+    with replicas(1) as (replica,), zmq.Context() as context, context.socket(zmq.PUB) as engine, log.open("w") as file:
+        engine.setsockopt(zmq.LINGER, 0)
+        port = engine.bind_to_random_port("tcp://127.0.0.1")
+        spec = f"{replica.url},events=tcp://127.0.0.1:{port},block_size={SIZE}"
+        run = subprocess.Popen([*command, "--replica", spec], env={**environment(), **variable}, stderr=file, text=True)
+        try:
+            numbers = iter(range(1 << 20))
+
+            def is_told() -> bool:
+                engine.send_multipart([b"", next(numbers).to_bytes(8, "big"), payload])
+                return "removal" in log.read_text()
+
+            until(is_told)
+        finally:
+            end_child(run)
+    lines = [line for line in log.read_text().splitlines() if "unknown parent" in line or "removal" in line]
+    assert len(lines) >= 2
+    for line in lines:
+        assert line.startswith(f"kvtier: {kind}KV events: tcp://127.0.0.1:{port}: ")
+        assert "events were missed, or" in line
+    assert "its hash seed (PYTHONHASHSEED) or block size has changed" in lines[0]

@@ -40,7 +40,8 @@ class RawReplica:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
         self.name = f"127.0.0.1:{self._listening.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def hang_up(self) -> None:
         while self._open:
@@ -48,6 +49,8 @@ class RawReplica:
                 self._open.pop().shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)  # wakes who waits for the next
+        self._accepting.join(60)
         self._listening.close()
         self.hang_up()
 
