@@ -70,7 +70,13 @@ ROUTER: Json = {
     "retries": {"unreachable": 2},
     "errors": {"bad_json": 1},
     "unknown_prompts": {},
-    "tokens": {"prompt": 400, "promised": 240, "told_prompt": 400, "told_cached": 300},
+    "tokens": {
+        "prompt": 400,
+        "promised": 240,
+        "told_prompt": 400,
+        "told_cached": 300,
+        "told_tiers": {"L1": 200, "redis": 60},
+    },
     "indexed_blocks": 127,
 }
 
@@ -191,6 +197,9 @@ def test_the_router_shows_who_is_there_and_why_a_request_went_where_it_did(page:
         decisions = "Last decisions, the newest first; in blocks, the least work in all wins"
         page.wait_for(decision, "✓ 15 held, 12 to do, 18.5 in all", "can take none", card=decisions)
         page.wait_for("75.0 % of 400 tokens", card="Prompt found in a cache")
+        where = "Tokens of prompts, by where their KV was found"
+        page.wait_for("L1 device 50.0 % 200", "Redis 15.0 % 60", "a replica's cache 10.0 % 40", card=where)
+        page.wait_for("nowhere: computed 25.0 % 100", card=where)
         page.wait_for("prefix 3", "only 1", card="Decisions, by reason")
         page.wait_for("unreachable 2", card="Retries, by what went wrong")
         page.wait_for("bad json 1", card="Errors of its own, by reason")
@@ -205,6 +214,8 @@ def test_a_router_at_work(page: Browser) -> None:
         page.wait_for("1 in all", card="Requests")
         page.wait_for("unsure 1", card="Decisions, by reason")
         page.wait_for("80.0 % of 40 tokens", card="Prompt found in a cache")
+        found = ("L1 device 60.0 % 24", "Redis 20.0 % 8", "nowhere: computed 20.0 % 8")
+        page.wait_for(*found, card="Tokens of prompts, by where their KV was found")
         other.kill()
         page.wait_for("▲ 1 of 2 replicas", f"{other.name} is down")
         # What the other stories take for a router's status is what it says.
