@@ -152,7 +152,7 @@ def test_a_store_that_was_given_up_is_forgotten_when_it_ends(story: Story) -> No
     story.tier.gate.clear()
     story.store(1, 0)
     wait_until(lambda: story.ports[0].queue._running)
-    wait_until(lambda: story.second.blocks)  # the other tier took it
+    assert story.ports[1].queue.drain(60)  # the other tier took it
     story.clock.advance(DEADLINE)
     assert story.ended().outcomes == [Outcome.OK]
     assert story.counted('kvtier_store_dropped_total{tier="file",reason="timeout"}') == 1
