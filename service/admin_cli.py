@@ -249,7 +249,7 @@ def _steps(client: "HttpClient", path: str, body: Json) -> Iterator[Json]:
     last: Json = {}
     for last in client.lines(path, body):
         if "error" in last:
-            raise KVTierError(str(last["error"]))
+            raise (ConfigError if last.get("mistake") else KVTierError)(str(last["error"]))
         yield last
     if "done" not in last:
         raise KVTierError("the daemon hung up before the end; was it stopped?")

@@ -14,7 +14,7 @@ from kvtier.service.daemon import Daemon
 from kvtier.service.lookup_trace import TraceRecorder
 from kvtier.service.namespaces import Guest, Namespace
 from kvtier.service.visits import leave, name_of, visit
-from kvtier.tiers.errors import KVTierError, TierUnavailable
+from kvtier.tiers.errors import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable
 
 Json = dict[str, Any]
 Steps = AsyncGenerator[Json, None]
@@ -129,7 +129,10 @@ class Told:
         try:
             self._task.result()
         except (KVTierError, asyncio.CancelledError) as error:
-            return {**self._latest, "error": str(error) or "the daemon is stopping"}
+            is_mistake = isinstance(
+                error, ConfigError | FormatError | FingerprintMismatch
+            )  # 400, had it been told at once
+            return {**self._latest, "error": str(error) or "the daemon is stopping", "mistake": is_mistake}
         return {**self._latest, "done": True}
 
 

@@ -24,7 +24,7 @@ from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from kvtier.service import guard, http_app, http_server
+from kvtier.service import guard, http_app, http_server, transfers
 from kvtier.service.http_server import HttpServer, HttpSocket
 from kvtier.tiers.errors import ConfigError
 
@@ -171,6 +171,19 @@ def test_a_detached_tier_is_named_and_no_reason_to_send_nobody(home: Path, disk_
         tiers.close()
     finally:
         served.close()
+
+
+def test_a_mistake_that_is_found_late_is_one_all_the_same(
+    home: Path, served: ServedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "PERIOD", 0.0)  # nothing is refused at once
+    tiers = attach(home / "s")
+    *_, last = served.post("import", file=str(home / "none")).text.splitlines()
+    told = {"error": f"{home / 'none'}: not a file; name one that an export wrote", "mistake": True}
+    assert json.loads(last) == told
+    ended = kvtier("import", str(home / "none"), "--http", served.http)
+    assert (ended.returncode, ended.stderr) == (2, f"kvtier: {told['error']}\n")
+    tiers.close()
 
 
 # who may
