@@ -120,11 +120,8 @@ def _asked(served: Served, body_type: type[CompletionBody] | type[ChatBody], dat
     _require_room(served.loop, body)
     num_choices = body.n or 1
     prompts = [(prompt, _params(served.loop, body, prompt)) for prompt in served.prompts.all_tokens(body)]
-    jobs = [
-        Job(prompt, _seeded(params, choice), body.cache_salt)
-        for prompt, params in prompts
-        for choice in range(num_choices)
-    ]
+    named = [(served.loop.engine.prompt(prompt, body.cache_salt), params) for prompt, params in prompts]
+    jobs = [Job(prompt, _seeded(params, choice)) for prompt, params in named for choice in range(num_choices)]
     return Asked(
         model=served.name,
         fingerprint=f"kvtier-{served.loop.fingerprint[:16]}",

@@ -52,7 +52,7 @@ class Router:
     async def answer(self, path: str, headers: Headers, body: bytes, reply: Reply) -> None:
         """Answer a client's request, whatever it is."""
         try:
-            asked = await self._asked(path, headers, body)
+            asked = await self._asked(path, headers, body, asyncio.get_running_loop().time())
         except OpenAIError as error:
             self.ledger.errors[str(error.code)] += 1
             await reply.fail(error)
@@ -102,7 +102,7 @@ class Router:
             replica.name, publishers, self.fleet.block_size, None if fingerprint is None else bytes.fromhex(fingerprint)
         )
 
-    async def _asked(self, path: str, headers: Headers, body: bytes) -> Asked:
+    async def _asked(self, path: str, headers: Headers, body: bytes, arrived: float) -> Asked:
         """The request, and what is known of its prompt. Raises OpenAIError where no replica need see it."""
         asked = json_object(body)
         model, served = asked.get("model"), {str(model["id"]) for model in self.fleet.models()}
@@ -114,11 +114,11 @@ class Router:
         self.ledger.seconds["tokenise"] += time.perf_counter() - begun
         if known.unknown is not None:
             self.ledger.untokenised[known.unknown] += 1
-            return Asked(path, sent, body, 0, Held(-(-len(body) // _BYTES)))
+            return Asked(path, sent, body, 0, Held(-(-len(body) // _BYTES)), arrived)
         begun = time.perf_counter()
         held = self.holdings.of(known.tokens, known.cache_salt)
         self.ledger.seconds["score"] += time.perf_counter() - begun
-        return Asked(path, sent, body, len(known.tokens), held)
+        return Asked(path, sent, body, len(known.tokens), held, arrived)
 
 
 def _terms(config: RouterConfig) -> Terms:

@@ -100,7 +100,8 @@ class _Forwarding:
         request = Request(scope, receive)
         self._guard.admit(request)
         body = await read_body(request, MAX_BODY)
-        answering = asyncio.create_task(self._router.answer(request.url.path, scope["headers"], body, Reply(send)))
+        reply = Reply(send, scope["state"]["pass_chunks"])
+        answering = asyncio.create_task(self._router.answer(request.url.path, scope["headers"], body, reply))
         leaving = asyncio.create_task(_gone(receive))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)

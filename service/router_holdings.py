@@ -116,7 +116,8 @@ class Holdings:
             return None
         state = self._consumers[address].state
         told = {name: state.counts.get(name, 0) for name in ("gaps", "lost")}
-        return {"state": state.state, "seq": state.seq, **told, "age_s": state.age}
+        why = {} if state.why is None else {"why": state.why}
+        return {"state": state.state, "seq": state.seq, **told, "age_s": state.age, **why}
 
     def _has_shared(self, publishers: Publishers) -> bool:
         """Whether its tiers have what nodes share: whoever has, tells of blocks there."""

@@ -21,7 +21,9 @@ _log = logging.getLogger(__name__)
 _MAX_PAGE: Final = 1 << 20  # bytes of a page of a replica's
 _PROBES: Final = ("/readyz", "/healthz", "/health")  # ours, many a server's, vLLM's: the first that is there
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
-_LOADS_EVERY: Final = 1.0  # seconds between looks at what a replica has to do
+_EVERY: Final = 1.0  # seconds between looks at what a replica has to do, and whether it hangs
+_LOAD_PATIENCE: Final = 5.0  # seconds it may take over one: who has much to do may be slow to say so
+_HOPELESS: Final = 5.0  # seconds one must be down until answers that have not begun are no longer waited for
 _MAX_LIVE: Final = 1_000_000  # requests it may say it has
 _RUNNING: Final = 1.0  # blocks of work in an answer that has begun
 _USUAL: Final = 8.0  # blocks of work in a request the router knows nothing of
@@ -120,6 +122,7 @@ class Replica:
         self.client = ReplicaClient(spec.host, spec.port, self._lost)
         self.state = State.JOINING
         self.why = "not heard of yet"
+        self._since = time.monotonic()  # in that state
         self.nature: Nature | None = None
         self.in_flight = 0
         self.given = 0.0  # blocks of work of our own requests
@@ -129,7 +132,6 @@ class Replica:
         self._terms, self._judge = terms, judge
         self._deadlines = Deadlines(terms.timeout, terms.timeout, terms.timeout)
         self._probe: str | None = None  # the page that says whether it is well, once it is known which
-        self._loads_at = 0.0
         self._is_known = False  # nothing says that it may be another one than was taken in
         self._alarm = asyncio.Event()
 
@@ -144,18 +146,25 @@ class Replica:
         return self.given + self.others
 
     @property
+    def is_hopeless(self) -> bool:
+        """Whether it has been down for so long that an answer it has not begun should be had of another."""
+        return self.state is State.DOWN and time.monotonic() - self._since > _HOPELESS
+
+    @property
     def limit(self) -> float:
         """Of `load`, for the policy: none, until it has all the requests it may have."""
         return float("inf") if self.in_flight < self._terms.max_requests else 0.0
 
     async def run(self) -> None:
-        """Look, for ever, at once where something speaks for it."""
-        while True:
-            await self.look()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._terms.interval):
-                    await self._alarm.wait()
-            self._alarm.clear()
+        """Look, for ever, at once where something speaks for it; and beside that, at what it has to do."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._see_loads())
+            while True:
+                await self.look()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._terms.interval):
+                        await self._alarm.wait()
+                self._alarm.clear()
 
     async def look(self) -> None:
         """One look: its state is what was seen."""
@@ -167,7 +176,6 @@ class Replica:
                     self._become(State.DRAINING if was_up else State.JOINING, "it says it is not ready")
                 elif self._is_known and self.state in (State.UP, State.DRAINING):
                     self._become(State.UP, "")
-                    await self._see_load()
                 else:
                     await self._join()
         except TimeoutError:
@@ -195,7 +203,7 @@ class Replica:
 
     async def _is_ready(self) -> bool:
         for path in _PROBES if self._probe is None else (self._probe,):
-            status, _ = await self._page(path)
+            status, _ = await self._page(path, self._deadlines)
             if status == 404:
                 self._probe = None
                 continue
@@ -209,7 +217,7 @@ class Replica:
 
     async def _join(self) -> None:
         self._is_known = True
-        status, body = await self._page("/v1/models")
+        status, body = await self._page("/v1/models", self._deadlines)
         if status in (401, 403):  # and so it would answer our clients, who know of no key of its
             self._become(State.REFUSED, f"/v1/models answers {status}; set [router] replica_token to its key")
             return
@@ -226,13 +234,20 @@ class Replica:
         self.nature = nature
         self._become(State.UP, "")
 
-    async def _see_load(self) -> None:
-        """What it has to do beyond our requests; nothing where it does not say."""
-        now = time.monotonic()
-        if self.nature is None or self.nature.block_size is None or now < self._loads_at:
-            return
-        self._loads_at = now + _LOADS_EVERY
-        status, body = await self._page("/status")
+    async def _see_loads(self) -> None:
+        """For ever: what it has to do beyond our requests; nothing where it does not say."""
+        patience = Deadlines(self._terms.timeout, _LOAD_PATIENCE, _LOAD_PATIENCE)
+        while True:
+            if self.state is State.UP and self.nature is not None and self.nature.block_size is not None:
+                try:
+                    async with asyncio.timeout(_LOAD_PATIENCE):
+                        self._take_load(*await self._page("/status", patience))
+                except (TimeoutError, ReplicaFailed):  # whether it lives, `look` says
+                    self.others = 0.0
+                    self.errors["no_status"] += 1
+            await asyncio.sleep(_EVERY)
+
+    def _take_load(self, status: int, body: bytes) -> None:
         try:
             page: Any = json.loads(body) if status == 200 else None
             num_requests = min(int(page["requests"]["live"]), _MAX_LIVE)
@@ -241,8 +256,8 @@ class Replica:
         usual = self.given / self.in_flight if self.in_flight else _USUAL
         self.others = max(0, num_requests - self.in_flight) * usual
 
-    async def _page(self, path: str) -> tuple[int, bytes]:
-        answer: Answer = await self.client.ask("GET", path, self._terms.headers, b"", self._deadlines)
+    async def _page(self, path: str, deadlines: Deadlines) -> tuple[int, bytes]:
+        answer: Answer = await self.client.ask("GET", path, self._terms.headers, b"", deadlines)
         try:
             return answer.status, await answer.read(_MAX_PAGE)
         finally:
@@ -251,6 +266,8 @@ class Replica:
     def _become(self, state: State, why: str) -> None:
         is_news = (state, why) != (self.state, self.why)
         is_same = self.state is state
+        if not is_same:
+            self._since = time.monotonic()
         self.state, self.why = state, why
         if not is_news:
             return
@@ -297,6 +314,7 @@ class Fleet:
         for replica in self.replicas:
             await replica.look()
         self._tasks = [asyncio.create_task(replica.run()) for replica in self.replicas]
+        self._tasks.append(asyncio.create_task(self._move_on()))
 
     async def stop(self) -> None:
         """Look no more, and hang up everywhere."""
@@ -305,6 +323,15 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for replica in self.replicas:
             replica.client.close()
+
+    async def _move_on(self) -> None:
+        """For ever: where one is up, have nobody wait for an answer to begin at one that hangs."""
+        while True:
+            if any(replica.state is State.UP for replica in self.replicas):
+                for replica in self.replicas:
+                    if replica.is_hopeless:
+                        replica.client.give_up()
+            await asyncio.sleep(_EVERY)
 
     def _judge(self, replica: Replica, nature: Nature) -> str | None:
         told, given = nature.block_size, replica.spec.block_size

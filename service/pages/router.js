@@ -34,6 +34,7 @@ const FEEDS = {
   live: ["● live", "good"],
   replaying: ["◐ replaying", "warn"],
   stale: ["▲ stale", "bad"],
+  refused: ["✕ refused", "bad"],
 };
 const REASONS = {
   __proto__: null,

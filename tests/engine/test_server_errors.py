@@ -243,8 +243,8 @@ def test_too_many_connections_are_told_so(model: Path, monkeypatch: pytest.Monke
     with serving(model, server={"max_num_seqs": 1, "max_waiting": 2}) as server:
         server.http.close()
         host, _, port = server.server.address.rpartition(":")
-        silent = [socket.create_connection((host, int(port)), timeout=30) for _ in range(5)]
-        answer = httpx2.get(f"{server.url}/healthz", timeout=30)
+        silent = [socket.create_connection((host, int(port)), timeout=60) for _ in range(5)]
+        answer = httpx2.get(f"{server.url}/healthz", timeout=60)
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "overloaded"
         for connection in silent:

@@ -53,8 +53,9 @@ async def _complete(scope: Message, body: dict[str, Any], receive: Receive, send
     headers = {name.decode(): value.decode() for name, value in scope["headers"]}
     seen = {"path": scope["path"], "body": body, "headers": headers, "gone": False}
     SEEN.append(seen)
-    if wait := BEHAVIOUR.get("wait"):
-        await asyncio.sleep(wait)
+    wait_until = asyncio.get_running_loop().time() + BEHAVIOUR.get("wait", 0.0)
+    while asyncio.get_running_loop().time() < wait_until and "wait" in BEHAVIOUR:  # or until it behaves
+        await asyncio.sleep(0.02)
     if BEHAVIOUR.get("die"):
         os.kill(os.getpid(), signal.SIGKILL)
     if (status := BEHAVIOUR.get("status", 200)) != 200:

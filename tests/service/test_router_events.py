@@ -39,8 +39,8 @@ class Told:
         self.ports = {"publish": f"tcp://127.0.0.1:{free_port()}", "replay": f"tcp://127.0.0.1:{free_port()}"}
         self.start()
 
-    def start(self) -> None:
-        self._publisher = Publisher(EventsConfig.model_validate(self.ports))
+    def start(self, **options: object) -> None:
+        self._publisher = Publisher(EventsConfig.model_validate({**self.ports, **options}))
 
     def store(self, chain: TokenChain, tier: str = "l1", blocks: int | None = None) -> None:
         fingerprint = FINGERPRINT
@@ -48,11 +48,11 @@ class Told:
         if chain.root != root_hash(fingerprint):
             self._publisher.begin_at(fingerprint, chain.root)
         self._publisher.tell(fingerprint, [Stored(tier, tuple(records[:blocks]))])
-        assert self._publisher.flush(30)
+        assert self._publisher.flush(60)
 
     def remove(self, chain: TokenChain, tier: str = "l1") -> None:
         self._publisher.tell(FINGERPRINT, [Removed(tier, tuple(chain.hashes), False)])
-        assert self._publisher.flush(30)
+        assert self._publisher.flush(60)
 
     def stop(self) -> None:
         self._publisher.close()
@@ -166,6 +166,27 @@ def test_what_the_node_holds_is_had_by_its_replicas_and_what_redis_holds_by_all(
             assert asked(router) == first.name
             cached = {score["name"]: score["cached"] for score in router.status()["decisions"][0]["scores"]}
             assert cached == {first.name: 8, second.name: 8, third.name: 8}
+
+
+def test_a_daemon_under_a_topic_of_its_own_is_refused_with_both(caplog: pytest.LogCaptureFixture) -> None:
+    with publishers(1) as (node,), replicas(2, nature(None, node)) as (first, second):
+        node.stop()
+        node.start(topic="kv")
+        node.store(chain_of(PROMPT), "l2")
+        with routed(first.url, second.url) as router:
+            until(lambda: router.status()["replicas"][0]["node_events"]["state"] == "refused")
+            why = router.status()["replicas"][0]["node_events"]["why"]
+            assert '"kv"' in why
+            assert f'"kv@{FINGERPRINT.hex()[:16]}"' in why
+            assert sum(why in line for line in caplog.messages) == 1
+            assert {asked(router) for _ in range(4)} == {first.name, second.name}
+            assert router.status()["decisions"][0]["reason"] == "unsure"  # whatever it holds, nobody knows
+            # told as it should be, it is heard again
+            node.stop()
+            node.start()
+            node.store(chain_of(PROMPT), "l2")
+            until(lambda: router.status()["replicas"][0]["node_events"]["state"] == "live")
+            until(lambda: blocks(router, first) == {"CPU": 10})
 
 
 @pytest.mark.parametrize(
