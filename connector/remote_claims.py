@@ -104,9 +104,9 @@ class RemoteClaims:
 
     def cancel(self, claim: RemoteClaim) -> None:
         """The daemon hears of it with the next message. Idempotent."""
-        if claim.link is not None and claim.link.claims.pop(claim.number, None) is not None:
-            if len(claim.slots) or not claim.answered:  # else the daemon has forgotten it
-                self._attachment.later(claim.link, Cancel([claim.number]))
+        was_open = claim.link is not None and claim.link.claims.pop(claim.number, None) is not None
+        if claim.link is not None and was_open and (len(claim.slots) or not claim.answered):  # else it has forgotten it
+            self._attachment.later(claim.link, Cancel([claim.number]))
         self._settle(claim)
 
     def take_in(self, news: News) -> None:

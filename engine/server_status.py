@@ -7,10 +7,12 @@ from typing import Any, Final
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kvtier.connector.events import namespace_of
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.server_loop import EngineLoop
 from kvtier.service.exposition import labelled, text_of
 from kvtier.service.status import figures, version
+from kvtier.tiers.chain import root_hash
 
 Json = dict[str, Any]
 
@@ -22,6 +24,7 @@ _TOKENS: Final = ("prompt_tokens", "computed_tokens", "generated_tokens")
 def model_entry(loop: EngineLoop, name: str, events: Mapping[str, str | None] | None) -> Json:
     """The model as `/v1/models` lists it; `kvtier` is what a router has to know, `events` where KV events are told."""
     engine = loop.engine
+    salt, fingerprint = engine.config.cache_salt, bytes.fromhex(loop.fingerprint)
     return {
         "id": name,
         "object": "model",
@@ -33,6 +36,8 @@ def model_entry(loop: EngineLoop, name: str, events: Mapping[str, str | None] | 
             "fingerprint": loop.fingerprint,
             "max_model_len": loop.room,
             "events": events,
+            # of requests without a salt, as events name it: the engine's own salt cannot be told from it
+            "namespace": None if salt is None else namespace_of(root_hash(fingerprint, cache_salt=salt)),
         },
     }
 

@@ -19,6 +19,8 @@ from kvtier.service.router_spec import Publishers, parse_replicas
 from kvtier.tiers.config_router import RouterConfig
 
 _BYTES: Final = 64  # of a body for each block, where the prompt is not known
+_MAX_ITEMS: Final = 1 << 18  # in a body that is read: more take the only JSON parser there is over 20 ms, with the GIL
+_LONG: Final = 1 << 15  # tokens; longer prompts are named on a thread
 
 
 class Router:
@@ -104,21 +106,29 @@ class Router:
 
     async def _asked(self, path: str, headers: Headers, body: bytes, arrived: float) -> Asked:
         """The request, and what is known of its prompt. Raises OpenAIError where no replica need see it."""
+        sent = [*passed(headers, NOT_ASKED), *self._headers]
+        if body.count(b",") >= _MAX_ITEMS:
+            return self._unknown("too_long", path, sent, body, arrived)
         asked = json_object(body)
         model, served = asked.get("model"), {str(model["id"]) for model in self.fleet.models()}
         if isinstance(model, str) and served and model not in served:
             raise unknown_model(model, ", ".join(sorted(served)))
-        sent = [*passed(headers, NOT_ASKED), *self._headers]
         begun = time.perf_counter()
         known = await read(path, asked, len(body), self._prompts)
         self.ledger.seconds["tokenise"] += time.perf_counter() - begun
         if known.unknown is not None:
-            self.ledger.untokenised[known.unknown] += 1
-            return Asked(path, sent, body, 0, Held(-(-len(body) // _BYTES)), arrived)
-        begun = time.perf_counter()
-        held = self.holdings.of(known.tokens, known.cache_salt)
+            return self._unknown(known.unknown, path, sent, body, arrived)
+        begun, fleet = time.perf_counter(), self.fleet
+        what = known.tokens, known.cache_salt, fleet.namespace, fleet.adapter(model)
+        is_long = len(known.tokens) > _LONG
+        names = await asyncio.to_thread(self.holdings.names, *what) if is_long else self.holdings.names(*what)
+        held = self.holdings.of(len(known.tokens), names)
         self.ledger.seconds["score"] += time.perf_counter() - begun
         return Asked(path, sent, body, len(known.tokens), held, arrived)
+
+    def _unknown(self, why: str, path: str, headers: Headers, body: bytes, arrived: float) -> Asked:
+        self.ledger.untokenised[why] += 1
+        return Asked(path, headers, body, 0, Held(-(-len(body) // _BYTES)), arrived)
 
 
 def _terms(config: RouterConfig) -> Terms:

@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 _MAX_PAGE: Final = 1 << 20  # bytes of a page of a replica's
 _PROBES: Final = ("/readyz", "/healthz", "/health")  # ours, many a server's, vLLM's: the first that is there
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
+_NAMESPACE: Final = re.compile("[0-9a-f]{32}")
 _EVERY: Final = 1.0  # seconds between looks at what a replica has to do, and whether it hangs
 _LOAD_PATIENCE: Final = 5.0  # seconds it may take over one: who has much to do may be slow to say so
 _HOPELESS: Final = 5.0  # seconds one must be down until answers that have not begun are no longer waited for
@@ -47,6 +48,7 @@ class Nature:
     block_size: int | None  # None where it does not say
     fingerprint: str | None
     publishers: Publishers
+    namespace: str | None = None  # of the chains of requests that name no tenant, where those have a salt
 
     @property
     def names(self) -> list[str]:
@@ -61,7 +63,7 @@ class Nature:
         if not all(isinstance(model, dict) and isinstance(model.get("id"), str) for model in models):
             raise ReplicaFailed(Failure.GARBLED, "/v1/models is no list of models")
         ours: dict[str, Any] = next((m["kvtier"] for m in models if isinstance(m.get("kvtier"), dict)), {})
-        size, fingerprint = ours.get("block_size"), ours.get("fingerprint")
+        size, fingerprint, namespace = (ours.get(name) for name in ("block_size", "fingerprint", "namespace"))
         if size is not None and not (type(size) is int and 1 <= size <= MAX_BLOCK_SIZE):
             raise ReplicaFailed(Failure.GARBLED, f"block_size {size!r:.40} is no number of tokens from 1 to 4096")
         return cls(
@@ -69,6 +71,7 @@ class Nature:
             size,
             fingerprint if isinstance(fingerprint, str) and _DIGEST.fullmatch(fingerprint) else None,
             Publishers(*_publisher(ours.get("events")), *_publisher(ours.get("node"))),
+            namespace if isinstance(namespace, str) and _NAMESPACE.fullmatch(namespace) else None,
         )
 
 
@@ -304,6 +307,16 @@ class Fleet:
         """Of their model, in hexadecimal; None where nobody has said it."""
         return None if self._first is None else self._first[1].fingerprint
 
+    @property
+    def namespace(self) -> str | None:
+        """Of the chains of requests that name no tenant; None where they have none."""
+        return None if self._first is None else self._first[1].namespace
+
+    def adapter(self, model: object) -> str | None:
+        """The name of the adapter that is asked for by this name of a model; None where it is a model itself."""
+        parents = {entry["id"]: entry.get("parent") for entry in self.models()}
+        return model if isinstance(model, str) and isinstance(parents.get(model), str) else None
+
     def models(self) -> list[Mapping[str, Any]]:
         """What they serve, each model once."""
         found = {m["id"]: m for replica in self.replicas if replica.nature is not None for m in replica.nature.models}
@@ -357,6 +370,9 @@ class Fleet:
             return f'model {_quoted(nature.names)}, but {_quoted(known.names)} of "{first}"'
         if None not in (nature.fingerprint, known.fingerprint) and nature.fingerprint != known.fingerprint:
             return f'fingerprint {nature.fingerprint}, but {known.fingerprint} of "{first}"'
+        if nature.fingerprint is not None and nature.namespace != known.namespace and known.fingerprint is not None:
+            told, first_told = (each or "none" for each in (nature.namespace, known.namespace))
+            return f'namespace {told}, but {first_told} of "{first}"; give both one [cache] cache_salt'
         return None
 
 

@@ -39,7 +39,7 @@ async def app(scope: Message, receive: Receive, send: Send) -> None:
     elif path == "/seen":
         await _json(send, SEEN)
     elif path == "/v1/models":
-        await _json(send, {"object": "list", "data": [NATURE]})
+        await _json(send, {"object": "list", "data": [NATURE, *NATURE.get("adapters", ())]})
     elif path == "/status":
         await _json(send, {"requests": {"live": BEHAVIOUR.get("live", 0)}})
     elif path in ("/readyz", "/healthz", "/health"):
