@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,11 @@ class Target:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """A command line with the options all benchmarks share; `doc` is the program's `__doc__`."""
+    """A command line with the options all benchmarks share; `doc` is the program's `__doc__`.
+
+    From here on SIGTERM ends the program as Ctrl-C would: what it has made or started goes with it.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options.add_argument("--quick", action="store_true", help="a smaller run: checks that it works, proves no figure")

@@ -2,10 +2,12 @@
 
 Requests: a real `kvtier route` before two replicas that answer at once and compute nothing, and have told it by real
 events that they hold the prompt, asked over 8 connections that are kept; its process's CPU time, all threads, over the
-number of requests. Prompts are token ids: nothing is tokenised. Scoring: a prompt of 32,768 tokens in blocks of 16,
-against an index of 1,000,000 blocks (`--quick`: fewer): its names from its tokens, who holds how much of it, the choice
-among four replicas; CPU time of one thread, median. "mixed" is a prompt whose every block another replica has in its
-L1. Memory: what a process has more (RSS) with 1,000,000 blocks in its index than before.
+number of requests. Prompts are token ids: nothing is tokenised. Pieces: the same with streams whose events come one by
+one, 20 ms apart, beside a relay in asyncio that only reads and writes them (`_bare_relay.py`): what is left of the
+router's own. Scoring: a prompt of 32,768 tokens in blocks of 16, against an index of 1,000,000 blocks (`--quick`:
+fewer): its names from its tokens, who holds how much of it, the choice among four replicas; CPU time of one thread,
+median. "mixed" is a prompt whose every block another replica has in its L1. Memory: what a process has more (RSS) with
+1,000,000 blocks in its index than before.
 """
 
 import http.client
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -40,7 +42,9 @@ PROMPT: Final = 32_768  # tokens
 CHAIN: Final = 128  # blocks of a prompt that fills the index
 NAMES: Final = ("replica-0", "replica-1", "replica-2", "replica-3")
 CONNECTIONS: Final = 8
+PAUSE: Final = 0.02  # seconds between two events of a stream
 STUB: Final = ROOT / "tests" / "service" / "_replica_child.py"
+RELAY: Final = Path(__file__).with_name("_bare_relay.py")
 FINGERPRINT: Final = bytes(32)
 
 
@@ -115,8 +119,8 @@ def score(index: PrefixIndex, kind: str, rounds: int) -> dict[str, float]:
 
 
 @contextmanager
-def router(tokens: list[int]) -> Iterator[tuple[Server, int]]:
-    """A router before two replicas, which have told it that they hold this prompt, and its port."""
+def router(tokens: list[int]) -> Iterator[tuple[Server, list[int]]]:
+    """A router before two replicas, which have told it that they hold this prompt, and the ports of all three."""
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
         (home / "model").mkdir()
@@ -143,7 +147,7 @@ def router(tokens: list[int]) -> Iterator[tuple[Server, int]]:
         for publisher in publishers:
             publisher.tell(FINGERPRINT, [Stored("l1", records)])
         _until_told(ports[0], len(records))
-        yield server, ports[0]
+        yield server, ports
 
 
 def _until_told(port: int, num_blocks: int) -> None:
@@ -165,18 +169,24 @@ def _get(port: int, path: str) -> bytes:
         connection.close()
 
 
-def cpu_ms(server: Server, port: int, body: dict[str, object], num_requests: int) -> float:
-    """The router's CPU time of one request."""
+def asking(port: int, path: str, body: dict[str, object]) -> Callable[[int], None]:
+    """What one client does: so many requests one after another over a connection that is kept."""
 
     def ask(count: int) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         for _ in range(count):
-            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
             answer = connection.getresponse()
             told = answer.read()
             assert answer.status == 200, told
         connection.close()
 
+    return ask
+
+
+def cpu_ms(server: Server, port: int, body: dict[str, object], num_requests: int) -> float:
+    """The router's CPU time of one request."""
+    ask = asking(port, "/v1/completions", body)
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         list(pool.map(ask, [5] * CONNECTIONS))  # connections and caches are warm
         before = server.cpu_seconds()
@@ -184,9 +194,39 @@ def cpu_ms(server: Server, port: int, body: dict[str, object], num_requests: int
     return (server.cpu_seconds() - before) / (num_requests // CONNECTIONS * CONNECTIONS) * 1e3
 
 
+def piece_us(server: Server, port: int, num_pieces: int) -> float:
+    """The process's CPU time of one piece of a stream, where each comes alone; less what it does with nothing to do."""
+    ask = asking(port, "/v1/completions", {"model": "m", "prompt": [1], "stream": True})
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        begun, before = time.monotonic(), server.cpu_seconds()
+        list(pool.map(ask, [1] * CONNECTIONS))
+        took, busy = time.monotonic() - begun, server.cpu_seconds() - before
+    before = server.cpu_seconds()
+    time.sleep(took)
+    return (busy - (server.cpu_seconds() - before)) / (num_pieces * CONNECTIONS) * 1e6
+
+
+def pieces(server: Server, ports: list[int], num_pieces: int) -> dict[str, float]:
+    """CPU microseconds of a piece in the router, and in a relay that does nothing else."""
+    for port in ports[1:]:
+        asking(port, "/behave", {"events": num_pieces, "pause": PAUSE})(1)
+    with tempfile.TemporaryDirectory(prefix="kv-") as home:
+        port = free_port()
+        relay = Server([str(RELAY), str(port), str(ports[1])], Path(home) / "relay")
+        try:
+            bare = piece_us(relay, port, num_pieces)
+        finally:
+            relay.stop()
+    through = piece_us(server, ports[0], num_pieces)
+    for port in ports[1:]:
+        asking(port, "/behave", {})(1)
+    return {"us": through, "bare relay us": bare, "times a bare relay": through / bare}
+
+
 def main() -> int:
     options = parser(__doc__).parse_args()
-    num_blocks, rounds, num_requests = (25_600, 5, 80) if options.quick else (1_000_000, 200, 4_000)
+    quick, full = (25_600, 5, 80, 100), (1_000_000, 200, 4_000, 1_000)
+    num_blocks, rounds, num_requests, num_pieces = quick if options.quick else full
     rows: list[dict[str, object]] = []
     targets: list[Target] = []
     for media in (("GPU",), ("GPU", "CPU")):
@@ -202,15 +242,21 @@ def main() -> int:
         rows.append({"what": f"scoring {PROMPT} tokens, {kind}", **parts, "ms": sum(parts.values())})
         targets.append(Target(f"prefix scoring of {PROMPT} tokens, {kind}, CPU ms", 2, sum(parts.values())))
     tokens = np.random.default_rng(1).integers(0, 8192, PROMPT).tolist()
-    with router(tokens) as (server, port):
+    with router(tokens) as (server, ports):
+        progress(f"streams of {num_pieces} events {PAUSE * 1e3:g} ms apart")
+        alone = pieces(server, ports, num_pieces)
+        rows.append({"what": "piece of a stream that comes alone", **alone})
+        targets.append(
+            Target("CPU of a piece that comes alone, times a bare relay's", 1.5, alone["times a bare relay"])
+        )
         for what, length, stream in (("whole", 1024, False), ("stream", 1024, True), ("whole", PROMPT, False)):
             progress(f"requests of {length} token ids, {what}")
             body = {"model": "m", "prompt": tokens[:length], "stream": stream}
-            took = cpu_ms(server, port, body, num_requests)
+            took = cpu_ms(server, ports[0], body, num_requests)
             rows.append({"what": f"request of {length} token ids, answered as a {what}", "ms": took})
             if length == 1024:
                 targets.append(Target(f"router's CPU ms of a request, {what}", 2, took))
-            decision = json.loads(_get(port, "/status"))["decisions"][0]
+            decision = json.loads(_get(ports[0], "/status"))["decisions"][0]
             assert {score["cached"] for score in decision["scores"]} == {length // BLOCK_SIZE}, decision
     return report("router_overhead", rows, targets, options.json, options.save)
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Final, TypeAlias
 
@@ -13,7 +13,8 @@ from kvtier.tiers.chain import token_array
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.tier import ChainHash
 
-MAX_PAYLOAD: Final = 64 << 20  # bytes of one batch
+MAX_PAYLOAD: Final = 16 << 20  # bytes of one batch
+MAX_PARTS: Final = 1 << 18  # arrays and maps in one batch: an empty one takes 64 times its byte
 MAX_BLOCK_SIZE: Final = 4096  # tokens
 _MAX_NAME: Final = 64  # bytes of a block's name
 _U64: Final = 2**64 - 1
@@ -104,7 +105,8 @@ def encode_batch(batch: EventBatch) -> bytes:
 def decode_batch(payload: bytes | memoryview) -> EventBatch:
     """Inverse of `encode_batch`; events may also be positional arrays, as before mid-2026. Unknown fields are skipped.
 
-    Raises FormatError for anything else, and before it makes room for what the payload only claims to hold.
+    Raises FormatError for anything else, and before it makes room for what the payload only claims to hold, or for
+    more arrays and maps than a batch may have: what is made is then at most some 20 times the payload.
     """
     if len(payload) > MAX_PAYLOAD:
         raise FormatError(f"batch of {len(payload)} bytes: at most {MAX_PAYLOAD}")
@@ -114,10 +116,23 @@ def decode_batch(payload: bytes | memoryview) -> EventBatch:
         walker.skip()  # makes nothing: an array that claims more items than there are ends here
         if walker.tell() != len(payload):
             raise FormatError(f"batch of {len(payload)} bytes: {len(payload) - walker.tell()} more behind its end")
-        body = msgpack.unpackb(payload, max_ext_len=0, strict_map_key=True)
+        counted = _counted()
+        body = msgpack.unpackb(payload, max_ext_len=0, strict_map_key=True, list_hook=counted, object_hook=counted)
     except (ValueError, msgpack.UnpackException) as error:
         raise FormatError(f"batch of {len(payload)} bytes: not msgpack within bounds ({error!s:.80})") from None
     return decoded(_batch, body)
+
+
+def _counted() -> Callable[[Any], Any]:
+    """A hook for arrays and maps as they are made, that raises at one too many."""
+    numbers = iter(range(MAX_PARTS))
+
+    def counted(made: Any) -> Any:
+        if next(numbers, None) is None:
+            raise ValueError(f"more than {MAX_PARTS} arrays and maps")
+        return made
+
+    return counted
 
 
 def _as_map(event: KVEvent) -> dict[str, Any]:

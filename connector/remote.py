@@ -339,8 +339,10 @@ class RemoteTiers:
             if alone:
                 self._attachment.send()
             self._attachment.send([operation], number)
-        while (left := end - self._clock()) > 0:
-            link.connection.wait(min(left, _LOOK))
+        left = timeout
+        while left > 0:
+            left = end - self._clock()  # where none is left, a last look: it may have been us who slept, not the daemon
+            link.connection.wait(max(0.0, min(left, _LOOK)))
             with self._lock:
                 if self._pump() is not link:
                     return link, []

@@ -61,8 +61,9 @@ class RemoteClaims:
 
     def ask(self, claim: RemoteClaim, link: Link | None) -> None:
         """Send the question, with all that was left unsent."""
-        if link is None or not claim.hashes:
+        if link is None:
             claim.missing = Outcome.BREAKER_OPEN
+        if link is None or not claim.hashes:
             self._settle(claim)
             return
         claim.number, claim.link = self._numbers(), link
@@ -171,7 +172,8 @@ class RemoteClaims:
         return 0
 
     def _withdraw(self, claim: RemoteClaim) -> None:
-        if claim.link is not None and claim.link.claims.pop(claim.number, None) is not None:
+        was_open = claim.link is not None and claim.link.claims.pop(claim.number, None) is not None
+        if claim.link is not None and was_open and (len(claim.slots) or not claim.answered):  # else it has forgotten it
             self._attachment.later(claim.link, Cancel([claim.number]))
 
     def _settle(self, claim: RemoteClaim) -> None:

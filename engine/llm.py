@@ -19,7 +19,7 @@ from kvtier.engine.model import Model
 from kvtier.engine.model_runner import ModelRunner
 from kvtier.engine.offload import EngineConnector, NoOffload
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.sequence import FinishReason, Output, RequestError, SamplingParams, State
+from kvtier.engine.sequence import FinishReason, Output, Prompt, RequestError, SamplingParams, State
 from kvtier.engine.sequence import Sequence as Request
 from kvtier.tiers.chain import TokenChain, root_hash
 from kvtier.tiers.device import BlockPool
@@ -116,9 +116,16 @@ class Engine:
         """An engine over random weights: equal ones for equal config, seed and dtype."""
         return cls(Model.from_config(hf_config, seed=seed, dtype=dtype, device=device), config, connect)
 
+    def prompt(self, token_ids: ArrayLike, cache_salt: str | None = None) -> Prompt:
+        """Look at a prompt and name its blocks, once for all requests that have it; on any thread.
+
+        RequestError: it is empty or too long, or an id in it out of range.
+        """
+        return self._named(self._checked(token_ids, SamplingParams(max_tokens=1)), cache_salt)
+
     def add_request(
         self,
-        prompt: ArrayLike,
+        prompt: ArrayLike | Prompt,
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -126,25 +133,24 @@ class Engine:
     ) -> str:
         """Queue a prompt (token ids) and return its id. Requests of different `cache_salt` share no KV.
 
-        RequestError: empty prompt, token id out of range, more context than the model or L1 has, id in use.
+        A `Prompt` of this engine has its salt in it. RequestError: empty prompt, token id out of range, more context
+        than the model or L1 has, id in use.
         """
         params = params or SamplingParams()
-        token_ids = self._checked(prompt, params)
-        cache_salt = self.config.cache_salt if cache_salt is None else cache_salt
-        for name, text in (("request_id", request_id), ("cache_salt", cache_salt)):
-            if text is not None and not _is_text(text):
-                raise RequestError(f"{name} {text!r}: use a string of Unicode characters")
+        if isinstance(prompt, Prompt):
+            self._require_room(len(prompt.token_ids), params)
+        else:
+            prompt = self._named(self._checked(prompt, params), cache_salt)
+        if request_id is not None and not _is_text(request_id):
+            raise RequestError(f"request_id {request_id!r}: use a string of Unicode characters")
         if request_id is None:
             request_id = next(name for name in map(str, self._ids) if not self._knows(name))
         if self._knows(request_id):
             raise RequestError(f"request id {request_id!r}: a live request has it; choose another")
-        chain = None
-        if self.config.enable_prefix_caching:
-            root = root_hash(self._fingerprint, cache_salt=cache_salt)
-            chain = TokenChain(root, self.config.block_size, self.config.hash_scheme)
-        request = Request(request_id, token_ids, params, chain, next(self._order))
-        self._requests[request_id] = request
+        chain = None if prompt.chain is None else prompt.chain.copy()
+        request = Request(request_id, prompt.token_ids.copy(), params, chain, next(self._order))
         self.scheduler.add(request)
+        self._requests[request_id] = request
         return request_id
 
     def step(self) -> list[Output]:
@@ -299,13 +305,27 @@ class Engine:
         if (bad := np.flatnonzero((tokens < 0) | (tokens >= vocab_size))).size:
             token, position = int(tokens[bad[0]]), int(bad[0])
             raise RequestError(f"token id {token} at position {position}: this model's are 0 to {vocab_size - 1}")
-        room = min(self.max_model_len, self.pool.num_blocks * self.config.block_size)
-        if tokens.size + params.max_tokens > room:
-            limit = f"the model's context of {room}" if room == self.max_model_len else f"the {room} that fit L1"
-            asked = f"{tokens.size} prompt tokens and max_tokens {params.max_tokens}"
-            raise RequestError(f"{asked}: together more than {limit}; shorten one of them")
+        self._require_room(tokens.size, params)
         listed: list[int] = tokens.tolist()
         return listed
+
+    def _require_room(self, num_tokens: int, params: SamplingParams) -> None:
+        room = min(self.max_model_len, self.pool.num_blocks * self.config.block_size)
+        if num_tokens + params.max_tokens > room:
+            limit = f"the model's context of {room}" if room == self.max_model_len else f"the {room} that fit L1"
+            asked = f"{num_tokens} prompt tokens and max_tokens {params.max_tokens}"
+            raise RequestError(f"{asked}: together more than {limit}; shorten one of them")
+
+    def _named(self, token_ids: list[int], cache_salt: str | None) -> Prompt:
+        cache_salt = self.config.cache_salt if cache_salt is None else cache_salt
+        if cache_salt is not None and not _is_text(cache_salt):
+            raise RequestError(f"cache_salt {cache_salt!r}: use a string of Unicode characters")
+        if not self.config.enable_prefix_caching:
+            return Prompt(token_ids, None)
+        root = root_hash(self._fingerprint, cache_salt=cache_salt)
+        chain = TokenChain(root, self.config.block_size, self.config.hash_scheme)
+        chain.extend(token_ids)
+        return Prompt(token_ids, chain)
 
     def _knows(self, request_id: str) -> bool:
         return request_id in self._requests or self.scheduler.knows(request_id)

@@ -60,6 +60,14 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that an engine has looked at, and the names of its blocks: for any number of requests. Read only."""
+
+    token_ids: list[int]
+    chain: TokenChain | None  # None where nothing is cached
+
+
 class State(Enum):
     """WAITING → (LOADING →) RUNNING → FINISHED; preemption leads back to WAITING, an abort to FINISHED."""
 
@@ -96,7 +104,7 @@ class Output:
 
 
 class Sequence:
-    """A request's tokens and the blocks that hold their KV.
+    """A request's tokens and the blocks that hold their KV. `chain` names the prompt's, or nothing yet.
 
     While it runs, its block table covers all of its tokens; num_named and num_stored only grow until it is preempted.
     """
@@ -124,7 +132,7 @@ class Sequence:
         self.arrived = time.monotonic()
         self.first_token: float | None = None
         self._chain = chain
-        if chain is not None:
+        if chain is not None and not chain.num_tokens:
             chain.extend(prompt)
 
     @property

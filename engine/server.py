@@ -1,14 +1,12 @@
 """An OpenAI API over an engine of this process: routes, and the way from a body to jobs."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -21,11 +19,9 @@ from kvtier.engine.server_status import exposition, model_entry, status
 from kvtier.engine.server_text import AnswerText
 from kvtier.service.guard import Guard, read_body
 from kvtier.service.openai_bodies import ChatBody, CompletionBody, parse
-from kvtier.service.openai_errors import OpenAIError, refusal, too_long, unknown_model
+from kvtier.service.openai_errors import OpenAIError, error_handlers, too_long, unknown_model
 from kvtier.service.prompts import Prompts
 from kvtier.tiers.config import ServerConfig
-
-_log = logging.getLogger(__name__)
 
 MAX_BODY: Final = 8 << 20  # bytes
 _READING: Final = 4  # bodies read at once: a tokenizer takes some hundred bytes for each of the body's
@@ -94,7 +90,7 @@ def make_app(served: Served) -> Starlette:
         get("/readyz", lambda: _readiness(served.loop)),
         get("/status", lambda: JSONResponse(status(served.loop, served.name))),
     ]
-    return Starlette(routes=routes, exception_handlers=_HANDLERS)
+    return Starlette(routes=routes, exception_handlers=error_handlers(served.loop.tally.refused))
 
 
 def _models(served: Served) -> dict[str, Any]:
@@ -124,11 +120,8 @@ def _asked(served: Served, body_type: type[CompletionBody] | type[ChatBody], dat
     _require_room(served.loop, body)
     num_choices = body.n or 1
     prompts = [(prompt, _params(served.loop, body, prompt)) for prompt in served.prompts.all_tokens(body)]
-    jobs = [
-        Job(prompt, _seeded(params, choice), body.cache_salt)
-        for prompt, params in prompts
-        for choice in range(num_choices)
-    ]
+    named = [(served.loop.engine.prompt(prompt, body.cache_salt), params) for prompt, params in prompts]
+    jobs = [Job(prompt, _seeded(params, choice)) for prompt, params in named for choice in range(num_choices)]
     return Asked(
         model=served.name,
         fingerprint=f"kvtier-{served.loop.fingerprint[:16]}",
@@ -238,11 +231,3 @@ def _health(loop: EngineLoop) -> Response:
 def _readiness(loop: EngineLoop) -> Response:
     missing = str(stopping()) if loop.is_stopping else loop.ailment
     return JSONResponse({"ready": missing is None, "missing": [missing] if missing else []}, 503 if missing else 200)
-
-
-def _broke(request: Request, error: Exception) -> Response:
-    _log.error("%s %s: %r", request.method, request.url.path, error)
-    return OpenAIError(500, "an error of ours; the server's log has it").response
-
-
-_HANDLERS: Final = {HTTPException: refusal, OpenAIError: refusal, Exception: _broke}

@@ -101,7 +101,7 @@ class Answer:
         self._flight = Flight(asked.jobs)
         self._unfinished = set(range(len(asked.jobs)))
         self._begun: set[int] = set()
-        self._usage = _Usage(sum(len(job.prompt) for job in asked.jobs[:: asked.num_choices]))
+        self._usage = _Usage(sum(len(job.prompt.token_ids) for job in asked.jobs[:: asked.num_choices]))
         self._head = {
             "id": form.prefix + secrets.token_hex(12),
             "object": form.whole,

@@ -1,6 +1,5 @@
 """`kvtier engine`: an OpenAI server on the command line."""
 
-import logging
 import signal
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier.service.cli_options import ConfigOption, needing, use_all_descriptors
+from kvtier.service.cli_options import ConfigOption, log_to_stderr, needing, use_all_descriptors
 from kvtier.tiers.config import Config
 
 app = typer.Typer()
@@ -31,7 +30,7 @@ def serve_engine(
     """Answer OpenAI requests with an engine of this process, its KV in every tier, until SIGTERM or Ctrl-C."""
     given = {option: value for option, value in (("name", name), ("http", http)) if value is not None}
     settings = Config.load(config, server=given)
-    logging.basicConfig(level=logging.INFO, format="kvtier: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     with needing("the engine"):
         from kvtier.engine.server_process import Server
     use_all_descriptors()

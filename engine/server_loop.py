@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from prometheus_client import Histogram
 
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import FinishReason, Output, RequestError, SamplingParams
+from kvtier.engine.sequence import FinishReason, Output, Prompt, RequestError, SamplingParams
 from kvtier.engine.sequence import Sequence as Request
 from kvtier.service.openai_errors import OpenAIError, busy
 from kvtier.tiers.tier import ChainHash
@@ -32,9 +32,8 @@ _PATIENCE: Final = 2  # steps in a row that fail: one is tried again, requests b
 class Job:
     """One sequence to be computed."""
 
-    prompt: list[int]
+    prompt: Prompt  # one object for all that have it
     params: SamplingParams
-    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +111,7 @@ class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)  # of sequences
     cached: Counter[str] = field(default_factory=Counter)  # prompt tokens by the tier they came from
     failed_steps: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # requests told why not, by status; on the event loop
     ttft: Histogram = field(
         default_factory=lambda: Histogram(
             "kvtier_engine_ttft_seconds", "From arrival to the first token", buckets=_SECONDS, registry=None
@@ -235,24 +235,25 @@ class EngineLoop:
             self._num_failures += 1
             self._failed_at = time.monotonic()
             if self._num_failures >= _PATIENCE:
-                self._give_up(OpenAIError(500, "an error of the engine's; its log has it", code="engine_error"))
+                self._give_up(_engine_error())
             return
         if any(output.token_id is not None for output in outputs):  # one with nothing to compute proves nothing
             self._num_failures = 0
         self._pass_on(outputs)
 
     def _admit(self, flight: Flight) -> None:
-        for index, job in enumerate(flight.jobs):
-            request_id = next(self._ids)
-            try:
-                self.engine.add_request(job.prompt, job.params, request_id=request_id, cache_salt=job.cache_salt)
-            except RequestError as error:
-                self._refuse(flight, OpenAIError(400, str(error), code="invalid_value"))
-                return
-            flight.request_ids[index] = request_id
-            seat = self._seats[request_id] = _Seat(flight, index, self.engine.request(request_id))
-            if self._feed is not None and self.engine.config.enable_prefix_caching:
-                self._feed.begin_at(seat.request.chain.parent(0))
+        try:
+            for index, job in enumerate(flight.jobs):
+                request_id = self.engine.add_request(job.prompt, job.params, request_id=next(self._ids))
+                flight.request_ids[index] = request_id
+                seat = self._seats[request_id] = _Seat(flight, index, self.engine.request(request_id))
+                if self._feed is not None and self.engine.config.enable_prefix_caching:
+                    self._feed.begin_at(seat.request.chain.parent(0))
+        except RequestError as error:
+            self._refuse(flight, OpenAIError(400, str(error), code="invalid_value"))
+        except Exception as error:  # it is this flight's alone: the others go on
+            _log.exception("a request could not be taken in: %s", error)
+            self._refuse(flight, _engine_error())
 
     def _refuse(self, flight: Flight, error: OpenAIError) -> None:
         """End all that is left of a flight; its client is told why."""
@@ -303,6 +304,10 @@ class EngineLoop:
         if seat.request.ttft is not None:
             self.tally.ttft.observe(seat.request.ttft)
         return cached
+
+
+def _engine_error() -> OpenAIError:
+    return OpenAIError(500, "an error of the engine's; its log has it", code="engine_error")
 
 
 def stopping() -> OpenAIError:

@@ -7,10 +7,12 @@ from typing import Any, Final
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kvtier.connector.events import namespace_of
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.server_loop import EngineLoop
 from kvtier.service.exposition import labelled, text_of
 from kvtier.service.status import figures, version
+from kvtier.tiers.chain import root_hash
 
 Json = dict[str, Any]
 
@@ -22,17 +24,20 @@ _TOKENS: Final = ("prompt_tokens", "computed_tokens", "generated_tokens")
 def model_entry(loop: EngineLoop, name: str, events: Mapping[str, str | None] | None) -> Json:
     """The model as `/v1/models` lists it; `kvtier` is what a router has to know, `events` where KV events are told."""
     engine = loop.engine
+    salt, fingerprint = engine.config.cache_salt, bytes.fromhex(loop.fingerprint)
     return {
         "id": name,
         "object": "model",
         "created": _STARTED,
         "owned_by": "kvtier",
-        "max_model_len": engine.max_model_len,
+        "max_model_len": loop.room,
         "kvtier": {
             "block_size": engine.config.block_size,
             "fingerprint": loop.fingerprint,
-            "max_model_len": engine.max_model_len,
+            "max_model_len": loop.room,
             "events": events,
+            # of requests without a salt, as events name it: the engine's own salt cannot be told from it
+            "namespace": None if salt is None else namespace_of(root_hash(fingerprint, cache_salt=salt)),
         },
     }
 
@@ -49,9 +54,10 @@ def status(loop: EngineLoop, name: str) -> Json:
         "model": name,
         "fingerprint": loop.fingerprint,
         "block_size": engine.config.block_size,
-        "max_model_len": engine.max_model_len,
+        "max_model_len": loop.room,
         "requests": {"live": loop.num_live, "capacity": loop.capacity, **{state: stats[state] for state in _STATES}},
         "outcomes": dict(tally.outcomes),
+        "refused": dict(tally.refused),
         "l1": {"blocks": num_blocks, "free": stats["free_blocks"]},
         "tokens": {kind: stats[kind] for kind in _TOKENS},
         "cached_tokens": dict(tally.cached),
@@ -77,6 +83,7 @@ def _own(loop: EngineLoop) -> Iterator[Metric]:
     yield GaugeMetricFamily("kvtier_engine_live", "Sequences that wait or are computed", loop.num_live)
     yield GaugeMetricFamily("kvtier_engine_capacity", "Sequences there is room for; more are told 429", loop.capacity)
     yield _counter("kvtier_engine_ended", "Sequences by how they ended", "outcome", dict(tally.outcomes))
+    yield _counter("kvtier_engine_refused", "Requests that were not computed, by status", "status", dict(tally.refused))
     yield _counter("kvtier_engine_tokens", "Tokens by what became of them", "kind", {k: stats[k] for k in _TOKENS})
     yield _counter("kvtier_engine_cached_tokens", "Prompt tokens by their tier", "tier", dict(tally.cached))
     blocks = {"all": loop.engine.pool.num_blocks, "free": stats["free_blocks"]}

@@ -95,7 +95,7 @@ _COMMON: Final = (
 @command("status")
 def show_status(desk: Desk) -> None:
     """Show how the daemon is doing, or a router at --http. Status 0: well, 3: degraded, 1: it does not answer."""
-    status = desk.client.get("/status")
+    status = desk.client.status("clients", "replicas")
     is_router = "replicas" in status
     desk.show(status, (router_summary if is_router else summary).page(status).rstrip("\n"))
     if any(each["state"] != "up" for each in status["replicas"]) if is_router else status["degraded"]:
@@ -109,7 +109,8 @@ def show_top(
     count: Annotated[int, typer.Option(min=0, help="Looks to take; 0 goes on until Ctrl-C.")] = 0,
 ) -> None:
     """Show what the daemon does, look after look: a table that moves on a terminal, a line each otherwise."""
-    watch(lambda: desk.client.get("/status"), _parsed("--interval", interval, parse_time), count, as_json=desk.as_json)
+    seconds = _parsed("--interval", interval, parse_time)
+    watch(lambda: desk.client.status("clients"), seconds, count, as_json=desk.as_json)
 
 
 @command("pin")

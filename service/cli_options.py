@@ -1,6 +1,8 @@
 """What the verbs of the command line share: exit statuses, options, and what to say where a package is missing."""
 
+import logging
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -30,6 +32,21 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="TOML file; the environment overrides it.")
 ]
+
+
+class _Line(logging.Formatter):
+    """A record as a line; an error says that it is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        kind = "error: " if record.levelno >= logging.ERROR else ""
+        return f"kvtier: {kind}{super().format(record)}"
+
+
+def log_to_stderr() -> None:
+    """Have all that is logged stand there, from INFO on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Line())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def use_all_descriptors() -> None:

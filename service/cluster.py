@@ -21,7 +21,7 @@ from kvtier.tiers.errors import ConfigError, FormatError, KVTierError, StoreLock
 Tell = Callable[[str], None]
 
 _DEADLINE: Final = 180.0  # seconds for one service to be ready: an engine imports torch, on a busy machine
-_GRACE: Final = 20.0  # seconds from SIGTERM to SIGKILL: a daemon writes for ten what waits
+GRACE: Final = 40.0  # seconds from SIGTERM to SIGKILL: as compose gives them, more than any of ours takes
 _PAUSE: Final = 0.1  # seconds between two looks at what starts
 _LAST_LINES: Final = 20  # of the log of a service that failed
 _VERSION: Final = 1
@@ -283,8 +283,8 @@ def _stop(name: str, member: Member) -> str | None:
     """End its process, where it runs: what is to be said of that."""
     if member.process is None or not member.process.runs:
         return None
-    in_time = member.process.stop(_GRACE)
-    return f"{name} stopped" if in_time else f"{name} killed: it did not end within {_GRACE:g} s"
+    in_time = member.process.stop(GRACE)
+    return f"{name} stopped" if in_time else f"{name} killed: it did not end within {GRACE:g} s"
 
 
 def _member(data: Mapping[str, Any]) -> Member:

@@ -3,11 +3,12 @@
 import contextlib
 import logging
 import os
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -19,12 +20,13 @@ from kvtier.tiers.errors import ConfigError, FormatError
 _log = logging.getLogger(__name__)
 
 _HEARTBEAT: Final = 1000  # milliseconds; a publisher that is silent for three is gone
-_QUEUE: Final = 16_384  # batches that may wait to be read
+_QUEUE: Final = 16  # batches that may wait to be read, of MAX_PAYLOAD each; what more there is waits at the publisher
 _TURN: Final = 256  # batches read from one socket before the others are looked at
 _REPLAY_DEADLINE: Final = 5.0  # seconds without a word of a replay
 _PAUSE: Final = 1.0  # seconds before a replay that failed is asked for anew
 _SILENCE: Final = 5.0  # seconds after which to make sure that nothing was missed
 _LOG_PAUSE: Final = 1.0
+_OF_A_MODEL: Final = re.compile(rb"kv@[0-9a-f]{16}")  # a topic, as `topic_of` makes it
 _MONITORED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
@@ -38,14 +40,19 @@ class Sink(Protocol):
         """Forget a worker and all it holds."""
 
 
+Standing: TypeAlias = Literal["live", "replaying", "stale", "refused"]
+"""stale: not connected, what is known may be no more; refused: its topic is of no model, there may be several in it."""
+
+
 class FeedState(NamedTuple):
     """How far one publisher's events are to be trusted."""
 
-    state: Literal["live", "replaying", "stale"]  # stale: not connected; what is known may be no more
+    state: Standing
     seconds: float  # for how long
     seq: int | None  # of the last batch applied
     age: float | None  # seconds since a batch was applied; None: never
     counts: dict[str, int]  # gaps, lost, duplicates, restarts, replays, malformed, batches, events …
+    why: str | None = None  # it is refused
 
 
 class EventConsumer:
@@ -54,7 +61,8 @@ class EventConsumer:
     Batches are applied in order, each once; what was missed is read from `replay` first. Where that cannot be had, and
     whenever the connection was broken, the worker is dropped and built anew. Without `replay` (None) it knows only what
     was published since it came, and starts over at each gap. With `topic`, other topics' batches are counted but not
-    applied: one publisher may tell of several models.
+    applied: one publisher may tell of several models. One that tells them under a topic of its own is refused, since
+    their blocks cannot be told apart.
     """
 
     def __init__(
@@ -70,7 +78,8 @@ class EventConsumer:
         self._connected = False
         self._applied_at: float | None = None
         self._heard_at = self._since = time.monotonic()
-        self._shown: Literal["live", "replaying", "stale"] = "stale"
+        self._shown: Standing = "stale"
+        self._refusal: str | None = None
         self._replay: zmq.Socket[bytes] | None = None  # while one is under way
         self._replay_due = 0.0  # when it is given up; or, where none is under way, when one may be asked for
         self._log_from = 0.0
@@ -102,6 +111,7 @@ class EventConsumer:
             following - 1 if following else None,
             None if self._applied_at is None else now - self._applied_at,
             dict(Counter(dict(self._sequencer.counts)) + Counter(dict(self._counts))),  # copied at once, each
+            self._refusal,
         )
 
     @property
@@ -188,7 +198,15 @@ class EventConsumer:
         self._hang_up(0.0)
         if self._connected:  # and whoever is there may not be who was
             self._counts["connections"] += 1
+            self._drop_queued()
             self._sequencer.start_over()
+
+    def _drop_queued(self) -> None:
+        """What waits unread may be the word of a publisher that is no more; a replay brings all that this one's was."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_QUEUE):
+                self._subscriber.recv_multipart(zmq.DONTWAIT)
+                self._counts["dropped"] += 1
 
     def _read_live(self, socket: "zmq.Socket[bytes]") -> None:
         for _ in range(_TURN):
@@ -252,11 +270,13 @@ class EventConsumer:
             if isinstance(step, Reset):
                 self._sink.drop(self.worker)
                 self._counts["resets"] += 1
+                self._refusal = None
                 continue
             self._applied_at = time.monotonic()
             self._counts["batches"] += 1
             if self._topic is not None and step.topic != self._topic:
                 self._counts["other_topics"] += 1
+                self._look_at_topic(step.topic)
                 continue
             try:
                 events = decode_batch(step.payload).events
@@ -266,6 +286,12 @@ class EventConsumer:
             self._counts["events"] += len(events)
             for event in events:
                 self._sink.apply(self.worker, event)
+
+    def _look_at_topic(self, topic: bytes) -> None:
+        if self._refusal is None and self._topic is not None and not _OF_A_MODEL.fullmatch(topic):
+            told, wanted = (each.decode(errors="replace")[:80] for each in (topic, self._topic))
+            self._refusal = f'its topic is "{told}", but "{wanted}" is this model\'s; unset [events] topic there'
+            _log.warning("KV events of %s are not heard: %s", self.worker, self._refusal)
 
     def _parsed(self, frames: Sequence[bytes]) -> Told | None:
         try:
@@ -282,8 +308,10 @@ class EventConsumer:
             _log.warning("KV events of %s: %s (%d malformed)", self.worker, error, self._counts["malformed"])
 
     def _show(self) -> None:
-        shown: Literal["live", "replaying", "stale"] = "stale"
-        if self._connected:
+        shown: Standing = "stale"
+        if self._refusal is not None:
+            shown = "refused"
+        elif self._connected:
             shown = "live" if self._sequencer.is_live else "replaying"
         if shown != self._shown:
             self._shown, self._since = shown, time.monotonic()

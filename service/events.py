@@ -11,7 +11,15 @@ from typing import Final, Protocol
 
 import zmq
 
-from kvtier.connector.events import AllBlocksCleared, EventBatch, KVEvent, encode_batch, topic_of
+from kvtier.connector.events import (
+    MAX_PAYLOAD,
+    AllBlocksCleared,
+    BlockStored,
+    EventBatch,
+    KVEvent,
+    encode_batch,
+    topic_of,
+)
 from kvtier.service.event_sequence import END, Told
 from kvtier.service.told_blocks import ToldBlocks
 from kvtier.tiers.config import EventsConfig
@@ -22,7 +30,8 @@ from kvtier.tiers.tier import ChainHash
 _log = logging.getLogger(__name__)
 
 MAX_WAITING: Final = 16_384  # blocks handed over and not yet published: past it `has_room` is false
-MAX_BATCH: Final = 4096  # blocks in one batch
+MAX_BATCH: Final = 4096  # blocks in one batch …
+MAX_BATCH_BYTES: Final = MAX_PAYLOAD // 4  # … and its bytes, unless one event alone has more, as of huge blocks
 MOST: Final = 512  # blocks of one tier taken at a time …
 _PUMPS: Final = 4  # and how often in one go
 MAX_ROOTS: Final = 65_536  # tenants of one model that are told; those beyond are not
@@ -193,7 +202,7 @@ class Publisher:
         self._send(fingerprint, [line for event in events for line in told.take_in(event)])
 
     def _send(self, fingerprint: bytes, events: Sequence[KVEvent]) -> None:
-        for part in _parts(events, MAX_BATCH):
+        for part in _parts(events):
             self._publish_batch(fingerprint, part)
 
     def _publish_batch(self, fingerprint: bytes, events: Sequence[KVEvent]) -> None:
@@ -241,7 +250,7 @@ class Publisher:
         for fingerprint, told in self._told.items():  # also of models that are closed: who has missed that, clears
             is_first = not parts or self._topic is None
             lines = [*([AllBlocksCleared()] if is_first else []), *told.snapshot()]
-            parts += [(fingerprint, part) for part in _parts(lines, MAX_BATCH)]
+            parts += [(fingerprint, part) for part in _parts(lines)]
         while len(parts) >= most:  # numbers are had by telling everybody nothing; the first asked for is skipped
             self._publish_batch(parts[0][0], [])
             most += 1
@@ -314,15 +323,23 @@ class _Replay:
         return time.monotonic() - self._moved > _REPLAY_DEADLINE
 
 
-def _parts(events: Sequence[KVEvent], limit: int) -> Iterator[list[KVEvent]]:
-    """The events in runs of some `limit` blocks."""
+def _parts(events: Sequence[KVEvent]) -> Iterator[list[KVEvent]]:
+    """The events in runs that are a batch each."""
     part: list[KVEvent] = []
-    num_blocks = 0
+    num_blocks = num_bytes = 0
     for event in events:
+        weight = _most_bytes(event)
+        if part and (num_blocks >= MAX_BATCH or num_bytes + weight > MAX_BATCH_BYTES):
+            yield part
+            part, num_blocks, num_bytes = [], 0, 0
         part.append(event)
         num_blocks += 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
-        if num_blocks >= limit:
-            yield part
-            part, num_blocks = [], 0
+        num_bytes += weight
     if part:
         yield part
+
+
+def _most_bytes(event: KVEvent) -> int:
+    """What an event of ours takes at most when it is packed: names of 64 bits, tokens of 32."""
+    num_names = 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
+    return 256 + 10 * num_names + (5 * len(event.token_ids) if isinstance(event, BlockStored) else 0)

@@ -32,6 +32,13 @@ class HttpClient:
         with self._answer("GET", path, None) as answer:
             return self._object(answer.read())
 
+    def status(self, *fields: str) -> Json:
+        """Its status. FormatError where that has none of these fields: something else answers there."""
+        status = self.get("/status")
+        if not any(field in status for field in fields):
+            raise self._stranger
+        return status
+
     def post(self, path: str, body: Mapping[str, Any]) -> Json:
         """What a verb answers."""
         with self._answer("POST", path, body) as answer:
@@ -71,7 +78,9 @@ class HttpClient:
                 "[service] token: the daemon does not take it; give the daemon's, by --token or the file"
             )
         why = self._object(answer.read()).get("error")
-        line = " ".join(str(why).split())
+        if not isinstance(why, str):  # an engine's or a router's words
+            return self._stranger
+        line = " ".join(why.split())
         if answer.status_code >= 500:
             return TierUnavailable(line)
         return KVTierError(line) if answer.status_code == 404 else ConfigError(line)
@@ -82,5 +91,10 @@ class HttpClient:
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
-            raise FormatError(f'[service] http "{self._address}": what answers there is no daemon of kvtier\'s')
+            raise self._stranger
         return value
+
+    @property
+    def _stranger(self) -> FormatError:
+        where = f'[service] http "{self._address}"'
+        return FormatError(f"{where}: what answers there is no daemon of kvtier's; give the daemon's --http HOST:PORT")

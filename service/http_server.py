@@ -5,6 +5,7 @@ import socket
 import threading
 from typing import Any, Final
 
+import h11
 import uvicorn
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -120,7 +121,10 @@ class HttpServer:
 
 
 class _Impatient(H11Protocol):
-    """Hangs up on who brings no whole request head in time, or reads nothing of an answer: uvicorn waits for ever."""
+    """Hangs up on who brings no whole request head in time, or reads nothing of an answer: uvicorn waits for ever.
+
+    A request's `state` has `pass_chunks`, for who has an answer's chunks already.
+    """
 
     _timer: asyncio.TimerHandle | None = None
     _requests_seen: Any = None
@@ -128,12 +132,24 @@ class _Impatient(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.app_state = {**self.app_state, "pass_chunks": self._pass_chunks}
         self._timer = self.loop.call_later(_IDLE, self._look)
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(error)
+
+    def _pass_chunks(self, chunks: bytes) -> bool:
+        """Write whole chunks of the body under way as they are: neither ASGI nor h11 has anything to do for them.
+
+        False, and nothing is written, where there is something: the client is slow or gone, or knows no chunks.
+        """
+        is_body = self.conn.our_state is h11.SEND_BODY and self.conn.their_http_version == b"1.1"
+        if not is_body or self.flow.write_paused or self.transport.is_closing():
+            return False
+        self.transport.write(chunks)
+        return True
 
     def _look(self) -> None:
         """Each `_IDLE` seconds: a request must be under way, or another one than at the last look have come.

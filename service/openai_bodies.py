@@ -255,14 +255,20 @@ class ChatBody(ChatPrompt, Sampling):
         return self
 
 
-def parse(body_type: type[B], data: bytes) -> B:
-    """A request's body. OpenAIError (400) says what is wrong with it, and with which field."""
+def json_object(data: bytes) -> dict[str, Any]:
+    """A body's object. OpenAIError (400) where it is none."""
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise OpenAIError(400, f"body: not JSON ({flat(str(error))[:100]}); send an object") from None
+        raise OpenAIError(400, f"body: not JSON ({flat(str(error))[:100]}); send an object", code="bad_json") from None
     if not isinstance(values, dict):
-        raise OpenAIError(400, f"body {shown(values)}: not a JSON object; send one")
+        raise OpenAIError(400, f"body {shown(values)}: not a JSON object; send one", code="bad_json")
+    return values
+
+
+def parse(body_type: type[B], data: bytes) -> B:
+    """A request's body. OpenAIError (400) says what is wrong with it, and with which field."""
+    values = json_object(data)
     try:
         _few_fields(values)
     except ValueError as error:

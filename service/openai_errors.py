@@ -1,6 +1,8 @@
 """What goes wrong in an OpenAI API, in its shape: `{"error": {"message", "type", "param", "code"}}`."""
 
-from collections.abc import Mapping
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from starlette.exceptions import HTTPException
@@ -8,6 +10,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from kvtier.tiers.errors import KVTierError
+
+_log = logging.getLogger(__name__)
+
+Handler = Callable[[Request, Exception], Awaitable[JSONResponse]]
 
 _TYPES: Final = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
 _CLOSING: Final = (408, 413, 503)  # the rest of the request is not read, or nothing more is wanted on this connection
@@ -43,14 +49,26 @@ class OpenAIError(KVTierError):
         return JSONResponse(self.content, self.status, self.headers)
 
 
-def refusal(request: Request, error: Exception) -> JSONResponse:
-    """Starlette's handler: an OpenAIError as it is, an HTTPException in the same shape."""
+def error_handlers(refused: Counter[str]) -> dict[Any, Handler]:
+    """Starlette's: an OpenAIError as it is, all else in its shape; each counted by its status, on the event loop."""
+
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        told = _told(request, error)
+        refused[str(told.status)] += 1
+        return told.response
+
+    return dict.fromkeys((HTTPException, OpenAIError, Exception), answer)
+
+
+def _told(request: Request, error: Exception) -> OpenAIError:
+    if isinstance(error, OpenAIError):
+        return error
     if isinstance(error, HTTPException):
         message = {404: "no such page", 405: "this page does not take that method"}.get(error.status_code, error.detail)
         code = "invalid_api_key" if error.status_code == 401 else None
-        error = OpenAIError(error.status_code, message, code=code, headers=error.headers)
-    assert isinstance(error, OpenAIError)
-    return error.response
+        return OpenAIError(error.status_code, message, code=code, headers=error.headers)
+    _log.error("%s %s: %r", request.method, request.url.path, error)
+    return OpenAIError(500, "an error of ours; the log has it")
 
 
 def busy(message: str) -> OpenAIError:

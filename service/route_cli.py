@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier.service.cli_options import ConfigOption, needing, use_all_descriptors
+from kvtier.service.cli_options import ConfigOption, log_to_stderr, needing, use_all_descriptors
 from kvtier.tiers.config import Config
 
 app = typer.Typer()
@@ -32,7 +32,7 @@ def route(
     """Send OpenAI's requests to the replica that holds most of their prompt, until SIGTERM or Ctrl-C."""
     options = {"replicas": replica, "model": model, "http": http}
     settings = Config.load(config, router={name: value for name, value in options.items() if value is not None})
-    logging.basicConfig(level=logging.INFO, format="kvtier: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     with needing("the router"):
         from kvtier.service.router_app import serve
     server = serve(settings.router, strict=settings.events.strict)

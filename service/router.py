@@ -1,12 +1,11 @@
 """The router: requests come in, are known by their prompt, and go to the replica where least is left to compute."""
 
 import asyncio
-import json
 import time
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any, Final
 
+from kvtier.service.openai_bodies import json_object
 from kvtier.service.openai_errors import OpenAIError, unknown_model
 from kvtier.service.prompts import Prompts
 from kvtier.service.router_client import Deadlines, Headers
@@ -20,6 +19,8 @@ from kvtier.service.router_spec import Publishers, parse_replicas
 from kvtier.tiers.config_router import RouterConfig
 
 _BYTES: Final = 64  # of a body for each block, where the prompt is not known
+_MAX_ITEMS: Final = 1 << 18  # in a body that is read: more take the only JSON parser there is over 20 ms, with the GIL
+_LONG: Final = 1 << 15  # tokens; longer prompts are named on a thread
 
 
 class Router:
@@ -53,7 +54,7 @@ class Router:
     async def answer(self, path: str, headers: Headers, body: bytes, reply: Reply) -> None:
         """Answer a client's request, whatever it is."""
         try:
-            asked = await self._asked(path, headers, body)
+            asked = await self._asked(path, headers, body, asyncio.get_running_loop().time())
         except OpenAIError as error:
             self.ledger.errors[str(error.code)] += 1
             await reply.fail(error)
@@ -78,6 +79,7 @@ class Router:
                 "promised": ledger.promised_tokens,
                 "told_prompt": ledger.told_prompt_tokens,
                 "told_cached": ledger.told_cached_tokens,
+                "told_tiers": dict(ledger.told_tiers),
             },
             "indexed_blocks": self.holdings.num_blocks,
             "cpu_s": time.process_time(),
@@ -102,33 +104,31 @@ class Router:
             replica.name, publishers, self.fleet.block_size, None if fingerprint is None else bytes.fromhex(fingerprint)
         )
 
-    async def _asked(self, path: str, headers: Headers, body: bytes) -> Asked:
+    async def _asked(self, path: str, headers: Headers, body: bytes, arrived: float) -> Asked:
         """The request, and what is known of its prompt. Raises OpenAIError where no replica need see it."""
-        asked = _object(body)
+        sent = [*passed(headers, NOT_ASKED), *self._headers]
+        if body.count(b",") >= _MAX_ITEMS:
+            return self._unknown("too_long", path, sent, body, arrived)
+        asked = json_object(body)
         model, served = asked.get("model"), {str(model["id"]) for model in self.fleet.models()}
         if isinstance(model, str) and served and model not in served:
             raise unknown_model(model, ", ".join(sorted(served)))
-        sent = [*passed(headers, NOT_ASKED), *self._headers]
         begun = time.perf_counter()
         known = await read(path, asked, len(body), self._prompts)
         self.ledger.seconds["tokenise"] += time.perf_counter() - begun
         if known.unknown is not None:
-            self.ledger.untokenised[known.unknown] += 1
-            return Asked(path, sent, body, 0, Held(-(-len(body) // _BYTES)))
-        begun = time.perf_counter()
-        held = self.holdings.of(known.tokens, known.cache_salt)
+            return self._unknown(known.unknown, path, sent, body, arrived)
+        begun, fleet = time.perf_counter(), self.fleet
+        what = known.tokens, known.cache_salt, fleet.namespace, fleet.adapter(model)
+        is_long = len(known.tokens) > _LONG
+        names = await asyncio.to_thread(self.holdings.names, *what) if is_long else self.holdings.names(*what)
+        held = self.holdings.of(len(known.tokens), names)
         self.ledger.seconds["score"] += time.perf_counter() - begun
-        return Asked(path, sent, body, len(known.tokens), held)
+        return Asked(path, sent, body, len(known.tokens), held, arrived)
 
-
-def _object(body: bytes) -> Mapping[str, Any]:
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise OpenAIError(400, f"body: no JSON, {error}; send one object", code="bad_json") from None
-    if not isinstance(value, dict):
-        raise OpenAIError(400, 'body: no JSON object; send one, as in {"model": …}', code="bad_json")
-    return value
+    def _unknown(self, why: str, path: str, headers: Headers, body: bytes, arrived: float) -> Asked:
+        self.ledger.untokenised[why] += 1
+        return Asked(path, headers, body, 0, Held(-(-len(body) // _BYTES)), arrived)
 
 
 def _terms(config: RouterConfig) -> Terms:

@@ -2,14 +2,12 @@
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Callable
 from threading import Event
 from typing import Any, Final
 
 from pydantic import SecretStr
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -19,13 +17,11 @@ from kvtier.service import router_summary as summary
 from kvtier.service.dashboard import dashboard_routes
 from kvtier.service.guard import Guard, read_body
 from kvtier.service.http_server import HttpServer, HttpSocket
-from kvtier.service.openai_errors import OpenAIError, refusal, unknown_model
+from kvtier.service.openai_errors import OpenAIError, error_handlers, unknown_model
 from kvtier.service.router import Router
 from kvtier.service.router_metrics import exposition
 from kvtier.service.router_reply import Reply
 from kvtier.tiers.config_router import RouterConfig
-
-_log = logging.getLogger(__name__)
 
 MAX_BODY: Final = 16 << 20  # bytes of a request: a million token ids, and some
 _MAX_CONNECTIONS: Final = 1024
@@ -91,7 +87,7 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
         page("/status", lambda: JSONResponse(router.status())),
         *dashboard_routes(status, stopping),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=_HANDLERS)
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=error_handlers(router.ledger.errors))
 
 
 class _Forwarding:
@@ -104,7 +100,8 @@ class _Forwarding:
         request = Request(scope, receive)
         self._guard.admit(request)
         body = await read_body(request, MAX_BODY)
-        answering = asyncio.create_task(self._router.answer(request.url.path, scope["headers"], body, Reply(send)))
+        reply = Reply(send, scope["state"]["pass_chunks"])
+        answering = asyncio.create_task(self._router.answer(request.url.path, scope["headers"], body, reply))
         leaving = asyncio.create_task(_gone(receive))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -125,11 +122,3 @@ async def _gone(receive: Receive) -> None:
 def _readiness(router: Router) -> Response:
     num_up = sum(replica["state"] == "up" for replica in router.status()["replicas"])
     return JSONResponse({"ready": num_up > 0, "replicas_up": num_up}, 200 if num_up else 503)
-
-
-def _broke(request: Request, error: Exception) -> Response:
-    _log.error("%s %s: %r", request.method, request.url.path, error)
-    return OpenAIError(500, "an error of ours; the router's log has it").response
-
-
-_HANDLERS: Final = {HTTPException: refusal, OpenAIError: refusal, Exception: _broke}

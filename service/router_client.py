@@ -5,6 +5,7 @@ connection that its replica closes is noticed at once, which is how a killed one
 """
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,9 +17,14 @@ import h11
 
 Headers = Sequence[tuple[bytes, bytes]]
 
+Shortcut = Callable[[bytes], bool]
+"""Is offered whole chunks of an answer, framed as they came, and says whether it has passed them on."""
+
 _MAX_HEAD: Final = 64 << 10  # bytes of an answer's head
 _MAX_HELD: Final = 256 << 10  # bytes read ahead of the client; then the replica is made to wait
 _MAX_IDLE: Final = 32  # connections kept for later
+_CHUNK: Final = re.compile(rb"([0-9A-Fa-f]{1,6})\r\n")  # the line before a chunk's bytes
+_ENDS: Final = (b"\n\n\r\n", b"\r\n\r\n\r\n")  # of a chunk, where an event ends with it
 
 
 class Failure(StrEnum):
@@ -67,6 +73,7 @@ class ReplicaClient:
         if body or method == "POST":
             lines.append((b"content-length", b"%d" % len(body)))
         request = h11.Request(method=method, target=path, headers=lines)
+        due = asyncio.get_running_loop().time() + deadlines.first_byte
         lost: ReplicaFailed | None = None
         while True:
             try:
@@ -75,7 +82,7 @@ class ReplicaClient:
                 raise lost or error from None  # it hung up on the request, perhaps of it, and is gone now
             try:
                 connection.send(request, body)
-                return Answer(connection, await connection.head(deadlines.first_byte), deadlines.between)
+                return Answer(connection, await connection.head(due), due, deadlines.between)
             except ReplicaFailed as error:
                 connection.abort()
                 if not (is_kept and error.failure is Failure.BROKEN):
@@ -85,6 +92,11 @@ class ReplicaClient:
             except BaseException:
                 connection.abort()
                 raise
+
+    def give_up(self) -> None:
+        """Whoever waits for an answer to begin waits no more: another replica may answer."""
+        for connection in list(self._open):
+            connection.give_up()
 
     def close(self) -> None:
         """Hang up on everything, asked or not."""
@@ -127,11 +139,11 @@ class ReplicaClient:
 class Answer:
     """One answer on its way; `close` it whatever happens: that is what ends the request at the replica."""
 
-    def __init__(self, connection: "_Connection", head: h11.Response, between: float) -> None:
+    def __init__(self, connection: "_Connection", head: h11.Response, due: float, between: float) -> None:
         self.status: Final = head.status_code
         self.headers: Final = head.headers
         self._connection = connection
-        self._between = between
+        self._due, self._between = due, between
 
     def header(self, name: bytes) -> bytes:
         """The header's value, by its name in small letters; empty where there is none."""
@@ -142,9 +154,16 @@ class Answer:
         """Whether its end can be told from a connection that broke."""
         return bool(self.header(b"content-length") or self.header(b"transfer-encoding"))
 
-    async def piece(self, timeout: float | None = None) -> bytes:
-        """What has come since the last piece; empty at the end. Raises ReplicaFailed where there is none in time."""
-        return await self._connection.piece(self._between if timeout is None else timeout)
+    async def first(self) -> bytes:
+        """The first piece, within what is left of the first byte's deadline. Raises ReplicaFailed."""
+        return await self._connection.piece(self._due, 0.0, Failure.SLOW_FIRST_BYTE)
+
+    async def piece(self, shortcut: Shortcut | None = None) -> bytes:
+        """What has come since the last piece; empty at the end. Raises ReplicaFailed where there is none in time.
+
+        What a `shortcut` took meanwhile came before it: chunks that end with an event are offered to it as they come.
+        """
+        return await self._connection.piece(0.0, self._between, Failure.STALLED, shortcut)
 
     async def read(self, most: int) -> bytes:
         """The rest, or somewhat more than `most` bytes of it."""
@@ -165,6 +184,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, client: ReplicaClient) -> None:
         self._client = client
+        self._loop = asyncio.get_running_loop()
         self._h11 = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD)
         self._head: h11.Response | None = None
         self._held: list[bytes] = []
@@ -174,6 +194,10 @@ class _Connection(asyncio.Protocol):
         self._is_paused = False
         self._failed: ReplicaFailed | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._fears: Failure | None = None  # what it would be if what is waited for did not come
+        self._shortcut: Shortcut | None = None
+        self._is_between = False  # chunks: the last one fed to h11 ended with an event, and nothing came behind it
+        self._heard_at = 0.0
 
     # --- what a request does -----------------------------------------------------------------------------------------
 
@@ -188,14 +212,18 @@ class _Connection(asyncio.Protocol):
         pieces[2] = self._h11.send(h11.EndOfMessage()) or b""
         self._transport.writelines(pieces)
 
-    async def head(self, timeout: float) -> h11.Response:
+    async def head(self, due: float) -> h11.Response:
         while self._head is None:
-            await self._wait(timeout, Failure.SLOW_FIRST_BYTE)
+            await self._wait(due, 0.0, Failure.SLOW_FIRST_BYTE)
         return self._head
 
-    async def piece(self, timeout: float) -> bytes:
-        while not self._held and not self._is_whole:
-            await self._wait(timeout, Failure.STALLED)
+    async def piece(self, due: float, pause: float, failure: Failure, shortcut: Shortcut | None = None) -> bytes:
+        self._shortcut = shortcut
+        try:
+            while not self._held and not self._is_whole:
+                await self._wait(due, pause, failure)
+        finally:
+            self._shortcut = None
         data = b"".join(self._held)
         self._held.clear()
         self._num_held = 0
@@ -215,9 +243,13 @@ class _Connection(asyncio.Protocol):
             self.abort()
             return
         self._h11.start_next_cycle()
-        self._head, self._is_whole = None, False
+        self._head, self._is_whole, self._is_between = None, False, False
         if not self._client.rested(self):
             self.abort()
+
+    def give_up(self) -> None:
+        if self._fears is Failure.SLOW_FIRST_BYTE:
+            self._fail(ReplicaFailed(self._fears, "it does not answer anything else, either"))
 
     def abort(self) -> None:
         """Close at once; who waits is told."""
@@ -238,6 +270,15 @@ class _Connection(asyncio.Protocol):
         self._client.lost(self)
 
     def data_received(self, data: bytes) -> None:
+        self._heard_at = self._loop.time()
+        if (
+            self._shortcut is not None
+            and self._is_between
+            and not self._held
+            and _are_events(data)
+            and self._shortcut(data)
+        ):
+            return
         self._feed(data)
         if self._num_held > _MAX_HELD and not self._is_paused:
             self._is_paused = True
@@ -248,12 +289,14 @@ class _Connection(asyncio.Protocol):
             if data:
                 self._transport.abort()
             return
+        self._is_between = False
         try:
             self._h11.receive_data(data)
             while (event := self._h11.next_event()) not in (h11.NEED_DATA, h11.PAUSED):
                 self._take(event)
                 if isinstance(event, h11.ConnectionClosed):
                     break
+                self._is_between = isinstance(event, h11.Data) and event.chunk_end and data.endswith(_ENDS)
         except h11.RemoteProtocolError as error:
             is_end = not data  # h11 says so of an answer that is cut short, too
             self._fail(ReplicaFailed(Failure.BROKEN if is_end else Failure.GARBLED, str(error)))
@@ -277,15 +320,45 @@ class _Connection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def _wait(self, timeout: float, failure: Failure) -> None:
-        """Until something has come. Raises ReplicaFailed past the time, or where nothing will come any more."""
+    async def _wait(self, due: float, pause: float, failure: Failure) -> None:
+        """Until something has come. Raises ReplicaFailed once it is past `due` and nothing was heard for `pause`.
+
+        And where nothing will come any more. One timer, however much a shortcut takes meanwhile.
+        """
         if self._failed is not None:
             raise self._failed
-        loop = asyncio.get_running_loop()
-        waiter = self._waiter = loop.create_future()
-        timer = loop.call_later(timeout, lambda: self._fail(ReplicaFailed(failure, f"nothing for {timeout:g} s")))
+        waiter, self._fears = self._loop.create_future(), failure
+        self._waiter = waiter
+        begun = self._loop.time()
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal timer
+            until = max(due, max(begun, self._heard_at) + pause)
+            if until > self._loop.time():
+                timer = self._loop.call_at(until, look)
+            else:
+                self._fail(ReplicaFailed(failure, f"nothing for {self._loop.time() - begun:g} s"))
+
+        timer = self._loop.call_at(max(due, begun + pause), look)
         try:
             await waiter
         finally:
             timer.cancel()
-            self._waiter = None
+            self._waiter = self._fears = None
+
+
+def _are_events(data: bytes) -> bool:
+    """Whether this is one or more chunks of a stream from end to end, not the last one, and an event ends with it."""
+    if not data.endswith(_ENDS):
+        return False
+    at = 0
+    while at < len(data):
+        line = _CHUNK.match(data, at)
+        if line is None:
+            return False
+        num_bytes = int(line[1], 16)
+        at = line.end() + num_bytes + 2
+        if not num_bytes or data[at - 2 : at] != b"\r\n":
+            return False
+    return at == len(data)

@@ -1,6 +1,7 @@
 """What the replicas hold: a consumer for each publisher of events, one index, and whose share can be believed."""
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -15,6 +16,7 @@ from kvtier.tiers.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 _SHARED: Final = "EXTERNAL"  # the tier that nodes share
+_MOST: Final = 16_384  # leading blocks of a prompt that are looked for: more would keep the event loop too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Held:
 
 
 class Holdings:
-    """Follows the publishers of all replicas. Belongs to one thread; the consumers have their own."""
+    """Follows the publishers of all replicas. All but `names` belongs to one thread; the consumers have their own."""
 
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict
@@ -35,6 +37,7 @@ class Holdings:
         self._index: PrefixIndex | None = None
         self._publishers: dict[str, Publishers] = {}  # by replica
         self._consumers: dict[str, EventConsumer] = {}  # by the address they follow, which is the worker's name, too
+        self._leaving: dict[str, threading.Thread] = {}  # addresses that are being forgotten
 
     @property
     def num_blocks(self) -> int:
@@ -64,23 +67,31 @@ class Holdings:
             (publishers.node, publishers.node_replay, topic),
         ):
             if publish is not None and publish not in self._consumers:
+                self._forgotten(publish)
                 try:
                     self._consumers[publish] = EventConsumer(publish, self._index, publish, replay, topic=wanted)
                 except ConfigError as error:
                     _log.warning("replica %s: %s", replica, error)
         named = {address for each in self._publishers.values() for address in (each.events, each.node)}
         for address in self._consumers.keys() - named:
-            self._consumers.pop(address).close()
-            self._index.drop(address)
+            self._forget(address, self._consumers.pop(address), self._index)
 
-    def of(self, tokens: Sequence[int], cache_salt: str | None) -> Held:
-        """What is held of a prompt, and by whom."""
+    def names(
+        self, tokens: Sequence[int], cache_salt: str | None, default: str | None, lora_name: str | None
+    ) -> list[int]:
+        """A prompt's leading blocks as the index names them; on any thread. `default`: the namespace without a salt."""
         if self._index is None:
-            return Held()
-        namespace = cache_salt
+            return []
+        namespace = default if cache_salt is None else cache_salt
         if cache_salt is not None and self._fingerprint is not None:
             namespace = namespace_of(root_hash(self._fingerprint, cache_salt=cache_salt))
-        names = prompt_hashes(tokens, self._index.block_size, namespace=namespace)
+        leading = tokens[: _MOST * self._index.block_size]
+        return prompt_hashes(leading, self._index.block_size, lora_name, namespace)
+
+    def of(self, num_tokens: int, names: Sequence[int]) -> Held:
+        """What is held of a prompt of these `names`, and by whom."""
+        if self._index is None:
+            return Held()
         found = self._index.matches(names)
         live = {address for address, consumer in self._consumers.items() if consumer.is_live}
         shared = self._index.shared(names, _SHARED)
@@ -89,7 +100,7 @@ class Holdings:
             own, node = (found.get(at, {}) if at in live else {} for at in (publishers.events, publishers.node))
             prefixes[replica] = joined(own, node, shared if self._has_shared(publishers) else 0)
         sure = {replica for replica, each in self._publishers.items() if (each.events or each.node) in live}
-        return Held(len(names), prefixes, frozenset(sure))
+        return Held(num_tokens // self._index.block_size, prefixes, frozenset(sure))
 
     def state(self, replica: str) -> dict[str, Any]:
         """How its events stand, as JSON: `events`, `node_events`, and `blocks` by medium."""
@@ -110,13 +121,31 @@ class Holdings:
         for consumer in self._consumers.values():
             consumer.close()
         self._consumers.clear()
+        for address in list(self._leaving):
+            self._forgotten(address)
+
+    def _forget(self, address: str, consumer: EventConsumer, index: PrefixIndex) -> None:
+        """Hear no more of a publisher, on a thread: a million blocks take half a second."""
+
+        def forget() -> None:
+            consumer.close()
+            index.drop(address)
+
+        self._leaving[address] = threading.Thread(target=forget, name=f"kvtier-forget-{address}", daemon=True)
+        self._leaving[address].start()
+
+    def _forgotten(self, address: str) -> None:
+        """Wait until nothing is left of a publisher that was followed before."""
+        if address in self._leaving:
+            self._leaving.pop(address).join()
 
     def _feed(self, address: str | None) -> dict[str, Any] | None:
         if address not in self._consumers:
             return None
         state = self._consumers[address].state
         told = {name: state.counts.get(name, 0) for name in ("gaps", "lost")}
-        return {"state": state.state, "seq": state.seq, **told, "age_s": state.age}
+        why = {} if state.why is None else {"why": state.why}
+        return {"state": state.state, "seq": state.seq, **told, "age_s": state.age, **why}
 
     def _has_shared(self, publishers: Publishers) -> bool:
         """Whether its tiers have what nodes share: whoever has, tells of blocks there."""

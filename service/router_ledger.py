@@ -12,6 +12,8 @@ from kvtier.service.routing_policy import Choice
 _KEPT: Final = 64  # decisions
 # Unescaped quotes, so that no text of a model or a user can be taken for it.
 _CACHED: Final = re.compile(rb'"cached_tokens":\s*(\d{1,12})\b')
+_TIERS: Final = re.compile(rb'"kvtier":\s*\{([^{}]{1,200})\}')
+_TIER: Final = re.compile(rb'"(L1|L2|file|redis)":\s*(\d{1,12})\b')
 _PROMPT: Final = re.compile(rb'"prompt_tokens":\s*(\d{1,12})\b')
 
 
@@ -28,6 +30,7 @@ class Ledger:
     promised_tokens: int = 0  # of these, what the replica that answered held by the index
     told_prompt_tokens: int = 0  # as the replicas' usage said
     told_cached_tokens: int = 0
+    told_tiers: Counter[str] = field(default_factory=Counter)  # of these, by the tier our engines had them in
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by "tokenise", "score"
     decisions: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
@@ -53,3 +56,5 @@ class Ledger:
         if prompts:
             self.told_prompt_tokens += int(prompts[-1])
             self.told_cached_tokens += int(cached[-1]) if cached else 0
+            for by_tier in _TIERS.findall(piece)[-1:]:
+                self.told_tiers.update({tier.decode(): int(count) for tier, count in _TIER.findall(by_tier)})

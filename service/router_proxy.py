@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvtier.service.openai_errors import OpenAIError
@@ -21,6 +21,7 @@ _HOP: Final = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
 )
 _LATER: Final = {"retry-after": "1"}
+_NOT_AGAIN: Final = {"x-should-retry": "false"}  # a second try would take as long
 NOT_ASKED: Final = _HOP | frozenset(b"host content-length authorization accept-encoding expect".split())
 NOT_ANSWERED: Final = _HOP | frozenset(b"content-length date server".split())
 
@@ -34,6 +35,7 @@ class Asked:
     body: bytes
     num_tokens: int  # of the prompt; 0 where it could not be tokenised
     held: Held  # of the prompt, by whom; then its number of blocks is an estimate
+    arrived: float  # on the event loop's clock
 
 
 @dataclass(slots=True)
@@ -73,17 +75,18 @@ class Proxy:
     async def forward(self, asked: Asked, reply: Reply) -> None:
         """Have a request answered by the best replica that can; whatever goes wrong, the client is told."""
         try:
-            async with asyncio.timeout(self._deadlines.whole):
+            async with asyncio.timeout_at(asked.arrived + self._deadlines.whole):
                 error = await self._try(asked, reply)
         except TimeoutError:
             why = f"not answered within {self._deadlines.whole:g} s; ask for less"
-            error = OpenAIError(504, why, code="deadline")
+            error = OpenAIError(504, why, code="deadline", headers=_NOT_AGAIN)
         if error is not None:
             self._ledger.errors[str(error.status if isinstance(error, Relayed) else error.code)] += 1
             await reply.fail(error)
 
     async def _try(self, asked: Asked, reply: Reply) -> OpenAIError | Relayed | None:
-        tries = _Tries()
+        tries, loop = _Tries(), asyncio.get_running_loop()
+        due = asked.arrived + self._deadlines.first_byte  # one for all who are tried
         self._turn += 1
         while not tries.is_over:
             choice = self._choose(asked, tries.tried)
@@ -95,12 +98,15 @@ class Proxy:
             work = Work(replica, asked.held.num_blocks - cached)
             try:
                 attempt = _Attempt(replica, work, self._ledger, reply)
-                refusal = await attempt.make(asked, self._deadlines)
+                refusal = await attempt.make(asked, replace(self._deadlines, first_byte=due - loop.time()))
             except ReplicaFailed as error:
                 replica.failed(error.failure)
                 if reply.is_begun:
                     why = f"replica {replica.name} ended in the middle of the answer; ask again"
                     return OpenAIError(502, why, code=f"mid_stream_{error.failure}")
+                if loop.time() >= due:
+                    why = f"no answer began within {self._deadlines.first_byte:g} s; ask for less, or later"
+                    return OpenAIError(504, why, code=error.failure, headers=_NOT_AGAIN)
                 tries.failed(error)
                 self._ledger.retries[error.failure] += 1
             else:
@@ -156,7 +162,7 @@ class _Attempt:
             is_stream = answer.header(b"content-type").startswith(b"text/event-stream")
             is_refusal = answer.status == 429 or answer.status >= 500
             has_begun = is_stream and not is_refusal  # with its head: engines send that before they compute
-            first = await answer.piece(deadlines.first_byte) if has_begun else await answer.read(_MAX_WHOLE)
+            first = await answer.first() if has_begun else await answer.read(_MAX_WHOLE)
             headers = [*passed(answer.headers, NOT_ANSWERED), (b"x-kvtier-replica", self._replica.name.encode())]
             if is_refusal:
                 return Relayed(answer.status, headers, first)
@@ -177,10 +183,17 @@ class _Attempt:
         while piece:
             self._ledger.told(piece)
             await self._reply.write(piece)
-            piece = await answer.piece()
+            piece = await answer.piece(self._pass_on)
         if not (answer.is_delimited or self._reply.is_done):
             raise ReplicaFailed(Failure.BROKEN, "it hung up, and nothing says that this was all")
         await self._reply.end()
+
+    def _pass_on(self, chunks: bytes) -> bool:
+        """What most pieces of a stream are: nothing is waiting before them, and no task need wake for them."""
+        if not self._reply.pass_on(chunks):
+            return False
+        self._ledger.told(chunks)
+        return True
 
 
 def passed(headers: Headers, without: frozenset[bytes]) -> list[tuple[bytes, bytes]]:

@@ -21,7 +21,10 @@ _log = logging.getLogger(__name__)
 _MAX_PAGE: Final = 1 << 20  # bytes of a page of a replica's
 _PROBES: Final = ("/readyz", "/healthz", "/health")  # ours, many a server's, vLLM's: the first that is there
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
-_LOADS_EVERY: Final = 1.0  # seconds between looks at what a replica has to do
+_NAMESPACE: Final = re.compile("[0-9a-f]{32}")
+_EVERY: Final = 1.0  # seconds between looks at what a replica has to do, and whether it hangs
+_LOAD_PATIENCE: Final = 5.0  # seconds it may take over one: who has much to do may be slow to say so
+_HOPELESS: Final = 5.0  # seconds one must be down until answers that have not begun are no longer waited for
 _MAX_LIVE: Final = 1_000_000  # requests it may say it has
 _RUNNING: Final = 1.0  # blocks of work in an answer that has begun
 _USUAL: Final = 8.0  # blocks of work in a request the router knows nothing of
@@ -33,7 +36,7 @@ class State(StrEnum):
     JOINING = "joining"  # not heard of yet, or not ready yet
     UP = "up"
     DOWN = "down"
-    REFUSED = "refused"  # of another block size or model
+    REFUSED = "refused"  # of another block size or model, or wants another key
     DRAINING = "draining"  # there, and takes nothing new
 
 
@@ -45,6 +48,7 @@ class Nature:
     block_size: int | None  # None where it does not say
     fingerprint: str | None
     publishers: Publishers
+    namespace: str | None = None  # of the chains of requests that name no tenant, where those have a salt
 
     @property
     def names(self) -> list[str]:
@@ -59,7 +63,7 @@ class Nature:
         if not all(isinstance(model, dict) and isinstance(model.get("id"), str) for model in models):
             raise ReplicaFailed(Failure.GARBLED, "/v1/models is no list of models")
         ours: dict[str, Any] = next((m["kvtier"] for m in models if isinstance(m.get("kvtier"), dict)), {})
-        size, fingerprint = ours.get("block_size"), ours.get("fingerprint")
+        size, fingerprint, namespace = (ours.get(name) for name in ("block_size", "fingerprint", "namespace"))
         if size is not None and not (type(size) is int and 1 <= size <= MAX_BLOCK_SIZE):
             raise ReplicaFailed(Failure.GARBLED, f"block_size {size!r:.40} is no number of tokens from 1 to 4096")
         return cls(
@@ -67,6 +71,7 @@ class Nature:
             size,
             fingerprint if isinstance(fingerprint, str) and _DIGEST.fullmatch(fingerprint) else None,
             Publishers(*_publisher(ours.get("events")), *_publisher(ours.get("node"))),
+            namespace if isinstance(namespace, str) and _NAMESPACE.fullmatch(namespace) else None,
         )
 
 
@@ -120,6 +125,7 @@ class Replica:
         self.client = ReplicaClient(spec.host, spec.port, self._lost)
         self.state = State.JOINING
         self.why = "not heard of yet"
+        self._since = time.monotonic()  # in that state
         self.nature: Nature | None = None
         self.in_flight = 0
         self.given = 0.0  # blocks of work of our own requests
@@ -129,7 +135,6 @@ class Replica:
         self._terms, self._judge = terms, judge
         self._deadlines = Deadlines(terms.timeout, terms.timeout, terms.timeout)
         self._probe: str | None = None  # the page that says whether it is well, once it is known which
-        self._loads_at = 0.0
         self._is_known = False  # nothing says that it may be another one than was taken in
         self._alarm = asyncio.Event()
 
@@ -144,18 +149,25 @@ class Replica:
         return self.given + self.others
 
     @property
+    def is_hopeless(self) -> bool:
+        """Whether it has been down for so long that an answer it has not begun should be had of another."""
+        return self.state is State.DOWN and time.monotonic() - self._since > _HOPELESS
+
+    @property
     def limit(self) -> float:
         """Of `load`, for the policy: none, until it has all the requests it may have."""
         return float("inf") if self.in_flight < self._terms.max_requests else 0.0
 
     async def run(self) -> None:
-        """Look, for ever, at once where something speaks for it."""
-        while True:
-            await self.look()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._terms.interval):
-                    await self._alarm.wait()
-            self._alarm.clear()
+        """Look, for ever, at once where something speaks for it; and beside that, at what it has to do."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._see_loads())
+            while True:
+                await self.look()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._terms.interval):
+                        await self._alarm.wait()
+                self._alarm.clear()
 
     async def look(self) -> None:
         """One look: its state is what was seen."""
@@ -167,7 +179,6 @@ class Replica:
                     self._become(State.DRAINING if was_up else State.JOINING, "it says it is not ready")
                 elif self._is_known and self.state in (State.UP, State.DRAINING):
                     self._become(State.UP, "")
-                    await self._see_load()
                 else:
                     await self._join()
         except TimeoutError:
@@ -195,7 +206,7 @@ class Replica:
 
     async def _is_ready(self) -> bool:
         for path in _PROBES if self._probe is None else (self._probe,):
-            status, _ = await self._page(path)
+            status, _ = await self._page(path, self._deadlines)
             if status == 404:
                 self._probe = None
                 continue
@@ -209,9 +220,10 @@ class Replica:
 
     async def _join(self) -> None:
         self._is_known = True
-        status, body = await self._page("/v1/models")
-        if status in (401, 403):
-            raise ReplicaFailed(Failure.GARBLED, f"/v1/models answers {status}; set [router] replica_token to its key")
+        status, body = await self._page("/v1/models", self._deadlines)
+        if status in (401, 403):  # and so it would answer our clients, who know of no key of its
+            self._become(State.REFUSED, f"/v1/models answers {status}; set [router] replica_token to its key")
+            return
         if status != 200:
             raise ReplicaFailed(Failure.GARBLED, f"/v1/models answers {status}")
         try:
@@ -225,13 +237,20 @@ class Replica:
         self.nature = nature
         self._become(State.UP, "")
 
-    async def _see_load(self) -> None:
-        """What it has to do beyond our requests; nothing where it does not say."""
-        now = time.monotonic()
-        if self.nature is None or self.nature.block_size is None or now < self._loads_at:
-            return
-        self._loads_at = now + _LOADS_EVERY
-        status, body = await self._page("/status")
+    async def _see_loads(self) -> None:
+        """For ever: what it has to do beyond our requests; nothing where it does not say."""
+        patience = Deadlines(self._terms.timeout, _LOAD_PATIENCE, _LOAD_PATIENCE)
+        while True:
+            if self.state is State.UP and self.nature is not None and self.nature.block_size is not None:
+                try:
+                    async with asyncio.timeout(_LOAD_PATIENCE):
+                        self._take_load(*await self._page("/status", patience))
+                except (TimeoutError, ReplicaFailed):  # whether it lives, `look` says
+                    self.others = 0.0
+                    self.errors["no_status"] += 1
+            await asyncio.sleep(_EVERY)
+
+    def _take_load(self, status: int, body: bytes) -> None:
         try:
             page: Any = json.loads(body) if status == 200 else None
             num_requests = min(int(page["requests"]["live"]), _MAX_LIVE)
@@ -240,8 +259,8 @@ class Replica:
         usual = self.given / self.in_flight if self.in_flight else _USUAL
         self.others = max(0, num_requests - self.in_flight) * usual
 
-    async def _page(self, path: str) -> tuple[int, bytes]:
-        answer: Answer = await self.client.ask("GET", path, self._terms.headers, b"", self._deadlines)
+    async def _page(self, path: str, deadlines: Deadlines) -> tuple[int, bytes]:
+        answer: Answer = await self.client.ask("GET", path, self._terms.headers, b"", deadlines)
         try:
             return answer.status, await answer.read(_MAX_PAGE)
         finally:
@@ -249,13 +268,15 @@ class Replica:
 
     def _become(self, state: State, why: str) -> None:
         is_news = (state, why) != (self.state, self.why)
-        was_up = self.state is State.UP
+        is_same = self.state is state
+        if not is_same:
+            self._since = time.monotonic()
         self.state, self.why = state, why
         if not is_news:
             return
         if state is State.UP:
             _log.info("replica %s is up", self.name)
-        elif was_up or state is State.REFUSED:
+        elif state is State.REFUSED or not (is_same or state is State.JOINING):
             _log.warning("replica %s is %s: %s", self.name, state, why)
 
 
@@ -286,6 +307,16 @@ class Fleet:
         """Of their model, in hexadecimal; None where nobody has said it."""
         return None if self._first is None else self._first[1].fingerprint
 
+    @property
+    def namespace(self) -> str | None:
+        """Of the chains of requests that name no tenant; None where they have none."""
+        return None if self._first is None else self._first[1].namespace
+
+    def adapter(self, model: object) -> str | None:
+        """The name of the adapter that is asked for by this name of a model; None where it is a model itself."""
+        parents = {entry["id"]: entry.get("parent") for entry in self.models()}
+        return model if isinstance(model, str) and isinstance(parents.get(model), str) else None
+
     def models(self) -> list[Mapping[str, Any]]:
         """What they serve, each model once."""
         found = {m["id"]: m for replica in self.replicas if replica.nature is not None for m in replica.nature.models}
@@ -296,6 +327,7 @@ class Fleet:
         for replica in self.replicas:
             await replica.look()
         self._tasks = [asyncio.create_task(replica.run()) for replica in self.replicas]
+        self._tasks.append(asyncio.create_task(self._move_on()))
 
     async def stop(self) -> None:
         """Look no more, and hang up everywhere."""
@@ -304,6 +336,15 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for replica in self.replicas:
             replica.client.close()
+
+    async def _move_on(self) -> None:
+        """For ever: where one is up, have nobody wait for an answer to begin at one that hangs."""
+        while True:
+            if any(replica.state is State.UP for replica in self.replicas):
+                for replica in self.replicas:
+                    if replica.is_hopeless:
+                        replica.client.give_up()
+            await asyncio.sleep(_EVERY)
 
     def _judge(self, replica: Replica, nature: Nature) -> str | None:
         told, given = nature.block_size, replica.spec.block_size
@@ -329,6 +370,9 @@ class Fleet:
             return f'model {_quoted(nature.names)}, but {_quoted(known.names)} of "{first}"'
         if None not in (nature.fingerprint, known.fingerprint) and nature.fingerprint != known.fingerprint:
             return f'fingerprint {nature.fingerprint}, but {known.fingerprint} of "{first}"'
+        if nature.fingerprint is not None and nature.namespace != known.namespace and known.fingerprint is not None:
+            told, first_told = (each or "none" for each in (nature.namespace, known.namespace))
+            return f'namespace {told}, but {first_told} of "{first}"; give both one [cache] cache_salt'
         return None
 
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvtier.service.openai_errors import OpenAIError
-from kvtier.service.router_client import Headers
+from kvtier.service.router_client import Headers, Shortcut
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _ENDS: Final = (b"\n\n", b"\r\n\r\n")  # of an event
 _DONE: Final = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
+_DONE_CHUNK: Final = tuple(done + b"\r\n" for done in _DONE)
 _MAX_TAIL: Final = 64 << 10  # bytes of an event that has not come to its end
 _LAST_WORD: Final = 1.0  # seconds a client may take to read why its stream ends
 
@@ -28,11 +29,14 @@ class Relayed:
 
 
 class Reply:
-    """One answer by an ASGI `send`: `whole`, or `begin`, `write` …, `end`; `fail` at any time instead."""
+    """One answer by an ASGI `send`: `whole`, or `begin`, `write` …, `end`; `fail` at any time instead.
 
-    def __init__(self, send: Send) -> None:
+    `pass_chunks` is the server's way past ASGI, for chunks that need nothing done to them.
+    """
+
+    def __init__(self, send: Send, pass_chunks: Shortcut) -> None:
         self.is_begun = False
-        self._send = send
+        self._send, self._pass_chunks = send, pass_chunks
         self._events: WholeEvents | None = None
 
     @property
@@ -56,6 +60,13 @@ class Reply:
         whole = piece if self._events is None else self._events.cut(piece)
         if whole:
             await self._body(whole, more=True)
+
+    def pass_on(self, chunks: bytes) -> bool:
+        """Whole events of a stream, in chunks as the replica sent them. False where they are to be written, instead."""
+        if self._events is None or self._events.has_rest or not self._pass_chunks(chunks):
+            return False
+        self._events.is_done = chunks.endswith(_DONE_CHUNK)
+        return True
 
     async def end(self) -> None:
         """No more of it."""
@@ -91,6 +102,11 @@ class WholeEvents:
     def __init__(self) -> None:
         self.is_done = False  # the stream's own last word has passed
         self._tail = b""
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether the beginning of an event is held back."""
+        return bool(self._tail)
 
     def cut(self, piece: bytes) -> bytes:
         """What of the stream can be passed on now."""

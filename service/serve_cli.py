@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier.service.cli_options import needing, use_all_descriptors
+from kvtier.service.cli_options import log_to_stderr, needing, use_all_descriptors
 from kvtier.service.daemon import Daemon
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError
@@ -39,7 +39,7 @@ def serve(
     path = settings.service.socket
     if path is None:
         raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
-    logging.basicConfig(level=logging.INFO, format="kvtier: %(message)s", stream=sys.stderr)
+    log_to_stderr()
     with needing("the daemon"):
         from kvtier.service.events import Publisher
         from kvtier.service.http_app import Pages

@@ -85,7 +85,7 @@ class Running:
 def free_range() -> int:
     """The first of a hundred ports that are nobody's, of other stories' neither as long as this process lives."""
     while True:
-        first = random.randrange(10_000, 20_000, NUM_PORTS)  # redis_rig's are above
+        first = random.randrange(10_000, 17_000, NUM_PORTS)  # the README's cluster bus and free_port's are above
         claim = socket.socket()
         try:
             claim.bind(("127.0.0.1", first + NUM_PORTS - 1))  # which no cluster uses

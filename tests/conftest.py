@@ -81,6 +81,16 @@ def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Examples have no deadline, and none is too slow to make: a machine may be busy. A fixture may serve many."""
+    if config.pluginmanager.hasplugin("hypothesispytest"):  # environments of real engines do without
+        from hypothesis import HealthCheck, settings
+
+        lenient = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+        settings.register_profile("busy", deadline=None, suppress_health_check=lenient)
+        settings.load_profile("busy")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long the soak lasts: `pytest tests/faults/test_fault_cluster.py -k soak --soak 3600`."""
     parser.addoption("--soak", type=float, default=30.0, metavar="SECONDS", help="how long faults go on in the soak")

@@ -144,9 +144,9 @@ def hierarchy_of(
     host = HostTier(region)
     ports = []
     if tier is not None:
-        settings_of_port = port_settings or PortSettings(deadline=5.0, failures=2, retry_after=1.0, num_threads=1)
+        settings_of_port = port_settings or PortSettings(deadline=60.0, failures=2, retry_after=1.0, num_threads=1)
         ports = [TierPort("file", lambda: tier, settings_of_port, metrics, rates, clock)]
-    return Hierarchy(host, ports, settings or HierarchySettings(), metrics, rates, clock)
+    return Hierarchy(host, ports, settings or HierarchySettings(prefetch_deadline=60.0), metrics, rates, clock)
 
 
 def fill_slots(hierarchy: Hierarchy, slots: Sequence[int], hashes: Sequence[ChainHash]) -> None:
@@ -167,7 +167,7 @@ def store(hierarchy: Hierarchy, chain: TokenChain, first: int = 0, last: int | N
         for i in (first + index for index in reservation.indices)
     ]
     hierarchy.seal(reservation, records, hierarchy.epoch)
-    assert hierarchy._sealing.drain(5)
+    assert hierarchy._sealing.drain(60)
     return len(records)
 
 
@@ -176,7 +176,7 @@ def bytes_in_l2(hierarchy: Hierarchy, chain_hash: ChainHash) -> bytes | None:
         return bytes(hierarchy.host.region.slot(int(lease.slots[0]))) if len(lease) else None
 
 
-def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], timeout: float = 60.0) -> None:
     """Poll until the condition holds; fails the test when `timeout` seconds pass first."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -76,6 +76,6 @@ def tiered(slots: int, directory: Path, size: int = 160_000, settings: Hierarchy
     """L2 of `slots` blocks over a slab of at most `size` bytes."""
     metrics, rates = Metrics(), Rates("load")
     host = HostTier(HostRegion.allocate(slots, SLOT_BYTES, huge_pages=False, prefault=False))
-    patience = PortSettings(deadline=5.0, failures=2, retry_after=0.01, num_threads=2)
+    patience = PortSettings(deadline=60.0, failures=2, retry_after=0.01, num_threads=2)
     port = TierPort("file", lambda: open_slab(directory, size), patience, metrics, rates)
-    return Hierarchy(host, [port], settings or HierarchySettings(), metrics, rates)
+    return Hierarchy(host, [port], settings or HierarchySettings(prefetch_deadline=60.0), metrics, rates)

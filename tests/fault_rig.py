@@ -4,7 +4,9 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
@@ -111,10 +113,10 @@ def over_slab(
         )
 
     metrics, rates = Metrics(), Rates("load")
-    patience = patience or PortSettings(deadline=10.0, failures=2, retry_after=0.01)
+    patience = patience or PortSettings(deadline=60.0, failures=2, retry_after=0.01)
     host = HostTier(HostRegion.allocate(slots, SLOT_BYTES, huge_pages=False, prefault=False))
     port = TierPort("file", open_store, patience, metrics, rates, clock)
-    return Hierarchy(host, [port], settings or HierarchySettings(prefetch_deadline=20.0), metrics, rates, clock)
+    return Hierarchy(host, [port], settings or HierarchySettings(prefetch_deadline=60.0), metrics, rates, clock)
 
 
 def fetch(hierarchy: Hierarchy, chain: TokenChain, num_blocks: int | None = None) -> int:
@@ -136,6 +138,19 @@ def ask(hierarchy: Hierarchy, chain: TokenChain) -> Prefetch:
     return hierarchy.prefetch(chain.hashes, chain.root)
 
 
+@contextmanager
+def impatient(hierarchy: Hierarchy) -> Iterator[None]:
+    """An operation of the tier below has 200 ms, a request a second: for as long as the story keeps the disk slow."""
+    (port,) = hierarchy.ports
+    patience, settings = port.settings, hierarchy.settings
+    port.settings = replace(patience, deadline=0.2)
+    hierarchy.settings = replace(settings, prefetch_deadline=1.0)
+    try:
+        yield
+    finally:
+        port.settings, hierarchy.settings = patience, settings
+
+
 def forget_l2(hierarchy: Hierarchy) -> None:
     """L2 loses what it holds, so that the next request has to ask the tiers below."""
     hierarchy.host.pool.reset()
@@ -143,8 +158,8 @@ def forget_l2(hierarchy: Hierarchy) -> None:
 
 def settle(hierarchy: Hierarchy) -> None:
     """Idle, by the laws: nothing leased, filling or quarantined, nobody forgot a lease (I3). Then closed."""
-    assert hierarchy.drain(20)
-    deadline = time.monotonic() + 20
+    assert hierarchy.drain(60)
+    deadline = time.monotonic() + 60
     while not hierarchy.prefetcher.idle and time.monotonic() < deadline:
         hierarchy.wait_progress(0.01)
     hierarchy.check()
@@ -184,6 +199,7 @@ __all__ = [
     "drops",
     "fetch",
     "forget_l2",
+    "impatient",
     "is_open",
     "misses",
     "num_descriptors",

@@ -31,7 +31,7 @@ class ServedDaemon(DaemonThread):
         self.pages = Pages(self.daemon, HttpSocket("127.0.0.1:0"))
         self.http = self.pages.address
         self.pages.start()
-        self.client = httpx2.Client(base_url=f"http://{self.http}", timeout=30)
+        self.client = httpx2.Client(base_url=f"http://{self.http}", timeout=60)
 
     def post(self, path: str, **body: object) -> httpx2.Response:
         return self.client.post(f"/admin/{path}", json=body)
@@ -66,12 +66,12 @@ class ServedStatus:
 
     def watch(self) -> AbstractContextManager[httpx2.Response]:
         """A stream of it."""
-        return httpx2.stream("GET", f"{self.url}stream", timeout=30)
+        return httpx2.stream("GET", f"{self.url}stream", timeout=60)
 
     def is_asked(self) -> bool:
         """Whether somebody looks: it is asked for again within some periods."""
         before = self.num_asked
-        time.sleep(1.5)
+        time.sleep(3.0)
         return self.num_asked > before
 
 
@@ -79,7 +79,7 @@ def talk(http: str, data: bytes, *, more: bool = False) -> bytes:
     """Send bytes, whatever they are, and read until the other end hangs up; `more`: as if more were to come."""
     host, _, port = http.rpartition(":")
     answer = b""
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         try:
             connection.sendall(data)
             if not more:

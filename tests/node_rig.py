@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -32,6 +33,10 @@ class Node:
             "FILE__SIZE": "64MiB",
             "SERVICE__SOCKET": str(self.socket),
             "SERVICE__HTTP": f"127.0.0.1:{port}",
+            "CACHE__PREFETCH_DEADLINE": "60s",  # it need not be the test that keeps the machine busy
+            "FILE__DEADLINE": "60s",
+            "REDIS__CONNECT_TIMEOUT": "20s",
+            "REDIS__DEADLINE": "20s",
             **options,
         }
         self.http = f"http://{chosen['SERVICE__HTTP']}"
@@ -76,13 +81,13 @@ class Node:
         """kill -9: nothing is flushed, nobody is told."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
 
     def stop(self) -> int:
         """SIGTERM; the exit status."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(30)
+        return self._process.wait(60)
 
     def close(self) -> None:
         """Stop it if it runs; it must end well."""
@@ -103,10 +108,19 @@ def node(**options: str) -> Iterator[Node]:
 
 
 def free_port() -> int:
-    """A loopback port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    """A loopback port nobody listens on: below those the kernel hands out, and no other test's as long as we live."""
+    while True:
+        port = random.randrange(20_000, 32_000)  # cluster_rig's are below
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0kvtier test port {port}")  # abstract: no file, and gone with this process
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            claim.close()
+            continue
+        claim.detach()
         return port
 
 

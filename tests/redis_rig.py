@@ -1,7 +1,6 @@
 """Real redis-servers on loopback ports: one alone, a cluster, a master with Sentinels; to be killed and restarted."""
 
 import os
-import random
 import shutil
 import signal
 import socket
@@ -15,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
+from node_rig import free_port
 from toxic_proxy import ToxicProxy
 
 _MISSING: Final = [name for name in ("redis-server", "redis-cli", "openssl") if not shutil.which(name)]
@@ -40,7 +40,7 @@ class RedisServer:
 
     def start(self) -> None:
         """Start it and wait until it answers; the first time on a port nobody has."""
-        for port in [self.port] if self.port else [_free_port() for _ in range(20)]:
+        for port in [self.port] if self.port else [free_port() for _ in range(20)]:
             with (self.directory / "log").open("wb") as log:
                 self.process = subprocess.Popen(
                     [*_DIE_WITH_US, "redis-server", *self._arguments(port)], stdout=log, stderr=log, cwd=self.directory
@@ -205,7 +205,7 @@ def cluster(*options: str, replicas: int = 0, proxied: bool = False, password: s
         for i in range(3 * (1 + replicas)):
             home = directory / str(i)
             home.mkdir()
-            bus = _free_port()
+            bus = free_port()
             settings = ["--cluster-enabled", "yes", "--cluster-require-full-coverage", "no",
                         "--cluster-node-timeout", "1000", "--cluster-port", str(bus)]  # fmt: skip
             settings += ["--masterauth", password] if password else []
@@ -308,19 +308,6 @@ def _running(server: RedisServer) -> Iterator[RedisServer]:
 def _directory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvtier-redis-") as directory:
         yield Path(directory)
-
-
-def _free_port() -> int:
-    """A port below those the kernel hands out, so that nobody takes it while its server is down."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 # A killed test run leaves no servers behind.

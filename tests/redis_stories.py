@@ -16,16 +16,16 @@ from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.port import PortSettings, TierPort
 from kvtier.tiers.rates import Rates
 from kvtier.tiers.redis_store import RedisStore
-from kvtier.tiers.tier import BlockRecord, Outcome
+from kvtier.tiers.tier import BlockRecord, Outcome, Tier
 
 FINGERPRINT = b"a model of the Redis stories".ljust(32, b".")
-IMPATIENT = PortSettings(deadline=2.0, failures=2, retry_after=0.02)
+PATIENT = PortSettings(deadline=60.0, failures=2, retry_after=0.02)
 CHAIN, OTHER = chain_of(8), chain_of(6, first_token=1000)
 
 
 def options(url: str, **more: object) -> RedisConfig:
-    """A configuration of the tier that gives a connection, and a batch, half a second: machines that test are busy."""
-    patience = {"connect_timeout": "500ms", "deadline": "500ms", "bandwidth": "1GB"}
+    """A configuration of the tier whose patience no busy machine outlasts; see `within`."""
+    patience = {"connect_timeout": "20s", "deadline": "20s", "bandwidth": "1GB"}
     return Config.load(redis={"url": url, **patience, **more}).redis
 
 
@@ -45,7 +45,19 @@ def opened(url: str, fingerprint: bytes = FINGERPRINT, **more: Any) -> Iterator[
         store.close()
 
 
-def over_redis(url: str, patience: PortSettings = IMPATIENT, slots: int = 128, **more: Any) -> Hierarchy:
+@contextmanager
+def within(tier: Tier | None, seconds: float) -> Iterator[None]:
+    """A batch of the store has so long: for as long as a server keeps silent, and a story waits for that to be told."""
+    assert isinstance(tier, RedisStore)
+    config = tier._config
+    tier._config = config.model_copy(update={"deadline": seconds})
+    try:
+        yield
+    finally:
+        tier._config = config
+
+
+def over_redis(url: str, patience: PortSettings = PATIENT, slots: int = 128, **more: Any) -> Hierarchy:
     """A hierarchy over the tier."""
     metrics, rates = Metrics(), Rates("load")
     port = TierPort("redis", lambda: open_store(url, **more), patience, metrics, rates)

@@ -36,12 +36,12 @@ class ToldReplica:
         self.name = f"127.0.0.1:{free_port()}"
         self.url = f"http://{self.name}"
         self.nature = nature
-        self.client = httpx2.Client(base_url=self.url, timeout=30, trust_env=False)
+        self.client = httpx2.Client(base_url=self.url, timeout=60, trust_env=False)
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
         if self._process is not None:
-            self._process.wait(10)
+            self._process.wait(60)
         command = [sys.executable, str(CHILD), self.name.rpartition(":")[2], json.dumps(self.nature)]
         self._process = subprocess.Popen(command, env=environment(), text=True)
         until(self._is_there)
@@ -71,7 +71,7 @@ class ToldReplica:
         """kill -9."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
 
     def signal(self, number: int) -> None:
         assert self._process is not None

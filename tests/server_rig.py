@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import httpx2
 from openai import OpenAI
-from service_rig import environment
+from service_rig import environment, patient, patient_options
 from tiny_models import SIZES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
@@ -64,7 +64,7 @@ class ServerThread:
             "cache": {"load_or_recompute": "load", **sections.get("cache", {})},
             "server": {"http": "127.0.0.1:0", "max_num_seqs": 8, **sections.get("server", {})},
         }
-        self.server = Server(model, Config.model_validate(given), exact=exact)
+        self.server = Server(model, Config.model_validate(patient(given)), exact=exact)
         self.engine, self.loop = self.server.engine, self.server.loop
         self.url = f"http://{self.server.address}"
         self.thread = threading.Thread(target=self.server.run)
@@ -86,7 +86,7 @@ class ServerThread:
         wait_for(lambda: self.loop.stats == self.engine.stats)  # the turn that ended the last copy has ended, too
         connector = self.engine.connector
         assert isinstance(connector, LocalConnector)
-        assert connector.tiers.drain(30)
+        assert connector.tiers.drain(60)
 
     @property
     def num_free(self) -> int:
@@ -111,8 +111,8 @@ class ServerProcess:
     def __init__(self, model: Path, *arguments: str, **options: str) -> None:
         """Start it and wait until it says that it is ready; `section__option=value` as variables."""
         command = [sys.executable, "-c", "from kvtier.cli import main; main()", "engine", "--model", str(model)]
-        options = {"server__http": "127.0.0.1:0", "host__size": "8MiB", "l1__num_blocks": "128", **options}
-        options.setdefault("cache__load_or_recompute", "load")
+        own = {"server__http": "127.0.0.1:0", "host__size": "8MiB", "l1__num_blocks": "128"}
+        options = {**patient_options(), **own, "cache__load_or_recompute": "load", **options}
         self.process = subprocess.Popen(
             [*command, *arguments],
             env={"OMP_NUM_THREADS": "1", **environment(**options)},

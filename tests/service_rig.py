@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
 
@@ -22,6 +23,23 @@ from kvtier.tiers.tier import BlockRecord, Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 FINGERPRINT = b"a model of the daemon's stories".ljust(32, b".")
+PATIENCE = 60.0  # seconds for an answer, for an end: a busy machine is no fault
+PATIENT: Final[Mapping[str, Mapping[str, str]]] = {
+    "cache": {"prefetch_deadline": "60s"},
+    "file": {"deadline": "60s"},
+    "redis": {"connect_timeout": "20s", "deadline": "20s"},
+}
+"""Options of daemons and engines whose stories are not about deadlines."""
+
+
+def patient(sections: Mapping[str, Mapping[str, object]]) -> dict[str, Mapping[str, object]]:
+    """Sections of a configuration, with all the patience they do not speak of."""
+    return {**sections, **{name: {**options, **sections.get(name, {})} for name, options in PATIENT.items()}}
+
+
+def patient_options() -> dict[str, str]:
+    """The same as `section__option=value`."""
+    return {f"{name}__{option}": value for name, options in PATIENT.items() for option, value in options.items()}
 
 
 def environment(**options: str) -> dict[str, str]:
@@ -36,7 +54,7 @@ class DaemonProcess:
     def __init__(self, socket: Path, **options: str) -> None:
         """Start it and wait until it says that it is ready."""
         command = [sys.executable, "-c", "from kvtier.cli import main; main()", "serve", "--socket", str(socket)]
-        options.setdefault("service__http", "127.0.0.1:0")
+        options = {**patient_options(), "service__http": "127.0.0.1:0", **options}
         self.process = subprocess.Popen(command, env=environment(**options), stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         self.first_line = self.process.stderr.readline()
@@ -53,7 +71,7 @@ class DaemonProcess:
         assert self.process.stderr is not None
         self.lines += self.process.stderr
 
-    def end(self, signal: int, timeout: float = 20.0) -> int:
+    def end(self, signal: int, timeout: float = PATIENCE) -> int:
         """Send the signal; the exit status."""
         self.process.send_signal(signal)
         status = self.process.wait(timeout)
@@ -67,27 +85,33 @@ class DaemonThread:
     """The daemon's loop on a thread of this process."""
 
     def __init__(self, socket: Path, *, lease_deadline: float = 60.0, **sections: Mapping[str, object]) -> None:
-        self.daemon = Daemon(Config.model_validate(sections), socket, lease_deadline=lease_deadline)
+        self.daemon = Daemon(Config.model_validate(patient(sections)), socket, lease_deadline=lease_deadline)
         self._thread = threading.Thread(target=self.daemon.run)
         self._thread.start()
 
     def check(self) -> None:
         """Every law, once nothing is on its way any more."""
         for namespace in self.daemon.call(self.daemon.namespaces):
-            assert namespace.hierarchy.drain(10)
+            assert namespace.hierarchy.drain(PATIENCE)
         self.daemon.call(self.daemon.check)
 
     def close(self) -> None:
         self.daemon.stop()
-        self._thread.join(10)
-        assert self.daemon.close()
+        self._thread.join(PATIENCE)
+        assert self.daemon.close(PATIENCE)
 
 
 def attach(
-    socket: Path, *, size: int = 64 * SLOT_BYTES, fingerprint: bytes = FINGERPRINT, slot_bytes: int = SLOT_BYTES
+    socket: Path,
+    *,
+    size: int = 64 * SLOT_BYTES,
+    fingerprint: bytes = FINGERPRINT,
+    slot_bytes: int = SLOT_BYTES,
+    deadline: float = PATIENCE,
 ) -> RemoteTiers:
-    """A client of the daemon at `socket`."""
-    return RemoteTiers(socket, Hello(fingerprint, BLOCK_SIZE, slot_bytes, size, reset=False), patience=5.0)
+    """A client of the daemon at `socket`; patient, unless the story is about its `deadline`."""
+    hello = Hello(fingerprint, BLOCK_SIZE, slot_bytes, size, reset=False)
+    return RemoteTiers(socket, hello, patience=PATIENCE, deadline=deadline)
 
 
 def wanted(chain: TokenChain, first: int = 0, last: int | None = None) -> Wanted:
@@ -114,11 +138,11 @@ def store(tiers: TiersBelow, chain: TokenChain, first: int = 0, last: int | None
         return 0
     fill(tiers, reservation)
     tiers.seal(reservation, records(reservation, chain), tiers.epoch)
-    assert tiers.drain(5)
+    assert tiers.drain(PATIENCE)
     return len(reservation)
 
 
-def ask(tiers: TiersBelow, chain: TokenChain, timeout: float = 5.0) -> tuple[Claim, int]:
+def ask(tiers: TiersBelow, chain: TokenChain, timeout: float = PATIENCE) -> tuple[Claim, int]:
     """Ask, and wait for the answer: the claim, and how many blocks are promised."""
     claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     deadline = time.monotonic() + timeout
@@ -172,7 +196,7 @@ def end_child(child: "subprocess.Popen[str]", signals: Sequence[int] = ()) -> No
         child.send_signal(signal)
     if child.poll() is None:
         child.kill()
-    child.wait(10)
+    child.wait(PATIENCE)
     for pipe in (child.stdin, child.stdout, child.stderr):
         if pipe is not None:
             pipe.close()

@@ -35,16 +35,16 @@ def small_engine(
 
 def settled(engine: Engine) -> None:
     """Every block computed so far is in L2."""
-    assert engine.drain(5)
+    assert engine.drain(60)
     assert isinstance(engine.connector, LocalConnector)
-    assert engine.connector.hierarchy.drain(5)
+    assert engine.connector.hierarchy.drain(60)
 
 
 def end(engine: Engine) -> None:
     """Close it; its laws hold and nothing leaked."""
-    assert engine.drain(5)
+    assert engine.drain(60)
     if isinstance(engine.connector, LocalConnector):
-        engine.connector.hierarchy.drain(5)
+        engine.connector.hierarchy.drain(60)
         engine.connector.hierarchy.check()
     engine.close()
     engine.close()

@@ -125,6 +125,7 @@ EXPLAINED: Final = {
     "service/event_consumer.py:_run:except": "top of the worker loop: what failed is counted and read anew",
     "service/admin_cli.py:kvtier.service.http_client": "httpx2 is the extra `service`",
     "engine/server_cli.py:kvtier.engine.server_process": "torch and transformers take seconds to import",
+    "engine/server_loop.py:_admit:except": "the same: what fails while a request is taken in is that request's alone",
     "engine/server_loop.py:_step:except": "top of the worker loop: a failed step is counted, its requests are told",
     "kvtier/cli.py:kvtier.engine.demo": "torch and transformers take seconds to import; few verbs need them",
     "kvtier/cli.py:kvtier.engine.generate": "the same",

@@ -45,7 +45,7 @@ async def told(answer: bytes, *, leaves: bool = False) -> Said:
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, asyncio.timeout(60):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
-            async with httpx2.AsyncClient(base_url=url, timeout=20, trust_env=False) as http:
+            async with httpx2.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
                 return await hear(http, BODY, leaves=leaves)
         finally:
             await served.wait()

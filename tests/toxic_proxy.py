@@ -86,14 +86,14 @@ class ToxicProxy:
         self._speaking.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._acceptor.join(10)
+        self._acceptor.join(60)
         self._listener.close()
         with self._lock:
             pairs = list(self._pairs)
         for pair in pairs:
             pair.end("close")
             for pump in pair.pumps:
-                pump.join(10)
+                pump.join(60)
 
     def __enter__(self) -> Self:
         return self

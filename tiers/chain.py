@@ -125,6 +125,12 @@ class TokenChain:
         """All tokens so far, those of the unfinished last block too."""
         return len(self._tokens)
 
+    def copy(self) -> "TokenChain":
+        """The same chain, to be extended by itself; nothing is hashed again."""
+        made = TokenChain(self.root, self.block_size, self.scheme)
+        made.hashes, made._tokens, made._extra = self.hashes.copy(), self._tokens[:], self._extra
+        return made
+
     def extend(self, tokens: Tokens) -> None:
         """Append token ids and hash the blocks they fill.
 

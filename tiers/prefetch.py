@@ -263,8 +263,9 @@ class Prefetcher:
         if prefetch in self._active:
             self._active.remove(prefetch)
             held, hashes = self._held, prefetch.hashes[: prefetch.num_held]
-            counts = map(held.pop, hashes, repeat(0))  # all of them at the speed of C; mostly nobody else holds any
-            held.update({h: count - 1 for h, count in zip(hashes, counts, strict=True) if count > 1})
+            counts = list(map(held.pop, hashes, repeat(0)))  # all of them at the speed of C
+            if sum(counts) > len(hashes):  # mostly nobody else holds any
+                held.update({h: count - 1 for h, count in zip(hashes, counts, strict=True) if count > 1})
 
     def _sort(self, flight: _Flight, results: Sequence[BlockRecord | Outcome]) -> tuple[list[int], list[int]]:
         good: list[int] = []

@@ -1,8 +1,8 @@
 // What the page shows of a node's daemon.
 
 import {
-  about, bar, breakdown, bytes, card, count, duration, h, line, memory, none, percent, rate, rateTile, sum, swatch, table,
-  tile,
+  about, bar, breakdown, bytes, card, count, duration, h, line, memory, none, percent, rate, rateTile, shares, sum,
+  swatch, table, tile,
 } from "./draw.js";
 
 const TIERS = ["l1", "l2", "file", "redis", "miss"];
@@ -167,18 +167,13 @@ function tierOf(model, name, slots, whole, notes) {
 }
 
 function lookupsOf(model, history) {
-  const total = sum(model.lookups);
-  if (!total) return none("Nobody has asked yet.");
+  if (!sum(model.lookups)) return none("Nobody has asked yet.");
   const always = ["l2", "miss", ...Object.keys(model.tiers)];
-  return table(
-    [["tier"], ["", "wide"], ["share", "number"], ["blocks", "number"], ["now", "number"]],
-    TIERS.filter((tier) => model.lookups[tier] || always.includes(tier)).map((tier) => {
-      const value = model.lookups[tier] ?? 0;
-      const picture = bar([{ name: nameOf(tier), value, kind: tier }], total);
-      const now = history.rate(of(model.model, ({ lookups: each }) => each[tier]));
-      return [[swatch(tier), nameOf(tier)], picture, percent(value / total), count(value), rate(now)];
-    }),
-  );
+  const rows = TIERS.filter((tier) => model.lookups[tier] || always.includes(tier)).map((tier) => {
+    const now = history.rate(of(model.model, ({ lookups: each }) => each[tier]));
+    return { name: nameOf(tier), kind: tier, value: model.lookups[tier] ?? 0, now };
+  });
+  return shares("blocks", rows);
 }
 
 /** [tier, name, value] of counts by tier and something else. */

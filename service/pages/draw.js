@@ -150,6 +150,18 @@ export function table(heads, rows) {
   return h("table", {}, h("thead", {}, head), h("tbody", {}, rows.map((cells) => h("tr", {}, cells.map(cell)))));
 }
 
+/** Counts by tier, [{name, kind, value, now}], and each one's share of all. */
+export function shares(unit, rows) {
+  const total = sum(rows.map(({ value }) => value));
+  return table(
+    [["tier"], ["", "wide"], ["share", "number"], [unit, "number"], ["now", "number"]],
+    rows.map(({ name, kind, value, now }) => {
+      const picture = bar([{ name, value, kind }], total);
+      return [[swatch(kind), name], picture, percent(value / total), count(value), rate(now)];
+    }),
+  );
+}
+
 /** Said where there is nothing to show. */
 export const none = (text) => h("p", { class: "quiet" }, text);
 

@@ -1,7 +1,7 @@
 // What the page shows of the router.
 
 import {
-  about, bar, breakdown, card, count, duration, h, line, none, percent, rateTile, sum, swatch, table, tile,
+  about, bar, breakdown, card, count, duration, h, line, none, percent, rateTile, shares, sum, swatch, table, tile,
 } from "./draw.js";
 
 const MEDIA = {
@@ -10,6 +10,16 @@ const MEDIA = {
   CPU: ["host memory", "l2"],
   STORAGE: ["file", "file"],
   EXTERNAL: ["Redis", "redis"],
+};
+// Where a prompt's KV was, as usage has it; the last two are what is left of what it says in all.
+const FOUND = {
+  __proto__: null,
+  L1: ["L1 device", "l1"],
+  L2: ["host memory", "l2"],
+  file: ["file", "file"],
+  redis: ["Redis", "redis"],
+  somewhere: ["a replica's cache", "l2"],
+  nowhere: ["nowhere: computed", "miss"],
 };
 const STATES = {
   __proto__: null,
@@ -24,6 +34,7 @@ const FEEDS = {
   live: ["● live", "good"],
   replaying: ["◐ replaying", "warn"],
   stale: ["▲ stale", "bad"],
+  refused: ["✕ refused", "bad"],
 };
 const REASONS = {
   __proto__: null,
@@ -61,6 +72,7 @@ export function panelsOf(status, history) {
   return [
     tiles(status, history),
     card("Replicas", replicasOf(status)),
+    card("Tokens of prompts, by where their KV was found", foundOf(status, history)),
     card("Last decisions, the newest first; in blocks, the least work in all wins", decisionsOf(status)),
     h(
       "div",
@@ -92,6 +104,21 @@ function foundTile({ tokens }, history) {
   const note = prompts ? `of ${about(prompts)} tokens, as replicas said` : "no replica has said yet";
   const picture = line(shares, history.span, percent, "l2", 1);
   return tile("Prompt found in a cache", prompts ? percent(cached / prompts) : "–", note, picture);
+}
+
+/** Tokens by where they were found: all that replicas' usage says. */
+function foundBy({ told_prompt: all, told_cached: cached, told_tiers: tiers }) {
+  return { ...tiers, somewhere: cached - sum(tiers), nowhere: all - cached };
+}
+
+function foundOf(status, history) {
+  if (!status.tokens.told_prompt) return none("No replica has said yet.");
+  const found = Object.entries(foundBy(status.tokens)).filter(([where, value]) => where in FOUND && value > 0);
+  const rows = found.map(([where, value]) => {
+    const [name, kind] = FOUND[where];
+    return { name, kind, value, now: history.rate(({ tokens }) => foundBy(tokens)[where] ?? 0) };
+  });
+  return shares("tokens", rows);
 }
 
 // replicas

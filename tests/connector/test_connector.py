@@ -72,7 +72,7 @@ class Bench:
     def close(self) -> None:
         self.scheduler.update(self.worker.close(0.01))
         self.scheduler.close()
-        assert self.hierarchy.drain(10)
+        assert self.hierarchy.drain(60)
         self.hierarchy.check()
         counts = self.hierarchy.host.pool.counts()
         assert (counts.leased, counts.filling, counts.quarantined) == (0, 0, 0)
@@ -98,7 +98,7 @@ def test_what_one_request_computed_the_next_one_loads(bench: Bench) -> None:
     bench.stream.complete_all()
     assert bench.update() == ConnectorUpdate(released=(0, 1, 2))
     bench.scheduler.finished("a")
-    assert bench.hierarchy.drain(5)
+    assert bench.hierarchy.drain(60)
 
     second = request_of(3, "b")
     assert bench.scheduler.lookup(second, 0) == 3 * BLOCK_SIZE
@@ -240,7 +240,7 @@ def test_a_store_is_fenced_before_its_blocks_are_written_again(bench: Bench) -> 
     bench.l1[:2] = 0
     bench.stream.complete_all()
     bench.update()
-    assert bench.hierarchy.drain(5)
+    assert bench.hierarchy.drain(60)
     assert bench.hierarchy.lookup(first.chain.hashes).l2 == 1
     assert bench.hierarchy.lookup(second.chain.hashes).l2 == 0
     for request in (first, second):
@@ -256,7 +256,7 @@ def test_a_failed_store_leaves_nothing_visible(bench: Bench) -> None:
     bench.step()
     bench.stream.fail_next()
     assert bench.update().released == (0, 1)
-    assert bench.hierarchy.drain(5)
+    assert bench.hierarchy.drain(60)
     assert bench.hierarchy.lookup(request.chain.hashes).miss == 2
     bench.scheduler.finished("a")
 

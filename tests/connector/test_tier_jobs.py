@@ -126,7 +126,7 @@ def test_a_read_that_hangs_ends_at_its_deadline_and_never_writes_to_memory_given
     story.fill(0, 1)
     story.slots[0][:] = b"x" * SLOT_BYTES
     story.tier.gate.set()
-    assert story.ports[0].queue.drain(10)
+    assert story.ports[0].queue.drain(60)
     assert bytes(story.slots[0]) == b"x" * SLOT_BYTES
     assert not story.jobs.finished()  # and the job does not end twice
 
@@ -141,7 +141,7 @@ def test_what_waits_behind_a_hung_read_ends_too_and_the_breaker_opens(story: Sto
     ended = story.jobs.finished()
     assert [job.outcomes for job in ended] == [[Outcome.TIMEOUT]] * 2
     story.tier.gate.set()
-    assert story.ports[0].queue.drain(10)
+    assert story.ports[0].queue.drain(60)
     story.ports[0].failed("read")  # the second in a row
     assert not story.jobs.holds(NAMES[2])  # a miss from now on: nobody waits for that disk
 
@@ -157,7 +157,7 @@ def test_a_store_that_was_given_up_is_forgotten_when_it_ends(story: Story) -> No
     assert story.ended().outcomes == [Outcome.OK]
     assert story.counted('kvtier_store_dropped_total{tier="file",reason="timeout"}') == 1
     story.tier.gate.set()
-    assert story.ports[0].queue.drain(10)
+    assert story.ports[0].queue.drain(60)
     assert not story.tier.blocks
 
 
@@ -189,7 +189,7 @@ def test_a_failing_disk_costs_stores_and_loads_never_an_exception(story: Story) 
     story.tier.broken = False
     story.clock.advance(1.0)
     story.jobs.finished()  # sends the probe that is due
-    assert story.ports[0].queue.drain(10)
+    assert story.ports[0].queue.drain(60)
     story.store(3, 0)
     assert story.ended().outcomes == [Outcome.OK]  # it is back, without a restart
 
@@ -204,7 +204,7 @@ def test_drain_gives_up_what_hangs_and_nothing_touches_memory_after_it(story: St
     assert {job.job_id for job in story.jobs.finished()} == {1, 2}
     before = [bytes(slot) for slot in story.slots]
     story.tier.gate.set()
-    assert story.ports[0].queue.drain(10)
+    assert story.ports[0].queue.drain(60)
     assert [bytes(slot) for slot in story.slots] == before
     assert NAMES[2] not in story.tier.writes  # it had not begun: it never does
 

@@ -340,9 +340,9 @@ def test_transformers_and_our_engine_find_each_others_blocks(tmp_path: Path, dis
         assert answer.num_external_tokens == 80
         assert answer.token_ids == text
         [other] = engine.generate([second], params)
-        assert engine.drain(10)
+        assert engine.drain(60)
         assert isinstance(engine.connector, LocalConnector)
-        assert engine.connector.hierarchy.drain(10)
+        assert engine.connector.hierarchy.drain(60)
     # … and back.
     with KVTier(model, config) as kv:
         assert kv.generate(ids(second), **GREEDY)[0, 90:].tolist() == other.token_ids

@@ -19,6 +19,8 @@ import yaml
 from node_rig import ROOT
 
 from kvtier import cli
+from kvtier.service import http_server, serve_cli
+from kvtier.service.cluster import GRACE
 from kvtier.service.cluster_file import FIRST_PORT, Places, Service, Topology
 from kvtier.tiers.config import Config
 
@@ -236,6 +238,17 @@ def test_every_service_is_restrained_and_watched() -> None:
         assert each["restart"] == ("no" if is_job else "unless-stopped"), name
 
 
+def test_whoever_is_stopped_has_the_time_it_takes() -> None:
+    from kvtier.engine import server_process  # takes torch along
+
+    for name in processes():
+        if services()[name]["image"].startswith("kvtier:"):
+            assert services()[name]["stop_grace_period"] == f"{GRACE:g}s", name
+    last_bytes = server_process._GRACE + http_server._STOPPED
+    assert server_process._DRAIN + last_bytes + server_process._STORES < GRACE
+    assert serve_cli._DRAIN < GRACE
+
+
 def test_every_mounted_path_is_in_the_tree() -> None:
     declared = raw()["volumes"].keys()
     used = set()
@@ -347,3 +360,24 @@ def parsed(command: Any, service: Service | Mapping[str, Any]) -> dict[str, Any]
     _, verb, *arguments = service.argv if isinstance(service, Service) else command_of(service)
     context = command.get_command(None, verb).make_context(verb, arguments)
     return {name: value for name, value in context.params.items() if value is not None}
+
+
+# what its profile `bench` runs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "complaint"),
+    [
+        ([], 2, "the following arguments are required: url"),
+        (["127.0.0.1:7400"], 2, "argument url: '127.0.0.1:7400': write it as in http://127.0.0.1:7400"),
+        (["http://127.0.0.1:x"], 2, "argument url: 'http://127.0.0.1:x': write it as in http://127.0.0.1:7400"),
+        (["http://127.0.0.1:1", "0"], 2, "argument requests: '0': write a whole number from 1 on"),
+        (["http://127.0.0.1:1"], 1, "http://127.0.0.1:1: [Errno 111] Connection refused; is the cluster up?"),
+    ],
+)
+def test_a_load_that_cannot_be_is_a_line(arguments: list[str], status: int, complaint: str) -> None:
+    program = [sys.executable, str(ROOT / "deploy" / "bench" / "load.py"), *arguments]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (status, "")
+    assert ended.stderr.endswith(f"{complaint}\n")
+    assert "Traceback" not in ended.stderr

@@ -87,6 +87,7 @@ def _engine_page(home: Path) -> str:
         for _ in range(2):  # the second time its prompt is cached
             assert engine.post("completions", model=MODEL, prompt="x" * 64, max_tokens=4).status_code == 200
             engine.settle()
+        assert engine.post("completions", model="another", prompt="x").status_code == 404
         return engine.http.get("/metrics").text
 
 

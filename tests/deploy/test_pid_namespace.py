@@ -22,7 +22,7 @@ ENTER = ("unshare", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child"
 
 def may_not_unshare() -> str | None:
     try:
-        done = subprocess.run([*ENTER, "true"], capture_output=True, text=True, timeout=30)
+        done = subprocess.run([*ENTER, "true"], capture_output=True, text=True, timeout=60)
     except OSError as error:
         return str(error)
     return None if done.returncode == 0 else f"no pid namespaces here: {done.stderr.strip()}"
@@ -63,16 +63,16 @@ class Pod:
     def close(self) -> None:
         """With its first process all of it ends."""
         os.kill(self._first, signal.SIGKILL)
-        self._process.wait(30)
+        self._process.wait(60)
         for process in self._others:
-            process.wait(30)
+            process.wait(60)
             assert process.stdout is not None
             process.stdout.close()
 
 
 def kill_inner(process: "subprocess.Popen[str]") -> None:
     os.kill(child_of(process), signal.SIGKILL)
-    process.wait(30)
+    process.wait(60)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_daemon_serves_those_it_can_see(pods: Callable[[], Pod]) -> None:
         socket, http = f"{home}/kv.sock", f"127.0.0.1:{free_port()}"
 
         def status() -> dict[str, Any]:
-            with urllib.request.urlopen(f"http://{http}/status", timeout=30) as answer:
+            with urllib.request.urlopen(f"http://{http}/status", timeout=60) as answer:
                 page: dict[str, Any] = json.load(answer)
             return page
 

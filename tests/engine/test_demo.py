@@ -12,6 +12,8 @@ from tiny_models import config_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.timeout(400)  # every run is two processes that import everything anew
+
 Checkpoint = Callable[..., Path]
 
 

@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from kvtier.engine import generate
 from kvtier.engine.demo import train_tokenizer
 
+pytestmark = pytest.mark.timeout(300)  # every command is a process that imports everything anew
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -31,7 +33,10 @@ def kvtier(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_a_second_process_finds_what_the_first_computed(model: Path, tmp_path: Path) -> None:
     config, prompt = tmp_path / "kvtier.toml", tmp_path / "prompt.txt"
-    config.write_text(f'[host]\nsize = "8MiB"\n[file]\npath = "{tmp_path / "slabs"}"\nsize = "32MiB"\n')
+    config.write_text(
+        f'[host]\nsize = "8MiB"\n[file]\npath = "{tmp_path / "slabs"}"\nsize = "32MiB"\ndeadline = "60s"\n'
+        '[cache]\nload_or_recompute = "load"\nprefetch_deadline = "60s"\n'
+    )
     prompt.write_text("Blocks of a prompt are named by the chain hash of their tokens. " * 20)
     arguments = ("generate", "--model", model, "--config", config, "--prompt-file", prompt, "--max-tokens", 6)
     first, second = (json.loads(kvtier(*arguments, "--json").stdout) for _ in range(2))

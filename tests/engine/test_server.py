@@ -159,10 +159,18 @@ def test_the_model_is_listed_with_what_a_router_needs(server: ServerThread) -> N
     told = listed.model_dump()["kvtier"]
     fingerprint = server.engine.identity.fingerprint().hex()
     assert told["fingerprint"] == fingerprint
-    assert (told["block_size"], told["max_model_len"]) == (BLOCK, 1024)
+    assert (told["block_size"], told["max_model_len"], told["namespace"]) == (BLOCK, 1024, None)
     assert server.client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
         server.client.models.retrieve("another")
+
+
+def test_an_engines_own_salt_is_listed_only_as_events_name_it(model: Path) -> None:
+    with serving(model, cache={"cache_salt": "nobody else's"}) as server:
+        listed = server.http.get("/v1/models")
+        root = root_hash(server.engine.identity.fingerprint(), cache_salt="nobody else's")
+        assert listed.json()["data"][0]["kvtier"]["namespace"] == namespace_of(root)
+        assert "nobody" not in listed.text
 
 
 def test_the_pages(server: ServerThread) -> None:

@@ -187,6 +187,7 @@ def test_what_is_no_json_object_says_so(server: ServerThread, verb: str, content
     answer = server.http.post(f"/v1/{verb}", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith("body")
+    assert answer.json()["error"]["code"] == "bad_json"
     assert well(server)
 
 
@@ -230,6 +231,8 @@ def test_a_token_is_asked_for_without_a_hint(model: Path) -> None:
             answer = guarded.http.get(f"/{page}")
             assert answer.status_code == 200
             assert TOKEN not in answer.text
+        assert guarded.status()["refused"] == {"401": 9}
+        assert 'kvtier_engine_refused_total{status="401"} 9.0' in guarded.http.get("/metrics").text
         allowed = client(guarded.url, TOKEN)
         assert allowed.models.list().data[0].id == MODEL
         allowed.close()
@@ -240,8 +243,8 @@ def test_too_many_connections_are_told_so(model: Path, monkeypatch: pytest.Monke
     with serving(model, server={"max_num_seqs": 1, "max_waiting": 2}) as server:
         server.http.close()
         host, _, port = server.server.address.rpartition(":")
-        silent = [socket.create_connection((host, int(port)), timeout=30) for _ in range(5)]
-        answer = httpx2.get(f"{server.url}/healthz", timeout=30)
+        silent = [socket.create_connection((host, int(port)), timeout=60) for _ in range(5)]
+        answer = httpx2.get(f"{server.url}/healthz", timeout=60)
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "overloaded"
         for connection in silent:

@@ -1,8 +1,9 @@
 """Stories of a server that has too much to do, loses its clients, fails or has to stop: nothing leaks, all are told."""
 
 import json
+import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from server_rig import MODEL, ServerThread, save_checkpoint, serving, wait_for
+from server_rig import BLOCK, MODEL, ServerThread, save_checkpoint, serving, wait_for
 
 from kvtier.engine import server_process
 from kvtier.service.prompts import Prompts
+from kvtier.tiers.chain import TokenChain
 
 LONG = "The quick brown fox jumps over the lazy dog, again and again. " * 3
 ASK: dict[str, Any] = {"model": MODEL, "prompt": LONG, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -83,12 +85,26 @@ def test_a_full_server_says_so_and_has_room_again_later(model: Path) -> None:
                 assert refused.value.code == "rate_limit_exceeded"
                 assert refused.value.response.headers["retry-after"] == "1"
             assert server.http.get("/healthz").status_code == 200
+            assert server.status()["refused"] == {"429": 2}
         assert first.result().choices[0].text == second.result().choices[0].text
         assert server.client.completions.create(max_tokens=3, **ASK).choices[0].text == first.result().choices[0].text
         # What no waiting makes room for is the request's own mistake.
         with pytest.raises(openai.BadRequestError, match="n: 3 answers at once"):
             server.client.completions.create(max_tokens=3, n=3, **ASK)
         wait_for(lambda: idle(server))
+
+
+def test_the_context_it_tells_of_is_the_one_it_has_room_for(model: Path) -> None:
+    # L1 holds less than the model could read
+    with serving(model, l1={"num_blocks": 4}) as server:
+        (listed,) = server.http.get("/v1/models").json()["data"]
+        room = listed["max_model_len"]
+        assert room == listed["kvtier"]["max_model_len"] == server.status()["max_model_len"] == 4 * BLOCK
+        prompt = [1] * (room - 2)
+        assert server.post("completions", model=MODEL, prompt=prompt, max_tokens=2).status_code == 200
+        refused = server.post("completions", model=MODEL, prompt=prompt, max_tokens=3)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert f"maximum context length is {room} tokens" in refused.json()["error"]["message"]
 
 
 def test_who_finds_no_room_costs_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,11 +133,14 @@ def test_a_deadline_ends_a_request_and_frees_its_blocks(model: Path) -> None:
                 assert (late.value.status_code, late.value.code) == (504, "timeout")
                 assert late.value.response.headers["x-should-retry"] == "false"
         wait_for(lambda: idle(server))
-        # Behind it, the error is the stream's last event.
-        lines = []
+    # Behind it, the error is the stream's last event.
+    with serving(model, server={"request_timeout": "5s"}) as server:
         with server.http.stream("POST", "/v1/completions", json=body(max_tokens=800, stream=True)) as answer:
             assert answer.status_code == 200
-            lines = [line for line in answer.iter_lines() if line]
+            pieces = answer.iter_lines()
+            lines = [next(pieces)]
+            with held(server):  # nor would it have ended by itself
+                lines += [line for line in pieces if line]
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "timeout"
         assert "data: [DONE]" not in lines
         assert len(lines) > 1
@@ -143,7 +162,7 @@ def test_few_prompts_are_tokenized_at_once_and_none_is_waited_for_for_ever(
         assert go.wait(60)
         return all_tokens(*arguments)
 
-    with serving(model, server={"request_timeout": "2s"}) as server:
+    with serving(model, server={"request_timeout": "5s"}) as server:
         monkeypatch.setattr(Prompts, "all_tokens", wait_and_tokenize)
         asked = [beside(lambda: server.post("completions", **body(max_tokens=1))) for _ in range(4)]
         wait_for(lambda: len(entered) == 4)
@@ -164,8 +183,14 @@ def test_who_hangs_up_is_computed_for_no_longer(model: Path) -> None:
         wait_for(lambda: idle(server))
         assert server.status()["outcomes"] == {"aborted": 2}
         # One that waits for the whole answer, too.
-        with held(server), pytest.raises(httpx2.ReadTimeout):
-            server.http.post("/v1/completions", json=body(max_tokens=800), timeout=0.3)
+        with held(server):
+            host, _, port = server.server.address.rpartition(":")
+            with socket.create_connection((host, int(port))) as asking:
+                content = json.dumps(body(max_tokens=800)).encode()
+                head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                asking.sendall(head + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+                wait_for(lambda: server.loop.num_live == 1)
+            wait_for(lambda: server.loop._inbox)  # it is known
         wait_for(lambda: idle(server))
         assert server.status()["outcomes"] == {"aborted": 3}
         assert server.client.completions.create(max_tokens=3, **ASK).choices[0].finish_reason == "length"
@@ -239,3 +264,47 @@ def test_what_does_not_end_in_time_is_told(model: Path, monkeypatch: pytest.Monk
         server.server.stop()
         with pytest.raises(openai.APIError, match="the server is stopping"):
             list(stream)
+
+
+def test_what_fails_while_a_request_is_taken_in_is_that_requests_alone(model: Path) -> None:
+    with serving(model) as server:
+        add_request, calls = server.engine.add_request, []
+
+        def fail_at_the_third(*args: Any, **options: Any) -> str:
+            calls.append(options)
+            if len(calls) == 3:
+                raise MemoryError("no room for a third")
+            return add_request(*args, **options)
+
+        with held(server):
+            other = beside(lambda: server.client.completions.create(max_tokens=3, **ASK))
+            wait_for(lambda: server.loop.num_live == 1)
+            server.engine.add_request = fail_at_the_third  # type: ignore[method-assign]
+            failing = beside(lambda: server.client.completions.create(max_tokens=3, n=3, **ASK))
+            wait_for(lambda: server.loop.num_live == 4)
+        with pytest.raises(openai.InternalServerError) as failed:
+            failing.result()
+        assert failed.value.code == "engine_error"
+        text = other.result().choices[0].text
+        wait_for(lambda: idle(server))
+        assert server.status()["outcomes"] == {"length": 1, "failed": 3}
+        # and the loop goes on
+        assert server.client.completions.create(max_tokens=3, **ASK).choices[0].text == text
+
+
+def test_a_prompt_is_named_once_for_all_its_answers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[tuple[str, int]] = []
+    extend = TokenChain.extend
+
+    def noting(chain: TokenChain, tokens: Sequence[int]) -> None:
+        hashed.append((threading.current_thread().name, len(tokens)))
+        extend(chain, tokens)
+
+    with serving(model) as server:
+        monkeypatch.setattr(TokenChain, "extend", noting)
+        answer = server.client.completions.create(max_tokens=2, n=4, **ASK)
+        assert len(answer.choices) == 4
+        (whole,) = (thread for thread, length in hashed if length == len(LONG))
+        assert whole != server.thread.name  # which steps the engine
+        assert [length for _, length in hashed if length != len(LONG)] == [1] * 8  # each its own answer's tokens
+        monkeypatch.undo()

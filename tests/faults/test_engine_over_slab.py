@@ -77,8 +77,8 @@ def tiers_of(engine: Engine) -> LocalConnector:
 
 
 def settle(engine: Engine) -> None:
-    assert engine.drain(20)
-    assert tiers_of(engine).hierarchy.drain(20)
+    assert engine.drain(60)
+    assert tiers_of(engine).hierarchy.drain(60)
 
 
 def found(engine: Engine, tier: str) -> float:

@@ -96,7 +96,7 @@ def cluster(started: Running) -> Iterator[Running]:
     wait_for(lambda: is_idle(started))
     before = sizes(started)
     yield started
-    assert not started.unwell
+    wait_for(lambda: not started.unwell)
     wait_for(lambda: is_idle(started))
     wait_for(lambda: not growth(before, sizes(started)))
     for log in (started.state / "logs").iterdir():
@@ -167,7 +167,7 @@ def tell(cluster: Running, place: str, turn: Turn, salt: str) -> None:
 def redis(cluster: Running, server: str, *command: str) -> str:
     """What one of the masters, `valkey-N`, says."""
     place = ["-h", "127.0.0.1", "-p", str(cluster.port + 40 + int(server[-1]))]
-    told = subprocess.run(["redis-cli", *place, "-e", *command], capture_output=True, text=True, timeout=30, check=True)
+    told = subprocess.run(["redis-cli", *place, "-e", *command], capture_output=True, text=True, timeout=60, check=True)
     return told.stdout.strip()
 
 

@@ -172,7 +172,7 @@ def come_to_rest(engine: Engine, connector: ManualConnector) -> None:
     while engine.has_unfinished or engine.scheduler.has_copies:
         connector.stream.complete_all()
         engine.step()
-    assert connector.hierarchy.drain(10)
+    assert connector.hierarchy.drain(60)
 
 
 def warm(engine: Engine, connector: ManualConnector, tokens: list[int]) -> None:
@@ -229,7 +229,7 @@ def test_a_load_waits_for_the_compute_that_still_reads_its_block() -> None:
     loaded = stream.load(BlockCopies(np.array([2]), np.array([0])), after=compute)
     assert not loaded.wait(0.1)
     go_on.set()
-    assert loaded.wait(10)
+    assert loaded.wait(60)
     reader.join()
     assert seen == {0}
     assert set(l1[2, 0].tolist()) == {7}
@@ -359,7 +359,7 @@ def test_nothing_on_its_way_up_is_evicted() -> None:
     for slot, chain_hash in zip(lease.slots.tolist(), lease.hashes, strict=True):
         assert bytes(hierarchy.host.region.slot(slot)) == payload_of(chain_hash)
     lease.release()
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     flood()  # only now may it go
     assert hierarchy.lookup(chain.hashes).l2 == 0
     settle(hierarchy)
@@ -376,13 +376,13 @@ def test_whichever_copy_fails_the_answer_is_right(make: Make, cold: Cold, loadin
     for n in range(1, 8):
         tokens = [*prompt(30 + n, 80), *prompt(7, 10)]
         engine.generate([tokens[:50]], KEEP)  # part of it is stored …
-        assert connector.hierarchy.drain(10)
+        assert connector.hierarchy.drain(60)
         engine.pool.reset()
         engine.pool.tensor.fill_(torch.nan)
         stream.left = n
         assert same(engine.generate([tokens], KEEP)[0], cold(tokens))  # … so this one loads and stores
         stream.left = 0
-        assert connector.hierarchy.drain(10)
+        assert connector.hierarchy.drain(60)
         engine.pool.reset()
         assert same(engine.generate([tokens], KEEP)[0], cold(tokens))  # and nothing half copied was kept
     stats = connector.hierarchy.stats()

@@ -19,6 +19,7 @@ from fault_rig import (
     drops,
     fetch,
     forget_l2,
+    impatient,
     is_open,
     misses,
     num_descriptors,
@@ -29,16 +30,13 @@ from fault_rig import (
 
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.file_io import FileIO
-from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
+from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.payload_io import Mode
-from kvtier.tiers.port import PortSettings
 from kvtier.tiers.tier import Outcome
 
 MODES: list[Mode] = ["direct", "buffered", "mmap"]
 TESTS = Path(__file__).resolve().parents[1]
 CHAIN, OTHER = chain_of(8), chain_of(6, first_token=1000)
-IMPATIENT = PortSettings(deadline=0.2, failures=2, retry_after=0.02)
-SHORT_WAIT = HierarchySettings(prefetch_deadline=1.0)
 Open = Callable[..., Hierarchy]
 
 
@@ -63,7 +61,7 @@ def slab_of(directory: Path) -> Path:
 def stored(hierarchy: Hierarchy) -> Hierarchy:
     """CHAIN lies in the slab, and only there."""
     assert store(hierarchy, CHAIN) == 8
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     forget_l2(hierarchy)
     assert hierarchy.lookup(CHAIN.hashes).file == 8
     return hierarchy
@@ -147,7 +145,7 @@ def in_child(function: Callable[[Path], None], directory: Path, mount: str = "")
 def stores_again(hierarchy: Hierarchy) -> None:
     late = chain_of(4, first_token=99_000)
     assert store(hierarchy, late) == 4
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     forget_l2(hierarchy)
     assert fetch(hierarchy, late) == 4
     settle(hierarchy)
@@ -165,7 +163,7 @@ def on_a_disk_that_runs_full(directory: Path) -> None:
     chains = [chain_of(8, first_token=10_000 * n) for n in range(1, 5)]
     for chain in chains:
         assert store(hierarchy, chain) == 8  # L2 has it …
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
     assert drops(hierarchy, "file", Outcome.FULL) > 0  # … the disk has not
     assert drops(hierarchy, "file", Outcome.IO_ERROR) == 0
     assert not is_open(hierarchy, "write")
@@ -185,7 +183,7 @@ def under_a_file_size_limit(directory: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, resource.RLIM_INFINITY))  # CHAIN lies before that
     for n in range(1, 5):
         store(hierarchy, chain_of(8, first_token=10_000 * n))
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
     assert drops(hierarchy, "file", Outcome.FULL) > 0
     assert not is_open(hierarchy, "write")
     forget_l2(hierarchy)
@@ -209,7 +207,7 @@ def test_whichever_call_fails_nothing_is_raised_and_nothing_wrong_is_served(disk
         hierarchy = over_slab(directory, io, mode=mode, size=150_000)
         for chain in chains:
             store(hierarchy, chain)
-            assert hierarchy.drain(10)
+            assert hierarchy.drain(60)
             forget_l2(hierarchy)
             fetch(hierarchy, chain)  # checks every byte it gets
         settle(hierarchy)
@@ -255,18 +253,19 @@ def test_after_k_errors_the_tier_detaches_and_comes_back_by_itself(opened: Open,
 # 11: slow, hung.
 
 
-def test_a_disk_of_one_second_per_operation_is_a_miss_at_the_deadline(opened: Open) -> None:
+def test_a_disk_of_three_seconds_per_operation_is_a_miss_at_the_deadline(opened: Open) -> None:
     io = FaultyIO()
-    hierarchy = stored(opened(io, patience=IMPATIENT, settings=SHORT_WAIT))
-    num_read, io.delay = io.num_read, 1.0
-    assert fetch(hierarchy, CHAIN) == 0
-    assert io.num_read == num_read  # the answer came long before the bytes
-    assert misses(hierarchy, Outcome.TIMEOUT) >= 8
-    assert hierarchy.host.pool.counts().quarantined <= 8  # a window: what the read may still write to
-    assert store(hierarchy, OTHER) == 6  # there is room for stores
-    assert fetch(hierarchy, OTHER) == 6
-    while not is_open(hierarchy, "read"):
+    hierarchy = stored(opened(io))
+    num_read, io.delay = io.num_read, 3.0
+    with impatient(hierarchy):
         assert fetch(hierarchy, CHAIN) == 0
+        assert io.num_read == num_read  # the answer came long before the bytes
+        assert misses(hierarchy, Outcome.TIMEOUT) >= 8
+        assert hierarchy.host.pool.counts().quarantined <= 8  # a window: what the read may still write to
+        assert store(hierarchy, OTHER) == 6  # there is room for stores
+        assert fetch(hierarchy, OTHER) == 6
+        while not is_open(hierarchy, "read"):
+            assert fetch(hierarchy, CHAIN) == 0
     io.delay = 0.0
     wait_until(lambda: is_back(hierarchy))
     assert fetch(hierarchy, CHAIN) == 8
@@ -276,21 +275,22 @@ def test_a_disk_of_one_second_per_operation_is_a_miss_at_the_deadline(opened: Op
 def test_a_hung_disk_blocks_nobody_exhausts_nothing_and_is_taken_back(opened: Open, mode: Mode) -> None:
     """While the gate is shut no read or write ends: every call that returns here returned without the disk."""
     io = FaultyIO()
-    hierarchy = stored(opened(io, mode=mode, patience=IMPATIENT, settings=SHORT_WAIT))
+    hierarchy = stored(opened(io, mode=mode))
     io.gate.clear()
-    for _ in range(3):
-        assert fetch(hierarchy, CHAIN) == 0
-    wait_until(lambda: ticked(hierarchy) and is_open(hierarchy, "read"))
-    # Reads in quarantine and writes that wait leave room: L2 takes and serves ten times what it holds.
-    chains = [chain_of(8, first_token=5000 + 100 * n) for n in range(40)]
-    for chain in chains:
-        assert store(hierarchy, chain) == 8
-        assert fetch(hierarchy, chain) == 8
-    resident = [chain for chain in chains if hierarchy.lookup(chain.hashes).l2 == 8]
-    assert resident
-    counts = hierarchy.host.pool.counts()
-    assert 0 < counts.quarantined <= 16  # at most one window for each of the two I/O threads
-    assert counts.free + counts.ready - counts.leased >= 8
+    with impatient(hierarchy):
+        for _ in range(3):
+            assert fetch(hierarchy, CHAIN) == 0
+        wait_until(lambda: ticked(hierarchy) and is_open(hierarchy, "read"))
+        # Reads in quarantine and writes that wait leave room: L2 takes and serves ten times what it holds.
+        chains = [chain_of(8, first_token=5000 + 100 * n) for n in range(40)]
+        for chain in chains:
+            assert store(hierarchy, chain) == 8
+            assert fetch(hierarchy, chain) == 8
+        resident = [chain for chain in chains if hierarchy.lookup(chain.hashes).l2 == 8]
+        assert resident
+        counts = hierarchy.host.pool.counts()
+        assert 0 < counts.quarantined <= 16  # at most one window for each of the two I/O threads
+        assert counts.free + counts.ready - counts.leased >= 8
     io.gate.set()
     wait_until(lambda: is_back(hierarchy))
     wait_until(lambda: hierarchy.host.pool.counts().quarantined == 0)
@@ -325,7 +325,7 @@ def serves_from_l2_with_one_warning(hierarchy: Hierarchy, log: OneWarning, reaso
         assert store(hierarchy, chain) == 8
         assert fetch(hierarchy, chain) == 8
         hierarchy.tick()
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
     assert len(log.messages) == 1, log.messages
     assert "off" in log.messages[0]
     assert reason in log.messages[0]
@@ -393,7 +393,7 @@ def test_a_file_system_that_turns_read_only_detaches_with_one_warning(
     io.fails = lambda name, count: name in ("pwritev", "sync", "allocate")
     for n in range(4):
         store(hierarchy, chain_of(2, first_token=3000 + 100 * n))
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
     wait_until(lambda: ticked(hierarchy) and hierarchy.ports[0].tier is None)
     for _ in range(20):
         hierarchy.tick()
@@ -432,7 +432,7 @@ def test_faults_leak_no_memory_no_descriptor_and_no_thread(disk_dir: Path) -> No
         io.fails = lambda name, count: count > 5 and count % 7 == n % 7
         hierarchy = over_slab(disk_dir, io, slots=2048, mode=MODES[n % 3])  # 8 MiB of L2
         store(hierarchy, CHAIN)
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
         forget_l2(hierarchy)
         fetch(hierarchy, CHAIN)
         settle(hierarchy)
@@ -445,6 +445,6 @@ def test_faults_leak_no_memory_no_descriptor_and_no_thread(disk_dir: Path) -> No
     before: Sequence[int] = (num_descriptors(), num_threads(), address_space())
     for n in range(40):
         cycle(n)
-    assert num_descriptors() == before[0]
-    assert num_threads() == before[1]
+    assert num_descriptors() <= before[0]  # fewer where what another story left behind goes meanwhile
+    wait_until(lambda: num_threads() <= before[1])
     assert address_space() - before[2] < 20 * (8 << 20)  # half of what forty leaked regions would take

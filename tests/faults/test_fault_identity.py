@@ -73,7 +73,7 @@ def test_two_tenants_share_no_block_in_l2_or_file(tmp_path: Path) -> None:
         for other in (yours, nobodys):
             assert hierarchy.lookup(other.hashes).miss == 5
             assert fetch(hierarchy, other) == 0
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
         forget_l2(hierarchy)
     settle(hierarchy)
 
@@ -84,7 +84,7 @@ def test_a_reset_with_everything_under_way_leaves_nothing_old_not_even_after_a_r
     hierarchy = over_slab(tmp_path, io, slots=64)
     held, writing, copying = (chain_of(4, first_token=first) for first in (0, 1000, 2000))
     store(hierarchy, held)
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     forget_l2(hierarchy)
     epoch = hierarchy.epoch
     reservation = hierarchy.reserve(copying.hashes, copying.root)
@@ -100,7 +100,7 @@ def test_a_reset_with_everything_under_way_leaves_nothing_old_not_even_after_a_r
     hierarchy.seal(reservation, [record_of(copying, i) for i in range(4)], epoch)
     wait_until(lambda: hierarchy.poll(prefetch) is not PENDING)
     hierarchy.cancel(prefetch)
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     for chain in (held, writing, copying):
         assert hierarchy.lookup(chain.hashes).miss == 4
     settle(hierarchy)
@@ -123,8 +123,8 @@ def test_new_weights_find_nothing_of_the_old_ones_in_any_tier(tmp_path: Path) ->
     assert isinstance(engine.connector, LocalConnector)
     hierarchy, tokens = engine.connector.hierarchy, prompt(1, 120)
     engine.generate([tokens], keep)
-    assert engine.drain(10)
-    assert hierarchy.drain(10)
+    assert engine.drain(60)
+    assert hierarchy.drain(60)
     engine.add_request(prompt(2, 90), keep)
     engine.step()
     with pytest.raises(RequestError, match="requests are live"):
@@ -142,8 +142,8 @@ def test_new_weights_find_nothing_of_the_old_ones_in_any_tier(tmp_path: Path) ->
         assert (answer.num_l1_tokens, answer.num_external_tokens) == hits
         assert np.array_equal(answer.logits, expected.logits)
         if hits[0]:
-            assert engine.drain(10)
-            assert hierarchy.drain(10)
+            assert engine.drain(60)
+            assert hierarchy.drain(60)
             engine.pool.reset()
     for one in (engine, cold):
         one.close()

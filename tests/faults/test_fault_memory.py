@@ -72,7 +72,7 @@ def test_of_two_stores_of_one_key_one_wins_and_the_other_costs_no_slot(opened: O
     fill_slots(hierarchy, first.slots.tolist(), first.hashes)
     hierarchy.seal(second, [], hierarchy.epoch)
     hierarchy.seal(first, [record_of(chain, i) for i in range(3)], hierarchy.epoch)
-    assert hierarchy.drain(5)
+    assert hierarchy.drain(60)
     assert fetch(hierarchy, chain) == 3
     assert hierarchy.host.pool.counts().ready == 3
 
@@ -98,7 +98,7 @@ def test_of_a_load_and_a_store_of_one_key_at_once_each_ends_and_the_value_is_who
     assert misses(hierarchy, Outcome.NO_SLOT) == 3
     fill_slots(hierarchy, storing.slots.tolist(), storing.hashes)
     hierarchy.seal(storing, [record_of(chain, i) for i in range(3)], hierarchy.epoch)
-    assert hierarchy.drain(5)
+    assert hierarchy.drain(60)
     assert fetch(hierarchy, chain) == 3
 
 
@@ -221,7 +221,7 @@ def test_a_pool_without_a_free_slot_drops_stores_and_misses_loads_without_waitin
     tier.fill(below)
     hierarchy, held = opened(slots=8, tier=tier), chain_of(8)
     store(hierarchy, held)
-    assert hierarchy.drain(5)
+    assert hierarchy.drain(60)
     with hierarchy.host.pool.lease(held.hashes) as lease:
         assert len(lease) == 8
         new = chain_of(3, first_token=300)
@@ -280,7 +280,7 @@ def test_memory_that_cannot_be_pinned_is_used_pageable_after_one_warning(
         reservation = hierarchy.reserve(chain.hashes, chain.root)
         assert reservation is not None
         hierarchy.seal(reservation, [record_of(chain, i) for i in range(4)], hierarchy.epoch)
-        assert hierarchy.drain(5)
+        assert hierarchy.drain(60)
         assert hierarchy.lookup(chain.hashes).l2 == 4
         settle(hierarchy)
     assert [record.getMessage() for record in caplog.records if "pageable" in record.getMessage()]
@@ -296,7 +296,7 @@ def test_a_burst_reads_each_block_of_a_long_cold_prefix_once_and_serves_everybod
     prefix = chain_of(2000)
     for first in range(0, 2000, 500):
         assert store(hierarchy, prefix, first, first + 500) == 500
-        assert hierarchy.drain(20)
+        assert hierarchy.drain(60)
     forget_l2(hierarchy)
     prefetches = [ask(hierarchy, prefix) for _ in range(64)]
     wait_until(lambda: all(hierarchy.poll(prefetch) is not PENDING for prefetch in prefetches), 30)

@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def served(model: Path, daemon: Node | None) -> ServerProcess:
-    options = {} if daemon is None else {"service__socket": str(daemon.socket)}
+    options = {} if daemon is None else {f"service__{name}": value for name, value in daemon.section.items()}
     return ServerProcess(model, "--exact", l1__num_blocks="256", **options)
 
 
@@ -77,6 +77,6 @@ def test_a_server_killed_amid_streams_leaves_its_blocks_to_the_next(model: Path)
 
 def num_generated(server: ServerProcess) -> int:
     """Tokens of answers so far."""
-    told = httpx2.get(f"{server.url}/status", timeout=30).json()
+    told = httpx2.get(f"{server.url}/status", timeout=60).json()
     generated: int = told["tokens"]["generated_tokens"]
     return generated

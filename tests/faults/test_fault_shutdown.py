@@ -37,7 +37,7 @@ def test_sigterm_with_copies_in_flight_and_the_next_start_is_clean(tmp_path: Pat
     process = start(tmp_path, what)
     run_until_busy(process)
     process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=30)  # it ends: drained up to its deadline, then cancelled
+    output, errors = process.communicate(timeout=60)  # it ends: drained up to its deadline, then cancelled
     if what == "handler":  # an engine that closes
         assert process.returncode == 143, errors
         assert output == "left 0 0\n"
@@ -52,7 +52,7 @@ def test_other_processes_with_other_hash_seeds_find_the_same_blocks(tmp_path: Pa
     process = start(tmp_path, "handler", hash_seed="1")
     run_until_busy(process)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     counts = found(tmp_path, hash_seed="2")
     assert sum(counts) > 0
     assert found(tmp_path, hash_seed="3") == counts

@@ -56,7 +56,7 @@ def blocks_in(store: FileStore, upto: int) -> int:
 def run_to_death(directory: Path, kill_at: str, first: int) -> int:
     """Let a child write from block `first` on until it kills itself; returns one past the last block it reported."""
     process = start(directory, kill_at, first)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
     lines = output.split()
     return int(lines[-1]) if lines and lines[-1] != "ready" else first

@@ -11,6 +11,8 @@ import pytest
 import torch
 from tiny_models import plain, prompt
 
+pytestmark = pytest.mark.timeout(300)  # every run is a process that imports everything anew
+
 CHILD: Final = Path(__file__).with_name("_transformers_child.py")
 PROMPTS: Final = [prompt(1, 90), prompt(2, 75)]
 GREEDY: Final[dict[str, Any]] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -18,6 +18,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 NATURE = json.loads(sys.argv[2])
+CACHED = {"cached_tokens": 32, "kvtier": {"L1": 24, "L2": 0, "file": 0, "redis": 8}}
 BEHAVIOUR: dict[str, Any] = {}
 SEEN: list[dict[str, Any]] = []
 
@@ -38,7 +39,7 @@ async def app(scope: Message, receive: Receive, send: Send) -> None:
     elif path == "/seen":
         await _json(send, SEEN)
     elif path == "/v1/models":
-        await _json(send, {"object": "list", "data": [NATURE]})
+        await _json(send, {"object": "list", "data": [NATURE, *NATURE.get("adapters", ())]})
     elif path == "/status":
         await _json(send, {"requests": {"live": BEHAVIOUR.get("live", 0)}})
     elif path in ("/readyz", "/healthz", "/health"):
@@ -52,14 +53,15 @@ async def _complete(scope: Message, body: dict[str, Any], receive: Receive, send
     headers = {name.decode(): value.decode() for name, value in scope["headers"]}
     seen = {"path": scope["path"], "body": body, "headers": headers, "gone": False}
     SEEN.append(seen)
-    if wait := BEHAVIOUR.get("wait"):
-        await asyncio.sleep(wait)
+    wait_until = asyncio.get_running_loop().time() + BEHAVIOUR.get("wait", 0.0)
+    while asyncio.get_running_loop().time() < wait_until and "wait" in BEHAVIOUR:  # or until it behaves
+        await asyncio.sleep(0.02)
     if BEHAVIOUR.get("die"):
         os.kill(os.getpid(), signal.SIGKILL)
     if (status := BEHAVIOUR.get("status", 200)) != 200:
         await _json(send, {"error": {"message": "as told", "type": "told", "param": None, "code": "told"}}, status)
         return
-    usage = {"prompt_tokens": 40, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 32}}
+    usage = {"prompt_tokens": 40, "completion_tokens": 3, "prompt_tokens_details": CACHED}
     if not body.get("stream"):
         await _json(send, {"object": "text_completion", "choices": [{"index": 0, "text": "abc"}], "usage": usage})
         return

@@ -26,7 +26,7 @@ from doubles import (
     store,
 )
 from fault_rig import FINGERPRINT, fetch, forget_l2, over_slab, settle
-from hypothesis import HealthCheck, given, strategies
+from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
 
 from kvtier.service import archive, archive_copy, loop_file
@@ -74,7 +74,7 @@ def slab_of(directory: Path, chains: Sequence[TokenChain], slots: int = 32) -> H
     for chain in chains:
         for first in range(0, len(chain.hashes), slots // 4):  # as many as may wait to be written
             store(hierarchy, chain, first, first + slots // 4)
-            assert hierarchy.drain(10)
+            assert hierarchy.drain(60)
             forget_l2(hierarchy)
     assert all(num_held(hierarchy, chain) == len(chain.hashes) for chain in chains)
     return hierarchy
@@ -153,7 +153,7 @@ def test_an_export_takes_no_more_of_l2_than_its_share(tmp_path: Path) -> None:
     source = slab_of(tmp_path / "slab", [cold], slots=16)
     store(source, hot, 0, 8)
     store(source, hot, 8, 16)
-    assert source.drain(10)
+    assert source.drain(60)
     exported(source, tmp_path / "all")
     still = source.host.pool.lookup(hot.hashes)
     assert still >= 16 - 16 // 8
@@ -326,7 +326,7 @@ def test_a_block_that_rotted_in_l2_is_taken_from_below(tmp_path: Path) -> None:
     chain = chain_of(6)
     source = over_slab(tmp_path / "slab", slots=16)
     store(source, chain)
-    assert source.drain(10)
+    assert source.drain(60)
     with source.host.pool.lease(chain.hashes) as lease:
         source.host.region.slot(int(lease.slots[2]))[7] ^= 1
     progress = exported(source, tmp_path / "all")
@@ -377,7 +377,7 @@ def test_what_is_no_archive_is_refused(tmp_path: Path, content: bytes, complaint
     target.close()
 
 
-@hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(max_examples=60)
 @given(data=strategies.data())
 def test_an_archive_cut_anywhere_leaves_its_whole_blocks(archive_of_12: Path, data: strategies.DataObject) -> None:
     whole = archive_of_12.read_bytes()
@@ -392,7 +392,7 @@ def test_an_archive_cut_anywhere_leaves_its_whole_blocks(archive_of_12: Path, da
     expect_exactly(target, num_whole)
 
 
-@hypothesis_settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(max_examples=100)
 @given(data=strategies.data())
 def test_a_flipped_bit_is_found_wherever_it_is(archive_of_12: Path, data: strategies.DataObject) -> None:
     content = bytearray(archive_of_12.read_bytes())

@@ -62,6 +62,7 @@ def test_valkey_and_two_daemons(home: Path) -> None:
     assert up.returncode == Exit.OK, up.stderr
     lines = up.stderr.splitlines()
     assert [line.split()[0] for line in lines[3:4]] == ["valkey-join"]  # after the three, before the daemons
+    wait_for(lambda: not running.unwell)
     status, rows = running.told()
     assert status == Exit.OK
     assert {row["name"]: row["state"] for row in rows} == {
@@ -89,11 +90,11 @@ def test_valkey_and_two_daemons(home: Path) -> None:
     assert running.up().returncode == Exit.OK
     after = running.pids()
     assert {name for name in before if before[name] != after[name]} == {"node-a", "valkey-2"}
-    assert not running.unwell
+    wait_for(lambda: not running.unwell)
     # one that hangs is not dead, and not healthy
     os.kill(after["node-b"], signal.SIGSTOP)
     assert running.told()[0] == Exit.DEGRADED
-    assert running.unwell == ["node-b"]
+    wait_for(lambda: running.unwell == ["node-b"])
     os.kill(after["node-b"], signal.SIGCONT)
     # one whose processes are all gone, as after a boot, begins anew and at another port, if that is wanted
     for pid in after.values():
@@ -135,7 +136,7 @@ def test_prometheus_asks_where_the_processes_are(home: Path) -> None:
     expected = {(job, f"127.0.0.1:{running.port + offset}") for offset, job in jobs.items()}
 
     def targets() -> set[tuple[str, str]]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{running.port + 90}/api/v1/targets", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{running.port + 90}/api/v1/targets", timeout=60) as answer:
             found = json.load(answer)["data"]["activeTargets"]
         return {(each["labels"]["job"], each["labels"]["instance"]) for each in found}
 

@@ -58,7 +58,7 @@ def test_conversations_go_on_at_the_other_engine(running: Running) -> None:
         return f"http://127.0.0.1:{running.port + offset}"
 
     def page(offset: int, path: str) -> Any:
-        return httpx2.get(url(offset) + path, timeout=30).json()
+        return httpx2.get(url(offset) + path, timeout=60).json()
 
     def stored_in_redis(offset: int) -> int:
         models = page(offset, "/status")["models"]

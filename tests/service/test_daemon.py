@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from service_rig import (
     FINGERPRINT,
+    PATIENCE,
     DaemonProcess,
     DaemonThread,
     ask,
@@ -37,7 +38,7 @@ from kvtier.connector.frames import pack_frame
 from kvtier.connector.greetings import Hello, pack_greeting
 from kvtier.connector.messages import Ask, Holds, pack_request
 from kvtier.connector.remote import RemoteTiers
-from kvtier.service.daemon import Daemon
+from kvtier.service.daemon import _TICK, Daemon
 from kvtier.service.loop import Loop
 from kvtier.tiers.below import Attribution
 from kvtier.tiers.config import Config
@@ -92,7 +93,7 @@ def says(process: "subprocess.Popen[str]") -> str:
 def raw(home: Path) -> sockets.socket:
     """A connection without manners."""
     connection = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
-    connection.settimeout(5)
+    connection.settimeout(PATIENCE)
     connection.connect(str(home / "s"))
     return connection
 
@@ -107,7 +108,7 @@ def test_what_one_process_stores_another_loads(home: Path, serve: Serve, attach:
     assert store(tiers, chain) == 4
     reader = child(home, "load")
     assert says(reader) == "4"  # and every byte was right, in a process that never saw them
-    assert reader.wait(10) == 0
+    assert reader.wait(60) == 0
     end_child(reader)
 
 
@@ -201,7 +202,7 @@ def test_a_reset_is_everybodys(serve: Serve, attach: Attach) -> None:
     wait_until(lambda: attached(other) and other.epoch == epoch + 1)  # it was told
     fill(other, admitted_before)
     other.seal(admitted_before, records(admitted_before, chain), epoch)
-    assert other.drain(5)
+    assert other.drain(60)
     assert where(other, chain).miss == 4
 
 
@@ -283,7 +284,7 @@ def test_slots_wait_for_a_worker_that_outlives_its_client(home: Path, serve: Ser
     holder = child(home, "join")
     worker = int(says(holder).removeprefix("joined "))
     holder.kill()
-    holder.wait(10)
+    holder.wait(60)
     wait_until(lambda: [client.connected for client in served.daemon.call(served.daemon.clients)] == [False])
     time.sleep(0.2)
     (dead,) = served.daemon.call(served.daemon.clients)
@@ -303,7 +304,7 @@ def test_a_hundred_clients_killed_leave_nothing_behind(home: Path, attach: Attac
     files = len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
     cycles = child(home, "cycles", "100")
     assert says(cycles) == "done"
-    assert cycles.wait(10) == 0
+    assert cycles.wait(60) == 0
     end_child(cycles)
     wait_until(lambda: len(os.listdir(f"/proc/{daemon.process.pid}/fd")) == files)
     witness.check()  # no lease, no filling slot
@@ -324,7 +325,7 @@ def test_a_client_that_says_goodbye_leaves_at_once(serve: Serve, attach: Attach)
 
 
 def test_a_stopped_client_holds_up_nobody_and_its_promise_lapses(serve: Serve, attach: Attach) -> None:
-    served = serve(host={"size": 16 * SLOT_BYTES}, lease_deadline=0.4)
+    served = serve(host={"size": 16 * SLOT_BYTES}, lease_deadline=4.0)
     tiers, chain = attach(), chain_of(8)
     store(tiers, chain)
     claim, promised = ask(tiers, chain)
@@ -358,16 +359,16 @@ def test_a_client_that_is_stopped_keeps_what_it_copies_from(home: Path, serve: S
 
 def test_a_daemon_that_is_stopped_costs_one_deadline_and_is_found_again(home: Path) -> None:
     daemon, chain = DaemonProcess(home / "s", host__size="1MiB"), chain_of(4)
-    tiers = attach_client(home / "s")
+    tiers = attach_client(home / "s", deadline=3.0)
     store(tiers, chain)
     claim, _ = ask(tiers, chain)
     lease = tiers.take(claim)
     daemon.process.send_signal(signal.SIGSTOP)
-    started = time.monotonic()
     assert tiers.reserve([wanted(chain_of(4, first_token=1000))]) == [None]
-    assert tiers.reserve([wanted(chain_of(4, first_token=1000))]) == [None]
+    assert drops(tiers, Outcome.TIMEOUT) == 4
+    assert tiers.reserve([wanted(chain_of(4, first_token=1000))]) == [None]  # at once: there is none any more
+    assert drops(tiers, Outcome.BREAKER_OPEN) == 4
     assert where(tiers, chain).miss == 4
-    assert time.monotonic() - started < 2.0
     assert drops(tiers, Outcome.TIMEOUT) == 4
     daemon.process.send_signal(signal.SIGCONT)
     wait_until(lambda: attached(tiers))
@@ -382,11 +383,11 @@ def test_a_daemon_that_is_stopped_costs_one_deadline_and_is_found_again(home: Pa
 
 
 def test_a_promise_that_is_asked_about_does_not_lapse(serve: Serve, attach: Attach) -> None:
-    serve(lease_deadline=0.4)
+    serve(lease_deadline=4.0)
     tiers, chain = attach(), chain_of(4)
     store(tiers, chain)
     claim, _ = ask(tiers, chain)
-    end = time.monotonic() + 1.0
+    end = time.monotonic() + 6.0
     while time.monotonic() < end:
         assert tiers.poll(claim) == 4
         time.sleep(0.02)
@@ -456,7 +457,7 @@ def test_any_bytes_at_all(home: Path, serve: Serve, attach: Attach) -> None:
     request = st.tuples(st.integers(0, 9), st.lists(st.one_of(operation, body), max_size=3))
     frame = st.one_of(st.binary(max_size=64), body.map(pack_frame), request.map(pack_frame))
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=150, suppress_health_check=list(HealthCheck), database=None)
     @given(st.booleans(), st.lists(frame, min_size=1, max_size=4))
     def babble(greets: bool, frames: list[bytes]) -> None:
         with raw(home) as connection:
@@ -504,7 +505,7 @@ def test_another_user_is_turned_away(home: Path, serve: Serve) -> None:
         "print(s.recv(4096), s.recv(1))"
     )
     told = subprocess.run(
-        [sys.executable, "-c", program, str(home / "s")], capture_output=True, text=True, env=environment(), timeout=30
+        [sys.executable, "-c", program, str(home / "s")], capture_output=True, text=True, env=environment(), timeout=60
     )
     assert "user 12345 may not use the daemon of user 0" in told.stdout
     assert served.daemon.counts["turned_away"] == 1
@@ -527,9 +528,10 @@ def test_a_daemon_without_files_takes_clients_in_later(home: Path, serve: Serve,
     served.daemon.call(lambda: setattr(served.daemon._listener, "socket", NoFile()))
     with raw(home):  # in the backlog
         wait_until(lambda: served.daemon.counts["not_accepted"] >= 1)
-        before = served.daemon.counts["not_accepted"]
+        began, before = time.monotonic(), served.daemon.counts["not_accepted"]
         time.sleep(0.3)
-        assert served.daemon.counts["not_accepted"] - before <= 8  # it does not spin
+        tries = served.daemon.counts["not_accepted"] - before
+        assert tries <= (time.monotonic() - began) / _TICK + 2  # it does not spin
         served.daemon.call(lambda: setattr(served.daemon._listener, "socket", real))
         wait_until(lambda: len(served.daemon.call(served.daemon.clients)) == 2)
     assert store(first, chain_of(4)) == 4
@@ -551,7 +553,7 @@ def test_places_where_no_socket_can_be(home: Path) -> None:
 
 def test_serve_needs_a_place(capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-c", "from kvtier.cli import main; main()", "serve"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("kvtier: [service] socket none: ")
     assert done.stderr.count("\n") == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doubles import wait_until
-from service_rig import DaemonProcess, attached
+from service_rig import DaemonProcess, attached, patient
 from small_engines import KEEP
 from tiny_models import config_of
 
@@ -32,7 +32,8 @@ def engine_at(socket: Path | None) -> Engine:
     """An engine over the daemon's tiers; without a socket, over none."""
     settings = EngineConfig(num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8, exact=True)
     section = {"block_size": settings.block_size, "load_or_recompute": "load"}
-    config = Config.model_validate({"host": {"size": "4MiB"}, "cache": section, "service": {"socket": socket}})
+    service = {"socket": socket, "deadline": "60s"}
+    config = Config.model_validate(patient({"host": {"size": "4MiB"}, "cache": section, "service": service}))
     connect = LocalConnector.connect(config) if socket is not None else None
     return Engine.from_config(config_of("llama"), settings, connect)
 
@@ -48,8 +49,8 @@ def test_what_one_engine_computed_another_loads(socket: Path) -> None:
     alone, first, second = engine_at(None), engine_at(socket), engine_at(socket)
     (truth,) = alone.generate([PROMPT], KEEP)
     (computed,) = first.generate([PROMPT], KEEP)
-    assert first.drain(5)
-    assert tiers_of(first).drain(5)
+    assert first.drain(60)
+    assert tiers_of(first).drain(60)
     (loaded,) = second.generate([PROMPT], KEEP)
     assert computed.num_external_tokens == 0
     assert loaded.num_external_tokens == 144  # nine blocks of sixteen; the rest is computed
@@ -62,12 +63,12 @@ def test_what_one_engine_computed_another_loads(socket: Path) -> None:
     wait_until(lambda: attached(tiers_of(first)) and attached(tiers_of(second)))
     other = [9, *PROMPT]
     (computed,) = first.generate([other], KEEP)
-    assert first.drain(5)
-    assert tiers_of(first).drain(5)
+    assert first.drain(60)
+    assert tiers_of(first).drain(60)
     (loaded,) = second.generate([other], KEEP)
     assert loaded.num_external_tokens == 144
     assert loaded.token_ids == computed.token_ids
-    assert second.drain(5)
+    assert second.drain(60)
     tiers_of(second).check()
     for engine in (alone, first, second):
         engine.close()

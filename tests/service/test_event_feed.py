@@ -11,17 +11,19 @@ from event_rig import until
 from node_rig import free_port
 
 from kvtier.connector.events import (
+    MAX_PAYLOAD,
     AllBlocksCleared,
     BlockStored,
     EventBatch,
+    KVEvent,
     decode_batch,
     encode_batch,
     external_hash,
     topic_of,
 )
 from kvtier.service.event_consumer import EventConsumer
-from kvtier.service.event_sequence import END
-from kvtier.service.events import Publisher
+from kvtier.service.event_sequence import END, Told
+from kvtier.service.events import MAX_BATCH_BYTES, Publisher, _parts
 from kvtier.service.prefix_index import PrefixIndex, prompt_hashes
 from kvtier.service.told_blocks import ToldBlocks
 from kvtier.tiers.chain import TokenChain, root_hash
@@ -255,6 +257,74 @@ def test_dropped_doubled_and_late_batches_of_any_publisher() -> None:
             assert counts["gaps"] >= 2
             assert counts["duplicates"] >= 1  # 5; one that comes while a replay is under way may be had from that
             assert "lost" not in counts
+
+
+class Held(PrefixIndex):
+    """An index that takes in nothing while its gate is closed."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZE)
+        self.gate = threading.Event()
+        self.is_waited_for = threading.Event()
+
+    def apply(self, worker: str, event: KVEvent) -> None:
+        self.is_waited_for.set()
+        assert self.gate.wait(DEADLINE)
+        super().apply(worker, event)
+
+
+def test_what_a_former_publisher_said_last_is_not_taken_for_its_successors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.service.event_consumer._TURN", 1)
+    config, index = addresses(), Held()
+    assert config.publish is not None
+    with reader(config, index) as consumer:
+        with Publisher(config) as publisher:
+            until(lambda: consumer.state.state == "live")
+            publisher.tell(MODEL, [stored(chain_of(0))])
+            assert index.is_waited_for.wait(DEADLINE)  # the reader is busy with the first batch, and has …
+            for number in range(1, 9):
+                publisher.tell(MODEL, [stored(chain_of(number))])
+            assert publisher.flush(DEADLINE)
+            time.sleep(0.5)  # … the others in its queue, as good as surely: else this shows nothing
+        with zmq.Context() as context, context.socket(zmq.PUB) as out, context.socket(zmq.ROUTER) as again:
+            with out.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as arrivals:
+                for socket, address in ((out, config.publish), (again, str(config.replay))):
+                    socket.setsockopt(zmq.LINGER, 0)
+                    socket.bind(address)
+                assert arrivals.poll(int(1000 * DEADLINE))  # the reader's socket has found the successor …
+                out.disable_monitor()
+            index.gate.set()  # … and now the reader does, which still has to read eight batches of the former one
+            events = ToldBlocks(MODEL).take_in(stored(chain_of(50)))
+            told = Told(0, topic_of(MODEL).encode(), encode_batch(EventBatch(time.time(), events)))
+
+            def is_answered() -> bool:
+                while again.poll(20):
+                    client, _, number = again.recv_multipart()
+                    if number == bytes(8):
+                        again.send_multipart([client, b"", *told.frames])
+                    again.send_multipart([client, b"", b"", END, b""])
+                return consumer.state.state == "live"
+
+            until(is_answered)
+            assert found(index, chain_of(50)) == {"CPU": 4}
+            assert index.holdings("w") == {"CPU": 4}
+            assert consumer.state.counts["dropped"] > 0
+
+
+def test_no_batch_of_ours_is_more_than_a_reader_takes() -> None:
+    # huge blocks, whose tokens are as long as they can be on the wire
+    size, blocks = 4096, 512
+    names = [2**64 - 1] * blocks
+    tokens = [2**32 - 1] * (size * blocks)
+    events = [BlockStored(names, None, tokens, size, None, "STORAGE", None) for _ in range(3)]
+    events += [BlockStored(names[:1], None, tokens[:size], size, None, "GPU", None)] * 300
+    parts = list(_parts([*events, AllBlocksCleared()]))
+    assert [event for part in parts for event in part] == [*events, AllBlocksCleared()]
+    sizes = [len(encode_batch(EventBatch(0.0, part))) for part in parts]
+    assert max(sizes) <= MAX_PAYLOAD
+    assert [len(part) for part in parts][:3] == [1, 1, 1]
+    assert max(sizes[3:]) <= MAX_BATCH_BYTES
+    assert sum(len(part) > 1 for part in parts) >= len(parts) - 4  # and no batch for each event
 
 
 def test_no_reader_misses_its_own_handshake() -> None:

@@ -227,7 +227,7 @@ def applied(steps: list[Step]) -> set[int]:
     return held
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(st.data())
 def test_any_schedule_ends_as_in_order_reading_would(data: st.DataObject) -> None:
     publisher, sequencer = Publisher(data.draw(st.sampled_from([1, 3, 100]))), Sequencer()

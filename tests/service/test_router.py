@@ -14,8 +14,9 @@ from typing import Any
 import httpx2
 import pytest
 from http_rig import kvtier, pester
+from node_rig import ROOT, free_port
 from openai import APIError, OpenAI
-from router_rig import MODEL, RoutedReplicas, ToldReplica, replicas, routed, until
+from router_rig import MODEL, PATIENCE, RoutedReplicas, ToldReplica, replicas, routed, until
 from service_rig import end_child, environment
 
 from kvtier.service.router_spec import parse_replicas
@@ -92,6 +93,7 @@ def test_requests_and_answers_pass_unchanged(pair: Pair, router: RoutedReplicas)
     assert sum(value for name, value in metrics.items() if name.startswith("kvtier_route_requests_total")) == 2
     assert metrics["kvtier_route_told_prompt_tokens_total"] == 80  # as the usage of both said
     assert metrics["kvtier_route_told_cached_tokens_total"] == 64
+    assert router.status()["tokens"]["told_tiers"] == {"L1": 48, "L2": 0, "file": 0, "redis": 16}
     last = router.status()["decisions"][0]
     assert {score["name"] for score in last["scores"]} == {replica.name for replica in pair}
     assert last["reason"] == "unsure"
@@ -210,12 +212,14 @@ def test_a_client_that_does_not_read_makes_the_replica_wait(pair: Pair, router: 
 
 def test_patience_has_an_end_at_every_step(pair: Pair) -> None:
     spec = [replica.url for replica in pair]
-    # no first byte in time: the next one, and then there is none
+    # no first byte in time, however many could be asked: the time is the client's
     with routed(*spec, first_byte_timeout="300ms") as router:
-        pair[0].behave(wait=30)
-        names = [router.complete().headers["x-kvtier-replica"] for _ in range(2)]
-        assert names == [pair[1].name] * 2
-        assert router.status()["retries"] == {"slow_first_byte": 1}
+        for replica in pair:
+            replica.behave(wait=30)
+        answer = router.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "slow_first_byte")
+        assert router.status()["errors"] == {"slow_first_byte": 1}
+        assert router.status()["retries"] == {}
     # a stream that stops
     with routed(*spec, stall_timeout="300ms") as router:
         for replica in pair:
@@ -223,7 +227,7 @@ def test_patience_has_an_end_at_every_step(pair: Pair) -> None:
         with stream(router) as answer:
             assert events(answer.read().decode())[-1]["error"]["code"] == "mid_stream_stalled"
     # a request that goes on for ever
-    with routed(*spec, request_timeout="500ms") as router:
+    with routed(*spec, request_timeout="4s") as router:
         for replica in pair:
             replica.behave(events=100_000, pause=0.05)
         with stream(router) as answer:
@@ -238,12 +242,14 @@ def test_patience_has_an_end_at_every_step(pair: Pair) -> None:
 def test_more_than_replicas_may_have_is_told_so(pair: Pair) -> None:
     with routed(*(replica.url for replica in pair), max_requests=1) as router, ThreadPoolExecutor(2) as clients:
         for replica in pair:
-            replica.behave(wait=2)
+            replica.behave(wait=PATIENCE)
         held = [clients.submit(router.complete) for _ in pair]
         until(lambda: sum(each["in_flight"] for each in router.status()["replicas"]) == 2)
         answer = router.complete()
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "full")
         assert answer.headers["retry-after"] == "1"
+        for replica in pair:
+            replica.behave()
         assert [each.result().status_code for each in held] == [200, 200]
 
 
@@ -263,6 +269,21 @@ def test_one_that_hangs_is_dropped(pair: Pair) -> None:
         until(lambda: router.state(pair[0]) == "down")
         pair[0].signal(signal.SIGCONT)
         until(lambda: router.state(pair[0]) == "up")
+
+
+def test_what_one_that_hangs_has_not_begun_another_answers(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.service.router_replicas._HOPELESS", 1.0)
+    with routed(*(replica.url for replica in pair), probe_timeout="2s") as router, ThreadPoolExecutor(4) as clients:
+        for replica in pair:
+            replica.behave(wait=2)
+        held = [clients.submit(router.complete) for _ in range(4)]
+        until(lambda: all(len(replica.seen) >= 2 for replica in pair))
+        pair[0].signal(signal.SIGSTOP)
+        try:
+            assert {each.result().headers["x-kvtier-replica"] for each in held} == {pair[1].name}
+            assert router.status()["retries"] == {"slow_first_byte": 2}
+        finally:
+            pair[0].signal(signal.SIGCONT)
 
 
 def test_one_that_is_not_ready_gets_nothing_new(pair: Pair, router: RoutedReplicas) -> None:
@@ -307,6 +328,25 @@ def test_one_of_another_kind_is_refused_with_both_values(
         assert all(why in told for why in whys), told
         assert any(stranger.name in line and told in line for line in caplog.messages)
         assert {router.complete().headers["x-kvtier-replica"] for _ in range(3)} == {started[0].name}
+
+
+def test_one_that_cannot_join_is_logged_once_with_why(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    nobody = f"127.0.0.1:{free_port()}"
+    with (
+        routed(pair[0].url, token="a key nobody has given") as locked,
+        routed(f"http://{nobody}", f"http://{locked.server.address}") as router,
+    ):
+        until(lambda: [each["state"] for each in router.status()["replicas"]] == ["down", "refused"])
+        # a key of the replica's is nothing that a client could mend: it is not told of it
+        answer = router.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "unreachable")
+    for name, why in (
+        (nobody, "down: unreachable: "),
+        (locked.server.address, "refused: /v1/models answers 401; set [router] replica_token to its key"),
+    ):
+        (line,) = (line for line in caplog.messages if line.startswith(f"replica {name} is "))
+        assert why in line
 
 
 def test_an_engine_that_only_has_vllms_page_for_health(started: Pair) -> None:
@@ -357,7 +397,7 @@ def test_the_command_serves_until_it_is_told_to_stop(pair: Pair) -> None:
             with client.stream("POST", "/v1/completions", json=body) as answer:
                 run.send_signal(signal.SIGTERM)  # what is under way may end
                 assert events(answer.read().decode())[-1] == "[DONE]"
-        assert run.wait(30) == 0
+        assert run.wait(60) == 0
     finally:
         end_child(run)
 
@@ -374,6 +414,7 @@ def test_who_has_no_token_gets_no_hint(pair: Pair) -> None:
             ):
                 assert answer.status_code == 401
                 assert answer.json()["error"]["message"] == "not allowed"
+        assert router.status()["errors"] == {"401": 4}
         for page in (
             "/healthz",
             "/readyz",
@@ -407,13 +448,33 @@ def test_a_page_of_text_says_where_requests_went_and_why(pair: Pair, router: Rou
     assert json.loads(kvtier("status", "--http", router.server.address, "--json").stdout)["replicas"]
 
 
+def test_its_metrics_are_those_of_its_page_in_the_docs(router: RoutedReplicas) -> None:
+    told = re.findall(r"^# TYPE (\w+)", router.client.get("/metrics").text, re.MULTILINE)
+    assert set(told) == set(re.findall(r"`(kvtier_route_\w+)", (ROOT / "docs" / "router.md").read_text()))
+
+
+def test_a_daemons_verbs_are_one_line_where_a_router_or_an_engine_answers(pair: Pair, router: RoutedReplicas) -> None:
+    for verb, address in (
+        (["top"], router.server.address),
+        (["purge", "--all"], router.server.address),
+        (["status"], pair[0].name),
+        (["top", "--count", "1"], pair[0].name),
+    ):
+        told = kvtier(*verb, "--http", address)
+        assert (told.returncode, told.stderr) == (
+            1,
+            f'kvtier: [service] http "{address}": what answers there is no daemon of kvtier\'s; '
+            "give the daemon's --http HOST:PORT\n",
+        )
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param", "message"),
     [
-        (b"{", 400, None, "no JSON"),
-        (b"[1]", 400, None, "no JSON object"),
-        (b"[" * 100_000, 400, None, "no JSON"),
-        (b'"\xff"', 400, None, "no JSON"),
+        (b"{", 400, None, "body: not JSON ("),
+        (b"[1]", 400, None, "body [1]: not a JSON object; send one"),
+        (b"[" * 100_000, 400, None, "body: not JSON ("),
+        (b'"\xff"', 400, None, "body: not JSON ("),
         (b'{"model": "gpt"}', 404, "model", "model 'gpt': not here; use 'm'"),
     ],
 )

@@ -1,14 +1,20 @@
 """Stories of the router that hears real publishers: it goes where the prefix is, or takes turns."""
 
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
+import zmq
 from node_rig import free_port
 from router_rig import MODEL, RoutedReplicas, ToldReplica, replicas, routed, until
+from service_rig import end_child, environment
 
+from kvtier.connector.events import BlockRemoved, BlockStored, EventBatch, encode_batch, namespace_of
 from kvtier.service.events import Publisher
-from kvtier.service.router_holdings import joined
+from kvtier.service.router_holdings import Holdings, joined
 from kvtier.service.router_spec import Publishers
 from kvtier.tiers.chain import TokenChain, root_hash
 from kvtier.tiers.config import EventsConfig
@@ -33,8 +39,8 @@ class Told:
         self.ports = {"publish": f"tcp://127.0.0.1:{free_port()}", "replay": f"tcp://127.0.0.1:{free_port()}"}
         self.start()
 
-    def start(self) -> None:
-        self._publisher = Publisher(EventsConfig.model_validate(self.ports))
+    def start(self, **options: object) -> None:
+        self._publisher = Publisher(EventsConfig.model_validate({**self.ports, **options}))
 
     def store(self, chain: TokenChain, tier: str = "l1", blocks: int | None = None) -> None:
         fingerprint = FINGERPRINT
@@ -42,18 +48,26 @@ class Told:
         if chain.root != root_hash(fingerprint):
             self._publisher.begin_at(fingerprint, chain.root)
         self._publisher.tell(fingerprint, [Stored(tier, tuple(records[:blocks]))])
-        assert self._publisher.flush(30)
+        assert self._publisher.flush(60)
 
     def remove(self, chain: TokenChain, tier: str = "l1") -> None:
         self._publisher.tell(FINGERPRINT, [Removed(tier, tuple(chain.hashes), False)])
-        assert self._publisher.flush(30)
+        assert self._publisher.flush(60)
+
+    def store_as_vllm(self, first_name: int, tokens: list[int], lora_name: str | None) -> None:
+        """Blocks under names of vLLM's own, of an adapter or of the model itself."""
+        names = range(first_name, first_name + len(tokens) // SIZE)
+        keys = None if lora_name is None else [(lora_name,)] * len(names)
+        stored = BlockStored(list(names), None, tokens, SIZE, None, "GPU", lora_name, keys)
+        self._publisher._submit(0, lambda: self._publisher._send(FINGERPRINT, [stored]))
+        assert self._publisher.flush(60)
 
     def stop(self) -> None:
         self._publisher.close()
 
 
-def nature(events: Told | None, node: Told | None = None) -> Mapping[str, object]:
-    ours = {"block_size": SIZE, "fingerprint": FINGERPRINT.hex(), "max_model_len": 512}
+def nature(events: Told | None, node: Told | None = None, **more: object) -> Mapping[str, object]:
+    ours = {"block_size": SIZE, "fingerprint": FINGERPRINT.hex(), "max_model_len": 512, **more}
     told = {"events": events and events.ports, "node": node and node.ports}
     return {**MODEL, "kvtier": {**ours, **told}}
 
@@ -162,6 +176,100 @@ def test_what_the_node_holds_is_had_by_its_replicas_and_what_redis_holds_by_all(
             assert cached == {first.name: 8, second.name: 8, third.name: 8}
 
 
+def test_an_adapters_prompt_is_not_the_models() -> None:
+    adapters = [{"id": "ad1", "object": "model", "parent": "m"}, {"id": "ad2", "object": "model", "parent": "m"}]
+    vllm = {"id": "m", "object": "model", "parent": None, "adapters": adapters}
+    with publishers(2) as (one, other), replicas(2, vllm, vllm) as (first, second):
+        parts = [f",events={told.ports['publish']},replay={told.ports['replay']},block_size=4" for told in (one, other)]
+        with routed(first.url + parts[0], second.url + parts[1]) as router:
+            until(lambda: live(router))
+            # the same words, to the model and to one of its adapters
+            one.store_as_vllm(1, PROMPT, None)
+            other.store_as_vllm(1, PROMPT, "ad1")
+            until(lambda: blocks(router, first) == blocks(router, second) == {"GPU": 10})
+            for model, holder in (("m", first), ("ad1", second)):
+                assert {asked(router, model=model) for _ in range(4)} == {holder.name}
+                cached = {score["name"]: score["cached"] for score in router.status()["decisions"][0]["scores"]}
+                assert sum(cached.values()) == cached[holder.name] == 10
+            # nobody holds anything of the other adapter's, nor of a tenant's
+            for asks in ({"model": "ad2"}, {"model": "ad1", "cache_salt": "alice"}):
+                assert {asked(router, **asks) for _ in range(4)} == {first.name, second.name}
+                assert router.status()["decisions"][0]["reason"] == "equal"
+
+
+def test_an_engines_own_salt_counts_where_a_request_has_none() -> None:
+    namespace = namespace_of(root_hash(FINGERPRINT, cache_salt="the engine's"))
+    plain = nature(None)
+    with publishers(2) as (one, other), ExitStack() as stack:
+        salted = [nature(told, namespace=namespace) for told in (one, other)]
+        first, second, third = stack.enter_context(replicas(3, *salted, plain))
+        router = stack.enter_context(routed(first.url, second.url, third.url))
+        # a replica whose requests without a salt are another tenant's is refused, with both values
+        until(lambda: router.state(third) == "refused")
+        why = next(each["why"] for each in router.status()["replicas"] if each["name"] == third.name)
+        assert "namespace none" in why
+        assert namespace in why
+        until(lambda: live(router))
+        one.store(chain_of(PROMPT))
+        other.store(chain_of(PROMPT, salt="the engine's"))
+        until(lambda: blocks(router, first) == blocks(router, second) == {"GPU": 10})
+        assert {asked(router) for _ in range(4)} == {second.name}
+        assert {asked(router, cache_salt="the engine's") for _ in range(4)} == {second.name}
+        assert {asked(router, cache_salt="alice") for _ in range(4)} == {first.name, second.name}
+
+
+def test_a_daemon_under_a_topic_of_its_own_is_refused_with_both(caplog: pytest.LogCaptureFixture) -> None:
+    with publishers(1) as (node,), replicas(2, nature(None, node)) as (first, second):
+        node.stop()
+        node.start(topic="kv")
+        node.store(chain_of(PROMPT), "l2")
+        with routed(first.url, second.url) as router:
+            until(lambda: router.status()["replicas"][0]["node_events"]["state"] == "refused")
+            why = router.status()["replicas"][0]["node_events"]["why"]
+            assert '"kv"' in why
+            assert f'"kv@{FINGERPRINT.hex()[:16]}"' in why
+            assert sum(why in line for line in caplog.messages) == 1
+            assert {asked(router) for _ in range(4)} == {first.name, second.name}
+            assert router.status()["decisions"][0]["reason"] == "unsure"  # whatever it holds, nobody knows
+            # told as it should be, it is heard again
+            node.stop()
+            node.start()
+            node.store(chain_of(PROMPT), "l2")
+            until(lambda: router.status()["replicas"][0]["node_events"]["state"] == "live")
+            until(lambda: blocks(router, first) == {"CPU": 10})
+
+
+def test_of_a_very_long_prompt_the_beginning_is_looked_for() -> None:
+    prompt = list(range(70_000))
+    with publishers(2) as (one, other), replicas(2, nature(one), nature(other)) as (first, second):
+        one.store(chain_of(prompt))
+        with routed(first.url, second.url) as router:
+            until(lambda: live(router) and blocks(router, first) == {"GPU": 17_500})
+            assert asked(router, prompt) == first.name
+            last = router.status()["decisions"][0]
+            assert last["prompt_blocks"] == 17_500
+            assert {score["name"]: score["cached"] for score in last["scores"]} == {first.name: 16_384, second.name: 0}
+            # what would take long to read is not read, and goes by load
+            assert {asked(router, prompt * 4) for _ in range(2)} == {first.name, second.name}
+            assert router.status()["unknown_prompts"] == {"too_long": 2}
+
+
+def test_who_publishes_elsewhere_is_forgotten_there() -> None:
+    with publishers(2) as (one, other):
+        one.store(chain_of(PROMPT))
+        other.store(chain_of(PROMPT[:20]))
+        holdings = Holdings(strict=False)
+        try:
+            for told, num_blocks in ((one, 10), (other, 5), (one, 10), (other, 5)):
+                at = Publishers(told.ports["publish"], told.ports["replay"])
+                holdings.follow("r", at, SIZE, FINGERPRINT)
+                until(lambda num_blocks=num_blocks: holdings.state("r")["blocks"] == {"GPU": num_blocks})  # type: ignore[misc]
+                until(lambda num_blocks=num_blocks: holdings.num_blocks == num_blocks)  # type: ignore[misc]
+            assert not holdings.skipped
+        finally:
+            holdings.close()
+
+
 @pytest.mark.parametrize(
     ("own", "node", "shared", "prefix"),
     [
@@ -188,3 +296,34 @@ def test_publishers_are_what_both_say() -> None:
     )
     why = Publishers("tcp://engine-2:5557").agreed(told)
     assert why == 'events "tcp://engine-1:5557", but its --replica says "tcp://engine-2:5557"; give what it has'
+
+
+@pytest.mark.parametrize(("variable", "kind"), [({}, ""), ({"DYN_KV_ENFORCE_ENGINE_HASH_STABILITY": "1"}, "error: ")])
+def test_the_commands_log_says_what_cannot_be_true_and_its_cause(
+    tmp_path: Path, variable: Mapping[str, str], kind: str
+) -> None:
+    behind = BlockStored([7], 3, PROMPT[:SIZE], SIZE, None, "GPU", None)  # nobody has told of 3
+    payload = encode_batch(EventBatch(1.0, [behind, BlockRemoved([9], "GPU")], 0))
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", "from kvtier.cli import main; main()", "route", "--http", "127.0.0.1:0"]
+    with replicas(1) as (replica,), zmq.Context() as context, context.socket(zmq.PUB) as engine, log.open("w") as file:
+        engine.setsockopt(zmq.LINGER, 0)
+        port = engine.bind_to_random_port("tcp://127.0.0.1")
+        spec = f"{replica.url},events=tcp://127.0.0.1:{port},block_size={SIZE}"
+        run = subprocess.Popen([*command, "--replica", spec], env={**environment(), **variable}, stderr=file, text=True)
+        try:
+            numbers = iter(range(1 << 20))
+
+            def is_told() -> bool:
+                engine.send_multipart([b"", next(numbers).to_bytes(8, "big"), payload])
+                return "removal" in log.read_text()
+
+            until(is_told)
+        finally:
+            end_child(run)
+    lines = [line for line in log.read_text().splitlines() if "unknown parent" in line or "removal" in line]
+    assert len(lines) >= 2
+    for line in lines:
+        assert line.startswith(f"kvtier: {kind}KV events: tcp://127.0.0.1:{port}: ")
+        assert "events were missed, or" in line
+    assert "its hash seed (PYTHONHASHSEED) or block size has changed" in lines[0]

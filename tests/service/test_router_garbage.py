@@ -1,16 +1,22 @@
 """The router before a replica that speaks raw bytes: what it says unasked, of itself or not to the end harms nobody."""
 
 import json
+import logging
+import random
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
-from router_rig import MODEL, RoutedReplicas, routed, until
+from router_rig import MODEL, PATIENCE, RoutedReplicas, routed, until
 
-Says = Callable[[str, dict[str, str]], bytes | None]
+from kvtier.service import http_server
+
+Says = Callable[[str, dict[str, str]], bytes | Iterator[bytes] | None]
+CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 
 
@@ -21,16 +27,21 @@ def page(value: object, *lines: str) -> bytes:
 
 
 class RawReplica:
-    """Answers each request by what `says` makes of its path and headers; hangs up where that is None or has no end."""
+    """Answers each request by what `says` makes of its path and headers; hangs up where that is None or has no end.
+
+    What comes in several parts is sent part by part.
+    """
 
     def __init__(self, says: Says) -> None:
         self.pages: dict[str, object] = {"/v1/models": {"object": "list", "data": [MODEL]}, "/readyz": {}}
         self.asked: Counter[str] = Counter()
+        self.hangs: dict[str, threading.Event] = {}  # by path: what to wait for before it is answered
         self._says = says
         self._listening = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
         self.name = f"127.0.0.1:{self._listening.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def hang_up(self) -> None:
         while self._open:
@@ -38,6 +49,8 @@ class RawReplica:
                 self._open.pop().shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)  # wakes who waits for the next
+        self._accepting.join(60)
         self._listening.close()
         self.hang_up()
 
@@ -60,21 +73,24 @@ class RawReplica:
                         name, _, value = line.partition(":")
                         headers[name.lower()] = value.strip()
                     lines.read(int(headers.get("content-length", 0)))
+                    if path in self.hangs:
+                        self.hangs[path].wait(PATIENCE)
                     known = path in self.pages or not path.startswith("/v1/")
                     answer = page(self.pages.get(path, {})) if known else self._says(path, headers)
-                    if answer is not None:
-                        connection.sendall(answer)
-                    if answer is None or b"length" not in answer:
+                    parts = [answer] if isinstance(answer, bytes) else answer
+                    for part in parts or ():
+                        connection.sendall(part)
+                    if not isinstance(answer, bytes) or b"length" not in answer:
                         return
             except OSError:
                 return
 
 
 @contextmanager
-def before(says: Says) -> Iterator[tuple[RawReplica, RoutedReplicas]]:
+def before(says: Says, **options: object) -> Iterator[tuple[RawReplica, RoutedReplicas]]:
     replica = RawReplica(says)
     try:
-        with routed(f"http://{replica.name}") as router:
+        with routed(f"http://{replica.name}", **options) as router:
             until(lambda: state(router) == "up")
             yield replica, router
     finally:
@@ -102,6 +118,145 @@ def test_a_stream_that_only_breaks_off_is_no_whole_one() -> None:
     with before(lambda path, headers: half(path, headers) + b"data: [DONE]\n\n") as (_, router):
         assert router.complete(stream=True).text.endswith("data: [DONE]\n\n")
         assert router.status()["errors"] == {}
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def event(text: object) -> bytes:
+    return b"data: " + json.dumps(text).encode() + b"\n\n"
+
+
+@pytest.fixture
+def passed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What went to a client past everything that a server does for an answer."""
+    found: list[bytes] = []
+    real = http_server._Impatient._pass_chunks
+
+    def noting(self: http_server._Impatient, chunks: bytes) -> bool:
+        has_passed = real(self, chunks)
+        if has_passed:
+            found.append(chunks)
+        return has_passed
+
+    monkeypatch.setattr(http_server._Impatient, "_pass_chunks", noting)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stream_is_the_same_wherever_its_bytes_are_cut(seed: int) -> None:
+    # events alone, several in a chunk, one in several chunks, whole chunks and halves of them in one piece
+    draw = random.Random(seed)
+    events = [event("x" * draw.randrange(40)) for _ in range(60)] + [b"data: [DONE]\n\n"]
+    stream = b"".join(events)
+    chunks, at = [], 0
+    for _ in range(40):
+        end = at + draw.choice([len(events[0]), draw.randrange(1, 60), stream.find(b"\n\n", at + 1) + 2 - at])
+        if at < end <= len(stream):
+            chunks.append(chunk(stream[at:end]))
+            at = end
+    chunks += [chunk(stream[at:]), b"0\r\n\r\n"] if at < len(stream) else [b"0\r\n\r\n"]
+
+    def says(path: str, headers: dict[str, str]) -> Iterator[bytes]:
+        yield CHUNKED
+        wire = b"".join(chunks)
+        borders = {sum(map(len, chunks[:i])) for i in range(len(chunks)) if draw.random() < 0.7}
+        borders |= {draw.randrange(len(wire)) for _ in range(5)}
+        for begin, end in zip([0, *sorted(borders)], [*sorted(borders), len(wire)], strict=True):
+            yield wire[begin:end]
+            time.sleep(0.005)
+
+    with before(says) as (_, router):
+        assert router.complete(stream=True).content == stream
+        assert router.status()["errors"] == {}
+
+
+def test_events_that_come_alone_are_passed_on_as_they_are(passed: list[bytes]) -> None:
+    events = [event(number) for number in range(50)] + [b"data: [DONE]\n\n"]
+    usage = event({"usage": {"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}})
+    taken = threading.Semaphore(0)
+
+    def says(path: str, headers: dict[str, str]) -> Iterator[bytes]:
+        yield CHUNKED
+        for each in [*events[:-1], usage, events[-1]]:
+            yield chunk(each)
+            taken.acquire(timeout=PATIENCE)  # each has arrived before the next is sent
+        yield b"0\r\n\r\n"
+
+    with before(says) as (_, router):
+        asked = {"model": "m", "prompt": "x", "stream": True}
+        told = b""
+        with router.client.stream("POST", "/v1/completions", json=asked) as answer:
+            for piece in answer.iter_raw():
+                told += piece
+                taken.release()
+        assert told == b"".join([*events[:-1], usage, events[-1]])
+        assert passed[-1] == chunk(events[-1])
+        assert len(passed) > 45
+        assert router.status()["tokens"]["told_cached"] == 4  # what is passed on is read, all the same
+
+        # who knows no chunks gets none
+        passed.clear()
+        host, _, port = router.server.address.rpartition(":")
+        with socket.create_connection((host, int(port)), PATIENCE) as old:
+            body = json.dumps(asked).encode()
+            head = f"POST /v1/completions HTTP/1.0\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+            old.sendall(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
+            told = b""
+            while piece := old.recv(65_536):
+                told += piece
+                taken.release(len(events))
+        assert told.partition(b"\r\n\r\n")[2] == b"".join([*events[:-1], usage, events[-1]])
+        assert not passed
+
+
+@pytest.mark.parametrize("rubbish", [b"zz\r\n", b"\n\n\r\n", b"3\r\nabc\n\n\r\n", b"-1\r\n\n\n\r\n"])
+def test_rubbish_among_chunks_ends_a_stream_with_an_error(rubbish: bytes, passed: list[bytes]) -> None:
+    def says(path: str, headers: dict[str, str]) -> Iterator[bytes]:
+        yield CHUNKED
+        for number in range(5):
+            yield chunk(event(number))
+            time.sleep(0.05)
+        yield rubbish
+
+    with before(says) as (_, router):
+        *told, last, rest = router.complete(stream=True).text.split("\n\n")
+        assert told[:5] == [f"data: {number}" for number in range(5)]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "mid_stream_garbled"
+        assert rest == ""
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n", CHUNKED])
+def test_an_answer_that_only_drips_does_not_begin(head: bytes) -> None:
+    def says(path: str, headers: dict[str, str]) -> Iterator[bytes]:
+        yield head
+        with suppress(OSError):
+            for number in range(10_000):  # lines of a head, or of a chunk that has no bytes
+                yield b"x-%d: 1\r\n" % number if head is not CHUNKED else b"1"[: number == 0]
+                time.sleep(0.02)
+
+    with before(says, first_byte_timeout="500ms", request_timeout="40s") as (_, router):
+        answer = router.complete(stream=True)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "slow_first_byte")
+        assert answer.headers["x-should-retry"] == "false"
+
+
+def test_one_that_is_slow_to_say_its_load_is_not_dead(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvtier.service.router_replicas._LOAD_PATIENCE", 0.5)
+    caplog.set_level(logging.INFO)
+    with before(lambda path, headers: page("{}"), probe_timeout="2s") as (replica, router):
+        replica.pages["/status"] = {"requests": {"live": 3}}
+        until(lambda: router.status()["replicas"][0]["load"] > 0)
+        replica.hangs["/status"] = threading.Event()
+        until(lambda: router.status()["replicas"][0]["errors"].get("no_status", 0) >= 3)
+        assert state(router) == "up"
+        assert not [line for line in caplog.messages if "is down" in line]
+        assert router.status()["replicas"][0]["load"] == 0  # what it said long ago is not believed
+        replica.hangs.pop("/status").set()
+        until(lambda: router.status()["replicas"][0]["load"] > 0)
 
 
 def test_headers_of_one_hop_stay_there() -> None:

@@ -163,7 +163,7 @@ CANDIDATES = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(CANDIDATES, max_size=6), st.integers(0, 500), st.integers(0, 10_000))
 def test_it_never_chooses_who_cannot_take_it_nor_a_worse_one(fleet: list[Candidate], size: int, turn: int) -> None:
     choice = choose(fleet, size, turn=turn)

@@ -227,4 +227,4 @@ class ToldMachine(RuleBasedStateMachine):
 
 
 TestToldBlocks = ToldMachine.TestCase
-TestToldBlocks.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestToldBlocks.settings = settings(max_examples=40, stateful_step_count=30)

@@ -44,7 +44,7 @@ def rack() -> Iterator[Rack]:
 def engine_on(where: Node | None, salt: str | None = None) -> Iterator[Engine]:
     """An engine over a node's daemon, or with nothing below L1; the laws hold at its end, and all is written."""
     options = EngineConfig(block_size=BLOCK, num_blocks=128, exact=True, exact_rows=64, max_num_seqs=8, cache_salt=salt)
-    cache = {"load_or_recompute": "load", "prefetch_deadline": "5s"}
+    cache = {"load_or_recompute": "load", "prefetch_deadline": "60s"}
     connect = None
     if where is not None:
         config = Config.load(service=dict(where.section), host={"size": "16MiB"}, cache=cache)
@@ -52,9 +52,9 @@ def engine_on(where: Node | None, salt: str | None = None) -> Iterator[Engine]:
     engine = Engine.from_config(config_of("llama"), options, connect)
     try:
         yield engine
-        assert engine.drain(10)
+        assert engine.drain(60)
         if isinstance(engine.connector, LocalConnector):
-            assert engine.connector.tiers.drain(30)
+            assert engine.connector.tiers.drain(60)
             engine.connector.tiers.check()
     finally:
         engine.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from doubles import SLOT_BYTES, chain_of, store
 from event_rig import Shelf, held, tiered
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -40,7 +40,7 @@ class EventsMachine(RuleBasedStateMachine):
         self.hierarchy: Hierarchy = tiered(SLOTS, self.directory, self.size, self.settings)
         if late:  # a reader who finds the tiers full of blocks nobody told it of
             store(self.hierarchy, CHAINS[0])
-            assert self.hierarchy.drain(10)
+            assert self.hierarchy.drain(60)
         self.listen()
 
     @rule()
@@ -57,7 +57,7 @@ class EventsMachine(RuleBasedStateMachine):
     def load(self, chain: TokenChain) -> None:
         """From the slab to L2, with whatever that evicts there."""
         prefetch = self.hierarchy.prefetch(chain.hashes, chain.root)
-        assert self.hierarchy.ports[0].queue.drain(10)
+        assert self.hierarchy.ports[0].queue.drain(60)
         self.hierarchy.cancel(prefetch)
 
     @rule(chain=chains, first=positions)
@@ -100,7 +100,7 @@ class EventsMachine(RuleBasedStateMachine):
         """The slab vanishes; the next probe finds out and opens a new one."""
         port = self.hierarchy.ports[0]
         assert isinstance(port.tier, FileStore)
-        assert self.hierarchy.drain(10)
+        assert self.hierarchy.drain(60)
         port.tier.path.unlink()
         assert port.probe("read")
 
@@ -117,7 +117,7 @@ class EventsMachine(RuleBasedStateMachine):
 
     @rule()
     def read_all(self) -> None:
-        assert self.hierarchy.drain(10)
+        assert self.hierarchy.drain(60)
         self.shelf.read(self.source)
         assert {tier: self.shelf.names(tier) for tier in ("l2", "file")} == held(self.hierarchy, NAMES)
         for blocks in self.shelf.blocks.values():
@@ -131,7 +131,7 @@ class EventsMachine(RuleBasedStateMachine):
     def nothing_is_lost_on_the_way(self) -> None:
         """What the reader knows and what waits for it is what is held: `check` compares the logs with the tiers."""
         if hasattr(self, "hierarchy"):
-            assert self.hierarchy.drain(10)
+            assert self.hierarchy.drain(60)
             self.hierarchy.check()
 
     def teardown(self) -> None:
@@ -141,7 +141,5 @@ class EventsMachine(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
-EventsMachine.TestCase.settings = settings(
-    max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+EventsMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 TestEventsMachine = EventsMachine.TestCase

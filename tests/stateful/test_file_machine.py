@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -149,7 +149,5 @@ class FileMachine(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
-FileMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+FileMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestFileMachine = FileMachine.TestCase

@@ -163,7 +163,7 @@ class HierarchyMachine(RuleBasedStateMachine):
             for chain, i in (CHAIN_OF[h],)
         ]
         self.hierarchy.seal(reservation, records, store.epoch)
-        assert self.hierarchy._sealing.drain(10)
+        assert self.hierarchy._sealing.drain(60)
         if store.epoch == self.hierarchy.epoch:
             self.epoch_of.update(dict.fromkeys(reservation.hashes, self.resets))
             assert all(bytes_in_l2(self.hierarchy, h) in (payload_of(h), None) for h in reservation.hashes)
@@ -294,7 +294,7 @@ class HierarchyMachine(RuleBasedStateMachine):
     @rule()
     def drain(self) -> None:
         self.tier.gate.set()
-        assert self.hierarchy.drain(10)
+        assert self.hierarchy.drain(60)
         if not (self.open_stores or self.open_loans):  # those are the worker's copies: not idle
             self.hierarchy.check()
 
@@ -332,7 +332,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         if hasattr(self, "hierarchy"):
             queue = self.hierarchy.ports[0].queue
             if self.tier.gate.is_set():
-                assert queue.drain(10)
+                assert queue.drain(60)
             else:
                 wait_until(lambda: len(queue._running) == 2 or not (queue._urgent or queue._normal))
 
@@ -367,7 +367,7 @@ class HierarchyMachine(RuleBasedStateMachine):
             loan.lease.release()
         for store in self.open_stores:
             self.hierarchy.abandon(store.reservation, Outcome.ABORTED)
-        assert self.hierarchy.drain(10)
+        assert self.hierarchy.drain(60)
         counts = self.hierarchy.host.pool.check()
         self.hierarchy.prefetcher.check()
         assert self.hierarchy.prefetcher.idle
@@ -380,6 +380,5 @@ TestHierarchyMachine = HierarchyMachine.TestCase
 TestHierarchyMachine.settings = settings(
     max_examples=60,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -28,7 +28,7 @@ from kvtier.tiers.tier import BlockRecord, ChainHash
 Path = tuple[int, ...]
 
 NUM_SLOTS = 6
-SETTINGS = settings(max_examples=100, stateful_step_count=40, deadline=None)
+SETTINGS = settings(max_examples=100, stateful_step_count=40)
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)  # a binary tree of chains: much is shared
 POSITIONS = st.sets(st.integers(0, 4))
 

@@ -336,7 +336,7 @@ def test_a_pageable_region_is_copied_by_a_thread(device: FakeDevice, l1: torch.T
     stream = CudaCopyStream(l1, region)
     events = [stream.store(pairs([n], [n])) for n in range(4)]
     loaded = stream.load(pairs([11], [3]), after=events[-1])
-    assert loaded.wait(10)
+    assert loaded.wait(60)
     assert loaded.error is None
     assert torch.equal(l1[11], l1[3])
     stream.close(10)
@@ -446,7 +446,7 @@ def test_engine_blocks_over_a_pageable_region_are_copied_by_a_thread(device: Fak
         tensors = tensors_of(1)
     stream = CudaCopyStream(rank_of_two(1, tensors), region)
     loaded = stream.load(pairs([11], [3]), after=stream.store(pairs([2], [3])))
-    assert loaded.wait(10)
+    assert loaded.wait(60)
     assert loaded.error is None
     assert all(torch.equal(layer[11], layer[2]) for layer in tensors)
     stream.close(10)

@@ -52,7 +52,7 @@ class Story:
 
     def settle(self) -> None:
         self.tier.gate.set()
-        assert self.port.queue.drain(10)
+        assert self.port.queue.drain(60)
 
     def drops(self, reason: Outcome) -> float:
         return self.metrics.snapshot().get(f'kvtier_store_dropped_total{{tier="file",reason="{reason}"}}', 0)
@@ -202,7 +202,7 @@ def test_a_write_that_waited_through_a_reset_never_lands(story: Story) -> None:
     story.tier.write = signalling_write  # type: ignore[method-assign,assignment]
     story.tier.gate.clear()
     demoter.offer(hashes, story.note)
-    assert entered.wait(10)  # the first two are being written, the others wait
+    assert entered.wait(60)  # the first two are being written, the others wait
     story.host.pool.reset()
     story.port.reset()
     story.settle()

@@ -35,7 +35,7 @@ def tiers_of(disk_dir: Path) -> Iterator[Tiered]:
         return opened[-1]
 
     yield make
-    assert opened[-1].drain(10)
+    assert opened[-1].drain(60)
     opened[-1].check()
     opened[-1].close()
 
@@ -54,7 +54,7 @@ def test_a_run_is_told_with_its_tokens_and_parents(tiers_of: Tiered) -> None:
     source = EventSource(hierarchy)
     assert source.take() == []
     store(hierarchy, chain)
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     assert source.waiting
     # One event for each tier: four blocks, the first one's parent the chain's root, with the tokens they stand for.
     records = tuple(record_of(chain, i) for i in range(4))
@@ -69,14 +69,14 @@ def test_what_is_evicted_is_told_and_what_nobody_knew_is_not(tiers_of: Tiered) -
     source = EventSource(hierarchy)
     store(hierarchy, old)
     assert of_tier("l2", source.take())[0] == []
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     store(hierarchy, new)  # two slots were free: the tail of the old chain goes
     removed, stored = of_tier("l2", source.take())
     assert [set(event.hashes) for event in removed] == [set(old.hashes[4:])]
     assert [[record.chain_hash for record in event.blocks] for event in stored] == [new.hashes]
     # Two chains pass through all of L2; the first comes and goes between two readings: nobody hears of it.
     for first in (900, 1300):
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
         store(hierarchy, chain_of(8, first_token=first))
     removed, stored = of_tier("l2", source.take())
     assert {name for event in removed for name in event.hashes} == {*old.hashes[:4], *new.hashes}
@@ -108,7 +108,7 @@ def test_few_blocks_at_a_time_and_a_removal_never_waits(tiers_of: Tiered) -> Non
     hierarchy, chain, shelf = tiers_of(), chain_of(7), Shelf()
     source = EventSource(hierarchy)
     store(hierarchy, chain)
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     shelf.apply(source.take(3))
     assert shelf.names("l2") == shelf.names("file") == set(chain.hashes[:3])
     hierarchy.host.pool.evict(chain.hashes[2:4])  # one the reader knows, one it does not
@@ -123,7 +123,7 @@ def test_a_reset_is_told_as_everything_gone(tiers_of: Tiered) -> None:
     hierarchy, chain, shelf = tiers_of(), chain_of(5), Shelf()
     source = EventSource(hierarchy)
     store(hierarchy, chain)
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     shelf.read(source)
     hierarchy.host.pool.evict(chain.hashes[4:])
     hierarchy.reset()
@@ -137,7 +137,7 @@ def test_a_reset_is_told_as_everything_gone(tiers_of: Tiered) -> None:
     assert shelf.names("l2") == shelf.names("file") == set()
     # A store is told anew, behind it; a reset of what nobody was told of is no news.
     store(hierarchy, chain)
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     hierarchy.reset()
     assert source.take() == []
 
@@ -145,7 +145,7 @@ def test_a_reset_is_told_as_everything_gone(tiers_of: Tiered) -> None:
 def test_a_reopened_slab_is_told_as_it_was_found(tiers_of: Tiered) -> None:
     first, chain = tiers_of(), chain_of(5)
     store(first, chain)
-    assert first.drain(10)
+    assert first.drain(60)
     source, shelf = EventSource(tiers_of()), Shelf()
     assert source.waiting
     events = source.take()
@@ -159,7 +159,7 @@ def test_a_bad_block_is_told_as_removed(tiers_of: Tiered) -> None:
     hierarchy, chain, shelf = tiers_of(), chain_of(4), Shelf()
     source = EventSource(hierarchy)
     store(hierarchy, chain)
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     shelf.read(source)
     slab = hierarchy.ports[0].tier
     assert isinstance(slab, FileStore)
@@ -179,7 +179,7 @@ def test_a_tier_that_goes_off_is_told_as_emptied_and_told_anew_when_it_is_back(t
     hierarchy, chain, shelf = tiers_of(), chain_of(4), Shelf()
     source, port = EventSource(hierarchy), hierarchy.ports[0]
     store(hierarchy, chain)
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     shelf.read(source)
     assert isinstance(port.tier, FileStore)
     path = port.tier.path
@@ -198,7 +198,7 @@ def test_a_tier_that_goes_off_is_told_as_emptied_and_told_anew_when_it_is_back(t
     else:
         away.rename(path)
         assert port.probe("read")
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     shelf.read(source)
     names = [*chain.hashes, *chain_of(2, first_token=700).hashes]
     assert shelf.names("file") == held(hierarchy, names)["file"]
@@ -208,7 +208,7 @@ def test_a_tier_that_goes_off_is_told_as_emptied_and_told_anew_when_it_is_back(t
 def test_nobody_listens_and_nothing_is_noted(tiers_of: Tiered) -> None:
     hierarchy, chain = tiers_of(), chain_of(4)
     store(hierarchy, chain)
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     pool, slab = hierarchy.host.pool, hierarchy.ports[0].tier
     assert isinstance(slab, FileStore)
     assert pool._table.changes is None
@@ -230,7 +230,7 @@ def test_a_tier_that_cannot_tell_is_passed_over() -> None:
     hierarchy, chain = hierarchy_of(8, MemoryTier()), chain_of(3)
     source = EventSource(hierarchy)
     store(hierarchy, chain)
-    assert hierarchy.drain(5)
+    assert hierarchy.drain(60)
     assert [event.tier for event in source.take()] == ["l2"]
     assert not source.waiting
     hierarchy.close()
@@ -289,7 +289,7 @@ def test_threads_store_evict_and_reset_while_one_reads(tiers_of: Tiered) -> None
         thread.start()
     for thread in workers:
         thread.join(60)
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     ended.set()
     reader.join(60)
     assert not errors, errors

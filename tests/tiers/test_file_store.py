@@ -466,7 +466,7 @@ def test_close_returns_at_once_and_the_last_call_releases_the_file(open_store: O
         def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             if threading.current_thread() is not threading.main_thread():
                 inside.set()
-                assert go_on.wait(10)
+                assert go_on.wait(60)
             return super().preadv(fd, buffers, offset)
 
     store = open_store(io=Slow(), mode="buffered")
@@ -474,13 +474,13 @@ def test_close_returns_at_once_and_the_last_call_releases_the_file(open_store: O
     outcomes: list[Outcome] = []
     reader = threading.Thread(target=lambda: outcomes.extend(get(store, [1])))
     reader.start()
-    assert inside.wait(10)  # a read hangs
+    assert inside.wait(60)  # a read hangs
     store.close()
     assert get(store, [1]) == [Outcome.CLOSED]
     with pytest.raises(StoreLocked):  # its file cannot be released yet
         open_store()
     go_on.set()
-    reader.join(10)
+    reader.join(60)
     assert outcomes == [Outcome.OK]
     assert get(open_store(), [1]) == [Outcome.OK]
 

@@ -21,7 +21,7 @@ class SlowDisk:
     def sync(self) -> None:
         covers = self.written
         self.begun.release()
-        assert self.end.acquire(timeout=10)
+        assert self.end.acquire(timeout=60)
         if self.fails:
             raise OSError(errno.EIO, "disk gone")
         self.covered.append(covers)
@@ -48,17 +48,17 @@ def test_callers_share_the_sync_that_began_after_them() -> None:
     disk, found = SlowDisk(), []  # type: ignore[var-annotated]
     sync = GroupSync(disk.sync)
     first = write_and_sync(disk, sync, found)
-    assert disk.begun.acquire(timeout=10)
+    assert disk.begun.acquire(timeout=60)
     # Seven more come while it runs: it says nothing about their writes, the next one does, for all of them.
     others = [write_and_sync(disk, sync, found) for _ in range(7)]
     disk.end.release()
-    first.join(10)
-    assert disk.begun.acquire(timeout=10)
+    first.join(60)
+    assert disk.begun.acquire(timeout=60)
     for thread in others:
         thread.join(0.02)
     disk.end.release(8)  # should stragglers need one more
     for thread in others:
-        thread.join(10)
+        thread.join(60)
     assert found == [True] * 8
     assert len(disk.covered) <= 3
 
@@ -69,7 +69,7 @@ def test_a_failed_sync_fails_everybody_it_covers_and_nobody_else() -> None:
     disk.fails = True
     thread = write_and_sync(disk, sync, found)
     disk.end.release()
-    thread.join(10)
+    thread.join(60)
     assert found == [errno.EIO]
     # The next write is covered by a sync of its own.
     disk.fails = False
@@ -96,5 +96,5 @@ def test_an_interrupted_sync_leaves_nobody_waiting() -> None:
     for thread in others:
         thread.start()
     for thread in others:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()

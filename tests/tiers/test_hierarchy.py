@@ -39,7 +39,7 @@ def stories() -> Iterator[Stories]:
     stories = Stories()
     yield stories
     for hierarchy in stories.opened:
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
         hierarchy.check()
         hierarchy.close()
 
@@ -60,7 +60,7 @@ def test_a_sealed_block_is_found_and_an_unsealed_one_is_not(stories: Stories) ->
     assert hierarchy.lookup(chain.hashes) == Attribution(3, miss=3)  # … is invisible
     fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)
     hierarchy.seal(reservation, [record_of(chain, i) for i in range(3)], hierarchy.epoch)
-    assert hierarchy.drain(5)
+    assert hierarchy.drain(60)
     assert hierarchy.lookup(chain.hashes) == Attribution(3, l2=3)
     assert bytes_in_l2(hierarchy, chain.hashes[1]) == payload_of(chain.hashes[1])
 
@@ -81,7 +81,7 @@ def test_write_through_reaches_the_lower_tier_and_comes_back(stories: Stories) -
     hierarchy = stories.open(slots=16, tier=tier)
     chain, other = chain_of(4), chain_of(16, first_token=1000)
     store(hierarchy, chain)
-    assert hierarchy.drain(5)
+    assert hierarchy.drain(60)
     assert set(tier.blocks) == set(chain.hashes)  # written at seal
     store(hierarchy, other)  # L2 has sixteen slots: the first chain is overwritten
     assert hierarchy.lookup(chain.hashes) == Attribution(4, file=4)
@@ -229,7 +229,7 @@ def test_bytes_that_changed_in_l2_are_never_passed_down(stories: Stories) -> Non
     with hierarchy.host.pool.lease(chain.hashes) as lease:  # … while a stray write hits block 0
         hierarchy.host.region.slot(int(lease.slots[0]))[7] ^= 1
     tier.gate.set()
-    assert hierarchy.drain(5)
+    assert hierarchy.drain(60)
     assert chain.hashes[0] not in tier.blocks
     assert chain.hashes[1] not in tier.blocks  # without its parent nobody could reach it
     assert hierarchy.lookup(chain.hashes) == Attribution(2, miss=2)  # nor is it served from L2 any more
@@ -244,7 +244,7 @@ def test_under_store_pressure_the_newest_tail_is_refused_never_the_head(stories:
     chain = chain_of(7)
     store(hierarchy, chain)
     tier.gate.set()
-    assert hierarchy.drain(5)
+    assert hierarchy.drain(60)
     assert set(tier.blocks) == set(chain.hashes[:4])
     assert drops(hierarchy, "file", Outcome.QUEUE_FULL) == 3
     assert hierarchy.lookup(chain.hashes).l2 == 7  # L2 keeps them all
@@ -276,14 +276,14 @@ def test_reset_forgets_everything_and_a_store_from_before_never_appears(stories:
     hierarchy = stories.open(slots=8, tier=tier)
     old, late = chain_of(2), chain_of(2, first_token=50)
     store(hierarchy, old)
-    assert hierarchy.drain(5)
+    assert hierarchy.drain(60)
     epoch = hierarchy.epoch
     reservation = hierarchy.reserve(late.hashes, late.root)  # computed with the old weights …
     assert reservation is not None
     hierarchy.reset()
     fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)
     hierarchy.seal(reservation, [record_of(late, i) for i in range(2)], epoch)  # … and copied after the reset
-    assert hierarchy.drain(5)
+    assert hierarchy.drain(60)
     assert hierarchy.lookup(old.hashes) == Attribution(2, miss=2)
     assert hierarchy.lookup(late.hashes) == Attribution(2, miss=2)
     assert not tier.blocks
@@ -379,7 +379,7 @@ def test_a_dead_lower_tier_costs_misses_and_nothing_else(stories: Stories) -> No
         hierarchy.cancel(prefetch)
     assert hierarchy.lookup(chain.hashes) == Attribution(3, miss=3)
     store(hierarchy, chain_of(2, first_token=77))  # stores go on, in L2
-    assert hierarchy.drain(5)
+    assert hierarchy.drain(60)
     assert hierarchy.stats()['kvtier_breaker_open{tier="file",direction="read"}'] == 1
     tier.broken = False
     clock.advance(2)

@@ -39,9 +39,9 @@ def test_l2_and_the_slab_are_told_as_one(tmp_path: Path) -> None:
     chain, gone = chain_of(8), chain_of(4, first_token=900)
     for first in (0, 4):
         store(hierarchy, chain, first, first + 4)
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
     store(hierarchy, gone)
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     hierarchy.host.pool.evict([*chain.hashes[:4], *gone.hashes])
     hierarchy.ports[0].tier.discard(gone.hashes)  # type: ignore[union-attr]
     assert held_runs(hierarchy) == [Run(chain.root, chain.hashes)]
@@ -61,6 +61,6 @@ def test_a_block_that_came_back_to_another_slot_is_told_once() -> None:
     for kept in (other, chain, other, chain):  # slots change hands, and keep the records of blocks that left
         hierarchy.host.pool.evict([*chain.hashes, *other.hashes])
         store(hierarchy, kept)
-    assert hierarchy.drain(10)
+    assert hierarchy.drain(60)
     assert sorted(hierarchy.host.held()) == sorted(zip(chain.hashes, [chain.root, chain.hashes[0]], strict=True))
     settle(hierarchy)

@@ -72,7 +72,7 @@ def bench() -> Iterator[Bench]:
     bench = Bench(FakeClock())
     yield bench
     bench.shared.gate.set()
-    assert bench.hierarchy.drain(10)
+    assert bench.hierarchy.drain(60)
     bench.hierarchy.check()
     assert bench.hierarchy.prefetcher.idle
     bench.hierarchy.close()
@@ -81,7 +81,7 @@ def bench() -> Iterator[Bench]:
 def test_a_prefix_through_all_tiers_is_counted_where_it_was(bench: Bench) -> None:
     chain = chain_of(10)
     store(bench.hierarchy, chain, 0, 4)
-    bench.hierarchy.drain(10)
+    bench.hierarchy.drain(60)
     bench.file.blocks.clear()  # 2 and 3 are in L2 only …
     bench.file.fill(chain, 4, 5)
     bench.shared.blocks.clear()
@@ -169,7 +169,7 @@ def test_an_answer_nobody_wants_any_more_disturbs_nobody(bench: Bench) -> None:
     claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
     bench.tiers.cancel(claim)  # the request was aborted
     bench.shared.gate.set()
-    assert bench.hierarchy.drain(10)
+    assert bench.hierarchy.drain(60)
     assert bench.shared.reads == []
 
 

@@ -34,7 +34,7 @@ class Story:
         """Time passes, whatever probes are due are sent, and they end."""
         self.clock.advance(after)
         port.tick()
-        assert port.queue.drain(10)
+        assert port.queue.drain(60)
 
     def is_shown_open(self, direction: Direction) -> bool:
         return self.metrics.snapshot()[f'kvtier_breaker_open{{tier="file",direction="{direction}"}}'] == 1
@@ -271,13 +271,13 @@ def test_a_hung_probe_counts_as_failed_and_its_late_answer_as_nothing(story: Sto
     read(port, HASHES[:1])
     story.clock.advance(1)
     port.tick()
-    assert asked.wait(10)
+    assert asked.wait(60)
     assert state(port) == "half_open"
     story.clock.advance(2)  # its deadline
     port.tick()
     assert state(port) == "open"
     gate.set()  # it answers at last: stale
-    assert port.queue.drain(10)
+    assert port.queue.drain(60)
     assert state(port) == "open"
     assert port.tier is tier
     story.probe(port, after=2)  # the next one counts
@@ -304,7 +304,7 @@ def test_a_probe_that_cannot_even_start_counts_as_failed(story: Story) -> None:
         def overdue(self) -> None: ...
 
     assert port.queue.submit(Hog())
-    assert running.wait(10)
+    assert running.wait(60)
     story.clock.advance(1)
     port.tick()
     assert state(port) == "half_open"
@@ -312,7 +312,7 @@ def test_a_probe_that_cannot_even_start_counts_as_failed(story: Story) -> None:
     port.tick()
     assert state(port) == "open"
     release.set()
-    assert port.queue.drain(10)
+    assert port.queue.drain(60)
     story.probe(port, after=2)
     assert port.lookup(HASHES) == 4
 
@@ -349,10 +349,10 @@ def test_a_write_that_a_reset_overtakes_is_undone_and_never_visible(story: Story
     tier.write, tier.discard = signalling_write, discard_when_nobody_can_see_it  # type: ignore[method-assign,assignment]
     writer = Thread(target=lambda: outcomes.extend(write(port, 0, 1)))
     writer.start()
-    assert entered.wait(10)
+    assert entered.wait(60)
     port.reset()
     tier.gate.set()
-    writer.join(10)
+    writer.join(60)
     assert outcomes == [Outcome.EPOCH] * 2
     assert not tier.blocks
     tier.write, tier.discard = real_write, real_discard  # type: ignore[method-assign]
@@ -377,7 +377,7 @@ def test_close_with_a_hung_operation_returns_and_closes_the_tier(
     read(port, HASHES[:1])
     story.clock.advance(1)
     port.tick()
-    assert asked.wait(10)
+    assert asked.wait(60)
     with caplog.at_level(logging.WARNING):
         port.close(0.05)
     assert "hangs at close" in caplog.text
@@ -405,7 +405,7 @@ def test_a_tier_that_opens_only_after_close_is_closed_again(story: Story) -> Non
     is_start = False
     story.clock.advance(1)
     port.tick()
-    assert opening.wait(10)
+    assert opening.wait(60)
     port.close(0.05)
     assert port.tier is None
     gate.set()

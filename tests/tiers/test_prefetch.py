@@ -40,7 +40,7 @@ class HookedTier(MemoryTier):
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         for chain_hash in hashes:
             if chain_hash in self.gates:
-                self.gates[chain_hash].wait(30)
+                self.gates[chain_hash].wait(60)
         return super().read(hashes, into)
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
@@ -58,7 +58,7 @@ def opened() -> Iterator[list[Hierarchy]]:
     hierarchies: list[Hierarchy] = []
     yield hierarchies
     for hierarchy in hierarchies:
-        assert hierarchy.drain(10)
+        assert hierarchy.drain(60)
         hierarchy.check()
         hierarchy.close()
 
@@ -102,7 +102,7 @@ def test_an_engine_that_waits_is_not_kept_waiting_for_an_answer_that_is_there(op
     prefetch = hierarchy.prefetch(chain.hashes, chain.root)  # answered at once, not polled yet
     waiter = Thread(target=hierarchy.wait_progress, args=(3600,), daemon=True)
     waiter.start()
-    waiter.join(10)
+    waiter.join(60)
     assert not waiter.is_alive()
     assert hierarchy.poll(prefetch) == 2
     hierarchy.wait_progress(0.001)  # polled: there is nothing new, and the wait ends by itself
@@ -176,7 +176,7 @@ def test_nothing_old_is_passed_down_once_tiers_have_forgotten(opened: list[Hiera
     opened.append(hierarchy)
     store(hierarchy, chain)
     assert hierarchy.host.pool.counts().dirty == 3
-    tier.after_reset = lambda: hierarchy.drain(10)
+    tier.after_reset = lambda: hierarchy.drain(60)
     hierarchy.reset()
     assert not tier.blocks
 

@@ -69,7 +69,7 @@ def test_a_look_is_not_disturbed_by_what_is_seen_meanwhile() -> None:
     changes.take(10)
     meanwhile.append(threading.Thread(target=changes.seen, args=(RECORDS[:2],)))
     assert not changes.waiting
-    meanwhile.pop().join(30)
+    meanwhile.pop().join(60)
 
 
 def test_a_strict_reader_meets_no_contradiction() -> None:

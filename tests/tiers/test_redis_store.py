@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, record_of, wait_until
 from redis_rig import NO_REDIS, RedisServer, cluster, standalone
-from redis_stories import CHAIN, FINGERPRINT, OTHER, open_store, opened, options, read, whole, write, written
+from redis_stories import CHAIN, FINGERPRINT, OTHER, open_store, opened, options, read, whole, within, write, written
 
 from kvtier.tiers.config import Config
 from kvtier.tiers.errors import ConfigError, TierUnavailable
@@ -74,7 +74,7 @@ def test_what_one_process_stores_another_finds_once_it_asked(server: RedisServer
 
 def test_locate_stops_at_the_first_hole(server: RedisServer) -> None:
     long = chain_of(1300)  # three windows
-    with opened(server.url, deadline="10s") as store, opened(server.url, deadline="10s") as other:
+    with opened(server.url) as store, opened(server.url) as other:
         assert store.locate(long.hashes) == 0
         written(store, long)
         assert other.locate(long.hashes) == 1300
@@ -166,7 +166,7 @@ def test_a_reset_the_server_does_not_hear_of_serves_nothing_until_it_does(
     server: RedisServer, store: RedisStore
 ) -> None:
     written(store, CHAIN)
-    with server.frozen():
+    with within(store, 0.5), server.frozen():
         store.reset()
         assert set(read(store, CHAIN)) == {Outcome.TIMEOUT}
         assert set(write(store, OTHER)) == {Outcome.TIMEOUT, Outcome.PARENT_FAILED}
@@ -214,13 +214,13 @@ def test_a_write_that_a_reset_overtakes_does_not_land(server: RedisServer, store
 
     def held(*arguments: object) -> None:
         went.set()
-        assert goes_on.wait(10)
+        assert goes_on.wait(60)
         original(*arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
         patch.setattr(Lane, "set", held)
         writing = pool.submit(write, store, CHAIN)
-        assert went.wait(10)
+        assert went.wait(60)
         store.reset()
         goes_on.set()
         assert set(writing.result()) == {EPOCH}
@@ -270,7 +270,7 @@ def test_buffers_and_records_that_cannot_be_blocks_are_refused(store: RedisStore
 @pytest.mark.parametrize("in_flight", ["5KiB", "64MiB"])
 def test_threads_read_and_write_side_by_side(server: RedisServer, in_flight: str) -> None:
     chains = [chain_of(40, first_token=100_000 * n) for n in range(6)]
-    with opened(server.url, in_flight=in_flight, deadline="20s") as store, ThreadPoolExecutor(6) as pool:
+    with opened(server.url, in_flight=in_flight) as store, ThreadPoolExecutor(6) as pool:
         for outcomes in pool.map(lambda chain: write(store, chain), chains):
             assert whole(outcomes)
         for outcomes in pool.map(lambda chain: read(store, chain), chains * 3):
@@ -472,7 +472,7 @@ def test_nobody_there_is_unavailable_within_the_connect_timeout() -> None:
     began = time.monotonic()
     with pytest.raises(TierUnavailable):
         open_store("redis://10.255.255.1", connect_timeout="50ms")  # nobody answers, not even no
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10  # a batch would have had twenty
 
 
 def test_a_configuration_opens_the_port(server: RedisServer, tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""A relay that only passes bytes on, by asyncio: what anything must pay that reads and writes each piece of a stream.
+
+argv: its port, and that of whom it passes every connection on to.
+"""
+
+import asyncio
+import sys
+
+
+class Side(asyncio.Protocol):
+    """One side of a connection that is passed on; what it reads, the other writes."""
+
+    transport: asyncio.Transport
+    other: "Side"
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.other.transport.write(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.other.transport.close()
+
+
+class Asking(Side):
+    """The side of who connects; until its other one is connected, nothing is read."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.transport.pause_reading()
+        self.connecting = asyncio.create_task(self._connect())
+
+    async def _connect(self) -> None:
+        _, self.other = await asyncio.get_running_loop().create_connection(Side, "127.0.0.1", self._port)
+        self.other.other = self
+        self.transport.resume_reading()
+
+
+async def main() -> None:
+    port, behind = map(int, sys.argv[1:])
+    server = await asyncio.get_running_loop().create_server(lambda: Asking(behind), "127.0.0.1", port)
+    print("ready on", port, flush=True)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
