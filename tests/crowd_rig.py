@@ -16,7 +16,7 @@ from typing import Any, Final
 import httpx2
 
 NUM_CLIENTS: Final = 32
-PATIENCE: Final = 60.0  # seconds until everybody has an answer again
+PATIENCE: Final = 100.0  # seconds until everybody has an answer again
 _PATH: Final = "/v1/chat/completions"
 _PAUSE: Final = 0.1  # seconds before a client asks on, or again
 _ANSWER: Final = 90.0  # seconds: one that waits longer was not told cleanly

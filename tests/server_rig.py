@@ -28,7 +28,7 @@ TEMPLATE: Final = (
     "{% for message in messages %}<|begin|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
 )
-_START: Final = 60.0  # seconds
+_START: Final = 100.0  # seconds
 
 
 def tokenizer() -> Tokenizer:

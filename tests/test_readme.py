@@ -26,6 +26,13 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is run as printed says nothing of deadlines, and the machine may be busy."""
+    for name, value in patient_options().items():
+        monkeypatch.setenv(f"KVTIER_{name.upper()}", value)
+
+
 def examples(path: Path) -> list[str]:
     """Its Python blocks, in order."""
     return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)

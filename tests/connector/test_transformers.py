@@ -22,6 +22,7 @@ from transformers import (
     T5Config,
 )
 
+from kvtier.connector import transformers as transformers_connector
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.transformers import KVTier
 from kvtier.engine.config import EngineConfig
@@ -61,13 +62,15 @@ def ids(*rows: list[int]) -> torch.Tensor:
 
 
 @pytest.fixture
-def open_tier(disk_dir: Path) -> Iterator[Open]:
+def open_tier(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """Opens tiers over one directory; laws are checked and all is closed at the end."""
+    monkeypatch.setattr(transformers_connector, "_SEALED", 60.0)
     opened: list[KVTier] = []
 
     def factory(model: Any, **cache: Any) -> KVTier:
-        section = {"load_or_recompute": "load", "prefetch_deadline": "20s", **cache}
-        config = Config.load(host={"size": "8MiB"}, file={"path": str(disk_dir), "size": "64MiB"}, cache=section)
+        section = {"load_or_recompute": "load", "prefetch_deadline": "60s", **cache}
+        file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
+        config = Config.load(host={"size": "8MiB"}, file=file, cache=section)
         opened.append(KVTier(model, config))
         return opened[-1]
 
@@ -325,8 +328,9 @@ def test_transformers_and_our_engine_find_each_others_blocks(tmp_path: Path, dis
     model_of("qwen3").save_pretrained(tmp_path / "model")
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(tmp_path / "model").eval()
-    file = {"path": str(disk_dir), "size": "64MiB"}
-    config = Config.load(host={"size": "8MiB"}, file=file, cache={"load_or_recompute": "load"})
+    file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
+    cache = {"load_or_recompute": "load", "prefetch_deadline": "60s"}
+    config = Config.load(host={"size": "8MiB"}, file=file, cache=cache)
     first, second = prompt(1, 90), prompt(2, 90)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     # transformers writes, our engine reads …

@@ -45,8 +45,8 @@ class House:
     ) -> Engine:
         config = Config.load(
             host={"size": host},
-            file={"path": str(self.directory), "size": "64MiB"},
-            cache={"load_or_recompute": "load", "prefetch_deadline": "20s", "epoch": epoch},
+            file={"path": str(self.directory), "size": "64MiB", "deadline": "60s"},
+            cache={"load_or_recompute": "load", "prefetch_deadline": "60s", "epoch": epoch},
             breaker={"retry_after": "50ms"},
         )
         settings = EngineConfig(**{**EXACT, "epoch": epoch, **options})

@@ -115,7 +115,9 @@ def test_new_weights_find_nothing_of_the_old_ones_in_any_tier(tmp_path: Path) ->
     options: dict[str, Any] = {"exact": True, "exact_rows": 32, "max_num_batched_tokens": 32, "max_num_seqs": 4}
     keep = SamplingParams(max_tokens=2, ignore_eos=True, keep_logits=True)
     config = Config.load(
-        host={"size": "4MiB"}, file={"path": str(tmp_path), "size": "8MiB"}, cache={"load_or_recompute": "load"}
+        host={"size": "4MiB"},
+        file={"path": str(tmp_path), "size": "8MiB", "deadline": "60s"},
+        cache={"load_or_recompute": "load", "prefetch_deadline": "60s"},
     )
     settings = EngineConfig(**options, num_blocks=64)
     engine = Engine.from_config(config_of("llama"), settings, LocalConnector.connect(config))

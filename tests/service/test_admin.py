@@ -19,6 +19,8 @@ from kvtier.service.summary import hit_share
 from kvtier.service.top import row_of
 from kvtier.tiers.chain import TokenChain, root_hash
 
+pytestmark = pytest.mark.timeout(300)  # every command is a process that imports everything anew
+
 OTHER = b"another model".ljust(32, b".")
 
 

@@ -314,8 +314,8 @@ def test_a_full_disk_is_one_line_and_no_file(tmp_path: Path, blocks_that_fit: in
 def test_a_file_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = hierarchy_of(slots=16)
     store(source, chain_of(8))
-    monkeypatch.setattr(loop_file, "_DEADLINE", 0.2)
-    monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(1.0))
+    monkeypatch.setattr(loop_file, "_DEADLINE", 1.0)
+    monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(3.0))
     with pytest.raises(KVTierError, match=r"all\.part: the disk has not answered"):
         exported(source, tmp_path / "all")
     assert os.listdir(tmp_path) == []

@@ -273,12 +273,13 @@ def test_one_that_hangs_is_dropped(pair: Pair) -> None:
 
 def test_what_one_that_hangs_has_not_begun_another_answers(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.service.router_replicas._HOPELESS", 1.0)
-    with routed(*(replica.url for replica in pair), probe_timeout="2s") as router, ThreadPoolExecutor(4) as clients:
+    with routed(*(replica.url for replica in pair), probe_timeout="4s") as router, ThreadPoolExecutor(4) as clients:
         for replica in pair:
-            replica.behave(wait=2)
+            replica.behave(wait=PATIENCE)
         held = [clients.submit(router.complete) for _ in range(4)]
         until(lambda: all(len(replica.seen) >= 2 for replica in pair))
         pair[0].signal(signal.SIGSTOP)
+        pair[1].behave()
         try:
             assert {each.result().headers["x-kvtier-replica"] for each in held} == {pair[1].name}
             assert router.status()["retries"] == {"slow_first_byte": 2}

@@ -27,7 +27,8 @@ def engines(model: Path) -> Iterator[dict[str, ServerProcess]]:
         made = {}
         for _ in range(2):
             publish, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-            engine = ServerProcess(model, events__publish=publish, events__replay=replay)
+            told = {"events__publish": publish, "events__replay": replay}
+            engine = ServerProcess(model, **told, cache__store_generated="false")  # `heard` counts the prompt's alone
             stack.callback(_end, engine)
             made[engine.url.removeprefix("http://")] = engine
         yield made

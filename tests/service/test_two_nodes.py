@@ -16,7 +16,7 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.tiers.config import Config
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 PROMPTS = [prompt(seed, 200) for seed in range(6)]
 BLOCK = 16

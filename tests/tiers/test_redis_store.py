@@ -477,7 +477,8 @@ def test_nobody_there_is_unavailable_within_the_connect_timeout() -> None:
 
 def test_a_configuration_opens_the_port(server: RedisServer, tmp_path: Path) -> None:
     shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
-    config = Config.load(redis={"url": server.url}, file={"path": tmp_path / "slabs", "size": "1MiB"})
+    patience = {"connect_timeout": "20s", "deadline": "20s"}
+    config = Config.load(redis={"url": server.url, **patience}, file={"path": tmp_path / "slabs", "size": "1MiB"})
     ports = open_ports(config, FINGERPRINT, shape, Metrics(), Rates("load"))
     assert [port.name for port in ports] == ["file", "redis"]
     assert ports[1].breakers["read"].closed
