@@ -63,10 +63,15 @@ def figures() -> str:
     results = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("*.json"))}
     lines = ["| what | target | measured | met |", "|---|--:|--:|---|"]
     lines += [_line(label, results[name]["targets"], pattern) for label, name, pattern in CLAIMS if name in results]
-    origins: dict[str, list[str]] = {}
+    origins: dict[str, dict[str, list[str]]] = {}  # machine → commit → benchmarks
     for name, document in results.items():
-        origins.setdefault(_origin(document), []).append(name)
-    told = [f"`{'`, `'.join(names)}`: {origin}" for origin, names in sorted(origins.items())]
+        origins.setdefault(_machine(document["machine"]), {}).setdefault(document["commit"], []).append(f"`{name}`")
+    told = [
+        f"Measured on {machine}, at commit "
+        + "; ".join(f"`{at}`: {', '.join(names)}" for at, names in commits.items())
+        + "."
+        for machine, commits in sorted(origins.items())
+    ]
     return "\n\n".join(["\n".join(lines), *told]) + "\n"
 
 
@@ -80,14 +85,11 @@ def _line(label: str, targets: list[dict[str, Any]], pattern: str) -> str:
     return f"| {label} | {'≤' if sign == '<=' else '≥'} {limit} | {shown} | {met} |"
 
 
-def _origin(document: dict[str, Any]) -> str:
-    machine = document["machine"]
+def _machine(machine: dict[str, Any]) -> str:
     gpu = f", {machine['gpu']}" if machine["gpu"] else ""
     versions = f"Python {machine['python']}, numpy {machine['numpy']}, torch {machine['torch']}"
-    return (
-        f"measured on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB{gpu}, "
-        f"kernel {machine['kernel'].split('-')[0]}, {versions}, at commit `{document['commit']}`."
-    )
+    kernel = machine["kernel"].split("-")[0]
+    return f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB{gpu}, kernel {kernel}, {versions}"
 
 
 def main() -> None:

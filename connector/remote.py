@@ -80,8 +80,8 @@ class RemoteTiers:
         self._lock = Lock()
         self._waiting_call = Lock()  # the daemon does one operation that waits at a time for each client
         self._attachment = Attachment(path, hello, clock)
-        self._claims = RemoteClaims(self._attachment, self.metrics, patience, clock)
         self._last_number = 0
+        self._claims = RemoteClaims(self._attachment, self.metrics, patience, clock, lambda: self._numbers(1))
         self._dropped: deque[Callable[[], None]] = deque()  # left by `__del__`, which may run anywhere
         self._closed = False
         self._attachment.start()
@@ -119,7 +119,7 @@ class RemoteTiers:
         """Send the question; the answer is news for a later `poll`."""
         claim = RemoteClaim(list(hashes), parent, num_l1, block_size)
         with self._lock:
-            self._claims.ask(claim, self._pump(), self._numbers(1))
+            self._claims.ask(claim, self._pump())
         return claim
 
     def poll(self, claim: Claim) -> int | Pending:
@@ -140,11 +140,12 @@ class RemoteTiers:
         with self._lock:
             self._claims.cancel(claim)
 
-    def count(self, found: Attribution) -> None:
+    def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT) -> None:
         """Into this client's own metrics."""
         for tier in LOOKUP_TIERS:
             self.metrics.looked_up(tier, getattr(found, tier))
-        self.metrics.missed(Outcome.BREAKER_OPEN if self._attachment.link is None else Outcome.ABSENT, found.miss)
+        if missing is not None:
+            self.metrics.missed(Outcome.BREAKER_OPEN if self._attachment.link is None else missing, found.miss)
 
     # storing
 

@@ -36,6 +36,7 @@ class RemoteClaim(Claim):
     renewed_at: float = 0.0  # not after the daemon heard it last
     answered: bool = False
     told: bool = False  # a poll has returned the number
+    again: bool = False  # asked for the second time: the first answer was lost
     slots: NDArray[np.int64] = field(default_factory=lambda: _NONE)
     generations: NDArray[np.int64] = field(default_factory=lambda: _NONE)
 
@@ -43,41 +44,55 @@ class RemoteClaim(Claim):
 class RemoteClaims:
     """What `RemoteTiers` does about claims, under its lock. `link` is what there is now, after reading."""
 
-    def __init__(self, attachment: Attachment, metrics: Metrics, patience: float, clock: Callable[[], float]) -> None:
-        """A claim without an answer for `patience` seconds is a miss."""
+    def __init__(
+        self,
+        attachment: Attachment,
+        metrics: Metrics,
+        patience: float,
+        clock: Callable[[], float],
+        numbers: Callable[[], int],
+    ) -> None:
+        """A claim without an answer for `patience` seconds is a miss. `numbers` gives each claim one of its own."""
         self._attachment = attachment
         self._metrics = metrics
         self._patience = patience
         self._clock = clock
+        self._numbers = numbers
 
-    def ask(self, claim: RemoteClaim, link: Link | None, number: int) -> None:
+    def ask(self, claim: RemoteClaim, link: Link | None) -> None:
         """Send the question, with all that was left unsent."""
+        if link is None:
+            claim.missing = Outcome.BREAKER_OPEN
         if link is None or not claim.hashes:
             self._settle(claim)
             return
-        claim.number, claim.link = number, link
+        claim.number, claim.link = self._numbers(), link
         claim.asked_at = claim.renewed_at = self._clock()
-        link.claims[number] = claim
+        link.claims[claim.number] = claim
         hashes = claim.hashes[:MAX_HASHES]
-        self._attachment.send([Ask(number, claim.parent, claim.num_l1, claim.block_size, hashes)])
+        self._attachment.send([Ask(claim.number, claim.parent, claim.num_l1, claim.block_size, hashes)])
 
     def poll(self, claim: RemoteClaim, link: Link | None) -> int | Pending:
-        """What the daemon has said. A promise is good for half of its deadline since it was last renewed."""
+        """What the daemon has said. A promise is good for half of its deadline since it was last renewed.
+
+        One that was lost, with its link or because a step took longer than that, says nothing about the blocks: they
+        are asked for anew, once.
+        """
         now = self._clock()
-        if claim.link is None or claim.link is not link:
-            self._settle(claim)
-        elif not claim.answered:
+        if claim.answered and not len(claim.slots):
+            claim.told = True
+            return 0
+        if link is None or claim.link is not link:
+            return self._lost(claim, link, Outcome.BREAKER_OPEN)
+        if not claim.answered:
             if now - claim.asked_at < self._patience:
                 return PENDING
-            self._metrics.missed(Outcome.TIMEOUT, len(claim.hashes) - claim.num_l1)
-            self.cancel(claim)
-        elif len(claim.slots):
-            since, deadline = now - claim.renewed_at, link.welcome.lease_deadline
-            if since >= deadline / 2:
-                self._metrics.missed(Outcome.TIMEOUT, len(claim.slots))
-                self.cancel(claim)
-            elif since >= deadline / 8 and self._attachment.send([Renew([claim.number])]):
-                claim.renewed_at = now
+            return self._given_up(claim, Outcome.TIMEOUT)
+        since, deadline = now - claim.renewed_at, link.welcome.lease_deadline
+        if since >= deadline / 2:
+            return self._lost(claim, link, Outcome.TIMEOUT)
+        if since >= deadline / 8 and self._attachment.send([Renew([claim.number])]):
+            claim.renewed_at = now
         claim.told = True
         return len(claim.slots)
 
@@ -87,14 +102,17 @@ class RemoteClaims:
         The daemon has our word in its socket before half of the deadline is over, and reads that before it lets a
         promise lapse: so it never gives away slots that are copied from.
         """
-        if not len(claim.slots) or link is None or claim.link is not link:
+        if not len(claim.slots):
             self._settle(claim)
+            return _empty()
+        if link is None or claim.link is not link:
+            self._given_up(claim, Outcome.BREAKER_OPEN)
             return _empty()
         sent = self._attachment.send([Take([claim.number])])
         is_late = self._clock() - claim.renewed_at >= link.welcome.lease_deadline / 2
         if not sent or is_late:
             self._attachment.later(link, Release([claim.number]))
-            self._settle(claim)
+            self._given_up(claim, Outcome.TIMEOUT)
             return _empty()
         names = claim.hashes[claim.num_l1 : claim.num_l1 + len(claim.slots)]
         lease = Lease(names, claim.slots, claim.generations, partial(released, link, claim.number))
@@ -104,9 +122,7 @@ class RemoteClaims:
 
     def cancel(self, claim: RemoteClaim) -> None:
         """The daemon hears of it with the next message. Idempotent."""
-        was_open = claim.link is not None and claim.link.claims.pop(claim.number, None) is not None
-        if claim.link is not None and was_open and (len(claim.slots) or not claim.answered):  # else it has forgotten it
-            self._attachment.later(claim.link, Cancel([claim.number]))
+        self._withdraw(claim)
         self._settle(claim)
 
     def take_in(self, news: News) -> None:
@@ -120,6 +136,8 @@ class RemoteClaims:
         if news.found.blocks != num_asked or len(news.slots) > num_asked - claim.num_l1 or is_outside or claim.answered:
             self._attachment.cut(FormatError("news of other blocks than those asked about"))
             return
+        if claim.found is not None and news.found.below < claim.found.below:  # counted as found at the first asking
+            self._metrics.missed(Outcome.EVICTED, claim.found.below - news.found.below)
         claim.found, claim.refusal, claim.answered = widened(news.found, len(claim.hashes)), news.refusal, True
         claim.slots, claim.generations = news.slots, news.generations
         if news.refusal is Outcome.RECOMPUTE:
@@ -132,6 +150,31 @@ class RemoteClaims:
         link = self._attachment.link
         claims = link.claims.values() if link is not None else ()
         return any(isinstance(claim, RemoteClaim) and claim.answered and not claim.told for claim in claims)
+
+    def _lost(self, claim: RemoteClaim, link: Link | None, reason: Outcome) -> int | Pending:
+        """Ask once more, where there is somebody to ask; else nothing comes of it, for this reason."""
+        if link is None or claim.again:
+            return self._given_up(claim, reason)
+        self._withdraw(claim)
+        claim.slots = claim.generations = _NONE
+        claim.again, claim.answered, claim.told = True, False, False
+        self.ask(claim, link)
+        return PENDING
+
+    def _given_up(self, claim: RemoteClaim, reason: Outcome) -> int:
+        """Nothing comes of what was asked for or promised: count why."""
+        num_asked = len(claim.hashes) - claim.num_l1 if claim.found is None else claim.found.below
+        self._metrics.missed(reason, len(claim.slots) or num_asked)
+        if claim.found is None:
+            claim.missing = None
+        self.cancel(claim)
+        claim.told = True
+        return 0
+
+    def _withdraw(self, claim: RemoteClaim) -> None:
+        was_open = claim.link is not None and claim.link.claims.pop(claim.number, None) is not None
+        if claim.link is not None and was_open and (len(claim.slots) or not claim.answered):  # else it has forgotten it
+            self._attachment.later(claim.link, Cancel([claim.number]))
 
     def _settle(self, claim: RemoteClaim) -> None:
         """Nothing (more) comes of it."""

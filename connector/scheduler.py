@@ -287,7 +287,7 @@ class SchedulerSide:
         promised = self.tiers.poll(claim)
         if claim.found is not None and known.found is None:
             known.found = claim.found
-            self.tiers.count(claim.found)
+            self.tiers.count(claim.found, claim.missing)
             if claim.refusal is Outcome.NO_SLOT:
                 self.tiers.metrics.missed(Outcome.NO_SLOT, claim.found.below)
         if isinstance(promised, Pending):

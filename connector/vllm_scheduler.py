@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 
 _ASK_AGAIN: Final = 0.05  # seconds an answer is good for: vLLM asks at every step for every request that waits
 _LOOK_AGAIN: Final = 0.002  # seconds the answer "ask again" is good for
+_IDLE_WAIT: Final = (
+    0.005  # seconds an idle step waits for the tiers' answer: how long a request that comes then may wait
+)
 _TINY: Final = 1 << 20  # bytes up to which a load is waited for rather than costing the request a step
 _SHORT: Final = 256 << 20  # the same where nothing else is computed that would wait too
 _PATIENCE: Final = 10.0  # seconds without a report after which an idle engine is not kept stepping for copies
@@ -36,7 +39,11 @@ _NULL: Final = 0  # vLLM's block that stands for "not kept", e.g. behind a slidi
 
 
 class SchedulerHalf:
-    """What `KVTierConnector` asks in vLLM's scheduler process. Called from its thread; nothing here waits."""
+    """What `KVTierConnector` asks in vLLM's scheduler process. Called from its thread.
+
+    Nothing here waits, but for the tiers' answer where the step has nothing else to do: vLLM would step at once again,
+    and on a machine with fewer cores than ranks that spin the daemon had no core to answer on.
+    """
 
     def __init__(
         self, plan: SlotPlan, tiers: TiersBelow, cache: CacheConfig, root: bytes, num_blocks: int, num_ranks: int
@@ -54,6 +61,7 @@ class SchedulerHalf:
         self._keeps = True
         self._shares = True
         self._was_idle = True
+        self._awaits = False  # some request has no answer yet
         self._events: VllmEvents | None = None  # where vLLM publishes them
         self._rows: dict[str, Row] = {}
         self._ops: dict[int, WatchedOp] = {}
@@ -96,6 +104,7 @@ class SchedulerHalf:
             return row.answer
         row.asked = num_computed_tokens
         found = self.side.lookup(row, num_computed_tokens)
+        self._awaits |= isinstance(found, Pending)
         if isinstance(found, Pending) or (found and self._is_arriving(row)):
             row.answer, row.good_until = (None, False), now + _LOOK_AGAIN
             return row.answer
@@ -131,6 +140,9 @@ class SchedulerHalf:
     def build(self, output: Any) -> StepMessage:
         """vLLM's `build_connector_meta`: this step's copies, and which earlier ones it must not overtake."""
         self._was_idle = not output.num_scheduled_tokens
+        if self._was_idle and self._awaits:
+            self.side.wait(_IDLE_WAIT)
+        self._awaits = False
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             row = self._rows.get(request_id)
             if row is not None:

@@ -1,6 +1,7 @@
 """The worker half of the vLLM connector: one rank's copies between vLLM's KV tensors and the scheduler's L2."""
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -21,6 +22,7 @@ _log = logging.getLogger(__name__)
 
 _IDLE_WAIT: Final = 0.005  # seconds an idle step waits for a copy: how long a request that comes then may wait
 _DEADLINE: Final = 30.0  # seconds for a copy the step waits for: memory to memory, only a dead device takes longer
+_TRY_AGAIN: Final = 30.0  # seconds after memory could not be mapped: a daemon too busy then may not be now
 
 
 class WorkerHalf:
@@ -43,7 +45,8 @@ class WorkerHalf:
         self._stores = StepPlan(0, 0)
         self._spoiled = False  # a load this step's compute relied on has failed
         self._client: tuple[str, bytes] | None = None  # of the daemon's that this process copies for
-        self._unreachable: RegionHandle | None = None  # what could not be mapped
+        self._unreachable: RegionHandle | None = None  # what could not be mapped,
+        self._unreachable_until = 0.0  # and is not tried before then
         self._refused: list[int] = []  # ops that were never given to the stream, and count as failed
         self._reports: list[WorkerReport] = []
         self._received: set[str] = set()
@@ -184,7 +187,7 @@ class WorkerHalf:
             self._lost(op.request_id, op.device_blocks, waits=not op.layerwise)
 
     def _connected(self, handle: RegionHandle | None) -> WorkerSide | None:
-        """Map L2 at the first step that needs it: the scheduler's half was made after this one. None: it can't be.
+        """Map L2 at the first step that needs it: the scheduler's half was made after this one. None: it can't be now.
 
         Anew where a daemon was restarted: its memory is another then.
         """
@@ -192,14 +195,16 @@ class WorkerHalf:
             return None
         if self._region is not None and (self._region.region_id, self._client) != (handle.region_id, handle.client):
             self._disconnect()
-        if self._side is None and self._unreachable != handle:
+        if self._side is None and (self._unreachable != handle or time.monotonic() >= self._unreachable_until):
             assert self._blocks is not None
             try:
                 self._region, self._client = handle.attach(), handle.client
             except (OSError, ConfigError, TierUnavailable) as error:
-                self._unreachable = handle
-                _log.warning("the scheduler's memory cannot be mapped here, nothing is kept: %s", error)
+                if self._unreachable != handle:
+                    _log.warning("the scheduler's memory cannot be mapped here, nothing is kept: %s", error)
+                self._unreachable, self._unreachable_until = handle, time.monotonic() + _TRY_AGAIN
                 return None
+            self._unreachable = None
             self._side = self._started(self._blocks, self._region)
         return self._side
 

@@ -16,7 +16,6 @@ from kvtier.connector.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    ExternalHash,
     ExtraKeys,
     KVEvent,
     as_u64,
@@ -33,6 +32,7 @@ _AS: Final[Mapping[str | None, str]] = {None: "GPU", "CPU_PINNED": "CPU", "DISK"
 _PARTIAL: Final = ("sliding", "mamba", "chunked", "cross")  # kinds of KV groups that drop part of a prefix
 _WIDTH: Final = len(MEDIA)
 _NIBBLE: Final = (1 << _WIDTH) - 1
+_IN: Final = [[tier for tier in range(_WIDTH) if tiers >> tier & 1] for tiers in range(_NIBBLE + 1)]  # tiers of bits
 _MAX_MASKS: Final = 65_536  # remembered, so that equal ones are one object
 _PIECE: Final = 4096  # blocks forgotten at a time
 _LOG_PAUSE: Final = 1.0  # seconds between two lines of one kind
@@ -53,13 +53,16 @@ class _Worker:
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
-        self.names: list[dict[int, int]] = [{} for _ in MEDIA]  # the engine's name → sequence hash, by tier
+        self.shift = slot * _WIDTH  # of its bits in a mask
+        self.names: dict[int, int] = {}  # the engine's name → sequence hash, of blocks it holds in any tier
+        self.counts = [0] * _WIDTH  # names by tier
+        # Of blocks that have several names: each one's tiers, as bits. None stands for the name that was first.
+        self.several: dict[int, dict[int | None, int]] = {}
         self.group: int | None = None  # the KV group whose blocks count
 
-    def find(self, name: ExternalHash) -> int | None:
-        """The sequence hash of a block it holds in any tier."""
-        key = as_u64(name)
-        return next((names[key] for names in self.names if key in names), None)
+    def key(self, name: int, sequence: int) -> int | None:
+        """By what the name stands in `several`."""
+        return name if name in self.several[sequence] else None
 
 
 class PrefixIndex:
@@ -68,7 +71,8 @@ class PrefixIndex:
     What a worker says is believed, and nothing is raised for it: an event that cannot be true is skipped, counted in
     `counts` by its reason, and logged with what probably causes it, at most a line a second for each reason; with
     `strict` as an error. A worker of several KV groups counts by its first that keeps whole prefixes.
-    Law (`check`): a block's mask has a bit for a worker and tier just where that worker has a name for it there.
+    Law (`check`): a block's mask has a bit for a worker and tier just where that worker has a name for it there. It is
+    written down nowhere else, so that a block costs no more in four tiers than in one.
     """
 
     def __init__(self, block_size: int, *, strict: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
@@ -83,7 +87,6 @@ class PrefixIndex:
         self._free: list[int] = []
         self._masks: dict[int, int] = {}  # sequence hash → bit for each worker and tier
         self._shared: dict[int, int] = {}  # a mask → the one object that stands for it
-        self._twice: Counter[tuple[int, int]] = Counter()  # (bit, sequence hash) → names beyond the first
         self._seeds: dict[int, int] = {}  # sequence hash → seed of its chain's hashes, of chains with a namespace
 
     @property
@@ -101,7 +104,7 @@ class PrefixIndex:
         """How many blocks a worker holds in each tier it has any in."""
         with self._lock:
             known = self._workers.get(worker)
-            return {} if known is None else {m: len(n) for m, n in zip(MEDIA, known.names, strict=True) if n}
+            return {} if known is None else {m: n for m, n in zip(MEDIA, known.counts, strict=True) if n}
 
     def apply(self, worker: str, event: KVEvent) -> None:
         """Take in what a worker said; the order in which it said it is the caller's to keep."""
@@ -127,8 +130,7 @@ class PrefixIndex:
             if known is None:
                 return
             self._slots[known.slot] = None
-        for tier, names in enumerate(known.names):
-            self._release_all(_bit(known, tier), names)
+        self._release_all(known)
         with self._lock:
             self._free.append(known.slot)
 
@@ -165,16 +167,18 @@ class PrefixIndex:
         """Raise AssertionError where the law is broken."""
         with self._lock:
             masks: Counter[int] = Counter()
-            twice: Counter[tuple[int, int]] = Counter()
             for worker in self._workers.values():
-                for tier, names in enumerate(worker.names):
-                    bit = _bit(worker, tier)
-                    for sequence, count in Counter(names.values()).items():
-                        masks[sequence] |= bit
-                        if count > 1:
-                            twice[bit, sequence] = count - 1
+                counts = [0] * _WIDTH
+                for name, sequence in worker.names.items():
+                    tiers = self._tiers(worker, name, sequence)
+                    assert tiers, "a name of a block that is in no tier"
+                    masks[sequence] |= tiers << worker.shift
+                    for tier in _IN[tiers]:
+                        counts[tier] += 1
+                assert counts == worker.counts, "names by tier"
+                several = {sequence: n for sequence, n in Counter(worker.names.values()).items() if n > 1}
+                assert several == {sequence: len(each) for sequence, each in worker.several.items()}, "names of a block"
             assert dict(masks) == self._masks, "the masks are not what workers hold"
-            assert twice == +self._twice, "names of one block"
             assert self._seeds.keys() <= self._masks.keys(), "a seed of a block that nobody holds"
 
     def _worker(self, name: str) -> _Worker:
@@ -206,7 +210,7 @@ class PrefixIndex:
                 f"full blocks of {self.block_size}; start both sides with one block size",
             )
             return
-        parent = None if event.parent_block_hash is None else worker.find(event.parent_block_hash)
+        parent = None if event.parent_block_hash is None else worker.names.get(as_u64(event.parent_block_hash))
         if parent is None and event.parent_block_hash is not None:
             self._skip(
                 "unknown_parent",
@@ -215,18 +219,15 @@ class PrefixIndex:
             )
             return
         seed, locals_ = self._locals(event, parent)
-        bit, names = _bit(worker, tier), worker.names[tier]
         for name, local in zip(map(as_u64, event.block_hashes), locals_, strict=True):
             parent = local if parent is None else xxhash.xxh3_64_intdigest(_LINK.pack(parent, local), _DYNAMO)
-            known = names.get(name)
-            if known != parent:
-                if known is not None:
-                    self._skip("other_tokens", f"{who}: block {name:#x} has other tokens now: {_UNSTABLE}")
-                    self._release(bit, known)
-                names[name] = parent
-                self._hold(bit, parent)
-                if seed is not None:
-                    self._seeds[parent] = seed
+            known = worker.names.get(name)
+            if known is not None and known != parent:
+                self._skip("other_tokens", f"{who}: block {name:#x} has other tokens now: {_UNSTABLE}")
+                self._release(worker, name, self._tiers(worker, name, known))
+            self._hold(worker, name, parent, tier)
+            if seed is not None:
+                self._seeds[parent] = seed
 
     def _locals(self, event: BlockStored, parent: int | None) -> tuple[int | None, list[int]]:
         """The seed of the chain's hashes where it has a namespace, and the blocks' local hashes."""
@@ -247,33 +248,56 @@ class PrefixIndex:
         return namespaced, hashes
 
     def _remove(self, who: str, worker: _Worker, tier: int, event: BlockRemoved) -> None:
-        bit, names = _bit(worker, tier), worker.names[tier]
         for name in map(as_u64, event.block_hashes):
-            sequence = names.pop(name, None)
-            if sequence is None:
+            sequence = worker.names.get(name)
+            if sequence is None or not self._tiers(worker, name, sequence) >> tier & 1:
                 self._skip(
                     "unknown_removal",
                     f"{who}: removal of {name:#x}, which was not in {MEDIA[tier]}: events were missed, or {_UNSTABLE}",
                 )
             else:
-                self._release(bit, sequence)
+                self._release(worker, name, 1 << tier)
 
-    def _hold(self, bit: int, sequence: int) -> None:
-        before = self._masks.get(sequence, 0)
-        if before & bit:
-            self._twice[bit, sequence] += 1
-        else:
-            self._put(sequence, before | bit)
+    def _tiers(self, worker: _Worker, name: int, sequence: int) -> int:
+        """The tiers in which the worker has the block under this name, as bits."""
+        if sequence in worker.several:
+            return worker.several[sequence][worker.key(name, sequence)]
+        return self._masks[sequence] >> worker.shift & _NIBBLE
 
-    def _release(self, bit: int, sequence: int) -> None:
-        if self._twice and (bit, sequence) in self._twice:
-            self._twice[bit, sequence] -= 1
-            if not self._twice[bit, sequence]:
-                del self._twice[bit, sequence]
+    def _hold(self, worker: _Worker, name: int, sequence: int, tier: int) -> None:
+        mask, bit = self._masks.get(sequence, 0), 1 << tier
+        if name not in worker.names:
+            worker.names[name] = sequence
+            if sequence in worker.several:
+                worker.several[sequence][name] = 0
+            elif others := mask >> worker.shift & _NIBBLE:
+                worker.several[sequence] = {None: others, name: 0}
+        elif self._tiers(worker, name, sequence) & bit:
             return
-        left = self._masks[sequence] & ~bit
-        if left:
-            self._put(sequence, left)
+        if sequence in worker.several:
+            worker.several[sequence][worker.key(name, sequence)] |= bit
+        worker.counts[tier] += 1
+        self._put(sequence, mask | bit << worker.shift)
+
+    def _release(self, worker: _Worker, name: int, tiers: int) -> None:
+        """The worker has the block under this name no more in these tiers, in each of which it has."""
+        sequence = worker.names[name]
+        left = self._tiers(worker, name, sequence) & ~tiers
+        for tier in _IN[tiers]:
+            worker.counts[tier] -= 1
+        if not left:
+            del worker.names[name]
+        if (several := worker.several.get(sequence)) is not None:
+            several[worker.key(name, sequence)] = left
+            if not left:
+                del several[worker.key(name, sequence)]
+            if len(several) == 1:
+                del worker.several[sequence]
+            for others in several.values():
+                left |= others
+        mask = self._masks[sequence] & ~(_NIBBLE << worker.shift) | left << worker.shift
+        if mask:
+            self._put(sequence, mask)
         else:
             del self._masks[sequence]
             self._seeds.pop(sequence, None)
@@ -287,19 +311,17 @@ class PrefixIndex:
         """All that a worker holds; of vLLM, whose events name KV groups, what is on the GPU: no more is meant."""
         with self._lock:
             worker = self._worker(who)
-            tiers = range(_WIDTH) if worker.group is None else range(1)
-            cleared = [(_bit(worker, tier), worker.names[tier]) for tier in tiers]
-            for tier in tiers:
-                worker.names[tier] = {}
-        for bit, names in cleared:
-            self._release_all(bit, names)
+        self._release_all(worker, _NIBBLE if worker.group is None else 1)
 
-    def _release_all(self, bit: int, names: dict[int, int]) -> None:
-        """Piece by piece, for others have to look meanwhile; the last stored first."""
+    def _release_all(self, worker: _Worker, tiers: int = _NIBBLE) -> None:
+        """What it has in these tiers. Piece by piece, for others have to look meanwhile; the last stored first."""
+        names = list(worker.names)
         while names:
             with self._lock:
-                for _ in range(min(_PIECE, len(names))):
-                    self._release(bit, names.popitem()[1])
+                for name in names[-_PIECE:]:
+                    if here := self._tiers(worker, name, worker.names[name]) & tiers:
+                        self._release(worker, name, here)
+            del names[-_PIECE:]
 
     def _holders(self, mask: int) -> frozenset[int]:
         return frozenset(slot for slot in range(len(self._slots)) if mask >> slot * _WIDTH & _NIBBLE)
@@ -320,10 +342,6 @@ class PrefixIndex:
 
 
 _UNSTABLE: Final = "its hashes are not stable: give it a fixed PYTHONHASHSEED"
-
-
-def _bit(worker: _Worker, tier: int) -> int:
-    return 1 << (worker.slot * _WIDTH + tier)
 
 
 def _without(lora_name: str | None, keys: ExtraKeys | None) -> ExtraKeys:

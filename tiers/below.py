@@ -45,6 +45,7 @@ class Claim:
         None  # RECOMPUTE: for good, computing is faster; NO_SLOT: for now, others hold what may be
     )
     good_until: float = 0.0  # on the monotonic clock: an answer that nothing is held may be asked for anew from then on
+    missing: Outcome | None = Outcome.ABSENT  # why the misses of `found` are misses; None: that is counted already
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,8 @@ class TiersBelow(Protocol):
     def cancel(self, claim: Claim) -> None:
         """The request went away. Idempotent."""
 
-    def count(self, found: Attribution) -> None:
-        """Count a request's blocks by where they were: once a request."""
+    def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT) -> None:
+        """Count a request's blocks by where they were, its misses for that reason: once a request."""
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
         """L2 slots for all that a step stores: of each as many of the head as fit, None where not one does.

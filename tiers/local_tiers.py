@@ -97,13 +97,13 @@ class LocalTiers:
         if claim.prefetch is not None:
             self.hierarchy.cancel(claim.prefetch)
 
-    def count(self, found: Attribution) -> None:
+    def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT) -> None:
         """Into the hierarchy's metrics."""
         for tier in LOOKUP_TIERS:
             if num_blocks := getattr(found, tier):  # a counter costs microseconds, nought or not
                 self.metrics.looked_up(tier, num_blocks)
-        if found.miss:
-            self.metrics.missed(Outcome.ABSENT, found.miss)
+        if found.miss and missing is not None:
+            self.metrics.missed(missing, found.miss)
 
     def _look(self, claim: _Claim) -> None:
         """Ask the indexes; where they end, the shared tiers, once; then claim what is worth loading."""

@@ -14,6 +14,7 @@ from vllm_rig import BLOCK, Engine, engine, greedy, make_checkpoint, prompt, tie
 
 from kvtier.connector.vllm_messages import RegionHandle
 from kvtier.tiers.engine_blocks import PartCopier
+from kvtier.tiers.errors import TierUnavailable
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -231,6 +232,30 @@ def test_a_worker_that_cannot_map_the_schedulers_memory_goes_on_without(
         assert vllm.found_in("l2") == 0
         assert vllm.stats()['kvtier_store_dropped_total{tier="l2",reason="copy_failed"}'] > 0
     assert caplog.text.count("the scheduler's memory cannot be mapped here") == 1
+
+
+def test_a_worker_that_could_not_map_the_memory_tries_again(
+    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon too busy to let a rank join in time must not cost the engine its cache for ever."""
+    monkeypatch.setattr("kvtier.connector.vllm_worker._TRY_AGAIN", 0.0)
+    attach, tries = RegionHandle.attach, []
+
+    def busy(self: RegionHandle) -> Any:
+        tries.append(self)
+        if len(tries) == 1:
+            raise TierUnavailable("no answer")
+        return attach(self)
+
+    monkeypatch.setattr(RegionHandle, "attach", busy)
+    with engine(model, tiers()) as vllm:
+        vllm.text(PROMPTS[:1])  # its step stores nothing
+        vllm.forget_l1()
+        fill(vllm)
+        outputs = vllm.run(PROMPTS)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert sum(output.num_cached_tokens for output in outputs) == BLOCKS * BLOCK
+        assert len(tries) == 2
 
 
 def test_a_slab_that_is_cut_or_removed_under_us(model: Path, expected: list[list[int]], tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def run(
     ):
         assert child.stdin is not None
         assert child.stdout is not None
-        too_late = Timer(200, os.killpg, (child.pid, signal.SIGKILL))
+        too_late, line = Timer(200, os.killpg, (child.pid, signal.SIGKILL)), ""
         too_late.start()
         try:
             child.stdin.write(json.dumps(asked))

@@ -299,8 +299,68 @@ def test_a_claim_without_an_answer_is_a_miss_in_the_end(path: Path, fake: Callab
     clock.advance(0.2)
     assert tiers.poll(claim) == 0
     assert claim.found == Attribution(4, miss=4)
-    assert misses(tiers, Outcome.TIMEOUT) == 4
+    tiers.count(claim.found, claim.missing)
+    assert misses(tiers, Outcome.TIMEOUT) == 4  # and for no other reason
+    assert misses(tiers, Outcome.ABSENT) == misses(tiers, Outcome.BREAKER_OPEN) == 0
     tiers.close(0.1)
+
+
+def test_a_promise_that_a_long_step_lost_is_asked_for_once_more(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+    """A step that compiles on a busy machine may take longer than a promise is good for; the blocks are still there."""
+    daemon, clock, chain = fake(), FakeClock(), chain_of(4)
+    tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), 2.5, clock)
+    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    daemon.say(news(1, 0, 1, 2, 3))
+    wait_until(lambda: tiers.poll(claim) == 4)
+    clock.advance(30.0)
+    assert tiers.poll(claim) is PENDING
+    daemon.say(news(2, 4, 5, 6))  # meanwhile one block had to go
+    wait_until(lambda: tiers.poll(claim) == 3)
+    assert misses(tiers, Outcome.EVICTED) == 1
+    # Not for ever: a request would wait for steps that are all as long.
+    clock.advance(30.0)
+    assert tiers.poll(claim) == 0
+    assert misses(tiers, Outcome.TIMEOUT) == 3
+    assert len(tiers.take(claim)) == 0
+
+    # An answer that comes as late is no promise either.
+    def has_come() -> bool:
+        tiers.tick()
+        return late.found is not None
+
+    late = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    clock.advance(31.0)
+    daemon.say(news(3, 0, 1, 2, 3))
+    wait_until(has_come)
+    assert tiers.poll(late) is PENDING
+    daemon.say(news(4, 0, 1, 2, 3))
+    wait_until(lambda: tiers.poll(late) == 4)
+    tiers.close(0.1)
+
+
+def test_what_was_promised_on_a_lost_link_is_asked_for_on_the_next(path: Path) -> None:
+    daemon = DaemonThread(path, host={"size": 1 << 20})
+    tiers, chain = attach(path), chain_of(4)
+    store(tiers, chain)
+    claim, promised = ask(tiers, chain)
+    assert promised == 4
+    tiers._attachment.cut(ConnectionResetError("cable pulled"))
+    wait_until(lambda: attached(tiers))
+    assert tiers.poll(claim) is PENDING
+    wait_until(lambda: tiers.poll(claim) == 4)
+    # Nobody is waited for: where there is no link when the engine looks, it computes, and the reason is counted.
+    tiers._attachment.cut(ConnectionResetError("cable pulled"))
+    assert tiers.poll(claim) == 0
+    assert misses(tiers, Outcome.BREAKER_OPEN) == 4
+    # Promised and taken too late: counted as well.
+    wait_until(lambda: attached(tiers))
+    claim, promised = ask(tiers, chain)
+    tiers._attachment.cut(ConnectionResetError("cable pulled"))
+    assert len(tiers.take(claim)) == 0
+    assert misses(tiers, Outcome.BREAKER_OPEN) == 8
+    tiers.close()
+    daemon.check()
+    daemon.close()
 
 
 def test_a_promise_is_not_taken_late(path: Path, fake: Callable[..., FakeDaemon]) -> None:
@@ -317,6 +377,7 @@ def test_a_promise_is_not_taken_late(path: Path, fake: Callable[..., FakeDaemon]
     assert tiers.poll(claims[1]) == 4  # this renews it
     clock.advance(0.2)
     assert len(tiers.take(claims[2])) == 0  # too late
+    assert misses(tiers, Outcome.TIMEOUT) == 4
     clock.advance(29.0)
     assert len(tiers.take(claims[1])) == 4
     gc.collect()  # that one was dropped instead of released: the daemon hears of it all the same

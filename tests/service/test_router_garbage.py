@@ -212,7 +212,7 @@ def test_events_that_come_alone_are_passed_on_as_they_are(passed: list[bytes]) -
 
 
 @pytest.mark.parametrize("rubbish", [b"zz\r\n", b"\n\n\r\n", b"3\r\nabc\n\n\r\n", b"-1\r\n\n\n\r\n"])
-def test_rubbish_among_chunks_ends_a_stream_with_an_error(rubbish: bytes, passed: list[bytes]) -> None:
+def test_rubbish_among_chunks_ends_a_stream_with_an_error(rubbish: bytes) -> None:
     def says(path: str, headers: dict[str, str]) -> Iterator[bytes]:
         yield CHUNKED
         for number in range(5):
