@@ -12,15 +12,15 @@ to the replica with the least to do, and all others to the same; "session hash" 
 is one replica with the memory, the processors and the links of all: its cached share is about what routing can
 preserve, its times are out of reach.
 
-The policy's two figures, weight of load and crowd, were tuned on the first third of the conversation trace (`--tune`).
-All figures are of the rest: caches and queues are as the first third left them.
+What the policy makes of waiting (`routing_policy.Waiting`) was tuned on the first third of the conversation trace
+(`--tune`). All figures are of the rest: caches and queues are as the first third left them.
 """
 
 import argparse
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -36,7 +36,7 @@ from rich.progress import Progress
 
 from kvtier.connector.events import KVEvent
 from kvtier.service.prefix_index import PrefixIndex
-from kvtier.service.routing_policy import CROWD, LOAD_WEIGHT, Candidate, Choice, Reason, choose, round_robin, sticky
+from kvtier.service.routing_policy import WAITING, Candidate, Choice, Reason, Waiting, choose, round_robin, sticky
 from kvtier.service.told_blocks import MEDIUM, ToldBlocks
 from kvtier.tiers.errors import FormatError, KVTierError
 
@@ -47,34 +47,32 @@ OURS: Final = "prefix-aware"
 ORACLE: Final = "oracle: one replica"
 RUNNING: Final = 1.0  # blocks of work in an answer that has begun, as the router counts
 NEVER: Final = float("inf")
-# What `--tune` tries: weight of load, and how many requests more than elsewhere outweigh a prompt.
+# What `--tune` tries: each figure of ours less and more, by itself; and none of the last three, by two weights.
 TUNED: Final = (
-    (0.05, 32.0),
-    (0.1, 16.0),
-    (0.1, 32.0),
-    (0.1, 64.0),
-    (0.1, NEVER),
-    (0.2, 32.0),
-    (1.0, 32.0),
-    (1.0, NEVER),
+    WAITING,
+    replace(WAITING, weight=WAITING.weight / 2),
+    replace(WAITING, weight=WAITING.weight * 2),
+    replace(WAITING, patience=WAITING.patience / 2),
+    replace(WAITING, patience=WAITING.patience * 2),
+    replace(WAITING, late_weight=WAITING.late_weight / 2),
+    replace(WAITING, late_weight=WAITING.late_weight * 2),
+    replace(WAITING, crowd=WAITING.crowd / 2),
+    Waiting(weight=0.01, late_weight=0.0, crowd=NEVER),
+    Waiting(weight=0.1, late_weight=0.0, crowd=NEVER),
+    Waiting(weight=1.0, late_weight=0.0, crowd=NEVER),
 )
+BY_LOAD: Final = Waiting(weight=1.0, late_weight=0.0, crowd=NEVER)
 QUICK: Final = 300  # requests
 
 Policy = Callable[[Sequence[Candidate], Prompt, int], Choice]
 
 
-def prefix_aware(
-    candidates: Sequence[Candidate],
-    prompt: Prompt,
-    turn: int,
-    load_weight: float = LOAD_WEIGHT,
-    crowd: float = CROWD,
-) -> Choice:
-    return choose(candidates, len(prompt.blocks), load_weight=load_weight, crowd=crowd, turn=turn)
+def prefix_aware(candidates: Sequence[Candidate], prompt: Prompt, turn: int, waiting: Waiting = WAITING) -> Choice:
+    return choose(candidates, len(prompt.blocks), waiting=waiting, turn=turn)
 
 
 def least_load(candidates: Sequence[Candidate], prompt: Prompt, turn: int) -> Choice:
-    return choose(candidates, len(prompt.blocks), weights={}, turn=turn)
+    return choose(candidates, len(prompt.blocks), weights={}, waiting=BY_LOAD, turn=turn)
 
 
 def cookies() -> Policy:
@@ -232,14 +230,14 @@ class Bench:
         return report("routing", rows, targets(runs), self.args.json, self.args.save, self.setup(first))
 
     def tune(self) -> int:
-        """Our policy by its weight of load and its crowd, on the first third alone."""
+        """Our policy by what it makes of waiting, on the first third alone."""
         self.prompts = self.prompts[: len(self.prompts) // 3]
         first = len(self.prompts) // 3
         rows = []
-        for weight, crowd in TUNED:
-            policy = partial(prefix_aware, load_weight=weight, crowd=crowd)
-            run = self.run(f"load weight {weight:g}, crowd {crowd:g}", policy, first=first)
-            rows.append({"load weight": weight, "crowd": f"{crowd:g}", **run.row})
+        for waiting in TUNED:
+            figures = {name: f"{value:g}" for name, value in asdict(waiting).items()}
+            run = self.run(str(waiting), partial(prefix_aware, waiting=waiting), first=first)
+            rows.append({**figures, **run.row})
         return report("routing_tuning", rows, [], self.args.json, self.args.save, self.setup(first))
 
     def setup(self, first: int) -> dict[str, object]:
@@ -311,7 +309,7 @@ def options() -> argparse.ArgumentParser:
     )
     given.add_argument("--l1-blocks", type=_whole, default=Hardware().l1_blocks, help="of each replica's device memory")
     given.add_argument("--l2-blocks", type=_whole, default=Hardware().l2_blocks, help="of each replica's host memory")
-    given.add_argument("--tune", action="store_true", help="our policy by its two figures, on the first third")
+    given.add_argument("--tune", action="store_true", help="our policy by what it makes of waiting, on the first third")
     return given
 
 

@@ -10,11 +10,25 @@ import xxhash
 
 # Which share of computing a block is saved by having it in a tier; benchmarks/ttft.py measures what loading costs.
 WEIGHTS: Final[Mapping[str, float]] = MappingProxyType({"GPU": 1.0, "CPU": 0.9, "STORAGE": 0.8, "EXTERNAL": 0.6})
-# Both tuned by benchmarks/routing.py. Waiting behind others' work costs one request its time; computing at a second
-# replica what another holds costs all of them, and room for the blocks: so one that waits weighs less than one to do.
-LOAD_WEIGHT: Final = 0.1
-CROWD: Final = 32.0  # requests more than elsewhere that outweigh a prompt that is cached whole
 _CLOSE: Final = 1e-6  # blocks of work; sums of the same parts in another order differ by less
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """How much waiting at a replica counts against computing a prompt anew at another.
+
+    Waiting behind others' work costs one request its time. Computing what another holds costs all of them, and room for
+    the blocks: so work that waits weighs little, until there is too much of it. `benchmarks/routing.py --tune` tries
+    other figures.
+    """
+
+    weight: float = 0.01  # of a block of work that waits, where one to compute is 1
+    patience: float = 12.0  # lengths of the prompt: what a replica has to do beyond so much more than another, weighs
+    late_weight: float = 0.1  # so much more
+    crowd: float = 16.0  # requests more than elsewhere that are borne; each time as many again weigh a whole prompt
+
+
+WAITING: Final = Waiting()
 
 
 class Reason(StrEnum):
@@ -73,26 +87,32 @@ def choose(
     num_blocks: int,
     *,
     weights: Mapping[str, float] = WEIGHTS,
-    load_weight: float = LOAD_WEIGHT,
-    crowd: float = CROWD,
+    waiting: Waiting = WAITING,
     turn: int = 0,
 ) -> Choice:
     """Send a prompt of `num_blocks` to where the least work lies before its first token.
 
-    Work is what the replica has to do already, times `load_weight`, and the prompt's blocks, less what its cached
-    prefix saves by `weights` (a medium that has none saves nothing); and, where it has more requests than the one with
-    the fewest, each `crowd`th of the prompt once more: a prefix that all ask for comes to be held by several. Among
-    equals it is the turn of number `turn`: the caller counts requests. A prefix nobody is sure of counts nothing; where
-    nobody is sure of any, all take turns.
+    Work is the prompt's blocks, less what its cached prefix saves by `weights` (a medium that has none saves nothing),
+    and what `waiting` makes of all that the replica has to do already: little, as long as that is not many times the
+    prompt itself beyond what the least busy one has to do; and nothing of the number of its requests, as long as that
+    is not far beyond the fewest: a prefix that all ask for comes to be held by several. Among equals it is the turn of
+    number `turn`: the caller counts requests. A prefix nobody is sure of counts nothing; where nobody is sure of any,
+    all take turns.
     """
-    fewest = min((replica.num_requests for replica in replicas if replica.can_take), default=0)
+    able_to = [replica for replica in replicas if replica.can_take]
+    fewest = min((replica.num_requests for replica in able_to), default=0)
+    lightest = min((replica.load for replica in able_to), default=0.0)
 
     def saved(replica: Candidate) -> float:
         return sum(weights.get(medium, 0.0) * count for medium, count in _believed(replica).items())
 
+    def wait(replica: Candidate) -> float:
+        late = max(0.0, replica.load - lightest - waiting.patience * num_blocks)
+        crowded = max(0.0, (replica.num_requests - fewest) / waiting.crowd - 1)
+        return waiting.weight * replica.load + waiting.late_weight * late + num_blocks * crowded
+
     def work(replica: Candidate) -> float:
-        excess = (replica.num_requests - fewest) / crowd
-        return replica.load * load_weight + num_blocks * (1 + excess) - saved(replica)
+        return num_blocks - saved(replica) + wait(replica)
 
     scores = [_score(replica, work(replica)) for replica in replicas]
     able = [score for score in scores if score.work is not None]

@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.service.routing_policy import WEIGHTS, Candidate, Choice, Reason, choose, round_robin, sticky
+from kvtier.service.routing_policy import WEIGHTS, Candidate, Choice, Reason, Waiting, choose, round_robin, sticky
 
 POLICIES: Final[tuple[Callable[[list[Candidate]], Choice], ...]] = (
     lambda fleet: choose(fleet, 10),
@@ -18,6 +19,11 @@ POLICIES: Final[tuple[Callable[[list[Candidate]], Choice], ...]] = (
 
 def replica(name: str, prefix: dict[str, int] | None = None, load: float = 0, **more: Any) -> Candidate:
     return Candidate(name, prefix or {}, load, **more)
+
+
+def plain(weight: float) -> Waiting:
+    """All that waits counts by this weight, and nothing else does."""
+    return Waiting(weight=weight, late_weight=0, crowd=float("inf"))
 
 
 def spread(replicas: list[Candidate], num_requests: int = 12) -> Counter[str | None]:
@@ -32,14 +38,14 @@ def test_a_conversation_stays_where_its_prefix_is_until_that_replica_has_too_muc
     # Its blocks are at b now: the second turn, of 14, goes there too, while what b has to do weighs less than those 10.
     for load in (0, 5, 19):
         fleet[1] = replica("b", {"GPU": 10}, load)
-        choice = choose(fleet, 14, load_weight=0.5, turn=2)
+        choice = choose(fleet, 14, waiting=plain(0.5), turn=2)
         assert (choice.name, choice.reason) == ("b", Reason.PREFIX)
         assert [score.work for score in choice.scores] == [14, 4 + load / 2, 14]
         assert [score.cached for score in choice.scores] == [0, 10, 0]
     # Past that it is quicker to compute it all at an idle one.
     fleet[1] = replica("b", {"GPU": 10}, 21)
     fleet[2] = replica("c", load=1)
-    choice = choose(fleet, 14, load_weight=0.5, turn=2)
+    choice = choose(fleet, 14, waiting=plain(0.5), turn=2)
     assert (choice.name, choice.reason) == ("a", Reason.LOAD)
 
 
@@ -58,7 +64,7 @@ def test_a_block_counts_by_the_tier_it_is_in() -> None:
     assert (choice.name, choice.reason) == ("many", Reason.PREFIX)
     assert choice.scores[1].cached == 7
     # More blocks that are worth less are no reason: that one has less to do.
-    fleet = [replica("near", {"GPU": 8}, 100), replica("far", {"EXTERNAL": 10})]
+    fleet = [replica("near", {"GPU": 8}, 300), replica("far", {"EXTERNAL": 10})]
     assert (choose(fleet, 12).name, choose(fleet, 12).reason) == ("far", Reason.LOAD)
     # The weights are data: where loading from disk costs more than it saves, the same fleet is scored otherwise.
     fleet = [replica("few", {"GPU": 4}), replica("many", {"GPU": 1, "STORAGE": 6})]
@@ -86,18 +92,50 @@ def test_equals_take_turns() -> None:
     assert (choice.name, choice.reason) == ("b", Reason.LOAD)
 
 
+def test_a_conversation_waits_as_long_as_it_would_take_twelve_times_to_compute() -> None:
+    # a holds 18 of 20 blocks. It has more to do than b, which is borne: what waits weighs a hundredth.
+    patient = Waiting(weight=0.01, patience=12, late_weight=0.1)
+    for load, name in ((0, "a"), (10, "a"), (240, "a"), (380, "a"), (400, "b")):
+        choice = choose([replica("a", {"GPU": 18}, load), replica("b")], 20, waiting=patient)
+        assert (choice.name, choice.reason) == (name, Reason.PREFIX if name == "a" else Reason.LOAD)
+        # Beyond 240 blocks each weighs a tenth more.
+        late = max(0, load - 240)
+        assert choice.scores[0].work == pytest.approx(2 + load / 100 + late / 10)
+    # It's the difference that counts: where all have as much to do, it waits where its blocks are.
+    fleet = [replica("a", {"GPU": 18}, 900), replica("b", load=800), replica("c", load=700)]
+    assert choose(fleet, 20, waiting=patient).name == "a"
+    # What the dead and the full have to do is no measure.
+    for idle in (replica("d", is_alive=False), replica("d", limit=0)):
+        assert choose([*fleet, idle], 20, waiting=patient).name == "a"
+    # A short prompt has less to lose, and is sooner gone: four times as short, it goes at a quarter of the load.
+    for load, name in ((60, "a"), (94, "a"), (102, "b")):
+        assert choose([replica("a", {"GPU": 5}, load), replica("b")], 5, waiting=patient).name == name
+
+
+def test_what_is_new_to_all_goes_where_least_is_to_do_however_little_that_counts() -> None:
+    loads = {"a": 3, "b": 2.5, "c": 300}
+    fleet = [replica(name, load=load) for name, load in loads.items()]
+    assert choose(fleet, 20).name == "b"
+    assert choose(fleet, 20).reason == Reason.LOAD
+    # A block that one alone holds does not gather everything that is new there.
+    assert choose([replica("a", {"GPU": 1}, 260), replica("b", load=2)], 20).name == "b"
+
+
 def test_a_prefix_that_all_ask_for_spreads() -> None:
-    # a alone holds it, and 16 requests run there: half of what outweighs a prompt that is cached whole.
+    # a alone holds it. So many requests more than elsewhere are borne; as many again outweigh a prompt cached whole.
     for num_requests, name, reason in ((16, "a", Reason.PREFIX), (31, "a", Reason.PREFIX), (33, "b", Reason.LOAD)):
         fleet = [replica("a", {"GPU": 20}, num_requests=num_requests), replica("b")]
-        choice = choose(fleet, 20, crowd=32)
+        choice = choose(fleet, 20, waiting=Waiting(crowd=16))
         assert (choice.name, choice.reason) == (name, reason)
+        assert choice.scores[0].work == pytest.approx(20 * (num_requests / 16 - 1))
+    # A few more say nothing, not even about a prompt that is new to all.
+    assert [score.work for score in choose([replica("a", num_requests=9), replica("b")], 20).scores] == [20, 20]
     # Where all have many, nobody is crowded.
     fleet = [replica("a", {"GPU": 20}, num_requests=90), replica("b", num_requests=80)]
-    assert choose(fleet, 20, crowd=32).name == "a"
+    assert choose(fleet, 20).name == "a"
     # The dead have the fewest, and that says nothing.
     fleet.append(replica("c", is_alive=False))
-    assert choose(fleet, 20, crowd=32).name == "a"
+    assert choose(fleet, 20).name == "a"
 
 
 def test_the_dead_and_the_full_get_nothing() -> None:
@@ -107,7 +145,7 @@ def test_the_dead_and_the_full_get_nothing() -> None:
     assert spread(fleet) == {"a": 12}
     # The page shows them all the same, without an estimate.
     choice = choose(fleet, 10)
-    assert [(score.name, score.work) for score in choice.scores] == [("a", 10), ("b", None), ("c", None), ("d", 10.3)]
+    assert [(score.name, score.work) for score in choice.scores] == [("a", 10), ("b", None), ("c", None), ("d", 10.03)]
     assert choice.reason == Reason.LOAD
     # One block less and b takes it again, if it's worth the wait.
     fleet[1] = replica("b", {"GPU": 10}, 7, limit=8)
