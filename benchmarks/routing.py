@@ -47,15 +47,17 @@ OURS: Final = "prefix-aware"
 ORACLE: Final = "oracle: one replica"
 RUNNING: Final = 1.0  # blocks of work in an answer that has begun, as the router counts
 NEVER: Final = float("inf")
-# What `--tune` tries: weight of load, and how many requests more than elsewhere outweigh a prompt.
+# What `--tune` tries: weight of load, and how many requests more than elsewhere are borne.
 TUNED: Final = (
-    (0.05, 32.0),
+    (0.005, 16.0),
+    (0.01, 16.0),
+    (0.02, 8.0),
+    (0.02, 16.0),
+    (0.02, 32.0),
+    (0.02, NEVER),
+    (0.05, 16.0),
     (0.1, 16.0),
-    (0.1, 32.0),
-    (0.1, 64.0),
-    (0.1, NEVER),
-    (0.2, 32.0),
-    (1.0, 32.0),
+    (1.0, 16.0),
     (1.0, NEVER),
 )
 QUICK: Final = 300  # requests
@@ -74,7 +76,7 @@ def prefix_aware(
 
 
 def least_load(candidates: Sequence[Candidate], prompt: Prompt, turn: int) -> Choice:
-    return choose(candidates, len(prompt.blocks), weights={}, turn=turn)
+    return choose(candidates, len(prompt.blocks), weights={}, crowd=NEVER, turn=turn)
 
 
 def cookies() -> Policy:

@@ -11,9 +11,9 @@ import xxhash
 # Which share of computing a block is saved by having it in a tier; benchmarks/ttft.py measures what loading costs.
 WEIGHTS: Final[Mapping[str, float]] = MappingProxyType({"GPU": 1.0, "CPU": 0.9, "STORAGE": 0.8, "EXTERNAL": 0.6})
 # Both tuned by benchmarks/routing.py. Waiting behind others' work costs one request its time; computing at a second
-# replica what another holds costs all of them, and room for the blocks: so one that waits weighs less than one to do.
-LOAD_WEIGHT: Final = 0.1
-CROWD: Final = 32.0  # requests more than elsewhere that outweigh a prompt that is cached whole
+# replica what another holds costs all of them, and room for the blocks: so work that waits weighs little.
+LOAD_WEIGHT: Final = 0.02  # of a block of work that waits, where one to compute is 1
+CROWD: Final = 16.0  # requests more than elsewhere that are borne; each time as many again weigh a whole prompt
 _CLOSE: Final = 1e-6  # blocks of work; sums of the same parts in another order differ by less
 
 
@@ -79,11 +79,11 @@ def choose(
 ) -> Choice:
     """Send a prompt of `num_blocks` to where the least work lies before its first token.
 
-    Work is what the replica has to do already, times `load_weight`, and the prompt's blocks, less what its cached
-    prefix saves by `weights` (a medium that has none saves nothing); and, where it has more requests than the one with
-    the fewest, each `crowd`th of the prompt once more: a prefix that all ask for comes to be held by several. Among
-    equals it is the turn of number `turn`: the caller counts requests. A prefix nobody is sure of counts nothing; where
-    nobody is sure of any, all take turns.
+    Work is the prompt's blocks, less what its cached prefix saves by `weights` (a medium that has none saves nothing);
+    what the replica has to do already, times `load_weight`; and, where it has more requests than the one with the
+    fewest, the prompt once more for each `crowd` of them beyond the first: a prefix that all ask for comes to be held
+    by several. Among equals it is the turn of number `turn`: the caller counts requests. A prefix nobody is sure of
+    counts nothing; where nobody is sure of any, all take turns.
     """
     fewest = min((replica.num_requests for replica in replicas if replica.can_take), default=0)
 
@@ -91,8 +91,8 @@ def choose(
         return sum(weights.get(medium, 0.0) * count for medium, count in _believed(replica).items())
 
     def work(replica: Candidate) -> float:
-        excess = (replica.num_requests - fewest) / crowd
-        return replica.load * load_weight + num_blocks * (1 + excess) - saved(replica)
+        crowds = max(0.0, (replica.num_requests - fewest) / crowd - 1)
+        return replica.load * load_weight + num_blocks * (1 + crowds) - saved(replica)
 
     scores = [_score(replica, work(replica)) for replica in replicas]
     able = [score for score in scores if score.work is not None]

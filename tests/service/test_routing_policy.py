@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,7 +59,7 @@ def test_a_block_counts_by_the_tier_it_is_in() -> None:
     assert (choice.name, choice.reason) == ("many", Reason.PREFIX)
     assert choice.scores[1].cached == 7
     # More blocks that are worth less are no reason: that one has less to do.
-    fleet = [replica("near", {"GPU": 8}, 100), replica("far", {"EXTERNAL": 10})]
+    fleet = [replica("near", {"GPU": 8}, 300), replica("far", {"EXTERNAL": 10})]
     assert (choose(fleet, 12).name, choose(fleet, 12).reason) == ("far", Reason.LOAD)
     # The weights are data: where loading from disk costs more than it saves, the same fleet is scored otherwise.
     fleet = [replica("few", {"GPU": 4}), replica("many", {"GPU": 1, "STORAGE": 6})]
@@ -86,18 +87,44 @@ def test_equals_take_turns() -> None:
     assert (choice.name, choice.reason) == ("b", Reason.LOAD)
 
 
+def test_a_conversation_waits_for_others_as_long_as_that_costs_all_less_than_computing_it_anew() -> None:
+    # a holds 18 of 20 blocks. It has more to do than b, which is borne: what waits weighs a fiftieth.
+    for load, name in ((0, "a"), (10, "a"), (880, "a"), (920, "b")):
+        choice = choose([replica("a", {"GPU": 18}, load), replica("b")], 20, load_weight=0.02)
+        assert (choice.name, choice.reason) == (name, Reason.PREFIX if name == "a" else Reason.LOAD)
+        assert choice.scores[0].work == pytest.approx(2 + load / 50)
+    # It's the difference that counts: where all have as much to do, it waits where its blocks are.
+    fleet = [replica("a", {"GPU": 18}, 2900), replica("b", load=2800), replica("c", load=2700)]
+    assert choose(fleet, 20, load_weight=0.02).name == "a"
+    # A short prompt has less to lose, and is sooner gone.
+    for load, name in ((240, "a"), (260, "b")):
+        assert choose([replica("a", {"GPU": 5}, load), replica("b")], 5, load_weight=0.02).name == name
+
+
+def test_what_is_new_to_all_goes_where_least_is_to_do_however_little_that_counts() -> None:
+    loads = {"a": 3, "b": 2.5, "c": 300}
+    fleet = [replica(name, load=load) for name, load in loads.items()]
+    assert choose(fleet, 20).name == "b"
+    assert choose(fleet, 20).reason == Reason.LOAD
+    # A block that one alone holds does not gather everything that is new there.
+    assert choose([replica("a", {"GPU": 1}, 260), replica("b", load=2)], 20).name == "b"
+
+
 def test_a_prefix_that_all_ask_for_spreads() -> None:
-    # a alone holds it, and 16 requests run there: half of what outweighs a prompt that is cached whole.
+    # a alone holds it. So many requests more than elsewhere are borne; as many again outweigh a prompt cached whole.
     for num_requests, name, reason in ((16, "a", Reason.PREFIX), (31, "a", Reason.PREFIX), (33, "b", Reason.LOAD)):
         fleet = [replica("a", {"GPU": 20}, num_requests=num_requests), replica("b")]
-        choice = choose(fleet, 20, crowd=32)
+        choice = choose(fleet, 20, crowd=16)
         assert (choice.name, choice.reason) == (name, reason)
+        assert choice.scores[0].work == pytest.approx(20 * (num_requests / 16 - 1))
+    # A few more say nothing, not even about a prompt that is new to all.
+    assert [score.work for score in choose([replica("a", num_requests=9), replica("b")], 20).scores] == [20, 20]
     # Where all have many, nobody is crowded.
     fleet = [replica("a", {"GPU": 20}, num_requests=90), replica("b", num_requests=80)]
-    assert choose(fleet, 20, crowd=32).name == "a"
+    assert choose(fleet, 20).name == "a"
     # The dead have the fewest, and that says nothing.
     fleet.append(replica("c", is_alive=False))
-    assert choose(fleet, 20, crowd=32).name == "a"
+    assert choose(fleet, 20).name == "a"
 
 
 def test_the_dead_and_the_full_get_nothing() -> None:
@@ -107,7 +134,7 @@ def test_the_dead_and_the_full_get_nothing() -> None:
     assert spread(fleet) == {"a": 12}
     # The page shows them all the same, without an estimate.
     choice = choose(fleet, 10)
-    assert [(score.name, score.work) for score in choice.scores] == [("a", 10), ("b", None), ("c", None), ("d", 10.3)]
+    assert [(score.name, score.work) for score in choice.scores] == [("a", 10), ("b", None), ("c", None), ("d", 10.06)]
     assert choice.reason == Reason.LOAD
     # One block less and b takes it again, if it's worth the wait.
     fleet[1] = replica("b", {"GPU": 10}, 7, limit=8)
