@@ -49,14 +49,13 @@ RUNNING: Final = 1.0  # blocks of work in an answer that has begun, as the route
 NEVER: Final = float("inf")
 # What `--tune` tries: weight of load, and how many requests more than elsewhere are borne.
 TUNED: Final = (
-    (0.005, 16.0),
-    (0.01, 16.0),
-    (0.02, 8.0),
     (0.02, 16.0),
-    (0.02, 32.0),
-    (0.02, NEVER),
     (0.05, 16.0),
+    (0.1, 8.0),
     (0.1, 16.0),
+    (0.1, 32.0),
+    (0.1, NEVER),
+    (0.2, 16.0),
     (1.0, 16.0),
     (1.0, NEVER),
 )

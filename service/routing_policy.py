@@ -11,8 +11,8 @@ import xxhash
 # Which share of computing a block is saved by having it in a tier; benchmarks/ttft.py measures what loading costs.
 WEIGHTS: Final[Mapping[str, float]] = MappingProxyType({"GPU": 1.0, "CPU": 0.9, "STORAGE": 0.8, "EXTERNAL": 0.6})
 # Both tuned by benchmarks/routing.py. Waiting behind others' work costs one request its time; computing at a second
-# replica what another holds costs all of them, and room for the blocks: so work that waits weighs little.
-LOAD_WEIGHT: Final = 0.02  # of a block of work that waits, where one to compute is 1
+# replica what another holds costs all of them, and room for the blocks: so work that waits weighs less than work to do.
+LOAD_WEIGHT: Final = 0.1  # of a block of work that waits, where one to compute is 1
 CROWD: Final = 16.0  # requests more than elsewhere that are borne; each time as many again weigh a whole prompt
 _CLOSE: Final = 1e-6  # blocks of work; sums of the same parts in another order differ by less
 
