@@ -294,6 +294,7 @@ def plot(runs: Mapping[str, Figures], path: Path) -> None:
     bars = right.barh(list(runs), [100 * each.row["cached"] for each in runs.values()], color="tab:blue")
     right.bar_label(bars, fmt="%.1f", fontsize=8)
     right.invert_yaxis()
+    right.margins(x=0.12)  # room for the labels
     right.set_xlabel("prompt tokens that were cached, %")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -271,7 +271,7 @@ def main() -> int:
     chosen = args.arms.split(",")
     if unknown := set(chosen) - {"L2", "L3", "cluster"}:
         options.error(f"--arms {', '.join(sorted(unknown))}: choose from L2, L3, cluster")
-    load = Load(2, 8, 128, 16, 4, 8, 1) if args.quick else Load(4, 32, 1024, 32, 32, 32, 5)
+    load = Load(2, 8, 128, 16, 4, 8, 1) if args.quick else Load(4, 16, 512, 32, 32, 24, 3)
     try:
         with ExitStack() as stack:
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".serving-", dir=Path(__file__).parent)))
