@@ -25,7 +25,7 @@ class Server:
         self.log = log
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
         environment |= {f"KVTIER_{name}": value for name, value in (options or {}).items()}
-        environment |= {"PYTHONPATH": str(ROOT)}
+        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # two engines' threads would spin in turns
         with log.open("wb") as file:
             self.process = subprocess.Popen([sys.executable, *command], env=environment, stdout=file, stderr=file)
         end = time.monotonic() + _START
