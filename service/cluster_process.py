@@ -57,10 +57,10 @@ class Process(NamedTuple):
             if not self.runs:  # asked after the descriptor was had: from here on it is this process or none
                 return True
             signal.pidfd_send_signal(fd, signal.SIGTERM)
-            in_time = bool(select.select([fd], [], [], grace)[0])
+            in_time = _has_ended(fd, grace)
             if not in_time:
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
-                if not select.select([fd], [], [], _KILLED)[0]:
+                if not _has_ended(fd, _KILLED):
                     raise KVTierError(
                         f"process {self.pid} does not end, {_KILLED:g} s after SIGKILL; it hangs in the kernel"
                     )
@@ -124,6 +124,13 @@ def is_well(ready: Ready) -> bool:
             return False
         return done.returncode == 0
     return False
+
+
+def _has_ended(process: int, timeout: float) -> bool:
+    """Whether the process behind a descriptor ends within so many seconds. `select` knows no descriptor past 1023."""
+    ends = select.poll()
+    ends.register(process, select.POLLIN)
+    return bool(ends.poll(timeout * 1000))
 
 
 def _answers(url: str) -> bool:

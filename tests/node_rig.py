@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
+_CLAIM: Final = 50  # ports claimed at once
 _START: Final = 100.0  # seconds: a cold import of everything on a busy machine
+_ports: list[int] = []  # claimed, and not handed out yet
 
 
 class Node:
@@ -110,18 +112,30 @@ def node(**options: str) -> Iterator[Node]:
 def free_port() -> int:
     """A loopback port nobody listens on: below those the kernel hands out, and no other test's as long as we live."""
     while True:
-        port = random.randrange(20_000, 32_000)  # cluster_rig's are below
+        if not _ports:
+            _ports.extend(_claimed_ports())
+        port = _ports.pop()
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
+def _claimed_ports() -> range:
+    """Ports no other process of tests hands out, until this one has ended; a file for many, since files are few."""
+    while True:
+        first = random.randrange(20_000, 32_000, _CLAIM)  # cluster_rig's are below
         claim = socket.socket(socket.AF_UNIX)
         try:
-            claim.bind(f"\0kvtier test port {port}")  # abstract: no file, and gone with this process
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("127.0.0.1", port))
+            claim.bind(f"\0kvtier test ports {first}")  # abstract: no file, and gone with this process
         except OSError:
             claim.close()
             continue
         claim.detach()
-        return port
+        return range(first, min(first + _CLAIM, 32_000))
 
 
 def _disk() -> str | None:

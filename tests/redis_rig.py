@@ -40,7 +40,7 @@ class RedisServer:
 
     def start(self) -> None:
         """Start it and wait until it answers; the first time on a port nobody has."""
-        for port in [self.port] if self.port else [free_port() for _ in range(20)]:
+        for port in [self.port] if self.port else (free_port() for _ in range(20)):
             with (self.directory / "log").open("wb") as log:
                 self.process = subprocess.Popen(
                     [*_DIE_WITH_US, "redis-server", *self._arguments(port)], stdout=log, stderr=log, cwd=self.directory

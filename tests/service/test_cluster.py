@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -332,6 +334,19 @@ def test_another_process_of_the_same_pid_is_left_alone() -> None:
         assert Process.of(other.pid) is None  # a zombie is none
         assert other.wait() == -signal.SIGTERM
     assert found.stop(0.1)
+
+
+def test_who_has_many_files_open_stops_it_all_the_same() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    with ExitStack() as stack, subprocess.Popen(["sleep", "600"], start_new_session=True) as other:
+        last = 0
+        while last < 1024:  # `select` knows none from here on
+            last = stack.enter_context(open(os.devnull)).fileno()
+        found = Process.of(other.pid)
+        assert found is not None
+        assert found.stop(30)
+        assert other.wait() == -signal.SIGTERM
 
 
 def test_one_that_does_not_heed_is_killed() -> None:
