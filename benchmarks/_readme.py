@@ -51,6 +51,7 @@ CLAIMS: Final = (
     ("time to first token, p50 and p99: round robin ÷ prefix-aware", "routing", "^TTFT.*round robin"),
     ("the same: the best other policy ÷ prefix-aware", "routing", "^TTFT.*best other"),
     ("router: CPU ms of a request, whole and streamed, besides tokenising", "router_overhead", "^router"),
+    ("router: CPU of a stream's piece that comes alone ÷ of a bare asyncio relay", "router_overhead", "bare relay"),
     ("prefix scoring of 32,768 tokens, CPU ms", "router_overhead", "^prefix scoring"),
     ("1,000,000 indexed blocks, MB", "router_overhead", "indexed"),
     ("load on `kvtier engine`: requests/s, L2, L3 and a cluster ÷ cache off", "serving", "requests/s"),
