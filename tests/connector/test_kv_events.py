@@ -127,6 +127,17 @@ def test_noise_is_refused(noise: bytes) -> None:
         decode_batch(noise)
 
 
+def peak_of_refusing(payload: bytes) -> int:
+    """Bytes of memory at most, while it is found to be no batch."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError):
+            decode_batch(payload)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 def packed(**changed: Any) -> bytes:
     fields = {
         "type": "BlockStored",
@@ -189,25 +200,11 @@ def test_bad_batches_are_format_errors(payload: bytes) -> None:
     ids=["array", "arrays", "short-arrays", "bytes", "map", "depth", "length"],
 )
 def test_nothing_is_made_for_what_is_only_claimed(payload: bytes) -> None:
-    tracemalloc.start()
-    try:
-        with pytest.raises(FormatError):
-            decode_batch(payload)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 4 << 20
+    assert peak_of_refusing(payload) < 4 << 20
 
 
 @pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\x81\xa1x\x90", b"\xa2zz", b"\xcd\x7f\xff", b"\xc0"], ids=repr)
 def test_what_is_made_of_a_batch_is_some_twenty_times_its_bytes(item: bytes) -> None:
     num_items = (4 << 20) // len(item)
     payload = b"\x93\xcb" + bytes(8) + b"\xdd" + num_items.to_bytes(4, "big") + num_items * item + b"\x00"
-    tracemalloc.start()
-    try:
-        with pytest.raises(FormatError):
-            decode_batch(payload)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 26 * len(payload)
+    assert peak_of_refusing(payload) < 26 * len(payload)
