@@ -45,7 +45,7 @@ RUN .ci/venv-with-torch /opt/kvtier "$TORCH" >constraints.txt \
 FROM base AS run
 RUN groupadd --gid 10001 kvtier \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin kvtier \
-    && install -d -o kvtier -g kvtier -m 0700 /data/model /data/slabs /data/run
+    && install -d -o kvtier -g kvtier -m 0700 /data/model /data/slabs /data/run /data/events-a /data/events-b
 COPY --chmod=0755 deploy/is-well /usr/local/bin/is-well
 ENV PATH=/opt/kvtier/bin:$PATH HOME=/tmp
 USER 10001:10001

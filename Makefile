@@ -2,10 +2,13 @@
 #
 #   make demo         watch a real transformer engine prefill a long text once, then never again
 #   make test         the whole test suite
+#   make quick        tiers, connectors, state machines and the architecture: what one runs after every change
+#   make coverage     the whole suite, and which lines of the product it ran, by folder
 #   make test-vllm    a real vLLM over kvtier's tiers; its packages are kept in your cache directory
 #   make test-sglang  a real SGLang, likewise
 #   make check        ruff, ruff format, strict mypy, the architecture test
 #   make bench        every benchmark in its quick form
+#   make soak         a whole node under faults for MINUTES=…; likewise kills and crash-images COUNT=…, fuzz MINUTES=…
 #   make setup        only the set-up: .venv with the `kvtier` command
 #
 # On a GPU machine, first:  export TORCH=torch EXTRAS=cuda,engine,service,dev
@@ -27,10 +30,10 @@ DEMO_ARGS ?=
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
 STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
-.PHONY: help setup demo test test-vllm test-sglang check format bench clean
+.PHONY: help setup demo beside test quick coverage test-vllm test-sglang check format bench soak kills crash-images fuzz clean
 
 help:
-	sed -n '3,9s/^# *//p' Makefile
+	sed -n '3,12s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -42,13 +45,29 @@ $(STAMP):
 demo: setup
 	$(VENV)/bin/kvtier demo $(DEMO_ARGS)
 
-# One torch thread each: the tests run side by side, one worker per core. Redis's stories start servers of their own.
-test: setup
+# Programs that some stories start; without them those are skipped.
+beside: setup
 	.ci/debian-package redis-server redis-server || echo "stories that need a real Redis will be skipped" >&2
 	.ci/debian-package docker-compose docker-compose || echo "one check of docker-compose.yml will be skipped" >&2
 	.ci/debian-package chromedriver chromium-driver || echo "stories of the live page will be skipped" >&2
 	.ci/debian-package promtool prometheus || echo "checks of Prometheus's rules will be skipped" >&2
+
+# One torch thread each: the tests run side by side, one worker per core.
+test: beside
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+quick: setup
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not slow" \
+		tests/tiers tests/connector tests/stateful tests/test_architecture.py
+
+# Child processes are followed, too. Tests take about twice as long.
+coverage: export COVERAGE_ROOT = $(CURDIR)
+coverage: beside
+	rm -f .coverage .coverage.*
+	OMP_NUM_THREADS=1 $(VENV)/bin/coverage run -m pytest $(PYTEST_ARGS) || failed=1
+	$(VENV)/bin/coverage combine --quiet
+	$(VENV)/bin/coverage json --quiet -o - | .ci/coverage-by-folder 90
+	exit $${failed:-0}
 
 # Their libraries warn of much: here a warning is no error. vLLM's stories take a core each, SGLang's want the machine.
 test-vllm: ENGINE_ARGS = -n 2 --dist worksteal
@@ -74,6 +93,12 @@ bench: setup
 		echo "== $$program"
 		$(VENV)/bin/python $$program --quick
 	done
+
+# Runs at length (docs/faults.md): SEED=… repeats the choices of a run, JSON=FILE keeps its figures.
+soak kills crash-images fuzz: setup
+	[ $@ != soak ] || .ci/debian-package redis-server redis-server
+	OMP_NUM_THREADS=1 $(VENV)/bin/python tests/endurance/$(subst -,_,$@).py $(if $(MINUTES),--minutes $(MINUTES)) \
+		$(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON))
 
 clean:
 	rm -rf $(VENV) .venv-vllm .venv-sglang dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -37,7 +37,7 @@ def transfer(arm: str, folder: Path) -> dict[str, Any] | None:
     return None
 
 
-class Arm:
+class EngineArm:
     """The engine and what can be asked of it."""
 
     def __init__(self, model: Path, arm: str, folder: Path, num_blocks: int, max_len: int) -> None:
@@ -116,7 +116,7 @@ class Arm:
 def main() -> None:
     """Answer commands until stdin ends."""
     model, arm, folder, num_blocks, max_len = sys.argv[1:]
-    served = Arm(Path(model), arm, Path(folder), int(num_blocks), int(max_len))
+    served = EngineArm(Path(model), arm, Path(folder), int(num_blocks), int(max_len))
     print(json.dumps({"ready": True}), file=REPLIES, flush=True)
     for line in sys.stdin:
         command = json.loads(line)

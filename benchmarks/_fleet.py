@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Final
 
-from _traffic import Prompt
+from _traffic import TracePrompt
 
-from kvtier.tiers.events import Event, events_of
-from kvtier.tiers.lease import Lease, Reservation
-from kvtier.tiers.pool import SlotPool
-from kvtier.tiers.tier import BlockRecord
+from kvtier.tiers import BlockRecord
+from kvtier.tiers.hierarchy import Event, events_of
+from kvtier.tiers.pool import Lease, Reservation, SlotPool
 
 _EVERYTHING: Final = 1 << 30  # blocks told at a time
 
@@ -26,7 +25,7 @@ class Hardware:
 
     l1_blocks: int = 768  # of 512 tokens: 48 GiB
     l2_blocks: int = 2048  # 128 GiB of host memory
-    tokens_per_second: float = 30_000.0  # of prefill, where there is no context yet
+    tokens_per_second: float = 30_000.0  # of prefill, if there is no context yet
     context_that_doubles: float = 30_000.0  # tokens of context at which a token costs twice as much, by attention
     step_seconds: float = 0.008  # of any step: the weights are read once
     decode_seconds: float = 4e-8  # of a step, for each token of context that is read to decode
@@ -50,10 +49,10 @@ class Hardware:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class SimulatedRequest:
     """What becomes of a prompt in one replay."""
 
-    prompt: Prompt
+    prompt: TracePrompt
     cached: dict[str, int] = field(default_factory=dict)  # blocks, by tier
     first_token: float | None = None
     done: bool = False
@@ -65,7 +64,7 @@ class Request:
     leases: list[Lease] = field(default_factory=list)
 
 
-class Replica:
+class SimulatedReplica:
     """One engine with its L1 and L2. Whoever drives it calls `advance` at `wake_at`, and takes `events` after it."""
 
     def __init__(self, name: str, hardware: Hardware, block_size: int) -> None:
@@ -79,17 +78,17 @@ class Replica:
         self._records: dict[str, list[BlockRecord | None]] = {
             tier: [None] * pool.num_slots for tier, pool in self.pools.items()
         }
-        self._waiting: deque[Request] = deque()
-        self._prefilling: list[Request] = []
-        self._decoding: list[Request] = []
-        self._chunks: list[tuple[Request, int]] = []  # of the step under way
+        self._waiting: deque[SimulatedRequest] = deque()
+        self._prefilling: list[SimulatedRequest] = []
+        self._decoding: list[SimulatedRequest] = []
+        self._chunks: list[tuple[SimulatedRequest, int]] = []  # of the step under way
         self._begun = self._pace = self._link_free_at = 0.0
         self._num_steps = 0  # under way: one with chunks, or as many as change nothing
         self._num_scratch = 0
         for pool in self.pools.values():
             pool.listen()
 
-    def submit(self, request: Request, now: float) -> None:
+    def submit(self, request: SimulatedRequest, now: float) -> None:
         """A request arrives: it is looked at when the step under way ends."""
         self._waiting.append(request)
         if not self._num_steps:
@@ -124,7 +123,7 @@ class Replica:
         return {tier: count for tier, count in counts.items() if count}
 
     def check(self) -> None:
-        """AssertionError where requests left something behind, or a pool's law is broken."""
+        """AssertionError if requests left something behind, or a pool's law is broken."""
         assert not [*self._waiting, *self._prefilling, *self._decoding]
         for pool in self.pools.values():
             counts = pool.check()
@@ -148,7 +147,7 @@ class Replica:
                 self._num_steps = min(self._num_steps, max(1, ceil((coming - now) / self._pace)))
         self.wake_at = now + self._num_steps * self._pace if self._num_steps else coming
 
-    def _next_chunks(self, now: float) -> list[tuple[Request, int]]:
+    def _next_chunks(self, now: float) -> list[tuple[SimulatedRequest, int]]:
         room = self._hardware.step_tokens - len(self._decoding)
         chunks = []
         for request in self._prefilling:
@@ -172,7 +171,7 @@ class Replica:
             request.to_prefill = request.prompt.num_tokens - sum(request.cached.values()) * self._block_size
             self._prefilling.append(request)
 
-    def _take_slots(self, request: Request) -> bool:
+    def _take_slots(self, request: SimulatedRequest) -> bool:
         l1, l2, size = self.pools["l1"], self.pools["l2"], self._block_size
         names = [record.chain_hash for record in request.prompt.blocks]
         usable = names[: (request.prompt.num_tokens - 1) // size]  # at least the last token is computed
@@ -195,7 +194,7 @@ class Replica:
         self._num_scratch += 1
         return b"scratch".ljust(24, b".") + self._num_scratch.to_bytes(8, "big")
 
-    def _prefilled(self, request: Request, now: float) -> None:
+    def _prefilled(self, request: SimulatedRequest, now: float) -> None:
         """Its first token is out; its blocks can be found, in L1 and, written through, in L2."""
         request.first_token, request.to_decode = now, request.prompt.num_answer - 1
         self._prefilling.remove(request)
@@ -205,14 +204,14 @@ class Replica:
         if stored is not None:
             self._seal("l2", request, stored).release()
 
-    def _seal(self, tier: str, request: Request, reservation: Reservation) -> Lease:
+    def _seal(self, tier: str, request: SimulatedRequest, reservation: Reservation) -> Lease:
         lease = self.pools[tier].seal(reservation)
         records = {record.chain_hash: record for record in request.prompt.blocks}
         for name, slot in zip(lease.hashes, lease.slots.tolist(), strict=True):
             self._records[tier][slot] = records[name]
         return lease
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: SimulatedRequest) -> None:
         self._decoding.remove(request)
         self.pools["l1"].abandon(request.reservations[1])
         for lease in request.leases:

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvtier.tiers.errors import KVTierError
+from kvtier.tiers import KVTierError
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 _START: Final = 120.0  # seconds: a cold import of torch and transformers
 
 
-class Server:
-    """A process that serves; `options` are variables such as `HOST__SIZE`. KVTierError where it does not start."""
+class ServerProcess:
+    """A process that serves; `options` are variables such as `HOST__SIZE`. KVTierError if it does not start."""
 
     def __init__(
         self, command: Sequence[str], log: Path, *, ready: str = "ready on", options: Mapping[str, str] | None = None

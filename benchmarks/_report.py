@@ -21,6 +21,14 @@ _ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = _ROOT / "benchmarks" / "results"
 
 
+@dataclass(frozen=True)
+class Speed:
+    """What one run moved."""
+
+    gb_per_s: float
+    cpu_s_per_gb: float
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """One claim: `measured` has to be at most (or, with `at_most=False`, at least) `limit`, in the same unit."""
@@ -68,7 +76,7 @@ def machine() -> dict[str, object]:
 
 
 def commit() -> str:
-    """The checked-out commit, short, with `-dirty` where the code differs from it; `unknown` outside a git checkout.
+    """The checked-out commit, short, with `-dirty` if the code differs from it; `unknown` outside a git checkout.
 
     Results and pages don't count as code: saving one benchmark would make the next one dirty.
     """
@@ -90,7 +98,7 @@ def report(
 
     `setup` is what of the command line decides the figures.
 
-    Returns the program's exit status: 0 also where a target was missed, since a miss is a result, told as such.
+    Returns the program's exit status: 0 also if a target was missed, since a miss is a result, told as such.
     """
     document: dict[str, object] = {
         "benchmark": name,

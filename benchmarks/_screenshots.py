@@ -20,7 +20,7 @@ from typing import Final
 from PIL import Image
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tests" / "rigs"))
 
 from browser_rig import browser, missing  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Requests for simulated replicas: from a trace in Mooncake's form, or made up where there is none."""
+"""Requests for simulated replicas: from a trace in Mooncake's form, or made up if there is none."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from _trace import TraceLine, read_trace
 
-from kvtier.service.lookup_trace import TraceLine, read_trace
-from kvtier.service.prefix_index import prompt_hashes
-from kvtier.tiers.chain import TokenChain, root_hash
-from kvtier.tiers.errors import FormatError
-from kvtier.tiers.tier import BlockRecord
+from kvtier.service.events import prompt_hashes
+from kvtier.tiers import BlockRecord, FormatError
+from kvtier.tiers.naming import TokenChain, root_hash
 
 SMALL: Final = 16  # tokens of the block that stands for one of the trace's
 FINGERPRINT: Final = b"routing".ljust(32, b".")
@@ -22,7 +21,7 @@ _SESSION_BLOCKS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TracePrompt:
     """One request of a trace. Lengths are the trace's; its blocks are small ones, one for each of the trace's."""
 
     arrival: float  # seconds since the trace began
@@ -33,10 +32,10 @@ class Prompt:
     session: bytes
 
 
-def read_prompts(path: Path, block_size: int, limit: int | None) -> list[Prompt]:
+def read_prompts(path: Path, block_size: int, limit: int | None) -> list[TracePrompt]:
     """The first `limit` requests of a trace whose blocks have `block_size` tokens.
 
-    ConfigError where it cannot be read, FormatError with the line and the field that is wrong.
+    ConfigError if it cannot be read, FormatError with the line and the field that is wrong.
     """
     lines = list(islice(read_trace(path), limit))
     if not lines:
@@ -52,7 +51,7 @@ def read_prompts(path: Path, block_size: int, limit: int | None) -> list[Prompt]
     return prompts_of(lines, block_size)
 
 
-def prompts_of(lines: Sequence[TraceLine], block_size: int) -> list[Prompt]:
+def prompts_of(lines: Sequence[TraceLine], block_size: int) -> list[TracePrompt]:
     """Prompts of a trace's lines. Those with one timestamp arrive evenly spread over the time up to the next one."""
     records: dict[bytes, BlockRecord] = {}
     prompts = []
@@ -68,11 +67,11 @@ def prompts_of(lines: Sequence[TraceLine], block_size: int) -> list[Prompt]:
         ]
         session = repr(line.hash_ids[:_SESSION_BLOCKS]).encode()
         sequence = prompt_hashes(tokens, SMALL)
-        prompts.append(Prompt(arrival, line.input_length, max(1, line.output_length), blocks, sequence, session))
+        prompts.append(TracePrompt(arrival, line.input_length, max(1, line.output_length), blocks, sequence, session))
     return prompts
 
 
-def made_up(num_requests: int, block_size: int) -> list[Prompt]:
+def made_up(num_requests: int, block_size: int) -> list[TracePrompt]:
     """Conversations that begin with one of four system prompts and grow by a question and an answer each turn."""
     draw = np.random.default_rng(1)
     lines: list[tuple[float, int, list[int], int]] = []

@@ -20,12 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtier.tiers.block_copier import block_bytes_view
-from kvtier.tiers.cuda_transfer import CudaCopyStream
-from kvtier.tiers.device import BlockPool
+from kvtier.tiers.copies import BlockCopies, BlockPool, CopyStream, CudaCopyStream, HostCopyStream, block_bytes_view
 from kvtier.tiers.host import HostRegion
-from kvtier.tiers.shape import KVShape
-from kvtier.tiers.transfer import BlockCopies, CopyStream, HostCopyStream
+from kvtier.tiers.naming import KVShape
 
 KIB: Final = 1024
 POOL_BYTES: Final = {"cpu": 512 << 20, "cuda": 2 << 30}  # of L1 and of L2: far more than the processor's caches

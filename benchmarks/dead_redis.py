@@ -12,32 +12,32 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from _report import Target, parser, progress, report
-from service_overhead import BLOCK_SIZE, CHAIN, FINGERPRINT, PARENT, Blocks, fresh, stored
+from service_overhead import BLOCK_SIZE, CHAIN, FINGERPRINT, PARENT, UnheldBlocks, fresh, stored
 
-from kvtier.connector.opening import open_tiers
-from kvtier.tiers.below import TiersBelow
+from kvtier.connector import open_tiers
+from kvtier.tiers import ChainHash
 from kvtier.tiers.config import Config
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers.hierarchy import CacheTiers
 
 MAX_US = 20.0
 PER_ROUND = 100
 
 
-def opened(stack: ExitStack, **redis: str) -> TiersBelow:
+def opened(stack: ExitStack, **redis: str) -> CacheTiers:
     config = Config.load(host={"size": "64MiB"}, redis=redis)
-    tiers = open_tiers(config, FINGERPRINT, Blocks(BLOCK_SIZE, 65_536))
+    tiers = open_tiers(config, FINGERPRINT, UnheldBlocks(BLOCK_SIZE, 65_536))
     stack.callback(tiers.close)
     return tiers
 
 
-def lookups(tiers: TiersBelow, names: Sequence[ChainHash]) -> None:
+def lookups(tiers: CacheTiers, names: Sequence[ChainHash]) -> None:
     for _ in range(PER_ROUND):
         claim = tiers.ask(names, PARENT, block_size=BLOCK_SIZE)
         assert isinstance(tiers.poll(claim), int), "a dead server answers nothing: there is nothing to wait for"
         tiers.cancel(claim)
 
 
-def us_per_lookup(clock: Callable[[], float], tiers: TiersBelow, names: Sequence[ChainHash]) -> float:
+def us_per_lookup(clock: Callable[[], float], tiers: CacheTiers, names: Sequence[ChainHash]) -> float:
     start = clock()
     lookups(tiers, names)
     return (clock() - start) / PER_ROUND * 1e6

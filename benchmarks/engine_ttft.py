@@ -41,7 +41,7 @@ LENGTHS: Final = (1024, 2048, 4096)
 COLD_ROUNDS, WARM_ROUNDS, PAIRS, CYCLES = 2, 12, 12, 24
 
 
-class Arm:
+class VllmArm:
     """A vLLM in a process of its own."""
 
     def __init__(self, python: Path, model: Path, name: str, folder: Path, max_len: int) -> None:
@@ -112,7 +112,9 @@ def fresh(rng: np.random.Generator, length: int) -> list[int]:
 Times = dict[int, dict[str, list[float]]]
 
 
-def ttft(arms: dict[str, Arm], rng: np.random.Generator, rounds: tuple[int, int], lengths: tuple[int, ...]) -> Times:
+def ttft(
+    arms: dict[str, VllmArm], rng: np.random.Generator, rounds: tuple[int, int], lengths: tuple[int, ...]
+) -> Times:
     """Seconds by length and arm: of every prompt's first time ("cold"), then again. Hits are checked to be hits."""
     times: Times = {length: defaultdict(list) for length in lengths}
     num_cold, num_warm = rounds
@@ -133,7 +135,7 @@ def ttft(arms: dict[str, Arm], rng: np.random.Generator, rounds: tuple[int, int]
     return times
 
 
-def never_hit(arms: dict[str, Arm], rng: np.random.Generator, num_pairs: int) -> list[float]:
+def never_hit(arms: dict[str, VllmArm], rng: np.random.Generator, num_pairs: int) -> list[float]:
     """CPU time with kvtier, which stores and never hits, over CPU time without."""
     ratios = []
     for number in range(num_pairs):
@@ -145,7 +147,7 @@ def never_hit(arms: dict[str, Arm], rng: np.random.Generator, num_pairs: int) ->
     return ratios
 
 
-def throughput(arms: dict[str, Arm], rng: np.random.Generator, length: int) -> dict[str, float]:
+def throughput(arms: dict[str, VllmArm], rng: np.random.Generator, length: int) -> dict[str, float]:
     """Tokens a second, of answers to eight prompts with one long prefix known from before, 32 tokens each."""
     prefix = fresh(rng, length)
     for arm in arms.values():
@@ -187,7 +189,7 @@ def main() -> int:
             progress(f"starting {NAMES[name]}")
             folder = Path(home) / name
             folder.mkdir()
-            arms[name] = Arm(python, Path(home) / "model", name, folder, max(lengths) + 256)
+            arms[name] = VllmArm(python, Path(home) / "model", name, folder, max(lengths) + 256)
             arms[name].ask("ttft", prompt=fresh(rng, 256))  # warm up
         times = ttft(arms, rng, rounds, lengths)
         rates = throughput(arms, rng, lengths[-1] // 2)

@@ -1,10 +1,10 @@
 """Slab writes and verified reads beside fio (libaio, O_DIRECT), same disk, same I/O size, same depth, interleaved.
 
-Two threads move batches as large as the hierarchy's. "cold read" reads whole chains back, "scattered" single blocks in
-random order, against fio at the block size. "fresh" is a new slab, its writes beside fio's into a new preallocated
-file; "aged" is the same slab after it was overwritten three times over by chains of mixed length, some of them hit.
-The page cache is dropped and the slab opened anew before every cold read. Ratios are of medians over rounds; every
-read verifies key and checksum.
+Two threads move batches as large as the hierarchy's. "cold read" reads whole chains back. "scattered" reads single
+blocks in random order, against fio at the block size. "fresh" is a new slab; its writes stand beside fio's into a new
+preallocated file. "aged" is the same slab, overwritten three times by chains of mixed length, some of them hit. The
+page cache is dropped and the slab opened anew before every cold read. Ratios are of medians over rounds. Every read
+verifies key and checksum.
 """
 
 import hashlib
@@ -20,31 +20,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from _report import Target, parser, progress, report
+from _report import Speed, Target, parser, progress, report
 
-from kvtier.tiers.checksum import checksum
-from kvtier.tiers.demote import BATCH_BYTES as WRITE_BYTES
-from kvtier.tiers.file_store import FileStore
-from kvtier.tiers.payload_io import Mode
-from kvtier.tiers.prefetch import BATCH_BYTES as READ_BYTES
-from kvtier.tiers.tier import BlockRecord, Outcome
+from kvtier.tiers import BATCH_BYTES, BlockRecord, Outcome, checksum
+from kvtier.tiers.file import FileStore, Mode
 
 FINGERPRINT = b"bandwidth benchmark".ljust(32, b".")
 NUM_THREADS = 2
 NUM_PAYLOADS = 16  # batches of distinct bytes; blocks share them in turn
-Chain = list[BlockRecord]
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What one run moved."""
-
-    gb_per_s: float
-    cpu_s_per_gb: float
+RecordChain = list[BlockRecord]
 
 
 class Workload:
@@ -52,8 +39,8 @@ class Workload:
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        self.per_batch = READ_BYTES // block_bytes
-        self.per_write = WRITE_BYTES // block_bytes
+        self.per_batch = BATCH_BYTES // block_bytes
+        self.per_write = BATCH_BYTES // block_bytes
         self.payloads = self._slots(NUM_PAYLOADS * self.per_batch, np.random.default_rng(1))
         self.checksums = [checksum(payload) for payload in self.payloads]
         self.targets = [self._slots(self.per_batch, None) for _ in range(NUM_THREADS)]
@@ -67,7 +54,7 @@ class Workload:
         view = memoryview(region)
         return [view[i * self.block_bytes : (i + 1) * self.block_bytes] for i in range(count)]
 
-    def chain(self, name: int, num_blocks: int) -> Chain:
+    def chain(self, name: int, num_blocks: int) -> RecordChain:
         """Records of a chain; block i's payload is number (name + i), wrapped round."""
         records, parent = [], bytes(32)
         for i in range(num_blocks):
@@ -103,7 +90,7 @@ def timed(work: Callable[[int], int]) -> Speed:
     return Speed(gigabytes / wall, cpu / gigabytes)
 
 
-def write_chains(store: FileStore, load: Workload, chains: Sequence[tuple[int, Chain]]) -> Speed:
+def write_chains(store: FileStore, load: Workload, chains: Sequence[tuple[int, RecordChain]]) -> Speed:
     def work(index: int) -> int:
         moved = 0
         for name, chain in chains[index::NUM_THREADS]:
@@ -128,7 +115,7 @@ def read_batches(store: FileStore, load: Workload, batches: Sequence[Sequence[Bl
     return timed(work)
 
 
-def held_batches(store: FileStore, load: Workload, chains: Sequence[tuple[int, Chain]]) -> list[Chain]:
+def held_batches(store: FileStore, load: Workload, chains: Sequence[tuple[int, RecordChain]]) -> list[RecordChain]:
     """What the store holds of the chains, in chain order, a batch at a time."""
     batches = []
     for _, chain in chains:
@@ -137,7 +124,7 @@ def held_batches(store: FileStore, load: Workload, chains: Sequence[tuple[int, C
     return batches
 
 
-def scattered(batches: Sequence[Chain], load: Workload, rng: random.Random, num_bytes: int) -> list[Chain]:
+def scattered(batches: Sequence[RecordChain], load: Workload, rng: random.Random, num_bytes: int) -> list[RecordChain]:
     blocks = [record for batch in batches for record in batch]
     rng.shuffle(blocks)
     blocks = blocks[: num_bytes // load.block_bytes]
@@ -163,8 +150,8 @@ def fio(path: Path, what: str, block_bytes: int, depth: int, seconds: float) -> 
 def fio_fresh(path: Path, size: int) -> float:
     """GB/s of fio writing a file anew that was only allocated, as a new slab is."""
     try:
-        whole = size // WRITE_BYTES * WRITE_BYTES
-        return _fio(path, "write", WRITE_BYTES, NUM_THREADS, "--fallocate=posix", f"--size={whole}")
+        whole = size // BATCH_BYTES * BATCH_BYTES
+        return _fio(path, "write", BATCH_BYTES, NUM_THREADS, "--fallocate=posix", f"--size={whole}")
     finally:
         path.unlink(missing_ok=True)
 
@@ -197,7 +184,7 @@ def busy_thread() -> Iterator[None]:
         thread.join()
 
 
-class Bench:
+class DiskBench:
     """One block size on one disk: rows of (what, ours, fio, ratio)."""
 
     def __init__(self, directory: Path, block_bytes: int, size: int, rounds: int) -> None:
@@ -216,7 +203,7 @@ class Bench:
         return FileStore.open(self.directory, FINGERPRINT, slot_bytes=self.load.block_bytes, block_size=16,
                               size=self.size, mode=mode)  # fmt: skip
 
-    def chains(self, num_bytes: int, mixed: bool) -> list[tuple[int, Chain]]:
+    def chains(self, num_bytes: int, mixed: bool) -> list[tuple[int, RecordChain]]:
         """New chains of so many bytes together; mixed: of any length up to eight batches."""
         made, left = [], num_bytes // self.load.block_bytes
         while left > 0:
@@ -238,7 +225,7 @@ class Bench:
             self.note("write, fresh", write_chains(store, self.load, quarter))
         self.reads(store, live, limit_file, "fresh", part)
         store = self.open()
-        aged: list[tuple[int, Chain]] = []
+        aged: list[tuple[int, RecordChain]] = []
         for index in range(12):  # three times round, some of what is there hit on the way
             piece = self.chains(part, mixed=True)
             if index % 3 == 0:
@@ -250,7 +237,7 @@ class Bench:
         self.reads(store, aged, limit_file, "aged", part)
 
     def reads(
-        self, store: FileStore, chains: Sequence[tuple[int, Chain]], limit_file: Path, age: str, part: int
+        self, store: FileStore, chains: Sequence[tuple[int, RecordChain]], limit_file: Path, age: str, part: int
     ) -> None:
         """Writes beside a busy thread; cold reads: coalesced, scattered, beside one; closes the store at the end."""
         for _ in range(self.rounds):
@@ -261,13 +248,13 @@ class Bench:
             batches = held_batches(store, self.load, chains)
             self.rng.shuffle(batches)
             whole = [batch for batch in batches if len(batch) == self.load.per_batch]
-            picked = whole[: part // READ_BYTES]
+            picked = whole[: part // BATCH_BYTES]
             store.close()
             drop_caches(store.path)
             store = self.open()
             self.limit("read", limit_file)
             self.note(f"cold read, {age}", read_batches(store, self.load, picked))
-            if self.load.block_bytes < READ_BYTES:
+            if self.load.block_bytes < BATCH_BYTES:
                 self.limit("randread", limit_file)
                 loose = scattered(whole, self.load, self.rng, part)
                 self.note(f"scattered read, {age}", read_batches(store, self.load, loose))
@@ -277,7 +264,7 @@ class Bench:
                 )
             store.close()
             store = self.open("buffered")
-            warm = held_batches(store, self.load, chains)[: (256 << 20) // READ_BYTES]
+            warm = held_batches(store, self.load, chains)[: (256 << 20) // BATCH_BYTES]
             read_batches(store, self.load, warm)
             self.note(f"warm read, buffered, {age}", read_batches(store, self.load, warm))
             store.close()
@@ -293,7 +280,7 @@ class Bench:
 
     def limit(self, what: str, path: Path) -> None:
         """fio at the size and depth we issue: whole batches, one per thread; scattered: blocks, all of a batch's."""
-        block_bytes = {"randread": self.load.block_bytes, "read": READ_BYTES, "write": WRITE_BYTES}[what]
+        block_bytes = {"randread": self.load.block_bytes, "read": BATCH_BYTES, "write": BATCH_BYTES}[what]
         self.limits.setdefault(what, []).append(fio(path, what, block_bytes, NUM_THREADS, self.seconds))
 
     def rows(self) -> list[dict[str, object]]:
@@ -358,7 +345,7 @@ def main() -> int:
                 file.write(chunk)
         for block_kib in arguments.block_kib or ([128] if arguments.quick else [128, 1024]):
             progress(f"blocks of {block_kib} KiB")
-            bench = Bench(directory / str(block_kib), block_kib << 10, size, rounds)
+            bench = DiskBench(directory / str(block_kib), block_kib << 10, size, rounds)
             bench.run(limit_file)
             rows += bench.rows()
             shutil.rmtree(directory / str(block_kib))

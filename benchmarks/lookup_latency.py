@@ -21,10 +21,10 @@ from unittest import mock
 
 from _report import Target, parser, progress, report
 
-from kvtier.connector.vllm_keys import OwnChain
-from kvtier.tiers.chain import TokenChain, chain_hashes, root_hash
+from kvtier.connector.vllm import OwnChain
+from kvtier.tiers import ChainHash
+from kvtier.tiers.naming import TokenChain, chain_hashes, root_hash
 from kvtier.tiers.pool import SlotPool
-from kvtier.tiers.tier import ChainHash
 
 BLOCK_SIZE = 16
 ROOT = root_hash(b"f" * 32)

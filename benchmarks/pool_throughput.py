@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from _report import Target, parser, progress, report
 
-from kvtier.tiers.device import BlockPool
+from kvtier.tiers import ChainHash
+from kvtier.tiers.copies import BlockPool
+from kvtier.tiers.naming import KVShape
 from kvtier.tiers.pool import SlotPool
-from kvtier.tiers.shape import KVShape
-from kvtier.tiers.tier import ChainHash
 
 BATCH = 2048
-Chain = list[ChainHash]
+HashChain = list[ChainHash]
 
 
 @dataclass
@@ -46,11 +46,11 @@ class PlainIndex:
         self.slots: dict[ChainHash, int] = {}
         self.free = list(range(num_slots))
 
-    def look_up(self, hashes: Chain) -> None:
+    def look_up(self, hashes: HashChain) -> None:
         """Find a batch."""
         list(map(self.slots.get, hashes))
 
-    def replace(self, old: Chain, new: Chain) -> None:
+    def replace(self, old: HashChain, new: HashChain) -> None:
         """Give a batch's slots to another."""
         for name, new_name in zip(old, new, strict=True):
             self.slots[new_name] = self.slots.pop(name)
@@ -62,7 +62,7 @@ class PlainIndex:
         self.free += taken
 
 
-def chains(num_chains: int) -> Iterator[Chain]:
+def chains(num_chains: int) -> Iterator[HashChain]:
     """Chains of random hashes, always the same ones."""
     rng = np.random.default_rng(7)
     for _ in range(num_chains):
@@ -70,7 +70,7 @@ def chains(num_chains: int) -> Iterator[Chain]:
         yield [joined[i : i + 32] for i in range(0, len(joined), 32)]
 
 
-def again(chain: Chain) -> Chain:
+def again(chain: HashChain) -> HashChain:
     """The same hashes as other objects, whose `hash()` nobody has cached."""
     return [bytes(bytearray(name)) for name in chain]
 
@@ -82,13 +82,13 @@ def measure(num_slots: int, rounds: int, policy: str, timer: Timer) -> None:
     num_held = num_slots // BATCH
     stream = list(chains(num_held + 1 + rounds))
 
-    def store(chain: Chain) -> None:
+    def store(chain: HashChain) -> None:
         reservation = pool.reserve(chain)
         if reservation is None:
             raise RuntimeError("the pool has no room, although nothing is leased")
         pool.seal(reservation).release()
 
-    def lease_and_release(chain: Chain) -> None:
+    def lease_and_release(chain: HashChain) -> None:
         pool.lease(chain).release()
 
     def allocate_and_free() -> None:

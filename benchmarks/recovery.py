@@ -19,10 +19,7 @@ from pathlib import Path
 import numpy as np
 from _report import Target, parser, progress, report
 
-from kvtier.tiers import slab
-from kvtier.tiers.file_io import PAGE, FileIO, write_all
-from kvtier.tiers.file_store import FileStore
-from kvtier.tiers.slab_file import open_slab, release
+from kvtier.tiers.file import PAGE, FileIO, FileStore, open_slab, release, slab, write_all
 
 FINGERPRINT = b"recovery benchmark".ljust(32, b".")
 SLOT_BYTES, BLOCK_SIZE = 4096, 16

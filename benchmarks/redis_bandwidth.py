@@ -1,53 +1,51 @@
 """The Redis tier's reads and writes beside bare redis-py pipelines and `redis-benchmark`, same servers, same batches.
 
-Ours: `RedisStore.write` from L2 slots and `.read` into L2 slots, in batches as large as the hierarchy's, every read
-verified (key and checksum), expiry renewed. redis-py: a pipeline of the same batch, GET and a numpy copy into the slot,
-SET with an expiry from the slot, nothing verified. Both from one thread, by turns, in servers emptied after each
-round; ratios are medians over rounds. CPU seconds are this process's alone. `redis-benchmark`, a C client that throws
-away what it reads, shows what the servers themselves can do: one connection to each, the same batch in flight.
+Ours: `RedisStore.write` from L2 slots and `.read` into L2 slots, in batches as large as the hierarchy's. Every read is
+verified (key and checksum), and its expiry renewed. redis-py: a pipeline of the same batch, nothing verified. GET is
+followed by a numpy copy into the slot, SET has an expiry and takes the slot's bytes. Both run on one thread, in turns,
+in servers emptied after each round. Ratios are medians over rounds. CPU seconds are this process's alone.
+`redis-benchmark`, a C client that throws away what it reads, shows what the servers themselves can do. It has one
+connection to each server, and the same batch in flight.
+
+Records sealed by [redis] secret, and records encrypted under [redis] key_file, are written and read in turns with these
+and have their own rows. "× clear" is their speed over that of records in the clear in the same round.
 """
 
 import hashlib
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import redis
-from _report import Target, parser, progress, report
+from _report import Speed, Target, parser, progress, report
 
-from kvtier.tiers.checksum import checksum
+from kvtier.tiers import BATCH_BYTES, BlockRecord, Outcome, checksum
 from kvtier.tiers.config import Config
 from kvtier.tiers.host import HostRegion
-from kvtier.tiers.prefetch import BATCH_BYTES
-from kvtier.tiers.redis_store import RedisStore
-from kvtier.tiers.tier import BlockRecord, Outcome
+from kvtier.tiers.redis import RedisStore
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "rigs"))
 from redis_rig import NO_REDIS, RedisServer, cluster, standalone
 
 FINGERPRINT: Final = b"redis bandwidth".ljust(32, b".")
 BLOCK_SIZE: Final = 16
 TTL_MS: Final = 86_400_000
-SIDES: Final = ("ours", "redis-py")
+PROTECTED: Final = ("secret", "key_file")  # options of [redis]
+OURS: Final = ("ours", *PROTECTED)
+SIDES: Final = (*OURS, "redis-py")
 VERBS: Final = ("SET", "GET")
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What one pass moved."""
-
-    gb_per_s: float
-    cpu_s_per_gb: float
-
-
-class Slots:
+class HostSlots:
     """Host slots: as many sources as a batch has blocks, each block's bytes its own, and as many targets."""
 
     def __init__(self, block_bytes: int) -> None:
@@ -85,10 +83,10 @@ class Slots:
         assert all(same), "read other bytes than written"
 
 
-class Bench:
+class RedisBench:
     """One block size on one set of servers."""
 
-    def __init__(self, servers: Sequence[RedisServer], slots: Slots, num_bytes: int) -> None:
+    def __init__(self, servers: Sequence[RedisServer], slots: HostSlots, num_bytes: int, key_file: Path) -> None:
         self.servers = servers
         self.slots = slots
         self.num_batches = max(1, num_bytes // (slots.per_batch * slots.block_bytes))
@@ -96,13 +94,26 @@ class Bench:
         self.limits: dict[str, list[float]] = {}
         clustered = len(servers) > 1
         url = ",".join(server.url for server in servers)
-        config = Config.load(redis={"url": url, "mode": "cluster" if clustered else "standalone", "deadline": "20s"})
-        self.store = RedisStore.open(config.redis, FINGERPRINT, slot_bytes=slots.block_bytes, block_size=BLOCK_SIZE)
+        common = {"url": url, "mode": "cluster" if clustered else "standalone", "deadline": "20s"}
+        protections: tuple[dict[str, str], ...] = (
+            {},
+            {"secret": "a secret of the benchmark"},
+            {"key_file": str(key_file)},
+        )
+        self.stores = {
+            side: RedisStore.open(
+                Config.load(redis={**common, **protection}).redis,
+                FINGERPRINT,
+                slot_bytes=slots.block_bytes,
+                block_size=BLOCK_SIZE,
+            )
+            for side, protection in zip(OURS, protections, strict=True)
+        }
         kind: Any = redis.RedisCluster if clustered else redis.Redis
         self.client = kind(host="127.0.0.1", port=servers[0].port)
 
     def run(self, rounds: int) -> None:
-        """Both sides by turns; the first round warms the servers' memory and counts for nothing."""
+        """All sides by turns; the first round warms the servers' memory and counts for nothing."""
         for number in range(rounds + 1):
             batches = self.slots.chain(str(number), self.num_batches)
             for verb in VERBS:
@@ -117,13 +128,15 @@ class Bench:
 
     def close(self) -> None:
         """Give the connections back."""
-        self.store.close()
+        for store in self.stores.values():
+            store.close()
         self.client.close()
 
     def empty(self, batches: list[list[BlockRecord]]) -> None:
         """Delete what a round stored."""
         for batch in batches:
-            self.store.discard([record.chain_hash for record in batch])
+            for store in self.stores.values():
+                store.discard([record.chain_hash for record in batch])
             pipeline = self.client.pipeline(transaction=False)
             for record in batch:
                 pipeline.unlink(b"bare:" + record.chain_hash)
@@ -131,12 +144,11 @@ class Bench:
 
     def timed(self, verb: str, side: str, batches: list[list[BlockRecord]]) -> Speed:
         """One pass over all batches; what was read is compared afterwards."""
-        work: Callable[[list[BlockRecord]], None] = {
-            ("SET", "ours"): self.write,
-            ("GET", "ours"): self.read,
-            ("SET", "redis-py"): self.pipeline_set,
-            ("GET", "redis-py"): self.pipeline_get,
-        }[verb, side]
+        work: Callable[[list[BlockRecord]], None]
+        if side in self.stores:
+            work = partial(self.write if verb == "SET" else self.read, self.stores[side])
+        else:
+            work = self.pipeline_set if verb == "SET" else self.pipeline_get
         self.slots.forget_targets()
         cpu, start = time.process_time(), time.perf_counter()
         for batch in batches:
@@ -147,14 +159,14 @@ class Bench:
         gigabytes = len(batches) * self.slots.per_batch * self.slots.block_bytes / 1e9
         return Speed(gigabytes / wall, cpu / gigabytes)
 
-    def write(self, batch: list[BlockRecord]) -> None:
+    def write(self, store: RedisStore, batch: list[BlockRecord]) -> None:
         """Ours."""
-        outcomes = self.store.write(batch, self.slots.sources)
+        outcomes = store.write(batch, self.slots.sources)
         assert set(outcomes) == {Outcome.OK}, f"a write failed: {set(outcomes)}"
 
-    def read(self, batch: list[BlockRecord]) -> None:
+    def read(self, store: RedisStore, batch: list[BlockRecord]) -> None:
         """Ours."""
-        results = self.store.read([record.chain_hash for record in batch], self.slots.targets)
+        results = store.read([record.chain_hash for record in batch], self.slots.targets)
         assert not [r for r in results if isinstance(r, Outcome)], f"a read failed: {results}"
 
     def pipeline_set(self, batch: list[BlockRecord]) -> None:
@@ -183,29 +195,57 @@ class Bench:
         return {line[0]: float(line[1]) * self.slots.block_bytes / 1e9 for line in lines if line[0] in VERBS}
 
     def rows(self) -> list[dict[str, object]]:
-        """Medians; the ratio is of each round's two passes."""
+        """Medians; a ratio is of two passes of one round."""
         found: list[dict[str, object]] = []
         for verb in VERBS:
-            ours, theirs = self.speeds[verb, "ours"], self.speeds[verb, "redis-py"]
+            what: dict[str, object] = {
+                "nodes": len(self.servers),
+                "block KiB": self.slots.block_bytes >> 10,
+                "verb": verb,
+            }
             found.append(
                 {
-                    "nodes": len(self.servers),
-                    "block KiB": self.slots.block_bytes >> 10,
-                    "verb": verb,
-                    "GB/s": statistics.median(speed.gb_per_s for speed in ours),
-                    "redis-py GB/s": statistics.median(speed.gb_per_s for speed in theirs),
-                    "ratio": statistics.median(a.gb_per_s / b.gb_per_s for a, b in zip(ours, theirs, strict=True)),
+                    **what,
+                    "records": "clear",
+                    "GB/s": self.speed(verb, "ours"),
+                    "redis-py GB/s": self.speed(verb, "redis-py"),
+                    "ratio": self.ratio(verb, "ours", "redis-py"),
                     "redis-benchmark GB/s": statistics.median(self.limits[verb]),
-                    "CPU s/GB": statistics.median(speed.cpu_s_per_gb for speed in ours),
-                    "redis-py CPU s/GB": statistics.median(speed.cpu_s_per_gb for speed in theirs),
+                    "CPU s/GB": self.cpu(verb, "ours"),
+                    "redis-py CPU s/GB": self.cpu(verb, "redis-py"),
                 }
             )
+            found += [
+                {
+                    **what,
+                    "records": side,
+                    "GB/s": self.speed(verb, side),
+                    "× clear": self.ratio(verb, side, "ours"),
+                    "CPU s/GB": self.cpu(verb, side),
+                }
+                for side in PROTECTED
+            ]
         return found
+
+    def speed(self, verb: str, side: str) -> float:
+        """GB/s."""
+        return statistics.median(speed.gb_per_s for speed in self.speeds[verb, side])
+
+    def ratio(self, verb: str, side: str, other: str) -> float:
+        """How many times as fast one side was as the other."""
+        pairs = zip(self.speeds[verb, side], self.speeds[verb, other], strict=True)
+        return statistics.median(one.gb_per_s / two.gb_per_s for one, two in pairs)
+
+    def cpu(self, verb: str, side: str) -> float:
+        """CPU seconds a GB."""
+        return statistics.median(speed.cpu_s_per_gb for speed in self.speeds[verb, side])
 
 
 def targets_of(rows: Sequence[dict[str, Any]]) -> list[Target]:
     found = []
     for row in rows:
+        if row["records"] != "clear":
+            continue
         nodes = "1 node" if row["nodes"] == 1 else f"{row['nodes']} nodes"
         what = f"{row['verb']}, {row['block KiB']} KiB, {nodes}"
         least = {"GET": 1.3, "SET": 2.0}[row["verb"]]
@@ -224,12 +264,15 @@ def main() -> int:
     sizes = arguments.block_kib or ([128, 2048] if arguments.quick else [128, 512, 2048, 8192])
     rows: list[dict[str, object]] = []
     with ExitStack() as stack:
+        key_file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "key"
+        key_file.touch(0o600)
+        key_file.write_bytes(os.urandom(32))
         alone = [stack.enter_context(standalone())]
         three = stack.enter_context(cluster()).masters
         for servers in (alone, three):
             for block_kib in sizes:
                 progress(f"{len(servers)} nodes, blocks of {block_kib} KiB")
-                bench = Bench(servers, Slots(block_kib << 10), num_bytes)
+                bench = RedisBench(servers, HostSlots(block_kib << 10), num_bytes, key_file)
                 bench.run(rounds)
                 rows += bench.rows()
                 bench.close()

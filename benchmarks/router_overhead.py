@@ -1,13 +1,17 @@
 """What the router costs: CPU time of a request, of scoring a long prompt, and memory of its index.
 
-Requests: a real `kvtier route` before two replicas that answer at once and compute nothing, and have told it by real
-events that they hold the prompt, asked over 8 connections that are kept; its process's CPU time, all threads, over the
-number of requests. Prompts are token ids: nothing is tokenised. Pieces: the same with streams whose events come one by
-one, 20 ms apart, beside a relay in asyncio that only reads and writes them (`_bare_relay.py`): what is left of the
-router's own. Scoring: a prompt of 32,768 tokens in blocks of 16, against an index of 1,000,000 blocks (`--quick`:
-fewer): its names from its tokens, who holds how much of it, the choice among four replicas; CPU time of one thread,
-median. "mixed" is a prompt whose every block another replica has in its L1. Memory: what a process has more (RSS) with
-1,000,000 blocks in its index than before.
+Requests: a real `kvtier route` before two replicas that answer at once and compute nothing. By real events they have
+told it that they hold the prompt. It is asked over 8 connections that stay open. The figure is its process's CPU time,
+all threads, over the number of requests. Prompts are token ids: nothing is tokenised.
+
+Pieces: the same with streams whose events come one by one, 20 ms apart. A relay in asyncio that only reads and writes
+them (`_bare_relay.py`) runs beside it, so what is left is the router's own.
+
+Scoring: a prompt of 32,768 tokens in blocks of 16, against an index of 1,000,000 blocks (`--quick`: fewer). It takes in
+the names from the tokens, who holds how much, and the choice among four replicas. The figure is the median CPU time of
+one thread. "mixed" is a prompt whose every block another replica has in its L1.
+
+Memory: how much more (RSS) a process has with 1,000,000 blocks in its index than before.
 """
 
 import http.client
@@ -24,18 +28,16 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from _process import ROOT, Server, free_port, kvtier
+from _process import ROOT, ServerProcess, free_port, kvtier
 from _report import Target, parser, progress, report
 
-from kvtier.connector.events import BlockStored
 from kvtier.engine.demo import train_tokenizer
-from kvtier.service.events import Publisher
-from kvtier.service.prefix_index import PrefixIndex, prompt_hashes
-from kvtier.service.routing_policy import Candidate, choose
-from kvtier.tiers.chain import TokenChain, root_hash
+from kvtier.service.events import BlockStored, PrefixIndex, Publisher, prompt_hashes
+from kvtier.service.router import Candidate, choose
+from kvtier.tiers import BlockRecord
 from kvtier.tiers.config import EventsConfig
-from kvtier.tiers.events import Stored
-from kvtier.tiers.tier import BlockRecord
+from kvtier.tiers.hierarchy import Stored
+from kvtier.tiers.naming import TokenChain, root_hash
 
 BLOCK_SIZE: Final = 16
 PROMPT: Final = 32_768  # tokens
@@ -119,7 +121,7 @@ def score(index: PrefixIndex, kind: str, rounds: int) -> dict[str, float]:
 
 
 @contextmanager
-def router(tokens: list[int]) -> Iterator[tuple[Server, list[int]]]:
+def router(tokens: list[int]) -> Iterator[tuple[ServerProcess, list[int]]]:
     """A router before two replicas, which have told it that they hold this prompt, and the ports of all three."""
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
@@ -135,17 +137,17 @@ def router(tokens: list[int]) -> Iterator[tuple[Server, list[int]]]:
             events = {"publish": addresses[0], "replay": addresses[1]}
             nature = {"block_size": BLOCK_SIZE, "fingerprint": FINGERPRINT.hex(), "events": events}
             model = json.dumps({"id": "m", "object": "model", "kvtier": nature})
-            stub = Server([str(STUB), str(port), model], home / f"{port}", ready="")
+            stub = ServerProcess([str(STUB), str(port), model], home / f"{port}", ready="")
             stack.callback(stub.stop)
             command += ["--replica", f"http://127.0.0.1:{port}"]
-        server = Server(command, home / "router")
+        server = ServerProcess(command, home / "router")
         stack.callback(server.stop)
         chain = TokenChain(root_hash(FINGERPRINT), BLOCK_SIZE)
         chain.extend(tokens)
         names = enumerate(chain.hashes)
         records = tuple(BlockRecord(name, chain.parent(i), chain.block_tokens(i), 0) for i, name in names)
         for publisher in publishers:
-            publisher.tell(FINGERPRINT, [Stored("l1", records)])
+            publisher.announce(FINGERPRINT, [Stored("l1", records)])
         _until_told(ports[0], len(records))
         yield server, ports
 
@@ -184,7 +186,7 @@ def asking(port: int, path: str, body: dict[str, object]) -> Callable[[int], Non
     return ask
 
 
-def cpu_ms(server: Server, port: int, body: dict[str, object], num_requests: int) -> float:
+def cpu_ms(server: ServerProcess, port: int, body: dict[str, object], num_requests: int) -> float:
     """The router's CPU time of one request."""
     ask = asking(port, "/v1/completions", body)
     with ThreadPoolExecutor(CONNECTIONS) as pool:
@@ -194,8 +196,8 @@ def cpu_ms(server: Server, port: int, body: dict[str, object], num_requests: int
     return (server.cpu_seconds() - before) / (num_requests // CONNECTIONS * CONNECTIONS) * 1e3
 
 
-def piece_us(server: Server, port: int, num_pieces: int) -> float:
-    """The process's CPU time of one piece of a stream, where each comes alone; less what it does with nothing to do."""
+def piece_us(server: ServerProcess, port: int, num_pieces: int) -> float:
+    """The process's CPU time of one piece of a stream, when each comes alone; less what it does with nothing to do."""
     ask = asking(port, "/v1/completions", {"model": "m", "prompt": [1], "stream": True})
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         begun, before = time.monotonic(), server.cpu_seconds()
@@ -206,13 +208,13 @@ def piece_us(server: Server, port: int, num_pieces: int) -> float:
     return (busy - (server.cpu_seconds() - before)) / (num_pieces * CONNECTIONS) * 1e6
 
 
-def pieces(server: Server, ports: list[int], num_pieces: int) -> dict[str, float]:
+def pieces(server: ServerProcess, ports: list[int], num_pieces: int) -> dict[str, float]:
     """CPU microseconds of a piece in the router, and in a relay that does nothing else."""
     for port in ports[1:]:
         asking(port, "/behave", {"events": num_pieces, "pause": PAUSE})(1)
     with tempfile.TemporaryDirectory(prefix="kv-") as home:
         port = free_port()
-        relay = Server([str(RELAY), str(port), str(ports[1])], Path(home) / "relay")
+        relay = ServerProcess([str(RELAY), str(port), str(ports[1])], Path(home) / "relay")
         try:
             bare = piece_us(relay, port, num_pieces)
         finally:

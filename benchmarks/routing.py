@@ -27,18 +27,16 @@ from typing import Final, NamedTuple
 
 import matplotlib
 import numpy as np
-from _fleet import Hardware, Replica, Request
+from _fleet import Hardware, SimulatedReplica, SimulatedRequest
 from _report import RESULTS, Target, parser, progress, report
-from _traffic import FINGERPRINT, SMALL, Prompt, made_up, read_prompts
+from _traffic import FINGERPRINT, SMALL, TracePrompt, made_up, read_prompts
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
-from kvtier.connector.events import KVEvent
-from kvtier.service.prefix_index import PrefixIndex
-from kvtier.service.routing_policy import CROWD, LOAD_WEIGHT, Candidate, Choice, Reason, choose, round_robin, sticky
-from kvtier.service.told_blocks import MEDIUM, ToldBlocks
-from kvtier.tiers.errors import FormatError, KVTierError
+from kvtier.service.events import AnnouncedBlocks, KVEvent, PrefixIndex
+from kvtier.service.router import CROWD, LOAD_WEIGHT, Candidate, Choice, Reason, choose, sticky
+from kvtier.tiers import TIERS, FormatError, KVTierError
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -61,12 +59,12 @@ TUNED: Final = (
 )
 QUICK: Final = 300  # requests
 
-Policy = Callable[[Sequence[Candidate], Prompt, int], Choice]
+Policy = Callable[[Sequence[Candidate], TracePrompt, int], Choice]
 
 
 def prefix_aware(
     candidates: Sequence[Candidate],
-    prompt: Prompt,
+    prompt: TracePrompt,
     turn: int,
     load_weight: float = LOAD_WEIGHT,
     crowd: float = CROWD,
@@ -74,14 +72,19 @@ def prefix_aware(
     return choose(candidates, len(prompt.blocks), load_weight=load_weight, crowd=crowd, turn=turn)
 
 
-def least_load(candidates: Sequence[Candidate], prompt: Prompt, turn: int) -> Choice:
+def round_robin(candidates: Sequence[Candidate], prompt: TracePrompt, turn: int) -> Choice:
+    able = [candidate.name for candidate in candidates if candidate.can_take]
+    return Choice(able[turn % len(able)] if able else None, Reason.EQUAL, ())
+
+
+def least_load(candidates: Sequence[Candidate], prompt: TracePrompt, turn: int) -> Choice:
     return choose(candidates, len(prompt.blocks), weights={}, crowd=NEVER, turn=turn)
 
 
 def cookies() -> Policy:
     homes: dict[bytes, str | None] = {}
 
-    def stay(candidates: Sequence[Candidate], prompt: Prompt, turn: int) -> Choice:
+    def stay(candidates: Sequence[Candidate], prompt: TracePrompt, turn: int) -> Choice:
         if prompt.session not in homes:
             homes[prompt.session] = least_load(candidates, prompt, turn).name
         return Choice(homes[prompt.session], Reason.SESSION, ())
@@ -94,20 +97,20 @@ POLICIES: Final[Mapping[str, Callable[[], Policy]]] = {
     "session cookie": cookies,
     "session hash": lambda: lambda candidates, prompt, turn: sticky(candidates, prompt.session),
     "least load": lambda: least_load,
-    "round robin": lambda: lambda candidates, prompt, turn: round_robin(candidates, turn),
+    "round robin": lambda: round_robin,
 }
 
 
-class Router:
+class SimulatedRouter:
     """The router's half: the index, the work given and not finished, the policy."""
 
     def __init__(self, names: Sequence[str], policy: Policy) -> None:
         self.index = PrefixIndex(SMALL)
         self._policy = policy
-        self._given: dict[str, list[tuple[Request, float]]] = {name: [] for name in names}
+        self._given: dict[str, list[tuple[SimulatedRequest, float]]] = {name: [] for name in names}
         self._turn = 0
 
-    def choose(self, request: Request) -> str:
+    def choose(self, request: SimulatedRequest) -> str:
         """The replica of a request, which counts as its work from now on."""
         prompt = request.prompt
         prefixes = self.index.matches(prompt.sequence)
@@ -131,22 +134,26 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class PolicyRun:
     """What came of one policy."""
 
-    requests: Sequence[Request]
+    requests: Sequence[SimulatedRequest]
     computed: Mapping[str, int]  # tokens of prefill, by replica
 
 
 def replay(
-    prompts: Sequence[Prompt], policy: Policy, fleet: Sequence[Replica], event_delay: float, tick: Callable[[], None]
-) -> Replay:
+    prompts: Sequence[TracePrompt],
+    policy: Policy,
+    fleet: Sequence[SimulatedReplica],
+    event_delay: float,
+    tick: Callable[[], None],
+) -> PolicyRun:
     """Send all prompts through a router to a fleet; `tick` is called for each. Checks everybody's books at the end."""
     replicas = {replica.name: replica for replica in fleet}
-    router = Router(list(replicas), policy)
-    blocks = {name: ToldBlocks(FINGERPRINT) for name in replicas}
+    router = SimulatedRouter(list(replicas), policy)
+    blocks = {name: AnnouncedBlocks(FINGERPRINT) for name in replicas}
     told: deque[tuple[float, str, list[KVEvent]]] = deque()
-    requests = [Request(prompt) for prompt in prompts]
+    requests = [SimulatedRequest(prompt) for prompt in prompts]
     coming = deque(requests)
     while True:
         arrival = coming[0].prompt.arrival if coming else NEVER
@@ -163,7 +170,7 @@ def replay(
         elif ended == now:
             ending.advance(now)
             router.finished(ending.name)
-            events = [event for each in ending.events() for event in blocks[ending.name].take_in(each)]
+            events = [event for each in ending.events() for event in blocks[ending.name].apply(each)]
             if events:
                 told.append((now + event_delay, ending.name, events))
         else:
@@ -172,11 +179,11 @@ def replay(
             tick()
     for replica in fleet:
         replica.check()
-        held = {MEDIUM[tier]: count for tier, count in replica.holdings().items()}
+        held = {TIERS[tier].medium: count for tier, count in replica.holdings().items()}
         assert router.index.holdings(replica.name) == held, "the index is not what the replica holds"
     router.index.check()
     assert not router.index.counts, router.index.counts
-    return Replay(requests, {replica.name: replica.num_computed for replica in fleet})
+    return PolicyRun(requests, {replica.name: replica.num_computed for replica in fleet})
 
 
 class Figures(NamedTuple):
@@ -186,7 +193,7 @@ class Figures(NamedTuple):
     ttft: NDArray[np.float64]  # seconds, of each request
 
 
-def measured(done: Replay, block_size: int, first: int) -> Figures:
+def measured(done: PolicyRun, block_size: int, first: int) -> Figures:
     """The figures of all requests from number `first` on; work is of all of them."""
     requests = done.requests[first:]
     ttft = np.array([(request.first_token or NEVER) - request.prompt.arrival for request in requests])
@@ -200,10 +207,10 @@ def measured(done: Replay, block_size: int, first: int) -> Figures:
     )
 
 
-class Bench:
+class RoutingBench:
     """The runs of one command line."""
 
-    def __init__(self, prompts: Sequence[Prompt], args: argparse.Namespace) -> None:
+    def __init__(self, prompts: Sequence[TracePrompt], args: argparse.Namespace) -> None:
         self.prompts, self.args = prompts, args
         self.hardware = Hardware(args.l1_blocks, args.l2_blocks)
 
@@ -212,7 +219,7 @@ class Bench:
         hardware, number = (
             (self.hardware.times(self.args.replicas), 1) if whole else (self.hardware, self.args.replicas)
         )
-        fleet = [Replica(f"replica-{i}", hardware, self.args.block_size) for i in range(number)]
+        fleet = [SimulatedReplica(f"replica-{i}", hardware, self.args.block_size) for i in range(number)]
         bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
         with bar:
             task = bar.add_task(name, total=len(self.prompts))
@@ -328,12 +335,12 @@ def main() -> int:
     except KVTierError as error:
         print(f"routing: {error}", file=sys.stderr)
         return 2
-    bench = Bench([replace(prompt, arrival=prompt.arrival / args.speed) for prompt in prompts], args)
+    bench = RoutingBench([replace(prompt, arrival=prompt.arrival / args.speed) for prompt in prompts], args)
     return bench.tune() if args.tune else bench.compare()
 
 
-def require_room(prompts: Sequence[Prompt], args: argparse.Namespace) -> None:
-    """FormatError where a request alone is more than a replica's L1 holds, or there are too few to measure."""
+def require_room(prompts: Sequence[TracePrompt], args: argparse.Namespace) -> None:
+    """FormatError if a request alone is more than a replica's L1 holds, or there are too few to measure."""
     if len(prompts) < 3 * (3 if args.tune else 1):
         raise FormatError(f"{len(prompts)} requests: too few to measure; give more, by --requests or another --trace")
     for number, prompt in enumerate(prompts, 1):

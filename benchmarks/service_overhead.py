@@ -4,12 +4,15 @@ A real `kvtier serve` on a Unix socket, and the same tiers in this process, aske
 the blocks it stores: its only round trip; what the daemon adds is the difference of the pair. "busy" is a processor
 that computes between steps, "idle" one that sleeps, and takes its time to wake up on both sides. Lookups are chains of
 128 blocks, 32 on the way at once; their rate is by the daemon's CPU time (user and system, one core), since two noisy
-cores share two busy processes. Copies are an engine's loads from L2, scattered blocks, 8 MiB at a time, from the region
-each of the two has. Memory is what the daemon has besides the region (RssAnon) while clients look up and store without
-a pause; its slope is fitted over `--minutes`.
+cores share two busy processes. A verified load is the same load (question, promise, copy of 32 MiB) from a daemon with
+`[host] verify = "always"` and from one with "never", in turns; beside it what hashing alone does, a block at a time:
+by xxh3-64, which kvtier uses, and by BLAKE2b-128 with a key, which nobody can forge. Copies are an engine's loads from
+L2, scattered blocks, 8 MiB at a time, from the region each of the two has. Memory is what the daemon has besides the
+region (RssAnon) while clients look up and store without a pause; its slope is fitted over `--minutes`.
 """
 
 import argparse
+import hashlib
 import os
 import signal
 import subprocess
@@ -27,14 +30,12 @@ import numpy as np
 import torch
 from _report import Target, parser, progress, report
 
-from kvtier.connector.opening import open_tiers
-from kvtier.tiers.below import Claim, TiersBelow, Wanted
+from kvtier.connector import open_tiers
+from kvtier.tiers import BlockRecord, ChainHash, KVTierError, Outcome, checksum
 from kvtier.tiers.config import Config
-from kvtier.tiers.errors import KVTierError
-from kvtier.tiers.lease import Reservation
-from kvtier.tiers.prefetch import PENDING
-from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
-from kvtier.tiers.transfer import BlockCopies, HostCopyStream
+from kvtier.tiers.copies import BlockCopies, HostCopyStream
+from kvtier.tiers.hierarchy import PENDING, CacheTiers, Claim, Wanted
+from kvtier.tiers.pool import Reservation
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 FINGERPRINT: Final = b"service_overhead".ljust(32, b".")
@@ -44,24 +45,31 @@ WINDOW: Final = 32  # lookups on the way at once
 MAX_STEP_US: Final = 60.0
 MIN_LOOKUPS: Final = 10_000.0  # a second of one core
 MIN_COPY: Final = 0.95
+MAX_VERIFY: Final = 1.05  # of a load without: up to here it would be on by default
+LOADED: Final = 256  # blocks in a load that is verified or not
 MAX_MEMORY: Final = 100e6  # bytes besides region and index
 PARENT: Final = b"p" * 32
 _numbers = count()
 
 
-class Blocks(NamedTuple):
+class UnheldBlocks(NamedTuple):
     """The blocks of a model that nobody has."""
 
     block_size: int
     block_bytes: int
 
 
-class Daemon:
+class DaemonUnderTest:
     """`kvtier serve` as a process of its own."""
 
-    def __init__(self, directory: Path, size: str) -> None:
-        self.socket = directory / "kv.sock"
-        settings = {"HOST__SIZE": size, "SERVICE__SOCKET": str(self.socket), "SERVICE__HTTP": "127.0.0.1:0"}
+    def __init__(self, directory: Path, size: str, verify: str = "never") -> None:
+        self.socket = directory / f"{verify}.sock"
+        settings = {
+            "HOST__SIZE": size,
+            "HOST__VERIFY": verify,
+            "SERVICE__SOCKET": str(self.socket),
+            "SERVICE__HTTP": "127.0.0.1:0",
+        }
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
         environment |= {f"KVTIER_{name}": value for name, value in settings.items()} | {"PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen([sys.executable, "-m", "kvtier.cli", "serve"], env=environment)
@@ -93,7 +101,7 @@ def fresh(num_blocks: int) -> list[ChainHash]:
 
 
 @contextmanager
-def opened(socket: Path | None, size: str, blocks: Blocks) -> Iterator[TiersBelow]:
+def opened(socket: Path | None, size: str, blocks: UnheldBlocks) -> Iterator[CacheTiers]:
     service = {} if socket is None else {"socket": str(socket)}
     tiers = open_tiers(Config.load(host={"size": size}, service=service), FINGERPRINT, blocks)
     if tiers.region is None:
@@ -105,7 +113,7 @@ def opened(socket: Path | None, size: str, blocks: Blocks) -> Iterator[TiersBelo
         tiers.close()
 
 
-def step(tiers: TiersBelow, num_requests: int, before: Sequence[Reservation]) -> tuple[float, list[Reservation]]:
+def step(tiers: CacheTiers, num_requests: int, before: Sequence[Reservation]) -> tuple[float, list[Reservation]]:
     """One scheduling step: what the last one stored is sealed, each request stores one block. Seconds of the wait."""
     for reservation in before:
         tiers.seal(reservation, [BlockRecord(reservation.hashes[0], PARENT, b"\0" * 4 * BLOCK_SIZE, 0)], tiers.epoch)
@@ -117,7 +125,7 @@ def step(tiers: TiersBelow, num_requests: int, before: Sequence[Reservation]) ->
 
 
 def time_steps(
-    all_tiers: dict[str, TiersBelow], num_requests: int, rounds: int, pause: Callable[[], object]
+    all_tiers: dict[str, CacheTiers], num_requests: int, rounds: int, pause: Callable[[], object]
 ) -> dict[str, list[float]]:
     """Seconds of each step's wait, both kinds of tiers in turns, with a pause before each step."""
     times: dict[str, list[float]] = {name: [] for name in all_tiers}
@@ -133,7 +141,7 @@ def time_steps(
     return times
 
 
-def time_bare(all_tiers: dict[str, TiersBelow], rounds: int, pause: Callable[[], object]) -> dict[str, list[float]]:
+def time_bare(all_tiers: dict[str, CacheTiers], rounds: int, pause: Callable[[], object]) -> dict[str, list[float]]:
     """Seconds of the least that can be asked: is one block held?"""
     times: dict[str, list[float]] = {name: [] for name in all_tiers}
     [name_asked] = fresh(1)
@@ -158,7 +166,7 @@ def idle() -> None:
     time.sleep(0.001)
 
 
-def stored(tiers: TiersBelow, num_blocks: int) -> list[ChainHash]:
+def stored(tiers: CacheTiers, num_blocks: int) -> list[ChainHash]:
     """The names of a chain that L2 holds."""
     names = fresh(num_blocks)
     [reservation] = tiers.reserve([Wanted(names, PARENT, PARENT)])
@@ -170,7 +178,7 @@ def stored(tiers: TiersBelow, num_blocks: int) -> list[ChainHash]:
     return names
 
 
-def look_up(tiers: TiersBelow, chains: Sequence[list[ChainHash]], num_lookups: int) -> None:
+def look_up(tiers: CacheTiers, chains: Sequence[list[ChainHash]], num_lookups: int) -> None:
     """`num_lookups` lookups, WINDOW on the way at once; what is promised is let go."""
     waiting: list[Claim] = []
     for number in range(num_lookups):
@@ -181,7 +189,7 @@ def look_up(tiers: TiersBelow, chains: Sequence[list[ChainHash]], num_lookups: i
         waiting = _answered(tiers, waiting)
 
 
-def _answered(tiers: TiersBelow, waiting: list[Claim]) -> list[Claim]:
+def _answered(tiers: CacheTiers, waiting: list[Claim]) -> list[Claim]:
     left = []
     for claim in waiting:
         if tiers.poll(claim) is PENDING:
@@ -189,11 +197,11 @@ def _answered(tiers: TiersBelow, waiting: list[Claim]) -> list[Claim]:
         else:
             tiers.cancel(claim)
     if len(left) == len(waiting):
-        tiers.wait_progress(1.0)
+        tiers.wait_news(1.0)
     return left
 
 
-def copy_rates(all_tiers: dict[str, TiersBelow], block_bytes: int, rounds: int) -> dict[str, list[float]]:
+def copy_rates(all_tiers: dict[str, CacheTiers], block_bytes: int, rounds: int) -> dict[str, list[float]]:
     """GB/s of loads, from each region in turns."""
     per_copy = max(1, (8 << 20) // block_bytes)
     l1 = torch.zeros(256, 1, 2, 1, 1, block_bytes // 2, dtype=torch.uint8)
@@ -217,7 +225,46 @@ def copy_rates(all_tiers: dict[str, TiersBelow], block_bytes: int, rounds: int) 
     return rates
 
 
-def memory_under_load(daemon: Daemon, tiers: TiersBelow, seconds: float) -> list[tuple[float, int]]:
+def time_loads(all_tiers: dict[str, CacheTiers], block_bytes: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds from the question to the last byte in L1, both kinds of daemons in turns."""
+    l1 = torch.zeros(LOADED, 1, 2, 1, 1, block_bytes // 2, dtype=torch.uint8)
+    times: dict[str, list[float]] = {name: [] for name in all_tiers}
+    chains = {name: stored(tiers, LOADED) for name, tiers in all_tiers.items()}
+    streams = {name: HostCopyStream(l1, tiers.region) for name, tiers in all_tiers.items() if tiers.region is not None}
+    for _ in range(rounds):
+        for name, tiers in all_tiers.items():
+            start = time.perf_counter()
+            claim = tiers.ask(chains[name], PARENT, block_size=BLOCK_SIZE)
+            while tiers.poll(claim) is PENDING:
+                tiers.wait_news(1.0)
+            with tiers.take(claim) as lease:
+                event = streams[name].load(BlockCopies(np.arange(LOADED), lease.slots))
+                assert event.wait(30)
+                times[name].append(time.perf_counter() - start)
+    for stream in streams.values():
+        stream.close(10)
+    return times
+
+
+def hash_rates(block_bytes: int, rounds: int) -> dict[str, list[float]]:
+    """GB/s of each digest, over more blocks than a processor's cache holds."""
+    blocks = np.random.default_rng(0).integers(0, 256, (LOADED, block_bytes), dtype=np.uint8)
+    digests: dict[str, Callable[[memoryview], object]] = {
+        "xxh3-64": checksum,
+        "BLAKE2b-128": lambda block: hashlib.blake2b(block, digest_size=16, key=PARENT).digest(),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in digests}
+    for number in range(rounds):
+        part = [memoryview(blocks[(8 * number + i) % LOADED]) for i in range(8)]
+        for name, digest in digests.items():
+            start = time.perf_counter()
+            for block in part:
+                digest(block)
+            rates[name].append(8 * block_bytes / (time.perf_counter() - start) / 1e9)
+    return rates
+
+
+def memory_under_load(daemon: DaemonUnderTest, tiers: CacheTiers, seconds: float) -> list[tuple[float, int]]:
     """(seconds, bytes besides the region) while a client looks up and stores without a pause."""
     chains = [stored(tiers, CHAIN) for _ in range(4)]
     samples: list[tuple[float, int]] = []
@@ -239,16 +286,19 @@ def main() -> int:
     options.add_argument("--minutes", type=_minutes, default=10.0, help="how long the memory is watched under load")
     given = options.parse_args()
     rounds, seconds = (300, 3.0) if given.quick else (5_000, 60 * given.minutes)
-    size, blocks = ("128MiB", Blocks(BLOCK_SIZE, 131_072)) if given.quick else ("512MiB", Blocks(BLOCK_SIZE, 131_072))
+    size, blocks = (
+        ("128MiB", UnheldBlocks(BLOCK_SIZE, 131_072)) if given.quick else ("512MiB", UnheldBlocks(BLOCK_SIZE, 131_072))
+    )
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(prefix="kv-") as directory:
-        daemon = Daemon(Path(directory), size)
+        daemon = DaemonUnderTest(Path(directory), size)
         try:
             with opened(None, size, blocks) as own, opened(daemon.socket, size, blocks) as remote:
                 both = {"in process": own, "daemon": remote}
                 targets = _steps(both, rounds, rows)
                 targets += _lookups(daemon, both, rounds, rows)
                 targets += _copies(both, blocks, rounds // 10, rows)
+                targets += _verified(Path(directory), size, remote, blocks, rounds // 10, rows)
                 progress(f"memory under load, {seconds:.0f} s")
                 targets += _memory(memory_under_load(daemon, remote, seconds), remote, rows)
         finally:
@@ -256,7 +306,7 @@ def main() -> int:
     return report("service_overhead", rows, targets, given.json, given.save)
 
 
-def _steps(both: dict[str, TiersBelow], rounds: int, rows: list[dict[str, object]]) -> list[Target]:
+def _steps(both: dict[str, CacheTiers], rounds: int, rows: list[dict[str, object]]) -> list[Target]:
     targets = []
     for pause in (busy, idle):
         for num_requests in (0, 1, 8, 64):
@@ -277,7 +327,9 @@ def _steps(both: dict[str, TiersBelow], rounds: int, rows: list[dict[str, object
     return targets
 
 
-def _lookups(daemon: Daemon, both: dict[str, TiersBelow], rounds: int, rows: list[dict[str, object]]) -> list[Target]:
+def _lookups(
+    daemon: DaemonUnderTest, both: dict[str, CacheTiers], rounds: int, rows: list[dict[str, object]]
+) -> list[Target]:
     targets = []
     for kind in ("hits", "misses"):
         progress(f"lookups of {CHAIN} blocks, {kind}")
@@ -296,7 +348,9 @@ def _lookups(daemon: Daemon, both: dict[str, TiersBelow], rounds: int, rows: lis
     return targets
 
 
-def _copies(both: dict[str, TiersBelow], blocks: Blocks, rounds: int, rows: list[dict[str, object]]) -> list[Target]:
+def _copies(
+    both: dict[str, CacheTiers], blocks: UnheldBlocks, rounds: int, rows: list[dict[str, object]]
+) -> list[Target]:
     progress("copies")
     rates = copy_rates(both, blocks.block_bytes, rounds)
     rows += [{"what": "loads, 8 MiB", "tiers": n, "median": median(each), "unit": "GB/s"} for n, each in rates.items()]
@@ -304,7 +358,28 @@ def _copies(both: dict[str, TiersBelow], blocks: Blocks, rounds: int, rows: list
     return [Target("copy rate of the daemon's memory, of our own", MIN_COPY, ratio, at_most=False)]
 
 
-def _memory(samples: list[tuple[float, int]], tiers: TiersBelow, rows: list[dict[str, object]]) -> list[Target]:
+def _verified(
+    directory: Path, size: str, trusting: CacheTiers, blocks: UnheldBlocks, rounds: int, rows: list[dict[str, object]]
+) -> list[Target]:
+    progress("verified loads")
+    daemon = DaemonUnderTest(directory, size, "always")
+    try:
+        with opened(daemon.socket, size, blocks) as verifying:
+            times = time_loads({"never": trusting, "always": verifying}, blocks.block_bytes, rounds)
+    finally:
+        daemon.stop()
+    for name, each in times.items():
+        row = {"what": "load of 32 MiB, verify", "tiers": name, "median": median(each) * 1e3, "unit": "ms"}
+        rows.append({**row, "p99": float(np.percentile(each, 99)) * 1e3})
+    rates = hash_rates(blocks.block_bytes, rounds)
+    rows += [
+        {"what": "hashing, one core", "tiers": n, "median": median(each), "unit": "GB/s"} for n, each in rates.items()
+    ]
+    ratio = median(b / a for a, b in zip(times["never"], times["always"], strict=True))
+    return [Target("a load with verify = always, of one without", MAX_VERIFY, ratio)]
+
+
+def _memory(samples: list[tuple[float, int]], tiers: CacheTiers, rows: list[dict[str, object]]) -> list[Target]:
     times, sizes = np.array(samples, float).T
     later = times >= times[-1] / 4  # the first quarter fills pools and caches
     slope = float(np.polyfit(times[later], sizes[later], 1)[0]) * 60 / 1e6

@@ -1,14 +1,14 @@
 """Load on `kvtier engine`, as clients see it: requests a second, time to first token, time between tokens.
 
-The model of `kvtier model` (50 M random weights) in an engine of one compute thread; prompts are one of several long
-prefixes, drawn at random, and a tail nobody had before. L1 has room for what runs at once and no more, as if many users
-shared it: with "cache off" all is computed, else what L1 lost comes from host memory (L2), or from the slab through a
-small L2 (L3). "cluster" is two such engines, each with a daemon of its own, behind a router that hears their events:
-twice the compute of the other arms, so its ratios say what the whole is, not what routing adds.
+The model is that of `kvtier model` (50 M random weights), in an engine of one compute thread. A prompt is one of
+several long prefixes, drawn at random, and a tail that is new. L1 has room for the running requests and no more, as if
+many users shared it. With "cache off" everything is computed. Else what L1 lost comes from host memory (L2), or through
+a small L2 from the slab (L3). "cluster" is two such engines, each with its own daemon, behind a router that hears their
+events. That is twice the compute of the other arms: its ratios say what the whole is worth, not what routing adds.
 
-Each arm is started once and idle while another is asked; in each round all arms answer the same prompts, in a random
-order, by clients that ask again as soon as they are answered. "of a round" are ratios to "cache off" of the same round,
-medians. What a prompt's KV came from is what the answer's usage says.
+Each arm is started once and is idle while another is asked. In each round all arms answer the same prompts, in a random
+order. The clients ask again as soon as they are answered. "of a round" are medians of ratios to "cache off" of the same
+round. The answer's usage says where a prompt's KV came from.
 """
 
 import argparse
@@ -29,10 +29,10 @@ from typing import Any, Final, NamedTuple
 
 import matplotlib
 import numpy as np
-from _process import Server, free_port, kvtier
+from _process import ServerProcess, free_port, kvtier
 from _report import RESULTS, Target, parser, progress, report
 
-from kvtier.tiers.errors import KVTierError
+from kvtier.tiers import KVTierError
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -46,7 +46,7 @@ TIMEOUT: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OfferedLoad:
     """What is asked of every arm."""
 
     clients: int
@@ -72,7 +72,7 @@ class Load:
         return f"{max(16, int(num_prefixes * self.prefix_blocks * BLOCK_BYTES) >> 20)}MiB"
 
 
-class Answer(NamedTuple):
+class TimedAnswer(NamedTuple):
     """One request as its client saw it."""
 
     first: float  # seconds to the first token
@@ -80,22 +80,22 @@ class Answer(NamedTuple):
     cached: Mapping[str, float]  # share of its prompt by tier
 
 
-class Arm:
+class ServedArm:
     """One way to serve, and what it took in each round."""
 
     def __init__(self, name: str, port: int) -> None:
         self.name, self.port = name, port
         self.rates: list[float] = []  # requests a second, by round
-        self.answers: list[list[Answer]] = []
+        self.answers: list[list[TimedAnswer]] = []
 
-    def serve(self, prompts: Sequence[list[int]], load: Load) -> list[Answer]:
+    def serve(self, prompts: Sequence[list[int]], load: OfferedLoad) -> list[TimedAnswer]:
         """Ask them all, `clients` at a time."""
         waiting: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         for prompt in prompts:
             waiting.put(prompt)
 
-        def work(_: int) -> list[Answer]:
-            answers: list[Answer] = []
+        def work(_: int) -> list[TimedAnswer]:
+            answers: list[TimedAnswer] = []
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
             while True:
                 try:
@@ -108,7 +108,7 @@ class Arm:
         with ThreadPoolExecutor(load.clients) as pool:
             return [answer for answers in pool.map(work, range(load.clients)) for answer in answers]
 
-    def round(self, prompts: Sequence[list[int]], load: Load) -> None:
+    def round(self, prompts: Sequence[list[int]], load: OfferedLoad) -> None:
         """Serve, and keep what it took."""
         begun = time.perf_counter()
         self.answers.append(self.serve(prompts, load))
@@ -118,7 +118,7 @@ class Arm:
         """Median seconds to the first token."""
         return median(answer.first for answer in self.answers[of_round])
 
-    def row(self, off: "Arm") -> dict[str, object]:
+    def row(self, off: "ServedArm") -> dict[str, object]:
         """Its figures over all rounds, ratios within each."""
         answers = [answer for each in self.answers for answer in each]
         rounds = range(len(self.rates))
@@ -134,7 +134,7 @@ class Arm:
         }
 
 
-def _ask(connection: http.client.HTTPConnection, prompt: list[int], num_tokens: int) -> Answer:
+def _ask(connection: http.client.HTTPConnection, prompt: list[int], num_tokens: int) -> TimedAnswer:
     body = {"model": "m", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
     begun = time.perf_counter()
@@ -156,31 +156,31 @@ def _ask(connection: http.client.HTTPConnection, prompt: list[int], num_tokens: 
         raise KVTierError("an answer ended without its usage")
     num_answered = max(2, usage["completion_tokens"])
     cached = {tier: count / len(prompt) for tier, count in usage["prompt_tokens_details"]["kvtier"].items()}
-    return Answer(times[0] - begun, (times[-1] - times[0]) / (num_answered - 1), cached)
+    return TimedAnswer(times[0] - begun, (times[-1] - times[0]) / (num_answered - 1), cached)
 
 
 class Rig:
     """The processes of all arms, in one directory, ended together."""
 
-    def __init__(self, stack: ExitStack, home: Path, model: Path, load: Load) -> None:
+    def __init__(self, stack: ExitStack, home: Path, model: Path, load: OfferedLoad) -> None:
         self._stack, self.home, self._model, self._load = stack, home, model, load
 
-    def engine(self, name: str, **options: str) -> Arm:
+    def engine(self, name: str, **options: str) -> ServedArm:
         """One engine, with `options` such as HOST__SIZE."""
         port = free_port()
         command = ["engine", "--model", str(self._model), "--name", "m", "--http", f"127.0.0.1:{port}"]
         self.start(name, command, L1__NUM_BLOCKS=str(self._load.l1_blocks), **options)
-        return Arm(name, port)
+        return ServedArm(name, port)
 
-    def start(self, name: str, command: Sequence[str], **options: str) -> Server:
+    def start(self, name: str, command: Sequence[str], **options: str) -> ServerProcess:
         """A process of ours, until the rig ends."""
         progress(f"starting {name}")
         chosen = {"CACHE__LOAD_OR_RECOMPUTE": "load", "CACHE__PREFETCH_DEADLINE": "30s"} | options
-        server = Server(kvtier(*command), self.home / f"{name.replace(' ', '-')}.log", options=chosen)
+        server = ServerProcess(kvtier(*command), self.home / f"{name.replace(' ', '-')}.log", options=chosen)
         self._stack.callback(server.stop)
         return server
 
-    def cluster(self, number: int) -> Arm:
+    def cluster(self, number: int) -> ServedArm:
         """So many engines, each with a daemon, behind a router."""
         port, route = free_port(), ["route", "--model", str(self._model)]
         for place in range(number):
@@ -193,10 +193,10 @@ class Rig:
             arm = self.engine(f"replica {place}", SERVICE__SOCKET=socket, **published)
             route += ["--replica", f"http://127.0.0.1:{arm.port}"]
         self.start("router", [*route, "--http", f"127.0.0.1:{port}"])
-        return Arm("cluster", port)
+        return ServedArm("cluster", port)
 
 
-def arms(rig: Rig, load: Load, chosen: Sequence[str]) -> list[Arm]:
+def arms(rig: Rig, load: OfferedLoad, chosen: Sequence[str]) -> list[ServedArm]:
     """The arms asked for, started; "cache off" is always one."""
     large, small = load.mebibytes(2 * load.prefixes), load.mebibytes(4)
     found = [rig.engine(OFF, L1__ENABLE_PREFIX_CACHING="false", HOST__SIZE="16MiB")]
@@ -210,8 +210,8 @@ def arms(rig: Rig, load: Load, chosen: Sequence[str]) -> list[Arm]:
     return found
 
 
-def measure(served: Sequence[Arm], load: Load) -> None:
-    """Every prefix once, where it is to be cached; then the rounds."""
+def measure(served: Sequence[ServedArm], load: OfferedLoad) -> None:
+    """Every prefix once, if it is to be cached; then the rounds."""
     draw = np.random.default_rng(0)
 
     def tokens(count: int) -> list[int]:
@@ -244,7 +244,7 @@ def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def conclude(served: Sequence[Arm], load: Load, args: argparse.Namespace) -> int:
+def conclude(served: Sequence[ServedArm], load: OfferedLoad, args: argparse.Namespace) -> int:
     """Rows, targets, the plot."""
     off = served[0]
     rows = [arm.row(off) for arm in served]
@@ -260,7 +260,7 @@ def conclude(served: Sequence[Arm], load: Load, args: argparse.Namespace) -> int
     ]
     if args.save:
         plot(rows, RESULTS / "serving.png")
-    setup = {name: getattr(load, name) for name in Load.__slots__} | {"L1 blocks": load.l1_blocks}
+    setup = {name: getattr(load, name) for name in OfferedLoad.__slots__} | {"L1 blocks": load.l1_blocks}
     return report("serving", rows, targets, args.json, args.save, setup)
 
 
@@ -271,7 +271,7 @@ def main() -> int:
     chosen = args.arms.split(",")
     if unknown := set(chosen) - {"L2", "L3", "cluster"}:
         options.error(f"--arms {', '.join(sorted(unknown))}: choose from L2, L3, cluster")
-    load = Load(2, 8, 128, 16, 4, 8, 1) if args.quick else Load(4, 16, 512, 32, 32, 24, 3)
+    load = OfferedLoad(2, 8, 128, 16, 4, 8, 1) if args.quick else OfferedLoad(4, 16, 512, 32, 32, 24, 3)
     try:
         with ExitStack() as stack:
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".serving-", dir=Path(__file__).parent)))

@@ -18,10 +18,8 @@ import numpy as np
 import torch
 from _report import Target, parser, progress, report
 
-from kvtier.engine.config import EngineConfig
-from kvtier.engine.demo_worker import BLOCK_SIZE, Desk, demo_model
-from kvtier.engine.model import Model
-from kvtier.engine.sequence import SamplingParams
+from kvtier.engine import EngineConfig, Model, SamplingParams
+from kvtier.engine.demo import BLOCK_SIZE, DemoEngine, demo_model
 from kvtier.tiers.config import Config
 
 LENGTHS = (1024, 2048, 4096, 8192)
@@ -30,7 +28,7 @@ PAIRS = 24
 PAIR_PROMPT, PAIR_ANSWER = 512, 32
 
 
-def open_desk(home: str, lengths: tuple[int, ...]) -> Desk:
+def open_desk(home: str, lengths: tuple[int, ...]) -> DemoEngine:
     config = Config.load(
         host={"size": "2GiB"},
         file={"path": home, "size": "6GiB"},
@@ -38,7 +36,7 @@ def open_desk(home: str, lengths: tuple[int, ...]) -> Desk:
     )
     num_blocks = 2 * max(lengths) // BLOCK_SIZE
     options = EngineConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, max_num_batched_tokens=1024)
-    return Desk(Model.from_config(demo_model(), seed=0, device="auto"), config, options)
+    return DemoEngine(Model.from_config(demo_model(), seed=0, device="auto"), config, options)
 
 
 def fresh_prompt(rng: np.random.Generator, length: int) -> list[int]:
@@ -52,7 +50,7 @@ def drop_page_cache() -> None:
         Path("/proc/sys/vm/drop_caches").write_text("1")
 
 
-def ttft_of_each_tier(desk: Desk, prompt: list[int]) -> dict[str, float]:
+def ttft_of_each_tier(desk: DemoEngine, prompt: list[int]) -> dict[str, float]:
     """Milliseconds to the first token. Every warm run is checked to have come from the tier it is named after."""
     length = len(prompt) - 1
     ms = {"cold": desk.ask(prompt, 1, bare=True).ttft_ms}
@@ -73,7 +71,7 @@ def ttft_of_each_tier(desk: Desk, prompt: list[int]) -> dict[str, float]:
     return ms
 
 
-def overhead_pairs(desk: Desk, rng: np.random.Generator, num_pairs: int) -> list[float]:
+def overhead_pairs(desk: DemoEngine, rng: np.random.Generator, num_pairs: int) -> list[float]:
     """CPU time with kvtier (never hitting, storing everything) over CPU time without, of each interleaved pair."""
     ratios = []
     params = SamplingParams(max_tokens=PAIR_ANSWER, ignore_eos=True)

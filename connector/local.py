@@ -8,14 +8,10 @@ from kvtier.connector.opening import open_tiers
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.config import Config
-from kvtier.tiers.cuda_transfer import CudaCopyStream
-from kvtier.tiers.device import BlockPool
+from kvtier.tiers.copies import BlockPool, CopyStream, CudaCopyStream, HostCopyStream
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import cuda_runtime
-from kvtier.tiers.identity import ModelIdentity
-from kvtier.tiers.local_tiers import LocalTiers
-from kvtier.tiers.shape import KVShape
-from kvtier.tiers.transfer import CopyStream, HostCopyStream
+from kvtier.tiers.naming import KVShape, ModelIdentity
 
 if TYPE_CHECKING:
     import torch
@@ -58,10 +54,10 @@ class LocalConnector:
 
     @property
     def hierarchy(self) -> Hierarchy:
-        """The hierarchy of this process; AttributeError where the tiers are a daemon's."""
-        if not isinstance(self.tiers, LocalTiers):
+        """The hierarchy of this process; AttributeError if the tiers are a daemon's."""
+        if not isinstance(self.tiers, Hierarchy):
             raise AttributeError("the tiers are the daemon's")
-        return self.tiers.hierarchy
+        return self.tiers
 
     @classmethod
     def connect(cls, config: Config) -> "Callable[[ModelIdentity, BlockPool], LocalConnector]":

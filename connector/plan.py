@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import msgpack
 
-from kvtier.tiers.errors import FormatError
+from kvtier.tiers import FormatError
 
 _VERSION: Final = 1
 

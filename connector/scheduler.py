@@ -7,10 +7,9 @@ from itertools import count
 from typing import Protocol
 
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
-from kvtier.tiers.below import Attribution, Claim, TiersBelow, Wanted
-from kvtier.tiers.lease import Lease, Reservation
-from kvtier.tiers.prefetch import PENDING, Pending
-from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
+from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Pending, Wanted
+from kvtier.tiers.pool import Lease, Reservation
 
 
 class BlockChain(Protocol):
@@ -50,7 +49,7 @@ class Request(Protocol):
 
 
 @dataclass(slots=True)
-class _Known:
+class _ConnectedRequest:
     """What is remembered of a live request."""
 
     request: Request
@@ -71,7 +70,7 @@ class ConnectorUpdate:
 
 
 @dataclass(slots=True)
-class _Load:
+class _LoadingOp:
     op: CopyOp
     first_block: int
     lease: Lease
@@ -79,7 +78,7 @@ class _Load:
 
 
 @dataclass(slots=True)
-class _Store:
+class _StoringOp:
     """Blocks to be stored: first wanted, then with their slots."""
 
     request_id: str
@@ -105,21 +104,21 @@ class SchedulerSide:
     the step's one round trip, and only if there is something to store.
     """
 
-    def __init__(self, tiers: TiersBelow) -> None:
+    def __init__(self, tiers: CacheTiers) -> None:
         self.tiers = tiers
-        self._requests: dict[str, _Known] = {}
+        self._requests: dict[str, _ConnectedRequest] = {}
         self._op_ids = count(1)
         self._steps = count(1)
-        self._loads: dict[int, _Load] = {}
-        self._stores: dict[int, _Store] = {}
+        self._loads: dict[int, _LoadingOp] = {}
+        self._stores: dict[int, _StoringOp] = {}
         self._planned: list[CopyOp] = []  # loads
         self._region_id = 0  # of the planned loads
-        self._wanted: dict[int, _Store] = {}
+        self._wanted: dict[int, _StoringOp] = {}
         self._released: list[int] = []
 
     def admit(self, request: Request) -> None:
         """Know a request that is only going to store. `lookup` does this too. Idempotent."""
-        self._requests.setdefault(request.request_id, _Known(request, self.tiers.epoch))
+        self._requests.setdefault(request.request_id, _ConnectedRequest(request, self.tiers.epoch))
 
     def lookup(self, request: Request, num_computed_tokens: int) -> int | Pending:
         """How many tokens beyond the `num_computed_tokens` in L1 can be loaded, or PENDING: ask again next step.
@@ -127,16 +126,27 @@ class SchedulerSide:
         A number is a promise: those blocks are in L2, verified and leased. The first call may start a prefetch, later
         ones renew its lease. The last token of a request is never promised.
         """
-        block_size = request.chain.block_size
+        chain = request.chain
+        block_size = chain.block_size
         in_l1 = num_computed_tokens // block_size
-        self.admit(request)
-        known = self._requests[request.request_id]
+        if (known := self._requests.get(request.request_id)) is None:
+            known = self._requests[request.request_id] = _ConnectedRequest(request, self.tiers.epoch)
         if known.claim is not None and in_l1 < known.claim.num_l1:  # L1 lost blocks meanwhile: ask for those too
             self._cancel(known)
         if known.claim is None and not known.recompute:
-            known.claim = self._ask(request, in_l1)
+            # where every block is that may be promised, and a claim on what is worth loading
+            usable = min(len(chain.hashes), (request.num_tokens - 1) // block_size)
+            num_l1 = min(in_l1, usable)
+            known.claim = self.tiers.ask(chain.hashes[:usable], chain.parent(0), num_l1, block_size=block_size)
         known.asked = in_l1
         return PENDING if (found := self._answer(known)) is None else max(0, found - in_l1) * block_size
+
+    def is_storing(self, hashes: Sequence[ChainHash]) -> bool:
+        """Whether some of these blocks are on their way to L2: once the worker has reported it, a lookup finds them."""
+        stores = [store.wanted.hashes for store in self._wanted.values()]
+        stores += [store.reservation.hashes for store in self._stores.values() if store.reservation is not None]
+        wanted = set(hashes) if stores else set()
+        return any(not wanted.isdisjoint(stored) for stored in stores)
 
     def allocated(
         self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, *, layerwise: bool = False
@@ -167,9 +177,9 @@ class SchedulerSide:
         self._region_id = region.region_id
         blocks = [int(block) for block in block_ids[known.asked : known.asked + len(slots)]]
         op = CopyOp(next(self._op_ids), request_id, tuple(blocks), tuple(slots), tuple(generations), layerwise)
-        self._loads[op.op_id] = _Load(op, known.asked, lease, time.monotonic())
+        self._loads[op.op_id] = _LoadingOp(op, known.asked, lease, time.monotonic())
         self._planned.append(op)
-        return len(op) * block_size
+        return len(slots) * block_size
 
     def forget_promises(self) -> None:
         """Let go of all that was promised and not allocated: behind a reset it would be old."""
@@ -196,12 +206,12 @@ class SchedulerSide:
         hashes = chain.hashes[first_block : first_block + len(blocks)]
         wanted = Wanted(hashes, chain.parent(first_block), chain.tenant)
         op_id = next(self._op_ids)
-        self._wanted[op_id] = _Store(request_id, chain, first_block, wanted, known.epoch, blocks)
+        self._wanted[op_id] = _StoringOp(request_id, chain, first_block, wanted, known.epoch, blocks)
         return op_id
 
     def build_plan(self) -> StepPlan:
         """This step's copies; everything said since the last plan."""
-        stores = self._reserved()
+        stores = self._reserved() if self._wanted else []
         loads, self._planned = tuple(self._planned), []
         region = self.tiers.region
         region_id = 0 if region is None else region.region_id
@@ -221,7 +231,7 @@ class SchedulerSide:
             if (load := self._loads.pop(op_id, None)) is not None:
                 if well:
                     loaded.append(load.op.request_id)
-                    self._moved("load", len(load.op), time.monotonic() - load.planned_at)
+                    self._moved("load", len(load.op.host_slots), time.monotonic() - load.planned_at)
                 else:
                     failed.append((load.op.request_id, load.first_block))
                     if (known := self._requests.get(load.op.request_id)) is not None:
@@ -231,7 +241,7 @@ class SchedulerSide:
             elif (store := self._stores.pop(op_id, None)) is not None and store.reservation is not None:
                 if well:
                     self._released += store.blocks
-                    self._moved("store", len(store.reservation), 0.0)
+                    self._moved("store", len(store.blocks), 0.0)
                     self.tiers.seal(store.reservation, store.records(), store.epoch)
                 else:
                     self._drop(store, Outcome.COPY_FAILED)
@@ -242,7 +252,7 @@ class SchedulerSide:
 
     def finished(self, request_id: str) -> None:
         """The request ended or was aborted. Copies under way go on and are still reported by `update`. Idempotent."""
-        if (known := self._requests.pop(request_id, None)) is not None:
+        if (known := self._requests.pop(request_id, None)) is not None and known.claim is not None:
             self._cancel(known)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
@@ -251,7 +261,7 @@ class SchedulerSide:
 
     def wait(self, timeout: float) -> None:
         """Wait until a pending lookup may have an answer, at most `timeout` seconds: for an engine that is idle."""
-        self.tiers.wait_progress(timeout)
+        self.tiers.wait_news(timeout)
 
     @property
     def idle(self) -> bool:
@@ -271,15 +281,9 @@ class SchedulerSide:
 
     def _moved(self, direction: str, num_blocks: int, seconds: float) -> None:
         if (region := self.tiers.region) is not None:
-            self.tiers.metrics.moved("l2", direction, num_blocks * region.slot_bytes, seconds)
+            self.tiers.metrics.moved(L2, direction, num_blocks * region.slot_bytes, seconds)
 
-    def _ask(self, request: Request, in_l1: int) -> Claim:
-        """Ask where every block is that may be promised, and claim what is worth loading."""
-        chain = request.chain
-        usable = min(len(chain.hashes), (request.num_tokens - 1) // chain.block_size)
-        return self.tiers.ask(chain.hashes[:usable], chain.parent(0), min(in_l1, usable), block_size=chain.block_size)
-
-    def _answer(self, known: _Known) -> int | None:
+    def _answer(self, known: _ConnectedRequest) -> int | None:
         """How many leading blocks L1 and the promise cover, 0 for no promise; None: not known yet."""
         claim = known.claim
         if claim is None:
@@ -289,16 +293,16 @@ class SchedulerSide:
             known.found = claim.found
             self.tiers.count(claim.found, claim.missing)
             if claim.refusal is Outcome.NO_SLOT:
-                self.tiers.metrics.missed(Outcome.NO_SLOT, claim.found.below)
+                self.tiers.metrics.missed(Outcome.NO_SLOT, claim.found.loadable)
         if isinstance(promised, Pending):
             return None
         known.recompute |= claim.refusal is Outcome.RECOMPUTE
-        is_empty = claim.refusal is not None or (claim.found is not None and not claim.found.below)
+        is_empty = claim.refusal is not None or (claim.found is not None and not claim.found.loadable)
         if is_empty and time.monotonic() >= claim.good_until:  # what ended in failure is final; this may be asked anew
             self._cancel(known)
         return claim.num_l1 + promised
 
-    def _cancel(self, known: _Known) -> None:
+    def _cancel(self, known: _ConnectedRequest) -> None:
         claim, known.claim = known.claim, None
         if claim is not None:
             self.tiers.cancel(claim)
@@ -323,9 +327,9 @@ class SchedulerSide:
             ops.append(CopyOp(op_id, store.request_id, tuple(store.blocks), slots, generations))
         return ops
 
-    def _drop(self, store: _Store, reason: Outcome) -> None:
+    def _drop(self, store: _StoringOp, reason: Outcome) -> None:
         self._released += store.blocks
         if store.reservation is not None:
             self.tiers.abandon(store.reservation, reason)
         else:
-            self.tiers.metrics.dropped("l2", reason, len(store.blocks))
+            self.tiers.metrics.dropped(L2, reason, len(store.blocks))

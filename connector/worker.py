@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
-from kvtier.tiers.transfer import BlockCopies, CopyEvent, CopyStream, HostEvent
+from kvtier.tiers.copies import BlockCopies, CopyEvent, CopyStream, HostEvent
 
 _GROUP_BYTES: Final = 4 << 20  # a layer group is copied in pieces of about this size: large copies, early first layers
 

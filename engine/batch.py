@@ -7,17 +7,17 @@ from typing import Any, Protocol
 
 from numpy.typing import ArrayLike, NDArray
 
-from kvtier.connector.plan import StepPlan
+from kvtier.connector import StepPlan
 from kvtier.engine.sequence import Sequence
-from kvtier.tiers.tier import BlockRecord, ChainHash
+from kvtier.tiers import BlockRecord, ChainHash
 
 
-class Blocks(Protocol):
+class BlockAllocator(Protocol):
     """What the scheduler asks of L1; `tiers.device.BlockPool` is the real one."""
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks `allocate` can hand out now."""
+        """BlockAllocator `allocate` can hand out now."""
 
     def lookup(self, hashes: list[ChainHash]) -> int:
         """Leading blocks held; no side effect."""
@@ -55,11 +55,7 @@ class Chunk:
     sequence: Sequence
     start: int
     end: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether its last row brings the next token. Valid until that token is appended."""
-        return self.end == self.sequence.num_tokens
+    samples: bool  # whether its last row brings the next token
 
 
 @dataclass(slots=True)
@@ -67,11 +63,7 @@ class Batch:
     """One step's work. Empty where everybody waits."""
 
     chunks: list[Chunk]
+    num_tokens: int  # that the step computes
     plan: StepPlan
     started: float = field(default_factory=time.perf_counter)
     arrived: bool = True  # set by the runner: False where a layerwise load failed or was late
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens the step computes."""
-        return sum(chunk.end - chunk.start for chunk in self.chunks)

@@ -4,14 +4,14 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from kvtier.tiers.errors import ConfigError
+from kvtier.tiers import ConfigError
 
 TILE: Final = 16  # tokens: the absolute attention tile of `exact` mode
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How one engine schedules and computes. Raises ConfigError naming the field, the value and the mend.
+    """How one engine schedules and computes. Raises ConfigError naming the field, the value and the fix.
 
     In `exact` mode every forward is padded to `exact_rows` rows and attention runs in absolute 16-token tiles: logits
     are then the same bits however a prompt is cut, packed with others or loaded, for engines of equal `exact_rows` and

@@ -2,29 +2,33 @@
 
 import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import abc, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 from transformers import PretrainedConfig
 
-from kvtier.engine.batch import Batch
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_runner import ModelRunner
 from kvtier.engine.offload import EngineConnector, NoOffload
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.sequence import FinishReason, Output, Prompt, RequestError, SamplingParams, State
-from kvtier.engine.sequence import Sequence as Request
-from kvtier.tiers.chain import TokenChain, root_hash
-from kvtier.tiers.device import BlockPool
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.identity import ModelIdentity
+from kvtier.engine.sequence import (
+    FinishReason,
+    NamedPrompt,
+    Output,
+    RequestError,
+    SamplingParams,
+    Sequence,
+    SequenceState,
+)
+from kvtier.tiers import ConfigError
+from kvtier.tiers.copies import BlockPool
+from kvtier.tiers.naming import ModelIdentity, TokenChain, root_hash
 
 _WAIT: Final = 0.01  # seconds an engine with nothing to compute waits for a copy or a lookup before it looks again
 _POLL: Final = 0.0005  # seconds between looks at copies that cannot be waited for
@@ -84,7 +88,7 @@ class Engine:
         self._fingerprint = self.identity.fingerprint()
         self._ids = itertools.count()
         self._order = itertools.count()
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, Sequence] = {}
         self._inboxes: dict[str, deque[Output]] = {}  # of requests that `generate` or `stream` serves
         self._unclaimed: list[Output] = []  # what those met of other requests: the next `step` tells it
         self._closed = False
@@ -116,7 +120,7 @@ class Engine:
         """An engine over random weights: equal ones for equal config, seed and dtype."""
         return cls(Model.from_config(hf_config, seed=seed, dtype=dtype, device=device), config, connect)
 
-    def prompt(self, token_ids: ArrayLike, cache_salt: str | None = None) -> Prompt:
+    def prompt(self, token_ids: ArrayLike, cache_salt: str | None = None) -> NamedPrompt:
         """Look at a prompt and name its blocks, once for all requests that have it; on any thread.
 
         RequestError: it is empty or too long, or an id in it out of range.
@@ -125,7 +129,7 @@ class Engine:
 
     def add_request(
         self,
-        prompt: ArrayLike | Prompt,
+        prompt: ArrayLike | NamedPrompt,
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -133,25 +137,20 @@ class Engine:
     ) -> str:
         """Queue a prompt (token ids) and return its id. Requests of different `cache_salt` share no KV.
 
-        A `Prompt` of this engine has its salt in it. RequestError: empty prompt, token id out of range, more context
+        A `NamedPrompt` has its salt in it. RequestError: empty prompt, token id out of range, more context
         than the model or L1 has, id in use.
         """
         params = params or SamplingParams()
-        if isinstance(prompt, Prompt):
+        if isinstance(prompt, NamedPrompt):
             self._require_room(len(prompt.token_ids), params)
+            prompt = NamedPrompt(prompt.token_ids.copy(), None if prompt.chain is None else prompt.chain.copy())
         else:
             prompt = self._named(self._checked(prompt, params), cache_salt)
         if request_id is not None and not _is_text(request_id):
             raise RequestError(f"request_id {request_id!r}: use a string of Unicode characters")
-        if request_id is None:
-            request_id = next(name for name in map(str, self._ids) if not self._knows(name))
-        if self._knows(request_id):
+        if request_id is not None and self._knows(request_id):
             raise RequestError(f"request id {request_id!r}: a live request has it; choose another")
-        chain = None if prompt.chain is None else prompt.chain.copy()
-        request = Request(request_id, prompt.token_ids.copy(), params, chain, next(self._order))
-        self.scheduler.add(request)
-        self._requests[request_id] = request
-        return request_id
+        return self._queue(prompt, params, request_id).request_id
 
     def step(self) -> list[Output]:
         """Compute one batch; what it brought, one entry per request that got a token or ended. Empty: all wait."""
@@ -161,22 +160,22 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[ArrayLike],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: abc.Sequence[ArrayLike],
+        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str | None = None,
     ) -> list[Completion]:
         """Answer all prompts, in their order. RequestError before anything is computed if one cannot be served."""
-        chosen = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        chosen = [params or SamplingParams()] * len(prompts) if not isinstance(params, abc.Sequence) else list(params)
         if len(chosen) != len(prompts):
             raise RequestError(f"{len(chosen)} sampling parameters for {len(prompts)} prompts: give one, or one each")
-        for prompt, one in zip(prompts, chosen, strict=True):
-            self._checked(prompt, one)
-        requests = [self._open(prompt, one, cache_salt) for prompt, one in zip(prompts, chosen, strict=True)]
+        checked = [self._checked(prompt, one) for prompt, one in zip(prompts, chosen, strict=True)]
+        named = [self._named(prompt, cache_salt) for prompt in checked]
+        requests = [self._open(prompt, one) for prompt, one in zip(named, chosen, strict=True)]
         try:
             return [self._complete(request) for request in requests]
         finally:
-            for request in requests:  # all have ended, unless a step raised
+            for request in [each for each in requests if each.request_id in self._inboxes]:  # a step raised
                 self._leave(request)
 
     def stream(
@@ -190,7 +189,7 @@ class Engine:
         self._checked(prompt, params)  # a request that cannot be served is refused here
         return self._stream(prompt, params, cache_salt)
 
-    def request(self, request_id: str) -> Request:
+    def request(self, request_id: str) -> Sequence:
         """A request whose end was not told yet: its state, tokens and progress, to read. LookupError: no such one."""
         request = self._requests.get(request_id)
         if request is None:
@@ -259,13 +258,20 @@ class Engine:
     def _step(self) -> list[Output]:
         batch = self.scheduler.schedule(self.worker.poll())  # admits what L1, L2 and L3 already hold
         stored = False
+        logits = None
         try:
-            self.worker.start_load(batch.plan)  # h2d on the load stream
-            logits = self._run(batch)  # each layer waits for its own load
-            self.worker.start_store(batch.plan)  # d2h after compute, on the store stream
+            if batch.plan.loads:
+                self.worker.start_load(batch.plan)  # h2d on the load stream
+            if batch.chunks:
+                logits = self.runner.run(batch)  # each layer waits for its own load
+            else:
+                self._wait()
+            if batch.plan.stores:
+                self.worker.start_store(batch.plan)  # d2h after compute, on the store stream
             stored = True
-            samples = self.runner.sample(batch, logits)
-            batch.arrived = self.worker.arrived() and batch.arrived  # a device reports a failed copy only now
+            samples = [] if logits is None else self.runner.sample(batch, logits)
+            if batch.plan.loads:
+                batch.arrived = self.worker.arrived() and batch.arrived  # a device reports a failed copy only now
         except BaseException:  # out of memory, an interrupt: the engine stays whole, the caller decides
             self.scheduler.give_up(batch, stored=stored)
             raise
@@ -273,12 +279,6 @@ class Engine:
         if batch.plan.loads:  # a layerwise load ends with its step, and with it its lease
             self.scheduler.take_in(self.worker.poll())
         return outputs
-
-    def _run(self, batch: Batch) -> torch.Tensor:
-        if not batch.chunks:
-            self._wait()
-            return torch.empty(0)
-        return self.runner.run(batch)
 
     def _wait(self) -> None:
         """Nobody can compute: wait a little for whatever the requests wait for."""
@@ -316,29 +316,38 @@ class Engine:
             asked = f"{num_tokens} prompt tokens and max_tokens {params.max_tokens}"
             raise RequestError(f"{asked}: together more than {limit}; shorten one of them")
 
-    def _named(self, token_ids: list[int], cache_salt: str | None) -> Prompt:
+    def _named(self, token_ids: list[int], cache_salt: str | None) -> NamedPrompt:
         cache_salt = self.config.cache_salt if cache_salt is None else cache_salt
         if cache_salt is not None and not _is_text(cache_salt):
             raise RequestError(f"cache_salt {cache_salt!r}: use a string of Unicode characters")
         if not self.config.enable_prefix_caching:
-            return Prompt(token_ids, None)
+            return NamedPrompt(token_ids, None)
         root = root_hash(self._fingerprint, cache_salt=cache_salt)
         chain = TokenChain(root, self.config.block_size, self.config.hash_scheme)
         chain.extend(token_ids)
-        return Prompt(token_ids, chain)
+        return NamedPrompt(token_ids, chain)
 
     def _knows(self, request_id: str) -> bool:
         return request_id in self._requests or self.scheduler.knows(request_id)
 
-    def _open(self, prompt: ArrayLike, params: SamplingParams, cache_salt: str | None) -> Request:
-        request_id = self.add_request(prompt, params, cache_salt=cache_salt)
-        self._inboxes[request_id] = deque()
-        return self._requests[request_id]
+    def _queue(self, prompt: NamedPrompt, params: SamplingParams, request_id: str | None = None) -> Sequence:
+        """Queue a prompt that is this request's own; under the next free number if it brings no id."""
+        if request_id is None:
+            request_id = next(name for name in map(str, self._ids) if not self._knows(name))
+        request = Sequence(request_id, prompt.token_ids, params, prompt.chain, next(self._order))
+        self.scheduler.add(request)
+        self._requests[request_id] = request
+        return request
+
+    def _open(self, prompt: NamedPrompt, params: SamplingParams) -> Sequence:
+        request = self._queue(prompt, params)
+        self._inboxes[request.request_id] = deque()
+        return request
 
     def _stream(self, prompt: ArrayLike, params: SamplingParams, cache_salt: str | None) -> Iterator[Output]:
-        yield from self._follow(self._open(prompt, params, cache_salt))
+        yield from self._follow(self._open(self._named(self._checked(prompt, params), cache_salt), params))
 
-    def _follow(self, request: Request) -> Iterator[Output]:
+    def _follow(self, request: Sequence) -> Iterator[Output]:
         inbox = self._inboxes[request.request_id]
         try:
             while True:
@@ -350,13 +359,13 @@ class Engine:
         finally:
             self._leave(request)
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: Sequence) -> None:
         """Nobody reads this request's outputs any more."""
         self._inboxes.pop(request.request_id, None)
-        if request.state is not State.FINISHED:
+        if request.state is not SequenceState.FINISHED:
             self.abort(request.request_id)
 
-    def _complete(self, request: Request) -> Completion:
+    def _complete(self, request: Sequence) -> Completion:
         completion = Completion(request.request_id, num_prompt_tokens=request.num_prompt_tokens)
         for output in self._follow(request):
             if output.token_id is not None:

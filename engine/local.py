@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from kvtier.connector.local import LocalConnector
+from kvtier.connector import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.model import Model

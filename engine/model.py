@@ -8,12 +8,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from kvtier.connector.checkpoint import name_of
-from kvtier.connector.hf_model import identity_of, kv_shape
+from kvtier.connector.models import identity_of, kv_shape, name_of
 from kvtier.engine.config import EngineConfig
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.identity import ModelIdentity
-from kvtier.tiers.shape import DTYPE_BYTES, KVShape
+from kvtier.tiers import ConfigError
+from kvtier.tiers.naming import DTYPE_BYTES, KVShape, ModelIdentity
 
 SUPPORTED: Final = ("llama", "mistral", "qwen2", "qwen3")  # config.model_type
 

@@ -16,7 +16,7 @@ from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import TILE, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.sampler import sample
-from kvtier.engine.sequence import Sample
+from kvtier.engine.sequence import SampledToken
 
 _TILE_KEYS: Final = 256  # an exact tile sees its keys rounded up to this: few shapes, little waste
 
@@ -61,7 +61,7 @@ class PagedKV:
 
 
 @dataclass(slots=True)
-class _Span:
+class _AttentionSpan:
     """One chunk's rows in the packed batch, `first … last`, and where its context lies."""
 
     first: int
@@ -75,7 +75,10 @@ class _Span:
 class PackedAttention:
     """One step's attention: every chunk by itself, so that no bit depends on what it is packed with."""
 
-    def __init__(self, kv: PagedKV, spans: list[_Span], slots: torch.Tensor, wait_layer: Callable[[int], bool]) -> None:
+    def __init__(
+        self, kv: PagedKV, spans: list[_AttentionSpan], slots: torch.Tensor, wait_layer: Callable[[int], bool] | None
+    ) -> None:
+        """Without `wait_layer` nothing is being loaded in this step."""
         self.kv = kv
         self.spans = spans
         self.arrived = True
@@ -92,7 +95,8 @@ class PackedAttention:
         window: int | None,
     ) -> torch.Tensor:
         """See `model.Attention`."""
-        self.arrived &= self._wait_layer(layer)
+        if self._wait_layer is not None:
+            self.arrived &= self._wait_layer(layer)
         self.kv.write(layer, self._slots, key, value)
         if len(self.spans) == 1 and query.shape[2] == self.spans[0].last:
             span = self.spans[0]
@@ -105,7 +109,7 @@ class PackedAttention:
         return out
 
     def _span(
-        self, layer: int, span: _Span, fresh: tuple[torch.Tensor, ...], scaling: float, window: int | None
+        self, layer: int, span: _AttentionSpan, fresh: tuple[torch.Tensor, ...], scaling: float, window: int | None
     ) -> torch.Tensor:
         """`fresh`: the chunk's own Q, K, V, [heads, T, head dim] each. Returns [heads, T, head dim]."""
         query, key, value = fresh
@@ -134,7 +138,7 @@ class TiledAttention(PackedAttention):
     """
 
     def _span(
-        self, layer: int, span: _Span, fresh: tuple[torch.Tensor, ...], scaling: float, window: int | None
+        self, layer: int, span: _AttentionSpan, fresh: tuple[torch.Tensor, ...], scaling: float, window: int | None
     ) -> torch.Tensor:
         query = fresh[0]
         first_tile, last_tile = span.start // TILE, (span.end - 1) // TILE
@@ -187,7 +191,8 @@ class ModelRunner:
             token_ids += [0] * padding
             positions = np.concatenate([positions, np.zeros(padding, np.int64)])
             rows += [0] * (self._config.max_num_seqs - num_rows)
-        attention = self._attention(self._kv, self._spans(chunks), torch.from_numpy(slots).to(device), self._wait_layer)
+        wait_layer = self._wait_layer if batch.plan.loads else None
+        attention = self._attention(self._kv, self._spans(chunks), torch.from_numpy(slots).to(device), wait_layer)
         with _kernels(device, self._config.exact):
             logits = self._model.forward(
                 torch.tensor([token_ids], device=device),
@@ -198,7 +203,7 @@ class ModelRunner:
         batch.arrived = attention.arrived
         return logits[:num_rows]
 
-    def sample(self, batch: Batch, logits: torch.Tensor) -> list[Sample]:
+    def sample(self, batch: Batch, logits: torch.Tensor) -> list[SampledToken]:
         """One token for each chunk that samples, in order."""
         sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         if not sampling:
@@ -212,16 +217,16 @@ class ModelRunner:
             values = logits[row].float().cpu().numpy() if params.temperature or params.keep_logits else None
             if params.temperature and values is not None:
                 token_id = sample(values, params, sequence.seed, sequence.num_generated)
-            samples.append(Sample(token_id, values if params.keep_logits else None))
+            samples.append(SampledToken(token_id, values if params.keep_logits else None))
         return samples
 
-    def _spans(self, chunks: list[Chunk]) -> list[_Span]:
+    def _spans(self, chunks: list[Chunk]) -> list[_AttentionSpan]:
         spans, first = [], 0
         for chunk in chunks:
             last = first + chunk.end - chunk.start
             table = chunk.sequence.block_table[: self._config.num_blocks_of(chunk.end)]
             blocks = torch.tensor(table, dtype=torch.int64, device=self._model.device)
-            spans.append(_Span(first, last, chunk.start, chunk.end, blocks))
+            spans.append(_AttentionSpan(first, last, chunk.start, chunk.end, blocks))
             first = last
         return spans
 
@@ -237,7 +242,7 @@ def _kernels(device: torch.device, exact: bool) -> AbstractContextManager[None]:
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-def _mask(span: _Span, window: int | None, lowest: int, device: torch.device) -> torch.Tensor:
+def _mask(span: _AttentionSpan, window: int | None, lowest: int, device: torch.device) -> torch.Tensor:
     """Who sees whom, [T, keys from position `lowest`], True: sees. Built once per step and window."""
     mask = span.masks.get((window, 0))
     if mask is None:
@@ -247,7 +252,7 @@ def _mask(span: _Span, window: int | None, lowest: int, device: torch.device) ->
 
 
 def _tile_mask(
-    span: _Span, window: int | None, tiles: list[int], num_keys: int, num_heads: int, device: torch.device
+    span: _AttentionSpan, window: int | None, tiles: list[int], num_keys: int, num_heads: int, device: torch.device
 ) -> torch.Tensor:
     """Who sees whom in consecutive tiles, for `num_heads` heads below each other, [tiles, 1, heads * 16, num_keys]."""
     mask = span.masks.get((window, num_keys))

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from kvtier.connector.plan import StepPlan, WorkerReport
-from kvtier.connector.scheduler import ConnectorUpdate, Request
-from kvtier.tiers.below import Attribution
-from kvtier.tiers.prefetch import Pending
+from kvtier.connector import ConnectorUpdate, Request, StepPlan, WorkerReport
+from kvtier.tiers.hierarchy import Attribution, Pending
 
 
 class SchedulerConnector(Protocol):

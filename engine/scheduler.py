@@ -4,16 +4,16 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Final
 
-from kvtier.connector.plan import WorkerReport
-from kvtier.connector.scheduler import ConnectorUpdate
-from kvtier.engine.batch import Batch, Blocks, Chunk
+from kvtier.connector import ConnectorUpdate, WorkerReport
+from kvtier.engine.batch import Batch, BlockAllocator, Chunk
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload, SchedulerConnector
-from kvtier.engine.sequence import FinishReason, Output, Sample, Sequence, State
-from kvtier.tiers.prefetch import Pending
-from kvtier.tiers.tier import ChainHash
+from kvtier.engine.sequence import FinishReason, Output, SampledToken, Sequence, SequenceState
+from kvtier.tiers import ChainHash
+from kvtier.tiers.hierarchy import Pending
 
 _PREFILL: Final = 64  # tokens: a step of so many says how fast prefill is
 _LOOK_AHEAD: Final = 0.05  # seconds between lookups while no seat is free: they take milliseconds, but start fetching
@@ -31,7 +31,7 @@ class Scheduler:
     def __init__(
         self,
         config: EngineConfig,
-        pool: Blocks,
+        pool: BlockAllocator,
         connector: SchedulerConnector | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
@@ -41,6 +41,7 @@ class Scheduler:
         self.stats: Counter[str] = Counter()
         self._live: dict[str, Sequence] = {}
         self._config = config
+        self._token_budget = config.token_budget
         self._pool = pool
         self._offloads = connector is not None
         self._connector: SchedulerConnector = NoOffload() if connector is None else connector
@@ -75,16 +76,17 @@ class Scheduler:
         """Take in which copies have ended; choose what the step computes, loads and stores."""
         self.take_in(report)
         num_preempted = self.stats["preempted"]
-        chunks = self._continue()
+        chunks, budget = self._continue() if self.running else ([], self._token_budget)
         if self.stats["preempted"] == num_preempted:
-            chunks += self._admit(self._config.token_budget - sum(chunk.end - chunk.start for chunk in chunks))
+            admitted, budget = self._admit(budget)
+            chunks += admitted
         for chunk in chunks:
             if not chunk.sequence.num_loading:  # what a layerwise load has yet to confirm is stored a step later
                 self._store(chunk.sequence, self._cacheable(chunk.sequence, chunk.end))
         self.stats["steps"] += 1
-        return Batch(chunks, self._connector.build_plan())
+        return Batch(chunks, self._token_budget - budget, self._connector.build_plan())
 
-    def postprocess(self, batch: Batch, samples: Iterable[Sample]) -> list[Output]:
+    def postprocess(self, batch: Batch, samples: Iterable[SampledToken]) -> list[Output]:
         """Take in what the step computed; `samples` holds one for each chunk that samples, in order."""
         outputs, self._ended = self._ended, []
         if batch.num_tokens >= _PREFILL and not batch.plan.loads:  # a load's layers may have held the step up
@@ -96,7 +98,8 @@ class Scheduler:
             if sequence.num_loading and not batch.arrived:
                 self._await_load(sequence)
                 continue
-            self._count_loaded(sequence)
+            if sequence.num_loading:
+                self._count_loaded(sequence)
             sequence.num_computed = chunk.end
             self.stats["computed_tokens"] += chunk.end - chunk.start
             self._name(sequence)
@@ -119,9 +122,9 @@ class Scheduler:
         sequence = self._live.get(request_id)
         if sequence is None:
             return False
-        if sequence.state is State.WAITING:
+        if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
-        elif sequence.state is State.LOADING:
+        elif sequence.state is SequenceState.LOADING:
             del self.loading[request_id]
         else:
             self.running.remove(sequence)
@@ -137,6 +140,8 @@ class Scheduler:
             self._loaded(request_id, None)
         for request_id, first_block in update.failed:
             self._loaded(request_id, first_block)
+        if not update.released:
+            return
         distinct = len(set(update.released)) == len(update.released)
         for blocks in [update.released] if distinct else [(block,) for block in update.released]:
             self._pool.free(blocks)
@@ -148,15 +153,17 @@ class Scheduler:
 
     # Running: every sequence computes its next tokens, answers before prompts.
 
-    def _continue(self) -> list[Chunk]:
-        budget = self._config.token_budget
+    def _continue(self) -> tuple[list[Chunk], int]:
+        """The chunks, and how many tokens the step may still compute."""
+        budget = self._token_budget
         chunks: list[Chunk] = []
-        for sequence in sorted(self.running, key=lambda sequence: sequence.num_uncomputed > 1):
-            if sequence.state is not State.RUNNING or not budget or not self._grow(sequence, chunks):
+        answers = [each for each in self.running if each.num_tokens - each.num_computed <= 1]
+        for sequence in answers + [each for each in self.running if each.num_tokens - each.num_computed > 1]:
+            if sequence.state is not SequenceState.RUNNING or not budget or not self._grow(sequence, chunks):
                 continue
             chunks.append(_chunk(sequence, budget))
             budget -= chunks[-1].end - chunks[-1].start
-        return chunks
+        return chunks, budget
 
     def _grow(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
         """Have a block for every token, preempting the latest request that is not in `chunks`. False: not this step."""
@@ -184,40 +191,38 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
-        sequence.state = State.WAITING
+        sequence.state = SequenceState.WAITING
         sequence.num_passed_over = self._config.max_passed_over
         insort(self.waiting, sequence, key=lambda sequence: sequence.order)
 
     # Admission: the longest cached prefix first, unless an earlier request was passed over too often.
 
-    def _admit(self, budget: int) -> list[Chunk]:
+    def _admit(self, budget: int) -> tuple[list[Chunk], int]:
+        """The chunks of new requests, and what is left of the step's `budget` of tokens."""
         chunks: list[Chunk] = []
+        num_seats = self._config.max_num_seqs - len(self.running) - len(self.loading)
         now = time.perf_counter()
-        if budget <= 0 or not self.waiting or (not self._has_seat and now < self._look_ahead_at):
-            return chunks
+        if budget <= 0 or not self.waiting or (num_seats <= 0 and now < self._look_ahead_at):
+            return chunks, budget
         self._look_ahead_at = now + _LOOK_AHEAD
-        for sequence, num_l1, num_external in self._rank():
-            if not self._has_seat or not budget:
+        for sequence, usable, num_l1, num_external in self._rank():
+            if num_seats <= 0 or not budget:
                 break
-            cached = self._allocate(sequence, num_l1, num_external)
+            cached = self._allocate(sequence, usable, num_l1, num_external)
             if cached is None:
                 break  # nobody overtakes a request because it is large
-            if not cached:
-                continue
-            if sequence.state is State.RUNNING:
+            num_seats -= cached
+            if cached and sequence.state is SequenceState.RUNNING:
                 chunks.append(_chunk(sequence, budget))
                 budget -= chunks[-1].end - chunks[-1].start
-        return chunks
+        return chunks, budget
 
-    @property
-    def _has_seat(self) -> bool:
-        return len(self.running) + len(self.loading) < self._config.max_num_seqs
-
-    def _rank(self) -> list[tuple[Sequence, int, int]]:
-        """Waiting requests in the order of admission, with the blocks L1 holds and the tokens that can be loaded."""
+    def _rank(self) -> list[tuple[Sequence, list[ChainHash], int, int]]:
+        """Waiting requests by admission: what each may find, how much of it L1 holds, tokens that can be loaded."""
         ranked = []
         for sequence in self.waiting[:_WINDOW]:
-            usable = self._usable(sequence)
+            # at least its last token is always computed
+            usable = list(sequence.hashes[: (sequence.num_tokens - 1) // self._config.block_size])
             num_l1 = self._pool.lookup(usable)
             if num_l1 < len(usable) and usable[num_l1] in self._computing:
                 continue  # soon it is in L1
@@ -226,16 +231,17 @@ class Scheduler:
                 continue
             overdue = sequence.num_passed_over >= self._config.max_passed_over
             cached = num_l1 * self._config.block_size + num_external
-            ranked.append(((not overdue, 0 if overdue else -cached, sequence.order), (sequence, num_l1, num_external)))
-        return [entry for _, entry in sorted(ranked, key=lambda pair: pair[0])]
+            place = (not overdue, 0 if overdue else -cached, sequence.order)
+            ranked.append((place, (sequence, usable, num_l1, num_external)))
+        return [entry for _, entry in sorted(ranked, key=itemgetter(0))]
 
-    def _allocate(self, sequence: Sequence, num_l1: int, num_external: int) -> bool | None:
+    def _allocate(self, sequence: Sequence, usable: list[ChainHash], num_l1: int, num_external: int) -> bool | None:
         """Give a waiting request its blocks and start its load. None: no room; False: ask again next step."""
         block_size = self._config.block_size
-        usable = self._usable(sequence)
         if len(usable) > num_l1 and usable[num_l1] in self._computing:
             return False  # by one admitted in this very step
-        matched = self._pool.match(usable)
+        # Nothing is named between the ranking and this: L1 holds no more than was found then.
+        matched: list[int] = self._pool.match(usable[:num_l1]).tolist() if num_l1 else []
         if len(matched) != num_l1:  # an admission before this one took some of them
             answer = self._connector.lookup(sequence, len(matched) * block_size)
             if isinstance(answer, Pending):
@@ -249,7 +255,7 @@ class Scheduler:
         if fresh is None:
             self._pool.free(matched)
             return None
-        sequence.block_table = matched.tolist() + fresh.tolist()
+        sequence.block_table = matched + fresh.tolist()
         self._seat(sequence, len(matched), min(num_external // block_size, len(usable) - len(matched)))
         return True
 
@@ -280,16 +286,12 @@ class Scheduler:
             for chain_hash in sequence.hashes[num_l1:]:
                 self._computing.setdefault(chain_hash, sequence.request_id)
         if num_external and not layerwise:
-            sequence.state = State.LOADING
+            sequence.state = SequenceState.LOADING
             self.loading[sequence.request_id] = sequence
         else:
-            sequence.state = State.RUNNING
+            sequence.state = SequenceState.RUNNING
             sequence.num_computed += sequence.num_loading
             self.running.append(sequence)
-
-    def _usable(self, sequence: Sequence) -> list[ChainHash]:
-        """The blocks a request may find: at least its last token is always computed."""
-        return list(sequence.hashes[: (sequence.num_tokens - 1) // self._config.block_size])
 
     # Loads.
 
@@ -310,7 +312,7 @@ class Scheduler:
         sequence.num_stored = end // self._config.block_size
         self._count_loaded(sequence)
         self._name(sequence)
-        sequence.state = State.RUNNING
+        sequence.state = SequenceState.RUNNING
         self.running.append(sequence)
 
     def _count_loaded(self, sequence: Sequence) -> None:
@@ -323,7 +325,7 @@ class Scheduler:
         """A layerwise load did not arrive in time: its request waits for the report like any other load."""
         self.running.remove(sequence)
         sequence.num_computed = min(sequence.num_computed, sequence.num_named * self._config.block_size)
-        sequence.state = State.LOADING
+        sequence.state = SequenceState.LOADING
         self.loading[sequence.request_id] = sequence
 
     # A block's way: computed or loaded → named in L1 → stored; released at the end.
@@ -355,7 +357,7 @@ class Scheduler:
         self._connector.store(sequence.request_id, start, blocks)
         sequence.num_stored = end
 
-    def _append(self, sequence: Sequence, sample: Sample) -> Output:
+    def _append(self, sequence: Sequence, sample: SampledToken) -> Output:
         sequence.append(sample.token_id)
         self.stats["generated_tokens"] += 1
         reason = None
@@ -377,7 +379,7 @@ class Scheduler:
         self._release(sequence)
         del self._live[sequence.request_id]
         self._connector.finished(sequence.request_id)
-        sequence.state = State.FINISHED
+        sequence.state = SequenceState.FINISHED
 
     def _release(self, sequence: Sequence) -> None:
         self._forget(sequence, sequence.hashes[sequence.num_named :])
@@ -394,4 +396,5 @@ class Scheduler:
 
 def _chunk(sequence: Sequence, budget: int) -> Chunk:
     start = sequence.num_computed
-    return Chunk(sequence, start, start + min(budget, sequence.num_uncomputed))
+    end = min(start + budget, sequence.num_tokens)
+    return Chunk(sequence, start, end, samples=end == sequence.num_tokens)

@@ -11,10 +11,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.below import Attribution
-from kvtier.tiers.chain import TokenChain
-from kvtier.tiers.errors import KVTierError
-from kvtier.tiers.tier import BlockRecord, ChainHash
+from kvtier.tiers import L1, L2, TIERS, BlockRecord, ChainHash, KVTierError
+from kvtier.tiers.hierarchy import Attribution
+from kvtier.tiers.naming import TokenChain
 
 _SEED_RANGE: Final = 2**64
 
@@ -61,14 +60,14 @@ def _is_number(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class NamedPrompt:
     """A prompt that an engine has looked at, and the names of its blocks: for any number of requests. Read only."""
 
     token_ids: list[int]
     chain: TokenChain | None  # None where nothing is cached
 
 
-class State(Enum):
+class SequenceState(Enum):
     """WAITING → (LOADING →) RUNNING → FINISHED; preemption leads back to WAITING, an abort to FINISHED."""
 
     WAITING = "waiting"  # holds no block
@@ -86,7 +85,7 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampledToken:
     """A sampled token, and the row of logits it was drawn from where the request keeps it ([vocab], fp32)."""
 
     token_id: int
@@ -117,8 +116,8 @@ class Sequence:
         self.seed = secrets.randbelow(_SEED_RANGE) if params.seed is None else params.seed
         self.order = order  # of arrival
         self.token_ids = prompt  # prompt, then answer
-        self.num_prompt_tokens = len(prompt)
-        self.state = State.WAITING
+        self.num_prompt_tokens = self.num_tokens = len(prompt)  # num_tokens: prompt and answer so far
+        self.state = SequenceState.WAITING
         self.block_table: list[int] = []
         self.num_computed = 0  # tokens whose KV is in the blocks
         self.num_named = 0  # leading blocks offered to L1's index
@@ -134,6 +133,8 @@ class Sequence:
         self._chain = chain
         if chain is not None and not chain.num_tokens:
             chain.extend(prompt)
+        # Chain hashes of its full blocks, which the chain itself extends; empty where nothing is cached.
+        self.hashes: abc.Sequence[ChainHash] = () if chain is None else chain.hashes
 
     @property
     def chain(self) -> TokenChain:
@@ -148,43 +149,28 @@ class Sequence:
         return [BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0) for i in range(start, end)]
 
     @property
-    def hashes(self) -> abc.Sequence[ChainHash]:
-        """Chain hashes of its full blocks; empty where nothing is cached."""
-        return () if self._chain is None else self._chain.hashes
-
-    @property
     def cached_tokens(self) -> dict[str, int]:
         """Prompt tokens that were not computed, by the tier they came from; what was found and not loaded was computed.
 
         Valid once it has a token.
         """
-        cached, left = {"L1": self.num_l1_tokens}, self.num_external_tokens
-        for tier, name in (("l2", "L2"), ("file", "file"), ("redis", "redis")):
-            num_found = 0 if self.found is None else getattr(self.found, tier) * self.chain.block_size
-            cached[name] = min(left, num_found)
-            left -= cached[name]
-        cached["L2"] += left  # came to it meanwhile: whatever is loaded comes from there
-        return cached
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and answer so far."""
-        return len(self.token_ids)
+        cached, left = {L1: self.num_l1_tokens}, self.num_external_tokens
+        for tier in (name for name in TIERS if name != L1):  # nearest first
+            num_found = 0 if self.found is None else self.found[tier] * self.chain.block_size
+            cached[tier] = min(left, num_found)
+            left -= cached[tier]
+        cached[L2] += left  # came to L2 meanwhile: whatever is loaded comes from there
+        return {TIERS[tier].label: num_tokens for tier, num_tokens in cached.items()}
 
     @property
     def num_generated(self) -> int:
         """The answer so far."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def generated(self) -> list[int]:
         """The answer so far, token by token."""
         return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def num_uncomputed(self) -> int:
-        """Tokens the next chunks must compute: at least 1 while it lives."""
-        return len(self.token_ids) - self.num_computed
 
     @property
     def ttft(self) -> float | None:
@@ -196,5 +182,6 @@ class Sequence:
         if self.first_token is None:
             self.first_token = time.monotonic()
         self.token_ids.append(token_id)
+        self.num_tokens += 1
         if self._chain is not None:
             self._chain.extend((token_id,))

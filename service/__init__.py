@@ -1,1 +1,5 @@
 """The same tiers behind a socket: a daemon that owns a node's host memory and slab, and looks after them by HTTP."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,4 @@
-"""What the verbs of the command line share: exit statuses, options, and what to say where a package is missing."""
+"""What the verbs of the command line share: exit statuses, options, logging, and the error for a missing package."""
 
 import logging
 import resource
@@ -11,7 +11,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier.tiers.errors import KVTierError
+from kvtier.tiers import KVTierError
 
 _EXTRAS: Final = {
     "engine": ("safetensors", "tokenizers", "transformers"),
@@ -34,8 +34,8 @@ ConfigOption = Annotated[
 ]
 
 
-class _Line(logging.Formatter):
-    """A record as a line; an error says that it is one."""
+class _LogLine(logging.Formatter):
+    """Formats a log record as one line; errors are marked."""
 
     def format(self, record: logging.LogRecord) -> str:
         kind = "error: " if record.levelno >= logging.ERROR else ""
@@ -43,21 +43,21 @@ class _Line(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Have all that is logged stand there, from INFO on."""
+    """Write log records from INFO on to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Line())
+    handler.setFormatter(_LogLine())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def use_all_descriptors() -> None:
-    """Have as many files and sockets open as this process may: each client is one or more."""
+    """Raise the limit of open files to the most allowed: each client takes one or more."""
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
 
 
 @contextmanager
 def needing(what: str) -> Iterator[None]:
-    """Around the import of what an extra brings: KVTierError where that is missing."""
+    """Wraps the import of optional packages: raises KVTierError with the extra to install if one is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

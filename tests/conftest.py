@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from pools import PoolOf
 
-from kvtier.tiers.pool import SlotPool
+from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.tier import ChainHash
 
 if TYPE_CHECKING:

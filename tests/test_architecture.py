@@ -1,6 +1,6 @@
 """The borders of the design and the budget of the style guide: who imports whom, and how long things get.
 
-A new file in tiers/ is added to GROUPS here, which is the moment to ask whether it stands in the right place.
+A new folder is added to ROWS here, which is the moment to ask whether it stands in the right place.
 """
 
 import ast
@@ -20,131 +20,83 @@ import pytest
 ROOT: Final = Path(__file__).resolve().parent.parent
 PACKAGES: Final = ("tiers", "connector", "engine", "service")
 
-GROUPS: Final = {
-    "basics": {
-        "__init__",
-        "errors",
-        "shape",
-        "tier",
-        "checksum",
-        "chain",
-        "identity",
-        "key_schemes",
-        "config",
-        "config_router",
-        "config_values",
-        "quantities",
-        "finding",
-        "memory",
-        "breaker",
-    },
-    "pool": {"metrics", "policy", "index", "changes", "links", "idle", "slots", "lease", "pool", "replay"},
-    "device": {"device"},
-    "host": {"host"},
-    "file": {
-        "file_io",
-        "slab",
-        "slab_file",
-        "slab_changes",
-        "slab_check",
-        "slab_space",
-        "slab_writer",
-        "extents",
-        "payload_io",
-        "group_sync",
-        "file_store",
-    },
-    "transfer": {"transfer", "block_copier", "engine_blocks", "packer", "cuda_transfer", "kernels"},
-    "redis": {
-        "redis_doctor",
-        "redis_options",
-        "redis_nodes",
-        "redis_stream",
-        "redis_wire",
-        "redis_records",
-        "redis_lanes",
-        "redis_batch",
-        "redis_changes",
-        "redis_epoch",
-        "redis_names",
-        "redis_store",
-    },
-    "hierarchy": {
-        "opening",
-        "below",
-        "local_tiers",
-        "hierarchy",
-        "locate",
-        "prefetch",
-        "progress",
-        "demote",
-        "port",
-        "io_queue",
-        "rates",
-        "events",
-        "inventory",
-        "evict",
-    },
-}
-# Tiers never import each other; copies know L2's region; the hierarchy alone knows them all.
-MAY_IMPORT: Final = {
-    "basics": {"basics"},
-    "pool": {"basics", "pool"},
-    "device": {"basics", "pool", "device"},
-    "host": {"basics", "pool", "host"},
-    "file": {"basics", "pool", "file"},
-    "redis": {"basics", "pool", "redis"},
-    "transfer": {"basics", "pool", "host", "transfer"},
-    "hierarchy": set(GROUPS),
-}
+# Bottom to top: a folder imports what stands in rows before its own. Tiers of a row never import each other; the
+# hierarchy alone knows them all.
+ROWS: Final = (
+    ("tiers",),
+    ("tiers/naming", "tiers/config", "tiers/pool"),
+    ("tiers/host",),
+    ("tiers/copies", "tiers/file", "tiers/redis"),
+    ("tiers/hierarchy",),
+    ("connector/daemon", "connector/models"),
+    ("connector",),
+    ("connector/vllm", "connector/sglang", "connector/transformers", "engine"),
+    ("engine/demo", "service"),
+    ("service/web",),
+    ("service/events", "service/archive", "service/observe"),
+    ("service/node", "service/cluster", "service/doctor", "service/openai"),
+    ("service/admin", "service/router", "service/engine"),
+    ("kvtier/cli",),
+    ("kvtier",),
+)
 PACKAGE_MAY_IMPORT: Final = {
     "tiers": {"tiers"},
     "connector": {"tiers", "connector"},
     "engine": {"tiers", "connector", "engine"},
     "service": {"tiers", "connector", "service"},
+    "kvtier": {"tiers", "connector", "engine", "service"},
 }
-SERVERS: Final = "engine/server"  # these files serve an engine over HTTP: a service themselves
-TORCH_FILES: Final = {
-    *(f"tiers/{name}.py" for name in ("device", "host", "transfer", "packer", "cuda_transfer", "kernels")),
-    "connector/worker.py",
-    "connector/hf_model.py",
-    "connector/transformers.py",
-    *(f"connector/{name}.py" for name in ("vllm", "vllm_model", "vllm_worker")),
-    *(f"engine/{name}.py" for name in ("model", "model_runner", "llm", "demo_worker", "generate", "server_process")),
-}
-# Named after the engine they adapt, by the design; nobody runs them from their folder.
-ADAPTERS: Final = tuple(f"{home}connector/{name}.py" for home in ("", "kvtier/") for name in ("transformers", "sglang"))
+SERVES_THE_ENGINE: Final = "service/engine/"  # the one folder of the service that may import the engine
+TORCH_FOLDERS: Final = (
+    "tiers/host",
+    "tiers/copies",
+    "connector/vllm",
+    "connector/transformers",
+    "engine",
+    "engine/demo",
+)
+TORCH_FILES: Final = ("connector/worker.py", "connector/models/hf_model.py", "service/engine/process.py")
+FOR_ENGINES: Final = {
+    "KVTierConnector",
+    "KVTierSecondaryTier",
+    "KVTierStorage",
+    "KVTier",
+}  # users and engines name these
 # Past the budget, with the reason. The keys are the places that `test_style_budget` prints.
 EXPLAINED: Final = {
-    "tiers/file_store.py:open": "the tier's whole configuration; every caller names each",
-    "service/serve_cli.py:kvtier.service.http_app": "starlette and uvicorn are the extra `service`",
-    "service/serve_cli.py:kvtier.service.http_server": "the same",
-    "service/route_cli.py:kvtier.service.router_app": "starlette and uvicorn are the extra `service`",
-    "service/serve_cli.py:kvtier.service.events": "so is pyzmq",
-    "service/events.py:_run:except": "top of the worker loop: a batch that fails is counted, the thread lives on",
-    "service/event_consumer.py:_run:except": "top of the worker loop: what failed is counted and read anew",
-    "service/admin_cli.py:kvtier.service.http_client": "httpx2 is the extra `service`",
-    "engine/server_cli.py:kvtier.engine.server_process": "torch and transformers take seconds to import",
-    "engine/server_loop.py:_admit:except": "the same: what fails while a request is taken in is that request's alone",
-    "engine/server_loop.py:_step:except": "top of the worker loop: a failed step is counted, its requests are told",
-    "kvtier/cli.py:kvtier.engine.demo": "torch and transformers take seconds to import; few verbs need them",
-    "kvtier/cli.py:kvtier.engine.generate": "the same",
-    "kvtier/cli.py:run_generate": "one parameter for each option of the command line",
-    "tiers/hierarchy.py:Hierarchy": "the whole store's verbs, on one lock and one list of tiers",
-    "tiers/below.py:TiersBelow": "all that a connector may ask, here or of a daemon, in one list",
-    "tiers/local_tiers.py:LocalTiers": "implements that list",
-    "connector/remote.py:RemoteTiers": "implements that list",
-    "tiers/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
-    "tiers/io_queue.py:_work:except": "top of the worker loop: a failed job is counted, the thread lives on",
-    "service/router_replicas.py:look:except": "whatever a replica says, it is looked at again",
-    "service/loop.py:_settle:except": "what a call ended with is its caller's, who waits for it on another thread",
-    "service/daemon.py:aside:except": "top of a thread: what it ended with is handed to whoever started it",
-    "service/daemon.py:run:except": "the same",
-    "service/session.py:_receive:except": "one client's words must not end the others' service: it is cut off, counted",
-    "connector/vllm.py:KVTierConnector": "vLLM's interface, whose methods these are; each is a line or two",
-    "connector/tokenizer.py:load_tokenizer:except": "tokenizers raises no narrower type for a file that is none",
-    "tiers/transfer.py:_work:except": "top of the worker loop: a failed copy is reported, the thread lives on",
+    "tiers/file/store.py:open": "the tier's whole configuration; every caller names each",
+    "service/archive/archive.py:export_blocks": "the namespace, and all that may be said of its export",
+    "kvtier/cli/serve_cli.py:kvtier.service.admin.http_app": "starlette and uvicorn are the extra `service`",
+    "kvtier/cli/serve_cli.py:kvtier.service.web.http_server": "the same",
+    "kvtier/cli/route_cli.py:kvtier.service.router.app": "starlette and uvicorn are the extra `service`",
+    "kvtier/cli/serve_cli.py:kvtier.service.events.publisher": "so is pyzmq",
+    "service/events/publisher.py:_run:except": "top of the loop: a batch that fails is counted, the thread lives on",
+    "service/events/consumer.py:_run:except": "top of the worker loop: what failed is counted and read anew",
+    "kvtier/cli/admin_cli.py:kvtier.service.web.http_client": "httpx2 is the extra `service`",
+    "kvtier/cli/engine_cli.py:kvtier.service.engine.process": "torch and transformers take seconds to import",
+    "service/engine/loop.py:_admit:except": "the same: what fails while a request is taken in is that request's alone",
+    "service/engine/loop.py:_step:except": "top of the worker loop: a failed step is counted, its requests are told",
+    "kvtier/cli/demo_cli.py:kvtier.engine.demo.story": "torch and transformers take seconds to import",
+    "kvtier/cli/demo_cli.py:kvtier.engine.demo.generation": "the same",
+    "kvtier/cli/demo_cli.py:run_generate": "one parameter for each option of the command line",
+    "tiers/hierarchy/hierarchy.py:Hierarchy": "implements the three protocols of cache_tiers.py, on one lock",
+    "connector/daemon/remote.py:RemoteTiers": "implements the same three, on one socket",
+    "tiers/file/extents.py:ExtentMap": "an extent's whole life, to the end of its slab's tail, over one index",
+    "tiers/pool/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
+    "tiers/hierarchy/io_queue.py:_work:except": "top of the worker loop: a failed end is logged, the thread lives on",
+    "tiers/hierarchy/io_queue.py:_result:except": "a job that raises is counted, the thread lives on",
+    "service/router/replicas.py:look:except": "whatever a replica says, it is looked at again",
+    "service/node/loop.py:_settle:except": "what a call ended with is its caller's, who waits for it on another thread",
+    "service/node/daemon.py:aside:except": "top of a thread: what it ended with is handed to whoever started it",
+    "service/node/daemon.py:run:except": "the same",
+    "service/node/session.py:_receive:except": "one client's words must not end the service: it is cut off, counted",
+    "connector/vllm/connector.py:KVTierConnector": "vLLM's interface, whose methods these are; each is a line or two",
+    "connector/models/tokenizer.py:load_tokenizer:except": "tokenizers raises no narrower type for a file that is none",
+    "tiers/copies/transfer.py:_work:except": "top of the worker loop: a failed copy is reported, the thread lives on",
 }
+
+# Names that mean one thing in two places; `docs/glossary.md` says which.
+TWICE_ON_PURPOSE: Final[frozenset[str]] = frozenset()
 
 Function: Final = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -156,18 +108,32 @@ class Import(NamedTuple):
     path: str
     line: int
     place: str  # "top", "typing", "block"
+    written: str  # as it stands there: the dotted name, behind a colon what is taken from it
 
 
 @cache
 def sources() -> dict[str, ast.Module]:
     """Path (relative, posix) to syntax tree of every file of ours in the packages and of kvtier/ itself."""
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    paths += (ROOT / "kvtier").glob("*.py")
+    paths += [*(ROOT / "kvtier").glob("*.py"), *(ROOT / "kvtier" / "cli").glob("*.py")]
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(paths)}
 
 
+@cache
+def face(folder: str) -> dict[str, str]:
+    """What a folder lets others import: name to the module it is defined in, all dotted; a module stands for itself."""
+    stub = ROOT / folder / "__init__.pyi"
+    package = "kvtier" if folder == "kvtier" else f"kvtier.{folder.removeprefix('kvtier/').replace('/', '.')}"
+    names = {}
+    for node in ast.parse(stub.read_text()).body if stub.exists() else ():
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                names[alias.name] = f"{package}.{node.module or alias.name}"
+    return names
+
+
 def imports(path: str, tree: ast.Module) -> Iterator[Import]:
-    """Every import of a file, wherever it stands; `from package import module` counts as the module."""
+    """Every import of a file, wherever it stands; what comes through a face counts as the module behind it."""
     places = {id(node): "top" for node in tree.body}
     for block in tree.body:
         if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
@@ -175,70 +141,108 @@ def imports(path: str, tree: ast.Module) -> Iterator[Import]:
     for node in ast.walk(tree):
         place = places.get(id(node), "block")
         if isinstance(node, ast.Import):
-            yield from (Import(alias.name, path, node.lineno, place) for alias in node.names)
+            yield from (Import(alias.name, path, node.lineno, place, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno} relative import"
+            written = str(node.module)
             for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                is_module = f"{inner.removeprefix('kvtier.').replace('.', '/')}.py" in sources()
-                yield Import(inner if is_module else str(node.module), path, node.lineno, place)
+                behind = face(folder_of(written) or "").get(alias.name, written) if is_folder(written) else written
+                yield Import(behind, path, node.lineno, place, f"{written}:{alias.name}")
 
 
 def all_imports() -> list[Import]:
     return [found for path, tree in sources().items() for found in imports(path, tree)]
 
 
-def ours(found: Import) -> tuple[str, str] | None:
-    """(package, module) of an import of ours, else None."""
-    match found.name.split("."):
-        case ["kvtier", package] if package in PACKAGES:
-            return package, "__init__"
-        case ["kvtier", package, module, *_] if package in PACKAGES:
-            return package, module
-    return None
+def is_folder(name: str) -> bool:
+    """Whether a dotted name is a folder of ours, not a file."""
+    path = name.removeprefix("kvtier.").replace(".", "/")
+    return name == "kvtier" or f"{path}/__init__.py" in sources() or f"kvtier/{path}/__init__.py" in sources()
 
 
-def test_packages_import_downwards_only() -> None:
+def folder_of(name: str) -> str | None:
+    """The folder of ours that a dotted name is, or is in; else None."""
+    if name.partition(".")[0] != "kvtier":
+        return None
+    while not is_folder(name):
+        name = name.rpartition(".")[0]
+    path = name.removeprefix("kvtier").lstrip(".").replace(".", "/")
+    return path if f"{path}/__init__.py" in sources() else f"kvtier/{path}".rstrip("/")
+
+
+def home_of(path: str) -> str:
+    """The folder a file stands in."""
+    return path.rpartition("/")[0]
+
+
+def test_every_folder_has_its_row() -> None:
+    folders = {home_of(path) for path in sources()}
+    rows = list(chain.from_iterable(ROWS))
+    assert len(rows) == len(set(rows))
+    assert not folders ^ set(rows), "add it to ROWS in this file, and ask whether it stands in the right place"
+
+
+def test_folders_import_downwards_only() -> None:
+    height = {folder: height for height, row in enumerate(ROWS) for folder in row}
     wrong = []
     for found in all_imports():
-        package = found.path.split("/")[0]
-        if package == "kvtier" or not found.name.startswith("kvtier"):
+        home, target = home_of(found.path), folder_of(found.name)
+        if target is None or target == home or found.place == "typing" or target == "kvtier":
             continue
-        target = ours(found)
-        allowed = PACKAGE_MAY_IMPORT[package] | ({"service"} if found.path.startswith(SERVERS) else set())
-        if target is None or target[0] not in allowed:
-            wrong.append(f"{found.path}:{found.line} imports {found.name}")
+        package = target.split("/")[0]
+        may_import = PACKAGE_MAY_IMPORT[home.split("/")[0]] | (
+            {"engine"} if found.path.startswith(SERVES_THE_ENGINE) else set()
+        )
+        if height[target] >= height[home] or package not in may_import:
+            wrong.append(
+                f"{found.path}:{found.line} imports {found.name}: {target} does not stand below {home}; move what both "
+                "need into a folder below, or hand it in"
+            )
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_module_of_tiers_has_its_group() -> None:
-    here = {path.stem for path in (ROOT / "tiers").glob("*.py")}
-    grouped = [name for names in GROUPS.values() for name in names]
-    assert len(grouped) == len(set(grouped))
-    assert not here - set(grouped), "add it to GROUPS in this file, and ask whether it stands in the right place"
-
-
-def test_tiers_do_not_know_each_other() -> None:
-    group_of = {module: group for group, modules in GROUPS.items() for module in modules}
+def test_nobody_imports_past_a_face() -> None:
     wrong = []
-    for found in all_imports():
-        target = ours(found)
-        package, *_, file = found.path.split("/")
-        if package != "tiers" or target is None:
+    for found in chain(all_imports(), benchmark_imports()):
+        written, _, name = found.written.partition(":")
+        target = folder_of(written)
+        if target is None or target == home_of(found.path):
             continue
-        group, other = group_of.get(file.removesuffix(".py")), group_of.get(target[1])
-        if group and other and other not in MAY_IMPORT[group]:  # without a group: the test above
-            wrong.append(f"{found.path}:{found.line} ({group}) imports {found.name} ({other})")
-    assert not wrong, "\n".join(wrong)
+        if not is_folder(written):
+            wrong.append(f"{found.path}:{found.line} imports {written} past the face of {target}")
+        elif name not in face(target) and not is_folder(f"{written}.{name}") and name != "__version__":
+            wrong.append(f"{found.path}:{found.line}: {name} is not in the face of {target}")
+    assert not wrong, "\n".join(
+        [*wrong, "import it from the folder; if others should know it, list it in its __init__.pyi"]
+    )
+
+
+def test_faces_hold_what_others_use() -> None:
+    """Each name leads somewhere, and somebody outside asks for it: what nobody asks for is a folder's own affair."""
+    used = {tuple(found.written.split(":")) for found in chain(all_imports(), benchmark_imports())}
+    offered = set(face("kvtier")) | FOR_ENGINES
+    idle = []
+    for folder in chain.from_iterable(ROWS[:-1]):
+        package = "kvtier." + folder.removeprefix("kvtier/").replace("/", ".")
+        for name, module in face(folder).items():
+            assert module.removeprefix("kvtier.").replace(".", "/") + ".py" in sources(), f"{folder}: {name}"
+            if (package, name) not in used and name not in offered:
+                idle.append(f"{folder}: nobody outside imports {name}; take it out of its __init__.pyi")
+    assert not idle, "\n".join(idle)
+
+
+def benchmark_imports() -> list[Import]:
+    paths = sorted((ROOT / "benchmarks").glob("*.py"))
+    return [found for path in paths for found in imports(f"benchmarks/{path.name}", ast.parse(path.read_text()))]
 
 
 def test_no_import_cycles() -> None:
     graph: dict[str, set[str]] = {}
     for found in all_imports():
-        target = ours(found)
-        module = found.path.removesuffix(".py").replace("/", ".")
-        if target is not None and ".".join(target) != module:
-            graph.setdefault(module, set()).add(".".join(target))
+        module = found.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        target = found.name.removeprefix("kvtier.")
+        if found.name.startswith("kvtier.") and target != module:
+            graph.setdefault(module, set()).add(target)
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -251,6 +255,7 @@ def test_torch_only_where_tensors_are() -> None:
         f"{found.path}:{found.line} imports {found.name}"
         for found in all_imports()
         if found.name.split(".")[0] in ("torch", "cupy", "transformers")
+        and home_of(found.path) not in TORCH_FOLDERS
         and found.path not in TORCH_FILES
         and found.place != "typing"
     ]
@@ -283,9 +288,32 @@ def test_no_file_hides_a_library() -> None:
     }
     folders = (*PACKAGES, "kvtier", "tests", "benchmarks")
     named = {path for folder in folders for path in (ROOT / folder).rglob("*.py") if path.stem != "__init__"}
-    named -= {ROOT / path for path in ADAPTERS}
     hiding = sorted(path.relative_to(ROOT).as_posix() for path in named if path.stem in libraries)
     assert not hiding, f"{hiding}: a file run from its folder would hide the library of that name"
+
+
+def test_no_type_name_means_two_things() -> None:
+    """Classes and type aliases by name, without leading underscores, in the product and the benchmarks."""
+    benchmarks = {f"benchmarks/{path.name}": ast.parse(path.read_text()) for path in (ROOT / "benchmarks").glob("*.py")}
+    homes: dict[str, set[str]] = {}
+    for path, tree in (sources() | benchmarks).items():
+        for name in _type_names(tree):
+            homes.setdefault(name.lstrip("_"), set()).add(path)
+    twice = {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1}
+    new = {name: paths for name, paths in twice.items() if name not in TWICE_ON_PURPOSE}
+    assert not new, f"{new}: one word for one thing; rename one of them, or import it"
+    assert not TWICE_ON_PURPOSE - twice.keys(), "defined once by now: take it out of the list"
+
+
+def _type_names(tree: ast.Module) -> Iterator[str]:
+    """Names of classes and of type aliases, at the top of a file. A name all in capitals is a constant."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Name) and target.id.lstrip("_")[:1].isupper() and not target.id.isupper():
+                yield target.id
 
 
 def test_environment_is_read_in_config_alone() -> None:
@@ -293,7 +321,7 @@ def test_environment_is_read_in_config_alone() -> None:
         f"{path}:{node.lineno}"
         for path, tree in sources().items()
         for node in ast.walk(tree)
-        if path != "tiers/config.py"
+        if path != "tiers/config/config.py"
         and isinstance(node, ast.Attribute)
         and node.attr in ("environ", "getenv", "putenv")
     ]

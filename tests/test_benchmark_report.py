@@ -8,7 +8,7 @@ import _report
 import pytest
 from _readme import CLAIMS
 from _report import Target, parser, report
-from serving import Answer, Arm, Load
+from serving import OfferedLoad, ServedArm, TimedAnswer
 
 ROWS: list[dict[str, object]] = [
     {"size": "128 KiB", "gb_per_s": 1.23456, "ok": True},
@@ -87,13 +87,13 @@ def test_every_claim_of_the_readme_has_one_limit() -> None:
 
 
 def test_a_load_is_told_by_ratios_within_a_round() -> None:
-    load = Load(2, 8, 128, 16, 4, 8, 2)
+    load = OfferedLoad(2, 8, 128, 16, 4, 8, 2)
     assert (load.prefix_blocks, load.l1_blocks) == (8, 22)
-    off, warm = Arm("cache off", 1), Arm("L2", 2)
+    off, warm = ServedArm("cache off", 1), ServedArm("L2", 2)
     # the machine is half as fast in the second round, for both
     for arm, rates, firsts in ((off, [2.0, 1.0], [3.0, 6.0]), (warm, [8.0, 4.0], [1.0, 2.0])):
         arm.rates = rates
-        arm.answers = [[Answer(first, 0.1, {"L2": 0.5} if arm is warm else {})] * 3 for first in firsts]
+        arm.answers = [[TimedAnswer(first, 0.1, {"L2": 0.5} if arm is warm else {})] * 3 for first in firsts]
     row = warm.row(off)
     assert (row["requests/s of a round"], row["off / TTFT of a round"]) == (4, 3)
     assert (row["in L1"], row["in L2"], row["between tokens p50 ms"]) == (0, 0.5, 100)

@@ -1,19 +1,21 @@
-"""The README's examples, run as printed, twice, and its figures: those that the benchmarks saved."""
+"""What the README and docs have one type, run as printed, and their figures: those that the benchmarks saved."""
 
 import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from _readme import BEGIN, END, figures
+from _readme import BEGIN, CLAIMS, END, PERFORMANCE, README, SIX, figures, six
+from _stories import BEGIN as PRINTED
+from _stories import PAGES, script, shown, typed
 from service_rig import patient_options
 from tiny_models import config_of, plain, prompt
 from transformers import AutoModelForCausalLM
@@ -23,7 +25,6 @@ from kvtier import Config
 pytestmark = pytest.mark.timeout(300)  # every run is a process that imports everything anew
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
 
 
 @pytest.fixture(autouse=True)
@@ -38,36 +39,11 @@ def examples(path: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
 
 
-def scripts() -> list[str]:
-    """What the README has one type, in order."""
-    return re.findall(r"```bash\n(.*?)```", README.read_text(), re.DOTALL)
-
-
-def typed(script: str, home: Path, timeout: float) -> list[str]:
-    """The lines it prints, typed into a shell at the root of a checkout; tiers are small, and patient."""
-    (home / ".venv").symlink_to(sys.prefix)
-    (home / "docs").symlink_to(ROOT / "docs")
-    (home / "CONTRIBUTING.md").symlink_to(ROOT / "CONTRIBUTING.md")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+def environment() -> dict[str, str]:
+    """Small tiers, and all the patience that what is printed does not speak of."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     options = patient_options() | {"host__size": "256MiB", "file__size": "256MiB", "service__deadline": "60s"}
-    environment |= {f"KVTIER_{name.upper()}": value for name, value in options.items()}
-    shell = subprocess.Popen(
-        ["bash", "-eu", "-c", script],
-        cwd=home,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        told, complaints = shell.communicate(timeout=timeout)
-    except BaseException:
-        os.killpg(shell.pid, signal.SIGKILL)  # with all that it has started
-        shell.communicate()
-        raise
-    assert shell.returncode == 0, told + complaints
-    return re.sub(r"\x1b\[[0-9;]*m", "", told).splitlines()  # redis-cli's colours
+    return others | {f"KVTIER_{name.upper()}": value for name, value in options.items()}
 
 
 def is_taken(port: int) -> bool:
@@ -129,13 +105,13 @@ def test_the_transformers_page_runs_as_printed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_nodes_and_a_cluster_run_as_printed(tmp_path: Path) -> None:
+def test_two_nodes_and_a_cluster_run_as_printed(home: Path) -> None:
     if shutil.which("redis-server") is None:
         pytest.skip("no redis-server here: install Debian's redis-server")
     if taken := [port for port in (7001, 7002, 7003, 9401, 9402) if is_taken(port)]:
-        pytest.skip(f"ports {taken}, which the README names, are somebody's")
+        pytest.skip(f"ports {taken}, which docs/redis.md names, are somebody's")
     try:
-        lines = typed(scripts()[0], tmp_path, 500)
+        lines = typed(script("redis.md"), home, environment(), 500)
     finally:
         for port in (7001, 7002, 7003):  # where it ended early
             subprocess.run(["redis-cli", "-p", str(port), "shutdown", "nosave"], capture_output=True, check=False)
@@ -150,17 +126,17 @@ def test_two_nodes_and_a_cluster_run_as_printed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_cluster_whose_engines_die_runs_as_printed(tmp_path: Path) -> None:
+def test_a_cluster_whose_engines_die_runs_as_printed(home: Path) -> None:
     if shutil.which("redis-server") is None:
         pytest.skip("no redis-server here: install Debian's redis-server")
     if taken := [port for port in range(7400, 7500) if is_taken(port)]:
-        pytest.skip(f"ports {taken}, of those the README names, are somebody's")
+        pytest.skip(f"ports {taken}, of those docs/cluster.md names, are somebody's")
     try:
-        lines = typed(scripts()[1], tmp_path, 500)
+        lines = typed(script("cluster.md"), home, environment(), 500)
     finally:
-        if (tmp_path / "kvtier-cluster").exists():  # where it ended early
+        if (home / "kvtier-cluster").exists():  # where it ended early
             command = [sys.executable, "-m", "kvtier.cli", "cluster", "down", "--purge"]
-            subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+            subprocess.run(command, cwd=home, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
     told = [
         re.match(r"(\w+): (\S+) had of (\d+) tokens: L1 (\d+) · L2 (\d+) · file (\d+) · redis (\d+)$", line)
         for line in lines
@@ -182,9 +158,24 @@ def test_what_it_says_of_s3_fifo_was_measured() -> None:
     saved = json.loads((ROOT / "benchmarks" / "results" / "pool_throughput.json").read_text())
     took = {row["verb"]: f"{row['us/block']:.2g}" for row in saved["results"] if "us/block" in row}
     lru, s3fifo = took["store with eviction, lru"], took["store with eviction, s3fifo"]
-    assert f"S3-FIFO's keyed store takes {s3fifo} µs a block (LRU: {lru})" in README.read_text()
+    assert f"S3-FIFO's keyed store takes {s3fifo} µs a block (LRU: {lru})" in PERFORMANCE.read_text()
 
 
-def test_its_figures_are_those_the_benchmarks_saved() -> None:
+@pytest.mark.parametrize(("page", "expected"), [(PERFORMANCE, figures), (README, six)])
+def test_figures_are_those_the_benchmarks_saved(page: Path, expected: Callable[[], str]) -> None:
     """After a benchmark was saved: `python benchmarks/_readme.py`."""
-    assert README.read_text().partition(BEGIN)[2].partition(END)[0] == figures()
+    assert page.read_text().partition(BEGIN)[2].partition(END)[0] == expected()
+
+
+def test_the_readme_shows_six_figures_of_the_page() -> None:
+    assert len(SIX) == 6
+    assert {(name, pattern) for _, name, pattern in SIX} <= {(name, pattern) for _, name, pattern in CLAIMS}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_shows_what_its_script_printed(page: str) -> None:
+    """`python benchmarks/_stories.py` runs the script and writes the block."""
+    block = (ROOT / "docs" / page).read_text().partition(PRINTED)[2].partition("```\n")[2].partition("```")[0]
+    lines = block.splitlines()
+    assert len(lines) > 5
+    assert list(shown(["before", *lines])) == lines

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import routing
-from _fleet import Hardware, Replica, Request
-from _traffic import Prompt, made_up, prompts_of
-
-from kvtier.service.lookup_trace import TraceLine
+from _fleet import Hardware, SimulatedReplica, SimulatedRequest
+from _trace import TraceLine
+from _traffic import TracePrompt, made_up, prompts_of
 
 SLOW = Hardware(
     l1_blocks=12,
@@ -31,9 +30,9 @@ def line(*ids: int, at: int = 0, tokens: int | None = None, answer: int = 1) -> 
     return TraceLine(at, len(ids) * 100 - 99 if tokens is None else tokens, answer, ids)
 
 
-def serve(replica: Replica, prompts: Sequence[Prompt]) -> list[Request]:
+def serve(replica: SimulatedReplica, prompts: Sequence[TracePrompt]) -> list[SimulatedRequest]:
     """All at their time, to the end."""
-    requests = [Request(prompt) for prompt in prompts]
+    requests = [SimulatedRequest(prompt) for prompt in prompts]
     coming = list(requests)
     while coming or replica.wake_at is not None:
         if coming and (replica.wake_at is None or coming[0].prompt.arrival < replica.wake_at):
@@ -45,12 +44,12 @@ def serve(replica: Replica, prompts: Sequence[Prompt]) -> list[Request]:
     return requests
 
 
-def times(requests: Sequence[Request]) -> list[float | None]:
+def times(requests: Sequence[SimulatedRequest]) -> list[float | None]:
     return [request.first_token for request in requests]
 
 
 def test_a_prompt_costs_what_is_not_cached() -> None:
-    replica = Replica("a", SLOW, 100)
+    replica = SimulatedReplica("a", SLOW, 100)
     # Four blocks and a token, 200 tokens a step: 2 s of work and 1 s for the step, twice; a last step for the token.
     # Ten answers' tokens, of which one is out: nine more steps of a second.
     first, again = serve(replica, prompts_of([line(1, 2, 3, 4, 5, answer=10), line(1, 2, 3, 4, 9, at=60_000)], 100))
@@ -63,7 +62,7 @@ def test_a_prompt_costs_what_is_not_cached() -> None:
 
 
 def test_l2_holds_what_l1_had_to_give_up_and_loading_takes_its_time() -> None:
-    replica = Replica("a", SLOW, 100)
+    replica = SimulatedReplica("a", SLOW, 100)
     chains = [(1, 2, 3, 4), (11, 12, 13, 14), (21, 22, 23, 24), (31, 32, 33, 34)]
     lines = [line(*chain, 0, at=60_000 * number) for number, chain in enumerate([*chains, chains[0]])]
     *_, again = serve(replica, prompts_of(lines, 100))
@@ -74,7 +73,7 @@ def test_l2_holds_what_l1_had_to_give_up_and_loading_takes_its_time() -> None:
 
 
 def test_who_comes_while_others_run_waits_for_the_end_of_a_step() -> None:
-    replica = Replica("a", SLOW, 100)
+    replica = SimulatedReplica("a", SLOW, 100)
     lines = [line(1, at=0, answer=50), line(2, at=5500), line(3, at=5600), line(4, at=5700)]
     first, second, third, fourth = times(serve(replica, prompts_of(lines, 100)))
     assert first == pytest.approx(1.01)  # then it decodes, a step a second: 2.01, …, 5.01, 6.01
@@ -83,7 +82,7 @@ def test_who_comes_while_others_run_waits_for_the_end_of_a_step() -> None:
 
 
 def test_a_request_without_room_waits_until_another_ends() -> None:
-    replica = Replica("a", SLOW, 100)
+    replica = SimulatedReplica("a", SLOW, 100)
     wide = [line(*range(first, first + 8), at=0, tokens=800) for first in (10, 30)]
     first, second = serve(replica, prompts_of(wide, 100))
     assert first.first_token == pytest.approx(12)  # four steps

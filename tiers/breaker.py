@@ -33,16 +33,12 @@ class Breaker:
         self._backoff = 1.0
         self._opened_at = 0.0
         self._state = BreakerState.CLOSED
+        self.closed = True  # whether the tier may be used
 
     @property
     def state(self) -> BreakerState:
         """Where the breaker stands."""
         return self._state
-
-    @property
-    def closed(self) -> bool:
-        """Whether the tier may be used."""
-        return self._state is BreakerState.CLOSED
 
     def success(self) -> None:
         """The storage answered an ordinary operation. Late answers do not close an open breaker: a probe does."""
@@ -78,11 +74,11 @@ class Breaker:
             if self._state is not BreakerState.HALF_OPEN:
                 return
             if answered:
-                self._state, self._failures, self._backoff = BreakerState.CLOSED, 0, 1.0
+                self._state, self.closed, self._failures, self._backoff = BreakerState.CLOSED, True, 0, 1.0
             else:
                 self._backoff = min(2 * self._backoff, _MAX_BACKOFF)
                 self._open()
 
     def _open(self) -> None:
-        self._state = BreakerState.OPEN
+        self._state, self.closed = BreakerState.OPEN, False
         self._opened_at = self._clock()

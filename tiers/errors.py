@@ -1,7 +1,7 @@
 """The exceptions kvtier raises, at start-up and from tools; never into a running engine.
 
 KVTierError
-├── ConfigError          a value the user gave cannot be used (names the field, the value and the mend)
+├── ConfigError          a value the user gave cannot be used (names the field, the value and the fix)
 ├── FormatError          bytes on disk or wire are not in a format this version reads
 ├── FingerprintMismatch  the bytes belong to another model, dtype or layout
 ├── StoreLocked          another process owns the store (names its pid)
@@ -14,7 +14,7 @@ class KVTierError(Exception):
 
 
 class ConfigError(KVTierError):
-    """A value the user gave cannot be used. The message names the field, the value and the mend."""
+    """A value the user gave cannot be used. The message names the field, the value and the fix."""
 
 
 class FormatError(KVTierError):

@@ -1,4 +1,4 @@
-"""What one check of a machine or a server found, and how to mend it."""
+"""What one check of a machine or a server found, and how to fix it."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,12 +14,12 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of `kvtier doctor`; `mend` says what to do, and is empty where there is nothing to do."""
+    """One line of `kvtier doctor`; `fix` says what to do, and is empty where there is nothing to do."""
 
     check: str
     status: Status
     found: str
-    mend: str = ""
+    fix: str = ""
 
 
 def ok(check: str, found: str) -> Finding:
@@ -27,11 +27,11 @@ def ok(check: str, found: str) -> Finding:
     return Finding(check, Status.OK, found)
 
 
-def warning(check: str, found: str, mend: str) -> Finding:
+def warning(check: str, found: str, fix: str) -> Finding:
     """It works, but not as well as it could."""
-    return Finding(check, Status.WARNING, found, mend)
+    return Finding(check, Status.WARNING, found, fix)
 
 
-def error(check: str, found: str, mend: str) -> Finding:
+def error(check: str, found: str, fix: str) -> Finding:
     """It does not work."""
-    return Finding(check, Status.ERROR, found, mend)
+    return Finding(check, Status.ERROR, found, fix)

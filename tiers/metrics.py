@@ -1,17 +1,18 @@
 """Every counter kvtier keeps, on a registry of its own: what was found, missed, moved, dropped, and why."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
-LOOKUP_TIERS: Final = ("l1", "l2", "file", "redis", "miss")
+from kvtier.tiers.kinds import MISS, TIERS, lookup_results
+
 _LOADS: Final = ("read", "load")  # the directions towards the engine; their time is what a request waits
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
-class Sample(NamedTuple):
-    """One series now, or a family of them: `labels` are then the labels' names and `value` is nothing."""
+class Series(NamedTuple):
+    """One series with its value now. Or a family of series: then `labels` are the names of labels and `value` is 0."""
 
     name: str
     text: str
@@ -23,13 +24,13 @@ class Sample(NamedTuple):
 class Metrics:
     """The counters of one hierarchy. Thread-safe; callers count whole batches, one call costs a microsecond or two.
 
-    `tier` is "l1", "l2", "file" or "redis". Reasons are `Outcome` values. Directions are "read" and "write" between L2
-    and the tiers below it, "load" and "store" between L2 and L1.
+    `tier` is a name from the table of tiers (`kinds.py`), a reason an `Outcome`. Directions are "read" and "write"
+    between L2 and the tiers below it, "load" and "store" between L2 and L1.
     """
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        self._families: list[Sample] = []
+        self._families: list[Series] = []
         self._lookup = self._counter("kvtier_lookup_blocks", "Blocks asked for, by where they were found", "tier")
         self._miss = self._counter("kvtier_miss", "Blocks not served from the cache, by reason", "reason")
         self._store = self._counter("kvtier_store_blocks", "Blocks stored", "tier")
@@ -48,14 +49,22 @@ class Metrics:
         )
         self._evicted_before: dict[str, int] = {}
         self._refresh: list[Callable[[], None]] = []
-        for tier in LOOKUP_TIERS:  # a rate over a series that does not exist yet is no rate
+        for tier in lookup_results():  # Prometheus computes no rate of a series that does not exist yet
             self._lookup.labels(tier)
 
-    def looked_up(self, tier: str, num_blocks: int) -> None:
-        """Blocks asked for, attributed to where they were when first asked: one of LOOKUP_TIERS."""
-        if tier not in LOOKUP_TIERS:
-            raise ValueError(f"tier {tier!r}: use one of {', '.join(LOOKUP_TIERS)}")
-        self._lookup.labels(tier).inc(num_blocks)
+    def looked_up(self, by_tier: Mapping[str, int], num_missing: int = 0, reason: str | None = None) -> None:
+        """One lookup's blocks, by the tier that had each when first asked, and those that none had.
+
+        With a `reason` the latter are counted under that as well. ValueError if a name is not in the table of tiers.
+        """
+        for tier, num_blocks in by_tier.items():
+            if tier not in TIERS:
+                raise ValueError(f"tier {tier!r}: use one of {', '.join(TIERS)}")
+            self._lookup.labels(tier).inc(num_blocks)
+        if num_missing:
+            self._lookup.labels(MISS).inc(num_missing)
+            if reason is not None:
+                self.missed(reason, num_missing)
 
     def missed(self, reason: str, num_blocks: int) -> None:
         """Blocks that some tier held or might have held, and that were not served."""
@@ -70,7 +79,7 @@ class Metrics:
         self._drop.labels(tier, reason).inc(num_blocks)
 
     def evicted(self, tier: str, total: int) -> None:
-        """How many blocks made room for others since the start: the tiers keep this count themselves."""
+        """How many blocks made room for others since the start, as the tier itself counts them."""
         self._evict.labels(tier).inc(max(0, total - self._evicted_before.get(tier, 0)))
         self._evicted_before[tier] = total
 
@@ -112,29 +121,29 @@ class Metrics:
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Every family with its series now, histograms too: for an exposition that joins several."""
+        """Every family with its series now, histograms too: for an exposition that joins several models."""
         self._refreshed()
         yield from self._registry.collect()
 
-    def families(self) -> list[Sample]:
-        """Every counter and gauge there can be, for a registry of somebody else's."""
+    def families(self) -> list[Series]:
+        """Every counter and gauge there can be, for an engine that has a registry of its own."""
         return list(self._families)
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self) -> Iterator[Series]:
         """Every counter and gauge now."""
         self._refreshed()
         for family in self._registry.collect():
             for sample in family.samples:
                 if family.type in ("counter", "gauge") and not sample.name.endswith("_created"):
                     labels = tuple(sample.labels.values())
-                    yield Sample(family.name, family.documentation, labels, family.type == "counter", sample.value)
+                    yield Series(family.name, family.documentation, labels, family.type == "counter", sample.value)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        self._families.append(Sample(name, text, labels, is_counter=True))
+        self._families.append(Series(name, text, labels, is_counter=True))
         return Counter(name, text, labels, registry=self._registry)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        self._families.append(Sample(name, text, labels, is_counter=False))
+        self._families.append(Series(name, text, labels, is_counter=False))
         return Gauge(name, text, labels, registry=self._registry)
 
     def _refreshed(self) -> None:

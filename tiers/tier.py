@@ -1,15 +1,19 @@
 """What the hierarchy asks of a tier below host memory: look up, read, write, all in batches, all verified."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, Protocol, runtime_checkable
+from typing import Final, Literal, Protocol, runtime_checkable
 
 ChainHash = bytes
 """32 bytes naming a block and everything before it (`chain.py`). Never truncated."""
 
 
 Direction = Literal["read", "write"]
+"""From a tier towards the engine, or away from it."""
+
+BATCH_BYTES: Final = 8 << 20
+"""Payload of one `read` or `write` at most, unless one block alone has more: as large as a call that the slab makes."""
 
 
 class Outcome(StrEnum):
@@ -51,7 +55,7 @@ class BlockRecord:
 class Changes:
     """What brings a reader's idea of a tier up to date: forget `gone`, then learn `stored`.
 
-    `gone` names only blocks the reader was told of, `stored` only such as it does not know, in the order they became
+    `gone` names only blocks that the reader knows, `stored` only blocks that it does not, in the order they became
     findable. With `cleared`, `gone` is all the reader knew.
     """
 
@@ -60,14 +64,24 @@ class Changes:
     cleared: bool = False
 
 
+class BlockShape(Protocol):
+    """What a tier needs to know of a model's blocks. A `KVShape` says it."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one whole block."""
+
+
 class Tier(Protocol):
     """A tier below host memory. Thread-safe. No method raises for a storage failure: failures are outcomes.
 
     `lookup` and `holds` are index-only, without I/O, and may be asked from the scheduler's thread.
     `read` and `write` block; the hierarchy calls them from its I/O threads and holds the deadline.
     """
-
-    name: str
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
         """How many leading blocks of the chain are held."""
@@ -86,7 +100,7 @@ class Tier(Protocol):
         """Store consecutive blocks of one chain; evicts as its size demands. OK also for a block already held whole."""
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
-        """Forget blocks (found bad, or asked to)."""
+        """Forget blocks (found bad, or on request)."""
 
     def reset(self) -> None:
         """Forget every block."""
@@ -98,15 +112,23 @@ class Tier(Protocol):
         """Counts of its own since it was opened, `evicted` among them, and `slots_{state}` now."""
 
     def check(self) -> None:
-        """Raise AssertionError where the tier's conservation law does not hold."""
+        """Raise AssertionError if the tier's conservation law does not hold."""
 
     def close(self) -> None:
         """Release files and locks once the last running operation has ended; returns at once; idempotent."""
 
 
+@dataclass(frozen=True, slots=True)
+class ConfiguredTier:
+    """A tier below host memory as the configuration asks for it, not open yet."""
+
+    open: Callable[[], Tier]  # raises TierUnavailable or OSError if trying again later is right
+    deadline: float  # seconds one operation may take: no less than the tier gives itself for a whole batch
+
+
 @runtime_checkable
 class Locates(Protocol):
-    """A tier whose blocks others put there too: its `lookup` knows only what it wrote or was told by `locate`."""
+    """A tier in which others store too: its `lookup` knows only what it wrote itself, or learned by `locate`."""
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
         """Ask the storage how many leading blocks of the chain it holds; `lookup` and `holds` know them from then on.
@@ -117,7 +139,7 @@ class Locates(Protocol):
 
 @runtime_checkable
 class Enumerates(Protocol):
-    """A tier that can list what it holds. A store shared with others is not this process's to list."""
+    """A tier that can list what it holds. A store that is shared with others does not."""
 
     def held(self) -> list[tuple[ChainHash, ChainHash]]:
         """Name and parent of every block, in no particular order. No I/O, but time for every block."""
@@ -136,12 +158,12 @@ class Announcer(Protocol):
     def take(self, limit: int) -> Changes:
         """What the reader has to forget and, up to `limit` blocks, to learn. Nothing before `listen`."""
 
-    def hush(self) -> list[ChainHash]:
+    def stop_listening(self) -> list[ChainHash]:
         """Keep no log any more; returns what the reader knows."""
 
 
 @runtime_checkable
 class Announces(Protocol):
-    """A tier that tells. Of a store shared with others, a process tells what it wrote or read there itself."""
+    """A tier whose changes can be followed. Of a store shared with others: what this process wrote or read there."""
 
     announcer: Announcer

@@ -6,12 +6,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvtier.connector.connection import Connection
-from kvtier.connector.frames import MAX_ITEMS
-from kvtier.connector.greetings import Hello, Join, Joined, Refused, Welcome, pack_greeting, unpack_reception
-from kvtier.connector.messages import Bye, Ended, Operation, Reply, pack_request, unpack_reply
-from kvtier.tiers.below import Claim
-from kvtier.tiers.errors import ConfigError, FormatError, TierUnavailable
+from kvtier.connector.daemon.connection import Connection
+from kvtier.connector.daemon.frames import MAX_ITEMS
+from kvtier.connector.daemon.handshake import (
+    HandshakeReply,
+    Hello,
+    Join,
+    Refused,
+    Welcome,
+    pack_handshake,
+    unpack_handshake_reply,
+)
+from kvtier.connector.daemon.messages import Bye, Ended, Operation, Reply, pack_request, unpack_reply
+from kvtier.tiers import ConfigError, FormatError, TierUnavailable
+from kvtier.tiers.hierarchy import Claim
 from kvtier.tiers.host import HostRegion
 
 _log = logging.getLogger(__name__)
@@ -40,11 +48,13 @@ class Link:
         self.answers: dict[int, list[Any]] = {}  # request → what the daemon answered
 
     def send(self, operations: Sequence[Operation] = (), request: int = 0) -> bool:
-        """Send what was left unsent and these behind it, in one frame; True where all of it is on its way.
+        """Send what was left unsent and these behind it, in one frame; True if all of it is on its way.
 
-        Raises OSError where the daemon is gone.
+        Raises OSError if the daemon is gone.
         """
         everything = [*self.unsent, *operations]
+        if not (everything or self.connection.unsent):
+            return True
         self.unsent = []
         for first in range(0, len(everything) - MAX_ITEMS, MAX_ITEMS):
             self.connection.send(pack_request(0, everything[first : first + MAX_ITEMS]))
@@ -66,7 +76,7 @@ class Attachment:
         self.path = path
         self._hello = hello
         self._clock = clock
-        self._greeted: tuple[Connection, Hello, float] | None = None  # not welcomed yet; until when we wait for that
+        self._connecting: tuple[Connection, Hello, float] | None = None  # not welcomed yet; until when we wait for that
         self._former: list[Link] = []  # lost, and the daemon does not know yet that their copies have ended
         self._instance = b""
         self._retry, self._retry_at = _FIRST_RETRY, 0.0
@@ -77,10 +87,10 @@ class Attachment:
     def start(self) -> None:
         """Attach, waiting for the daemon's answer; a daemon that is not there is a warning, and found later.
 
-        ConfigError where it is there and says no: another version, another user's, no room for this model.
+        ConfigError if it is there and says no: another version, another user's, no room for this model.
         """
         try:
-            connection = self._greet()
+            connection = self._say_hello()
         except OSError as error:
             self._failed(error)
             return
@@ -88,7 +98,7 @@ class Attachment:
             body = connection.receive_first(_WELCOME)
             if body is None:
                 raise TimeoutError(f"no welcome within {_WELCOME:g} s")
-            self._welcomed(connection, unpack_reception(body))
+            self._welcomed(connection, unpack_handshake_reply(body))
         except (ConfigError, FormatError, TierUnavailable) as error:
             connection.close()
             raise ConfigError(f'[service] socket "{self.path}": {error}') from None
@@ -97,16 +107,18 @@ class Attachment:
             self._failed(error)
 
     def pump(self) -> list[Reply]:
-        """Read what has arrived, and attach where there is no link and it is time to try. Never waits or raises."""
+        """Read what has arrived, and attach if there is no link and it is time to try. Never waits or raises."""
         if self.link is None:
             self._attach()
         link = self.link
         if link is None:
             return []
         try:
-            link.connection.send(b"")
+            if link.connection.unsent:
+                link.connection.send(b"")
             replies = [unpack_reply(body) for body in link.connection.receive()]
-            self._say_ended(link)
+            if self._former:
+                self._say_ended(link)
         except (OSError, FormatError) as error:
             self.cut(error)
             return []
@@ -117,7 +129,7 @@ class Attachment:
         return replies
 
     def send(self, operations: Sequence[Operation] = (), request: int = 0) -> bool:
-        """See `Link.send`; False too where there is no link, or no more."""
+        """See `Link.send`; False too if there is no link, or no more."""
         if self.link is None:
             return False
         try:
@@ -127,7 +139,7 @@ class Attachment:
             return False
 
     def later(self, link: Link, operation: Operation) -> None:
-        """Leave an operation to the next message; where the link is lost, what it is about is lost with it."""
+        """Leave an operation to the next message; if the link is lost, its subject is lost too."""
         if link is self.link:
             link.unsent.append(operation)
             if len(link.unsent) >= _MAX_UNSENT:
@@ -150,12 +162,12 @@ class Attachment:
             self.epoch += 1
 
     def close(self, timeout: float) -> None:
-        """Say goodbye, which takes up to `timeout` seconds where the daemon is slow to read, and unmap. Idempotent."""
+        """Send `Bye`, which takes up to `timeout` seconds if the daemon is slow to read, and unmap. Idempotent."""
         self._closed = True
         deadline = self._clock() + timeout
-        if self._greeted is not None:
-            self._greeted[0].close()
-            self._greeted = None
+        if self._connecting is not None:
+            self._connecting[0].close()
+            self._connecting = None
         if self.link is not None:
             link, self.link = self.link, None
             try:
@@ -175,59 +187,59 @@ class Attachment:
     def _attach(self) -> None:
         now = self._clock()
         try:
-            if self._greeted is None:
+            if self._connecting is None:
                 if self._closed or now < self._retry_at:
                     return
-                self._greeted = (self._greet(), self._hello, now + _WELCOME)
-            connection, hello, until = self._greeted
+                self._connecting = (self._say_hello(), self._hello, now + _WELCOME)
+            connection, hello, until = self._connecting
             body = connection.receive_first(0.0)
             if body is None:
                 if now >= until:
                     raise TimeoutError("the daemon does not answer")
                 return
-            self._greeted = None
+            self._connecting = None
             if self._owes_reset and not hello.reset:  # it came about after we had said hello
                 connection.close()
                 return
             try:
-                self._welcomed(connection, unpack_reception(body))
+                self._welcomed(connection, unpack_handshake_reply(body))
             except BaseException:
                 connection.close()
                 raise
         except (OSError, ConfigError, FormatError, TierUnavailable) as error:
-            if self._greeted is not None:
-                self._greeted[0].close()
-                self._greeted = None
+            if self._connecting is not None:
+                self._connecting[0].close()
+                self._connecting = None
             self._failed(error)
 
-    def _greet(self) -> Connection:
+    def _say_hello(self) -> Connection:
         self._hello = self._hello._replace(reset=self._owes_reset)
         connection = Connection(self.path)
         try:
-            connection.send(pack_greeting(self._hello))
+            connection.send(pack_handshake(self._hello))
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _welcomed(self, connection: Connection, reception: Welcome | Joined | Refused) -> None:
-        if isinstance(reception, Refused):
-            raise TierUnavailable(reception.why)
-        if not isinstance(reception, Welcome) or not connection.files:
+    def _welcomed(self, connection: Connection, reply: HandshakeReply) -> None:
+        if isinstance(reply, Refused):
+            raise TierUnavailable(reply.why)
+        if not isinstance(reply, Welcome) or not connection.files:
             raise FormatError("a welcome without its region")
         fd = connection.files.pop()
         try:
-            region = self.region if self._instance == reception.instance else None
+            region = self.region if self._instance == reply.instance else None
             if region is None:
-                if reception.slot_bytes != self._hello.block_bytes:
-                    raise FormatError(f"slots of {reception.slot_bytes} bytes for blocks of {self._hello.block_bytes}")
-                region = HostRegion.attach(fd, reception.num_slots, reception.slot_bytes)
+                if reply.slot_bytes != self._hello.block_bytes:
+                    raise FormatError(f"slots of {reply.slot_bytes} bytes for blocks of {self._hello.block_bytes}")
+                region = HostRegion.attach(fd, reply.num_slots, reply.slot_bytes)
         finally:
             os.close(fd)
         if self.region is not None:
             self.epoch += 1
-        self.region, self._instance, self.has_lower = region, reception.instance, reception.has_lower
-        self.link = Link(connection, reception, region, self.epoch - reception.epoch)
+        self.region, self._instance, self.has_lower = region, reply.instance, reply.has_lower
+        self.link = Link(connection, reply, region, self.epoch - reply.epoch)
         self._owes_reset = False
         self._retry = _FIRST_RETRY
         if self._warned:
@@ -253,16 +265,16 @@ class Attachment:
 def join(path: Path, client: bytes) -> None:
     """Say that this process copies for a client: what that one holds is held until this process has ended too.
 
-    Called by a worker before it maps the client's region. Raises TierUnavailable where the daemon does not watch it.
+    Called by a worker before it maps the client's region. Raises TierUnavailable if the daemon does not watch it.
     """
     try:
         connection = Connection(path)
         try:
-            connection.send(pack_greeting(Join(client)))
-            reception = unpack_reception(connection.receive_first(_JOINED))  # nothing at all is a FormatError too
+            connection.send(pack_handshake(Join(client)))
+            reply = unpack_handshake_reply(connection.receive_first(_JOINED))  # nothing at all is a FormatError too
         finally:
             connection.close()
-        if isinstance(reception, Refused):
-            raise TierUnavailable(reception.why)
+        if isinstance(reply, Refused):
+            raise TierUnavailable(reply.why)
     except (OSError, FormatError, TierUnavailable) as error:
         raise TierUnavailable(f'[service] socket "{path}": {error}') from None

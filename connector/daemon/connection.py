@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvtier.connector.frames import MAX_FRAME, FrameReader
-from kvtier.tiers.errors import ConfigError
+from kvtier.connector.daemon.frames import MAX_FRAME, FrameReader
+from kvtier.tiers import ConfigError
 
 _PEER: Final = struct.Struct("3i")
 _RECEIVE: Final = 256 << 10  # bytes read at once
@@ -38,13 +38,13 @@ class Connection:
     """A client's end. Not thread-safe, but for `wait`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError where nobody listens, ConfigError where another user does."""
+        """Raises OSError if nobody listens, ConfigError if another user does."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._reader = FrameReader(MAX_FRAME)
-        self._output = bytearray()
+        self.unsent = bytearray()  # what the socket did not take yet; `send` tries again
         self._kept: list[Any] = []  # bodies received behind the one that was asked for
-        self._greeted = False  # the first bytes may bring a file along
-        self.files: list[int] = []  # that came with the frames read so far; whoever takes one out closes it
+        self._has_received = False  # the first bytes may bring a file along
+        self.files: list[int] = []  # that came with the frames read so far; the code that takes one out closes it
         try:
             self._socket.connect(os.fspath(path))
             peer = peer_of(self._socket)
@@ -58,23 +58,23 @@ class Connection:
             raise
 
     def send(self, frame: bytes) -> bool:
-        """Send, or keep what does not fit for the next call; True where nothing is left.
+        """Send, or keep what does not fit for the next call; True if nothing is left.
 
-        Raises OSError where the other end is gone or has not read for too long.
+        Raises OSError if the other end is gone or has not read for too long.
         """
-        self._output += frame
-        if self._output:
+        self.unsent += frame
+        if self.unsent:
             try:
-                sent = self._socket.send(self._output)
+                sent = self._socket.send(self.unsent)
             except BlockingIOError:
                 sent = 0
-            del self._output[:sent]
-            if len(self._output) > _MAX_OUTPUT:
+            del self.unsent[:sent]
+            if len(self.unsent) > _MAX_OUTPUT:
                 raise OSError("the daemon does not read")
-        return not self._output
+        return not self.unsent
 
     def receive(self) -> list[Any]:
-        """The bodies of the frames that have arrived. Raises OSError where the other end is gone, FormatError."""
+        """The bodies of the frames that have arrived. Raises OSError if the other end is gone, FormatError."""
         bodies, self._kept = self._kept, []
         while True:
             try:
@@ -90,7 +90,7 @@ class Connection:
                 return bodies
 
     def receive_first(self, timeout: float) -> Any:
-        """The body of the next frame alone, within `timeout` seconds; None where there is none. Errors as `receive`."""
+        """The body of the next frame alone, within `timeout` seconds; None if there is none. Errors as `receive`."""
         end = time.monotonic() + timeout
         while not self._kept:
             self._kept = self.receive()
@@ -102,7 +102,7 @@ class Connection:
         """Wait up to `timeout` seconds for something to receive. From any thread."""
         poll = select.poll()
         try:
-            poll.register(self._socket.fileno(), select.POLLIN | (select.POLLOUT if self._output else 0))
+            poll.register(self._socket.fileno(), select.POLLIN | (select.POLLOUT if self.unsent else 0))
         except ValueError:  # closed meanwhile
             return False
         return bool(poll.poll(timeout * 1000))
@@ -115,9 +115,9 @@ class Connection:
         self.files.clear()
 
     def _receive(self) -> bytes:
-        if self._greeted:
+        if self._has_received:
             return self._socket.recv(_RECEIVE)
         data, files, _, _ = socket.recv_fds(self._socket, _RECEIVE, 1, socket.MSG_CMSG_CLOEXEC)
         self.files += files
-        self._greeted = bool(data)
+        self._has_received = bool(data)
         return data

@@ -8,12 +8,11 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.errors import FormatError
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers import ChainHash, FormatError
 
 T = TypeVar("T")
 
-MAX_HELLO: Final = 4 << 10  # bytes of a frame from somebody who has not said yet who they are
+MAX_HELLO: Final = 4 << 10  # bytes of a frame from a client that has not said yet who it is
 MAX_FRAME: Final = 16 << 20  # bytes of any other
 MAX_ITEMS: Final = 4096  # of one array: a decoder makes room for as many as an array claims to have
 MAX_HASHES: Final = 1 << 17  # names in one message
@@ -30,6 +29,11 @@ class FrameReader:
     def __init__(self, limit: int) -> None:
         self.limit = limit  # bytes of one frame; may be changed between two calls of `feed`
         self._rest = bytearray()  # of the frame that is not whole yet
+
+    @property
+    def num_waiting(self) -> int:
+        """Bytes of a frame that is not whole yet."""
+        return len(self._rest)
 
     def feed(self, data: bytes) -> list[Any]:
         """The bodies of the frames that these bytes complete, decoded.
@@ -56,7 +60,7 @@ class FrameReader:
 
 
 def pack_frame(body: object) -> bytes:
-    """One frame. ValueError where it would be longer than any reader takes."""
+    """One frame. ValueError if it would be longer than any reader takes."""
     packed: bytes = msgpack.packb(body)
     if len(packed) > MAX_FRAME:
         raise ValueError(f"frame of {len(packed)} bytes: at most {MAX_FRAME}")
@@ -64,7 +68,7 @@ def pack_frame(body: object) -> bytes:
 
 
 def decoded(decode: Callable[[Any], T], body: Any) -> T:
-    """`decode(body)`, where whatever is wrong with the body is a FormatError."""
+    """`decode(body)`. Whatever is wrong with the body is a FormatError."""
     try:
         return decode(body)
     except FormatError:
@@ -106,6 +110,13 @@ def number(value: Any, below: int = 1 << 63) -> int:
     if type(value) is not int or not 0 <= value < below:
         raise FormatError(f"{value!r:.40}: not a whole number in [0, {below})")
     return value
+
+
+def numbers(values: Any) -> list[int]:
+    """A list of whole numbers in [0, 2**63), looked at in one go."""
+    if type(values) is not list or not all(type(each) is int and 0 <= each < 1 << 63 for each in values):
+        raise FormatError(f"{values!r:.40}: not a list of whole numbers in [0, {1 << 63})")
+    return values
 
 
 def seconds(value: Any) -> float:

@@ -6,8 +6,8 @@ before everything that may change with it.
 
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from kvtier.connector.frames import ID_BYTES, decoded, flag, number, octets, pack_frame, seconds, text
-from kvtier.tiers.errors import FormatError
+from kvtier.connector.daemon.frames import ID_BYTES, decoded, flag, number, octets, pack_frame, seconds, text
+from kvtier.tiers import FormatError
 
 VERSION: Final = 1
 _MAGIC: Final = "kvtier"
@@ -52,46 +52,46 @@ class Refused(NamedTuple):
     why: str
 
 
-Greeting: TypeAlias = Hello | Join
-Reception: TypeAlias = Welcome | Joined | Refused
+Handshake: TypeAlias = Hello | Join
+HandshakeReply: TypeAlias = Welcome | Joined | Refused
 
 
-def pack_greeting(greeting: Greeting) -> bytes:
+def pack_handshake(handshake: Handshake) -> bytes:
     """A client's first frame."""
-    return pack_frame([_MAGIC, VERSION, type(greeting).__name__, *greeting])
+    return pack_frame([_MAGIC, VERSION, type(handshake).__name__, *handshake])
 
 
-def unpack_greeting(body: Any) -> Greeting:
-    """Inverse of `pack_greeting`. FormatError names both versions where they differ."""
-    return decoded(_greeting, body)
+def unpack_handshake(body: Any) -> Handshake:
+    """Inverse of `pack_handshake`. FormatError names both versions if they differ."""
+    return decoded(_request, body)
 
 
-def pack_reception(reception: Reception) -> bytes:
+def pack_handshake_reply(reply: HandshakeReply) -> bytes:
     """The daemon's first frame."""
-    return pack_frame([_MAGIC, VERSION, type(reception).__name__, *reception])
+    return pack_frame([_MAGIC, VERSION, type(reply).__name__, *reply])
 
 
-def unpack_reception(body: Any) -> Reception:
-    """Inverse of `pack_reception`. FormatError names both versions where they differ."""
-    return decoded(_reception, body)
+def unpack_handshake_reply(body: Any) -> HandshakeReply:
+    """Inverse of `pack_handshake_reply`. FormatError names both versions if they differ."""
+    return decoded(_reply, body)
 
 
 def _header(body: Any) -> tuple[str, list[Any]]:
     magic, version, kind, *fields = body
     if magic != _MAGIC:
-        raise FormatError("not a greeting of kvtier")
+        raise FormatError("not a handshake of kvtier")
     if version != VERSION:
         raise FormatError(f"protocol version {version!r:.20}, this side speaks {VERSION}: run one kvtier on both sides")
     return text(kind), fields
 
 
-def _greeting(body: Any) -> Greeting:
+def _request(body: Any) -> Handshake:
     kind, fields = _header(body)
     if kind == Join.__name__:
         (client,) = fields
         return Join(octets(client, ID_BYTES))
     if kind != Hello.__name__:
-        raise FormatError(f"unknown greeting {kind!r:.40}")
+        raise FormatError(f"unknown handshake {kind!r:.40}")
     fingerprint, block_size, block_bytes, size, reset = fields
     hello = Hello(
         octets(fingerprint, 32), number(block_size, 1 << 20), number(block_bytes, 1 << 40), number(size), flag(reset)
@@ -101,7 +101,7 @@ def _greeting(body: Any) -> Greeting:
     return hello
 
 
-def _reception(body: Any) -> Reception:
+def _reply(body: Any) -> HandshakeReply:
     kind, fields = _header(body)
     if kind == Refused.__name__:
         (why,) = fields
@@ -109,7 +109,7 @@ def _reception(body: Any) -> Reception:
     if kind == Joined.__name__ and not fields:
         return Joined()
     if kind != Welcome.__name__:
-        raise FormatError(f"unknown reception {kind!r:.40}")
+        raise FormatError(f"unknown answer to a handshake {kind!r:.40}")
     client, instance, num_slots, slot_bytes, epoch, has_lower, lease_deadline = fields
     return Welcome(
         octets(client, ID_BYTES),

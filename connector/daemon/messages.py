@@ -1,8 +1,10 @@
-"""What a client and the daemon say to each other: each message typed, its fields checked where it is decoded.
+"""The messages between a client and the daemon: each one typed, its fields checked when it is decoded.
 
-Behind the greetings (`greetings.py`) a client sends requests `[number, [operation, …]]` and the daemon replies
-`[number, epoch, answers, news]`: the number is the request's, or 0 where nobody waits for an answer. docs/format.md has
+After the handshake (`handshake.py`) a client sends requests `[number, [operation, …]]` and the daemon replies
+`[number, epoch, answers, news]`. The number is the request's, or 0 if nobody waits for an answer. docs/format.md has
 the fields one by one.
+
+To add an operation: its class, its row in `OPERATIONS`, and the daemon's method for it (`handlers_of`).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +13,12 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.connector.frames import (
+from kvtier.connector.daemon.frames import (
     ID_BYTES,
     decoded,
     flag,
     number,
+    numbers,
     octets,
     pack_frame,
     pack_hashes,
@@ -25,9 +28,8 @@ from kvtier.connector.frames import (
     unpack_hashes,
     unpack_numbers,
 )
-from kvtier.tiers.below import Attribution, Wanted
-from kvtier.tiers.errors import FormatError
-from kvtier.tiers.tier import ChainHash, Outcome
+from kvtier.tiers import TIERS, ChainHash, FormatError, Outcome
+from kvtier.tiers.hierarchy import Attribution, Wanted
 
 _MAX_SLOTS: Final = 1 << 32
 _NONE: Final = np.empty(0, np.int64)
@@ -97,7 +99,7 @@ class Computed(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """Where are these blocks? Answered as `News.found` is told, within `timeout` seconds where nodes share a tier."""
+    """Where are these blocks? Answered as `News.found` is told, within `timeout` seconds if nodes share a tier."""
 
     hashes: Sequence[ChainHash]
     timeout: float
@@ -131,13 +133,11 @@ class Drain(NamedTuple):
 
 
 class Check(NamedTuple):
-    """Hold every conservation law. Answered by what is broken, "" where nothing is."""
+    """Hold every conservation law. Answered by what is broken, "" if nothing is."""
 
 
-Operation: TypeAlias = (
-    Ask | Renew | Cancel | Take | Release | Reserve | Seal | Abandon | Computed
-    | Lookup | Holds | Ended | Bye | Reset | Drain | Check
-)  # fmt: skip
+Operation: TypeAlias = tuple[Any, ...]
+"""One of the messages above; `OPERATIONS` has them all."""
 
 
 class Granted(NamedTuple):
@@ -149,7 +149,7 @@ class Granted(NamedTuple):
 
 
 class News(NamedTuple):
-    """What became of a claim, told once: the slots of the blocks promised, none where nothing is."""
+    """What became of a claim, told once: the slots of the blocks promised, none if nothing is."""
 
     claim: int
     found: Attribution
@@ -169,11 +169,11 @@ class Reply(NamedTuple):
 
 
 def pack_request(request: int, operations: Sequence[Operation]) -> bytes:
-    """A client's frame. `request` is 0 where no answer is waited for."""
-    packed = [
-        pack(each) if (pack := _PACK.get(type(each))) is not None else [_CODES[type(each)], *each]
-        for each in operations
-    ]
+    """A client's frame. `request` is 0 if nobody waits for an answer."""
+    packed = []
+    for each in operations:
+        row = _BY_MESSAGE[type(each)]
+        packed.append([row.code, *(each if row.pack is None else row.pack(each))])
     return pack_frame([request, packed])
 
 
@@ -188,7 +188,7 @@ def pack_reply(reply: Reply) -> bytes:
 
 
 def unpack_reply(body: Any) -> Reply:
-    """Inverse of `pack_reply`; the answers stay as they are until whoever asked unpacks them."""
+    """Inverse of `pack_reply`; the answers stay as they are until the caller unpacks them."""
     return decoded(_reply, body)
 
 
@@ -224,19 +224,24 @@ def _grants(answer: Any, num_wanted: Sequence[int], num_slots: int) -> list[Gran
 
 
 def pack_found(found: Attribution) -> list[int]:
-    """Blocks, then how many of them in each tier, then the misses."""
-    return [found.blocks, found.l1, found.l2, found.file, found.redis, found.miss]
+    """Blocks, then how many of them in each tier of the table, nearest first, then the misses."""
+    return [found.blocks, *(found[tier] for tier in TIERS), found.miss]
 
 
-def unpack_found(where: Any) -> Attribution:
+def unpack_found(found: Any) -> Attribution:
     """Inverse of `pack_found`."""
-    blocks, l1, l2, file, redis, miss = map(number, where)
-    return Attribution(blocks, l1, l2, file, redis, miss)
+    blocks, *counts, miss = numbers(found)
+    if len(counts) != len(TIERS):
+        raise FormatError(f"counts of {len(counts)} tiers, there are {len(TIERS)}: run one kvtier on both sides")
+    return Attribution(blocks, miss=miss, **dict(zip(TIERS, counts, strict=True)))
 
 
 def _request(body: Any) -> tuple[int, list[Operation]]:
     request, operations = body
-    return number(request), [_UNPACK[number(code, len(_UNPACK))](*fields) for code, *fields in operations]
+    codes = numbers([code for code, *_ in operations])
+    return number(request), [
+        _BY_CODE[code].unpack(*fields) for code, (_, *fields) in zip(codes, operations, strict=True)
+    ]
 
 
 def _reply(body: Any) -> Reply:
@@ -256,15 +261,9 @@ def _unpack_news(claim: Any, where: Any, refusal: Any, good_for: Any, slots: Any
     found = unpack_found(where)
     why = None if refusal is None else Outcome(text(refusal))
     places = unpack_numbers(slots, _MAX_SLOTS), unpack_numbers(generations, 1 << 62)
-    if len(places[0]) != len(places[1]) or len(places[0]) > found.below:
+    if len(places[0]) != len(places[1]) or len(places[0]) > found.loadable:
         raise FormatError("more blocks promised than found, or columns of different lengths")
     return News(number(claim), found, why, seconds(good_for), *places)
-
-
-def _numbers(values: Any) -> list[int]:
-    if type(values) is not list:
-        raise FormatError("not a list of numbers")
-    return [number(value) for value in values]
 
 
 def _ask(claim: Any, parent: Any, num_l1: Any, block_size: Any, hashes: Any) -> Ask:
@@ -286,50 +285,49 @@ def _seal(reservation: Any, epoch: Any, tokens: Any) -> Seal:
     return Seal(number(reservation), number(epoch), tokens)
 
 
-_UNPACK: Final[list[Callable[..., Operation]]] = [
-    _ask,
-    lambda claims: Renew(_numbers(claims)),
-    lambda claims: Cancel(_numbers(claims)),
-    lambda claims: Take(_numbers(claims)),
-    lambda leases: Release(_numbers(leases)),
-    lambda first, wanted: Reserve(number(first), [_wanted(*fields) for fields in wanted]),
-    _seal,
-    lambda reservation, reason: Abandon(number(reservation), Outcome(text(reason))),
-    lambda num_tokens, spent: Computed(number(num_tokens), seconds(spent)),
-    lambda hashes: Holds(unpack_hashes(hashes)),
-    lambda hashes, timeout: Lookup(unpack_hashes(hashes), seconds(timeout)),
-    lambda client: Ended(octets(client, ID_BYTES)),
-    Bye,
-    Reset,
-    lambda timeout, below: Drain(seconds(timeout), flag(below)),
-    Check,
-]
-_CODES: Final[dict[type, int]] = {
-    kind: code
-    for code, kind in enumerate(
-        (
-            Ask,
-            Renew,
-            Cancel,
-            Take,
-            Release,
-            Reserve,
-            Seal,
-            Abandon,
-            Computed,
-            Holds,
-            Lookup,
-            Ended,
-            Bye,
-            Reset,
-            Drain,
-            Check,
-        )
-    )
-}
-_PACK: Final[dict[type, Callable[[Any], list[Any]]]] = {  # those whose fields are not on the wire as they are
-    Ask: lambda op: [0, op.claim, op.parent, op.num_l1, op.block_size, pack_hashes(op.hashes)],
-    Reserve: lambda op: [5, op.first, [_pack_wanted(wanted) for wanted in op.wanted]],
-    Holds: lambda op: [9, pack_hashes(op.hashes)],
-    Lookup: lambda op: [10, pack_hashes(op.hashes), op.timeout],
-}
+class OperationRow(NamedTuple):
+    """One operation on the wire: `[code, *fields]`."""
+
+    code: int  # never given to another operation within a version of the protocol
+    message: type[Operation]
+    pack: Callable[[Any], Sequence[Any]] | None  # a message's fields on the wire; None: they go as they are
+    unpack: Callable[..., Operation]  # inverse of `pack`, which checks every field
+
+
+OPERATIONS: Final = (
+    OperationRow(0, Ask, lambda op: [op.claim, op.parent, op.num_l1, op.block_size, pack_hashes(op.hashes)], _ask),
+    OperationRow(1, Renew, None, lambda claims: Renew(numbers(claims))),
+    OperationRow(2, Cancel, None, lambda claims: Cancel(numbers(claims))),
+    OperationRow(3, Take, None, lambda claims: Take(numbers(claims))),
+    OperationRow(4, Release, None, lambda leases: Release(numbers(leases))),
+    OperationRow(
+        5,
+        Reserve,
+        lambda op: [op.first, [_pack_wanted(wanted) for wanted in op.wanted]],
+        lambda first, wanted: Reserve(number(first), [_wanted(*fields) for fields in wanted]),
+    ),
+    OperationRow(6, Seal, None, _seal),
+    OperationRow(7, Abandon, None, lambda reservation, reason: Abandon(number(reservation), Outcome(text(reason)))),
+    OperationRow(8, Computed, None, lambda num_tokens, spent: Computed(number(num_tokens), seconds(spent))),
+    OperationRow(9, Holds, lambda op: [pack_hashes(op.hashes)], lambda hashes: Holds(unpack_hashes(hashes))),
+    OperationRow(
+        10,
+        Lookup,
+        lambda op: [pack_hashes(op.hashes), op.timeout],
+        lambda hashes, timeout: Lookup(unpack_hashes(hashes), seconds(timeout)),
+    ),
+    OperationRow(11, Ended, None, lambda client: Ended(octets(client, ID_BYTES))),
+    OperationRow(12, Bye, None, Bye),
+    OperationRow(13, Reset, None, Reset),
+    OperationRow(14, Drain, None, lambda timeout, below: Drain(seconds(timeout), flag(below))),
+    OperationRow(15, Check, None, Check),
+)
+
+_BY_CODE: Final = {row.code: row for row in OPERATIONS}
+_BY_MESSAGE: Final = {row.message: row for row in OPERATIONS}
+
+
+def handlers_of(owner: type) -> dict[type[Operation], Callable[..., Any]]:
+    """Which of the owner's methods serves which operation: `_on_ask` serves `Ask`. Others are not in the result."""
+    methods = ((row.message, getattr(owner, f"_on_{row.message.__name__.lower()}", None)) for row in OPERATIONS)
+    return {message: method for message, method in methods if method is not None}

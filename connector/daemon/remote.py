@@ -9,10 +9,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
-from kvtier.connector.attachment import Attachment, Link
-from kvtier.connector.frames import MAX_HASHES, MAX_ITEMS
-from kvtier.connector.greetings import Hello
-from kvtier.connector.messages import (
+from kvtier.connector.daemon.attachment import Attachment, Link
+from kvtier.connector.daemon.frames import MAX_HASHES, MAX_ITEMS
+from kvtier.connector.daemon.handshake import Hello
+from kvtier.connector.daemon.messages import (
     Abandon,
     Check,
     Computed,
@@ -28,14 +28,11 @@ from kvtier.connector.messages import (
     unpack_found,
     unpack_grants,
 )
-from kvtier.connector.remote_claims import ASK_AGAIN, RemoteClaim, RemoteClaims, widened
-from kvtier.tiers.below import Attribution, Claim, Wanted
-from kvtier.tiers.errors import FormatError
+from kvtier.connector.daemon.remote_claims import ASK_AGAIN, RemoteClaim, RemoteClaims, widened
+from kvtier.tiers import L2, BlockRecord, ChainHash, FormatError, Metrics, Outcome
+from kvtier.tiers.hierarchy import Attribution, Claim, Pending, Wanted
 from kvtier.tiers.host import HostRegion
-from kvtier.tiers.lease import Lease, Reservation
-from kvtier.tiers.metrics import LOOKUP_TIERS, Metrics
-from kvtier.tiers.prefetch import Pending
-from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+from kvtier.tiers.pool import Lease, Reservation
 
 _ANSWER: Final = 0.25  # seconds
 _LATE: Final = 0.5  # seconds an answer may come after the time the daemon itself was given
@@ -45,7 +42,7 @@ _LOOK: Final = 0.02  # seconds between two looks, should another thread have rea
 
 
 @dataclass(eq=False)
-class _Reservation(Reservation):
+class RemoteReservation(Reservation):
     """Slots of the daemon's."""
 
     number: int = 0
@@ -53,7 +50,7 @@ class _Reservation(Reservation):
 
 
 class RemoteTiers:
-    """`TiersBelow` behind a Unix socket. Thread-safe; nothing raises for a daemon that is gone, slow or mad.
+    """`CacheTiers` behind a Unix socket. Thread-safe; nothing raises for a daemon that is gone, slow or mad.
 
     Without a daemon every question is a miss and every store is dropped, counted as `breaker_open`. What was promised,
     leased and reserved on a connection is void with it; ending it is harmless. Operations that need no answer are
@@ -115,7 +112,7 @@ class RemoteTiers:
 
     # a request's question and promise
 
-    def ask(self, hashes: Sequence[ChainHash], parent: ChainHash, num_l1: int = 0, *, block_size: int) -> Claim:
+    def ask(self, hashes: Sequence[ChainHash], parent: ChainHash, num_l1: int = 0, *, block_size: int = 0) -> Claim:
         """Send the question; the answer is news for a later `poll`."""
         claim = RemoteClaim(list(hashes), parent, num_l1, block_size)
         with self._lock:
@@ -142,10 +139,9 @@ class RemoteTiers:
 
     def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT) -> None:
         """Into this client's own metrics."""
-        for tier in LOOKUP_TIERS:
-            self.metrics.looked_up(tier, getattr(found, tier))
-        if missing is not None:
-            self.metrics.missed(Outcome.BREAKER_OPEN if self._attachment.link is None else missing, found.miss)
+        if missing is not None and self._attachment.link is None:
+            missing = Outcome.BREAKER_OPEN
+        self.metrics.looked_up(found.by_tier, found.miss, missing)
 
     # storing
 
@@ -161,7 +157,7 @@ class RemoteTiers:
             grants = self._grants(link, heads, answers)
             if grants is None or link is None:
                 reason = Outcome.CLOSED if self._closed else Outcome.BREAKER_OPEN if link is None else Outcome.TIMEOUT
-                self.metrics.dropped("l2", reason, sum(len(each.hashes) for each in wanted))
+                self.metrics.dropped(L2, reason, sum(len(each.hashes) for each in wanted))
                 return [None] * len(wanted)
             reservations = [
                 None if grant is None else self._reservation(link, number, each, grant)
@@ -170,28 +166,28 @@ class RemoteTiers:
         for each, reservation in zip(wanted, reservations, strict=True):
             missing = len(each.hashes) if reservation is None else max(0, len(each.hashes) - MAX_ITEMS)
             if missing:
-                self.metrics.dropped("l2", Outcome.NO_SLOT, missing)
+                self.metrics.dropped(L2, Outcome.NO_SLOT, missing)
         return reservations
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
         """The daemon hashes and publishes the blocks when it hears of it."""
-        assert isinstance(reservation, _Reservation)
+        assert isinstance(reservation, RemoteReservation)
         link = reservation.link
         with self._lock:
             if not self._close(reservation) or link is None:
                 return
             if link is not self._attachment.link or epoch < link.epoch_base:
                 reason = Outcome.CLOSED if link is not self._attachment.link else Outcome.EPOCH
-                self.metrics.dropped("l2", reason, len(reservation))
+                self.metrics.dropped(L2, reason, len(reservation))
                 self._attachment.later(link, Abandon(reservation.number, reason))
                 return
             tokens = [record.tokens for record in records]
             self._attachment.later(link, Seal(reservation.number, epoch - link.epoch_base, tokens))
-            self.metrics.stored("l2", len(reservation))
+            self.metrics.stored(L2, len(reservation))
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
         """The daemon hears of it with the next message."""
-        assert isinstance(reservation, _Reservation)
+        assert isinstance(reservation, RemoteReservation)
         with self._lock:
             self._abandon(reservation, reason)
 
@@ -203,7 +199,7 @@ class RemoteTiers:
 
     # the rest
 
-    def lookup(self, hashes: Sequence[ChainHash], timeout: float) -> Attribution:
+    def locate(self, hashes: Sequence[ChainHash], timeout: float) -> Attribution:
         """Waits for the daemon: `timeout` is what it has for the tiers nodes share."""
         names = list(hashes[:MAX_HASHES])
         answers = self._call_waiting(Lookup(names, timeout), timeout)
@@ -220,7 +216,7 @@ class RemoteTiers:
         held = answers[0] if answers and isinstance(answers[0], bytes) else b""
         return [bool(each) for each in held[: len(hashes)]] + [False] * (len(hashes) - len(held))
 
-    def wait_progress(self, timeout: float) -> None:
+    def wait_news(self, timeout: float) -> None:
         """Wait for the daemon to say something, unless it has said something no `poll` has returned."""
         with self._lock:
             link = self._pump()
@@ -293,7 +289,7 @@ class RemoteTiers:
     def _reservation(self, link: Link, number: int, wanted: Wanted, granted: Granted) -> Reservation:
         indices = granted.indices.tolist()
         parents = [wanted.parent, *wanted.hashes[:-1]]
-        reservation = _Reservation(
+        reservation = RemoteReservation(
             [wanted.hashes[i] for i in indices],
             indices,
             granted.slots,
@@ -309,17 +305,17 @@ class RemoteTiers:
             link.held.add(number)
         return reservation
 
-    def _close(self, reservation: _Reservation) -> bool:
+    def _close(self, reservation: RemoteReservation) -> bool:
         """No copy into it is under way. False where it was closed already."""
         was_open, reservation.num_open = reservation.num_open > 0, 0
         if reservation.link is not None:
             reservation.link.held.discard(reservation.number)
         return was_open
 
-    def _abandon(self, reservation: _Reservation, reason: Outcome) -> None:
+    def _abandon(self, reservation: RemoteReservation, reason: Outcome) -> None:
         if self._close(reservation) and reservation.link is not None:
-            self.metrics.dropped("l2", reason, len(reservation))
-            self._attachment.later(reservation.link, Abandon(reservation.number, reason))
+            self.metrics.dropped(L2, reason, len(reservation))
+            self._give_back(reservation.link, Abandon(reservation.number, reason))
 
     def _numbers(self, count: int) -> int:
         first = self._last_number + 1
@@ -377,10 +373,16 @@ class RemoteTiers:
 
     def _let_go(self, link: Link, number: int) -> None:
         link.held.discard(number)
-        self._attachment.later(link, Release([number]))
+        self._give_back(link, Release([number]))
+
+    def _give_back(self, link: Link, operation: Operation) -> None:
+        """With the next message; at once if nothing is asked or held any more, since the next may be hours away."""
+        self._attachment.later(link, operation)
+        if link is self._attachment.link and not link.held and not link.claims:
+            self._attachment.send()
 
     def _ended(self, reservation: Reservation, dropped: bool) -> None:
-        assert isinstance(reservation, _Reservation)
+        assert isinstance(reservation, RemoteReservation)
         if dropped:
             self._dropped.append(partial(self._abandon, reservation, Outcome.ABORTED))
             return

@@ -8,15 +8,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.connector.attachment import Attachment, Link
-from kvtier.connector.frames import MAX_HASHES
-from kvtier.connector.messages import Ask, Cancel, News, Release, Renew, Take
-from kvtier.tiers.below import Attribution, Claim
-from kvtier.tiers.errors import FormatError
-from kvtier.tiers.lease import Lease
-from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.prefetch import PENDING, Pending
-from kvtier.tiers.tier import Outcome
+from kvtier.connector.daemon.attachment import Attachment, Link
+from kvtier.connector.daemon.frames import MAX_HASHES
+from kvtier.connector.daemon.messages import Ask, Cancel, News, Release, Renew, Take
+from kvtier.tiers import FormatError, Metrics, Outcome
+from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Pending
+from kvtier.tiers.pool import Lease
 
 ASK_AGAIN: Final = 0.05  # seconds an answer that nothing is held is good for: asking costs a message
 
@@ -103,7 +100,7 @@ class RemoteClaims:
         promise lapse: so it never gives away slots that are copied from.
         """
         if not len(claim.slots):
-            self._settle(claim)
+            self.cancel(claim)  # not answered yet: the daemon must not keep a promise that nobody will take
             return _empty()
         if link is None or claim.link is not link:
             self._given_up(claim, Outcome.BREAKER_OPEN)
@@ -136,12 +133,13 @@ class RemoteClaims:
         if news.found.blocks != num_asked or len(news.slots) > num_asked - claim.num_l1 or is_outside or claim.answered:
             self._attachment.cut(FormatError("news of other blocks than those asked about"))
             return
-        if claim.found is not None and news.found.below < claim.found.below:  # counted as found at the first asking
-            self._metrics.missed(Outcome.EVICTED, claim.found.below - news.found.below)
+        num_lost = claim.found.loadable - news.found.loadable if claim.found is not None else 0
+        if num_lost > 0:  # counted as found at the first asking
+            self._metrics.missed(Outcome.EVICTED, num_lost)
         claim.found, claim.refusal, claim.answered = widened(news.found, len(claim.hashes)), news.refusal, True
         claim.slots, claim.generations = news.slots, news.generations
         if news.refusal is Outcome.RECOMPUTE:
-            self._metrics.missed(Outcome.RECOMPUTE, news.found.below)
+            self._metrics.missed(Outcome.RECOMPUTE, news.found.loadable)
         if not len(news.slots):
             claim.good_until = self._clock() + max(news.good_for, ASK_AGAIN)
 
@@ -163,7 +161,7 @@ class RemoteClaims:
 
     def _given_up(self, claim: RemoteClaim, reason: Outcome) -> int:
         """Nothing comes of what was asked for or promised: count why."""
-        num_asked = len(claim.hashes) - claim.num_l1 if claim.found is None else claim.found.below
+        num_asked = len(claim.hashes) - claim.num_l1 if claim.found is None else claim.found.loadable
         self._metrics.missed(reason, len(claim.slots) or num_asked)
         if claim.found is None:
             claim.missing = None
@@ -190,7 +188,7 @@ class RemoteClaims:
 def widened(found: Attribution, num_blocks: int) -> Attribution:
     """The same for a longer chain, of whose head alone the daemon was asked."""
     more = num_blocks - found.blocks
-    return Attribution(num_blocks, found.l1, found.l2, found.file, found.redis, found.miss + more)
+    return Attribution(num_blocks, miss=found.miss + more, **found.by_tier)
 
 
 def _empty() -> Lease:

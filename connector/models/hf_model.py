@@ -1,4 +1,4 @@
-"""What a transformers model's KV depends on: the shape of its blocks and its identity, read off the module."""
+"""Reads from a transformers model what its KV depends on: the shape of its blocks, and its identity."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,10 +8,9 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from kvtier.connector.checkpoint import config_digest_of, revision_of, weight_files
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.identity import ModelIdentity, config_digest
-from kvtier.tiers.shape import DTYPE_BYTES, KVShape
+from kvtier.connector.models.checkpoint import config_digest_of, revision_of, weight_files
+from kvtier.tiers import ConfigError
+from kvtier.tiers.naming import DTYPE_BYTES, KVShape, ModelIdentity, config_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,22 +19,24 @@ _ATTENTION: Final = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def kv_shape(model: "PreTrainedModel", block_size: int) -> KVShape:
-    """The blocks of a model whose layers all keep K and V of one shape.
+    """The shape of a model's blocks, if all its layers keep K and V of one shape.
 
-    ConfigError for another: a compressed cache (MLA), a recurrent state, an encoder, a dtype of no block.
+    Raises ConfigError for another model: a compressed cache (MLA), a recurrent state, an encoder, or an unknown dtype.
     """
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ConfigError(f"model kind {model.config.model_type!r}: K and V hang on the encoder's text too")
+        raise ConfigError(f"model kind {model.config.model_type!r}: K and V also depend on the encoder's text")
     config: Any = model.config.get_text_config(decoder=True)
     if model._is_stateful:
-        raise ConfigError(f"model kind {config.model_type!r}: it keeps a state, not K and V a token")
+        raise ConfigError(f"model kind {config.model_type!r}: it keeps a state instead of K and V for each token")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if getattr(config, "kv_lora_rank", None):
-        raise ConfigError(f"model kind {config.model_type!r}: K and V differ in shape, no block holds that yet")
+        raise ConfigError(f"model kind {config.model_type!r}: K and V differ in shape, which blocks do not support")
     if odd := sorted(kinds - _ATTENTION):
-        raise ConfigError(f"model kind {config.model_type!r}: layers of kind {', '.join(odd)} keep no K and V a token")
+        raise ConfigError(
+            f"model kind {config.model_type!r}: layers of kind {', '.join(odd)} do not keep K and V for each token"
+        )
     if getattr(config, "num_kv_shared_layers", 0):
-        raise ConfigError(f"model kind {config.model_type!r}: layers share K and V, no block holds that yet")
+        raise ConfigError(f"model kind {config.model_type!r}: layers share K and V, which blocks do not support")
     dtype = str(model.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype {dtype}: blocks are made of {', '.join(DTYPE_BYTES)}")
@@ -48,11 +49,10 @@ def kv_shape(model: "PreTrainedModel", block_size: int) -> KVShape:
 def identity_of(
     model: "PreTrainedModel", name: str, shape: KVShape, *, hash_scheme: str, epoch: int, exact_rows: int | None = None
 ) -> ModelIdentity:
-    """Everything its KV depends on. Reads all weights. ConfigError for RoPE that depends on the length.
+    """Everything its KV depends on. Reads all weights. Raises ConfigError if RoPE depends on the length.
 
-    A model that is still what its checkpoint directory holds is named after that, as every engine names it; one made
-    otherwise, or changed since, after its own weights. `exact_rows` names the engine's exact mode, whose KV has other
-    last bits: a group of its own.
+    A model that still equals its checkpoint directory is named after that, as by every engine. Any other model is named
+    after its own weights. `exact_rows` names the engine's exact mode, whose KV differs in the last bits.
     """
     path = Path(model.name_or_path) if model.name_or_path else None
     if path is not None and path.is_dir() and is_checkpoint(model, path):
@@ -77,7 +77,7 @@ def identity_of(
 
 
 def is_checkpoint(model: "PreTrainedModel", path: Path) -> bool:
-    """Whether configuration and every weight of the model are those of a directory of safetensors files."""
+    """Whether the model's configuration and weights are those of a directory of safetensors files."""
     files = weight_files(path)
     if not files or files[0].suffix != ".safetensors":
         return False

@@ -1,14 +1,14 @@
-"""A checkpoint's tokenizer, as the library that wrote `tokenizer.json` reads it: no torch, no transformers."""
+"""Loads a checkpoint's `tokenizer.json`, without torch and transformers."""
 
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from kvtier.tiers.errors import ConfigError
+from kvtier.tiers import ConfigError
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """A checkpoint's tokenizer. ConfigError where its file is not one."""
+    """A checkpoint's tokenizer. Raises ConfigError if its file is not one."""
     try:
         return Tokenizer.from_file(str(directory / "tokenizer.json"))
     except Exception as error:  # tokenizers raises no narrower type

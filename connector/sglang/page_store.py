@@ -7,16 +7,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.below import TiersBelow, Wanted
-from kvtier.tiers.block_copier import BlockCopies, Direction
+from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
 from kvtier.tiers.config import CacheConfig
-from kvtier.tiers.engine_blocks import EngineBlocks, PartCopier
+from kvtier.tiers.copies import BlockCopies, CopyDirection, EngineBlocks, PartCopier
+from kvtier.tiers.hierarchy import CacheTiers, Wanted, bring
 from kvtier.tiers.host import HostRegion
-from kvtier.tiers.prefetch import Pending
-from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 _STORE_WAIT: Final = 5.0  # seconds one `store` waits for the tiers below; the engine gives its threads 10 to stop
-_LOOK: Final = 0.05  # seconds between looks at a load under way
 
 
 class PageStore:
@@ -27,7 +24,7 @@ class PageStore:
     memory and an L2 slot. No method raises for a storage failure; every wait has a deadline; failures are counted.
     """
 
-    def __init__(self, tiers: TiersBelow, blocks: EngineBlocks, root: ChainHash, cache: CacheConfig) -> None:
+    def __init__(self, tiers: CacheTiers, blocks: EngineBlocks, root: ChainHash, cache: CacheConfig) -> None:
         """`root` stands for a parent that is not known; `cache` says how long one call of `held` or `load` may take.
 
         ValueError if the blocks are not in host memory or not as large as the tiers' slots.
@@ -44,9 +41,9 @@ class PageStore:
 
     def held(self, names: Sequence[ChainHash]) -> int:
         """How many leading pages some tier holds: from memory, but for what nodes share."""
-        where = self.tiers.lookup(names, self._load_deadline)
+        where = self.tiers.locate(names, self._load_deadline)
         self.tiers.count(where)
-        return where.below
+        return where.loadable
 
     def load(self, names: Sequence[ChainHash], pages: NDArray[np.int64], parent: ChainHash | None = None) -> int:
         """Fill the engine's pages; how many leading ones hold what was stored under their names, verified.
@@ -80,18 +77,17 @@ class PageStore:
             previous = names[batch.start - 1] if batch.start else parent or self._root
             taken += self._store(names[batch], pages[batch], previous, epoch)
         if rest := len(names) - len(taken):  # behind a page that was not taken nobody would find them
-            self.tiers.metrics.dropped("l2", Outcome.PARENT_FAILED, rest)
+            self.tiers.metrics.dropped(L2, Outcome.PARENT_FAILED, rest)
         return taken + [False] * rest
 
     def _load(self, names: Sequence[ChainHash], pages: NDArray[np.int64], parent: ChainHash, end: float) -> int:
         started = time.monotonic()
         region = self.tiers.region  # before asking: a daemon that was restarted since has another
-        claim = self.tiers.ask(names, parent, block_size=1)
-        while isinstance(self.tiers.poll(claim), Pending) and (left := end - time.monotonic()) > 0:
-            self.tiers.wait_progress(min(left, _LOOK))
-        if claim.refusal is Outcome.NO_SLOT:
+        lease = bring(self.tiers, names, parent, end, block_size=1)
+        if lease is None:
             self.tiers.metrics.missed(Outcome.NO_SLOT, len(names))
-        with self.tiers.take(claim) as lease:
+            return 0
+        with lease:
             count = len(lease)
             if count and self._copy("load", BlockCopies(pages[:count], lease.slots), region):
                 self.tiers.metrics.missed(Outcome.COPY_FAILED, count)
@@ -123,7 +119,7 @@ class PageStore:
         in_queue = self.tiers.num_slots if region is None else self._store_queue // region.slot_bytes
         return max(1, min(self.tiers.num_slots // 4, in_queue))
 
-    def _copy(self, direction: Direction, copies: BlockCopies, region: HostRegion | None) -> str | None:
+    def _copy(self, direction: CopyDirection, copies: BlockCopies, region: HostRegion | None) -> str | None:
         """Copy to or from the region the slots are of; why that failed, or None."""
         if region is None or region is not self.tiers.region:
             return "the daemon was restarted meanwhile"
@@ -145,4 +141,4 @@ class PageStore:
     def _moved(self, direction: str, num_pages: int, seconds: float) -> None:
         if num_pages and (region := self.tiers.region) is not None:
             num_bytes = num_pages * region.slot_bytes
-            self.tiers.metrics.moved("l2", direction, num_bytes, seconds)
+            self.tiers.metrics.moved(L2, direction, num_bytes, seconds)

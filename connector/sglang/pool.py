@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtier.tiers.engine_blocks import BlockPart, EngineBlocks
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.shape import DTYPE_BYTES, KVShape
+from kvtier.tiers import ConfigError
+from kvtier.tiers.copies import BlockPart, EngineBlocks
+from kvtier.tiers.naming import DTYPE_BYTES, KVShape
 
 if TYPE_CHECKING:
     import torch
@@ -83,5 +83,5 @@ def pool_blocks(pool: Any, shape: KVShape) -> EngineBlocks:
     )
 
 
-def _refused(what: str, mend: str) -> ConfigError:
-    return ConfigError(f"SGLang: {what}: kvtier cannot store that; {mend}, or another storage backend")
+def _refused(what: str, fix: str) -> ConfigError:
+    return ConfigError(f"SGLang: {what}: kvtier cannot store that; {fix}, or another storage backend")

@@ -11,16 +11,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.connector.checkpoint import config_of, name_of, revision_of
-from kvtier.connector.opening import open_tiers
-from kvtier.connector.page_store import PageStore
-from kvtier.connector.sglang_pool import is_latent, pool_blocks, pool_shape
-from kvtier.tiers.chain import root_hash
+from kvtier.connector import open_tiers
+from kvtier.connector.models import config_of, name_of, revision_of
+from kvtier.connector.sglang.page_store import PageStore
+from kvtier.connector.sglang.pool import is_latent, pool_blocks, pool_shape
+from kvtier.tiers import ChainHash, ConfigError, Outcome
 from kvtier.tiers.config import Config
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.identity import ModelIdentity, config_digest
-from kvtier.tiers.shape import KVShape
-from kvtier.tiers.tier import ChainHash, Outcome
+from kvtier.tiers.naming import KVShape, ModelIdentity, config_digest, root_hash
 
 OLDEST: Final = (0, 5, 23)
 NOT_YET: Final = (0, 6)
@@ -35,7 +32,7 @@ try:
 except ImportError as error:
     raise ImportError(f"kvtier.connector.sglang needs SGLang, sglang>=0.5.23,<0.6 ({error})") from error
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(__package__)
 
 HASH_SCHEME: Final = "sglang"  # `key_schemes.sglang_hashes`
 _SGLANG_OPTIONS: Final = frozenset(
@@ -236,8 +233,8 @@ def _config_of(options: dict[str, Any]) -> Config:
 def _check_page_size(config: Config, page_size: int) -> None:
     cache = config.cache
     if "block_size" in cache.model_fields_set and cache.block_size != page_size:
-        mend = f"leave it out, or start SGLang with --page-size {cache.block_size}"
-        raise ConfigError(f"[cache] block_size {cache.block_size}: SGLang's pages have {page_size} tokens; {mend}")
+        fix = f"leave it out, or start SGLang with --page-size {cache.block_size}"
+        raise ConfigError(f"[cache] block_size {cache.block_size}: SGLang's pages have {page_size} tokens; {fix}")
 
 
 def _share(config: Config, storage: Any) -> Config:

@@ -1,6 +1,7 @@
 """transformers: what `generate()` computed is kept in the tiers, and found by the next call and the next process."""
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -16,25 +17,21 @@ try:
 except ImportError as error:
     raise ImportError("KVTier needs transformers 5.0 or newer: pip install 'kvtier[engine]'") from error
 
-from kvtier.connector.checkpoint import name_of
-from kvtier.connector.hf_model import identity_of, kv_shape
-from kvtier.connector.opening import open_tiers
-from kvtier.connector.plan import CopyOp, WorkerReport
-from kvtier.connector.scheduler import SchedulerSide
-from kvtier.tiers.block_copier import BlockCopier, BlockCopies, Direction
-from kvtier.tiers.chain import TokenChain, root_hash
+from kvtier.connector import CopyOp, SchedulerSide, WorkerReport, open_tiers
+from kvtier.connector.models import identity_of, kv_shape, name_of
+from kvtier.tiers import L2, ConfigError, Outcome
 from kvtier.tiers.config import Config
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.prefetch import Pending
-from kvtier.tiers.tier import Outcome
+from kvtier.tiers.copies import BlockCopier, BlockCopies, CopyDirection
+from kvtier.tiers.hierarchy import bring
+from kvtier.tiers.naming import TokenChain, root_hash
 
 if int(_version.partition(".")[0]) < 5:
     raise ImportError(f"KVTier needs transformers 5.0 or newer, here is {_version}: pip install -U 'kvtier[engine]'")
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(__package__)
 
-_WAIT: Final = 0.05  # seconds between looks at a lookup that waits for the disk; its own deadline ends it
 _SEALED: Final = 1.0  # seconds for new blocks to be hashed
+_GRACE: Final = 1.0  # seconds the tiers' answer may come after their own deadline: it is what has arrived by then
 _ONE: Final = ("num_beams", "num_return_sequences", "num_beam_groups")
 _OWN_WAYS: Final = (  # of decoding, beside one token after the other behind the prompt as it was given
     "assistant_model",
@@ -53,7 +50,7 @@ _DYNAMIC: Final = (
 
 
 @dataclass(slots=True)
-class _Row:
+class _PromptRow:
     """One sequence of a batch. Implements the scheduler side's `Request`."""
 
     request_id: str
@@ -175,16 +172,16 @@ class KVTier:
             self._said.add(warning)
             _log.warning(warning)
 
-    def _admit(self, input_ids: torch.Tensor) -> list[_Row]:
+    def _admit(self, input_ids: torch.Tensor) -> list[_PromptRow]:
         rows = []
         for tokens in input_ids.tolist():
             chain = TokenChain(self._root, self._shape.block_size, self._config.cache.hash)
             chain.extend(tokens)
-            rows.append(_Row(str(next(self._ids)), chain, len(tokens)))
+            rows.append(_PromptRow(str(next(self._ids)), chain, len(tokens)))
             self._scheduler.admit(rows[-1])
         return rows
 
-    def _finish(self, rows: Sequence[_Row]) -> None:
+    def _finish(self, rows: Sequence[_PromptRow]) -> None:
         for row in rows:
             self._scheduler.finished(row.request_id)
 
@@ -193,7 +190,7 @@ class KVTier:
         assert self._side is not None
         return self._side
 
-    def _load(self, rows: Sequence[_Row]) -> DynamicCache:
+    def _load(self, rows: Sequence[_PromptRow]) -> DynamicCache:
         """What is known of every row, as far as all of them go."""
         blocks = [self._fetch(row) for row in rows]
         num_blocks = min(map(len, blocks))
@@ -205,24 +202,35 @@ class KVTier:
             cache.update(keys, values, layer)
         return cache
 
-    def _fetch(self, row: _Row) -> torch.Tensor:
+    def _fetch(self, row: _PromptRow) -> torch.Tensor:
         """The row's leading known blocks, `[num_blocks, *block_shape]`, in memory of their own."""
-        side = self._scheduler
-        while isinstance(found := side.lookup(row, 0), Pending):
-            side.wait(_WAIT)
-        num_blocks = found // self._shape.block_size
-        blocks = torch.empty(num_blocks, *self._shape.block_shape, dtype=self.model.dtype)
-        loading = side.allocated(row.request_id, range(num_blocks), found)
-        ops = side.build_plan().loads
-        row.num_loaded = loading // self._shape.block_size if self._copy("load", ops, blocks) else 0
+        tiers, deadline = self._scheduler.tiers, self._config.cache.prefetch_deadline
+        size = self._shape.block_size
+        usable = row.chain.hashes[: (row.num_tokens - 1) // size]  # at least the last token is computed
+        tiers.count(tiers.locate(usable, deadline))
+        region = tiers.region  # before asking: a daemon that was restarted since has another
+        started = time.monotonic()
+        lease = bring(tiers, usable, row.chain.root, started + deadline + _GRACE, block_size=size)
+        if lease is None:
+            tiers.metrics.missed(Outcome.NO_SLOT, len(usable))
+            return torch.empty(0, *self._shape.block_shape, dtype=self.model.dtype)
+        with lease:
+            blocks = torch.empty(len(lease), *self._shape.block_shape, dtype=self.model.dtype)
+            if len(lease) and region is not None and region is tiers.region:
+                pairs = BlockCopies(np.arange(len(lease)), lease.slots)
+                if BlockCopier(blocks, region).copy("load", pairs) is None:
+                    row.num_loaded = len(lease)
+                    tiers.metrics.moved(L2, "load", len(lease) * region.slot_bytes, time.monotonic() - started)
+                else:
+                    tiers.metrics.missed(Outcome.COPY_FAILED, len(lease))
         return blocks[: row.num_loaded]
 
-    def _store(self, rows: Sequence[_Row], sequences: torch.Tensor, cache: DynamicCache) -> None:
+    def _store(self, rows: Sequence[_PromptRow], sequences: torch.Tensor, cache: DynamicCache) -> None:
         num_tokens = min(cache.get_seq_length(), sequences.shape[1])
         if not self._is_whole(cache, len(rows)):
             self._say_once("nothing is kept of a cache that dropped tokens or has another shape; let load() make it")
             num_blocks = len(rows) * num_tokens // self._shape.block_size
-            self._scheduler.tiers.metrics.dropped("l2", Outcome.UNSUPPORTED, num_blocks)
+            self._scheduler.tiers.metrics.dropped(L2, Outcome.UNSUPPORTED, num_blocks)
             return
         for index, row in enumerate(rows):
             row.chain.extend(sequences[index, row.num_tokens : num_tokens].tolist())
@@ -254,7 +262,7 @@ class KVTier:
                 blocks[:, number, kv] = tokens.unflatten(0, (-1, size))
         return blocks
 
-    def _copy(self, direction: Direction, ops: Sequence[CopyOp], blocks: torch.Tensor) -> bool:
+    def _copy(self, direction: CopyDirection, ops: Sequence[CopyOp], blocks: torch.Tensor) -> bool:
         """Copy between `blocks` and L2 slots, here and now; False where that failed."""
         finished: list[int] = []
         failed: list[int] = []
@@ -269,7 +277,7 @@ class KVTier:
 
 
 def _no_rows(model: Any, input_ids: torch.Tensor) -> str | None:
-    """What keeps blocks from holding these tokens' KV, and the mend; None for plain rows."""
+    """What keeps blocks from holding these tokens' KV, and the fix; None for plain rows."""
     if model.training:
         return "the model is in training mode; call model.eval()"
     if input_ids.ndim != 2 or input_ids.numel() == 0:
@@ -278,7 +286,7 @@ def _no_rows(model: Any, input_ids: torch.Tensor) -> str | None:
 
 
 def _not_plain(model: Any, input_ids: torch.Tensor, options: dict[str, Any]) -> str | None:
-    """What keeps blocks from holding the KV of `generate(input_ids, **options)`, and the mend; None where they can."""
+    """What keeps blocks from holding the KV of `generate(input_ids, **options)`, and the fix; None where they can."""
     asked = {name: _asked(model, options, name) for name in (*_ONE, *_OWN_WAYS, *_WHOLE_PROMPT)}
     if options.get("past_key_values") is not None:
         return "past_key_values is a cache of the caller's; leave it out, or use load() and store()"

@@ -1,10 +1,9 @@
-"""vLLM: KV blocks its requests compute are kept in kvtier's tiers and found again, by one flag and without a patch.
+"""The vLLM connector: keeps the KV blocks of vLLM's requests in kvtier's tiers, by one flag and without a patch.
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVTierConnector",
-        "kv_connector_module_path": "kvtier.connector.vllm", "kv_role": "kv_both",
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVTierConnector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"file": {"path": "kv-cache"}}}'
 
-vLLM makes one of these in each worker and then one in its scheduler's process; each is one half, and only translates.
+vLLM makes one connector in each worker, and then one in its scheduler's process. Each is one half, and only translates.
 """
 
 import logging
@@ -14,6 +13,7 @@ from typing import Any, Final
 import torch
 
 try:
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorMetadata,
@@ -26,25 +26,28 @@ try:
 except ImportError as error:
     raise ImportError(f"kvtier.connector.vllm needs vLLM 0.32 or 0.33 beside it ({error}); pip install vllm") from error
 
-from kvtier.connector.opening import open_tiers
-from kvtier.connector.vllm_messages import LAST_REPORTS, CopyReports, StepMessage
-from kvtier.connector.vllm_model import fingerprint, require_supported_version, slot_plan, why_none
-from kvtier.connector.vllm_options import VllmOptions
-from kvtier.connector.vllm_scheduler import SchedulerHalf
-from kvtier.connector.vllm_stats import KVTierProm, KVTierStats
-from kvtier.connector.vllm_worker import WorkerHalf
+from kvtier.connector import open_tiers
+from kvtier.connector.vllm.messages import LAST_REPORTS, CopyReports, StepMessage
+from kvtier.connector.vllm.model import fingerprint, require_supported_version, slot_plan, why_none
+from kvtier.connector.vllm.options import VllmOptions, warn_of_policy
+from kvtier.connector.vllm.plugin import register
+from kvtier.connector.vllm.scheduler import SchedulerHalf
+from kvtier.connector.vllm.stats import KVTierProm, KVTierStats
+from kvtier.connector.vllm.worker import WorkerHalf
 
 _log = logging.getLogger(__name__)
 
-_STATS_EVERY: Final = 1.0  # seconds between two words to vLLM's metrics
+_STATS_EVERY: Final = 1.0  # seconds between two reports to vLLM's metrics
 
 
 class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     """One half of the connector: the scheduler's or a worker's.
 
-    Blocks a finished request leaves behind are free at once: a store that has not read one yet is waited for before
-    the block is written again (`StepMessage.fences`), which costs a wait only where a block is reused within
-    milliseconds, and never keeps memory from requests. ConfigError where the model or this vLLM can't be served right.
+    The blocks of a finished request are free at once. If a store has not read a block yet, vLLM waits for that store
+    before it writes the block again (`StepMessage.fences`). That costs a wait only if a block is reused within
+    milliseconds, and it never keeps memory from requests.
+
+    Raises ConfigError if this model or this version of vLLM cannot be served correctly.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -52,13 +55,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         require_supported_version()
         options = VllmOptions.of(self._kv_transfer_config.kv_connector_extra_config)
         plan = slot_plan(vllm_config, kv_cache_config, canonical=options.keys == "kvtier")
-        self._engine_id: str = self._kv_transfer_config.engine_id
         self._worker_half: WorkerHalf | None = None
         self._scheduler_half: SchedulerHalf | None = None
         if role == KVConnectorRole.WORKER:
             self._worker_half = WorkerHalf(plan, layerwise=options.layerwise)
+            if get_tensor_model_parallel_rank() == 0:  # only one rank logs it
+                warn_of_policy(_failure_policy(self._kv_transfer_config))
             return
-        options.warn(plan.block_size, self._kv_transfer_config.kv_load_failure_policy)
+        options.warn(plan.block_size)
         cache = options.config.cache
         named = fingerprint(vllm_config, kv_cache_config, plan, cache)
         num_ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -69,9 +73,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             plan, open_tiers(config, named, plan), cache, named, kv_cache_config.num_blocks, num_ranks
         )
         if (reason := why_none(vllm_config)) is not None:
-            _log.warning("nothing is kept of this model: %s", reason)
+            _log.warning("no blocks of this model are kept: %s", reason)
         shares = bool(vllm_config.cache_config.enable_prefix_caching)
-        waits = vllm_config.max_concurrent_batches == 1 or self._kv_transfer_config.kv_load_failure_policy == "fail"
+        waits = vllm_config.max_concurrent_batches == 1
         if options.layerwise and not waits:
             _log.warning(
                 "kv_connector_extra_config, layerwise: ignored, since vLLM schedules asynchronously and could not take "
@@ -95,62 +99,63 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: a store that is dropped is a miss later."""
+        """False: this is a cache, and a dropped store is only a later miss."""
         return False
 
     # the scheduler's half
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond those vLLM has, and whether asynchronously; None: ask again."""
+        """Tokens that can be loaded beyond those vLLM has, and whether the load is asynchronous. None: ask again."""
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request has its blocks: load, or let go of what was promised."""
+        """The request has its blocks: load them, or drop the promise."""
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Which tier the tokens were found in when first asked for."""
+        """The tiers in which the tokens were found by the first lookup."""
         in_host, below = self._scheduler.found_in(request, num_external_tokens)
         sources = {CacheHitSource.HOST: in_host, CacheHitSource.DISK: below}
         return {source: count for source, count in sources.items() if count}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """The step's copies, for every worker."""
+        """The message to every worker: this step's copies."""
         return self._scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers say of their copies."""
+        """Take in the workers' reports of their copies, and which blocks no connector could load."""
+        self._scheduler.spoiled(connector_output.invalid_block_ids or set())
         self._scheduler.update(connector_output.kv_connector_worker_meta)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request's blocks are free at once."""
+        """Forget the request. Its blocks are free at once."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request's blocks are free at once, those of every KV group."""
+        """Forget the request. Its blocks are free at once, in every KV group."""
         self._scheduler.finished(request, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Keep stepping while stores are under way, so that an idle engine's last blocks are kept too."""
+        """Whether stores are under way: then vLLM keeps stepping, so that an idle engine's last blocks are kept too."""
         return self._scheduler.pending
 
     def reset_cache(self) -> bool:
-        """Forget every block in every tier below vLLM's own."""
+        """Drop every block from every tier below vLLM's own."""
         self._scheduler.reset()
         return True
 
     def get_kv_connector_stats(self) -> KVTierStats | None:
-        """What the tiers counted since the last time, about once a second."""
+        """What the tiers counted since the last call, about once a second."""
         if self._scheduler_half is None:
             return None
         return self._stats.since_last(self._scheduler_half.side.tiers.metrics)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
-        """vLLM's way to rebuild stats in another process."""
+        """Rebuild stats in another process; vLLM calls it."""
         return KVTierStats(data=data or {})
 
     @classmethod
@@ -161,7 +166,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: Mapping[int, list[object]],
     ) -> KVTierProm:
-        """Our counters in vLLM's own registry."""
+        """kvtier's metrics in vLLM's own registry."""
         return KVTierProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # a worker's half
@@ -171,41 +176,41 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register(kv_caches, get_tensor_model_parallel_rank())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Before the step writes anything: what it is going to write to must have been read."""
+        """Called before the step writes anything: waits until the blocks it writes to have been read."""
         self._worker.begin(_message(kv_connector_metadata))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start loads; vLLM calls this before the compute where that waits for one, behind it otherwise."""
+        """Start loads. vLLM calls this before the compute if the compute waits for a load, and after it otherwise."""
         self._worker.start_load(_message(self._get_connector_metadata()))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """The compute reaches a layer."""
+        """Called when the compute reaches a layer."""
         self._worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: blocks are stored whole once the step's compute is issued."""
+        """Does nothing: whole blocks are stored once the step's compute is issued."""
 
     def wait_for_save(self) -> None:
-        """The compute is issued: start stores. Waits for nothing."""
+        """Called once the compute is issued: starts stores, and waits for nothing."""
         self._worker.start_store(_message(self._get_connector_metadata()))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Requests whose asynchronous load has ended, well or not. No store holds a request's blocks."""
+        """Requests whose asynchronous load has ended, with or without success. No store holds a request's blocks."""
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending, results.finished_recving
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """As `get_finished`, with the loads that failed of models with several KV groups."""
+        """Like `get_finished`, plus the failed loads of models with several KV groups."""
         self._worker.collect()
         received, failed = self._worker.take_received()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks whose load failed: vLLM computes them again, or fails the request, by its own policy."""
+        """Blocks whose load failed. vLLM computes them again, or fails the request, by its own policy."""
         return self._worker.take_invalid()
 
     def build_connector_worker_meta(self) -> CopyReports | None:
-        """What became of copies, for the scheduler's half."""
+        """Reports of ended copies, for the scheduler's half."""
         return self._worker.take_reports() if self._worker_half is not None else None
 
     @classmethod
@@ -216,18 +221,34 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     # both
 
     def take_events(self) -> Iterable[Any]:
-        """KV events of the tiers: which blocks came to host memory or to storage, and which left."""
+        """KV events of the tiers: which blocks entered or left host memory and storage."""
         return self._scheduler_half.take_events() if self._scheduler_half is not None else ()
 
     def shutdown(self) -> None:
         """End copies, up to a deadline, and close the tiers. vLLM shuts the workers down first."""
-        if self._worker_half is not None and (reports := self._worker_half.close()) is not None:
-            LAST_REPORTS[self._engine_id] = reports
-        if self._scheduler_half is not None:
-            self._scheduler_half.update(LAST_REPORTS.pop(self._engine_id, None))
-            self._scheduler_half.close()
+        worker, scheduler = self._worker_half, self._scheduler_half
+        if worker is not None and (reports := worker.close()) is not None and worker.memory is not None:
+            LAST_REPORTS[worker.memory] = reports
+        if scheduler is not None:
+            if scheduler.memory is not None:
+                scheduler.update(LAST_REPORTS.pop(scheduler.memory, None))
+            scheduler.close()
+
+
+def _failure_policy(own: Any) -> str:
+    """The failure policy that vLLM applies. Under MultiConnector that is the outer one; `own` is the child's.
+
+    vLLM hands a child only its own part. While a worker makes its connector, the whole configuration is current.
+    """
+    whole = get_current_vllm_config_or_none()
+    outer = None if whole is None else whole.kv_transfer_config
+    policy: str = (outer or own).kv_load_failure_policy
+    return policy
 
 
 def _message(metadata: KVConnectorMetadata) -> StepMessage:
     assert isinstance(metadata, StepMessage)
     return metadata
+
+
+register()  # if users name this module's path, vLLM may load no plugins, but its metrics need the registered name

@@ -1,10 +1,10 @@
-"""KV events in vLLM's words: which blocks are in kvtier's tiers, said beside what vLLM says of its own GPU blocks."""
+"""Publishes as vLLM's KV events which blocks are in kvtier's tiers, beside vLLM's own events of its GPU blocks."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
-from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
@@ -14,37 +14,36 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvtier.connector.scheduler import BlockChain
-from kvtier.tiers.chain import is_named_by
-from kvtier.tiers.events import EventSource, Removed
-from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.tier import BlockRecord, ChainHash
+from kvtier.connector import BlockChain
+from kvtier.tiers import TIERS, BlockRecord, ChainHash
+from kvtier.tiers.hierarchy import EventSource, Hierarchy, Removed
+from kvtier.tiers.naming import is_named_by
 
 T = TypeVar("T")
 
-MOST: Final = 512  # blocks of one tier told in a step: what a slab held at start is told over as many steps as it takes
-_REMEMBERED: Final = 65_536  # chain roots, and blocks of adapters, known from requests
+MOST: Final = 512  # blocks of one tier reported in a step; what a slab held at start takes several steps
+_REMEMBERED: Final = 65_536  # chain roots and adapters' blocks remembered from requests
 
 
 class VllmEvents:
-    """What `take_events` returns. Called from the scheduler's thread.
+    """The events that `take_events` returns. Called from the scheduler's thread.
 
-    A reset is told as the removal of everything: vLLM's `AllBlocksCleared` names no medium, and vLLM publishes a
-    connector's events behind those of its GPU blocks, so it would wipe out what a step has just stored there.
+    A reset is reported as the removal of every block. vLLM's `AllBlocksCleared` names no medium, and vLLM publishes a
+    connector's events after those of its GPU blocks. So it would also clear what the same step stored there.
     """
 
     def __init__(self, hierarchy: Hierarchy, root: ChainHash, groups: Sequence[Any], algorithm: str | None) -> None:
-        """`root` is where chains begin by default, `groups` are vLLM's KV groups.
+        """`root` is where chains begin by default; `groups` are vLLM's KV groups.
 
-        `algorithm` is vLLM's, by which it hashes blocks; None: names are our own.
+        `algorithm` is the one by which vLLM hashes blocks; None if names are kvtier's own.
         """
         self._source = EventSource(hierarchy)
         self._hash = None if algorithm is None else get_hash_fn_by_name(algorithm)
         self._root = root
-        self._roots: dict[ChainHash, None] = {}  # of other tenants and adapters, where names are our own
+        self._roots: dict[ChainHash, None] = {}  # roots of other tenants and adapters, if names are kvtier's own
         self._adapters: dict[ChainHash, Any] = {}
         self._keys: dict[ChainHash, tuple[Any, ...] | None] = {}  # extra keys of requests' blocks
-        self._withheld: dict[tuple[str, ChainHash], None] = {}  # (tier, block) that nobody is told of
+        self._withheld: dict[tuple[str, ChainHash], None] = {}  # (tier, block) pairs that are not published
         self._group: dict[str, Any] = {}
         if len(groups) == 1:  # a block of several groups is all of theirs together
             spec = groups[0].kv_cache_spec
@@ -56,16 +55,16 @@ class VllmEvents:
 
     @property
     def due(self) -> bool:
-        """Whether there is something to tell."""
+        """Whether there are events to publish."""
         return self._source.waiting
 
     @property
     def coming(self) -> bool:
-        """Whether there will be, once what is under way has ended."""
+        """Whether there will be events once copies under way have ended."""
         return self._source.coming
 
     def note(self, request: Any, chain: BlockChain, run: range) -> None:
-        """Blocks `run` of a live request are going to be stored."""
+        """Note that blocks `run` of a live request are going to be stored."""
         _remember(self._roots, [chain.parent(0)], None)
         names = chain.hashes[run.start : run.stop]
         if request.lora_request is not None:
@@ -79,23 +78,24 @@ class VllmEvents:
             _remember(self._keys, [name], one)
 
     def take(self) -> Iterator[BlockStored | BlockRemoved]:
-        """What changed since the last time."""
+        """Events since the last call."""
         for event in self._source.take(MOST):
             if isinstance(event, Removed):
                 gone = [name for name in event.hashes if self._withheld.pop((event.tier, name), self) is self]
                 names = [self._external(name) for name in gone]
                 group = self._group.get("group_idx")
                 if names:
-                    yield BlockRemoved(block_hashes=names, medium=_medium(event.tier), group_idx=group)
+                    yield BlockRemoved(block_hashes=names, medium=TIERS[event.tier].medium, group_idx=group)
                 continue
-            told = [block for block in event.blocks if self._tellable(event.tier, block)]
-            if told:  # what is withheld takes with it what is behind it
-                yield self._stored(event.tier, told)
+            known = [block for block in event.blocks if self._is_known(event.tier, block)]
+            if known:  # without a withheld block the blocks after it cannot be published either
+                yield self._stored(event.tier, known)
 
-    def _tellable(self, tier: str, block: BlockRecord) -> bool:
-        """Whether it is known what shapes the block's KV: a live request said so, or its tokens explain its name.
+    def _is_known(self, tier: str, block: BlockRecord) -> bool:
+        """Whether everything that shapes the block's KV is known: a live request or its own tokens explain it.
 
-        What a slab held at start may be a tenant's: told without its salt it would be taken for everybody's.
+        A block that a slab held at start may be a tenant's. Published without its salt, it would be taken for
+        everybody's.
         """
         if block.chain_hash in self._keys:
             return True
@@ -122,7 +122,7 @@ class VllmEvents:
             token_ids=tokens.tolist(),
             block_size=len(first.tokens) // 4,
             lora_id=None if adapter is None else adapter.adapter_id,
-            medium=_medium(tier),
+            medium=TIERS[tier].medium,
             lora_name=None if adapter is None else adapter.lora_name,
             extra_keys=keys if any(keys) else None,
             **self._group,
@@ -134,17 +134,13 @@ class VllmEvents:
         return external
 
     def _short(self, name: ChainHash) -> bytes:
-        """The name as vLLM has it: its xxh3 hashes of 16 bytes are kept twice over (`VllmChain`)."""
+        """The name as vLLM has it. Its 16-byte xxh3 hashes are stored twice in a row (`VllmChain`)."""
         half = len(name) // 2
         return name[:half] if self._hash is not None and name[:half] == name[half:] else name
 
 
-def _medium(tier: str) -> str:
-    return {"l2": str(MEDIUM_CPU), "file": str(MEDIUM_STORAGE), "redis": "EXTERNAL"}[tier]
-
-
 def _remember(known: dict[T, Any], names: Sequence[T], what: Any) -> None:
-    """Note names, and forget the oldest beyond what is remembered."""
+    """Remember names, and forget the oldest beyond `_REMEMBERED`."""
     for name in names:
         known[name] = what
     while len(known) > _REMEMBERED:

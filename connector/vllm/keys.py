@@ -1,11 +1,11 @@
-"""Names for the blocks of a vLLM request: vLLM's own hashes as they are, or our chain over its tokens."""
+"""Names the blocks of a vLLM request: by vLLM's own hashes, or by kvtier's chain over its tokens."""
 
 import hashlib
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvtier.tiers.chain import TokenChain, pack_tokens, root_hash
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers import ChainHash
+from kvtier.tiers.naming import TokenChain, pack_tokens, root_hash
 
 _DIGEST: Final = 32  # bytes of a name
 
@@ -16,13 +16,13 @@ class VllmChain:
     __slots__ = ("_hashes", "_lora", "_request", "block_size", "root", "tenant")
 
     def __init__(self, request: Any, root: ChainHash, block_size: int, lora: bytes | None) -> None:
-        """`lora` is what the adapter's weights are: vLLM's hashes know its name and path alone."""
+        """`lora` identifies the adapter's weights: vLLM's hashes cover only its name and path."""
         self._request = request
         self._lora = lora
         self._hashes: list[ChainHash] = []
         self.block_size = block_size
         self.root = root
-        salt = request.cache_salt  # in vLLM's hashes of its first block
+        salt = request.cache_salt  # vLLM hashes it into the first block
         self.tenant = root if salt is None else root_hash(root, cache_salt=salt)
 
     def current(self) -> "VllmChain":
@@ -31,14 +31,16 @@ class VllmChain:
 
     @property
     def hashes(self) -> Sequence[ChainHash]:
-        """The names of its full blocks. vLLM's own list, where its hashes can be taken as they are."""
+        """The names of its full blocks; vLLM's own list if its hashes can be used unchanged."""
         theirs: list[bytes] = self._request.block_hashes
         if self._lora is None and (not theirs or len(theirs[0]) == _DIGEST):
             return theirs
         for name in theirs[len(self._hashes) :]:
             if self._lora is not None:
                 name = hashlib.sha256(self._lora + name).digest()
-            self._hashes.append(name if len(name) == _DIGEST else name * 2)  # 16 bytes of xxh3, as our own scheme's
+            self._hashes.append(
+                name if len(name) == _DIGEST else name * 2
+            )  # 16 bytes of xxh3, doubled as in kvtier's own scheme
         return self._hashes
 
     def parent(self, block: int) -> ChainHash:
@@ -52,14 +54,14 @@ class VllmChain:
 
 
 class OwnChain:
-    """A request's blocks under our own names, the same for every engine: costs a SHA-256 a block."""
+    """A request's blocks under kvtier's own names, the same for every engine. Costs a SHA-256 for each block."""
 
     __slots__ = ("_chain", "_request")
 
     def __init__(
         self, request: Any, named: tuple[bytes, str | None, str | None, bytes | None], block_size: int, scheme: str
     ) -> None:
-        """`named` is what the root is made of: fingerprint, salt, name and digest of an adapter."""
+        """`named` is what the root is made of: fingerprint, salt, and an adapter's name and digest."""
         fingerprint, salt, lora_name, lora_digest = named
         root = root_hash(fingerprint, cache_salt=salt, lora_name=lora_name, lora_digest=lora_digest)
         self._request = request

@@ -1,4 +1,4 @@
-"""What crosses between kvtier's halves in vLLM's processes: a step's copies one way, what became of them the other."""
+"""The messages between the connector's halves: a step's copies one way, reports of their results the other."""
 
 import os
 from dataclasses import dataclass, field
@@ -6,21 +6,21 @@ from pathlib import Path
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvtier.connector.attachment import join
-from kvtier.connector.plan import WorkerReport
+from kvtier.connector import WorkerReport
+from kvtier.connector.daemon import join
 from kvtier.tiers.host import HostRegion
 
 
 @dataclass(frozen=True, slots=True)
 class RegionHandle:
-    """L2 of the scheduler's process: where another process of this user on this machine finds and maps it."""
+    """How another process of this user on this machine finds and maps the L2 of the scheduler's process."""
 
     pid: int
     fd: int
     num_slots: int
     slot_bytes: int
     region_id: int
-    client: tuple[str, bytes] | None = None  # where it is a daemon's: the socket, and what that calls the scheduler
+    client: tuple[str, bytes] | None = None  # for a daemon's L2: the socket, and the daemon's name for the scheduler
 
     @classmethod
     def of(cls, region: HostRegion, client: tuple[str, bytes] | None = None) -> "RegionHandle":
@@ -29,12 +29,12 @@ class RegionHandle:
         return cls(os.getpid(), region.fd, region.num_slots, region.slot_bytes, region.region_id, client)
 
     def join(self) -> None:
-        """Where it is a daemon's, have what is leased to us stay leased until this process has ended as well."""
+        """For a daemon's L2, keep what is leased to us leased until this process has ended as well."""
         if self.client is not None and self.pid != os.getpid():
             join(Path(self.client[0]), self.client[1])
 
     def attach(self) -> HostRegion:
-        """Map it here. OSError where the process is gone or is another user's, TierUnavailable where the daemon is."""
+        """Map it here. Raises OSError if the process is gone or another user's, TierUnavailable if the daemon is."""
         self.join()
         fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -45,30 +45,30 @@ class RegionHandle:
 
 @dataclass
 class StepMessage(KVConnectorMetadata):
-    """One step, from the scheduler to every worker."""
+    """One step's message, from the scheduler to every worker."""
 
-    region: RegionHandle | None  # None: the daemon was not reached yet, and nothing is planned
+    region: RegionHandle | None  # None: the daemon was not reached yet, so nothing is planned
     plan: bytes  # `StepPlan`: loads, and stores of blocks this step fills
-    tails: bytes  # `StepPlan`: stores of requests that have ended; before the step's compute
+    tails: bytes  # `StepPlan`: stores of finished requests; made before the step's compute
     is_idle: bool  # nothing is computed in this step
-    fences: tuple[int, ...] = ()  # stores whose blocks this step writes to
-    lost: dict[str, tuple[int, ...]] = field(default_factory=dict)  # request → blocks promised and not there any more
-    late: frozenset[str] = frozenset()  # of those, the requests that wait for an asynchronous load
+    fences: tuple[int, ...] = ()  # stores that must end first, since this step writes to their blocks
+    lost: dict[str, tuple[int, ...]] = field(default_factory=dict)  # request → blocks that were promised and are gone
+    late: frozenset[str] = frozenset()  # of those requests, the ones that wait for an asynchronous load
 
 
 @dataclass
 class CopyReports(KVConnectorWorkerMetadata):
-    """From the workers to the scheduler: op → (ranks that ended it well, ranks that did not)."""
+    """The workers' reports to the scheduler: op → (ranks that succeeded, ranks that failed)."""
 
     ops: dict[int, tuple[int, int]]
 
     @classmethod
     def of(cls, report: WorkerReport) -> "CopyReports":
-        """One rank's report."""
+        """The report of one rank."""
         return cls({**dict.fromkeys(report.finished, (1, 0)), **dict.fromkeys(report.failed, (0, 1))})
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "CopyReports":
-        """Both ranks' together."""
+        """The reports of both ranks together."""
         assert isinstance(other, CopyReports)
         ops = dict(self.ops)
         for op_id, (well, badly) in other.ops.items():
@@ -77,5 +77,6 @@ class CopyReports(KVConnectorWorkerMetadata):
         return CopyReports(ops)
 
 
-# What a worker that shut down in this very process reported last: nobody asks it again. By the engine's id.
-LAST_REPORTS: dict[str, CopyReports] = {}
+# The last report of a worker that shut down in this process, which vLLM no longer asks. By the memory it copied for,
+# since two connectors under one MultiConnector share their engine's id and number their ops alike.
+LAST_REPORTS: dict[RegionHandle, CopyReports] = {}

@@ -1,4 +1,4 @@
-"""What vLLM keeps of a model: its KV groups' layers, where a slot holds them, and what all of it is named after."""
+"""Reads a model's KV layout from vLLM's configuration: how a slot holds its layers, and what names its blocks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,21 +15,19 @@ from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
-from kvtier.connector.checkpoint import config_digest_of, name_of, revision_of
-from kvtier.tiers.chain import root_hash
+from kvtier.connector.models import config_digest_of, name_of, revision_of
+from kvtier.tiers import ConfigError
 from kvtier.tiers.config import CacheConfig
-from kvtier.tiers.engine_blocks import BlockPart, EngineBlocks
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.identity import ModelIdentity, config_digest
-from kvtier.tiers.shape import DTYPE_BYTES
+from kvtier.tiers.copies import BlockPart, EngineBlocks
+from kvtier.tiers.naming import DTYPE_BYTES, ModelIdentity, config_digest, root_hash
 
-SUPPORTED: Final = ((0, 32), (0, 34))  # from, below: the releases whose connector interface this one is written for
+SUPPORTED: Final = ((0, 32), (0, 34))  # from, below: releases whose connector interface this code is written for
 _SPECS: Final = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
-_CPU_TILE: Final = 32  # tokens whose keys vLLM's CPU kernels keep transposed
+_CPU_TILE: Final = 32  # vLLM's CPU kernels keep the keys of this many tokens transposed
 
 
 def require_supported_version() -> None:
-    """ConfigError names this vLLM's version and those that are supported."""
+    """Raise ConfigError if this version of vLLM is not supported."""
     numbers = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2] if part.isdigit())
     if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
         oldest, newest = (".".join(map(str, version)) for version in SUPPORTED)
@@ -38,18 +36,19 @@ def require_supported_version() -> None:
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
-    """What one slot holds of `block_size` tokens: every rank's part, in it layer by layer in order of their indices.
+    """What one slot holds for `block_size` tokens: every rank's part, and in it every layer in order of index.
 
-    Native, a layer is what vLLM presents as `[heads, tokens, content]`; canonical, `[2 (K, V), tokens, heads, dim]`.
+    In native form a layer is `[heads, tokens, content]`, as in vLLM. In canonical form it is `[2 (K, V), tokens, heads,
+    dim]`.
     """
 
     block_size: int  # tokens
-    groups: tuple[tuple[str, ...], ...]  # names of the layers of each KV group
+    groups: tuple[tuple[str, ...], ...]  # layer names of each KV group
     layers: tuple[str, ...]  # all of them, in the order of a slot
     layer_bytes: tuple[int, ...]  # of one rank
     num_parts: int  # tensor-parallel ranks that hold different heads
     replicas: int  # consecutive ranks that hold the same
-    content: str  # how vLLM's kernels arrange the inside of a block: "plain", or a name for their own way
+    content: str  # how vLLM's kernels arrange a block's inside: "plain", or the name of another way
     canonical: bool
 
     @property
@@ -64,7 +63,7 @@ class SlotPlan:
 
 
 def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> SlotPlan:
-    """The plan for a model. ConfigError where its KV cannot be kept right."""
+    """The plan for a model. Raises ConfigError if its KV cannot be kept correctly."""
     _require_supported(vllm_config)
     specs = dict[str, Any]()
     for group in kv_cache_config.kv_cache_groups:
@@ -77,7 +76,7 @@ def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> Slo
         raise ConfigError(f"KV layout: {len(layers)} layers share indices; kvtier keeps models with one KV a layer")
     if len({spec.block_size for spec in specs.values()}) != 1:
         raise ConfigError("KV layout: KV groups with blocks of different sizes; kvtier keeps groups of one block size")
-    if len({spec.page_size_bytes for spec in specs.values()}) != 1:  # the scheduler's half would see one of them only
+    if len({spec.page_size_bytes for spec in specs.values()}) != 1:  # the scheduler's half would see only one of them
         raise ConfigError("KV layout: layers whose KV differs in size; kvtier keeps models whose layers are alike")
     parallel, spec = vllm_config.parallel_config, specs[layers[0]]
     if kv_cache_config.hash_block_size not in (None, spec.block_size):
@@ -100,17 +99,17 @@ def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> Slo
 
 
 def why_none(vllm_config: Any) -> str | None:
-    """Why nothing that is loaded could be used here; None where it can."""
+    """Why loaded KV could not be used with this configuration; None if it can."""
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     if vllm_config.model_config.use_mla and not (cache.enable_prefix_caching or scheduler.enable_chunked_prefill):
-        return "vLLM's MLA kernel on this platform computes whole prompts only, and cannot go on behind a prefix"
+        return "vLLM's MLA kernel on this platform computes whole prompts only, and cannot continue after a prefix"
     return None
 
 
 def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: int) -> EngineBlocks:
-    """A rank's KV tensors, by the names of their layers, as parts of slots. Each is `[blocks, heads, tokens, content]`.
+    """A rank's KV tensors, by layer name, as parts of slots. Each tensor is `[blocks, heads, tokens, content]`.
 
-    With kernel blocks smaller than vLLM's, a block is several consecutive entries.
+    If kernel blocks are smaller than vLLM's blocks, a block is several consecutive entries.
     """
     start = rank // plan.replicas * plan.part_bytes
     num_blocks = _num_blocks(plan, kv_caches)
@@ -144,7 +143,7 @@ def _keys_and_values(tensor: torch.Tensor, content: str) -> Sequence[torch.Tenso
     dim = both // 2
     if content == "plain":
         return [tensor[..., half].permute(0, 1, 3, 2, 4) for half in (slice(dim), slice(dim, both))]
-    # vLLM's CPU kernels: per head first all keys, in tiles of 32 tokens stored dimension by dimension, then all values.
+    # vLLM's CPU kernels keep, per head, all keys in transposed tiles of 32 tokens, and then all values.
     flat = tensor.flatten(3)
     keys = _split(flat[..., : tokens * dim], 3, tokens // _CPU_TILE, dim, _CPU_TILE)
     values = _split(flat[..., tokens * dim :], 3, tokens, dim)
@@ -152,15 +151,15 @@ def _keys_and_values(tensor: torch.Tensor, content: str) -> Sequence[torch.Tenso
 
 
 def fingerprint(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: CacheConfig) -> bytes:
-    """32 bytes that name this model's KV. ConfigError where it could not be told from another's."""
+    """32 bytes that name this model's KV. Raises ConfigError if it could not be told from another's."""
     named = identity(vllm_config, kv_cache_config, plan, cache).fingerprint()
-    if plan.canonical or cache.cache_salt is None:  # our own keys carry the salt
+    if plan.canonical or cache.cache_salt is None:  # kvtier's own keys include the salt
         return named
     return root_hash(named, cache_salt=cache.cache_salt)
 
 
 def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: CacheConfig) -> ModelIdentity:
-    """What the KV depends on: the checkpoint, and how vLLM was told to compute and to keep it."""
+    """Everything the KV depends on: the checkpoint, and vLLM's settings for computing and storing it."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     path = checkpoint_path(model)
     spec = _spec(kv_cache_config, plan.layers[0])
@@ -188,30 +187,30 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
 
 
 def _config_digest(model: Any, path: Path) -> str:
-    """The checkpoint's own configuration, or what vLLM was told to take instead."""
+    """The digest of the checkpoint's configuration, or of the one that overrides it in vLLM."""
     if model.hf_overrides or model.hf_config_path:
         return config_digest(model.hf_config.to_dict())
     return config_digest_of(path)
 
 
 def _quantization(model: Any) -> str | None:
-    """Method and settings that vLLM was given; those of the checkpoint are in its configuration."""
+    """Quantization method and settings given to vLLM; the checkpoint's own are in its configuration."""
     settings = model.quantization_config
     return model.quantization if settings is None else f"{model.quantization} {settings}"
 
 
 def hash_scheme(algorithm: str) -> str:
-    """vLLM's way to name blocks: the algorithm and what its chains begin with. ConfigError where that is random."""
+    """How vLLM names blocks: its hash algorithm, and where chains begin. Raises ConfigError if that is random."""
     function = get_hash_fn_by_name(algorithm)
     seed = resolve_none_hash_seed(function)
     if seed != resolve_none_hash_seed(function):
-        mend = "set PYTHONHASHSEED to one value for every process, or use --prefix-caching-hash-algo sha256"
-        raise ConfigError(f"prefix_caching_hash_algo {algorithm!r}: its chains begin at random here; {mend}")
+        fix = "set PYTHONHASHSEED to one value for every process, or use --prefix-caching-hash-algo sha256"
+        raise ConfigError(f"prefix_caching_hash_algo {algorithm!r}: its chains begin at a random value; {fix}")
     return f"vllm-{algorithm}-{function(seed).hex()}"
 
 
 def checkpoint_path(model_config: Any) -> Path:
-    """The local directory vLLM reads the model from. ConfigError where there is none."""
+    """The local directory from which vLLM reads the model. Raises ConfigError if there is none."""
     path = Path(model_config.model)
     if path.is_dir():
         return path.resolve()
@@ -238,7 +237,7 @@ def _is_mla(spec: Any) -> bool:
 
 
 def _content(spec: Any) -> str:
-    """How the platform's kernels arrange a block's inside. Two names, and neither reads what the other wrote."""
+    """How the platform's kernels arrange a block's inside. Kernels of one name cannot read blocks of another."""
     if not current_platform.is_cpu():
         return "plain"
     if _is_mla(spec):
@@ -257,7 +256,7 @@ def _require_supported(vllm_config: Any) -> None:
     if speculative is not None and speculative.method != "ngram":
         raise ConfigError(f"speculative method {speculative.method!r}: a draft model's KV is not kept yet; use ngram")
     if vllm_config.load_config.load_format == "dummy":
-        raise ConfigError('load_format "dummy": random weights have no name to keep blocks under; load a checkpoint')
+        raise ConfigError('load_format "dummy": random weights have no name for their blocks; load a checkpoint')
     if model.is_encoder_decoder:
         raise ConfigError(f"model {model.model!r}: an encoder's KV is not kept; leave kvtier out")
 

@@ -1,13 +1,12 @@
-"""What a user may say in vLLM's `kv_connector_extra_config`: our configuration, and a word on keys and loads."""
+"""Parses vLLM's `kv_connector_extra_config`: kvtier's configuration, and two options for keys and loads."""
 
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Final, Literal
 
-from kvtier.tiers.config import Config, options
-from kvtier.tiers.errors import ConfigError
+from kvtier.tiers import ConfigError
+from kvtier.tiers.config import Config, nearest, options
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ class VllmOptions:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> "VllmOptions":
-        """From the extra configuration. A name nobody knows is a warning; a value that can't be used a ConfigError."""
+        """Parse the extra configuration. An unknown name is a warning; an unusable value raises ConfigError."""
         own = {name: value for name, value in extra.items() if name in _OWN}
         sections = {name: _known(name, value) for name, value in extra.items() if name not in _OWN}
         keys, layerwise = own.get("keys", "vllm"), own.get("layerwise", False)
@@ -42,9 +41,10 @@ class VllmOptions:
         return cls(Config.load(own.get("config"), **given), keys, layerwise)
 
     def shared(self, replica: int = 0, num_replicas: int = 1) -> Config:
-        """The configuration with L2 in memory that vLLM's workers can map; they pin it, this process need not.
+        """The configuration with L2 in memory that vLLM's workers can map. They pin it; this process need not.
 
-        Data-parallel replicas of one server share the file tier's size, in a directory each: a slab has one owner.
+        Data-parallel replicas of one server divide the size of the file tier, each in its own directory: a slab has one
+        owner.
         """
         host = self.config.host.model_copy(update={"shared": True, "pin": False})
         file = self.config.file
@@ -53,8 +53,8 @@ class VllmOptions:
             file = file.model_copy(update=own)
         return self.config.model_copy(update={"host": host, "file": file})
 
-    def warn(self, block_size: int, failure_policy: str) -> None:
-        """Say what is legal, and probably not what the user meant."""
+    def warn(self, block_size: int) -> None:
+        """Warn of settings that are valid, but probably not meant."""
         asked = self.config.cache
         if "block_size" in asked.model_fields_set and asked.block_size != block_size:
             _log.warning(
@@ -62,29 +62,28 @@ class VllmOptions:
                 "or start vLLM with --block-size %d",
                 *(asked.block_size, block_size, asked.block_size),
             )
-        if failure_policy == "fail":
-            _log.warning(
-                'kv_load_failure_policy "fail": a request whose KV cannot be loaded (a disk error, say) ends with an '
-                'error; with "recompute" vLLM computes it instead, and nobody notices'
-            )
+
+
+def warn_of_policy(failure_policy: str) -> None:
+    """Warn of what vLLM's default policy costs. Under MultiConnector the outer policy counts."""
+    if failure_policy == "fail":
+        _log.warning(
+            'kv_load_failure_policy "fail": a request whose KV cannot be loaded (a disk error, say) ends with an '
+            'error; with "recompute" vLLM computes that KV instead'
+        )
 
 
 def _known(name: str, value: Any) -> Mapping[str, Any] | None:
-    """A section without options nobody knows; None for no section of ours."""
+    """A section without its unknown options; None for an unknown section."""
     sections: dict[str, set[str]] = {}
     for section, option, _ in options():
         sections.setdefault(section, set()).add(option)
     if name not in sections:
-        _log.warning("kv_connector_extra_config, %s: unknown and ignored%s", name, _nearest(name, {*sections, *_OWN}))
+        _log.warning("kv_connector_extra_config, %s: unknown and ignored%s", name, nearest(name, {*sections, *_OWN}))
         return None
     if not isinstance(value, Mapping):
         raise ConfigError(f"kv_connector_extra_config, {name} {value!r}: not a section; write its options in braces")
     for option in value.keys() - sections[name]:
-        hint = _nearest(option, sections[name])
+        hint = nearest(option, sections[name])
         _log.warning("kv_connector_extra_config, %s.%s: unknown and ignored%s", name, option, hint)
     return {option: value[option] for option in value.keys() & sections[name]}
-
-
-def _nearest(name: str, known: set[str]) -> str:
-    close = get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}"

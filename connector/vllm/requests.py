@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.connector.scheduler import BlockChain
-from kvtier.connector.vllm_keys import OwnChain, VllmChain
+from kvtier.connector import BlockChain
+from kvtier.connector.vllm.keys import OwnChain, VllmChain
 
 Tables = Sequence[Sequence[int]]
 """A request's block ids, one table for each KV group."""
 
 
 @dataclass(slots=True)
-class Row:
+class TrackedRequest:
     """A live request of vLLM's. Implements the scheduler side's `Request`."""
 
     request: Any
@@ -22,6 +22,7 @@ class Row:
     asked: int = 0  # tokens vLLM had at the last lookup
     answer: tuple[int | None, bool] | None = None
     good_until: float = 0.0
+    patient_until: float | None = None  # for stores of others that are under way; None: not asked for yet
     synchronous: bool = False  # how the answer's load would be made
     tables: Tables = ()  # as of its last load or store
 
@@ -54,3 +55,15 @@ class NextStep:
     lost: dict[str, tuple[int, ...]] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
     targets: set[int] = field(default_factory=set)  # blocks that loads write to, by vLLM's ids
+
+
+def handed_out(output: Any, block_size: int) -> set[int]:
+    """Blocks that vLLM gives out anew in this step: only those can be written to while a store still reads them."""
+    new: list[tuple[Tables, int]] = [(data.block_ids, data.num_computed_tokens) for data in output.scheduled_new_reqs]
+    cached = output.scheduled_cached_reqs
+    for request_id, tables, num_computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if tables is not None:
+            new.append((tables, num_computed if request_id in cached.resumed_req_ids else 0))
+    return {block for tables, num_computed in new for table in tables for block in table[num_computed // block_size :]}

@@ -1,69 +1,64 @@
-"""The scheduler half of the vLLM connector: vLLM's requests, blocks and steps in the words of our scheduler side."""
+"""The scheduler half of the vLLM connector: translates vLLM's requests, blocks and steps for `SchedulerSide`."""
 
 import logging
 import time
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Final
 
-from kvtier.connector.checkpoint import revision_of
-from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
-from kvtier.connector.remote import RemoteTiers
-from kvtier.connector.scheduler import SchedulerSide
-from kvtier.connector.vllm_events import VllmEvents
-from kvtier.connector.vllm_keys import OwnChain, VllmChain
-from kvtier.connector.vllm_messages import CopyReports, RegionHandle, StepMessage
-from kvtier.connector.vllm_model import SlotPlan
-from kvtier.connector.vllm_requests import NextStep, Row, Tables, WatchedOp
-from kvtier.connector.vllm_worker import with_blocks
-from kvtier.tiers.below import TiersBelow
-from kvtier.tiers.chain import root_hash
+from kvtier.connector import CopyOp, SchedulerSide, StepPlan, WorkerReport
+from kvtier.connector.daemon import RemoteTiers
+from kvtier.connector.models import revision_of
+from kvtier.connector.vllm.events import VllmEvents
+from kvtier.connector.vllm.keys import OwnChain, VllmChain
+from kvtier.connector.vllm.messages import CopyReports, RegionHandle, StepMessage
+from kvtier.connector.vllm.model import SlotPlan
+from kvtier.connector.vllm.requests import NextStep, Tables, TrackedRequest, WatchedOp, handed_out
+from kvtier.connector.vllm.worker import with_blocks
+from kvtier.tiers import L2, ChainHash, ConfigError
 from kvtier.tiers.config import CacheConfig
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.local_tiers import LocalTiers
-from kvtier.tiers.prefetch import Pending
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers.hierarchy import PENDING, CacheTiers, Hierarchy, Pending
+from kvtier.tiers.naming import root_hash
 
 _log = logging.getLogger(__name__)
 
-_ASK_AGAIN: Final = 0.05  # seconds an answer is good for: vLLM asks at every step for every request that waits
-_LOOK_AGAIN: Final = 0.002  # seconds the answer "ask again" is good for
-_IDLE_WAIT: Final = (
-    0.005  # seconds an idle step waits for the tiers' answer: how long a request that comes then may wait
-)
-_TINY: Final = 1 << 20  # bytes up to which a load is waited for rather than costing the request a step
-_SHORT: Final = 256 << 20  # the same where nothing else is computed that would wait too
-_PATIENCE: Final = 10.0  # seconds without a report after which an idle engine is not kept stepping for copies
+_ASK_AGAIN: Final = 0.05  # seconds an answer stays valid: vLLM asks at every step for every waiting request
+_LOOK_AGAIN: Final = 0.002  # seconds the answer "ask again" stays valid
+_STORED_SOON: Final = 0.05  # seconds a request waits for its first answer while a store of its blocks is under way
+_IDLE_WAIT: Final = 0.005  # seconds an idle step waits for the tiers, and so how long a new request may wait
+_TINY: Final = 1 << 20  # a load up to this many bytes is waited for, since another step would cost more
+_SHORT: Final = 256 << 20  # the same if nothing else is computed that would wait too
+_PATIENCE: Final = 10.0  # seconds without a report after which an idle engine stops stepping for copies
 _NULL: Final = 0  # vLLM's block that stands for "not kept", e.g. behind a sliding window
 
 
 class SchedulerHalf:
-    """What `KVTierConnector` asks in vLLM's scheduler process. Called from its thread.
+    """The part of `KVTierConnector` in vLLM's scheduler process. Called from that thread.
 
-    Nothing here waits, but for the tiers' answer where the step has nothing else to do: vLLM would step at once again,
-    and on a machine with fewer cores than ranks that spin the daemon had no core to answer on.
+    Nothing here waits, except an idle step for the tiers' answer. Without that wait vLLM would step again at once. On a
+    machine with fewer cores than ranks, that busy loop would leave the daemon no core to answer on.
     """
 
     def __init__(
-        self, plan: SlotPlan, tiers: TiersBelow, cache: CacheConfig, root: bytes, num_blocks: int, num_ranks: int
+        self, plan: SlotPlan, tiers: CacheTiers, cache: CacheConfig, root: bytes, num_blocks: int, num_ranks: int
     ) -> None:
-        """`num_blocks` is how many vLLM has; `root` is where our own chains begin, and the parent of vLLM's."""
+        """`num_blocks` is vLLM's number of blocks. `root` is where kvtier's chains begin, and the parent of vLLM's."""
         self.side = SchedulerSide(tiers)
         self._plan = plan
         self._cache = cache
         self._root = root
         self._num_blocks = num_blocks
         self._num_ranks = num_ranks
-        self._region: RegionHandle | None = None
+        self.memory: RegionHandle | None = None  # the handle of L2 last sent to the workers
         self._layerwise = False
         self._waits = True
         self._keeps = True
         self._shares = True
         self._was_idle = True
         self._awaits = False  # some request has no answer yet
-        self._events: VllmEvents | None = None  # where vLLM publishes them
-        self._rows: dict[str, Row] = {}
+        self._events: VllmEvents | None = None  # None unless vLLM publishes events
+        self._rows: dict[str, TrackedRequest] = {}
         self._ops: dict[int, WatchedOp] = {}
         self._arriving: dict[str, set[ChainHash]] = {}  # request → blocks on their way to L1 for it
         self._readers: dict[int, set[int]] = {}  # block, by vLLM's id → the stores that still have to read it
@@ -73,9 +68,11 @@ class SchedulerHalf:
         self._unnamed: set[str] = set()  # adapters that a word was said about
 
     def configure(self, *, layerwise: bool, waits: bool, keeps: bool, shares: bool) -> None:
-        """`layerwise`: every load runs under the compute of the step that needs it; without `waits` none does, since
-        vLLM could not take back what it computed on a load that fails; without `keeps` every request passes as if
-        there were no tiers; with `shares` vLLM gives blocks that one request loaded to the next.
+        """Set how requests are served.
+
+        `layerwise`: every load overlaps the compute of the step that needs it. `waits`: a step may wait for a load;
+        otherwise vLLM could not take back what it computed on a failed load. `keeps`: blocks are kept; otherwise every
+        request passes unchanged. `shares`: vLLM shares blocks that one request loaded with the next.
         """
         self._layerwise = layerwise
         self._waits = waits and len(self._plan.groups) == 1
@@ -83,19 +80,21 @@ class SchedulerHalf:
         self._shares = shares
 
     def tell(self, groups: Sequence[Any], algorithm: str) -> None:
-        """Have `take_events` say what the tiers hold; `groups` are vLLM's KV groups, `algorithm` hashes its blocks."""
+        """Enable `take_events`. `groups` are vLLM's KV groups; `algorithm` hashes its blocks."""
         root = root_hash(self._root, cache_salt=self._cache.cache_salt) if self._plan.canonical else self._root
-        if not isinstance(self.side.tiers, LocalTiers):
-            _log.warning("kv events: what the daemon's tiers hold is the daemon's to publish; here are vLLM's own only")
+        if not isinstance(self.side.tiers, Hierarchy):
+            _log.warning(
+                "kv events: the daemon publishes the events of its tiers; this process publishes only vLLM's own"
+            )
             return
-        self._events = VllmEvents(self.side.tiers.hierarchy, root, groups, None if self._plan.canonical else algorithm)
+        self._events = VllmEvents(self.side.tiers, root, groups, None if self._plan.canonical else algorithm)
 
     def take_events(self) -> list[Any]:
-        """vLLM's KV events: what came to the tiers and what left them since the last time."""
+        """vLLM's KV events: which blocks entered or left the tiers since the last call."""
         return list(self._events.take()) if self._events is not None else []
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """vLLM's `get_num_new_matched_tokens`: tokens that can be loaded, and whether that takes other steps."""
+        """vLLM's `get_num_new_matched_tokens`: tokens that can be loaded, and whether the load is asynchronous."""
         row = self._row(request)
         if row is None or request.skip_reading_prefix_cache:
             return 0, False
@@ -103,7 +102,7 @@ class SchedulerHalf:
         if row.answer is not None and row.asked == num_computed_tokens and now < row.good_until:
             return row.answer
         row.asked = num_computed_tokens
-        found = self.side.lookup(row, num_computed_tokens)
+        found = PENDING if self._is_stored_soon(row, now) else self.side.lookup(row, num_computed_tokens)
         self._awaits |= isinstance(found, Pending)
         if isinstance(found, Pending) or (found and self._is_arriving(row)):
             row.answer, row.good_until = (None, False), now + _LOOK_AGAIN
@@ -113,7 +112,7 @@ class SchedulerHalf:
         return row.answer
 
     def allocated(self, request: Any, tables: Tables, num_external_tokens: int) -> None:
-        """vLLM's `update_state_after_alloc`: load what was promised, or let go of the promise."""
+        """vLLM's `update_state_after_alloc`: load what was promised, or drop the promise."""
         row = self._rows.get(request.request_id)
         if row is None:
             return
@@ -138,7 +137,7 @@ class SchedulerHalf:
                 self._next.late.add(row.request_id)
 
     def build(self, output: Any) -> StepMessage:
-        """vLLM's `build_connector_meta`: this step's copies, and which earlier ones it must not overtake."""
+        """vLLM's `build_connector_meta`: this step's copies, and the earlier stores it must wait for."""
         self._was_idle = not output.num_scheduled_tokens
         if self._was_idle and self._awaits:
             self.side.wait(_IDLE_WAIT)
@@ -151,7 +150,7 @@ class SchedulerHalf:
         tails, plan = self._planned()
         self._watch(tails)
         step, self._next = self._next, NextStep()
-        written = self._written(output) | step.targets if self._readers else set()
+        written = handed_out(output, self._plan.block_size) | step.targets if self._readers else set()
         fences = {op_id for block in written & self._readers.keys() for op_id in self._readers[block]}
         self._watch(plan)
         return StepMessage(
@@ -164,8 +163,18 @@ class SchedulerHalf:
             late=frozenset(step.late),
         )
 
+    def spoiled(self, blocks: set[int]) -> None:
+        """These blocks could not be loaded: fail the stores of requests that computed on them.
+
+        Called before `update` names such a store. The load may have been another connector's under MultiConnector.
+        """
+        if blocks:
+            sound = {row.request_id for row in self._rows.values() if blocks.isdisjoint(chain(*row.tables))}
+            for op in self._ops.values():
+                op.failed |= bool(op.blocks) and op.request_id not in sound
+
     def update(self, reports: CopyReports | None) -> None:
-        """vLLM's `update_connector_output`: what the workers say of their copies."""
+        """vLLM's `update_connector_output`: take in the workers' reports of their copies."""
         if reports is None:
             return
         self._reported_at = time.monotonic()
@@ -177,7 +186,7 @@ class SchedulerHalf:
                 continue
             op.left -= well + badly
             op.failed |= badly > 0
-            if op.layerwise and badly:  # what was computed on top of it, maybe in steps planned since, is worthless
+            if op.layerwise and badly:  # everything computed on top of it, perhaps in steps planned since, is invalid
                 for other in self._ops.values():
                     other.failed |= bool(other.blocks)
             if op.left <= 0:
@@ -192,7 +201,7 @@ class SchedulerHalf:
                 row.stored = min(row.stored or 0, first_block)
 
     def finished(self, request: Any, tables: Tables) -> None:
-        """vLLM's `request_finished`: store what no step has offered yet; its blocks may be reused at once."""
+        """vLLM's `request_finished`: store the rest of its blocks, which may be reused at once."""
         row = self._rows.get(request.request_id)
         if row is None:
             return
@@ -203,14 +212,14 @@ class SchedulerHalf:
         self.side.finished(request.request_id)
 
     def found_in(self, request: Any, num_tokens: int) -> tuple[int, int]:
-        """How many of the tokens to be loaded were in host memory when first asked for, and how many below."""
+        """How many of the tokens to load were in host memory at the first lookup, and how many in lower tiers."""
         found = self.side.found(request.request_id) if request.request_id in self._rows else None
-        in_host = min(num_tokens, (found.l2 if found else 0) * self._plan.block_size)
+        in_host = min(num_tokens, (found[L2] if found else 0) * self._plan.block_size)
         return in_host, num_tokens - in_host
 
     @property
     def pending(self) -> bool:
-        """Whether copies are under way whose end an idle engine should wait for, or there is something to tell."""
+        """Whether an idle engine should keep stepping: copies are under way, or there are events to publish."""
         events = self._events
         if events is not None and events.due:
             return True
@@ -218,22 +227,22 @@ class SchedulerHalf:
         return coming and time.monotonic() - self._reported_at < _PATIENCE
 
     def reset(self) -> None:
-        """Forget every block in every tier below vLLM's own, and every promise of one."""
+        """Drop every block from every tier below vLLM's own, and every promise of one."""
         self.side.forget_promises()
         for row in self._rows.values():
             row.answer = None
         self.side.tiers.reset()
 
     def close(self) -> None:
-        """Let go of what was never reported, flush and close the tiers. Idempotent."""
+        """Release what was never reported, then flush and close the tiers. Idempotent."""
         self.side.close()
         self.side.tiers.close()
 
     def _is_synchronous(self, num_tokens: int) -> bool:
-        """Whether to wait for a load: where it is short, or costs nobody else a wait.
+        """Whether the step waits for this load: it is short, or delays no other request.
 
-        Never with several KV groups: vLLM could not be told if it failed, their block ids being ambiguous. Never with
-        several steps in flight: those planned before the failure is known are computed on top of it.
+        Never with several KV groups: block ids are then ambiguous, so vLLM could not be told of a failure. Never with
+        several steps in flight: the later ones would compute on a load that failed.
         """
         if not self._waits:
             return False
@@ -241,18 +250,31 @@ class SchedulerHalf:
         num_bytes = num_tokens // self._plan.block_size * self._plan.block_bytes
         return self._layerwise or num_bytes <= (_SHORT if alone else _TINY)
 
-    def _is_arriving(self, row: Row) -> bool:
-        """Whether the first block wanted is on its way to L1 for another request, from whom vLLM will have it."""
+    def _is_stored_soon(self, row: TrackedRequest, now: float) -> bool:
+        """Whether to delay the first lookup, since another request has just computed these blocks and stores them now.
+
+        Mostly for engines without prefix caching, which cannot share these blocks in L1.
+        """
+        if row.patient_until is None:
+            row.patient_until = now + _STORED_SOON
+        wanted = row.asked // self._plan.block_size, (row.num_tokens - 1) // self._plan.block_size
+        if now < row.patient_until and self.side.is_storing(row.chain.hashes[slice(*wanted)]):
+            return True
+        row.patient_until = 0.0
+        return False
+
+    def _is_arriving(self, row: TrackedRequest) -> bool:
+        """Whether the first block wanted is being loaded into L1 for another request, which vLLM will share."""
         if not (self._shares and self._arriving):
             return False
         wanted = row.chain.hashes[row.asked // self._plan.block_size]
         return any(wanted in hashes for hashes in self._arriving.values())
 
-    def _row(self, request: Any) -> Row | None:
-        """The request as we know it; None where its KV has no name."""
+    def _row(self, request: Any) -> TrackedRequest | None:
+        """The state of a request; None if its KV has no name."""
         row = self._rows.get(request.request_id)
         if row is None and self._keeps and (keys := self._keys(request)) is not None:
-            row = self._rows[request.request_id] = Row(request, request.request_id, keys)
+            row = self._rows[request.request_id] = TrackedRequest(request, request.request_id, keys)
             self.side.admit(row)
         return row
 
@@ -270,26 +292,28 @@ class SchedulerHalf:
         return OwnChain(request, (self._root, salt, name, digest), self._plan.block_size, self._cache.hash)
 
     def _lora_digest(self, path: str) -> bytes | None:
-        """What an adapter is; None, said once, where it is not in a local directory."""
+        """The digest of an adapter; None, logged once, if it is not in a local directory."""
         try:
             return revision_of(Path(path)).encode()
         except (ConfigError, OSError) as error:
             if path not in self._unnamed:
-                _log.warning("nothing is kept of requests with this adapter: %s", error)
+                _log.warning("no blocks of requests with this adapter are kept: %s", error)
                 self._unnamed.add(path)
             return None
 
-    def _offer(self, row: Row, num_scheduled: int, state: Any) -> None:
+    def _offer(self, row: TrackedRequest, num_scheduled: int, state: Any) -> None:
         """Plan stores of the blocks that a step fills."""
         request, size = row.request, self._plan.block_size
         if row.stored is None:
-            row.stored = 0  # what vLLM found in its own cache too: tiers that hold it take no copy, others lost it
+            row.stored = (
+                0  # also what vLLM found in its own cache: tiers that hold it take no copy, others may have lost it
+            )
         computed = request.num_computed_tokens + num_scheduled
         if computed // size > row.stored:
             self._store(row, computed, lambda: state.get_block_ids(row.request_id))
 
-    def _store(self, row: Row, num_computed: int, tables: Any) -> list[int]:
-        """Plan stores of what is full, named, in every group's table, and not planned yet; as ids of their ops."""
+    def _store(self, row: TrackedRequest, num_computed: int, tables: Any) -> list[int]:
+        """Plan stores of blocks that are full, named, and not planned yet. Returns the ids of the ops."""
         if not self._cache.store_generated:
             num_computed = min(num_computed, row.request.num_prompt_tokens)
         first = row.stored or 0
@@ -304,16 +328,16 @@ class SchedulerHalf:
         runs = groupby(range(first, last), lambda i: kept[i - first])
         return [self._store_run(row, list(run)) for is_kept, run in runs if is_kept]
 
-    def _store_run(self, row: Row, run: list[int]) -> int:
+    def _store_run(self, row: TrackedRequest, run: list[int]) -> int:
         op_id = self.side.store(row.request_id, run[0], run)
         if self._events is not None:
             self._events.note(row.request, row.chain, range(run[0], run[-1] + 1))
         return op_id
 
     def _planned(self) -> tuple[StepPlan, StepPlan]:
-        """What must be read before the step's compute, and the step's own copies, in the workers' block ids.
+        """The stores that must read before the step's compute, and the step's own copies, in the workers' block ids.
 
-        Ours are positions in the request's tables.
+        In the scheduler side's plan, block ids are positions in the request's tables.
         """
         plan = self.side.build_plan()
         tails, self._tails = self._tails, {}
@@ -328,15 +352,15 @@ class SchedulerHalf:
         return with_blocks(op, *self._worker_blocks(tables, op.device_blocks))
 
     def _handle(self) -> RegionHandle | None:
-        """Where the workers find L2: another place once a daemon was restarted."""
-        tiers, known = self.side.tiers, self._region
+        """The handle by which workers find L2. It changes when a daemon was restarted."""
+        tiers, known = self.side.tiers, self.memory
         region, member = tiers.region, tiers.member if isinstance(tiers, RemoteTiers) else None
         if region is not None and (known is None or (known.region_id, known.client) != (region.region_id, member)):
-            self._region = RegionHandle.of(region, member)
-        return self._region
+            self.memory = RegionHandle.of(region, member)
+        return self.memory
 
     def _worker_blocks(self, tables: Tables, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The blocks at some positions of every group's table, without those not kept; and each one's position."""
+        """The blocks at these positions of every group's table, without those not kept; and the position of each."""
         pairs = [
             (group * self._num_blocks + table[position], at)
             for group, table in enumerate(tables)
@@ -366,17 +390,3 @@ class SchedulerHalf:
                 readers.discard(op_id)
                 if not readers:
                     del self._readers[block]
-
-    def _written(self, output: Any) -> set[int]:
-        """Blocks handed out anew in this step: only those can be written to while a store still reads them."""
-        new: list[tuple[Tables, int]] = [
-            (data.block_ids, data.num_computed_tokens) for data in output.scheduled_new_reqs
-        ]
-        cached = output.scheduled_cached_reqs
-        for request_id, tables, num_computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if tables is not None:
-                new.append((tables, num_computed if request_id in cached.resumed_req_ids else 0))
-        size = self._plan.block_size
-        return {block for tables, num_computed in new for table in tables for block in table[num_computed // size :]}

@@ -1,4 +1,4 @@
-"""Our counters on their way into vLLM's own Prometheus registry, once a second and as differences."""
+"""Reports kvtier's metrics to vLLM's own Prometheus registry, once a second and as differences."""
 
 import time
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvtier.tiers.metrics import Metrics, Sample
+from kvtier.tiers import Metrics, Series
 
 
 @dataclass
@@ -22,11 +22,11 @@ class KVTierStats(KVConnectorStats):
 
     @classmethod
     def every(cls, seconds: float) -> "KVTierStats":
-        """What remembers the last reading; `since_last` gives the differences."""
+        """Stats that remember the last reading; `since_last` returns the differences."""
         return cls(period=seconds)
 
     def since_last(self, metrics: Metrics) -> "KVTierStats | None":
-        """The differences since the last reading; None where none is due or nothing changed."""
+        """The differences since the last reading; None if none is due, or nothing changed."""
         if (now := time.monotonic()) < self.due:
             return None
         self.due = now + self.period
@@ -40,11 +40,11 @@ class KVTierStats(KVConnectorStats):
         return KVTierStats(data=data) if data else None
 
     def reset(self) -> None:
-        """Forget the samples."""
+        """Drop the samples."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> "KVTierStats":
-        """Two intervals, or two engines', as one."""
+        """The sum of two intervals, or of two engines."""
         counters = {sample.name for sample in Metrics().samples() if sample.is_counter}
         merged = {name: dict(series) for name, series in self.data.items()}
         for name, series in other.data.items():
@@ -54,7 +54,7 @@ class KVTierStats(KVConnectorStats):
         return KVTierStats(data=merged)
 
     def reduce(self) -> dict[str, int | float]:
-        """The few numbers of vLLM's log line: blocks looked up by where they were found."""
+        """The numbers in vLLM's log line: blocks looked up, by the tier that had them."""
         return {
             f"{labels} blocks": value for labels, value in sorted(self.data.get("kvtier_lookup_blocks", {}).items())
         }
@@ -65,7 +65,10 @@ class KVTierStats(KVConnectorStats):
 
 
 class KVTierProm(KVConnectorPromMetrics):
-    """Every series of ours, named "vllm:…" as all that vLLM unregisters with an engine, vLLM's labels before ours."""
+    """Every series of kvtier's, with vLLM's labels before ours.
+
+    Names begin with "vllm:", since vLLM unregisters such series when an engine ends.
+    """
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class KVTierProm(KVConnectorPromMetrics):
         per_engine_labelvalues: Mapping[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._families: dict[str, tuple[Sample, Any]] = {}
+        self._families: dict[str, tuple[Series, Any]] = {}
         for family in Metrics().families():
             options: dict[str, Any] = {} if family.is_counter else {"multiprocess_mode": "mostrecent"}
             options |= {"documentation": family.text, "labelnames": [*labelnames, *family.labels]}
@@ -83,7 +86,7 @@ class KVTierProm(KVConnectorPromMetrics):
             self._families[family.name] = family, make(name=f"vllm:{family.name}", **options)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take one engine's samples in."""
+        """Add one engine's samples."""
         for name, series in transfer_stats_data.items():
             family, metric = self._families[name]
             for labels, value in series.items():

@@ -1,4 +1,4 @@
-"""What the bytes of vLLM's own offloading depend on, read off its configuration: the namespace of a tier below it."""
+"""Names the KV bytes of vLLM's own offloading by everything in its configuration that they depend on."""
 
 import hashlib
 import json
@@ -10,10 +10,10 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
-from kvtier.connector.checkpoint import revision_of
-from kvtier.connector.vllm_model import checkpoint_path, hash_scheme, require_supported_version
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.identity import ModelIdentity, config_digest
+from kvtier.connector.models import revision_of
+from kvtier.connector.vllm.model import checkpoint_path, hash_scheme, require_supported_version
+from kvtier.tiers import ConfigError
+from kvtier.tiers.naming import ModelIdentity, config_digest
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -22,10 +22,10 @@ _LENGTH_ROPE: Final = "length-rope:"
 
 
 def engine_config(spec: "OffloadingSpec") -> VllmConfig:
-    """The engine's configuration, of which vLLM hands a tier only a part: that of the caller who made `spec`.
+    """The configuration of the engine that made `spec`; vLLM hands a tier only a part of it.
 
-    The part leaves out what changes KV bytes (weights, overrides, compute dtype, hash algorithm), so it is looked for
-    where it stands, in our callers' variables, and known by the options it shares with `spec`.
+    That part leaves out settings that change KV bytes: weights, overrides, compute dtype, hash algorithm. So the whole
+    is searched for in the variables of the callers, and identified by the options it shares with `spec`.
     """
     frame = sys._getframe()
     while caller := frame.f_back:
@@ -34,14 +34,14 @@ def engine_config(spec: "OffloadingSpec") -> VllmConfig:
             transfer = value.kv_transfer_config if isinstance(value, VllmConfig) else None
             if transfer is not None and transfer.kv_connector_extra_config is spec.extra_config:
                 return value
-    mend = "use a version that docs/vllm_tier.md names"
-    raise ConfigError(f"vLLM {vllm_version}: a tier cannot see the engine's configuration there; {mend}")
+    fix = "use a version that docs/vllm_tier.md names"
+    raise ConfigError(f"vLLM {vllm_version}: a tier cannot find the engine's configuration there; {fix}")
 
 
 def native_identity(config: VllmConfig, spec: "OffloadingSpec", revision: str | None, epoch: int) -> ModelIdentity:
-    """Everything the chunks of `spec` depend on; `revision` names the weights instead of reading their files.
+    """Everything the chunks of `spec` depend on. `revision` names the weights, so that their files need not be read.
 
-    ConfigError for block hashes that no other process could find again, and for weights that nothing names.
+    Raises ConfigError for block hashes that no other process could reproduce, and for weights without a name.
     """
     require_supported_version()
     model: Any = config.model_config
@@ -59,7 +59,9 @@ def native_identity(config: VllmConfig, spec: "OffloadingSpec", revision: str | 
         block_size=spec.config.cache.tokens_per_hash,
         layers=tuple(range(model.get_total_num_hidden_layers())),
         quantization=_plain((model.quantization, model.quantization_config)),
-        rope_factor=float(model.max_model_len) if digest.startswith(_LENGTH_ROPE) else None,  # vLLM fixes it by that
+        rope_factor=float(model.max_model_len)
+        if digest.startswith(_LENGTH_ROPE)
+        else None,  # vLLM derives it from that length
         tp_ranks=(0, parallel.tp_size),
         tp_size=parallel.tp_size,
         pp_stages=(0, parallel.pp_size),
@@ -71,7 +73,7 @@ def native_identity(config: VllmConfig, spec: "OffloadingSpec", revision: str | 
 
 
 def _layout(config: VllmConfig, spec: "OffloadingSpec") -> str:
-    """A name for the order of vLLM's own bytes. They are opaque to us, so whatever may change it is part of it."""
+    """A name for the layout of vLLM's own bytes. It includes everything that may change them, since they are opaque."""
     offload = spec.config
     parts = {
         "vllm": vllm_version,
@@ -90,9 +92,9 @@ def _layout(config: VllmConfig, spec: "OffloadingSpec") -> str:
 
 
 def _revision(config: VllmConfig) -> str:
-    """The commit or the digest of the weights; of a drafter's too, whose KV stands in the same chunks."""
+    """The commit or digest of the weights, and of a draft model's, whose KV is in the same chunks."""
     if config.load_config.load_format == "dummy":
-        raise ConfigError('load_format "dummy": nothing names random weights; give the tier a "revision" in hex')
+        raise ConfigError('load_format "dummy": random weights have no name; give the tier a "revision" in hex')
     drafter = getattr(config.speculative_config, "draft_model_config", None)
     models = [model for model in (config.model_config, drafter) if model is not None]
     revisions = list(dict.fromkeys(revision_of(checkpoint_path(model)) for model in models))

@@ -11,13 +11,10 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from kvtier.tiers import memory
-from kvtier.tiers.checksum import checksum
-from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.port import TierPort
-from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome
+from kvtier.tiers import BATCH_BYTES, BlockRecord, ChainHash, Direction, Metrics, Outcome, checksum
+from kvtier.tiers.hierarchy import TierPort
+from kvtier.tiers.host import memory
 
-BATCH_BYTES: Final = 8 << 20  # per read or write: a call as large as the slab makes
 _STORE_PATIENCE: Final = 10  # a store may wait in line for so many times the deadline of one operation
 _NO_PARENT: Final = bytes(32)  # the engine's keys do not tell
 _LOOK_AGAIN: Final = 0.02  # seconds between looks at the deadlines while draining
@@ -61,7 +58,7 @@ class TierJobs:
         self._load_deadline = load_deadline
         self._per_batch = max(1, BATCH_BYTES // slot_bytes)
         self._changed = Condition()
-        self._live: set[_Batch] = set()
+        self._live: set[_JobBatch] = set()
         self._ended: list[EndedJob] = []
         self._num_storing = 0
         self._staging: list[mmap.mmap] = []  # idle ones; there are never more than I/O threads
@@ -73,7 +70,7 @@ class TierJobs:
     def load(self, job_id: int, names: Sequence[ChainHash], into: Sequence[memoryview]) -> None:
         """Fill each buffer (`slot_bytes`, writable) with its block, from the first tier that holds it."""
         homes = [next((p for p in self.ports if p.holds([name])[0]), None) for name in names]
-        job = _Job(job_id, self.clock(), [Outcome.EVICTED] * len(names), 1)
+        job = _TierJob(job_id, self.clock(), [Outcome.EVICTED] * len(names), 1)
         batches = [
             _LoadBatch(self, job, port, part, [names[i] for i in part], [into[i] for i in part])
             for port, run in groupby(range(len(names)), key=homes.__getitem__)
@@ -90,7 +87,7 @@ class TierJobs:
         with self._changed:
             taken = max(0, min(len(names), self._max_storing - self._num_storing))
             self._num_storing += taken
-        job = _Job(job_id, self.clock(), [Outcome.QUEUE_FULL] * len(names), 1, num_storing=taken)
+        job = _TierJob(job_id, self.clock(), [Outcome.QUEUE_FULL] * len(names), 1, num_storing=taken)
         for port in self.ports:
             if taken < len(names):
                 self.metrics.dropped(port.name, Outcome.QUEUE_FULL, len(names) - taken)
@@ -145,7 +142,7 @@ class TierJobs:
 
     # What the batches report, mostly from I/O threads.
 
-    def settle(self, batch: "_Batch", outcomes: Sequence[Outcome]) -> bool:
+    def settle(self, batch: "_JobBatch", outcomes: Sequence[Outcome]) -> bool:
         """Record what became of a batch; False where it was given up before."""
         with self._changed:
             if batch not in self._live:
@@ -160,17 +157,17 @@ class TierJobs:
         self._count(batch, outcomes)
         return True
 
-    def give_up(self, batch: "_Batch") -> None:
+    def give_up(self, batch: "_JobBatch") -> None:
         """Nobody waits for a batch any more, unless it is being copied already: then it has all but ended."""
         with self._changed:
             if not batch.copying:
                 self.settle(batch, [Outcome.TIMEOUT] * len(batch.positions))
 
-    def is_live(self, batch: "_Batch") -> bool:
+    def is_live(self, batch: "_JobBatch") -> bool:
         """Whether somebody still waits for it."""
         return batch in self._live
 
-    def begin_copy(self, batch: "_Batch") -> bool:
+    def begin_copy(self, batch: "_JobBatch") -> bool:
         """Whether the engine's memory may be written to: from now on until `settle` the batch is not given up."""
         with self._changed:
             batch.copying = batch in self._live
@@ -192,24 +189,24 @@ class TierJobs:
     def _parts(self, positions: list[int]) -> list[list[int]]:
         return [positions[i : i + self._per_batch] for i in range(0, len(positions), self._per_batch)]
 
-    def _submit(self, job: "_Job", batches: Sequence["_Batch"], deadline: float) -> None:
+    def _submit(self, job: "_TierJob", batches: Sequence["_JobBatch"], deadline: float) -> None:
         with self._changed:
             job.num_parts += len(batches)
             self._live.update(batches)
         for batch in batches:
             batch.deadline = deadline
             if not batch.port.queue.submit(batch, urgent=batch.direction == "read"):
-                batch.drop(Outcome.QUEUE_FULL)
+                batch.end(Outcome.QUEUE_FULL, late=False)
         with self._changed:
             self._end_part(job)  # the one that stood for submitting
 
-    def _end_part(self, job: "_Job") -> None:
+    def _end_part(self, job: "_TierJob") -> None:
         job.num_parts -= 1
         if not job.num_parts:
             self._num_storing -= job.num_storing
             self._ended.append(EndedJob(job.job_id, job.outcomes, self.clock() - job.began))
 
-    def _count(self, batch: "_Batch", outcomes: Sequence[Outcome]) -> None:
+    def _count(self, batch: "_JobBatch", outcomes: Sequence[Outcome]) -> None:
         for outcome in set(outcomes):
             number = list(outcomes).count(outcome)
             if batch.direction == "read" and outcome is not Outcome.OK:
@@ -221,7 +218,7 @@ class TierJobs:
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _TierJob:
     job_id: int
     began: float
     outcomes: list[Outcome]  # until its batch ends, what a block ends with that no batch takes
@@ -230,13 +227,13 @@ class _Job:
 
 
 @dataclass(eq=False, slots=True)
-class _Batch:
-    """The blocks of one job that travel in one call. With `transfer` it implements the queue's `Job`."""
+class _JobBatch:
+    """The blocks of one job that travel in one call. Implements the queue's `Job`."""
 
     direction: ClassVar[Direction]
 
     owner: TierJobs
-    job: _Job
+    job: _TierJob
     port: TierPort
     positions: list[int]  # in the job
     names: list[ChainHash]
@@ -245,52 +242,58 @@ class _Batch:
     deadline: float = 0.0
     copying: bool = False
 
-    def run(self) -> None:
+    def run(self) -> list[Outcome] | None:
         self.deadline = self.owner.clock() + self.port.settings.deadline  # the wait in line had its own
-        if self.owner.is_live(self):
-            self.transfer()
+        return self.transfer() if self.owner.is_live(self) else None
 
-    def drop(self, outcome: Outcome) -> None:
-        self.owner.settle(self, [outcome] * len(self.positions))
+    def end(self, result: list[Outcome] | Outcome | None, *, late: bool) -> None:
+        outcomes = result if isinstance(result, list) else [result or Outcome.TIMEOUT] * len(self.positions)
+        if not self.owner.settle(self, outcomes) and isinstance(result, list):
+            self.given_up()
 
     def overdue(self) -> None:
         self.port.failed(self.direction)
         self.owner.give_up(self)
 
-    def transfer(self) -> None:
+    def transfer(self) -> list[Outcome]:
+        """What became of each block."""
         raise NotImplementedError
 
+    def given_up(self) -> None:
+        """It was transferred, but the engine had its memory back before the end."""
 
-class _LoadBatch(_Batch):
+
+class _LoadBatch(_JobBatch):
     __slots__ = ()
     direction = "read"
 
-    def transfer(self) -> None:
+    def transfer(self) -> list[Outcome]:
         with self.owner.staging(len(self.names)) as staged:
             results = self.port.read(self.names, staged)
-            if not self.owner.begin_copy(self):
-                return
-            whole = [i for i, result in enumerate(results) if isinstance(result, BlockRecord)]
-            _copy([self.buffers[i] for i in whole], [staged[i] for i in whole])
-        self.owner.settle(self, [Outcome.OK if isinstance(r, BlockRecord) else r for r in results])
+            if self.owner.begin_copy(self):
+                whole = [i for i, result in enumerate(results) if isinstance(result, BlockRecord)]
+                _copy([self.buffers[i] for i in whole], [staged[i] for i in whole])
+        return [Outcome.OK if isinstance(r, BlockRecord) else r for r in results]
 
 
-class _StoreBatch(_Batch):
+class _StoreBatch(_JobBatch):
     __slots__ = ()
     direction = "write"
 
-    def transfer(self) -> None:
+    def transfer(self) -> list[Outcome]:
         if not self.port.writable:
-            return self.drop(Outcome.BREAKER_OPEN)
+            return [Outcome.BREAKER_OPEN] * len(self.positions)
         records = [
             BlockRecord(name, _NO_PARENT, b"", checksum(payload))
             for name, payload in zip(self.names, self.buffers, strict=True)
         ]
-        outcomes = self.port.write(records, self.buffers, self.epoch)
+        return self.port.write(records, self.buffers, self.epoch)
+
+    def given_up(self) -> None:
+        """What was written may be another block's bytes."""
         tier = self.port.tier
-        if not self.owner.settle(self, outcomes) and tier is not None:
+        if tier is not None:
             tier.discard(self.names)
-        return None
 
 
 def _copy(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:

@@ -1,4 +1,4 @@
-"""The worker half of the vLLM connector: one rank's copies between vLLM's KV tensors and the scheduler's L2."""
+"""The worker half of the vLLM connector: copies between one rank's KV tensors and the scheduler's L2."""
 
 import logging
 import time
@@ -8,31 +8,28 @@ from typing import Any, Final
 
 import torch
 
-from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
-from kvtier.connector.vllm_messages import CopyReports, RegionHandle, StepMessage
-from kvtier.connector.vllm_model import SlotPlan, engine_blocks
-from kvtier.connector.worker import WorkerSide
-from kvtier.tiers.cuda_transfer import CudaCopyStream
-from kvtier.tiers.engine_blocks import EngineBlocks
-from kvtier.tiers.errors import ConfigError, TierUnavailable
+from kvtier.connector import CopyOp, StepPlan, WorkerReport, WorkerSide
+from kvtier.connector.vllm.messages import CopyReports, RegionHandle, StepMessage
+from kvtier.connector.vllm.model import SlotPlan, engine_blocks
+from kvtier.tiers import ConfigError, TierUnavailable
+from kvtier.tiers.copies import CudaCopyStream, EngineBlocks, HostCopyStream
 from kvtier.tiers.host import HostRegion
-from kvtier.tiers.transfer import HostCopyStream
 
 _log = logging.getLogger(__name__)
 
-_IDLE_WAIT: Final = 0.005  # seconds an idle step waits for a copy: how long a request that comes then may wait
-_DEADLINE: Final = 30.0  # seconds for a copy the step waits for: memory to memory, only a dead device takes longer
-_TRY_AGAIN: Final = 30.0  # seconds after memory could not be mapped: a daemon too busy then may not be now
+_IDLE_WAIT: Final = 0.005  # seconds an idle step waits for a copy, and so how long a new request may wait
+_DEADLINE: Final = 30.0  # seconds a step waits for a copy: between memories only a dead device takes longer
+_TRY_AGAIN: Final = 30.0  # seconds until memory that could not be mapped is tried again: the daemon may have been busy
 
 
 class WorkerHalf:
-    """One rank. Called from the worker's thread, step by step:
+    """One rank's copies. Called from the worker's thread, step by step:
 
     `begin` (before anything is written) → `start_load` → compute, `wait_layer` → `start_store` → `collect`.
     """
 
     def __init__(self, plan: SlotPlan, *, layerwise: bool) -> None:
-        """`layerwise`: the engine calls `wait_layer` before each layer; otherwise a synchronous load ends at once."""
+        """`layerwise`: the engine calls `wait_layer` before each layer; else synchronous loads end in `start_load`."""
         self._plan = plan
         self._layerwise = layerwise
         self._layer_numbers = {name: number for number, name in enumerate(plan.layers)}
@@ -44,22 +41,22 @@ class WorkerHalf:
         self._step: StepMessage | None = None
         self._stores = StepPlan(0, 0)
         self._spoiled = False  # a load this step's compute relied on has failed
-        self._client: tuple[str, bytes] | None = None  # of the daemon's that this process copies for
-        self._unreachable: RegionHandle | None = None  # what could not be mapped,
-        self._unreachable_until = 0.0  # and is not tried before then
-        self._refused: list[int] = []  # ops that were never given to the stream, and count as failed
+        self.memory: RegionHandle | None = None  # the scheduler's memory that this rank copies for, or last did
+        self._unreachable: RegionHandle | None = None  # memory that could not be mapped,
+        self._unreachable_until = 0.0  # and when to try it again
+        self._refused: list[int] = []  # ops that were never started, and count as failed
         self._reports: list[WorkerReport] = []
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._invalid: set[int] = set()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], rank: int) -> None:
-        """Take the rank's KV tensors, by the names of their layers."""
+        """Take the rank's KV tensors, by layer name."""
         self._rank = rank
         self._blocks = engine_blocks(self._plan, kv_caches, rank)
 
     def begin(self, message: StepMessage) -> None:
-        """A step begins: what it is going to write to must have been read by now."""
+        """Begin a step: wait until the blocks it writes to have been read."""
         if message is self._step:
             return
         self._step, self._spoiled = message, False
@@ -74,8 +71,8 @@ class WorkerHalf:
             self._refuse(tails)
 
     def start_load(self, message: StepMessage) -> None:
-        """Start this step's loads; those its compute needs are waited for here, or layer by layer."""
-        self.begin(message)  # a runner that has no hook before the step
+        """Start this step's loads. Those its compute needs are waited for here, or layer by layer."""
+        self.begin(message)  # for a runner without a hook before the step
         plan = self._stores
         if not plan.loads:
             return
@@ -89,12 +86,12 @@ class WorkerHalf:
         return None
 
     def wait_layer(self, name: str) -> None:
-        """The compute reaches a layer: wait until this step's synchronous loads have brought its KV."""
+        """The compute reaches a layer: wait until this step's synchronous loads have filled it."""
         if self._layerwise and self._side is not None and any(op.layerwise for op in self._stores.loads):
             self._spoiled |= not self._side.wait_layer(self._layer_numbers.get(name, 0))
 
     def start_store(self, message: StepMessage) -> None:
-        """The step's compute is issued: store the blocks it filled, unless a load it relied on has failed."""
+        """The step's compute is issued: store the blocks it filled, unless a load it needed has failed."""
         plan, self._stores = self._stores, StepPlan(0, 0)
         if not plan.stores:
             return
@@ -106,7 +103,7 @@ class WorkerHalf:
             self._store(side, plan)
 
     def collect(self) -> None:
-        """Look which copies have ended."""
+        """Poll which copies have ended."""
         self._reports.append(WorkerReport((), tuple(self._refused)))
         self._refused = []
         if self._side is None:
@@ -132,18 +129,18 @@ class WorkerHalf:
                 self._received.add(op.request_id)
 
     def take_received(self) -> tuple[set[str], set[str]]:
-        """Requests whose asynchronous load has ended since the last call, and those of them whose KV did not come."""
+        """Requests whose asynchronous load ended since the last call, and those of them that failed."""
         received, failed = self._received, self._failed
         self._received, self._failed = set(), set()
         return received, failed
 
     def take_invalid(self) -> set[int]:
-        """Blocks that hold nothing of use, since the last call."""
+        """Blocks whose load failed since the last call."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 
     def take_reports(self) -> CopyReports | None:
-        """What became of copies since the last call; None for nothing."""
+        """Reports of copies since the last call; None if there are none."""
         reports, self._reports = self._reports, []
         merged = WorkerReport(
             tuple(op_id for report in reports for op_id in report.finished),
@@ -152,7 +149,7 @@ class WorkerHalf:
         return CopyReports.of(merged) if merged.finished or merged.failed else None
 
     def close(self) -> CopyReports | None:
-        """End copies under way, up to a deadline, and let go of L2. Idempotent."""
+        """End copies under way, up to a deadline, and unmap L2. Idempotent."""
         self._disconnect()
         return self.take_reports()
 
@@ -167,11 +164,11 @@ class WorkerHalf:
     def _store(self, side: WorkerSide, plan: StepPlan) -> None:
         if self._rank % self._plan.replicas == 0:
             side.start_store(plan)
-        else:  # another rank stores the very same bytes
+        else:  # another rank stores the same bytes
             self._reports.append(WorkerReport(tuple(op.op_id for op in plan.stores)))
 
     def _lost(self, request_id: str, blocks: tuple[int, ...], *, waits: bool) -> None:
-        """KV that was promised is not there. With several KV groups block ids are ambiguous: the request is named."""
+        """Promised KV did not come. With several KV groups block ids are ambiguous, so the request is named instead."""
         self._spoiled |= not waits
         if waits:
             self._received.add(request_id)
@@ -181,27 +178,27 @@ class WorkerHalf:
             self._invalid.update(blocks)
 
     def _refuse(self, plan: StepPlan) -> None:
-        """Copies that are not made count as failed."""
+        """Count copies that cannot be made as failed."""
         self._refused += [op.op_id for op in (*plan.loads, *plan.stores)]
         for op in plan.loads:
             self._lost(op.request_id, op.device_blocks, waits=not op.layerwise)
 
     def _connected(self, handle: RegionHandle | None) -> WorkerSide | None:
-        """Map L2 at the first step that needs it: the scheduler's half was made after this one. None: it can't be now.
+        """Map L2 at the first step that needs it: the scheduler's half is made after this one. None: not possible now.
 
-        Anew where a daemon was restarted: its memory is another then.
+        After a daemon's restart its memory is mapped again.
         """
         if handle is None:
             return None
-        if self._region is not None and (self._region.region_id, self._client) != (handle.region_id, handle.client):
+        if self._region is not None and self.memory != handle:
             self._disconnect()
         if self._side is None and (self._unreachable != handle or time.monotonic() >= self._unreachable_until):
             assert self._blocks is not None
             try:
-                self._region, self._client = handle.attach(), handle.client
+                self._region, self.memory = handle.attach(), handle
             except (OSError, ConfigError, TierUnavailable) as error:
                 if self._unreachable != handle:
-                    _log.warning("the scheduler's memory cannot be mapped here, nothing is kept: %s", error)
+                    _log.warning("the scheduler's memory cannot be mapped here, so no blocks are kept: %s", error)
                 self._unreachable, self._unreachable_until = handle, time.monotonic() + _TRY_AGAIN
                 return None
             self._unreachable = None
@@ -217,7 +214,7 @@ class WorkerHalf:
 
 
 class _TorchPin:
-    """Pinning through torch's own CUDA runtime, since vLLM comes without CuPy. Implements `PinRuntime`."""
+    """Pins memory through torch's CUDA runtime, since vLLM comes without CuPy. Implements `PinRuntime`."""
 
     def hostRegister(self, ptr: int, size: int, flags: int) -> None:
         _check(_runtime().cudaHostRegister(ptr, size, flags))
@@ -236,7 +233,7 @@ def _check(status: Any) -> None:
 
 
 def with_blocks(op: CopyOp, blocks: tuple[int, ...], slots_at: tuple[int, ...]) -> CopyOp:
-    """The op with a worker's block ids, one for each KV group and block; `slots_at` says which slot each belongs to."""
+    """The op with a worker's block ids, one for each KV group and block; `slots_at` gives the slot of each."""
     return replace(
         op,
         device_blocks=blocks,

@@ -1,4 +1,4 @@
-"""`kvtier generate`: one prompt answered by an engine in this process, and where its KV came from."""
+"""`kvtier generate`: an engine in this process answers one prompt, and reports which tiers had its KV."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -12,28 +12,25 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from kvtier.connector.local import LocalConnector
-from kvtier.connector.tokenizer import load_tokenizer
-from kvtier.engine.demo import require_checkpoint, train_tokenizer
-from kvtier.engine.demo_worker import demo_model
-from kvtier.engine.llm import Engine
-from kvtier.engine.local import engine_config
-from kvtier.engine.model import Model
-from kvtier.engine.sequence import SamplingParams
+from kvtier.connector import LocalConnector
+from kvtier.connector.models import load_tokenizer
+from kvtier.engine import Engine, Model, SamplingParams, engine_config
+from kvtier.engine.demo.story import require_checkpoint, train_tokenizer
+from kvtier.engine.demo.worker import demo_model
+from kvtier.tiers import ConfigError
 from kvtier.tiers.config import Config
-from kvtier.tiers.errors import ConfigError
 
-_SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1 and 2 of the model that is saved here
+_SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1 and 2 of the model saved here
 _TEMPLATE: Final = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_STORE_DEADLINE: Final = 60.0  # seconds for what was computed to reach the lowest tier
+_STORE_DEADLINE: Final = 60.0  # seconds for computed blocks to reach the lowest tier
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """What `kvtier generate` was asked for."""
+class GenerateOptions:
+    """The options of `kvtier generate`."""
 
     model: Path
     text: str
@@ -43,8 +40,8 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The greedy answer, and where the prompt's tokens were found; the rest was computed."""
+class GeneratedAnswer:
+    """The greedy answer, and the tiers that had the prompt's tokens; the rest was computed."""
 
     text: str
     prompt_tokens: int
@@ -53,8 +50,8 @@ class Answer:
     ttft_ms: float
 
 
-def generate(prompt: Prompt, config: Config) -> None:
-    """Answer, print, and leave once everything computed is in the lowest tier. ConfigError for what can't be used."""
+def generate(prompt: GenerateOptions, config: Config) -> None:
+    """Answer and print; returns once every computed block is in the lowest tier. Raises ConfigError."""
     disable_progress_bar()  # type: ignore[no-untyped-call]
     require_checkpoint(prompt.model)
     tokenizer = load_tokenizer(prompt.model)
@@ -81,13 +78,13 @@ def generate(prompt: Prompt, config: Config) -> None:
 
 
 def save_model(directory: Path) -> None:
-    """Save the demo's model, random weights and a tokenizer, as a checkpoint directory. ConfigError if there is one."""
+    """Save the demo's model as a checkpoint: random weights and a tokenizer. Raises ConfigError if one exists there."""
     if (directory / "config.json").exists():
-        raise ConfigError(f'"{directory}": there is a model already; name another directory')
+        raise ConfigError(f'"{directory}": a model exists there already; name another directory')
     disable_progress_bar()  # type: ignore[no-untyped-call]
     set_seed(0)
     config = demo_model()
-    config.tie_word_embeddings = False  # tied random ones repeat a single word
+    config.tie_word_embeddings = False  # with random tied embeddings the model repeats one word
     config.initializer_range = 0.06
     end, begin, turn_end = range(len(_SPECIAL))
     config.bos_token_id, config.eos_token_id = begin, [end, turn_end]
@@ -98,15 +95,15 @@ def save_model(directory: Path) -> None:
         train_tokenizer(_SPECIAL).save(str(draft / "tokenizer.json"))
         settings = {"eos_token": _SPECIAL[turn_end], "chat_template": _TEMPLATE}
         (draft / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-        # the configuration last: where it is, the model is whole, whenever this was interrupted
+        # the configuration comes last: if it is there, the model is whole, despite any interruption
         for file in sorted(draft.iterdir(), key=lambda file: file.name == "config.json"):
             file.replace(directory / file.name)
 
 
-def _answer(engine: Engine, tokenizer: Tokenizer, prompt: Prompt, progress: Progress) -> Answer:
+def _answer(engine: Engine, tokenizer: Tokenizer, prompt: GenerateOptions, progress: Progress) -> GeneratedAnswer:
     tokens = tokenizer.encode(prompt.text).ids
     if not tokens:
-        raise ConfigError("--prompt: no tokens in it; write some text")
+        raise ConfigError("--prompt: it has no tokens; write some text")
     params = SamplingParams(max_tokens=prompt.max_tokens, ignore_eos=True)
     request = engine.request(engine.add_request(tokens, params))
     task = progress.add_task("prompt", total=len(tokens))
@@ -116,7 +113,7 @@ def _answer(engine: Engine, tokenizer: Tokenizer, prompt: Prompt, progress: Prog
             answer += [output.token_id] if output.token_id is not None else []
         progress.update(task, completed=min(request.num_computed, len(tokens)))
     assert request.ttft is not None
-    return Answer(
+    return GeneratedAnswer(
         text=tokenizer.decode(answer),
         prompt_tokens=len(tokens),
         cached_tokens=request.cached_tokens,

@@ -1,6 +1,6 @@
-"""`kvtier demo`: ask questions over long documents, lose L1, lose the process, and see what is never prefilled again.
+"""`kvtier demo`: ask questions about long documents, lose L1, lose the process, and prefill nothing again.
 
-This process only directs: an engine runs in a child process (`demo_worker.py`), which is killed with SIGKILL half-way.
+This process only directs. The engine runs in a child process (`worker.py`), which is killed with SIGKILL half-way.
 """
 
 import json
@@ -22,14 +22,14 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvtier.connector.tokenizer import load_tokenizer
-from kvtier.tiers.errors import ConfigError, KVTierError
+from kvtier.connector.models import load_tokenizer
+from kvtier.tiers import L1, L2, ConfigError, KVTierError
 
 VOCABULARY: Final = 8192
 _DOCUMENT_TOKENS: Final = 3000
 _ANSWER_TOKENS: Final = 8
 _ROOM: Final = 200  # tokens of context for the questions and answers of a conversation
-_LEAST: Final = 256  # tokens of a document that is worth the name
+_LEAST: Final = 256  # least tokens of a useful document
 _REPLY_DEADLINE: Final = 300.0  # seconds; past it the child is killed and the demo fails
 _CAPTION: Final = (
     "prompt: its tokens; L1, L2, L3: how many were found there, the rest is computed\n"
@@ -47,10 +47,13 @@ _DOCUMENTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What `kvtier demo` was asked for."""
+    """The options of `kvtier demo`."""
 
     model: Path | None = None  # a checkpoint directory; None: a random Llama of some 50 M parameters
     as_json: bool = False
+
+
+_L3: Final = "file"  # the tier below L2 that the demo opens
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +63,13 @@ class Stage:
     name: str
     document: int
     question: str
-    expect: str | None  # "l1", "l2", "file", or None for a cold run
+    expect: str | None  # its name; None for a cold run
     after: str = ""  # an earlier stage whose prompt and answer come first: a second turn
 
 
 @dataclass(slots=True)
-class Run:
-    """What one stage came to. `identical`: equal greedy text and bit-equal logits to the run without kvtier."""
+class StageResult:
+    """The result of one stage. `identical`: greedy text and logits equal those without kvtier to the last bit."""
 
     name: str
     ttft_ms: float
@@ -78,20 +81,20 @@ class Run:
 
 _BEFORE_THE_KILL: Final = (
     Stage("cold prefill", 0, "What does __getattr__ do?", None),
-    Stage("L1: a new question", 0, "When is __hash__ called?", "l1"),
+    Stage("L1: a new question", 0, "When is __hash__ called?", L1),
     Stage("cold: another document", 1, "What does a finally clause do?", None),
-    Stage("L2: L1 was overwritten", 0, "What does __getattr__ do?", "l2"),
-    Stage("L1: second turn", 0, "And if it raises?", "l1", after="L2: L1 was overwritten"),
+    Stage("L2: L1 was overwritten", 0, "What does __getattr__ do?", L2),
+    Stage("L1: second turn", 0, "And if it raises?", L1, after="L2: L1 was overwritten"),
 )
 _AFTER_THE_KILL: Final = (
-    Stage("L3: after kill -9", 0, "What does __getattr__ do?", "file"),
-    Stage("L3: other document", 1, "How do decorators nest?", "file"),
-    Stage("third turn: every tier", 0, "Give an example.", "file", after="L1: second turn"),
+    Stage("L3: after kill -9", 0, "What does __getattr__ do?", _L3),
+    Stage("L3: other document", 1, "How do decorators nest?", _L3),
+    Stage("third turn: every tier", 0, "Give an example.", _L3, after="L1: second turn"),
 )
 
 
 def demo(options: DemoOptions) -> int:
-    """Run the demo; returns the exit status: 0 only if every answer was identical and every expected tier was hit."""
+    """Run the demo. Returns the exit status: 0 if every answer was identical and every expected tier was hit."""
     console = Console(stderr=options.as_json)
     if options.model is not None:
         require_checkpoint(options.model)
@@ -123,8 +126,8 @@ class _Story:
         self._conversations: dict[str, list[int]] = {}  # stage → prompt and answer
         self._references: dict[tuple[int, ...], dict[str, Any]] = {}  # prompt → the reply without kvtier
 
-    def tell(self) -> list[Run]:
-        with _Child(self._home, self._options.model, self._progress) as child:
+    def tell(self) -> list[StageResult]:
+        with _EngineProcess(self._home, self._options.model, self._progress) as child:
             length = min(_DOCUMENT_TOKENS, child.max_model_len - _ROOM)
             if length < _LEAST:
                 raise ConfigError(
@@ -134,10 +137,10 @@ class _Story:
             runs = [self._ask(child, stage) for stage in _BEFORE_THE_KILL]
             child.call("settle", {}, "writing to NVMe")
             child.kill()
-        with _Child(self._home, self._options.model, self._progress) as child:
+        with _EngineProcess(self._home, self._options.model, self._progress) as child:
             return runs + [self._ask(child, stage) for stage in _AFTER_THE_KILL]
 
-    def _ask(self, child: "_Child", stage: Stage) -> Run:
+    def _ask(self, child: "_EngineProcess", stage: Stage) -> StageResult:
         question = self._tokenizer.encode(f"\n\nQuestion: {stage.question}\nAnswer:").ids
         before = self._conversations[stage.after] if stage.after else self._documents[stage.document]
         prompt = [*before, *question]
@@ -149,7 +152,7 @@ class _Story:
             self._references[tuple(prompt)] = reference
         self._conversations[stage.name] = [*prompt, *reply["tokens"]]
         self._progress.advance(self._total)
-        return Run(
+        return StageResult(
             name=stage.name,
             ttft_ms=reply["ttft_ms"],
             prompt_tokens=len(prompt),
@@ -172,20 +175,24 @@ class _Story:
         return ids
 
 
-class _Child:
-    """The engine's process, spoken to in JSON lines. Its stderr is ours."""
+class _EngineProcess:
+    """The engine's process, which exchanges JSON lines with this one. Its stderr is ours."""
 
     def __init__(self, home: Path, model: Path | None, progress: Progress) -> None:
         self._progress = progress
-        worker = [sys.executable, "-m", "kvtier.engine.demo_worker", str(home), *([str(model)] if model else [])]
-        # Threads that spin at their barriers slow each other down tenfold where something else wants a core.
+        worker = [sys.executable, "-m", "kvtier.engine.demo.worker", str(home), *([str(model)] if model else [])]
+        # Threads that spin at barriers slow each other down tenfold if another process wants a core.
         arguments = ["env", "OMP_WAIT_POLICY=PASSIVE", *worker]
         self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._replies = self._read()
-        self.max_model_len: int = self.call("open", {}, "loading the model, opening the tiers")["max_model_len"]
+        try:
+            self.max_model_len: int = self.call("open", {}, "loading the model, opening the tiers")["max_model_len"]
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, verb: str, arguments: dict[str, object], title: str, total: int | None = None) -> dict[str, Any]:
-        """One request and its reply, with a progress bar of tokens. Raises KVTierError where the child failed."""
+        """One request and its reply, with a progress bar of tokens. Raises KVTierError if the child failed."""
         task = self._progress.add_task(title, total=total)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
@@ -224,10 +231,14 @@ class _Child:
         for line in self._process.stdout:
             yield json.loads(line)
 
-    def __enter__(self) -> "_Child":
+    def __enter__(self) -> "_EngineProcess":
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the process end by itself, or kill it after a while."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -240,14 +251,14 @@ class _Child:
 
 
 def require_checkpoint(directory: Path) -> None:
-    """ConfigError where the directory is not a checkpoint with a tokenizer."""
-    for name, mend in _NEEDED.items():
+    """Raise ConfigError if the directory is not a checkpoint with a tokenizer."""
+    for name, fix in _NEEDED.items():
         if not (directory / name).is_file():
-            raise ConfigError(f'--model "{directory}": no {name} there; {mend}')
+            raise ConfigError(f'--model "{directory}": no {name} there; {fix}')
 
 
 def train_tokenizer(special_tokens: Sequence[str] = ()) -> Tokenizer:
-    """A byte-level BPE tokenizer, trained in seconds on the manual every Python carries; special tokens come first."""
+    """A byte-level BPE tokenizer, trained in seconds on Python's own manual. Special tokens come first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -262,7 +273,7 @@ def train_tokenizer(special_tokens: Sequence[str] = ()) -> Tokenizer:
 
 
 def _disk() -> str | None:
-    """Where the slab lies: beside the caller if that can be written, since /tmp may be memory."""
+    """The directory for the slab: the current one if it can be written, since /tmp may be memory."""
     return os.getcwd() if os.access(os.getcwd(), os.W_OK) else None
 
 
@@ -271,13 +282,13 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
-def _show(console: Console, runs: list[Run], identical: bool, hit: bool) -> None:
+def _show(console: Console, runs: list[StageResult], identical: bool, hit: bool) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("", "TTFT ms", "faster", "prompt", "L1", "L2", "L3", "MB", "same"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for run in runs:
         faster = "" if run.name.startswith("cold") else f"{runs[0].ttft_ms / run.ttft_ms:.0f} ×"
-        cached = [str(run.cached_tokens[tier] or "·") for tier in ("l1", "l2", "file")]
+        cached = [str(run.cached_tokens[tier] or "·") for tier in (L1, L2, _L3)]
         moved = f"{sum(run.bytes_moved.values()) / 1e6:,.1f}"
         verdict = "yes" if run.identical else "[red]NO"
         table.add_row(run.name, f"{run.ttft_ms:,.0f}", faster, str(run.prompt_tokens), *cached, moved, verdict)

@@ -1,4 +1,4 @@
-"""The engine's process in `kvtier demo`: answers JSON lines on stdin until it is killed."""
+"""The engine's process in `kvtier demo`: reads JSON lines on stdin and answers them until it is killed."""
 
 import hashlib
 import json
@@ -10,19 +10,15 @@ from typing import Any, Final
 
 from transformers import LlamaConfig
 
-from kvtier.connector.local import LocalConnector
-from kvtier.engine.config import EngineConfig
-from kvtier.engine.llm import Engine
-from kvtier.engine.model import Model
-from kvtier.engine.sequence import SamplingParams
+from kvtier.connector import LocalConnector
+from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
+from kvtier.tiers import L1, L2, TIERS, ConfigError, KVTierError
 from kvtier.tiers.config import Config
-from kvtier.tiers.errors import ConfigError, KVTierError
 
 BLOCK_SIZE: Final = 16
 _L1_BLOCKS: Final = 200  # one document and its conversation; the next document overwrites it
 _LEAST_BYTES: Final = 64 << 20  # of L2, and of the slab
 _STORE_DEADLINE: Final = 60.0  # seconds for the background writes to reach the disk
-_TIERS: Final = ("l1", "l2", "file", "redis")
 _OPTIONS: Final = EngineConfig(block_size=BLOCK_SIZE, num_blocks=_L1_BLOCKS, exact=True, exact_rows=128)
 
 
@@ -41,8 +37,8 @@ def demo_model() -> LlamaConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One answered prompt: tokens, a digest of every logit behind them, and where the prompt's KV was."""
+class DemoAnswer:
+    """One answered prompt: its tokens, a digest of all their logits, and the tiers that had the prompt's KV."""
 
     tokens: list[int]
     logits: str
@@ -51,8 +47,8 @@ class Answer:
     bytes_moved: dict[str, int]
 
 
-class Desk:
-    """One model, an engine with kvtier, and one without that shares nothing with it but the weights."""
+class DemoEngine:
+    """One model with two engines: one with kvtier, and one without, which shares only the weights."""
 
     def __init__(self, model: Model, config: Config, options: EngineConfig) -> None:
         self.engine = Engine(model, options, LocalConnector.connect(config))
@@ -67,8 +63,8 @@ class Desk:
 
     def ask(
         self, prompt: list[int], max_tokens: int, *, bare: bool = False, progress: Callable[[int], object] = int
-    ) -> Answer:
-        """Answer greedily; `progress` is told how many tokens of the prompt are computed or loaded."""
+    ) -> DemoAnswer:
+        """Answer greedily. `progress` is called with the number of prompt tokens computed or loaded."""
         engine = self.bare if bare else self.engine
         before = {} if bare else self.connector.hierarchy.stats()
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, keep_logits=True)
@@ -86,7 +82,7 @@ class Desk:
         engine.drain(_STORE_DEADLINE)
         after = {} if bare else self.connector.hierarchy.stats()
         assert request.ttft is not None
-        return Answer(
+        return DemoAnswer(
             tokens,
             digest.hexdigest(),
             request.ttft * 1000,
@@ -95,25 +91,20 @@ class Desk:
         )
 
     def settle(self) -> bool:
-        """Wait until everything computed so far is on the disk."""
+        """Wait until every block computed so far is on the disk."""
         return self.connector.hierarchy.drain(_STORE_DEADLINE)
 
 
 def _cached_tokens(
     before: Mapping[str, float], after: Mapping[str, float], num_l1: int, num_external: int
 ) -> dict[str, int]:
-    """What the request did find, split by tier as its lookup attributed it."""
+    """The tokens found by the request, split by tier as its lookup attributed them."""
     found = {}
-    for tier in _TIERS:
+    for tier in TIERS:
         series = f'kvtier_lookup_blocks_total{{tier="{tier}"}}'
         found[tier] = int(after.get(series, 0) - before.get(series, 0)) * BLOCK_SIZE
-    if found["l1"] != num_l1 or sum(found.values()) - found["l1"] != num_external:
-        return {
-            "l1": num_l1,
-            "l2": num_external,
-            "file": 0,
-            "redis": 0,
-        }  # loaded less than was found: the table shows it
+    if found[L1] != num_l1 or sum(found.values()) - found[L1] != num_external:
+        return dict.fromkeys(TIERS, 0) | {L1: num_l1, L2: num_external}  # it loaded less than it found: show that
     return found
 
 
@@ -129,30 +120,30 @@ def _bytes_moved(before: Mapping[str, float], after: Mapping[str, float]) -> dic
 
 def main(home: Path, model_dir: Path | None) -> None:
     """Serve requests until stdin ends."""
-    desk: Desk | None = None
+    engines: DemoEngine | None = None
     for line in sys.stdin:
         request = json.loads(line)
         try:
             if request["verb"] == "open":
-                desk = _open(home, model_dir)
-                _reply({"max_model_len": desk.engine.max_model_len})
+                engines = _open(home, model_dir)
+                _reply({"max_model_len": engines.engine.max_model_len})
             elif request["verb"] == "settle":
-                assert desk is not None
-                _reply({"settled": desk.settle()})
+                assert engines is not None
+                _reply({"settled": engines.settle()})
             else:
-                assert desk is not None
+                assert engines is not None
                 bare = request["verb"] == "ask_without_kvtier"
-                answer = desk.ask(
+                answer = engines.ask(
                     request["prompt"], request["max_tokens"], bare=bare, progress=lambda done: _reply({"done": done})
                 )
-                _reply({field: getattr(answer, field) for field in Answer.__slots__})
+                _reply({field: getattr(answer, field) for field in DemoAnswer.__slots__})
         except KVTierError as error:
             _reply({"error": str(error), "is_usage": isinstance(error, ConfigError)})
-    if desk is not None:
-        desk.engine.close()
+    if engines is not None:
+        engines.engine.close()
 
 
-def _open(home: Path, model_dir: Path | None) -> Desk:
+def _open(home: Path, model_dir: Path | None) -> DemoEngine:
     if model_dir:
         model = Model.from_pretrained(model_dir, device="auto")
     else:
@@ -163,10 +154,10 @@ def _open(home: Path, model_dir: Path | None) -> Desk:
         file={"path": str(home), "size": max(4 * l1_bytes, _LEAST_BYTES)},
         cache={"load_or_recompute": "load", "prefetch_deadline": "30s"},
     )
-    desk = Desk(model, config, _OPTIONS)
-    for bare in (True, False):  # the first forward of a process is slow: nobody's time to first token
-        desk.ask([1, 2, 3], 2, bare=bare)
-    return desk
+    engines = DemoEngine(model, config, _OPTIONS)
+    for bare in (True, False):  # warm up: the first forward pass of a process is slow
+        engines.ask([1, 2, 3], 2, bare=bare)
+    return engines
 
 
 def _reply(message: dict[str, Any]) -> None:

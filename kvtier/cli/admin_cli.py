@@ -15,49 +15,46 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvtier.service import router_summary, summary
-from kvtier.service.cli_options import ConfigOption, Exit, JsonOption, needing
-from kvtier.service.top import watch
-from kvtier.tiers.config import Config
-from kvtier.tiers.errors import ConfigError, KVTierError
-from kvtier.tiers.quantities import format_size, parse_duration, parse_size, parse_time
+from kvtier.service import ConfigOption, Exit, Json, JsonOption, needing
+from kvtier.service.observe import DaemonStatus, RouterStatus, summary, watch
+from kvtier.service.router import summary as router_summary
+from kvtier.tiers import ConfigError, KVTierError
+from kvtier.tiers.config import Config, format_size, parse_duration, parse_size, parse_time, show_size
 
 if TYPE_CHECKING:
-    from kvtier.service.http_client import HttpClient
-
-Json = dict[str, Any]
+    from kvtier.service.web import HttpClient
 
 app = typer.Typer()
 
 _MAX_INPUT: Final = 64 << 20  # bytes of a file of tokens
 
-BlocksFile = Annotated[
+BlocksOption = Annotated[
     str | None,
     typer.Option("--blocks", metavar="FILE", help="JSON list of a prompt's token ids, or of block names; - is stdin."),
 ]
-Salt = Annotated[str | None, typer.Option("--cache-salt", help="The tenant whose prompt the tokens are.")]
-Model = Annotated[str | None, typer.Option(help="The first digits of its fingerprint, where several are open.")]
+SaltOption = Annotated[str | None, typer.Option("--cache-salt", help="The tenant whose prompt the tokens are.")]
+ModelOption = Annotated[str | None, typer.Option(help="The first digits of its fingerprint, if several are open.")]
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class CommandContext:
     """What every command here has: the daemon, and how to print."""
 
     client: "HttpClient"
     as_json: bool
 
     def show(self, answer: Json, line: str) -> None:
-        """The answer as JSON where that is wanted, else a line for people."""
+        """The answer as JSON if that is wanted, else a line for people."""
         print(json.dumps(answer) if self.as_json else line)
 
 
 def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function of a `Desk` and options a command that has the daemon's options too."""
+    """Make a function of a `CommandContext` and options a command that has the daemon's options too."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         def run(http: str | None, token: str | None, config: Path | None, as_json: bool, **options: Any) -> None:
             with _connected(http, token, config) as client:
-                function(Desk(client, as_json), **options)
+                function(CommandContext(client, as_json), **options)
 
         own = list(inspect.signature(function).parameters.values())[1:]
         parameters = [*own, *_COMMON]
@@ -93,62 +90,67 @@ _COMMON: Final = (
 
 
 @command("status")
-def show_status(desk: Desk) -> None:
+def show_status(context: CommandContext) -> None:
     """Show how the daemon is doing, or a router at --http. Status 0: well, 3: degraded, 1: it does not answer."""
-    status = desk.client.status("clients", "replicas")
-    is_router = "replicas" in status
-    desk.show(status, (router_summary if is_router else summary).page(status).rstrip("\n"))
-    if any(each["state"] != "up" for each in status["replicas"]) if is_router else status["degraded"]:
+    told = context.client.status("clients", "replicas")
+    if "replicas" in told:
+        router = RouterStatus.parse(told)
+        text, is_well = router_summary.page(router), router.num_up == len(router.replicas)
+    else:
+        daemon = DaemonStatus.parse(told)
+        text, is_well = summary.page(daemon), not daemon.degraded
+    context.show(told, text.rstrip("\n"))
+    if not is_well:
         raise typer.Exit(Exit.DEGRADED)
 
 
 @command("top")
 def show_top(
-    desk: Desk,
+    context: CommandContext,
     interval: Annotated[str, typer.Option(help='Time between two looks, as in "2s".')] = "1s",
     count: Annotated[int, typer.Option(min=0, help="Looks to take; 0 goes on until Ctrl-C.")] = 0,
 ) -> None:
     """Show what the daemon does, look after look: a table that moves on a terminal, a line each otherwise."""
     seconds = _parsed("--interval", interval, parse_time)
-    watch(lambda: desk.client.status("clients"), seconds, count, as_json=desk.as_json)
+    watch(lambda: DaemonStatus.parse(context.client.status("clients")), seconds, count, as_json=context.as_json)
 
 
 @command("pin")
 def pin(
-    desk: Desk,
-    blocks: BlocksFile = None,
-    cache_salt: Salt = None,
-    model: Model = None,
+    context: CommandContext,
+    blocks: BlocksOption = None,
+    cache_salt: SaltOption = None,
+    model: ModelOption = None,
     ttl: Annotated[str, typer.Option(help='How long they stay, as in "1h".')] = "1h",
 ) -> None:
     """Keep the blocks of a prompt in host memory for a time; without blocks, list what is pinned."""
     if blocks is None:
-        pins = desk.client.get("/admin/pins")
-        _show_table(desk, pins, pins["pins"], ("pin", "model", "blocks", "bytes", "seconds_left"))
+        pins = context.client.get("/admin/pins")
+        _show_table(context, pins, pins["pins"], ("pin", "model", "blocks", "bytes", "seconds_left"))
         return
-    body = _chosen(blocks, cache_salt, model) | {"ttl": _parsed("--ttl", ttl, parse_duration)}
-    answer = desk.client.post("/admin/pin", body)
-    desk.show(answer, f"pin {answer['pin']}: {answer['blocks']} blocks stay for {answer['seconds_left']:g} s")
+    body = _which_blocks(blocks, cache_salt, model) | {"ttl": _parsed("--ttl", ttl, parse_duration)}
+    answer = context.client.post("/admin/pin", body)
+    context.show(answer, f"pin {answer['pin']}: {answer['blocks']} blocks stay for {answer['seconds_left']:g} s")
 
 
 @command("unpin")
-def unpin(desk: Desk, number: Annotated[int, typer.Argument(metavar="PIN", min=1)]) -> None:
+def unpin(context: CommandContext, number: Annotated[int, typer.Argument(metavar="PIN", min=1)]) -> None:
     """Let go of what a pin keeps."""
-    desk.show(desk.client.post("/admin/unpin", {"pin": number}), f"pin {number} is gone")
+    context.show(context.client.post("/admin/unpin", {"pin": number}), f"pin {number} is gone")
 
 
 @command("quota")
 def quota(
-    desk: Desk,
+    context: CommandContext,
     cache_salt: Annotated[str | None, typer.Argument(metavar="SALT", help="The tenant.")] = None,
     size: Annotated[str | None, typer.Argument(help='What it may have, as in "4GiB".')] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Take its quota away.")] = False,
 ) -> None:
     """Bound what a tenant has of each model's host memory; without a tenant, list the quotas."""
     if cache_salt is None:
-        quotas = desk.client.get("/admin/quotas")
+        quotas = context.client.get("/admin/quotas")
         rows = [{**each, "used": sum(each["used"].values())} for each in quotas["quotas"]]
-        _show_table(desk, quotas, rows, ("cache_salt", "size", "used"))
+        _show_table(context, quotas, rows, ("cache_salt", "size", "used"))
         return
     if (size is None) != remove:
         raise ConfigError(f'quota "{cache_salt}": give a size, as in 4GiB, or --remove')
@@ -158,57 +160,59 @@ def quota(
     what = (
         "has no quota any more" if size is None else f"may have {format_size(body['size'])} of each model's host memory"
     )
-    desk.show(desk.client.post("/admin/quota", body), f"{cache_salt} {what}")
+    context.show(context.client.post("/admin/quota", body), f"{cache_salt} {what}")
 
 
 @command("purge")
 def purge(
-    desk: Desk,
-    blocks: BlocksFile = None,
-    cache_salt: Salt = None,
-    model: Model = None,
+    context: CommandContext,
+    blocks: BlocksOption = None,
+    cache_salt: SaltOption = None,
+    model: ModelOption = None,
     everything: Annotated[bool, typer.Option("--all", help="All blocks of all models.")] = False,
 ) -> None:
     """Forget blocks in every tier: a prompt's, a model's, or all."""
     if blocks is not None:
-        answer = desk.client.post("/admin/evict", _chosen(blocks, cache_salt, model))
+        answer = context.client.post("/admin/evict", _which_blocks(blocks, cache_salt, model))
         gone = ", ".join(f"{count} from {tier}" for tier, count in answer["evicted"].items())
-        desk.show(answer, f"evicted {gone}; {answer['unpinned']} pins let go")
+        context.show(answer, f"evicted {gone}; {answer['unpinned']} pins let go")
         return
     if everything == (model is not None):
         raise ConfigError("purge: say what is to be forgotten, by --blocks FILE, --model FINGERPRINT or --all")
-    answer = desk.client.post("/admin/reset", {"all": True} if everything else {"model": model})
-    desk.show(answer, f"forgot everything of {', '.join(answer['reset']) or 'no model: none is open'}")
+    answer = context.client.post("/admin/reset", {"all": True} if everything else {"model": model})
+    context.show(answer, f"forgot everything of {', '.join(answer['reset']) or 'no model: none is open'}")
 
 
 @command("export")
 def export_file(
-    desk: Desk,
+    context: CommandContext,
     file: Annotated[Path, typer.Argument(help="On the daemon's machine.")],
-    blocks: BlocksFile = None,
-    cache_salt: Salt = None,
-    model: Model = None,
+    blocks: BlocksOption = None,
+    cache_salt: SaltOption = None,
+    model: ModelOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
     """Write a model's blocks, or a prompt's, to a file that `kvtier import` reads; the daemon goes on serving."""
-    body = _chosen(blocks, cache_salt, model) | {"file": str(file.absolute()), "force": force}
-    _transfer(desk, "/admin/export", body, "exported")
+    body = _which_blocks(blocks, cache_salt, model) | {"file": str(file.absolute()), "force": force}
+    _transfer(context, "/admin/export", body, "exported")
 
 
 @command("import")
 def import_file(
-    desk: Desk, file: Annotated[Path, typer.Argument(help="On the daemon's machine.")], model: Model = None
+    context: CommandContext,
+    file: Annotated[Path, typer.Argument(help="On the daemon's machine.")],
+    model: ModelOption = None,
 ) -> None:
     """Store the blocks of a file that `kvtier export` wrote; each is verified first."""
-    _transfer(desk, "/admin/import", _of_model(model) | {"file": str(file.absolute())}, "imported")
+    _transfer(context, "/admin/import", _of_model(model) | {"file": str(file.absolute())}, "imported")
 
 
 @command("trace")
 def trace(
-    desk: Desk,
+    context: CommandContext,
     file: Annotated[Path, typer.Argument(help="A new one, on the daemon's machine.")],
     duration: Annotated[str | None, typer.Option(help='As in "10min"; else until Ctrl-C.')] = None,
-    model: Model = None,
+    model: ModelOption = None,
 ) -> None:
     """Record a model's lookups as JSON lines in Mooncake's form."""
     body = _of_model(model) | {"file": str(file.absolute())}
@@ -216,15 +220,17 @@ def trace(
         body["duration"] = _parsed("--duration", duration, parse_duration)
     last: Json = {}
     try:
-        for step in _steps(desk.client, "/admin/trace", body):
+        for step in _steps(context.client, "/admin/trace", body):
             last = step
     except KeyboardInterrupt:
         if not last:
             raise
-    desk.show(last, f"recorded {last['recorded']} lookups, {last['dropped']} dropped, {last['bytes']} bytes in {file}")
+    context.show(
+        last, f"recorded {last['recorded']} lookups, {last['dropped']} dropped, {last['bytes']} bytes in {file}"
+    )
 
 
-def _transfer(desk: Desk, path: str, body: Json, done: str) -> None:
+def _transfer(context: CommandContext, path: str, body: Json, done: str) -> None:
     last: Json = {}
     columns = (
         TextColumn("{task.description}"),
@@ -236,12 +242,12 @@ def _transfer(desk: Desk, path: str, body: Json, done: str) -> None:
         *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task(done, total=1)
-        for last in _steps(desk.client, path, body):
+        for last in _steps(context.client, path, body):
             if "planned" in last:
                 bar.update(task, completed=last["blocks"], total=max(1, last["planned"]))
     lost = "".join(f", {count} lost ({reason})" for reason, count in last["lost"].items())
-    size = summary.gigabytes(last["bytes"])
-    desk.show(last, f"{done} {last['blocks']} of {last['planned']} blocks of {last['model']}, {size}{lost}")
+    size = show_size(last["bytes"])
+    context.show(last, f"{done} {last['blocks']} of {last['planned']} blocks of {last['model']}, {size}{lost}")
 
 
 def _steps(client: "HttpClient", path: str, body: Json) -> Iterator[Json]:
@@ -258,7 +264,7 @@ def _steps(client: "HttpClient", path: str, body: Json) -> Iterator[Json]:
 @contextmanager
 def _connected(http: str | None, token: str | None, config: Path | None) -> "Iterator[HttpClient]":
     with needing("this command"):
-        from kvtier.service.http_client import HttpClient
+        from kvtier.service.web import HttpClient
     settings = Config.load(config).service
     if http is not None:
         host, _, port = http.rpartition(":")
@@ -271,7 +277,7 @@ def _connected(http: str | None, token: str | None, config: Path | None) -> "Ite
         client.close()
 
 
-def _chosen(file: str | None, cache_salt: str | None, model: str | None) -> Json:
+def _which_blocks(file: str | None, cache_salt: str | None, model: str | None) -> Json:
     """The part of a body that says which blocks are meant."""
     body = _of_model(model)
     if file is not None:
@@ -312,8 +318,8 @@ def _parsed(option: str, text: str, parse: Callable[[object], Any]) -> Any:
         raise ConfigError(f'{option} "{text}": {error}') from None
 
 
-def _show_table(desk: Desk, answer: Json, rows: list[Json], columns: tuple[str, ...]) -> None:
-    if desk.as_json:
+def _show_table(context: CommandContext, answer: Json, rows: list[Json], columns: tuple[str, ...]) -> None:
+    if context.as_json:
         print(json.dumps(answer))
         return
     table = Table(*(name.replace("_", " ") for name in columns))
@@ -323,4 +329,4 @@ def _show_table(desk: Desk, answer: Json, rows: list[Json], columns: tuple[str, 
 
 
 def _cell(name: str, row: Mapping[str, Any]) -> str:
-    return summary.memory(row[name]) if name in ("bytes", "size", "used") else str(row[name])
+    return show_size(row[name]) if name in ("bytes", "size", "used") else str(row[name])

@@ -14,11 +14,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from kvtier.service.cli_options import ConfigOption, Exit, JsonOption
-from kvtier.service.doctor import examine
-from kvtier.service.verify import Verdict, find_slabs, verify_slab, worst
+from kvtier.service import ConfigOption, Exit, JsonOption
+from kvtier.service.doctor import Verdict, examine, find_slabs, verify_slab, worst
+from kvtier.tiers import Finding, Status, load_key
 from kvtier.tiers.config import Config
-from kvtier.tiers.finding import Finding, Status
 
 app = typer.Typer()
 
@@ -33,8 +32,10 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Read everything in slabs and compare it with its checksums. Status 0 clean, 1 damage found, 3 repaired."""
-    slabs = find_slabs(path, Config() if path and not config else Config.load(config))
-    verdicts = _verify_all(slabs, repair)
+    loaded = Config.load(config)
+    slabs = find_slabs(path, loaded)
+    key = load_key(loaded.file.key_file, "[file] key_file") if loaded.file.key_file else None
+    verdicts = _verify_all(slabs, repair, key)
     for verdict in verdicts:
         if verdict.refused:
             print(f"kvtier: {verdict.refused}", file=sys.stderr)
@@ -45,13 +46,13 @@ def verify(
     raise typer.Exit(worst(verdicts))
 
 
-def _verify_all(slabs: Sequence[Path], repair: bool) -> list[Verdict]:
+def _verify_all(slabs: Sequence[Path], repair: bool, key: bytes | None = None) -> list[Verdict]:
     """One slab after the other, with a bar on a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
     with bar:
-        return [verify_slab(slab, repair=repair, progress=_advance(bar, _short(slab))) for slab in slabs]
+        return [verify_slab(slab, repair=repair, key=key, progress=_advance(bar, _short(slab))) for slab in slabs]
 
 
 def _advance(bar: Progress, name: str) -> Callable[[int, int], None]:
@@ -82,7 +83,7 @@ def _short(path: Path) -> str:
 
 @app.command()
 def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Check this machine against the configuration, with the mend. Status 0 all is well, 3 warnings, 1 errors."""
+    """Check this machine against the configuration, with the fix. Status 0 all is well, 3 warnings, 1 errors."""
     loaded = Config.load(config)
     console = Console(stderr=True)
     with console.status("measuring…") if console.is_terminal else nullcontext():
@@ -99,10 +100,10 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 
 def _finding_table(findings: Sequence[Finding]) -> Table:
     table = Table("check", "", title="kvtier doctor", title_justify="left")
-    for column in ("found", "mend"):
+    for column in ("found", "fix"):
         table.add_column(column, overflow="fold")  # a command is worth nothing with its end cut off
     for finding in findings:
         colour = _COLOUR[finding.status]
-        texts = map(escape, (finding.found, finding.mend))
+        texts = map(escape, (finding.found, finding.fix))
         table.add_row(escape(finding.check), f"[{colour}]{finding.status}[/]", *texts)
     return table

@@ -1,6 +1,7 @@
 """`kvtier cluster up | status | down`: the compose file's topology as plain processes of this machine."""
 
 import json
+import os
 import signal
 import sys
 from dataclasses import asdict
@@ -12,26 +13,28 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.service.cli_options import Exit, JsonOption
-from kvtier.service.cluster import Cluster
-from kvtier.service.cluster_file import BESIDE_US, FIRST_PORT, NUM_PORTS, Places, Topology
-from kvtier.service.cluster_process import is_installed
-from kvtier.tiers.errors import ConfigError, KVTierError
+from kvtier.service import Exit, JsonOption
+from kvtier.service.cluster import BESIDE_US, FIRST_PORT, NUM_PORTS, Cluster, Placeholders, Topology, is_installed
+from kvtier.tiers import ConfigError, KVTierError
 
-app = typer.Typer(name="cluster", no_args_is_help=True, help="A whole cluster on this machine, without containers.")
+app = typer.Typer()
+cluster = typer.Typer(name="cluster", no_args_is_help=True, help="A whole cluster on this machine, without containers.")
+app.add_typer(cluster)
 
 _PROFILES: Final = ("cluster", "observability")  # of which the second is left out where its programs are missing
 
-State = Annotated[Path, typer.Option(metavar="DIR", help="Where its logs, sockets and slabs are.")]
+_LONGEST: Final = 107 - len("/events-a/engine-replay")  # bytes: a socket's path has 107
+
+StateOption = Annotated[Path, typer.Option(metavar="DIR", help="Where its logs, sockets and slabs are.")]
 
 
-@app.command("up")
+@cluster.command("up")
 def up(
     file: Annotated[
         Path,
         typer.Option(metavar="FILE", help="A compose file with x-kvtier; kvtier's own by default.", show_default=False),
     ] = BESIDE_US,
-    state: State = Path("kvtier-cluster"),
+    state: StateOption = Path("kvtier-cluster"),
     port: Annotated[
         int, typer.Option(min=1, max=65536 - NUM_PORTS, help="The router's; the others' follow within a hundred.")
     ] = FIRST_PORT,
@@ -46,7 +49,13 @@ def up(
     file, state = file.resolve(), state.absolute()
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f'--model "{model}": no config.json in it; name a checkpoint directory')
-    places = Places(state, file.parent / "deploy", model.absolute() if model else state / "model", port)
+    if len(os.fsencode(state)) > _LONGEST:
+        raise ConfigError(
+            f'--state "{state}": longer than {_LONGEST} bytes, too long for sockets in it; choose another'
+        )
+    if "," in str(state):
+        raise ConfigError(f'--state "{state}": a comma ends an option of the router\'s replicas; choose another')
+    places = Placeholders(state, file.parent / "deploy", model.absolute() if model else state / "model", port)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     topology = _installed(Topology.read(file, places, profile or _PROFILES), profile is not None, console)
     stopping = Event()
@@ -57,8 +66,8 @@ def up(
     console.print("up" if is_new else "it is up already", "· kvtier cluster status · kvtier cluster down")
 
 
-@app.command("status")
-def status(state: State = Path("kvtier-cluster"), as_json: JsonOption = False) -> None:
+@cluster.command("status")
+def status(state: StateOption = Path("kvtier-cluster"), as_json: JsonOption = False) -> None:
     """Show every service. Status 0: all are well, 3: one is not, 2: no cluster is up."""
     rows = Cluster(state).status()
     if as_json:
@@ -74,9 +83,9 @@ def status(state: State = Path("kvtier-cluster"), as_json: JsonOption = False) -
         raise typer.Exit(Exit.DEGRADED)
 
 
-@app.command("down")
+@cluster.command("down")
 def down(
-    state: State = Path("kvtier-cluster"),
+    state: StateOption = Path("kvtier-cluster"),
     purge: Annotated[bool, typer.Option("--purge", help="Remove slabs and a model that was made, too.")] = False,
 ) -> None:
     """End all of it, in the order opposite to `up`, and remove its state; what was stored is kept."""

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier.service.cli_options import ConfigOption, log_to_stderr, needing, use_all_descriptors
+from kvtier.service import ConfigOption, log_to_stderr, needing, use_all_descriptors
 from kvtier.tiers.config import Config
 
 app = typer.Typer()
@@ -32,9 +32,9 @@ def serve_engine(
     settings = Config.load(config, server=given)
     log_to_stderr()
     with needing("the engine"):
-        from kvtier.engine.server_process import Server
+        from kvtier.service.engine import EngineServer
     use_all_descriptors()
-    server = Server(model, settings, exact=exact)
+    server = EngineServer(model, settings, exact=exact)
     sys.setswitchinterval(_SWITCH)
 
     def stop(number: int, frame: object) -> None:

@@ -9,20 +9,25 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier.service.cli_options import ConfigOption, log_to_stderr, needing, use_all_descriptors
+from kvtier.service import ConfigOption, log_to_stderr, needing, use_all_descriptors
 from kvtier.tiers.config import Config
 
 app = typer.Typer()
 
 _SWITCH: Final = 0.001  # seconds the loop waits for the GIL beside a thread that reads events; Python's 5 ms are heard
-_REPLICA: Final = "http://HOST:PORT[,events=…][,replay=…][,node=…][,node_replay=…][,block_size=N]; once for each."
+_REPLICA: Final = (
+    "http[s]://HOST:PORT[,events=…][,replay=…][,node=…][,node_replay=…][,block_size=N][,addresses=all]; once for each."
+)
 
 
 @app.command("route")
 def route(
     replica: Annotated[list[str] | None, typer.Option(metavar="SPEC", help=_REPLICA)] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Whose tokenizer tells prompts apart; without it, by load alone.")
+        Path | None, typer.Option(metavar="DIR", help="Whose tokenizer tells prompts apart; else replicas are asked.")
+    ] = None,
+    replicas_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="More replicas, one a line; followed while it changes.")
     ] = None,
     http: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Where it answers; instead of the configured address.")
@@ -30,11 +35,11 @@ def route(
     config: ConfigOption = None,
 ) -> None:
     """Send OpenAI's requests to the replica that holds most of their prompt, until SIGTERM or Ctrl-C."""
-    options = {"replicas": replica, "model": model, "http": http}
+    options = {"replicas": replica, "replicas_file": replicas_file, "model": model, "http": http}
     settings = Config.load(config, router={name: value for name, value in options.items() if value is not None})
     log_to_stderr()
     with needing("the router"):
-        from kvtier.service.router_app import serve
+        from kvtier.service.router import serve
     server = serve(settings.router, strict=settings.events.strict)
     use_all_descriptors()
     sys.setswitchinterval(_SWITCH)

@@ -9,11 +9,10 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier.service.cli_options import log_to_stderr, needing, use_all_descriptors
-from kvtier.service.daemon import Daemon
-from kvtier.tiers.config import Config
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.quantities import format_size
+from kvtier.service import log_to_stderr, needing, use_all_descriptors
+from kvtier.service.node import Daemon
+from kvtier.tiers import ConfigError, load_key
+from kvtier.tiers.config import Config, format_size
 
 app = typer.Typer()
 
@@ -39,12 +38,14 @@ def serve(
     path = settings.service.socket
     if path is None:
         raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
+    if settings.file.key_file is not None:
+        load_key(settings.file.key_file, "[file] key_file")  # a wrong one is told now, not to the first engine
     log_to_stderr()
     with needing("the daemon"):
+        from kvtier.service.admin import Pages
         from kvtier.service.events import Publisher
-        from kvtier.service.http_app import Pages
-        from kvtier.service.http_server import HttpSocket
-    listening = HttpSocket(settings.service.http)
+        from kvtier.service.web import HttpSocket
+    listening = HttpSocket(settings.service.http, names=settings.service.allowed_hosts)
     use_all_descriptors()
     sys.setswitchinterval(_SWITCH)
     with Publisher(settings.events) if settings.events.publish is not None else nullcontext() as publisher:

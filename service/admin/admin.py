@@ -1,18 +1,13 @@
 """What operators do to a running daemon: forget, evict, pin, give quotas. Each verb takes a body and answers JSON."""
 
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-from kvtier.service.admin_bodies import BlocksBody, PinBody, QuotaBody, ResetBody, UnpinBody
-from kvtier.service.daemon import Daemon
-from kvtier.service.namespaces import Namespace
-from kvtier.service.pins import Pins, PinView
-from kvtier.service.quota import MAX_QUOTAS
-from kvtier.service.visits import NotThere, name_of, visiting
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.evict import evict_everywhere
-
-Json = dict[str, Any]
+from kvtier.service import Json
+from kvtier.service.admin.bodies import BlocksBody, PinBody, QuotaBody, ResetBody, UnpinBody
+from kvtier.service.node import MAX_QUOTAS, Daemon, Namespace, NotThere, Pins, PinView, held_open, name_of
+from kvtier.tiers import ConfigError
+from kvtier.tiers.hierarchy import evict_everywhere
 
 _PATIENCE: Final = 15.0  # seconds for lower tiers
 
@@ -20,7 +15,7 @@ _PATIENCE: Final = 15.0  # seconds for lower tiers
 class Admin:
     """The verbs. They wait, for the loop and for lower tiers, each up to a deadline: on any thread but the loop's.
 
-    All raise ConfigError for what cannot be asked, NotThere for what is not here, TierUnavailable where the loop or a
+    All raise ConfigError for what cannot be asked, NotThere for what is not here, TierUnavailable if the loop or a
     tier does not answer in time.
     """
 
@@ -33,8 +28,8 @@ class Admin:
         models = [each.fingerprint.hex() for each in self._open()] if body.all else [body.model]
         names = []
         for model in models:
-            with visiting(self._daemon, model) as namespace:
-                namespace.tiers.reset()
+            with held_open(self._daemon, model) as namespace:
+                namespace.hierarchy.reset()
                 self._daemon.submit(partial(_tell, namespace))  # clients forget what they were promised before
                 names.append(name_of(namespace.fingerprint))
         self._pins.expire()
@@ -42,7 +37,7 @@ class Admin:
 
     def evict(self, body: BlocksBody) -> Json:
         """Drop blocks from every tier, pinned or not."""
-        with visiting(self._daemon, body.model) as namespace:
+        with held_open(self._daemon, body.model) as namespace:
             hashes, _ = body.blocks.names(namespace, _PATIENCE)
             num_unpinned = self._pins.unpin_blocks(namespace, hashes)
             evicted = evict_everywhere(namespace.hierarchy, hashes, _PATIENCE)

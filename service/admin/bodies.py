@@ -1,15 +1,15 @@
-"""What admin requests may say: every field typed and bounded, every mistake one line with field, value and mend."""
+"""What admin requests may say: every field typed and bounded, every mistake one line with field, value and fix."""
 
-import itertools
 import json
 from pathlib import Path
 from typing import Annotated, Any, Final, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from kvtier.service.chosen import Chosen
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.quantities import parse_duration, parse_size
+from kvtier.service import flat, shown, writable
+from kvtier.service.node import BlockSelection
+from kvtier.tiers import ConfigError
+from kvtier.tiers.config import ByteSize, Lifetime
 
 MAX_BODY: Final = 1 << 20  # bytes
 B = TypeVar("B", bound=BaseModel)
@@ -46,22 +46,11 @@ def _file(value: object) -> object:
     return Path(writable(value))
 
 
-def writable(text: str) -> str:
-    """The text; ValueError where UTF-8 cannot write it, as a lone surrogate from JSON's escapes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("not a text that UTF-8 can write") from None
-    return text
-
-
-Model = Annotated[str, BeforeValidator(_model)]
-Name = Annotated[bytes, BeforeValidator(_chain_hash)]
-Token = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
-Salt = Annotated[str, BeforeValidator(_salt)]
-File = Annotated[Path, BeforeValidator(_file)]
-Duration = Annotated[float, BeforeValidator(parse_duration)]
-Size = Annotated[int, BeforeValidator(parse_size)]
+FingerprintDigits = Annotated[str, BeforeValidator(_model)]
+BlockName = Annotated[bytes, BeforeValidator(_chain_hash)]
+TokenId = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
+TenantSalt = Annotated[str, BeforeValidator(_salt)]
+DaemonFile = Annotated[Path, BeforeValidator(_file)]
 
 
 class Body(BaseModel):
@@ -69,7 +58,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=False)
 
-    model: Model | None = None
+    model: FingerprintDigits | None = None
 
 
 class ResetBody(Body):
@@ -87,9 +76,9 @@ class ResetBody(Body):
 class BlocksBody(Body):
     """Consecutive blocks: by name, or by a prompt's tokens and its tenant's salt."""
 
-    hashes: Annotated[list[Name], Field(min_length=1)] | None = None
-    tokens: Annotated[list[Token], Field(min_length=1)] | None = None
-    cache_salt: Salt | None = None
+    hashes: Annotated[list[BlockName], Field(min_length=1)] | None = None
+    tokens: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    cache_salt: TenantSalt | None = None
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -102,24 +91,24 @@ class BlocksBody(Body):
         return self
 
     @property
-    def chosen(self) -> Chosen | None:
-        """The blocks meant; None where neither names nor tokens were given."""
+    def selection(self) -> BlockSelection | None:
+        """The blocks meant; None if neither names nor tokens were given."""
         if self.hashes is None and self.tokens is None:
             return None
-        return Chosen(self.hashes or (), self.tokens or (), self.cache_salt)
+        return BlockSelection(self.hashes or (), self.tokens or (), self.cache_salt)
 
     @property
-    def blocks(self) -> Chosen:
-        """The blocks meant. ConfigError where none were given."""
-        if (chosen := self.chosen) is None:
+    def blocks(self) -> BlockSelection:
+        """The blocks meant. ConfigError if none were given."""
+        if (selection := self.selection) is None:
             raise ConfigError("hashes, tokens: neither is given; say which blocks are meant by one of them")
-        return chosen
+        return selection
 
 
 class PinBody(BlocksBody):
     """Keep blocks in host memory for `ttl`."""
 
-    ttl: Duration
+    ttl: Lifetime
 
 
 class UnpinBody(BaseModel):
@@ -135,28 +124,28 @@ class QuotaBody(BaseModel):
 
     model_config = Body.model_config
 
-    cache_salt: Salt
-    size: Size | None = None
+    cache_salt: TenantSalt
+    size: ByteSize | None = None
 
 
 class ExportBody(BlocksBody):
     """Write all blocks, or the chosen ones, to a new file; `force`: or over an old one."""
 
-    file: File
+    file: DaemonFile
     force: bool = False
 
 
 class ImportBody(Body):
     """Store the blocks of an archive."""
 
-    file: File
+    file: DaemonFile
 
 
 class TraceBody(Body):
     """Record lookups into a new file for `duration`, or until the client goes."""
 
-    file: File
-    duration: Duration | None = None
+    file: DaemonFile
+    duration: Lifetime | None = None
 
 
 def parse(body_type: type[B], data: bytes) -> B:
@@ -184,15 +173,3 @@ def _one_line(error: Any, known: list[str]) -> str:
     if error["type"] == "extra_forbidden":
         return f"{field[:60]} {shown(error['input'])}: unknown field; known are {', '.join(known)}"
     return f"{field} {shown(error['input'])}: {why}"
-
-
-def shown(value: object) -> str:
-    """A value as JSON, whatever it is: one line of ASCII, 60 characters at most."""
-    pieces = json.JSONEncoder(default=str).iterencode(value)  # of a long list, no more than is shown
-    text = "".join(itertools.islice(pieces, 61))
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def flat(text: str) -> str:
-    """The text on one line."""
-    return " ".join(text.split())

@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from threading import Event
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 from starlette.applications import Starlette
@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvtier.service.admin import Admin
-from kvtier.service.admin_bodies import (
+from kvtier.service.admin.admin import Admin
+from kvtier.service.admin.bodies import (
     MAX_BODY,
     BlocksBody,
     ExportBody,
@@ -28,17 +28,13 @@ from kvtier.service.admin_bodies import (
     UnpinBody,
     parse,
 )
-from kvtier.service.daemon import Daemon
-from kvtier.service.dashboard import dashboard_routes
-from kvtier.service.exposition import exposition
-from kvtier.service.guard import Guard, read_body
-from kvtier.service.http_server import HttpServer, HttpSocket
-from kvtier.service.pins import Pins
-from kvtier.service.status import degraded_tiers, status
-from kvtier.service.summary import page
-from kvtier.service.transfers import Steps, Told, Transfers
-from kvtier.service.visits import NotThere
-from kvtier.tiers.errors import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable
+from kvtier.service.admin.transfers import RunningTransfer, Steps, Transfers
+from kvtier.service.node import Daemon, NotThere, Pins, degraded_tiers, exposition, status
+from kvtier.service.observe import dashboard_routes, page
+from kvtier.service.web import Guard, HttpServer, HttpSocket, read_body
+from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -96,9 +92,9 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
     def tell(path: str, body_type: type[BaseModel], verb: Callable[[Any], Steps]) -> Route:
         async def endpoint(request: Request) -> Response:
             guard.admit(request)
-            told = Told(verb(parse(body_type, await read_body(request, MAX_BODY))), stopping)
-            await told.begun()
-            return StreamingResponse(told.lines(), media_type="application/x-ndjson")
+            running = RunningTransfer(verb(parse(body_type, await read_body(request, MAX_BODY))), stopping)
+            await running.begun()
+            return StreamingResponse(running.lines(), media_type="application/x-ndjson")
 
         return Route(path, endpoint, methods=["POST"])
 
@@ -115,11 +111,11 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
 
     routes = [
         get("/metrics", lambda: Response(exposition(daemon, pins), media_type=_EXPOSITION)),
-        get("/healthz", lambda: _health(daemon)),
-        get("/readyz", lambda: _readiness(daemon)),
+        _awaited("/healthz", lambda: _health(daemon)),
+        _awaited("/readyz", lambda: _readiness(daemon)),
         get("/summary", lambda: PlainTextResponse(page(status(daemon, pins)))),
-        get("/status", lambda: JSONResponse(status(daemon, pins))),
-        *dashboard_routes(lambda: run_in_threadpool(status, daemon, pins), stopping),
+        get("/status", lambda: JSONResponse(status(daemon, pins).as_json())),
+        *dashboard_routes(lambda: run_in_threadpool(lambda: status(daemon, pins).as_json()), stopping),
         do("/admin/reset", ResetBody, admin.reset),
         do("/admin/evict", BlocksBody, admin.evict),
         do("/admin/pin", PinBody, admin.pin),
@@ -134,18 +130,35 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=_HANDLERS)
 
 
-def _health(daemon: Daemon) -> Response:
-    daemon.call(lambda: None, _HEALTHY)
+def _awaited(path: str, answer: Callable[[], Awaitable[Response]]) -> Route:
+    async def endpoint(request: Request) -> Response:
+        return await answer()
+
+    return Route(path, endpoint, methods=["GET"])
+
+
+async def _health(daemon: Daemon) -> Response:
+    await _on_loop(daemon, lambda: None)
     return JSONResponse({"status": "ok"})
 
 
-def _readiness(daemon: Daemon) -> Response:
+async def _on_loop(daemon: Daemon, function: Callable[[], T]) -> T:
+    """As `Daemon.call`, without one of the threads that others may keep busy."""
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(daemon.submit(function)), _HEALTHY)
+    except TimeoutError:
+        raise TierUnavailable(f"the daemon's loop has not answered within {_HEALTHY:g} s") from None
+
+
+async def _readiness(daemon: Daemon) -> Response:
     """Detached tiers are named, and are no reason to send nobody here: what they hold is a miss."""
     try:
-        namespaces = daemon.call(daemon.namespaces, _HEALTHY)
+        namespaces = await _on_loop(daemon, daemon.namespaces)
     except TierUnavailable as error:
         return JSONResponse({"ready": False, "missing": [str(error)], "degraded": []}, 503)
-    return JSONResponse({"ready": True, "missing": [], "degraded": degraded_tiers(namespaces)})
+    return JSONResponse(
+        {"ready": True, "missing": [], "degraded": [each.as_json() for each in degraded_tiers(namespaces)]}
+    )
 
 
 def _refused(request: Request, error: Exception) -> Response:

@@ -6,17 +6,14 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from threading import Event
-from typing import Any, Final
+from typing import Final
 
-from kvtier.service.admin_bodies import ExportBody, ImportBody, TraceBody
-from kvtier.service.archive import Progress, export_blocks, import_blocks
-from kvtier.service.daemon import Daemon
-from kvtier.service.lookup_trace import TraceRecorder
-from kvtier.service.namespaces import Guest, Namespace
-from kvtier.service.visits import leave, name_of, visit
-from kvtier.tiers.errors import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable
+from kvtier.service import Json
+from kvtier.service.admin.bodies import ExportBody, ImportBody, TraceBody
+from kvtier.service.archive import ArchiveProgress, export_blocks, import_blocks
+from kvtier.service.node import Daemon, Namespace, OperatorHold, TraceRecorder, hold_open, name_of, release_hold
+from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable, load_key
 
-Json = dict[str, Any]
 Steps = AsyncGenerator[Json, None]
 
 PERIOD: Final = 0.25  # seconds between lines
@@ -32,20 +29,29 @@ class Transfers:
 
     async def export(self, body: ExportBody) -> Steps:
         """See `archive.export_blocks`."""
-        async with self._copying(), self._visiting(body.model) as namespace:
+        async with self._copying(), self._held_open(body.model) as namespace:
             names = None
-            if (chosen := body.chosen) is not None:
-                names, _ = await asyncio.to_thread(chosen.names, namespace, _PATIENCE)
+            if (selection := body.selection) is not None:
+                names, _ = await asyncio.to_thread(selection.names, namespace, _PATIENCE)
             size = namespace.blocks.block_size
-            steps = export_blocks(namespace.hierarchy, namespace.fingerprint, size, body.file, names, force=body.force)
+            steps = export_blocks(
+                namespace.hierarchy,
+                namespace.fingerprint,
+                size,
+                body.file,
+                names,
+                force=body.force,
+                key=await self._key(),
+            )
             async with aclosing(steps):
                 async for progress in steps:
                     yield _shown(namespace, progress)
 
     async def import_(self, body: ImportBody) -> Steps:
         """See `archive.import_blocks`."""
-        async with self._copying(), self._visiting(body.model) as namespace:
-            steps = import_blocks(namespace.hierarchy, namespace.fingerprint, namespace.blocks.block_size, body.file)
+        async with self._copying(), self._held_open(body.model) as namespace:
+            size, key = namespace.blocks.block_size, await self._key()
+            steps = import_blocks(namespace.hierarchy, namespace.fingerprint, size, body.file, key)
             try:
                 async with aclosing(steps):
                     async for progress in steps:
@@ -55,7 +61,7 @@ class Transfers:
 
     async def trace(self, body: TraceBody) -> Steps:
         """See `lookup_trace.TraceRecorder`."""
-        async with self._visiting(body.model) as namespace:
+        async with self._held_open(body.model) as namespace:
             tiers = namespace.tiers
             if tiers.recorder is not None:
                 raise TierUnavailable("a trace of this model is being recorded already; wait for its end")
@@ -70,6 +76,10 @@ class Transfers:
                 await recorder.stop()
             yield _counts(namespace, recorder)
 
+    async def _key(self) -> bytes | None:
+        path = self._daemon.config.file.key_file
+        return await asyncio.to_thread(load_key, path, "[file] key_file") if path is not None else None
+
     @asynccontextmanager
     async def _copying(self) -> AsyncIterator[None]:
         if self._is_copying:
@@ -81,20 +91,20 @@ class Transfers:
             self._is_copying = False
 
     @asynccontextmanager
-    async def _visiting(self, model: str | None) -> AsyncIterator[Namespace]:
-        guest = Guest()
-        namespace = await asyncio.to_thread(visit, self._daemon, model, guest)
+    async def _held_open(self, model: str | None) -> AsyncIterator[Namespace]:
+        hold = OperatorHold()
+        namespace = await asyncio.to_thread(hold_open, self._daemon, model, hold)
         try:
             yield namespace
         finally:
-            leave(self._daemon, namespace, guest)
+            release_hold(self._daemon, namespace, hold)
 
 
-class Told:
+class RunningTransfer:
     """A transfer under way, as lines of JSON: progress, then `{"done": true, …}` or `{"error": "…"}`.
 
-    It has a task of its own, so that it can put things in order whatever becomes of who reads the lines; it is called
-    off when nobody does, and when `stopping` is set.
+    It has a task of its own, so that it can put things in order whatever becomes of its reader; it is cancelled
+    when nobody reads, and when `stopping` is set.
     """
 
     def __init__(self, steps: Steps, stopping: Event) -> None:
@@ -136,7 +146,7 @@ class Told:
         return {**self._latest, "done": True}
 
 
-def _shown(namespace: Namespace, progress: Progress) -> Json:
+def _shown(namespace: Namespace, progress: ArchiveProgress) -> Json:
     return {
         "model": name_of(namespace.fingerprint),
         "blocks": progress.num_blocks,

@@ -1,4 +1,4 @@
-"""Export blocks to an archive file and import them again, beside a hierarchy that goes on serving."""
+"""Exports blocks to an archive file and imports them again, while the hierarchy goes on serving."""
 
 import asyncio
 import contextlib
@@ -6,16 +6,14 @@ import os
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
-from kvtier.service import archive_format
-from kvtier.service.archive_copy import UNKNOWN, Export, Import, Progress
-from kvtier.service.archive_format import HEADER_BYTES, Header
-from kvtier.service.loop_file import LoopFile
-from kvtier.tiers.errors import ConfigError, FingerprintMismatch, FormatError, KVTierError
-from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.inventory import Run, held_runs
-from kvtier.tiers.tier import ChainHash
+from kvtier.service.archive import format as archive_format
+from kvtier.service.archive.copying import UNKNOWN, ArchiveProgress, Export, Import
+from kvtier.service.archive.format import HEADER_BYTES, Header
+from kvtier.service.web import LoopFile
+from kvtier.tiers import ChainHash, ConfigError, Encryption, FingerprintMismatch, FormatError, KVTierError, key_id
+from kvtier.tiers.hierarchy import HeldRun, Hierarchy, held_runs
 
-__all__ = ["Progress", "export_blocks", "import_blocks"]
+__all__ = ["ArchiveProgress", "export_blocks", "import_blocks"]
 
 
 async def export_blocks(
@@ -26,14 +24,17 @@ async def export_blocks(
     hashes: Sequence[ChainHash] | None = None,
     *,
     force: bool = False,
-) -> AsyncGenerator[Progress, None]:
-    """Write all blocks of L2 and of the tiers that can list theirs, or one prompt's (`hashes`, head first) to `path`.
+    key: bytes | None = None,
+) -> AsyncGenerator[ArchiveProgress, None]:
+    """Write all blocks of L2 and of tiers that can list theirs to `path`, or one prompt's only (`hashes`, head first).
 
-    `block_size` is the namespace's, in tokens. Blocks that come meanwhile are left out; one that goes meanwhile is
-    lost, with those behind it. The file appears whole, under its name, at the end; until then it is `path`.part.
-    Takes an eighth of L2 at most, and gives it back. Leave it early by `aclose` (`contextlib.aclosing`); the hierarchy
-    stays open until then. Raises ConfigError where the file exists (without `force`) or cannot be made, KVTierError
-    where it cannot be written: nothing is left of it then.
+    `block_size` is the namespace's, in tokens. With `key` (32 bytes) the archive is encrypted. Blocks stored meanwhile
+    are left out. If a block is evicted meanwhile, it and those after it in its chain are lost. The file is written as
+    `path`.part, and renamed at the end. The export takes at most an eighth of L2, and gives it back. To leave it early,
+    call `aclose` (`contextlib.aclosing`); the hierarchy must stay open until then.
+
+    Raises ConfigError if the file exists (without `force`) or cannot be created. Raises KVTierError if it cannot be
+    written; then no file is left.
     """
     _require_names(fingerprint, hashes)
     path = Path(path)
@@ -45,9 +46,11 @@ async def export_blocks(
         if hashes is None:
             runs = await asyncio.to_thread(held_runs, hierarchy)
         else:
-            runs = [Run(UNKNOWN, list(hashes))]
-        header = Header(fingerprint, hierarchy.host.region.slot_bytes, block_size, sum(len(run.hashes) for run in runs))
-        export = Export(hierarchy, header, file)
+            runs = [HeldRun(UNKNOWN, list(hashes))]
+        encryption = Encryption.fresh(key) if key is not None else None
+        num_blocks = sum(len(run.hashes) for run in runs)
+        header = Header(fingerprint, hierarchy.host.region.slot_bytes, block_size, num_blocks, encryption)
+        export = Export(hierarchy, header, file, key)
         await export.begin()
         for run in runs:
             async for progress in export.run(run):
@@ -67,13 +70,15 @@ async def export_blocks(
 
 
 async def import_blocks(
-    hierarchy: Hierarchy, fingerprint: bytes, block_size: int, path: Path
-) -> AsyncGenerator[Progress, None]:
-    """Store every block of an archive as if it had been computed now; each is verified before anybody finds it.
+    hierarchy: Hierarchy, fingerprint: bytes, block_size: int, path: Path, key: bytes | None = None
+) -> AsyncGenerator[ArchiveProgress, None]:
+    """Store every block of an archive as if it had been computed now. Each is verified before it can be found.
 
-    Leave it early by `aclose`; the hierarchy stays open until then. Whatever ends it, what was stored is whole and
-    stays. Raises FingerprintMismatch for an archive of another model or block size, FormatError where a file is no
-    archive, damaged or cut short (it says where), KVTierError where it cannot be read or the tiers were reset.
+    An archive that is not encrypted ignores `key`. To leave the import early, call `aclose`; the hierarchy must stay
+    open until then. However it ends, blocks stored so far are whole and stay.
+
+    Raises FingerprintMismatch for another model or block size, and ConfigError for another key. Raises FormatError if
+    the file is not an archive, damaged or cut short, and KVTierError if it cannot be read or the tiers were reset.
     """
     path = Path(path)
     file = await LoopFile.open(path)
@@ -83,7 +88,8 @@ async def import_blocks(
         encoded = encoded[: await file.read_into(memoryview(encoded))]
         header = archive_format.decode_header(bytes(encoded))
         _require_same(header, Header(fingerprint, hierarchy.host.region.slot_bytes, block_size, 0))
-        work = Import(hierarchy, header, bytes(encoded))
+        _require_key(header, key, path)
+        work = Import(hierarchy, header, bytes(encoded), key)
         buffer = memoryview(bytearray(work.batch * header.record_bytes))
         while True:
             num_read = await file.read_into(buffer)
@@ -130,14 +136,24 @@ async def _require_vacant(path: Path, force: bool) -> None:
         raise ConfigError(f"{path}: exists already; choose another name, or overwrite it with --force")
 
 
+def _require_key(header: Header, key: bytes | None, path: Path) -> None:
+    if header.encryption is None or (key is not None and key_id(key) == header.encryption.key_id):
+        return
+    there = header.encryption.key_id.hex()
+    why = f"encrypted with key {there}, and no [file] key_file is set"
+    if key is not None:
+        why = f"encrypted with key {there}, [file] key_file holds {key_id(key).hex()}"
+    raise ConfigError(f"{path}: {why}; set the key it was exported with")
+
+
 def _require_same(archive: Header, own: Header) -> None:
     if archive.fingerprint != own.fingerprint:
         raise FingerprintMismatch(
             f"an archive of model {archive.fingerprint.hex()}, not of {own.fingerprint.hex()}; "
-            "import it where that model is served"
+            "import it on a daemon that serves that model"
         )
     if (archive.slot_bytes, archive.block_size) != (own.slot_bytes, own.block_size):
         raise FingerprintMismatch(
-            f"its blocks are of {archive.block_size} tokens and {archive.slot_bytes} bytes, "
-            f"here they are of {own.block_size} and {own.slot_bytes}; export it anew"
+            f"its blocks have {archive.block_size} tokens and {archive.slot_bytes} bytes, "
+            f"but here they have {own.block_size} and {own.slot_bytes}; export it again"
         )

@@ -1,4 +1,4 @@
-"""An archive's bytes: encode, decode, validate. No I/O (docs/format.md, "An archive")."""
+"""Encodes, decodes and validates an archive's bytes. No I/O (docs/format.md, "An archive")."""
 
 import struct
 from collections.abc import Iterator
@@ -7,20 +7,20 @@ from typing import Final
 
 import xxhash
 
-from kvtier.tiers.checksum import checksum
-from kvtier.tiers.errors import FormatError
-from kvtier.tiers.tier import BlockRecord, ChainHash
+from kvtier.tiers import STAMP_BYTES, BlockRecord, ChainHash, Encryption, FormatError, RecordCipher, checksum
 
 MAGIC: Final = b"KVTARCHV"
 VERSION: Final = 1
+ENCRYPTED_VERSION: Final = 2  # version of an archive with encrypted records
 HEADER_BYTES: Final = 128
 TRAILER_BYTES: Final = 40
 
-_HEADER: Final = struct.Struct("<8sII32sQI4xQ48x")
+_HEADER: Final = struct.Struct("<8sII32sQI4xQ16s16s16x")
 _ENTRY: Final = struct.Struct("<4sIQQ32s32sQ")
 _TRAILER: Final = struct.Struct("<4s4xQ16s")
 _CHECKSUM: Final = struct.Struct("<Q")
 _BLOCK: Final = b"BLCK"
+_SEALED: Final = b"SEAL"
 _END: Final = b"DONE"
 
 
@@ -29,14 +29,16 @@ class Header:
     """Whose blocks an archive holds, and how large they are."""
 
     fingerprint: bytes  # 32 bytes
-    slot_bytes: int  # payload of a block
-    block_size: int  # tokens of a block, at most
-    num_blocks: int  # how many there were to write; blocks lost meanwhile are not in it
+    slot_bytes: int  # bytes of a block's payload
+    block_size: int  # most tokens of a block
+    num_blocks: int  # planned blocks; the archive has fewer if some were lost meanwhile
+    encryption: Encryption | None = None  # None: blocks are not encrypted
 
     @property
     def entry_bytes(self) -> int:
         """Bytes of a record before its payload."""
-        return _ENTRY.size + 4 * self.block_size + _CHECKSUM.size
+        plain = _ENTRY.size + 4 * self.block_size + _CHECKSUM.size
+        return plain + (len(_SEALED) + 2 * STAMP_BYTES if self.encryption else 0)
 
     @property
     def record_bytes(self) -> int:
@@ -46,29 +48,30 @@ class Header:
 
 def encode_header(header: Header) -> bytes:
     """The archive's first HEADER_BYTES."""
-    return _summed(
-        _HEADER.pack(
-            MAGIC, VERSION, HEADER_BYTES, header.fingerprint, header.slot_bytes, header.block_size, header.num_blocks
-        )
-    )
+    lock = header.encryption or Encryption(b"", b"")
+    version = ENCRYPTED_VERSION if header.encryption else VERSION
+    sizes = header.slot_bytes, header.block_size, header.num_blocks
+    return _summed(_HEADER.pack(MAGIC, version, HEADER_BYTES, header.fingerprint, *sizes, lock.key_id, lock.salt))
 
 
 def decode_header(data: bytes) -> Header:
-    """What `encode_header` wrote; FormatError for anything else."""
+    """Decode a header that `encode_header` wrote. Raises FormatError for anything else."""
     if data[: len(MAGIC)] != MAGIC:
-        raise FormatError("not an archive of kvtier's")
+        raise FormatError("not a kvtier archive")
     if len(data) < HEADER_BYTES:
         raise FormatError(f"breaks off in its header, after {len(data)} bytes")
-    _, version, header_bytes, fingerprint, slot_bytes, block_size, num_blocks = _HEADER.unpack_from(data)
-    if version != VERSION:
-        raise FormatError(f"an archive of version {version}, this kvtier reads {VERSION}; export it anew")
+    _, version, header_bytes, fingerprint, slot_bytes, block_size, num_blocks, *lock = _HEADER.unpack_from(data)
+    if version not in (VERSION, ENCRYPTED_VERSION):
+        known = f"{VERSION} and {ENCRYPTED_VERSION}"
+        raise FormatError(f"an archive of version {version}, but this kvtier reads {known}; export it again")
     if not _is_whole(data) or header_bytes != HEADER_BYTES:
         raise FormatError("its header is damaged")
-    return Header(fingerprint, slot_bytes, block_size, num_blocks)
+    encryption = Encryption(*lock) if version == ENCRYPTED_VERSION else None
+    return Header(fingerprint, slot_bytes, block_size, num_blocks, encryption)
 
 
 def encode_entry(header: Header, number: int, record: BlockRecord) -> bytes:
-    """What stands before the payload of block `number`, counted from 0."""
+    """The bytes before the payload of block `number`, counted from 0."""
     num_tokens = len(record.tokens) // 4
     fixed = _ENTRY.pack(
         _BLOCK, num_tokens, number, header.slot_bytes, record.chain_hash, record.parent, record.checksum
@@ -81,15 +84,42 @@ def encode_trailer(num_blocks: int, digest: bytes) -> bytes:
     return _summed(_TRAILER.pack(_END, num_blocks, digest))
 
 
-class Parser:
-    """Reads what follows the header, piece by piece: whole, verified blocks come out, or a FormatError."""
+class ArchiveCipher:
+    """Encrypts and decrypts the records of one archive."""
 
-    def __init__(self, header: Header, encoded: bytes) -> None:
-        """`encoded` is the header as it stood in the file."""
+    def __init__(self, header: Header, key: bytes) -> None:
+        assert header.encryption is not None
+        belongs_to = header.fingerprint + header.encryption.salt
+        self._entries = RecordCipher(key, b"archive-entry" + belongs_to)
+        self._payloads = RecordCipher(key, b"archive-payload" + belongs_to)
+
+    def seal(self, number: int, entry: bytes, chain_hash: ChainHash, payload: memoryview) -> tuple[bytes, memoryview]:
+        """The encrypted entry of block `number`, and its encrypted payload. `entry` is what `encode_entry` made."""
+        hidden = memoryview(bytearray(len(payload)))
+        stamp = self._payloads.encrypt_into(payload, chain_hash, hidden)
+        return _SEALED + self._entries.seal(entry, _CHECKSUM.pack(number)) + stamp, hidden
+
+    def open(self, number: int, sealed: memoryview) -> bytes | None:
+        """The decrypted entry of block `number`; None if it is not authentic."""
+        if bytes(sealed[: len(_SEALED)]) != _SEALED:
+            return None
+        return self._entries.open(sealed[len(_SEALED) : -STAMP_BYTES], _CHECKSUM.pack(number))
+
+    def show(self, sealed: memoryview, chain_hash: ChainHash, payload: memoryview) -> bool:
+        """Decrypt a payload in place; False if it is not authentic."""
+        return self._payloads.decrypt_into(payload, bytes(sealed[-STAMP_BYTES:]), chain_hash, payload)
+
+
+class Parser:
+    """Reads the records after the header, piece by piece: yields verified blocks, or raises FormatError."""
+
+    def __init__(self, header: Header, encoded: bytes, key: bytes | None = None) -> None:
+        """`encoded` is the header as it is in the file. An encrypted archive needs `key`."""
         self.header = header
-        self.names: dict[ChainHash, None] = {}  # of the blocks so far, in their order
-        self.ended = False  # the trailer was there, and right
-        self._starts: set[ChainHash] = set()  # parents that were no block of this archive when named
+        self._cipher = ArchiveCipher(header, key) if header.encryption and key is not None else None
+        self.names: dict[ChainHash, None] = {}  # names of the blocks so far, in order
+        self.ended = False  # the trailer was read and is valid
+        self._starts: set[ChainHash] = set()  # parents that were not in this archive when they were named
         self._digest = xxhash.xxh3_128(encoded)
 
     @property
@@ -98,9 +128,10 @@ class Parser:
         return len(self.names)
 
     def blocks(self, data: memoryview) -> Iterator[tuple[BlockRecord, memoryview]]:
-        """The blocks in the archive's next bytes: a whole number of records, fewer bytes only at the file's end.
+        """The blocks in the archive's next bytes. `data` holds whole records; only a file's last piece may be shorter.
 
-        Each payload is a view into `data`. FormatError where the bytes are no archive's; those before it are good.
+        Each payload is a view into `data`, decrypted there. Raises FormatError if the bytes are not an archive's;
+        blocks yielded before are valid.
         """
         entry_bytes, record_bytes = self.header.entry_bytes, self.header.record_bytes
         at = 0
@@ -114,18 +145,28 @@ class Parser:
             bytes_of_record = data[at : at + record_bytes]
             if len(bytes_of_record) < record_bytes:
                 raise self.broken_off()
-            record = self._entry(bytes_of_record[:entry_bytes])
-            payload = bytes_of_record[entry_bytes:]
-            if checksum(payload) != record.checksum:
-                raise FormatError(f"block {self.num_blocks} is damaged")
             self._digest.update(bytes_of_record)
+            payload = bytes_of_record[entry_bytes:]
+            record = self._opened(bytes_of_record[:entry_bytes], payload)
+            if record is None or checksum(payload) != record.checksum:
+                raise FormatError(f"block {self.num_blocks} is damaged")
             self._place(record)
             yield record, payload
             at += record_bytes
 
     def broken_off(self) -> FormatError:
-        """The error of a file that ends here."""
+        """The error for a file that ends here."""
         return FormatError(f"breaks off after {self.num_blocks} whole blocks of {self.header.num_blocks}")
+
+    def _opened(self, head: memoryview, payload: memoryview) -> BlockRecord | None:
+        """The record before a payload, which is decrypted in place; None if either is not authentic."""
+        if self._cipher is None:
+            return self._entry(head)
+        entry = self._cipher.open(self.num_blocks, head)
+        if entry is None:
+            return None
+        record = self._entry(memoryview(entry))
+        return record if self._cipher.show(head, record.chain_hash, payload) else None
 
     def _entry(self, entry: memoryview) -> BlockRecord:
         tag, num_tokens, number, payload_bytes, chain_hash, parent, payload_checksum = _ENTRY.unpack_from(entry)
@@ -141,7 +182,7 @@ class Parser:
         return BlockRecord(chain_hash, parent, tokens, payload_checksum)
 
     def _place(self, record: BlockRecord) -> None:
-        """Every block comes once, and after its parent, if that is in the archive at all."""
+        """Note a block. Each must come once, and after its parent if the archive has that."""
         if record.chain_hash in self.names or record.chain_hash in self._starts:
             raise FormatError(f"block {self.num_blocks} comes twice, or after its child")
         if record.parent not in self.names:

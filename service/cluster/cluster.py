@@ -1,4 +1,4 @@
-"""A cluster of plain processes in a directory: brought up in order, looked at, taken down; the missing start again."""
+"""Starts, watches and stops a cluster of plain processes; its state is one directory."""
 
 import fcntl
 import json
@@ -14,22 +14,23 @@ from subprocess import Popen
 from threading import Event
 from typing import Any, Final
 
-from kvtier.service.cluster_file import Ready, Service, Topology
-from kvtier.service.cluster_process import Process, is_free, is_well, launch
-from kvtier.tiers.errors import ConfigError, FormatError, KVTierError, StoreLocked
+from kvtier.service.cluster.file import Ready, Service, Topology
+from kvtier.service.cluster.process import Process, is_free, is_well, launch
+from kvtier.tiers import ConfigError, FormatError, KVTierError, StoreLocked
 
-Tell = Callable[[str], None]
+Print = Callable[[str], None]
 
-_DEADLINE: Final = 180.0  # seconds for one service to be ready: an engine imports torch, on a busy machine
-GRACE: Final = 40.0  # seconds from SIGTERM to SIGKILL: as compose gives them, more than any of ours takes
-_PAUSE: Final = 0.1  # seconds between two looks at what starts
-_LAST_LINES: Final = 20  # of the log of a service that failed
+_DEADLINE: Final = 180.0  # seconds for one service to get ready: an engine imports torch, on a busy machine
+GRACE: Final = 40.0  # seconds from SIGTERM to SIGKILL, as in the compose file: more than any service takes
+_PAUSE: Final = 0.1  # seconds between two polls of starting services
+_WARNING: Final = "warning: "
+_LAST_LINES: Final = 20  # lines shown of the log of a service that failed
 _VERSION: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """What is remembered of a service that was started; `process` is None for one that is done."""
+class StartedService:
+    """What is recorded of a started service. `process` is None if it has ended, as a one-time job does."""
 
     process: Process | None
     ready: Ready
@@ -39,17 +40,17 @@ class Member:
 
 
 @dataclass(slots=True)
-class Record:
-    """The state directory's `cluster.json`: members in the order they were started in, and what `down` takes away."""
+class ClusterRecord:
+    """The contents of `cluster.json`: services in the order of their start, and the directories that `down` removes."""
 
     first_port: int = 0
-    members: dict[str, Member] = field(default_factory=dict)
+    members: dict[str, StartedService] = field(default_factory=dict)
     directories: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
 
     @property
     def is_up(self) -> bool:
-        """Whether any process of it runs."""
+        """Whether any of its processes runs."""
         return any(member.process is not None and member.process.runs for member in self.members.values())
 
     def runs(self, name: str) -> bool:
@@ -59,8 +60,8 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """How one service is: `state` is running, done or dead."""
+class ServiceStatus:
+    """The status of one service; `state` is running, done or dead."""
 
     name: str
     state: str
@@ -71,32 +72,32 @@ class Row:
 
 
 class Cluster:
-    """The cluster whose state is in one directory. Each verb has the directory to itself while it lasts."""
+    """The cluster whose state is in one directory. Each verb locks the directory while it runs."""
 
     def __init__(self, state: Path) -> None:
         self.state = state.absolute()
         self._file = self.state / "cluster.json"
 
     def log_of(self, name: str) -> Path:
-        """Where a service's output is."""
+        """The log file of a service."""
         return self.state / "logs" / f"{name}.log"
 
-    def up(self, topology: Topology, first_port: int, tell: Tell, stopping: Event) -> bool:
-        """Start what does not run yet, and return once all of it is ready; False where all of it ran already.
+    def up(self, topology: Topology, first_port: int, tell: Print, stopping: Event) -> bool:
+        """Start what does not run yet, and return once all of it is ready. False if everything ran already.
 
-        ConfigError for a port in use or another cluster's directory. Where a service fails, KVTierError with the end
-        of its log, after everything that this call started was stopped; so too where `stopping` is set meanwhile.
+        Raises ConfigError for a port in use, or for another cluster's directory. If a service fails, or `stopping` is
+        set meanwhile, everything that this call started is stopped, and KVTierError has the end of the log.
         """
         with self._locked(make=True):
             record = self._read()
-            if not record.is_up:  # what an earlier one has left would not fit
+            if not record.is_up:  # what an earlier cluster has left would not fit
                 self._clear(record)
             elif record.first_port != first_port:
                 raise ConfigError(
                     f"--port {first_port}: the cluster in {self.state} runs at {record.first_port}; "
                     "use that, or another --state, or take it down"
                 )
-            missing = {name: each for name, each in topology.services.items() if not record.runs(name)}
+            missing = _missing(record, topology)
             for name, service in missing.items():
                 for port in service.ports:
                     if not is_free(port):
@@ -105,18 +106,18 @@ class Cluster:
             _Start(self, record, missing, tell, stopping).run()
             return bool(missing)
 
-    def status(self) -> list[Row]:
-        """How every service is that was started; each is asked now. ConfigError where there is no cluster."""
+    def status(self) -> list[ServiceStatus]:
+        """The status of every started service; each is probed now. Raises ConfigError if there is no cluster."""
         record = self._read()
         if not record.members:
             raise ConfigError(f'--state "{self.state}": no cluster is up there; start one with `kvtier cluster up`')
         with ThreadPoolExecutor(len(record.members)) as threads:
-            return list(threads.map(_row, record.members, record.members.values()))
+            return list(threads.map(_status_of, record.members, record.members.values()))
 
-    def down(self, tell: Tell, *, purge: bool) -> bool:
-        """End every process, each after those that waited for it, and remove the state.
+    def down(self, tell: Print, *, purge: bool) -> bool:
+        """End every process, each after those that depend on it, and remove the state.
 
-        Slabs and models are kept, but with `purge`. False where nothing was there.
+        Keeps slabs and models unless `purge` is set. False if there was no cluster.
         """
         if not self._file.exists():
             return False
@@ -127,13 +128,13 @@ class Cluster:
             for directory in record.kept if purge else ():
                 shutil.rmtree(self.state / directory, ignore_errors=True)
             if any((self.state / kept).exists() for kept in record.kept):
-                self.write(Record(kept=record.kept))
+                self.write(ClusterRecord(kept=record.kept))
             else:
                 self._file.unlink()
         return True
 
-    def stop(self, record: Record, names: Sequence[str], tell: Tell) -> None:
-        """End these members, each after those that waited for it, and forget them."""
+    def stop(self, record: ClusterRecord, names: Sequence[str], tell: Print) -> None:
+        """End these services, each after those that depend on it, and forget them."""
         left = list(names)
         while left:
             wave = [name for name in left if not any(name in record.members[other].after for other in left)]
@@ -146,8 +147,8 @@ class Cluster:
                     left.remove(name)
                     self.write(record)
 
-    def write(self, record: Record) -> None:
-        """Replace the record at once: a reader sees the old one or the new one."""
+    def write(self, record: ClusterRecord) -> None:
+        """Replace the record atomically: a reader sees the old one or the new one."""
         data = {"version": _VERSION, **asdict(record)}
         for name, member in record.members.items():
             data["members"][name]["ready"] = member.ready.model_dump()
@@ -155,27 +156,27 @@ class Cluster:
         draft.write_text(json.dumps(data, indent=1), encoding="utf-8")
         draft.replace(self._file)
 
-    def _clear(self, record: Record) -> None:
-        """Forget members, none of which runs, and what is not kept of them."""
+    def _clear(self, record: ClusterRecord) -> None:
+        """Forget services, none of which runs, and remove their directories that are not kept."""
         for directory in (*record.directories, "logs"):
             shutil.rmtree(self.state / directory, ignore_errors=True)
         record.members.clear()
         record.directories.clear()
 
-    def _read(self) -> Record:
+    def _read(self) -> ClusterRecord:
         try:
             data = json.loads(self._file.read_text(encoding="utf-8"))
             if data.pop("version") != _VERSION:
                 raise ValueError("of another version")
-            data["members"] = {name: _member(each) for name, each in data["members"].items()}
-            return Record(**data)
+            data["members"] = {name: _started(each) for name, each in data["members"].items()}
+            return ClusterRecord(**data)
         except FileNotFoundError:
-            return Record()
+            return ClusterRecord()
         except OSError as error:
             raise ConfigError(f'--state "{self.state}": {error.strerror}; name another directory') from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise FormatError(
-                f"{self._file}: not a cluster's record ({error}); end its processes, and remove it"
+                f"{self._file}: not a cluster's record ({error}); end its processes, and remove the file"
             ) from None
 
     @contextmanager
@@ -185,7 +186,7 @@ class Cluster:
             if make:
                 self.state.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if not self._file.exists() and any(path != lock for path in self.state.iterdir()):
-                    raise ConfigError(f'--state "{self.state}": other things are in it; name a directory of its own')
+                    raise ConfigError(f'--state "{self.state}": it holds other files; name an empty directory')
             fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f'--state "{self.state}": {error.strerror}; name another directory') from None
@@ -193,11 +194,13 @@ class Cluster:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise StoreLocked(f'--state "{self.state}": another `kvtier cluster` is at work there') from None
+                raise StoreLocked(
+                    f'--state "{self.state}": another `kvtier cluster` is using it; wait until it ends'
+                ) from None
             try:
                 yield
             finally:
-                if not self._file.exists():  # nothing came of it, or nothing is left
+                if not self._file.exists():  # nothing was started, or nothing is left
                     lock.unlink()
                     with suppress(OSError):  # not empty
                         self.state.rmdir()
@@ -206,18 +209,19 @@ class Cluster:
 
 
 class _Start:
-    """One `up` under way: services started as soon as those they wait for are ready."""
+    """One `up` under way: each service is started as soon as those it depends on are ready."""
 
     def __init__(
-        self, cluster: Cluster, record: Record, services: Mapping[str, Service], tell: Tell, stopping: Event
+        self, cluster: Cluster, record: ClusterRecord, services: Mapping[str, Service], tell: Print, stopping: Event
     ) -> None:
         self._cluster, self._record, self._tell, self._stopping = cluster, record, tell, stopping
         self._waiting = dict(services)
         self._starting: dict[str, tuple[Service, Popen[bytes], float]] = {}
         self._started: list[str] = []
+        self._logged: dict[str, int] = {}  # bytes of its log from earlier starts
 
     def run(self) -> None:
-        """Until all are ready; else none of them is there any more."""
+        """Start all. If one fails, stop all that this call started."""
         try:
             while self._waiting or self._starting:
                 pending = {*self._waiting, *self._starting}
@@ -226,7 +230,7 @@ class _Start:
                 for name in [name for name in self._starting if self._is_ready(name)]:
                     del self._starting[name]
                 if self._stopping.wait(_PAUSE):
-                    raise KVTierError("interrupted: what was started is stopped")
+                    raise KVTierError("interrupted: the services that were started are stopped")
         except BaseException:
             self._cluster.stop(self._record, self._started, self._tell)
             raise
@@ -240,6 +244,7 @@ class _Start:
                     noted.append(inside)
         log = self._cluster.log_of(name)
         log.parent.mkdir(exist_ok=True)
+        self._logged[name] = log.stat().st_size if log.exists() else 0
         for file in service.files:
             file.write()
         try:
@@ -248,8 +253,10 @@ class _Start:
             raise KVTierError(
                 f"{name}: {service.argv[0]}: {error.strerror}; install it, or leave its profile out"
             ) from None
-        found = Process.of(process.pid) or Process(process.pid, "")  # ended already: reaped by nobody but us, below
-        self._record.members[name] = Member(found, service.ready, service.after, service.address, time.time())
+        found = Process.of(process.pid) or Process(
+            process.pid, ""
+        )  # it has ended already, and is not reaped before `poll` below
+        self._record.members[name] = StartedService(found, service.ready, service.after, service.address, time.time())
         self._started.append(name)
         self._cluster.write(self._record)
         self._starting[name] = (service, process, time.monotonic())
@@ -262,40 +269,61 @@ class _Start:
             self._record.members[name] = replace(self._record.members[name], process=None)
             self._cluster.write(self._record)
             self._tell(f"{name} done after {waited:.1f} s")
+            for line in self._last_lines(name):
+                if line.startswith(_WARNING):  # it did what it could, and warns of the rest
+                    self._tell(f"{_WARNING}{name}: {line.removeprefix(_WARNING)}")
             return True
         if status is not None:
-            raise self._failed(name, f"ended with status {status} before it was ready")
+            return self._failed(name, service, f"ended with status {status} before it was ready")
         if is_well(service.ready):
             at = "" if service.address is None else f", {service.address}"
             self._tell(f"{name} ready after {waited:.1f} s{at}")
             return True
         if waited > _DEADLINE:
-            raise self._failed(name, f"was not ready within {_DEADLINE:g} s")
+            return self._failed(name, service, f"was not ready within {_DEADLINE:g} s")
         return False
 
-    def _failed(self, name: str, why: str) -> KVTierError:
-        log = self._cluster.log_of(name)
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
-        return KVTierError("\n".join([f"{name} {why}; the end of {log}:", *(f"  {line}" for line in lines)]))
+    def _failed(self, name: str, service: Service, why: str) -> bool:
+        """True, with a warning, if the service is optional; else raises KVTierError with the end of its log."""
+        log, lines = self._cluster.log_of(name), self._last_lines(name)
+        if service.optional:
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
+            self._tell(f'{_WARNING}without {name}: it {why}; its last line in {log} is "{last}"')
+            return True
+        raise KVTierError("\n".join([f"{name} {why}; the end of {log}:", *(f"  {line}" for line in lines)]))
+
+    def _last_lines(self, name: str) -> list[str]:
+        """The last lines of its log since its last start."""
+        text = self._cluster.log_of(name).read_bytes()[self._logged[name] :].decode(errors="replace")
+        return text.splitlines()[-_LAST_LINES:]
 
 
-def _stop(name: str, member: Member) -> str | None:
-    """End its process, where it runs: what is to be said of that."""
+def _missing(record: ClusterRecord, topology: Topology) -> dict[str, Service]:
+    """Services to start: those that do not run, and jobs whose dependencies start again, as compose does."""
+    missing: dict[str, Service] = {}
+    for name, service in topology.services.items():
+        if not record.runs(name) or (service.ready.exits and not missing.keys().isdisjoint(service.after)):
+            missing[name] = service
+    return missing
+
+
+def _stop(name: str, member: StartedService) -> str | None:
+    """End a service's process if it runs. Returns what to print about it."""
     if member.process is None or not member.process.runs:
         return None
     in_time = member.process.stop(GRACE)
     return f"{name} stopped" if in_time else f"{name} killed: it did not end within {GRACE:g} s"
 
 
-def _member(data: Mapping[str, Any]) -> Member:
+def _started(data: Mapping[str, Any]) -> StartedService:
     process = None if data["process"] is None else Process(*data["process"])
-    return Member(**{**data, "process": process, "ready": Ready.model_validate(data["ready"])})
+    return StartedService(**{**data, "process": process, "ready": Ready.model_validate(data["ready"])})
 
 
-def _row(name: str, member: Member) -> Row:
+def _status_of(name: str, member: StartedService) -> ServiceStatus:
     if member.process is None:
-        return Row(name, "done", True, None, member.address, None)
+        return ServiceStatus(name, "done", True, None, member.address, None)
     if not member.process.runs:
-        return Row(name, "dead", False, member.process.pid, member.address, None)
+        return ServiceStatus(name, "dead", False, member.process.pid, member.address, None)
     uptime = time.time() - member.started
-    return Row(name, "running", is_well(member.ready), member.process.pid, member.address, uptime)
+    return ServiceStatus(name, "running", is_well(member.ready), member.process.pid, member.address, uptime)

@@ -1,4 +1,4 @@
-"""What `kvtier cluster` reads of the compose file: the `x-kvtier` beside each service, and nothing else of it."""
+"""Reads the compose file for `kvtier cluster`: only the `x-kvtier` beside each service."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,13 +9,13 @@ from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvtier.service.cli_options import needing
-from kvtier.tiers.errors import ConfigError
+from kvtier.service import needing
+from kvtier.tiers import ConfigError
 
-BESIDE_US: Final = Path(__file__).parents[1] / "docker-compose.yml"  # in a checkout and in a wheel alike
+BESIDE_US: Final = Path(__file__).parents[2] / "docker-compose.yml"  # this path holds in a checkout and in a wheel
 KEY: Final = "x-kvtier"
 FIRST_PORT: Final = 7400
-NUM_PORTS: Final = 100  # from the first one on; a cluster has no others
+NUM_PORTS: Final = 100  # ports from the first one on; a cluster uses no others
 
 _PLACE: Final = re.compile(r"\{(\w+)(?::(\d+))?\}")
 
@@ -25,11 +25,11 @@ class _Entry(BaseModel):
 
 
 class Ready(_Entry):
-    """When a service is ready, and whether it still is: one of three ways to tell."""
+    """How to tell that a service is ready, and still is: one of three ways."""
 
     http: str | None = None  # this URL answers with a status below 400
     command: list[str] | None = None  # this command ends with status 0
-    exits: bool = False  # the service itself ends, with status 0
+    exits: bool = False  # the service itself ends with status 0
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -38,15 +38,15 @@ class Ready(_Entry):
         return self
 
 
-class File(_Entry):
-    """A file of the tree, copied where a service reads it: what is said there of containers is replaced."""
+class ServiceFile(_Entry):
+    """A file that a service reads: copied from the source tree, with container names replaced."""
 
     source: str
     target: str
     replace: dict[str, str] = {}
 
     def write(self) -> None:
-        """Make it. Raises OSError."""
+        """Write the file. Raises OSError."""
         text = Path(self.source).read_text(encoding="utf-8")
         for container, process in self.replace.items():
             text = text.replace(container, process)
@@ -55,23 +55,24 @@ class File(_Entry):
 
 
 class Service(_Entry):
-    """One `x-kvtier`; once `Topology` has it, without placeholders."""
+    """One `x-kvtier`. In a `Topology` its placeholders are filled in."""
 
     argv: Annotated[list[str], Field(min_length=1)]
     env: dict[str, str] = {}
-    ports: list[int] = []  # it listens on; counted from the cluster's first one until they are resolved
+    ports: list[int] = []  # ports it listens on; counted from the cluster's first one until they are resolved
     ready: Ready
-    after: list[str] = []  # services that must be ready, or done, before
+    after: list[str] = []  # services that must be ready or done first
     profiles: Annotated[list[str], Field(min_length=1)]
-    directories: list[str] = []  # made for it, gone when the cluster is
-    kept: list[str] = []  # made for it, and kept
-    files: list[File] = []  # written before it starts, in its directories
-    address: str | None = None  # where people find it
+    directories: list[str] = []  # directories made for it, removed with the cluster
+    kept: list[str] = []  # directories made for it, and kept
+    files: list[ServiceFile] = []  # files written before it starts, in its directories
+    address: str | None = None  # its address for users
+    optional: bool = False  # if it fails, the others start without it
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """What the placeholders of an `x-kvtier` stand for."""
+class Placeholders:
+    """The values of the placeholders in an `x-kvtier`."""
 
     state: Path
     deploy: Path
@@ -79,7 +80,7 @@ class Places:
     first_port: int = FIRST_PORT
 
     def fill(self, text: str) -> str:
-        """The text with `{state}`, `{deploy}`, `{model}` and `{port:N}` filled in. ValueError for another one."""
+        """The text with `{state}`, `{deploy}`, `{model}` and `{port:N}` filled in. Raises ValueError for any other."""
 
         def value(found: re.Match[str]) -> str:
             name, number = found.groups()
@@ -87,35 +88,39 @@ class Places:
                 return str(self.first_port + int(number))
             if name in ("state", "deploy", "model") and number is None:
                 return str(getattr(self, name))
-            raise ValueError(f"{found[0]} is no placeholder; there are {{state}}, {{deploy}}, {{model}} and {{port:0}}")
+            raise ValueError(
+                f"{found[0]} is not a placeholder; known are {{state}}, {{deploy}}, {{model}} and {{port:0}}"
+            )
 
         return _PLACE.sub(value, text)
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Services by name, each after those it waits for; their placeholders filled in."""
+    """Services by name, each after those it depends on, with placeholders filled in."""
 
     services: Mapping[str, Service]
 
     @classmethod
-    def read(cls, file: Path, places: Places, profiles: Sequence[str]) -> "Topology":
-        """The services of these profiles. ConfigError names service, entry, why it can't be used, and the mend."""
+    def read(cls, file: Path, places: Placeholders, profiles: Sequence[str]) -> "Topology":
+        """Read the services of these profiles. Raises ConfigError, which names service, entry, error and fix."""
         entries = {name: _service(f"{file}: {name}", data, places) for name, data in _entries(file).items()}
         known = sorted({profile for service in entries.values() for profile in service.profiles})
         for profile in profiles:
             if profile not in known:
-                raise ConfigError(f'--profile "{profile}": not in {file}; there are {", ".join(known)}')
+                raise ConfigError(f'--profile "{profile}": not in {file}; known are {", ".join(known)}')
         chosen = {name: each for name, each in entries.items() if not set(profiles).isdisjoint(each.profiles)}
         for name, service in chosen.items():
             for other in service.after:
                 if other not in chosen:
-                    mend = f"add --profile {entries[other].profiles[-1]}" if other in entries else "there is none"
-                    raise ConfigError(f'{file}: {name}: after "{other}": that service is not to be started; {mend}')
+                    fix = (
+                        f"add --profile {entries[other].profiles[-1]}" if other in entries else "no such service exists"
+                    )
+                    raise ConfigError(f'{file}: {name}: after "{other}": that service is not selected; {fix}')
         return cls({name: chosen[name] for name in _in_order(file, chosen)})
 
     def without(self, names: Sequence[str]) -> "Topology":
-        """The others, less those that wait for one of these."""
+        """A topology without these services and those that depend on them."""
         left: dict[str, Service] = {}
         for name, service in self.services.items():
             if name not in names and left.keys() >= set(service.after):
@@ -132,7 +137,7 @@ def _entries(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f'--file "{file}": {error.strerror}; name a compose file with {KEY} in it') from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f'--file "{file}": not YAML, {" ".join(str(error).split())}; mend that line') from None
+        raise ConfigError(f'--file "{file}": not YAML, {" ".join(str(error).split())}; fix that line') from None
     services = parsed.get("services") if isinstance(parsed, dict) else None
     services = services if isinstance(services, dict) else {}
     found = {name: data[KEY] for name, data in services.items() if isinstance(data, dict) and KEY in data}
@@ -141,7 +146,7 @@ def _entries(file: Path) -> dict[str, Any]:
     return found
 
 
-def _service(where: str, data: object, places: Places) -> Service:
+def _service(place: str, data: object, places: Placeholders) -> Service:
     try:
         raw = Service.model_validate(data)
         values = _filled(raw.model_dump(), places.fill)
@@ -149,10 +154,10 @@ def _service(where: str, data: object, places: Places) -> Service:
         return Service.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or KEY
-        raise ConfigError(f"{where}: {place}: {first['msg'].removeprefix('Value error, ')}; mend {KEY} there") from None
+        entry = ".".join(map(str, first["loc"])) or KEY
+        raise ConfigError(f"{place}: {entry}: {first['msg'].removeprefix('Value error, ')}; fix {KEY} there") from None
     except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{place}: {error}") from None
 
 
 def _filled(value: Any, fill: Callable[[str], str]) -> Any:
@@ -170,5 +175,5 @@ def _in_order(file: Path, services: Mapping[str, Service]) -> Iterator[str]:
         yield from TopologicalSorter({name: each.after for name, each in services.items()}).static_order()
     except CycleError as error:
         raise ConfigError(
-            f"{file}: {' after '.join(error.args[1])}: they wait for each other; break the ring"
+            f"{file}: {' after '.join(error.args[1])}: they depend on each other; remove one dependency"
         ) from None

@@ -1,4 +1,4 @@
-"""The processes of a cluster: started, recognised, asked whether they are well, ended; never another's by mistake."""
+"""Starts, identifies, probes and ends the processes of a cluster, never another's by mistake."""
 
 import http.client
 import os
@@ -14,25 +14,25 @@ from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from kvtier.service.cluster_file import Ready
+from kvtier.service.cluster.file import Ready
+from kvtier.tiers import KVTierError
 from kvtier.tiers.config import child_environment
-from kvtier.tiers.errors import KVTierError
 
-_ANSWER: Final = 2.0  # seconds to answer when asked whether it is well
-_KILLED: Final = 10.0  # seconds from SIGKILL to the end: what a process of 100 GB takes to give its memory back
+_ANSWER: Final = 2.0  # seconds in which a health check must answer
+_KILLED: Final = 10.0  # seconds from SIGKILL to the end: a process of 100 GB needs time to free its memory
 _LOOPBACK: Final = "127.0.0.1"
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Process(NamedTuple):
-    """A process by its pid and its start: a pid that another process has by now is not it."""
+    """A process, by pid and start time: a new process with the same pid is not it."""
 
     pid: int
-    start: str  # the boot, and the clock ticks from it
+    start: str  # boot id, and clock ticks since the boot
 
     @classmethod
     def of(cls, pid: int) -> "Process | None":
-        """The one that has this pid now; None where none runs."""
+        """The process that has this pid now; None if none runs."""
         try:
             fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         except OSError:
@@ -41,20 +41,20 @@ class Process(NamedTuple):
 
     @property
     def runs(self) -> bool:
-        """Whether it is still there."""
+        """Whether it still runs."""
         return Process.of(self.pid) == self
 
     def stop(self, grace: float) -> bool:
-        """SIGTERM, after `grace` seconds SIGKILL; False where it needed that. Returns when it has ended.
+        """Send SIGTERM, and SIGKILL after `grace` seconds. Returns once it has ended: False if SIGKILL was needed.
 
-        What it leaves behind in its session is killed.
+        Kills what it leaves behind in its session.
         """
         try:
             fd = os.pidfd_open(self.pid)
         except OSError:
             return True
         try:
-            if not self.runs:  # asked after the descriptor was had: from here on it is this process or none
+            if not self.runs:  # checked after opening the descriptor: from here on it is this process or none
                 return True
             signal.pidfd_send_signal(fd, signal.SIGTERM)
             in_time = _has_ended(fd, grace)
@@ -65,7 +65,7 @@ class Process(NamedTuple):
                         f"process {self.pid} does not end, {_KILLED:g} s after SIGKILL; it hangs in the kernel"
                     )
             with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)  # nobody can have that number so soon
+                os.killpg(self.pid, signal.SIGKILL)  # the number cannot be in use again so soon
             return in_time
         except ProcessLookupError:
             return True
@@ -74,7 +74,7 @@ class Process(NamedTuple):
 
 
 def launch(argv: Sequence[str], env: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes]":
-    """Start it in a session of its own, where no Ctrl-C reaches it; what it says is added to `log`."""
+    """Start it in its own session, out of reach of Ctrl-C; its output is appended to `log`."""
     with log.open("ab") as output:
         return subprocess.Popen(
             program(argv),
@@ -87,17 +87,17 @@ def launch(argv: Sequence[str], env: Mapping[str, str], log: Path) -> "subproces
 
 
 def program(argv: Sequence[str]) -> list[str]:
-    """How a service's argv is run here: `kvtier` is this very installation, whatever PATH says."""
+    """The command of a service's argv: `kvtier` is this installation, whatever PATH says."""
     return [sys.executable, "-P", "-m", "kvtier.cli", *argv[1:]] if argv[0] == "kvtier" else list(argv)
 
 
 def is_installed(name: str) -> bool:
-    """Whether a program can be started."""
+    """Whether a program is installed."""
     return name == "kvtier" or shutil.which(name) is not None
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens on a loopback port."""
+    """Whether a loopback port is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -108,7 +108,7 @@ def is_free(port: int) -> bool:
 
 
 def is_well(ready: Ready) -> bool:
-    """Whether a running service says that it is; one that is to end never is, it is done."""
+    """Whether a running service is healthy. A job that ends by itself never counts as healthy."""
     if ready.http is not None:
         return _answers(ready.http)
     if ready.command is not None:
@@ -127,14 +127,14 @@ def is_well(ready: Ready) -> bool:
 
 
 def _has_ended(process: int, timeout: float) -> bool:
-    """Whether the process behind a descriptor ends within so many seconds. `select` knows no descriptor past 1023."""
+    """Whether the process behind a descriptor ends in `timeout` seconds. `select` fails for descriptors past 1023."""
     ends = select.poll()
     ends.register(process, select.POLLIN)
     return bool(ends.poll(timeout * 1000))
 
 
 def _answers(url: str) -> bool:
-    """As a health check does: no proxy, no redirect, a deadline."""
+    """Whether a URL answers, with a deadline, and without proxy or redirect."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_ANSWER)
     try:

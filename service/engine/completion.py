@@ -1,4 +1,4 @@
-"""One OpenAI request from its jobs to its answer: news in, choices, chunks and usage out."""
+"""One OpenAI completion: it turns the engine's updates into choices, stream chunks and usage."""
 
 import asyncio
 import json
@@ -6,21 +6,20 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
-from kvtier.engine.sequence import FinishReason
-from kvtier.engine.server_loop import EngineLoop, Flight, Job, News
-from kvtier.engine.server_text import AnswerText
-from kvtier.service.openai_errors import OpenAIError
-
-Json = dict[str, Any]
+from kvtier.engine import FinishReason
+from kvtier.service import Json
+from kvtier.service.engine.loop import EngineLoop, LiveRequest, SequenceInput, SequenceUpdate
+from kvtier.service.engine.text import AnswerText
+from kvtier.service.openai import OpenAIError
 
 DONE: Final = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some more text of one choice, its end, or both."""
+    """More text of one choice, its end, or both."""
 
     index: int
     text: str
@@ -29,8 +28,8 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """How a kind of answer is written: the names of its objects, and a piece as a choice, whole or in a stream."""
+class CompletionFormat:
+    """The JSON of one kind of completion: object names, and how a piece becomes a choice, whole or in a stream."""
 
     prefix: str
     whole: str
@@ -54,22 +53,22 @@ def _delta(piece: Piece) -> Json:
     return {"index": piece.index, "delta": {**role, **text}, "logprobs": None, "finish_reason": piece.finish_reason}
 
 
-TEXT: Final = Form("cmpl-", "text_completion", "text_completion", _text, _text)
-CHAT: Final = Form("chatcmpl-", "chat.completion", "chat.completion.chunk", _message, _delta)
+TEXT: Final = CompletionFormat("cmpl-", "text_completion", "text_completion", _text, _text)
+CHAT: Final = CompletionFormat("chatcmpl-", "chat.completion", "chat.completion.chunk", _message, _delta)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What an answer needs to know of its request: `texts` has one for each job, `num_choices` jobs share a prompt."""
+class CompletionRequest:
+    """What the client asked for. `texts` has one entry for each input; `num_choices` inputs share a prompt."""
 
     model: str
     fingerprint: str
-    jobs: Sequence[Job]
+    inputs: Sequence[SequenceInput]
     texts: Sequence[AnswerText]
     num_choices: int
     deadline: float  # on the event loop's clock
     streams: bool = False
-    wants_usage: bool = False  # at a stream's end
+    wants_usage: bool = False  # at the end of a stream
 
 
 @dataclass(slots=True)
@@ -89,47 +88,47 @@ class _Usage:
         }
 
 
-class Answer:
-    """One request's answer, whole or chunk by chunk. `close` lets go of what is still computed; idempotent."""
+class OpenAICompletion:
+    """One request's completion, whole or chunk by chunk. `close` aborts what is still computed; idempotent."""
 
-    def __init__(self, asked: Asked, form: Form, loop: EngineLoop) -> None:
-        """OpenAIError where the engine has no room for it."""
-        self.streams = asked.streams
-        self._asked = asked
+    def __init__(self, request: CompletionRequest, form: CompletionFormat, loop: EngineLoop) -> None:
+        """Submits the request. Raises OpenAIError if the engine has no room for it."""
+        self.streams = request.streams
+        self._wanted = request
         self._form = form
         self._loop = loop
-        self._flight = Flight(asked.jobs)
-        self._unfinished = set(range(len(asked.jobs)))
+        self._live = LiveRequest(request.inputs)
+        self._unfinished = set(range(len(request.inputs)))
         self._begun: set[int] = set()
-        self._usage = _Usage(sum(len(job.prompt.token_ids) for job in asked.jobs[:: asked.num_choices]))
+        self._usage = _Usage(sum(len(each.prompt.token_ids) for each in request.inputs[:: request.num_choices]))
         self._head = {
             "id": form.prefix + secrets.token_hex(12),
             "object": form.whole,
             "created": int(time.time()),
-            "model": asked.model,
-            "system_fingerprint": asked.fingerprint,
+            "model": request.model,
+            "system_fingerprint": request.fingerprint,
         }
-        loop.submit(self._flight)
+        loop.submit(self._live)
 
     @property
     def cached(self) -> str:
-        """Cached prompt tokens by tier, as JSON. Valid at the end."""
+        """Cached prompt tokens by tier, as JSON. Valid once the completion has ended."""
         return json.dumps(self._usage.cached)
 
     async def whole(self) -> Json:
-        """All choices at once."""
+        """All choices at once, as the response's JSON. Raises OpenAIError."""
         texts: dict[int, list[str]] = {index: [] for index in self._unfinished}
         reasons: dict[int, str | None] = {}
         async for piece in self._pieces():
             texts[piece.index].append(piece.text)
             reasons[piece.index] = piece.finish_reason
-        ended = [Piece(index, "".join(told), reasons[index], is_first=True) for index, told in texts.items()]
+        ended = [Piece(index, "".join(parts), reasons[index], is_first=True) for index, parts in texts.items()]
         return {**self._head, "choices": [self._form.choice(piece) for piece in ended], "usage": self._usage.content}
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Server-sent events. An error before the first is raised; a later one is the last event, without [DONE]."""
         head = {**self._head, "object": self._form.chunk}
-        usage = {"usage": None} if self._asked.wants_usage else {}
+        usage = {"usage": None} if self._wanted.wants_usage else {}
         try:
             async for piece in self._pieces():
                 yield _event({**head, "choices": [self._form.delta(piece)], **usage})
@@ -138,62 +137,64 @@ class Answer:
                 raise
             yield _event(error.content)
             return
-        if self._asked.wants_usage:
+        if self._wanted.wants_usage:
             yield _event({**head, "choices": [], "usage": self._usage.content})
         yield DONE
 
     def close(self) -> None:
-        """Nobody reads it any more."""
+        """Abort what is still computed: the client reads no more. Idempotent."""
         if self._unfinished:
-            self._loop.abort(self._flight, list(self._unfinished))
+            self._loop.abort(self._live, list(self._unfinished))
             self._unfinished.clear()
 
     async def _pieces(self) -> AsyncIterator[Piece]:
-        """What can be told, until every choice has ended."""
+        """Text that can be sent, until every choice has ended."""
         while self._unfinished:
-            news = await self._next()
-            if news.index not in self._unfinished:
-                continue  # tokens behind a stop string
-            text, reason = self._heard(news)
-            if text or reason is not None or news.index not in self._begun:
-                piece = Piece(news.index, text, reason, is_first=news.index not in self._begun)
-                self._begun.add(news.index)
+            update = await self._next()
+            if update.index not in self._unfinished:
+                continue  # tokens after a stop string
+            text, reason = self._text_of(update)
+            if text or reason is not None or update.index not in self._begun:
+                piece = Piece(update.index, text, reason, is_first=update.index not in self._begun)
+                self._begun.add(update.index)
                 yield piece
 
-    async def _next(self) -> News:
+    async def _next(self) -> SequenceUpdate:
         try:
-            async with asyncio.timeout_at(self._asked.deadline):
-                return await self._flight.next()
+            async with asyncio.timeout_at(self._wanted.deadline):
+                return await self._live.next()
         except TimeoutError:
             raise late() from None
 
-    def _heard(self, news: News) -> tuple[str, str | None]:
-        """The text a token brought, and why its choice has ended if it has."""
-        text = self._asked.texts[news.index]
+    def _text_of(self, update: SequenceUpdate) -> tuple[str, str | None]:
+        """The text that a token adds, and why its choice has ended, if it has."""
+        text = self._wanted.texts[update.index]
         self._usage.completion_tokens += 1
-        if news.cached is not None and news.index % self._asked.num_choices == 0:
-            for tier, num_tokens in news.cached.items():
+        if update.cached is not None and update.index % self._wanted.num_choices == 0:
+            for tier, num_tokens in update.cached.items():
                 self._usage.cached[tier] = self._usage.cached.get(tier, 0) + num_tokens
-        told = "" if news.finish_reason is FinishReason.STOP else text.push(news.token_id)  # the stop token is no text
-        if news.finish_reason is not None and not text.is_stopped:
-            told += text.end()
+        sent = (
+            "" if update.finish_reason is FinishReason.STOP else text.push(update.token_id)
+        )  # the stop token is no text
+        if update.finish_reason is not None and not text.is_stopped:
+            sent += text.end()
         if text.is_stopped:
-            if news.finish_reason is None:
-                self._loop.abort(self._flight, [news.index], FinishReason.STOP)
-            self._unfinished.discard(news.index)
-            return told, FinishReason.STOP.value
-        if news.finish_reason is not None:
-            self._unfinished.discard(news.index)
-            return told, news.finish_reason.value
-        return told, None
+            if update.finish_reason is None:
+                self._loop.abort(self._live, [update.index], FinishReason.STOP)
+            self._unfinished.discard(update.index)
+            return sent, FinishReason.STOP.value
+        if update.finish_reason is not None:
+            self._unfinished.discard(update.index)
+            return sent, update.finish_reason.value
+        return sent, None
 
 
 def late() -> OpenAIError:
-    """The request's time is over."""
+    """The error of a request that missed its deadline."""
     message = "the answer was not there in time; ask for less, or raise [server] request_timeout"
     return OpenAIError(504, message, code="timeout", headers={"x-should-retry": "false"})
 
 
 def _event(content: Json) -> bytes:
-    """In ASCII: some clients take U+2028 and its like for line ends."""
+    """One event, in ASCII: some clients take U+2028 and similar characters for line ends."""
     return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"

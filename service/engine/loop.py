@@ -1,117 +1,115 @@
-"""The engine behind a server: its loop, who may get in, and the news of each step carried to another thread's queue."""
+"""The thread that steps a server's engine: admits requests, and hands each step's output to the event loop."""
 
 import asyncio
 import itertools
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, abc
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from prometheus_client import Histogram
 
-from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import FinishReason, Output, Prompt, RequestError, SamplingParams
-from kvtier.engine.sequence import Sequence as Request
-from kvtier.service.openai_errors import OpenAIError, busy
-from kvtier.tiers.tier import ChainHash
+from kvtier.engine import Engine, FinishReason, NamedPrompt, Output, RequestError, SamplingParams, Sequence
+from kvtier.service.openai import OpenAIError, busy
+from kvtier.tiers import ChainHash
 
 _log = logging.getLogger(__name__)
 
-_IDLE: Final = 0.25  # seconds between two turns with nothing to do: tiers below tell then what they have stored
-_SOON: Final = 0.005  # seconds, where events could not all be told
-_STUCK: Final = 60.0  # seconds a step may take before the server is not well
+_IDLE: Final = 0.25  # seconds between two idle turns, in which lower tiers report what they have stored
+_SOON: Final = 0.005  # the same, in seconds, while events still wait to be published
+_STUCK: Final = 60.0  # seconds a step may take before the server counts as unhealthy
 _SECONDS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-_AILING: Final = 30.0  # seconds until a server whose steps failed asks to be tried again
-_PATIENCE: Final = 2  # steps in a row that fail: one is tried again, requests behind more of them are given up
+_AILING: Final = 30.0  # seconds a server stays unhealthy after failed steps
+_PATIENCE: Final = 2  # failed steps in a row: after the first the engine tries again, after more the requests fail
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SequenceInput:
     """One sequence to be computed."""
 
-    prompt: Prompt  # one object for all that have it
+    prompt: NamedPrompt  # one object, shared by all choices of a prompt
     params: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """What became of one sequence of a flight: a token, its end, or both."""
+class SequenceUpdate:
+    """One step's result for one sequence of a request: a token, its end, or both."""
 
     index: int
     token_id: int
     finish_reason: FinishReason | None
-    cached: Mapping[str, int] | None  # with the first token: prompt tokens by the tier they came from
+    cached: Mapping[str, int] | None  # only with the first token: prompt tokens by the tier they came from
 
 
 class Feed(Protocol):
-    """Tells others what the engine's tiers hold; `service.events.TierFeed` is the real one. Never waits."""
+    """Publishes what the engine's tiers hold; `service.events.TierFeed` implements it. Never waits."""
 
     def begin_at(self, root: ChainHash) -> None:
-        """Chains begin at this root."""
+        """Note that chains begin at this root."""
 
     def pump(self) -> bool:
-        """Tell what is new. True where some is left."""
+        """Publish what is new. True if some is left."""
 
 
-class Flight:
-    """The sequences of one request, and their news. All but `tell` is called on the event loop that made it."""
+class LiveRequest:
+    """The sequences of one request, and their updates. All but `tell` is called on the event loop that made it."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self.jobs = jobs
-        self.request_ids: list[str | None] = [None] * len(jobs)  # the engine's thread writes and reads them
-        self.unfinished = set(range(len(jobs)))  # the same
+    def __init__(self, inputs: abc.Sequence[SequenceInput]) -> None:
+        self.inputs = inputs
+        self.request_ids: list[str | None] = [None] * len(inputs)  # written and read by the engine's thread
+        self.unfinished = set(range(len(inputs)))  # the same
         self._loop = asyncio.get_running_loop()
-        self._news: asyncio.Queue[News | OpenAIError] = asyncio.Queue()  # bounded by the tokens asked for
+        self._updates: asyncio.Queue[SequenceUpdate | OpenAIError] = asyncio.Queue()  # bounded by the tokens asked for
 
-    def tell(self, news: Sequence[News | OpenAIError]) -> None:
-        """From the engine's thread: pass the news on."""
+    def tell(self, updates: abc.Sequence[SequenceUpdate | OpenAIError]) -> None:
+        """Pass updates on, from the engine's thread."""
         try:
-            self._loop.call_soon_threadsafe(self._take, news)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._take, updates)
+        except RuntimeError:  # the loop is closed: nobody waits for them
             return
 
-    async def next(self) -> News:
-        """What comes to pass next. OpenAIError where the request ended without an answer."""
-        item = await self._news.get()
+    async def next(self) -> SequenceUpdate:
+        """Wait for the next update. Raises OpenAIError if the request ended without an answer."""
+        item = await self._updates.get()
         if isinstance(item, OpenAIError):
             raise item
         return item
 
-    def _take(self, news: Sequence[News | OpenAIError]) -> None:
-        for item in news:
-            self._news.put_nowait(item)
+    def _take(self, updates: abc.Sequence[SequenceUpdate | OpenAIError]) -> None:
+        for item in updates:
+            self._updates.put_nowait(item)
 
 
 @dataclass(slots=True)
-class _Seat:
-    """A sequence the engine knows."""
+class _LiveSequence:
+    """A sequence that the engine computes, or that waits in it."""
 
-    flight: Flight
+    request: LiveRequest
     index: int
-    request: Request
-    is_told: bool = False  # whether its first token was passed on
+    sequence: Sequence
+    is_told: bool = False  # its first token was passed on
 
 
 @dataclass(slots=True)
 class _Abort:
-    """Sequences nobody waits for any more, and how that counts."""
+    """Sequences that nobody waits for any more, and the outcome to count them under."""
 
-    flight: Flight
-    indices: Sequence[int]
+    request: LiveRequest
+    indices: abc.Sequence[int]
     outcome: str
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts since the start. Written on the engine's thread."""
+    """Counts since the start. Written by the engine's thread."""
 
     outcomes: Counter[str] = field(default_factory=Counter)  # of sequences
     cached: Counter[str] = field(default_factory=Counter)  # prompt tokens by the tier they came from
     failed_steps: int = 0
-    refused: Counter[str] = field(default_factory=Counter)  # requests told why not, by status; on the event loop
+    refused: Counter[str] = field(default_factory=Counter)  # requests refused, by status; written on the event loop
     ttft: Histogram = field(
         default_factory=lambda: Histogram(
             "kvtier_engine_ttft_seconds", "From arrival to the first token", buckets=_SECONDS, registry=None
@@ -122,53 +120,53 @@ class Tally:
 class EngineLoop:
     """One thread steps the engine; others submit and abort. One lock, held for moments, never across a step.
 
-    At most `max_num_seqs + max_waiting` sequences are live; what would be more is refused.
+    At most `max_num_seqs + max_waiting` sequences are live; a request beyond that is refused.
     """
 
     def __init__(self, engine: Engine, max_waiting: int, feed: Feed | None = None) -> None:
         self.engine = engine
         self.fingerprint = engine.identity.fingerprint().hex()
         self._feed = feed
-        self._is_fed = True  # the feed has told everything
+        self._is_fed = True  # the feed has published everything
         self.capacity = engine.config.max_num_seqs + max_waiting
         self.room = min(engine.max_model_len, engine.pool.num_blocks * engine.config.block_size)
         self.tally = Tally()
         self.stats: Mapping[str, int] = engine.stats  # as it was after the last turn
         self._changed = threading.Condition()
-        self._inbox: list[Flight | _Abort] = []  # bounded: flights by the capacity, each aborted at most once
+        self._inbox: list[LiveRequest | _Abort] = []  # bounded: requests by the capacity, each aborted at most once
         self._num_live = 0
         self._stop_at: float | None = None
-        self._seats: dict[str, _Seat] = {}
+        self._sequences: dict[str, _LiveSequence] = {}
         self._ids = map(str, itertools.count())
         self._num_failures = 0  # in a row
         self._failed_at = 0.0
         self._turned = time.monotonic()
 
-    # on any thread
+    # called on any thread
 
     def require_room(self, num_sequences: int) -> None:
-        """OpenAIError where there is none now, or not any more: a request need not be prepared to hear that."""
+        """Raise OpenAIError if there is no room, or the server stops. Callers ask before they prepare a request."""
         if self._stop_at is not None:
             raise stopping()
         if self._num_live + num_sequences > self.capacity:
-            raise busy(f"{self._num_live} requests are computed or wait here, there is no room; come again later")
+            raise busy(f"{self._num_live} requests run or wait here, so there is no room; try again later")
 
-    def submit(self, flight: Flight) -> None:
-        """Have it computed. OpenAIError where there is no room now, or not any more."""
+    def submit(self, request: LiveRequest) -> None:
+        """Have a request computed. Raises OpenAIError if there is no room, or the server stops."""
         with self._changed:
-            self.require_room(len(flight.jobs))
-            self._num_live += len(flight.jobs)
-            self._inbox.append(flight)
+            self.require_room(len(request.inputs))
+            self._num_live += len(request.inputs)
+            self._inbox.append(request)
             self._changed.notify()
 
-    def abort(self, flight: Flight, indices: Sequence[int], outcome: str = "aborted") -> None:
-        """Nobody waits for these sequences of a flight any more. What has ended is left alone."""
+    def abort(self, request: LiveRequest, indices: abc.Sequence[int], outcome: str = "aborted") -> None:
+        """Stop computing these sequences of a request. Those that have ended are left alone."""
         with self._changed:
-            self._inbox.append(_Abort(flight, indices, outcome))
+            self._inbox.append(_Abort(request, indices, outcome))
             self._changed.notify()
 
     def stop(self, patience: float) -> None:
-        """Take nothing more; `run` returns once what is live has ended, at most `patience` seconds from now."""
+        """Take nothing more. `run` returns once live sequences have ended, at most `patience` seconds from now."""
         with self._changed:
             self._stop_at = time.monotonic() + patience
             self._changed.notify()
@@ -180,22 +178,22 @@ class EngineLoop:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether nothing more is taken."""
+        """Whether `stop` was called: nothing more is taken."""
         return self._stop_at is not None
 
     @property
     def ailment(self) -> str | None:
-        """Why the server is not well; None where it is."""
+        """Why the server is unhealthy; None if it is healthy."""
         if self._num_failures >= _PATIENCE and time.monotonic() - self._failed_at < _AILING:
-            return f"the last {self._num_failures} steps failed; the log has why"
+            return f"the last {self._num_failures} steps failed; see the log"
         if (seconds := time.monotonic() - self._turned) > _STUCK:
-            return f"the engine has not answered for {seconds:.0f} s"
+            return f"the engine has not finished a step for {seconds:.0f} s"
         return None
 
-    # on the engine's thread
+    # called on the engine's thread
 
     def run(self) -> None:
-        """Step until stopped; then whatever is still live is told so."""
+        """Step until stopped; requests that are still live then fail."""
         try:
             while self._goes_on():
                 self._turn()
@@ -229,7 +227,7 @@ class EngineLoop:
     def _step(self) -> None:
         try:
             outputs = self.engine.step()
-        except Exception as error:  # the engine stays whole; its requests wait again
+        except Exception as error:  # the engine stays usable; its requests wait again
             _log.exception("a step failed: %s", error)
             self.tally.failed_steps += 1
             self._num_failures += 1
@@ -237,40 +235,40 @@ class EngineLoop:
             if self._num_failures >= _PATIENCE:
                 self._give_up(_engine_error())
             return
-        if any(output.token_id is not None for output in outputs):  # one with nothing to compute proves nothing
+        if any(output.token_id is not None for output in outputs):  # a step with nothing to compute proves nothing
             self._num_failures = 0
         self._pass_on(outputs)
 
-    def _admit(self, flight: Flight) -> None:
+    def _admit(self, request: LiveRequest) -> None:
         try:
-            for index, job in enumerate(flight.jobs):
-                request_id = self.engine.add_request(job.prompt, job.params, request_id=next(self._ids))
-                flight.request_ids[index] = request_id
-                seat = self._seats[request_id] = _Seat(flight, index, self.engine.request(request_id))
+            for index, wanted in enumerate(request.inputs):
+                request_id = self.engine.add_request(wanted.prompt, wanted.params, request_id=next(self._ids))
+                request.request_ids[index] = request_id
+                live = self._sequences[request_id] = _LiveSequence(request, index, self.engine.request(request_id))
                 if self._feed is not None and self.engine.config.enable_prefix_caching:
-                    self._feed.begin_at(seat.request.chain.parent(0))
+                    self._feed.begin_at(live.sequence.chain.parent(0))
         except RequestError as error:
-            self._refuse(flight, OpenAIError(400, str(error), code="invalid_value"))
-        except Exception as error:  # it is this flight's alone: the others go on
-            _log.exception("a request could not be taken in: %s", error)
-            self._refuse(flight, _engine_error())
+            self._refuse(request, OpenAIError(400, str(error), code="invalid_value"))
+        except Exception as error:  # only this request fails: the others go on
+            _log.exception("a request could not be admitted: %s", error)
+            self._refuse(request, _engine_error())
 
-    def _refuse(self, flight: Flight, error: OpenAIError) -> None:
-        """End all that is left of a flight; its client is told why."""
-        self._abort(_Abort(flight, range(len(flight.jobs)), "failed"))
-        flight.tell([error])
+    def _refuse(self, request: LiveRequest, error: OpenAIError) -> None:
+        """End the rest of a request, and tell its client why."""
+        self._abort(_Abort(request, range(len(request.inputs)), "failed"))
+        request.tell([error])
 
     def _abort(self, abort: _Abort) -> None:
-        flight = abort.flight
-        for index in flight.unfinished.intersection(abort.indices):
-            if (request_id := flight.request_ids[index]) is not None:
-                self._seats.pop(request_id, None)
+        request = abort.request
+        for index in request.unfinished.intersection(abort.indices):
+            if (request_id := request.request_ids[index]) is not None:
+                self._sequences.pop(request_id, None)
                 self.engine.abort(request_id)
-            self._end(flight, index, abort.outcome)
+            self._end(request, index, abort.outcome)
 
-    def _end(self, flight: Flight, index: int, outcome: str) -> None:
-        flight.unfinished.discard(index)
-        self.stats = self.engine.stats  # who hears of this end finds it in the figures
+    def _end(self, request: LiveRequest, index: int, outcome: str) -> None:
+        request.unfinished.discard(index)
+        self.stats = self.engine.stats  # whoever learns of this end finds it in the figures
         self.tally.outcomes[outcome] += 1
         with self._changed:
             self._num_live -= 1
@@ -278,38 +276,38 @@ class EngineLoop:
     def _give_up(self, error: OpenAIError) -> None:
         with self._changed:
             inbox, self._inbox = self._inbox, []
-        seated = [seat.flight for seat in self._seats.values()]
-        for flight in dict.fromkeys([*seated, *(item for item in inbox if isinstance(item, Flight))]):
-            self._refuse(flight, error)
+        stepped = [live.request for live in self._sequences.values()]
+        for request in dict.fromkeys([*stepped, *(item for item in inbox if isinstance(item, LiveRequest))]):
+            self._refuse(request, error)
 
-    def _pass_on(self, outputs: Sequence[Output]) -> None:
-        told: dict[Flight, list[News | OpenAIError]] = {}
+    def _pass_on(self, outputs: abc.Sequence[Output]) -> None:
+        told: dict[LiveRequest, list[SequenceUpdate | OpenAIError]] = {}
         for output in outputs:
-            seat = self._seats.get(output.request_id)
-            if seat is None or output.token_id is None:  # aborted: nobody waits
+            live = self._sequences.get(output.request_id)
+            if live is None or output.token_id is None:  # aborted: nobody waits for it
                 continue
-            cached = None if seat.is_told else self._first_token(seat)
-            news = News(seat.index, output.token_id, output.finish_reason, cached)
-            told.setdefault(seat.flight, []).append(news)
+            cached = None if live.is_told else self._first_token(live)
+            update = SequenceUpdate(live.index, output.token_id, output.finish_reason, cached)
+            told.setdefault(live.request, []).append(update)
             if output.finish_reason is not None:
-                del self._seats[output.request_id]
-                self._end(seat.flight, seat.index, output.finish_reason)
-        for flight, items in told.items():
-            flight.tell(items)
+                del self._sequences[output.request_id]
+                self._end(live.request, live.index, output.finish_reason)
+        for request, items in told.items():
+            request.tell(items)
 
-    def _first_token(self, seat: _Seat) -> Mapping[str, int]:
-        seat.is_told = True
-        cached = seat.request.cached_tokens
+    def _first_token(self, live: _LiveSequence) -> Mapping[str, int]:
+        live.is_told = True
+        cached = live.sequence.cached_tokens
         self.tally.cached.update(cached)
-        if seat.request.ttft is not None:
-            self.tally.ttft.observe(seat.request.ttft)
+        if live.sequence.ttft is not None:
+            self.tally.ttft.observe(live.sequence.ttft)
         return cached
 
 
 def _engine_error() -> OpenAIError:
-    return OpenAIError(500, "an error of the engine's; its log has it", code="engine_error")
+    return OpenAIError(500, "the engine failed; see the server's log", code="engine_error")
 
 
 def stopping() -> OpenAIError:
-    """The server ends."""
-    return OpenAIError(503, "the server is stopping; ask another", code="stopping")
+    """The error of a request that comes while the server stops."""
+    return OpenAIError(503, "the server is stopping; ask another one", code="stopping")

@@ -1,4 +1,4 @@
-"""A server's parts from a configuration to the end: model, tiers, loop, socket, in the order that they need."""
+"""Opens and closes what one engine server is made of: socket, model, tiers, engine loop."""
 
 import logging
 from collections.abc import Mapping
@@ -8,40 +8,38 @@ from typing import Final
 
 from transformers.utils.logging import disable_progress_bar
 
-from kvtier.connector.checkpoint import name_of
-from kvtier.connector.local import LocalConnector
+from kvtier.connector import LocalConnector
+from kvtier.connector.models import name_of
+from kvtier.engine import Engine, open_engine
 from kvtier.engine.demo import require_checkpoint
-from kvtier.engine.llm import Engine
-from kvtier.engine.local import open_engine
-from kvtier.engine.server import Served, make_app
-from kvtier.engine.server_loop import EngineLoop
+from kvtier.service.engine.loop import EngineLoop
+from kvtier.service.engine.server import Served, make_app
 from kvtier.service.events import Publisher, Source, TierFeed
-from kvtier.service.http_server import HttpServer, HttpSocket
-from kvtier.service.openai_errors import OpenAIError
-from kvtier.service.prompts import Prompts
+from kvtier.service.openai import OpenAIError, Prompts
+from kvtier.service.web import HttpServer, HttpSocket
+from kvtier.tiers import L1
 from kvtier.tiers.config import Config
-from kvtier.tiers.events import EventSource, TierEvents
-from kvtier.tiers.local_tiers import LocalTiers
+from kvtier.tiers.hierarchy import EventSource, Hierarchy, TierEvents
 
 _log = logging.getLogger(__name__)
 
-_DRAIN: Final = 20.0  # seconds for the answers under way, from a signal on
-_GRACE: Final = 2  # seconds for their last bytes
-_SPARE: Final = 64  # connections beyond those that have something computed: pages, and who is told to come again
-_STORES: Final = 10.0  # seconds for what is on its way to the tiers below
-_CROWDED: Final = OpenAIError(503, "too many connections; come again later", code="overloaded").response
+_DRAIN: Final = 20.0  # seconds that answers under way may take after a signal
+_GRACE: Final = 2  # seconds for the last bytes of these answers
+_SPARE: Final = 64  # HTTP requests beyond those that are computed: pages, and refusals
+_STORES: Final = 10.0  # seconds for stores on their way to lower tiers
+_CROWDED: Final = OpenAIError(503, "too many requests at once; try again later", code="overloaded").response
 
 
-class Server:
+class EngineServer:
     """`kvtier engine` in one process: `run` serves until `stop`."""
 
     def __init__(self, model: Path, config: Config, *, exact: bool = False) -> None:
-        """ConfigError where address, model or tiers cannot be had; the address first, a model takes a while."""
+        """Binds the address first, since a model takes long to load. Raises ConfigError for address, model or tiers."""
         disable_progress_bar()  # type: ignore[no-untyped-call]
         require_checkpoint(model)
         prompts, settings = Prompts.open(model), config.server
         with ExitStack() as opened:
-            listening = opened.enter_context(closing(HttpSocket(settings.http, "server")))
+            listening = opened.enter_context(closing(HttpSocket(settings.http, "server", settings.allowed_hosts)))
             self.publisher = Publisher(config.events) if config.events.publish is not None else None
             if self.publisher is not None:
                 opened.callback(self.publisher.close)
@@ -59,12 +57,12 @@ class Server:
         self.name = settings.name or name_of(model)
         app = make_app(Served(self.loop, prompts, self.name, settings, _events(self.publisher)))
         self._http = HttpServer(
-            app, listening, max_connections=self.loop.capacity + _SPARE, crowded=_CROWDED, grace=_GRACE
+            app, listening, max_requests=self.loop.capacity + _SPARE, crowded=_CROWDED, grace=_GRACE
         )
         self.address = self._http.address
 
     def run(self) -> None:
-        """Serve until stopped: answers under way end first, stores reach the tiers below, then everything closes."""
+        """Serve until stopped. Answers under way end first, then stores reach lower tiers, then everything closes."""
         self._http.start()
         _log.info("ready on %s, http on %s", self.name, self.address)
         try:
@@ -79,15 +77,15 @@ class Server:
                 self.publisher.close()
 
     def stop(self) -> None:
-        """Take nothing more, end what is under way. From any thread, or a signal's handler."""
+        """Take nothing more, and end what is under way. May be called on any thread, or in a signal handler."""
         self.loop.stop(_DRAIN)
 
 
 def _feed(publisher: Publisher, engine: Engine) -> TierFeed:
-    """Of L1, and of the tiers below where they are this process's: a daemon tells of its own."""
-    sources: list[Source] = [TierEvents("l1", engine.pool)]
+    """Events of L1, and of lower tiers if this process owns them: a daemon publishes its own."""
+    sources: list[Source] = [TierEvents(L1, engine.pool)]
     connector = engine.connector
-    if isinstance(connector, LocalConnector) and isinstance(connector.tiers, LocalTiers):
+    if isinstance(connector, LocalConnector) and isinstance(connector.tiers, Hierarchy):
         sources.append(EventSource(connector.hierarchy))
     return publisher.feed(engine.identity.fingerprint(), *sources)
 

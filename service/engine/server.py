@@ -1,4 +1,4 @@
-"""An OpenAI API over an engine of this process: routes, and the way from a body to jobs."""
+"""The OpenAI API of an engine: its routes, and what a request body asks of the engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -12,29 +12,36 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvtier.engine.sequence import SamplingParams
-from kvtier.engine.server_answers import CHAT, TEXT, Answer, Asked, Form, late
-from kvtier.engine.server_loop import EngineLoop, Job, stopping
-from kvtier.engine.server_status import exposition, model_entry, status
-from kvtier.engine.server_text import AnswerText
-from kvtier.service.guard import Guard, read_body
-from kvtier.service.openai_bodies import ChatBody, CompletionBody, parse
-from kvtier.service.openai_errors import OpenAIError, error_handlers, too_long, unknown_model
-from kvtier.service.prompts import Prompts
+from kvtier.engine import SamplingParams
+from kvtier.service.engine.completion import CHAT, TEXT, CompletionFormat, CompletionRequest, OpenAICompletion, late
+from kvtier.service.engine.loop import EngineLoop, SequenceInput, stopping
+from kvtier.service.engine.status import exposition, model_entry, status
+from kvtier.service.engine.text import AnswerText
+from kvtier.service.openai import (
+    ChatBody,
+    CompletionBody,
+    OpenAIError,
+    Prompts,
+    error_handlers,
+    parse,
+    too_long,
+    unknown_model,
+)
+from kvtier.service.web import Guard, read_body
 from kvtier.tiers.config import ServerConfig
 
 MAX_BODY: Final = 8 << 20  # bytes
-_READING: Final = 4  # bodies read at once: a tokenizer takes some hundred bytes for each of the body's
-_SHORT_ANSWER: Final = 16  # tokens of a completion that says nothing of it: OpenAI's
+_READING: Final = 4  # bodies tokenized at once: a tokenizer takes about 100 bytes of memory for each byte of a body
+_SHORT_ANSWER: Final = 16  # OpenAI's default for max_tokens of a text completion
 _SEEDS: Final = 2**64
-_GONE: Final = 499  # what proxies write down for a client that hung up
+_GONE: Final = 499  # what proxies log for a client that hung up
 _EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the API needs: the engine's loop, the model's prompts and name, the settings, where KV events are told."""
+    """What the API needs. `events` are the endpoints at which KV events are published, if they are."""
 
     loop: EngineLoop
     prompts: Prompts
@@ -61,7 +68,7 @@ def make_app(served: Served) -> Starlette:
         _require_model(served, request.path_params["name"])
         return JSONResponse(model_entry(served.loop, served.name, served.events))
 
-    def post(path: str, body_type: type[CompletionBody] | type[ChatBody], form: Form) -> Route:
+    def post(path: str, body_type: type[CompletionBody] | type[ChatBody], form: CompletionFormat) -> Route:
         async def endpoint(request: Request) -> Response:
             guard.admit(request)
             began = asyncio.get_running_loop().time()
@@ -73,10 +80,12 @@ def make_app(served: Served) -> Starlette:
             except TimeoutError:
                 raise late() from None
             try:
-                asked = await run_in_threadpool(_asked, served, body_type, data, deadline)  # it cannot be cut short
+                wanted = await run_in_threadpool(
+                    _wanted, served, body_type, data, deadline
+                )  # a thread cannot be cut short
             finally:
                 reading.release()
-            return await _answered(request, Answer(asked, form, served.loop))
+            return await _answered(request, OpenAICompletion(wanted, form, served.loop))
 
         return Route(path, endpoint, methods=["POST"])
 
@@ -88,7 +97,7 @@ def make_app(served: Served) -> Starlette:
         get("/metrics", lambda: Response(exposition(served.loop), media_type=_EXPOSITION)),
         get("/healthz", lambda: _health(served.loop)),
         get("/readyz", lambda: _readiness(served.loop)),
-        get("/status", lambda: JSONResponse(status(served.loop, served.name))),
+        get("/status", lambda: JSONResponse(status(served.loop, served.name).as_json())),
     ]
     return Starlette(routes=routes, exception_handlers=error_handlers(served.loop.tally.refused))
 
@@ -103,30 +112,34 @@ def _require_model(served: Served, name: str) -> None:
 
 
 def _require_room(loop: EngineLoop, body: CompletionBody | ChatBody) -> None:
-    """OpenAIError where there is no room for the answers asked for, now or ever; nothing is made for them."""
+    """Raise OpenAIError if there is no room for the choices asked for, now or ever; called before work is done."""
     num_prompts = 1 if isinstance(body, ChatBody) else len(body.prompts)
     num_choices = body.n or 1
     if (num := num_prompts * num_choices) > loop.capacity:
         param = "n" if num_choices > 1 else "prompt"
-        message = f"{param}: {num} answers at once; this server has room for {loop.capacity}, ask for fewer"
+        message = f"{param}: {num} answers at once; this server has room for {loop.capacity}: ask for fewer"
         raise OpenAIError(400, message, param=param, code="invalid_value")
     loop.require_room(num)
 
 
-def _asked(served: Served, body_type: type[CompletionBody] | type[ChatBody], data: bytes, deadline: float) -> Asked:
-    """What a body asks for, `n` jobs for each prompt. OpenAIError for what cannot be computed."""
+def _wanted(
+    served: Served, body_type: type[CompletionBody] | type[ChatBody], data: bytes, deadline: float
+) -> CompletionRequest:
+    """What a body asks for, with `n` inputs for each prompt. Raises OpenAIError if it cannot be computed."""
     body: CompletionBody | ChatBody = parse(body_type, data)
     _require_model(served, body.model)
     _require_room(served.loop, body)
     num_choices = body.n or 1
     prompts = [(prompt, _params(served.loop, body, prompt)) for prompt in served.prompts.all_tokens(body)]
     named = [(served.loop.engine.prompt(prompt, body.cache_salt), params) for prompt, params in prompts]
-    jobs = [Job(prompt, _seeded(params, choice)) for prompt, params in named for choice in range(num_choices)]
-    return Asked(
+    inputs = [
+        SequenceInput(prompt, _seeded(params, choice)) for prompt, params in named for choice in range(num_choices)
+    ]
+    return CompletionRequest(
         model=served.name,
         fingerprint=f"kvtier-{served.loop.fingerprint[:16]}",
-        jobs=jobs,
-        texts=[AnswerText(served.prompts.detokenizer(), body.stop or ()) for _ in jobs],
+        inputs=inputs,
+        texts=[AnswerText(served.prompts.detokenizer(), body.stop or ()) for _ in inputs],
         num_choices=num_choices,
         deadline=deadline,
         streams=bool(body.stream),
@@ -139,7 +152,7 @@ def _params(loop: EngineLoop, body: CompletionBody | ChatBody, prompt: list[int]
     is_chat = isinstance(body, ChatBody)
     param = "messages" if is_chat else "prompt"
     if not prompt:
-        raise OpenAIError(400, f"{param}: no tokens in it; write some text", param=param, code="invalid_value")
+        raise OpenAIError(400, f"{param}: it has no tokens; write some text", param=param, code="invalid_value")
     vocab_size = loop.engine.model.vocab_size
     if (largest := max(prompt)) >= vocab_size:
         message = f"{param}: token id {largest}; this model's are 0 to {vocab_size - 1}"
@@ -161,42 +174,42 @@ def _params(loop: EngineLoop, body: CompletionBody | ChatBody, prompt: list[int]
 
 
 def _seeded(params: dict[str, Any], choice: int) -> SamplingParams:
-    """Each choice draws from a stream of its own."""
+    """The parameters of one choice: each choice has its own random stream."""
     seed = params["seed"]
     return SamplingParams(**{**params, "seed": None if seed is None else (seed + choice) % _SEEDS})
 
 
-async def _answered(request: Request, answer: Answer) -> Response:
-    """The response; a stream's begins with its first event, so that what fails before has a status."""
+async def _answered(request: Request, completion: OpenAICompletion) -> Response:
+    """The response. A stream begins with its first event, so a failure before that has a status of its own."""
     try:
-        if answer.streams:
-            chunks = answer.chunks()
+        if completion.streams:
+            chunks = completion.chunks()
             first = await _while_connected(request, anext(chunks))
-            return _EventStream(answer, first, chunks)
-        content = await _while_connected(request, answer.whole())
-        return JSONResponse(content, headers={"x-kvtier-cached": answer.cached})
+            return _EventStream(completion, first, chunks)
+        content = await _while_connected(request, completion.whole())
+        return JSONResponse(content, headers={"x-kvtier-cached": completion.cached})
     except ClientDisconnect:
-        answer.close()
+        completion.close()
         return Response(status_code=_GONE)
     except BaseException:
-        answer.close()
+        completion.close()
         raise
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events; whatever ends them, the answer is closed."""
+    """Server-sent events. However they end, the completion is closed."""
 
-    def __init__(self, answer: Answer, first: bytes, chunks: AsyncIterator[bytes]) -> None:
+    def __init__(self, completion: OpenAICompletion, first: bytes, chunks: AsyncIterator[bytes]) -> None:
         super().__init__(
             self._all(first, chunks), media_type="text/event-stream", headers={"cache-control": "no-store"}
         )
-        self._answer = answer
+        self._completion = completion
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._answer.close()
+            self._completion.close()
 
     @staticmethod
     async def _all(first: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -206,7 +219,7 @@ class _EventStream(StreamingResponse):
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The work's result. ClientDisconnect where the client hangs up before it is there."""
+    """The result of `work`. Raises ClientDisconnect if the client hangs up first."""
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -1,20 +1,18 @@
-"""How an engine's server is doing: its model's entry, /status, and what Prometheus scrapes."""
+"""What an engine's server reports: its entry in /v1/models, /status, and its Prometheus metrics."""
 
 import os
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kvtier.connector.events import namespace_of
-from kvtier.connector.local import LocalConnector
-from kvtier.engine.server_loop import EngineLoop
-from kvtier.service.exposition import labelled, text_of
-from kvtier.service.status import figures, version
-from kvtier.tiers.chain import root_hash
-
-Json = dict[str, Any]
+from kvtier.connector import LocalConnector
+from kvtier.service import Json
+from kvtier.service.engine.loop import EngineLoop
+from kvtier.service.events import namespace_of
+from kvtier.service.observe import EngineStatus, figures, labelled, statuses, text_of, version
+from kvtier.tiers.naming import root_hash
 
 _STARTED: Final = int(time.time())
 _STATES: Final = ("waiting", "loading", "running")
@@ -22,7 +20,7 @@ _TOKENS: Final = ("prompt_tokens", "computed_tokens", "generated_tokens")
 
 
 def model_entry(loop: EngineLoop, name: str, events: Mapping[str, str | None] | None) -> Json:
-    """The model as `/v1/models` lists it; `kvtier` is what a router has to know, `events` where KV events are told."""
+    """The model's entry in `/v1/models`. A router reads `kvtier`; `events` are the endpoints of KV events."""
     engine = loop.engine
     salt, fingerprint = engine.config.cache_salt, bytes.fromhex(loop.fingerprint)
     return {
@@ -36,39 +34,41 @@ def model_entry(loop: EngineLoop, name: str, events: Mapping[str, str | None] | 
             "fingerprint": loop.fingerprint,
             "max_model_len": loop.room,
             "events": events,
-            # of requests without a salt, as events name it: the engine's own salt cannot be told from it
+            # as in events, for requests without a salt; the engine's own salt cannot be computed from it
             "namespace": None if salt is None else namespace_of(root_hash(fingerprint, cache_salt=salt)),
         },
     }
 
 
-def status(loop: EngineLoop, name: str) -> Json:
-    """Everything, as it was after the last step."""
+def status(loop: EngineLoop, name: str) -> EngineStatus:
+    """What /status says, as of the last step."""
     engine, stats, tally = loop.engine, loop.stats, loop.tally
-    num_blocks = engine.pool.num_blocks
     connector = engine.connector
-    return {
-        "version": version(),
-        "pid": os.getpid(),
-        "status": loop.ailment or ("stopping" if loop.is_stopping else "ok"),
-        "model": name,
-        "fingerprint": loop.fingerprint,
-        "block_size": engine.config.block_size,
-        "max_model_len": loop.room,
-        "requests": {"live": loop.num_live, "capacity": loop.capacity, **{state: stats[state] for state in _STATES}},
-        "outcomes": dict(tally.outcomes),
-        "refused": dict(tally.refused),
-        "l1": {"blocks": num_blocks, "free": stats["free_blocks"]},
-        "tokens": {kind: stats[kind] for kind in _TOKENS},
-        "cached_tokens": dict(tally.cached),
-        "steps": {"done": stats["steps"], "failed": tally.failed_steps},
-        "preempted": stats["preempted"],
-        **({"tiers": figures(connector.tiers.metrics)} if isinstance(connector, LocalConnector) else {}),
-    }
+    own_tiers = {"tiers": figures(connector.tiers.metrics)} if isinstance(connector, LocalConnector) else {}
+    return EngineStatus(
+        version=version(),
+        pid=os.getpid(),
+        status=loop.ailment or ("stopping" if loop.is_stopping else "ok"),
+        model=name,
+        fingerprint=loop.fingerprint,
+        block_size=engine.config.block_size,
+        max_model_len=loop.room,
+        requests=statuses.SequenceCounts(
+            live=loop.num_live, capacity=loop.capacity, **{state: stats[state] for state in _STATES}
+        ),
+        outcomes=dict(tally.outcomes),
+        refused=dict(tally.refused),
+        l1=statuses.DeviceTierStatus(blocks=engine.pool.num_blocks, free=stats["free_blocks"]),
+        tokens=statuses.TokenCounts(**{kind: stats[kind] for kind in _TOKENS}),
+        cached_tokens=dict(tally.cached),
+        steps=statuses.StepCounts(done=stats["steps"], failed=tally.failed_steps),
+        preempted=stats["preempted"],
+        **own_tiers,
+    )
 
 
 def exposition(loop: EngineLoop) -> str:
-    """The text format: the engine's own, and those of the tiers below L1 as it sees them."""
+    """Prometheus' text format: the engine's metrics, and those of the tiers below L1 as the engine sees them."""
     connector = loop.engine.connector
     tiers = labelled({loop.fingerprint[:16]: connector.tiers.metrics}) if isinstance(connector, LocalConnector) else []
     return text_of([*_own(loop), *loop.tally.ttft.collect(), *tiers])
@@ -81,16 +81,16 @@ def _own(loop: EngineLoop) -> Iterator[Metric]:
     yield build
     yield _gauge("kvtier_engine_requests", "Sequences by state", "state", {state: stats[state] for state in _STATES})
     yield GaugeMetricFamily("kvtier_engine_live", "Sequences that wait or are computed", loop.num_live)
-    yield GaugeMetricFamily("kvtier_engine_capacity", "Sequences there is room for; more are told 429", loop.capacity)
+    yield GaugeMetricFamily("kvtier_engine_capacity", "Sequences there is room for; more get status 429", loop.capacity)
     yield _counter("kvtier_engine_ended", "Sequences by how they ended", "outcome", dict(tally.outcomes))
-    yield _counter("kvtier_engine_refused", "Requests that were not computed, by status", "status", dict(tally.refused))
+    yield _counter("kvtier_engine_refused", "Requests refused, by status", "status", dict(tally.refused))
     yield _counter("kvtier_engine_tokens", "Tokens by what became of them", "kind", {k: stats[k] for k in _TOKENS})
-    yield _counter("kvtier_engine_cached_tokens", "Prompt tokens by their tier", "tier", dict(tally.cached))
+    yield _counter("kvtier_engine_cached_tokens", "Prompt tokens found cached, by tier", "tier", dict(tally.cached))
     blocks = {"all": loop.engine.pool.num_blocks, "free": stats["free_blocks"]}
     yield _gauge("kvtier_engine_l1_blocks", "Blocks of L1", "state", blocks)
     yield CounterMetricFamily("kvtier_engine_steps", "Steps computed", stats["steps"])
     yield CounterMetricFamily("kvtier_engine_failed_steps", "Steps that raised", tally.failed_steps)
-    yield CounterMetricFamily("kvtier_engine_preempted", "Sequences that gave way to others", stats["preempted"])
+    yield CounterMetricFamily("kvtier_engine_preempted", "Sequences preempted", stats["preempted"])
 
 
 def _gauge(name: str, text: str, label: str, values: dict[str, int]) -> Metric:

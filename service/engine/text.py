@@ -1,30 +1,30 @@
-"""An answer's text as it may be told: whole characters, and nothing of a stop string or behind it."""
+"""The text of an answer as it may be sent: whole characters, and nothing from a stop string on."""
 
 from collections.abc import Sequence
 
-from kvtier.service.prompts import Detokenizer
+from kvtier.service.openai import Detokenizer
 
 
 class AnswerText:
-    """Tokens in, text out. What may be the beginning of a stop string is held back until it is one, or is none."""
+    """Tokens in, text out. Text that may begin a stop string is held back until that is decided."""
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
-        self.is_stopped = False  # a stop string came: nothing more is told
+        self.is_stopped = False  # a stop string came: no more text is sent
         self._detokenizer = detokenizer
         self._stops = stops
         self._held = ""
 
     def push(self, token_id: int) -> str:
-        """The text that can be told with one more token."""
-        return self._tell(self._detokenizer.push(token_id))
+        """The text that can be sent after one more token."""
+        return self._release(self._detokenizer.push(token_id))
 
     def end(self) -> str:
-        """What is left."""
-        told = self._tell(self._detokenizer.end())
-        told, self._held = told + self._held, ""
-        return told
+        """The rest of the text, once the last token was pushed."""
+        ready = self._release(self._detokenizer.end())
+        ready, self._held = ready + self._held, ""
+        return ready
 
-    def _tell(self, piece: str) -> str:
+    def _release(self, piece: str) -> str:
         if self.is_stopped:
             return ""
         text = self._held + piece
@@ -38,6 +38,6 @@ class AnswerText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the text's end begin the stop string."""
+    """How many characters at the end of the text may begin the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

@@ -1,4 +1,4 @@
-"""ToldBlocks: one model's blocks in every tier, and the events by which others come to know those a lookup can find."""
+"""AnnouncedBlocks: one model's blocks in every tier, and the events that announce those a prefix lookup can find."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,16 +6,12 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.connector.events import BlockRemoved, BlockStored, KVEvent, external_hash, namespace_of
-from kvtier.tiers.chain import is_named_by, root_hash
-from kvtier.tiers.events import Event, Removed
-from kvtier.tiers.tier import BlockRecord, ChainHash
-
-MEDIUM: Final[Mapping[str, str]] = {"l1": "GPU", "l2": "CPU", "file": "STORAGE", "redis": "EXTERNAL"}
-"""A tier's name in events."""
+from kvtier.service.events.wire import BlockRemoved, BlockStored, KVEvent, external_hash, namespace_of
+from kvtier.tiers import TIERS, BlockRecord, ChainHash, TierKind
+from kvtier.tiers.hierarchy import Event, Removed
+from kvtier.tiers.naming import is_named_by, root_hash
 
 MAX_RUN: Final = 512  # blocks in one event
-_TIERS: Final = tuple(MEDIUM)
 
 
 @dataclass(slots=True)
@@ -25,40 +21,44 @@ class _Block:
     parent: ChainHash
     tokens: bytes
     tiers: int = 0  # a bit for each that holds it
-    is_told: bool = False
+    is_announced: bool = False
 
 
-class ToldBlocks:
-    """What the tiers hold, and what of it is told. One thread at a time; what calls return is to be published in order.
+class AnnouncedBlocks:
+    """What the tiers hold, and which of it is announced. For one thread; publish what the calls return, in order.
 
-    Told are blocks whose whole chain is held, each in some tier: what a prefix lookup can find. A block whose parent is
-    missing waits for it, and a chain that breaks is told as removed behind the break: a reader never hears of an
-    unknown parent, however the tiers' news came in between one another. A block whose name is not made of its parent
-    and tokens alone, of another engine's dialect or with an image in it, is never told: by its tokens others would take
-    it for what it is not. Law: `check`.
+    A block is announced while its whole chain is held, each block in some tier: that is what a prefix lookup finds. If
+    its parent is missing, the block waits for it. If a chain breaks, the blocks behind the break are announced as
+    removed. So a reader never sees an unknown parent, in whichever order the tiers' changes come in.
+
+    A block is withheld if its parent and tokens alone do not make its name: another engine named it, or an image is in
+    it. A reader knows blocks by their tokens, and would take it for another. Law: `check`.
     """
 
     def __init__(self, fingerprint: bytes) -> None:
+        """Reads the table of tiers, once."""
+        self._tiers = tuple(TIERS.values())
+        self._places = {kind.name: place for place, kind in enumerate(self._tiers)}  # a tier → its bit
         self._roots: dict[ChainHash, str | None] = {root_hash(fingerprint): None}  # a root → its namespace
         self._blocks: dict[ChainHash, _Block] = {}
         self._children: dict[ChainHash, dict[ChainHash, None]] = {}  # a parent, held or not → blocks held
-        self.num_told = 0
-        self.num_untellable = 0  # blocks heard of that cannot be told
+        self.num_announced = 0
+        self.num_withheld = 0  # blocks that came and are never announced
 
     def begin_at(self, root: ChainHash) -> list[KVEvent]:
-        """Chains begin at `root`: a tenant's, an adapter's. Whatever is held behind it is told from now on."""
+        """Chains begin at `root`, a tenant's or an adapter's: announce what is held behind it, now and later."""
         if root in self._roots:
             return []
         self._roots[root] = namespace_of(root)
-        lines = _Lines(self._roots)
+        lines = self._lines()
         for child in self._children.get(root, ()):
-            self._tell(child, lines)
+            self._announce(child, lines)
         return lines.events
 
-    def take_in(self, event: Event) -> list[KVEvent]:
-        """What a tier has told, in the order it did; returns what others have to know."""
-        lines = _Lines(self._roots)
-        tier = _TIERS.index(event.tier)
+    def apply(self, event: Event) -> list[KVEvent]:
+        """Take in what changed in a tier, in the order in which it did. Returns the events that readers need."""
+        lines = self._lines()
+        tier = self._places[event.tier]
         if isinstance(event, Removed):
             for name in event.hashes:
                 self._remove(name, tier, lines)
@@ -69,33 +69,36 @@ class ToldBlocks:
 
     def clear(self) -> list[KVEvent]:
         """The tiers are closed: they hold nothing any more."""
-        lines = _Lines(self._roots)
+        lines = self._lines()
         for name, block in self._blocks.items():
-            for tier in _bits(block.tiers) if block.is_told else ():
+            for tier in _bits(block.tiers) if block.is_announced else ():
                 lines.removed(name, tier)
         self._blocks.clear()
         self._children.clear()
-        self.num_told = 0
+        self.num_announced = 0
         return lines.events
 
     def snapshot(self) -> list[KVEvent]:
-        """All that is told, for a reader who knows nothing: parents first."""
-        lines = _Lines(self._roots)
+        """All that is announced, for a reader who knows nothing: parents first."""
+        lines = self._lines()
         for name in self._in_order():
             for tier in _bits(self._blocks[name].tiers):
                 lines.stored(name, self._blocks[name], tier)
         return lines.events
 
     def check(self) -> None:
-        """Raise AssertionError unless just what a lookup can find is told."""
+        """Raise AssertionError unless exactly what a lookup can find is announced."""
         reachable = set(self._in_order())
-        told = {name for name, block in self._blocks.items() if block.is_told}
-        assert told == reachable, "told is not what can be found"
-        assert self.num_told == len(told), "count of told blocks"
+        announced = {name for name, block in self._blocks.items() if block.is_announced}
+        assert announced == reachable, "what is announced is not what can be found"
+        assert self.num_announced == len(announced), "count of announced blocks"
         assert all(block.tiers for block in self._blocks.values()), "a block that no tier holds"
         links = {(block.parent, name) for name, block in self._blocks.items()}
         assert links == {(parent, child) for parent, held in self._children.items() for child in held}, "links"
         assert all(self._children.values()), "an empty list of children"
+
+    def _lines(self) -> "_Lines":
+        return _Lines(self._roots, self._tiers)
 
     def _in_order(self) -> Iterator[ChainHash]:
         """Blocks whose chain is held, chain by chain."""
@@ -110,22 +113,22 @@ class ToldBlocks:
         block = self._blocks.get(name)
         if block is None:
             if not is_named_by(record):
-                self.num_untellable += 1
+                self.num_withheld += 1
                 return
             block = self._blocks[name] = _Block(record.parent, record.tokens)
             self._children.setdefault(record.parent, {})[name] = None
         block.tiers |= 1 << tier
-        if block.is_told:
+        if block.is_announced:
             lines.stored(name, block, tier)
-        elif block.parent in self._roots or (block.parent in self._blocks and self._blocks[block.parent].is_told):
-            self._tell(name, lines)
+        elif block.parent in self._roots or (block.parent in self._blocks and self._blocks[block.parent].is_announced):
+            self._announce(name, lines)
 
     def _remove(self, name: ChainHash, tier: int, lines: "_Lines") -> None:
         block = self._blocks.get(name)
         if block is None or not block.tiers >> tier & 1:
-            return  # it was not tellable
+            return  # it was withheld
         block.tiers &= ~(1 << tier)
-        if block.is_told:
+        if block.is_announced:
             lines.removed(name, tier)
         if block.tiers:
             return
@@ -136,37 +139,38 @@ class ToldBlocks:
         if not siblings:
             del self._children[block.parent]
 
-    def _tell(self, name: ChainHash, lines: "_Lines") -> None:
-        """The block's chain is whole: tell it and what waits behind it."""
+    def _announce(self, name: ChainHash, lines: "_Lines") -> None:
+        """The block's chain is whole: announce it and what waits behind it."""
         waiting = [name]
         while waiting:
             name = waiting.pop()
             block = self._blocks[name]
-            block.is_told = True
-            self.num_told += 1
+            block.is_announced = True
+            self.num_announced += 1
             for tier in _bits(block.tiers):
                 lines.stored(name, block, tier)
             waiting += self._children.get(name, ())
 
     def _retract(self, name: ChainHash, lines: "_Lines") -> None:
-        """The block's chain is broken: whatever is told of it and behind it is not to be found any more."""
+        """The block's chain is broken: announce it and what stands behind it as removed."""
         waiting = [name]
         while waiting:
             name = waiting.pop()
             block = self._blocks[name]
-            if block.is_told:
-                block.is_told = False
-                self.num_told -= 1
+            if block.is_announced:
+                block.is_announced = False
+                self.num_announced -= 1
                 for tier in _bits(block.tiers):
                     lines.removed(name, tier)
                 waiting += self._children.get(name, ())
 
 
 class _Lines:
-    """Events in the making: what follows one another in a chain and a tier becomes one."""
+    """Events in the making: blocks that follow one another in a chain and a tier become one event."""
 
-    def __init__(self, roots: Mapping[ChainHash, str | None]) -> None:
+    def __init__(self, roots: Mapping[ChainHash, str | None], tiers: Sequence[TierKind]) -> None:
         self._roots = roots
+        self._tiers = tiers
         self._runs: list[tuple[int, list[tuple[ChainHash, _Block]]]] = []
         self._gone: dict[int, list[ChainHash]] = {}
         self._events: list[KVEvent] = []
@@ -178,7 +182,7 @@ class _Lines:
             if number == tier and run[-1][0] == block.parent and len(run) < MAX_RUN:
                 run.append((name, block))
                 return
-        if len(self._runs) >= len(_TIERS):  # a chain in each tier may grow side by side
+        if len(self._runs) >= len(self._tiers):  # a chain may grow in every tier side by side
             self._close(stored=True)
         self._runs.append((tier, [(name, block)]))
 
@@ -201,7 +205,7 @@ class _Lines:
             for tier, names in self._gone.items():
                 for i in range(0, len(names), MAX_RUN):
                     hashes = [external_hash(name) for name in names[i : i + MAX_RUN]]
-                    self._events.append(BlockRemoved(hashes, MEDIUM[_TIERS[tier]]))
+                    self._events.append(BlockRemoved(hashes, self._tiers[tier].medium))
             self._gone.clear()
 
     def _stored(self, tier: int, run: Sequence[tuple[ChainHash, _Block]]) -> BlockStored:
@@ -215,11 +219,12 @@ class _Lines:
             token_ids=tokens.tolist(),
             block_size=len(first.tokens) // 4,
             lora_id=None,
-            medium=MEDIUM[_TIERS[tier]],
+            medium=self._tiers[tier].medium,
             lora_name=None,
             extra_keys=None if namespace is None else [(namespace,), *[None] * (len(run) - 1)],
         )
 
 
 def _bits(tiers: int) -> Iterator[int]:
-    return (tier for tier in range(len(_TIERS)) if tiers >> tier & 1)
+    """The places of the bits that are set."""
+    return (tier for tier in range(tiers.bit_length()) if tiers >> tier & 1)

@@ -7,41 +7,51 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvtier.connector.events import MAX_PAYLOAD, KVEvent, decode_batch
-from kvtier.service.event_sequence import Reset, Sequencer, Step, Told
-from kvtier.tiers.errors import ConfigError, FormatError
+from kvtier.service.events.guard import CurveKeys
+from kvtier.service.events.sequence import ForgetAll, NumberedBatch, Sequencer, Step
+from kvtier.service.events.wire import MAX_PAYLOAD, AllBlocksCleared, KVEvent, decode_batch, pieces
+from kvtier.tiers import ConfigError, FormatError
 
 _log = logging.getLogger(__name__)
 
-_HEARTBEAT: Final = 1000  # milliseconds; a publisher that is silent for three is gone
-_QUEUE: Final = 16  # batches that may wait to be read, of MAX_PAYLOAD each; what more there is waits at the publisher
-_TURN: Final = 256  # batches read from one socket before the others are looked at
-_REPLAY_DEADLINE: Final = 5.0  # seconds without a word of a replay
+_HEARTBEAT: Final = 1000  # milliseconds; after three without one the publisher counts as gone
+_QUEUE: Final = 16  # batches that may wait to be read, of MAX_PAYLOAD each; more of them wait at the publisher
+_TURN: Final = 256  # batches read from one socket before the others are looked at …
+_TURN_TIME: Final = 0.1  # … and seconds, and what the batch takes that is then under way
+_PIECE: Final = 1024  # blocks of an event between two looks at whether to stop: some milliseconds
+_YIELD: Final = 5e-5  # seconds between two of these, so that other threads get the sink's lock
+_LAST: Final = 10.0  # seconds for the thread to end: that is one batch being unpacked, on a busy machine
+_REPLAY_DEADLINE: Final = 5.0  # seconds without a message of a replay
 _PAUSE: Final = 1.0  # seconds before a replay that failed is asked for anew
 _SILENCE: Final = 5.0  # seconds after which to make sure that nothing was missed
 _LOG_PAUSE: Final = 1.0
 _OF_A_MODEL: Final = re.compile(rb"kv@[0-9a-f]{16}")  # a topic, as `topic_of` makes it
-_MONITORED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_REFUSED: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+)
+_MONITORED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED[0] | _REFUSED[1] | _REFUSED[2]
 
 
 class Sink(Protocol):
     """Where events go: a `PrefixIndex`. Thread-safe."""
 
     def apply(self, worker: str, event: KVEvent) -> None:
-        """Take in what a worker said."""
+        """Apply what a worker announced."""
 
     def drop(self, worker: str) -> None:
         """Forget a worker and all it holds."""
 
 
 Standing: TypeAlias = Literal["live", "replaying", "stale", "refused"]
-"""stale: not connected, what is known may be no more; refused: its topic is of no model, there may be several in it."""
+"""stale: not connected, so what is known may be wrong; refused: its topic is of no model, or a key is wrong."""
 
 
 class FeedState(NamedTuple):
@@ -56,47 +66,58 @@ class FeedState(NamedTuple):
 
 
 class EventConsumer:
-    """Reads what `publish` tells from `worker`'s side into `sink`, on a thread of its own, until `close`.
+    """Reads the events of the publisher at `publish` into `sink` as those of `worker`, on its own thread until `close`.
 
-    Batches are applied in order, each once; what was missed is read from `replay` first. Where that cannot be had, and
-    whenever the connection was broken, the worker is dropped and built anew. Without `replay` (None) it knows only what
-    was published since it came, and starts over at each gap. With `topic`, other topics' batches are counted but not
-    applied: one publisher may tell of several models. One that tells them under a topic of its own is refused, since
-    their blocks cannot be told apart.
+    Batches are applied in order, each once. What was missed is read from `replay` first. If that is impossible, and
+    whenever the connection broke, the worker is dropped and built anew. Without `replay` (None) it knows only what was
+    published since it connected, and starts over at each gap. With `topic`, batches of other topics are counted but not
+    applied: one publisher may announce several models. A publisher that has one topic for all of them is refused: the
+    blocks of its models look alike.
     """
 
     def __init__(
-        self, worker: str, sink: Sink, publish: str, replay: str | None = None, *, topic: str | None = None
+        self,
+        worker: str,
+        sink: Sink,
+        publish: str,
+        replay: str | None = None,
+        *,
+        topic: str | None = None,
+        keys: CurveKeys | None = None,
     ) -> None:
-        """Raises ConfigError for what is no address. Nobody needs to be there yet."""
+        """ConfigError if an address is none. The publisher need not run yet. `keys` are for tcp:// addresses."""
         self.worker = worker
+        self._keys = keys
         self._sink = sink
+        self._publish_address = publish
+        self._again_at = float("inf")  # when to connect anew: libzmq does not, once its key was refused
         self._topic = None if topic is None else topic.encode()
         self._replay_address = replay
         self._sequencer = Sequencer(can_replay=replay is not None)
         self._counts: Counter[str] = Counter()
         self._connected = False
         self._applied_at: float | None = None
-        self._heard_at = self._since = time.monotonic()
+        self._last_message_at = self._since = time.monotonic()
         self._shown: Standing = "stale"
         self._refusal: str | None = None
         self._replay: zmq.Socket[bytes] | None = None  # while one is under way
-        self._replay_due = 0.0  # when it is given up; or, where none is under way, when one may be asked for
+        self._replay_due = 0.0  # when to give it up; if none is under way, when one may be asked for
         self._log_from = 0.0
         self._stopped = False
         self._context = zmq.Context()
         self._subscriber = self._socket(zmq.SUB)
-        self._monitor = self._subscriber.get_monitor_socket(_MONITORED)  # first: a handshake it misses is never told
+        self._monitor = self._subscriber.get_monitor_socket(_MONITORED)  # first: it reports no handshake before it
         try:
-            _connect(self._subscriber, "events", publish)
+            self._connect(self._subscriber, "events", publish)
             if replay is not None:
                 with self._socket(zmq.DEALER) as tried:
-                    _connect(tried, "replay", replay)  # is it an address at all?
+                    self._connect(tried, "replay", replay)  # is it an address at all?
         except ConfigError:
             self._subscriber.disable_monitor()
             self._context.destroy(linger=0)
             raise
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # nobody wakes the thread by a descriptor that it has closed
         self._subscriber.subscribe(b"")
         self._thread = threading.Thread(target=self._run, name=f"kvtier-events-{worker}", daemon=True)
         self._thread.start()
@@ -119,15 +140,22 @@ class EventConsumer:
         """Whether what is known can be believed; for any thread."""
         return self._shown == "live"
 
-    def close(self) -> None:
-        """Read no more. What the worker held stays in the sink: drop it there. Idempotent."""
-        if not self._stopped:
-            self._stopped = True
-            os.eventfd_write(self._wake, 1)
-            self._thread.join()
-            self._subscriber.disable_monitor()
-            self._context.destroy(linger=0)
-            os.close(self._wake)
+    def stop(self) -> None:
+        """Have the thread read no more, soon; does not wait for that. Idempotent."""
+        with self._lock:
+            if not self._stopped:
+                self._stopped = True
+                os.eventfd_write(self._wake, 1)
+
+    def close(self, timeout: float = _LAST) -> bool:
+        """Read no more. What the worker held stays in the sink: drop it there. Idempotent.
+
+        False if the thread has not ended after `timeout` seconds. It ends once it has unpacked a batch, and does not
+        keep the process from ending.
+        """
+        self.stop()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def __enter__(self) -> "EventConsumer":
         return self
@@ -140,11 +168,20 @@ class EventConsumer:
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, _QUEUE)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD)  # who sends more is hung up on
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD)  # more than that ends the connection
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT)
         return socket
+
+    def _connect(self, socket: "zmq.Socket[bytes]", what: str, address: str) -> None:
+        if self._keys is not None and address.startswith("tcp://"):
+            self._keys.present(socket)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            fix = "name an address as ipc:///run/kvtier/events"
+            raise ConfigError(f'{what} "{address}": {error.strerror}; {fix}') from None
 
     # the thread
 
@@ -158,6 +195,10 @@ class EventConsumer:
                 self._sequencer.start_over()
                 self._hang_up(_PAUSE)
             self._show()
+        self._subscriber.disable_monitor()
+        self._context.destroy(linger=0)
+        with self._lock:
+            os.close(self._wake)
 
     def _turn(self) -> None:
         for socket in self._wait():
@@ -175,85 +216,106 @@ class EventConsumer:
         sockets = [self._monitor, self._subscriber, *([self._replay] if self._replay is not None else [])]
         for socket in sockets:
             poller.register(socket, zmq.POLLIN)
-        ready = dict(poller.poll(int(1000 * min(_SILENCE, max(0.0, self._due - time.monotonic()))) + 1))
+        ready = dict(
+            poller.poll(int(1000 * min(_SILENCE, max(0.0, min(self._due, self._again_at) - time.monotonic()))) + 1)
+        )
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         return [socket for socket in sockets if socket in ready]
 
     @property
     def _due(self) -> float:
-        """When there is something to do of itself; never, where there is nobody to ask."""
+        """When something is due without a message: never, if there is no replay to ask for."""
         if self._replay is not None:
             return self._replay_due
         if self._replay_address is None or not self._connected:
             return float("inf")
         if self._sequencer.wants is not None:
             return self._replay_due
-        return max(self._replay_due, self._heard_at + _SILENCE)
+        return max(self._replay_due, self._last_message_at + _SILENCE)
 
     def _take_notice(self) -> None:
         """A connection was made, or broke."""
         event = recv_monitor_message(self._monitor)["event"]
         self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._hang_up(0.0)
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._again_at = time.monotonic() + _PAUSE
+        if event in _REFUSED and (self._keys is not None or event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+            self._counts["keys_refused"] += 1
+            self._refuse("the handshake failed: one side wants another CURVE key, or only one side has keys")
         if self._connected:  # and whoever is there may not be who was
             self._counts["connections"] += 1
+            self._refusal = None
             self._drop_queued()
             self._sequencer.start_over()
 
     def _drop_queued(self) -> None:
-        """What waits unread may be the word of a publisher that is no more; a replay brings all that this one's was."""
+        """What waits unread may be from a publisher that has ended. A replay brings what is from this one."""
         with contextlib.suppress(zmq.Again):
             for _ in range(_QUEUE):
                 self._subscriber.recv_multipart(zmq.DONTWAIT)
                 self._counts["dropped"] += 1
 
-    def _read_live(self, socket: "zmq.Socket[bytes]") -> None:
+    def _has_time(self) -> Iterator[None]:
+        """Once for each batch that may still be read in this turn."""
+        end = time.monotonic() + _TURN_TIME
         for _ in range(_TURN):
+            if self._stopped or time.monotonic() >= end:
+                return
+            yield
+
+    def _read_live(self, socket: "zmq.Socket[bytes]") -> None:
+        for _ in self._has_time():
             try:
                 frames = socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            self._heard_at = time.monotonic()
-            told = self._parsed(frames)
-            if told is not None:
-                self._do(self._sequencer.live(told))
+            self._last_message_at = time.monotonic()
+            batch = self._parsed(frames)
+            if batch is not None:
+                self._do(self._sequencer.live(batch))
 
     def _read_replay(self, socket: "zmq.Socket[bytes]") -> None:
-        for _ in range(_TURN):
+        for _ in self._has_time():
             try:
                 _, *frames = socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            self._heard_at = time.monotonic()
-            self._replay_due = self._heard_at + _REPLAY_DEADLINE
             try:
-                told = Told.parse(frames)
+                batch = NumberedBatch.parse(frames)
             except FormatError as error:
                 self._malformed(error)
                 self._hang_up(_PAUSE)
                 return
-            self._do(self._sequencer.ended() if told is None else self._sequencer.replayed(told))
+            self._do(self._sequencer.ended() if batch is None else self._sequencer.replayed(batch))
+            self._last_message_at = time.monotonic()  # the time that a batch takes here is not the publisher's
+            self._replay_due = self._last_message_at + _REPLAY_DEADLINE
             if not self._sequencer.is_replaying:
-                self._hang_up(0.0 if told is None else _PAUSE)
+                self._hang_up(0.0 if batch is None else _PAUSE)
                 return
 
     def _pass_time(self) -> None:
-        """Give up a replay that is late, ask for one that is due."""
+        """Connect anew if that is due, give up a replay that is late, ask for one that is due."""
         now = time.monotonic()
+        if now >= self._again_at:
+            self._again_at = float("inf")
+            with contextlib.suppress(zmq.ZMQError):  # it has given the address up itself
+                self._subscriber.disconnect(self._publish_address)
+            self._connect(self._subscriber, "events", self._publish_address)
         if self._replay is not None:
             if now >= self._replay_due:
                 self._hang_up(_PAUSE)
             return
         first = self._sequencer.wants
-        if first is None and self._replay_address is not None and now - self._heard_at >= _SILENCE:
+        if first is None and self._replay_address is not None and now - self._last_message_at >= _SILENCE:
             first = self._sequencer.next
         if first is None or not self._connected or now < self._replay_due or self._replay_address is None:
             return
-        self._heard_at = now
+        self._last_message_at = now
         self._replay_due = now + _REPLAY_DEADLINE
         self._replay = self._socket(zmq.DEALER)
-        _connect(self._replay, "replay", self._replay_address)
+        self._connect(self._replay, "replay", self._replay_address)
         self._replay.send_multipart([b"", first.to_bytes(8, "big")])
         self._sequencer.asked(first)
 
@@ -267,7 +329,9 @@ class EventConsumer:
 
     def _do(self, steps: Sequence[Step]) -> None:
         for step in steps:
-            if isinstance(step, Reset):
+            if self._stopped:
+                return
+            if isinstance(step, ForgetAll):
                 self._sink.drop(self.worker)
                 self._counts["resets"] += 1
                 self._refusal = None
@@ -284,18 +348,34 @@ class EventConsumer:
                 self._malformed(error)
                 continue
             self._counts["events"] += len(events)
-            for event in events:
-                self._sink.apply(self.worker, event)
+            self._apply(events)
+
+    def _apply(self, events: Sequence[KVEvent]) -> None:
+        """Piece by piece, however much there is in one batch: others look into the sink meanwhile."""
+        num_blocks = 0
+        for event in events:
+            for piece in pieces(event, _PIECE):
+                if self._stopped:
+                    return
+                self._sink.apply(self.worker, piece)
+                num_blocks += 1 if isinstance(piece, AllBlocksCleared) else len(piece.block_hashes)
+                if num_blocks >= _PIECE:
+                    num_blocks = 0
+                    time.sleep(_YIELD)
 
     def _look_at_topic(self, topic: bytes) -> None:
-        if self._refusal is None and self._topic is not None and not _OF_A_MODEL.fullmatch(topic):
-            told, wanted = (each.decode(errors="replace")[:80] for each in (topic, self._topic))
-            self._refusal = f'its topic is "{told}", but "{wanted}" is this model\'s; unset [events] topic there'
-            _log.warning("KV events of %s are not heard: %s", self.worker, self._refusal)
+        if self._topic is not None and not _OF_A_MODEL.fullmatch(topic):
+            given, wanted = (each.decode(errors="replace")[:80] for each in (topic, self._topic))
+            self._refuse(f'its topic is "{given}", but "{wanted}" is this model\'s; unset [events] topic there')
 
-    def _parsed(self, frames: Sequence[bytes]) -> Told | None:
+    def _refuse(self, why: str) -> None:
+        if self._refusal is None:
+            self._refusal = why
+            _log.warning("KV events of %s are not read: %s", self.worker, why)
+
+    def _parsed(self, frames: Sequence[bytes]) -> NumberedBatch | None:
         try:
-            return Told.parse(frames)
+            return NumberedBatch.parse(frames)
         except FormatError as error:
             self._malformed(error)
             return None
@@ -315,10 +395,3 @@ class EventConsumer:
             shown = "live" if self._sequencer.is_live else "replaying"
         if shown != self._shown:
             self._shown, self._since = shown, time.monotonic()
-
-
-def _connect(socket: "zmq.Socket[bytes]", what: str, address: str) -> None:
-    try:
-        socket.connect(address)
-    except zmq.ZMQError as error:
-        raise ConfigError(f'{what} "{address}": {error.strerror}; name an address as tcp://127.0.0.1:5557') from None

@@ -1,4 +1,4 @@
-"""Publisher: tells KV events over ZMQ in vLLM's frames, and again what a subscriber has missed (docs/events.md)."""
+"""Publisher: sends KV events over ZMQ in vLLM's frames, and sends again what a subscriber missed (docs/events.md)."""
 
 import contextlib
 import logging
@@ -11,7 +11,10 @@ from typing import Final, Protocol
 
 import zmq
 
-from kvtier.connector.events import (
+from kvtier.service.events.announced import AnnouncedBlocks
+from kvtier.service.events.guard import ZAP, CurveKeys, require_private, require_unused
+from kvtier.service.events.sequence import END, NumberedBatch
+from kvtier.service.events.wire import (
     MAX_PAYLOAD,
     AllBlocksCleared,
     BlockStored,
@@ -20,12 +23,9 @@ from kvtier.connector.events import (
     encode_batch,
     topic_of,
 )
-from kvtier.service.event_sequence import END, Told
-from kvtier.service.told_blocks import ToldBlocks
+from kvtier.tiers import ChainHash, ConfigError
 from kvtier.tiers.config import EventsConfig
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.events import Event, Removed
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers.hierarchy import Event, Removed
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ MAX_BATCH: Final = 4096  # blocks in one batch …
 MAX_BATCH_BYTES: Final = MAX_PAYLOAD // 4  # … and its bytes, unless one event alone has more, as of huge blocks
 MOST: Final = 512  # blocks of one tier taken at a time …
 _PUMPS: Final = 4  # and how often in one go
-MAX_ROOTS: Final = 65_536  # tenants of one model that are told; those beyond are not
+MAX_ROOTS: Final = 65_536  # tenants of one model whose blocks are announced; those of others are not
 _MAX_BUFFERED: Final = 64 << 20  # bytes of batches kept for replay
 _QUEUE: Final = 1000  # batches that may wait for one subscriber
 _MAX_REQUEST: Final = 1024  # bytes that a subscriber may say at once
@@ -47,31 +47,40 @@ _BUSY_POLL: Final = 5  # milliseconds while a subscriber reads its replay slowly
 
 
 class Source(Protocol):
-    """Tiers that tell what comes and goes: `tiers.events.EventSource`, `tiers.events.TierEvents`."""
+    """Tiers that say which blocks come and go: an `EventSource` or a `TierEvents` of the hierarchy."""
 
     @property
     def waiting(self) -> bool:
-        """Whether there may be something to tell."""
+        """Whether there may be something to take."""
 
     def take(self, limit: int) -> list[Event]:
         """What happened since the last time; at most `limit` new blocks of each tier."""
 
 
 class Publisher:
-    """Tells what the tiers of any number of models hold, on a thread of its own. Thread-safe.
+    """Announces what the tiers of any number of models hold, on a thread of its own. Thread-safe.
 
-    A subscriber that is too slow loses batches, which it sees by their numbers, and asks for them. The last
-    `config.buffer` batches are kept for that; who asks for older ones gets the present state instead: batches under the
-    last of the numbers it has missed, of which the first clears, and which end with the present one.
+    A subscriber that is too slow loses batches. It sees that by their numbers, and asks for a replay. For that the last
+    `config.buffer` batches are kept. A subscriber that asks for older ones gets the present state: batches under the
+    last of the numbers that it missed, of which the first clears, up to the present number.
     """
 
     def __init__(self, config: EventsConfig, dp_rank: int = 0) -> None:
-        """Bind. Raises ConfigError where an address cannot be had."""
+        """Bind. Raises ConfigError if an address cannot be bound."""
         assert config.publish is not None
         self._dp_rank = dp_rank
         self._topic = config.topic
+        self._keys = CurveKeys.load("events", config.curve_key_file, "curve_reader_file", config.curve_reader_file)
+        for option, address in (("publish", config.publish), ("replay", config.replay)):
+            if address is not None:
+                if not config.allow_remote:
+                    require_private(option, address)
+                require_unused(option, address)
+        self.counts: Counter[str] = Counter()
         self._context = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._asking = self._context.socket(zmq.REP)  # about keys, before anything is bound
+        self._asking.bind(ZAP)
         try:
             self._publish, self.endpoint = self._bind(zmq.PUB, "publish", config.publish)
             self._replay, self.replay_endpoint = self._bind(zmq.ROUTER, "replay", config.replay)
@@ -79,14 +88,13 @@ class Publisher:
             self._context.destroy(linger=0)
             os.close(self._wake)
             raise
-        self.counts: Counter[str] = Counter()
         self.seq = 0  # of the next batch
         self._lock = threading.Lock()  # guards the two that follow
         self._tasks: deque[tuple[int, Callable[[], None]]] = deque()
         self._num_waiting = 0
-        self._told: dict[bytes, ToldBlocks] = {}  # from here on the thread's own
+        self._announced: dict[bytes, AnnouncedBlocks] = {}  # by model; from here on the thread's own
         self._most_buffered = config.buffer
-        self._buffer: deque[Told] = deque()
+        self._buffer: deque[NumberedBatch] = deque()
         self._num_buffered = 0  # bytes
         self._replays: dict[bytes, _Replay] = {}
         self._stopped = False
@@ -95,28 +103,28 @@ class Publisher:
 
     @property
     def has_room(self) -> bool:
-        """Whether to hand more over; whoever waits loses nothing, since tiers remember what they have not told."""
+        """Whether to hand more over. Who waits loses nothing: tiers remember the changes that nobody has taken."""
         return self._num_waiting < MAX_WAITING
 
     def feed(self, fingerprint: bytes, *sources: Source) -> "TierFeed":
-        """Tell what a model's tiers hold, from now on and whenever it is `pump`ed."""
+        """A feed that announces what a model's tiers hold, from now on, whenever it is `pump`ed."""
         return TierFeed(self, fingerprint, sources)
 
-    def tell(self, fingerprint: bytes, events: Sequence[Event]) -> None:
-        """Publish what a model's tiers told, soon, in the order of the calls."""
+    def announce(self, fingerprint: bytes, events: Sequence[Event]) -> None:
+        """Publish what changed in a model's tiers, soon, in the order of the calls."""
         num_blocks = sum(len(event.hashes) if isinstance(event, Removed) else len(event.blocks) for event in events)
-        self._submit(num_blocks, lambda: self._take_in(fingerprint, events))
+        self._submit(num_blocks, lambda: self._apply(fingerprint, events))
 
     def begin_at(self, fingerprint: bytes, root: ChainHash) -> None:
-        """Chains of this model begin at `root`, a tenant's or an adapter's: until that is known they are not told."""
-        self._submit(1, lambda: self._send(fingerprint, self._told_of(fingerprint).begin_at(root)))
+        """Chains of this model begin at `root`, a tenant's or an adapter's. Until that is known they are withheld."""
+        self._submit(1, lambda: self._send(fingerprint, self._announced_of(fingerprint).begin_at(root)))
 
     def forget(self, fingerprint: bytes) -> None:
         """The model's tiers are closed: nothing of it is held any more."""
-        self._submit(1, lambda: self._send(fingerprint, self._told_of(fingerprint).clear()))
+        self._submit(1, lambda: self._send(fingerprint, self._announced_of(fingerprint).clear()))
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all that was handed over is published. False where time ran out."""
+        """Wait until all that was handed over is published. False if time runs out first."""
         done = threading.Event()
         self._submit(0, done.set)
         return done.wait(timeout)
@@ -149,11 +157,13 @@ class Publisher:
         socket.setsockopt(zmq.SNDHWM, _QUEUE)
         if kind == zmq.ROUTER:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full pipe is said, not a reason to drop
+        if self._keys is not None and address.startswith("tcp://"):
+            self._keys.guard(socket)
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            mend = "name another address, as tcp://127.0.0.1:5557"
-            raise ConfigError(f'[events] {option} "{address}": {error.strerror}; {mend}') from None
+            fix = "name another address, as ipc:///run/kvtier/events"
+            raise ConfigError(f'[events] {option} "{address}": {error.strerror}; {fix}') from None
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _submit(self, num_blocks: int, task: Callable[[], None]) -> None:
@@ -171,6 +181,7 @@ class Publisher:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._asking, zmq.POLLIN)
         if self._replay is not None:
             poller.register(self._replay, zmq.POLLIN)
         while not self._stopped:
@@ -178,6 +189,8 @@ class Publisher:
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             try:
+                if self._asking in ready:
+                    self._judge()
                 self._turn(self._replay if self._replay in ready else None)
             except Exception:
                 self.counts["errors"] += 1
@@ -194,12 +207,21 @@ class Publisher:
         for client in list(self._replays):
             self._serve(client)
 
-    def _told_of(self, fingerprint: bytes) -> ToldBlocks:
-        return self._told.setdefault(fingerprint, ToldBlocks(fingerprint))
+    def _judge(self) -> None:
+        """Say whether somebody's key may connect."""
+        request = self._asking.recv_multipart()
+        assert self._keys is not None
+        reply, is_known = self._keys.answer(request)
+        self._asking.send_multipart(reply)
+        if not is_known:
+            self.counts["keys_refused"] += 1
 
-    def _take_in(self, fingerprint: bytes, events: Sequence[Event]) -> None:
-        told = self._told_of(fingerprint)
-        self._send(fingerprint, [line for event in events for line in told.take_in(event)])
+    def _announced_of(self, fingerprint: bytes) -> AnnouncedBlocks:
+        return self._announced.setdefault(fingerprint, AnnouncedBlocks(fingerprint))
+
+    def _apply(self, fingerprint: bytes, events: Sequence[Event]) -> None:
+        blocks = self._announced_of(fingerprint)
+        self._send(fingerprint, [line for event in events for line in blocks.apply(event)])
 
     def _send(self, fingerprint: bytes, events: Sequence[KVEvent]) -> None:
         for part in _parts(events):
@@ -217,9 +239,9 @@ class Publisher:
         assert self._publish is not None
         self._publish.send_multipart(sent.frames)  # a PUB socket never waits: it drops what nobody takes
 
-    def _batch(self, seq: int, fingerprint: bytes, events: Sequence[KVEvent]) -> Told:
+    def _batch(self, seq: int, fingerprint: bytes, events: Sequence[KVEvent]) -> NumberedBatch:
         topic = topic_of(fingerprint) if self._topic is None else self._topic
-        return Told(seq, topic.encode(), encode_batch(EventBatch(time.time(), events, self._dp_rank)))
+        return NumberedBatch(seq, topic.encode(), encode_batch(EventBatch(time.time(), events, self._dp_rank)))
 
     def _accept(self, socket: "zmq.Socket[bytes]") -> None:
         """Take in requests: `[client, "", first wanted]`."""
@@ -244,14 +266,14 @@ class Publisher:
         yield from ([b"", *sent.frames] for sent in kept)
         yield [b"", b"", END, b""]
 
-    def _snapshot(self, most: int) -> list[Told]:
+    def _snapshot(self, most: int) -> list[NumberedBatch]:
         """The present state in fewer than `most` batches, the last of which has the last number published."""
         parts: list[tuple[bytes, Sequence[KVEvent]]] = []
-        for fingerprint, told in self._told.items():  # also of models that are closed: who has missed that, clears
+        for fingerprint, blocks in self._announced.items():  # closed models too: a reader may have missed the end
             is_first = not parts or self._topic is None
-            lines = [*([AllBlocksCleared()] if is_first else []), *told.snapshot()]
+            lines = [*([AllBlocksCleared()] if is_first else []), *blocks.snapshot()]
             parts += [(fingerprint, part) for part in _parts(lines)]
-        while len(parts) >= most:  # numbers are had by telling everybody nothing; the first asked for is skipped
+        while len(parts) >= most:  # an empty batch for everybody makes another number; the first asked for is skipped
             self._publish_batch(parts[0][0], [])
             most += 1
         return [self._batch(self.seq - len(parts) + i, *part) for i, part in enumerate(parts)]
@@ -275,10 +297,10 @@ class Publisher:
 
 
 class TierFeed:
-    """One model's tiers, told to a publisher as they change: by whoever owns them, on one thread, never waiting."""
+    """Hands what changes in one model's tiers to a publisher. Their owner calls it, on one thread; it never waits."""
 
     def __init__(self, publisher: Publisher, fingerprint: bytes, sources: Sequence[Source]) -> None:
-        """`sources` tell of different tiers, and know no reader yet."""
+        """`sources` are of different tiers, and have no reader yet."""
         self._publisher = publisher
         self._fingerprint = fingerprint
         self._sources = sources
@@ -291,13 +313,13 @@ class TierFeed:
             self._publisher.begin_at(self._fingerprint, root)
 
     def pump(self) -> bool:
-        """Tell what there is, as far as the publisher has room: tiers remember the rest. True where some is left."""
+        """Hand over what there is, as far as the publisher has room. True if something is left: tiers remember it."""
         for source in self._sources:
             for _ in range(_PUMPS):
                 if not source.waiting or not self._publisher.has_room:
                     break
                 if events := source.take(MOST):
-                    self._publisher.tell(self._fingerprint, events)
+                    self._publisher.announce(self._fingerprint, events)
         return any(source.waiting for source in self._sources)
 
     def close(self) -> None:
@@ -306,14 +328,14 @@ class TierFeed:
 
 
 class _Replay:
-    """What one subscriber is being told again."""
+    """What one subscriber is sent again."""
 
     def __init__(self, messages: Iterator[list[bytes]]) -> None:
         self._messages = messages
         self.advance()
 
     def advance(self) -> None:
-        """On to the next message; none is left where `frames` is None."""
+        """Go on to the next message. `frames` is None if none is left."""
         self.frames = next(self._messages, None)
         self._moved = time.monotonic()
 

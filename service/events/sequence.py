@@ -1,4 +1,4 @@
-"""Sequencer: puts one publisher's batches in order, whatever was lost, doubled or late on the way. No I/O, no clock."""
+"""Sequencer: puts one publisher's batches in order, whatever got lost, doubled or late on the way. No I/O, no clock."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,17 +6,17 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from kvtier.tiers.errors import FormatError
+from kvtier.tiers import FormatError
 
 END: Final = (-1).to_bytes(8, "big", signed=True)
 """The sequence number behind the last replayed batch."""
 
 MAX_HELD: Final = 4096  # batches that wait for earlier ones …
 MAX_HELD_BYTES: Final = 256 << 20  # … and their bytes
-_REMEMBERED: Final = 1024  # batches applied last, told from others of the same number by their bytes
+_REMEMBERED: Final = 1024  # batches applied last; another one of the same number has other bytes
 
 
-class Told(NamedTuple):
+class NumberedBatch(NamedTuple):
     """One batch as it goes over the wire."""
 
     seq: int
@@ -29,7 +29,7 @@ class Told(NamedTuple):
         return [self.topic, self.seq.to_bytes(8, "big"), self.payload]
 
     @classmethod
-    def parse(cls, frames: Sequence[bytes]) -> "Told | None":
+    def parse(cls, frames: Sequence[bytes]) -> "NumberedBatch | None":
         """Inverse of `frames`; None for the end of a replay. FormatError for anything else."""
         if len(frames) != 3 or len(frames[1]) != 8:
             raise FormatError(f"{len(frames)} frames: not topic, eight bytes of a sequence number, payload")
@@ -37,21 +37,21 @@ class Told(NamedTuple):
         return None if number == END else cls(int.from_bytes(number, "big"), topic, payload)
 
 
-class Reset(NamedTuple):
-    """Forget all this publisher has told: what comes next stands alone."""
+class ForgetAll(NamedTuple):
+    """Forget everything that this publisher announced: what comes next stands alone."""
 
 
-Step = Told | Reset
+Step = NumberedBatch | ForgetAll
 """What to do next: apply a batch, or forget everything."""
 
 
 class Sequencer:
-    """Takes in batches as they arrive and says what to apply, in order, without gap, each once.
+    """Gets batches as they arrive and says what to apply: in order, without a gap, each once.
 
-    What is missing is asked for again: while `wants` is a number, a replay from it is due, whose batches come in by
-    `replayed` up to `ended` or `failed`; live ones wait for its end, since a summary has numbers that once were theirs,
-    and all of it counts or nothing. Batches lost for good, and a publisher that begins anew, lead to a Reset.
-    Law: what was applied since the last Reset is one run of numbers, up to `next`.
+    While `wants` is a number, something is missing and a replay from that number is due. Its batches come in by
+    `replayed`, up to `ended` or `failed`. Live batches wait for its end: a replay may be a summary under their numbers,
+    which counts as a whole or not at all. Batches lost for good, and a publisher that begins anew, lead to a ForgetAll.
+    Law: what was applied since the last ForgetAll is one run of numbers, up to `next`.
     """
 
     def __init__(self, *, can_replay: bool = True) -> None:
@@ -61,15 +61,15 @@ class Sequencer:
         self._asked: int | None = None  # a replay from here is under way
         self._is_first = False  # and nothing of it has come yet
         self._jumped = False  # it brings a summary under numbers that once were other batches'
-        self._missing = False  # it was asked for since something was missing, not to make sure
-        self._held: dict[int, Told] = {}
+        self._missing = False  # it was asked for because something is missing, not to make sure
+        self._held: dict[int, NumberedBatch] = {}
         self._num_held = 0  # bytes
-        self._seen = -1  # the highest number heard of
+        self._seen = -1  # the highest number that arrived
         self._recent: dict[int, int | None] = {}  # number → the batch's digest; None: a summary's
 
     @property
     def wants(self) -> int | None:
-        """Where a replay has to begin; None where none is needed, or one is under way."""
+        """Where a replay has to begin. None if none is needed, or one is under way."""
         if not self._can_replay or self._asked is not None:
             return None
         if self.next is None:
@@ -83,11 +83,11 @@ class Sequencer:
 
     @property
     def is_live(self) -> bool:
-        """Whether everything heard of was applied."""
+        """Whether everything that arrived was applied."""
         return self.next is not None and self.next > self._seen
 
     def start_over(self) -> None:
-        """The publisher may be another one now: begin by a replay, whose first batch comes with a Reset."""
+        """The publisher may be another one now: begin by a replay, whose first batch comes with a ForgetAll."""
         self.next = self._asked = None
         self._held.clear()
         self._num_held = 0
@@ -100,7 +100,7 @@ class Sequencer:
         self._missing = first <= self._seen
         self.counts["replays"] += 1
 
-    def live(self, batch: Told) -> list[Step]:
+    def live(self, batch: NumberedBatch) -> list[Step]:
         """A batch has arrived as it was published."""
         if self.next is None and not self._can_replay:
             return self._begin_at(batch.seq, batch)
@@ -122,7 +122,7 @@ class Sequencer:
             return self._drain()
         return self._drain() or self._skip()
 
-    def replayed(self, batch: Told) -> list[Step]:
+    def replayed(self, batch: NumberedBatch) -> list[Step]:
         """A batch of the replay under way has arrived."""
         if self._asked is None:
             return []
@@ -144,7 +144,7 @@ class Sequencer:
             return []
         if self.next is None:  # nothing was ever published
             self.next = 0
-            return [Reset(), *self._drain()]
+            return [ForgetAll(), *self._drain()]
         steps = self._drain()
         if self.next == asked and self._missing:  # it is not to be had any more
             self.counts["lost"] += 1
@@ -152,7 +152,7 @@ class Sequencer:
         return steps
 
     def failed(self) -> list[Step]:
-        """The replay under way brings no more: it is asked for anew."""
+        """The replay under way broke off: ask for it anew."""
         if self._asked is None:
             return []
         self.counts["failed_replays"] += 1
@@ -165,13 +165,13 @@ class Sequencer:
             self.start_over()
         return self._drain()
 
-    def _begin_at(self, seq: int, batch: Told) -> list[Step]:
+    def _begin_at(self, seq: int, batch: NumberedBatch) -> list[Step]:
         self.next = seq
         for early in [held for held in self._held if held < seq]:
             self._let_go(early)
-        return [Reset(), self._apply(batch)]
+        return [ForgetAll(), self._apply(batch)]
 
-    def _hold(self, batch: Told) -> None:
+    def _hold(self, batch: NumberedBatch) -> None:
         self._let_go(batch.seq)
         if len(self._held) < MAX_HELD and self._num_held + len(batch.payload) <= MAX_HELD_BYTES:
             self._held[batch.seq] = batch
@@ -186,7 +186,7 @@ class Sequencer:
     def _skip(self) -> list[Step]:
         """Go on with what there is behind the hole."""
         self.next = min(self._held, default=self._seen + 1)
-        return [Reset(), *self._drain()]
+        return [ForgetAll(), *self._drain()]
 
     def _drain(self) -> list[Step]:
         """Whatever follows now."""
@@ -197,7 +197,7 @@ class Sequencer:
             steps.append(self._apply(batch))
         return steps
 
-    def _apply(self, batch: Told) -> Told:
+    def _apply(self, batch: NumberedBatch) -> NumberedBatch:
         self.next = batch.seq + 1
         self._let_go(batch.seq)
         self._seen = max(self._seen, batch.seq)
@@ -208,5 +208,5 @@ class Sequencer:
         return batch
 
 
-def _digest(batch: Told) -> int:
+def _digest(batch: NumberedBatch) -> int:
     return xxhash.xxh3_64_intdigest(batch.payload)

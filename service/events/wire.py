@@ -2,16 +2,15 @@
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Final, TypeAlias
 
 import msgpack
 
-from kvtier.connector.frames import decoded, number
-from kvtier.tiers.chain import token_array
-from kvtier.tiers.errors import FormatError
-from kvtier.tiers.tier import ChainHash
+from kvtier.connector.daemon import decoded, number
+from kvtier.tiers import ChainHash, FormatError
+from kvtier.tiers.naming import token_array
 
 MAX_PAYLOAD: Final = 16 << 20  # bytes of one batch
 MAX_PARTS: Final = 1 << 18  # arrays and maps in one batch: an empty one takes 64 times its byte
@@ -49,7 +48,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks are in a tier no more."""
+    """Blocks are no longer in a tier."""
 
     block_hashes: Sequence[ExternalHash]
     medium: str | None
@@ -66,7 +65,7 @@ KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """What one publisher tells at one time."""
+    """What one publisher sends at one time."""
 
     ts: float
     events: Sequence[KVEvent]
@@ -81,7 +80,7 @@ def external_hash(digest: bytes) -> int:
 def namespace_of(root: ChainHash) -> str:
     """What stands for a chain's root in events: an extra key of its first block, unless it is its model's plain root.
 
-    The salt and the adapter in a root cannot be told from it.
+    Nobody can compute the salt or the adapter from it.
     """
     return hashlib.sha256(_NAMESPACE_TAG + root).hexdigest()[:32]
 
@@ -94,6 +93,35 @@ def topic_of(fingerprint: bytes) -> str:
 def as_u64(name: ExternalHash) -> int:
     """A block's name as one unsigned number, in whichever form it came: a digest, or 64 bits with or without sign."""
     return external_hash(name) if isinstance(name, bytes) else name & _U64
+
+
+def pieces(event: KVEvent, most: int) -> Iterator[KVEvent]:
+    """The event as several of at most `most` blocks each, which say the same one after another.
+
+    The whole event if its tokens do not fill its blocks: then it cannot be cut.
+    """
+    if isinstance(event, AllBlocksCleared) or len(event.block_hashes) <= most:
+        yield event
+        return
+    names, size = event.block_hashes, 0
+    if isinstance(event, BlockStored):
+        size = event.block_size
+        if len(event.token_ids) != len(names) * size:
+            yield event
+            return
+    for first in range(0, len(names), most):
+        here = names[first : first + most]
+        if isinstance(event, BlockRemoved):
+            yield replace(event, block_hashes=here)
+            continue
+        keys = event.extra_keys
+        yield replace(
+            event,
+            block_hashes=here,
+            parent_block_hash=names[first - 1] if first else event.parent_block_hash,
+            token_ids=event.token_ids[first * size : (first + most) * size],
+            extra_keys=None if keys is None else keys[first : first + most],
+        )
 
 
 def encode_batch(batch: EventBatch) -> bytes:

@@ -11,14 +11,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from kvtier.connector.connection import is_trusted, peer_of
-from kvtier.connector.greetings import Hello, Refused, pack_reception
-from kvtier.service.listener import Listener
-from kvtier.service.loop import Loop, now
-from kvtier.service.namespaces import Namespace, Namespaces, Opening
-from kvtier.service.session import Session
+from kvtier.connector.daemon import Hello, handshake, is_trusted, peer_of
+from kvtier.service.node.buffers import Buffers
+from kvtier.service.node.listener import Listener
+from kvtier.service.node.loop import Loop, now
+from kvtier.service.node.namespaces import Namespace, Namespaces, Opening
+from kvtier.service.node.session import Session
+from kvtier.tiers import ConfigError, TierUnavailable
 from kvtier.tiers.config import Config
-from kvtier.tiers.errors import ConfigError, TierUnavailable
 
 if TYPE_CHECKING:
     from kvtier.service.events import Publisher
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 MAX_CLIENTS: Final = 256
 _TICK: Final = 0.05  # seconds between two looks at deadlines while a claim waits
 _IDLE_TICK: Final = 0.5
-_GREETING_DEADLINE: Final = 5.0  # seconds a connection may say nothing
+_HELLO_DEADLINE: Final = 5.0  # seconds a connection may say nothing
 _LOG_PAUSE: Final = 1.0  # seconds
 _SUBMIT_DEADLINE: Final = 5.0  # seconds a call from another thread waits for the loop
 
 
-class Client(NamedTuple):
+class ClientView(NamedTuple):
     """One client, for people: alive, or dead with processes that may still copy."""
 
     pids: list[int]
@@ -52,7 +52,7 @@ class Daemon:
     """One node's tiers behind a Unix socket. `run` serves on the calling thread until `stop`, then `close`.
 
     Everything lives on that thread; from others: `submit`, `call`, `stop`, and the hierarchies, which are thread-safe.
-    Implements `session.Server`.
+    Implements `session.SessionOwner`.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Daemon:
         self.counts: Counter[str] = Counter()
         self.started = now()
         self.limits: dict[str, int] = {}  # cache_salt → bytes of each model's L2 it may have; on the loop's thread
+        self.buffers: Buffers[Session] = Buffers(self._cut_off)
         self._namespaces = Namespaces(config)
         self._sessions: dict[bytes, Session] = {}
         self._waiting: dict[bytes, list[tuple[Session, Hello]]] = {}  # fingerprint being opened → who wants it
@@ -88,14 +89,14 @@ class Daemon:
         self.loop.stop()
 
     def close(self, timeout: float = 10.0) -> bool:
-        """After `run`: hang up, write what waits to be written, and close every tier. False where time ran out."""
+        """After `run`: hang up, write what waits to be written, and close every tier. False if time ran out."""
         deadline = time.monotonic() + timeout
         self._listener.close()
         for session in list(self._sessions.values()):
             session.end("shutdown")
         self.loop.close()
         threads = [
-            threading.Thread(target=each.tiers.close, args=(timeout,), name="kvtier-close", daemon=True)
+            threading.Thread(target=each.hierarchy.close, args=(timeout,), name="kvtier-close", daemon=True)
             for each in self._namespaces.clear()
         ]
         for thread in threads:
@@ -115,7 +116,7 @@ class Daemon:
         """Of the budget, to models open or being opened. On the loop's thread."""
         return self._namespaces.used
 
-    def clients(self) -> list[Client]:
+    def clients(self) -> list[ClientView]:
         """Who is there. On the loop's thread: `submit` it."""
         return [_client(session) for session in self._sessions.values()]
 
@@ -124,22 +125,23 @@ class Daemon:
         return self.loop.submit(function)
 
     def call(self, function: Callable[[], T], timeout: float = _SUBMIT_DEADLINE) -> T:
-        """`submit`, and wait for the result. TierUnavailable where the loop does not get to it in time."""
+        """`submit`, and wait for the result. TierUnavailable if the loop does not get to it in time."""
         try:
             return self.loop.submit(function).result(timeout)
         except TimeoutError:
             raise TierUnavailable(f"the daemon's loop has not answered within {timeout:g} s") from None
 
     def check(self) -> None:
-        """Raise AssertionError where a law of the budget or of any namespace is broken. On the loop's thread."""
+        """Raise AssertionError if a law of the budget or of any namespace is broken. On the loop's thread."""
         self._namespaces.check()
+        self.buffers.check()
         for namespace in self._namespaces:
             namespace.hierarchy.check(in_use=namespace.in_use)
 
-    # what sessions ask: `session.Server`
+    # what sessions ask: `session.SessionOwner`
 
     def admit(self, session: Session, hello: Hello) -> None:
-        """Give the session its model's tiers, opening them first where they are not; refuse it where that fails."""
+        """Give the session its model's tiers, opening them first if they are closed; refuse it if that fails."""
         try:
             namespace = self._namespaces.find(hello)
             if namespace is None:
@@ -158,7 +160,7 @@ class Daemon:
             return
         session.enter(namespace)
         if hello.reset:
-            self.aside(namespace.tiers.reset, lambda result: self._reset(session, namespace, result))
+            self.aside(namespace.hierarchy.reset, lambda result: self._reset(session, namespace, result))
         else:
             session.welcome()
 
@@ -205,7 +207,7 @@ class Daemon:
         threading.Thread(target=run, name="kvtier-aside", daemon=True).start()
 
     def log(self, line: str) -> None:
-        """One line, as a warning; at most one in a second, since whoever babbles is not to fill the disk."""
+        """One line, as a warning; at most one in a second, so that no client fills the disk."""
         if now() < self._log_from:
             self.counts["not_logged"] += 1
             return
@@ -242,11 +244,15 @@ class Daemon:
         else:
             self._sessions[session.client] = session
 
+    def _cut_off(self, session: Session) -> None:
+        self.log(f"client {session.peer.pid} is cut off: it neither ends what it sends nor reads what it is sent")
+        session.end_connection("buffer_full")
+
     def _turn_away(self, connection: socket.socket, why: str) -> None:
         self.counts["turned_away"] += 1
         with connection:
             try:
-                connection.send(pack_reception(Refused(why)))
+                connection.send(handshake.pack_handshake_reply(handshake.Refused(why)))
             except OSError:
                 return
 
@@ -259,7 +265,7 @@ class Daemon:
         waiting = self._waiting.pop(fingerprint, [])
         self._namespaces.opened(fingerprint, result if isinstance(result, Namespace) else None)
         if isinstance(result, Namespace):
-            result.tiers.hierarchy.progress.watch(lambda: self._note_progress(result))
+            result.hierarchy.news.watch(lambda: self._note_progress(result))
             if self.publisher is not None and result.source is not None:
                 result.tiers.feed = self.publisher.feed(fingerprint, result.source)
             for cache_salt, num_bytes in self.limits.items():
@@ -297,7 +303,7 @@ class Daemon:
             progressed, namespace.progressed = namespace.progressed, False
             if progressed or is_due:
                 if is_due:
-                    namespace.tiers.tick()
+                    namespace.hierarchy.tick()
                     is_busy |= namespace.tiers.feed is not None and namespace.tiers.feed.pump()
                 for member in list(namespace.members):
                     member.tell()
@@ -306,14 +312,14 @@ class Daemon:
             self._listen()
             for session in list(self._sessions.values()):
                 session.pass_time(at)
-                if not session.greeted and at - session.since > _GREETING_DEADLINE:
+                if not session.said_hello and at - session.since > _HELLO_DEADLINE:
                     session.end_connection("silent")
         return _TICK if is_busy else _IDLE_TICK
 
 
-def _client(session: Session) -> Client:
+def _client(session: Session) -> ClientView:
     namespace, held = session.namespace, session.counts
-    return Client(
+    return ClientView(
         session.pids,
         session.peer.uid,
         session.connected,

@@ -1,54 +1,25 @@
 """What Prometheus scrapes: the metrics of every model with its fingerprint as a label, and the daemon's own."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from kvtier.service.daemon import Client, Daemon
-from kvtier.service.namespaces import Namespace
-from kvtier.service.pins import Pins
-from kvtier.service.status import version
-from kvtier.service.visits import name_of
-from kvtier.tiers.metrics import Metrics
+from kvtier.service.node.daemon import ClientView, Daemon
+from kvtier.service.node.namespaces import Namespace
+from kvtier.service.node.operator_access import name_of
+from kvtier.service.node.pins import Pins
+from kvtier.service.observe import labelled, text_of, version
 
 
 def exposition(daemon: Daemon, pins: Pins) -> str:
-    """The text format. Waits for the loop: TierUnavailable where it does not answer."""
+    """The text format. Waits for the loop: TierUnavailable if it does not answer."""
     namespaces, clients = daemon.call(lambda: (daemon.namespaces(), daemon.clients()))
     metrics = {name_of(namespace.fingerprint): namespace.hierarchy.metrics for namespace in namespaces}
     return text_of([*labelled(metrics), *_own(daemon, namespaces, clients, pins)])
 
 
-def text_of(families: list[Metric]) -> str:
-    """The text format of these families."""
-    registry = CollectorRegistry()
-    registry.register(_Families(families))
-    return generate_latest(registry).decode()
-
-
-def labelled(metrics: Mapping[str, Metrics]) -> list[Metric]:
-    """The families of each model, by the name it gets as the label `fingerprint`."""
-    families: dict[str, Metric] = {}
-    for name, each in metrics.items():
-        for family in each.collect():
-            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            for sample in family.samples:
-                merged.add_sample(sample.name, {**sample.labels, "fingerprint": name}, sample.value)
-    return list(families.values())
-
-
-class _Families(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families
-
-
-def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[Client], pins: Pins) -> Iterator[Metric]:
+def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[ClientView], pins: Pins) -> Iterator[Metric]:
     build = GaugeMetricFamily("kvtier_build_info", "The version in use", labels=["version"])
     build.add_metric([version()], 1)
     yield build

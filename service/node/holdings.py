@@ -5,35 +5,17 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from kvtier.connector.frames import MAX_ITEMS
-from kvtier.connector.messages import (
-    Abandon,
-    Ask,
-    Cancel,
-    Computed,
-    Granted,
-    Holds,
-    News,
-    Operation,
-    Release,
-    Renew,
-    Reserve,
-    Seal,
-    Take,
-    pack_grants,
-)
-from kvtier.tiers.below import Attribution, Claim
-from kvtier.tiers.errors import FormatError
-from kvtier.tiers.lease import Lease, Reservation
-from kvtier.tiers.local_tiers import LocalTiers
-from kvtier.tiers.prefetch import Pending
-from kvtier.tiers.tier import BlockRecord, Outcome
+from kvtier.connector.daemon import MAX_ITEMS, messages
+from kvtier.service.node.served_tiers import ServedTiers
+from kvtier.tiers import L2, BlockRecord, FormatError, Outcome
+from kvtier.tiers.hierarchy import Attribution, Claim, Pending
+from kvtier.tiers.pool import Lease, Reservation
 
 MAX_HELD: Final = 8192  # claims and leases of one client
 MAX_RESERVATIONS: Final = 8192  # of one client, open at once
 
 
-class Counts(NamedTuple):
+class HeldCounts(NamedTuple):
     """How much one client holds."""
 
     claims: int
@@ -44,12 +26,15 @@ class Counts(NamedTuple):
 class Holdings:
     """The claims, leases and reservations of one client, each by the number the client gave it.
 
-    A number the client has no (more) thing of is passed over: the two sides may say goodbye to it at the same time.
+    A number the client has no (more) thing of is passed over: both sides may let it go at the same time.
     Only what no client of ours would send is a FormatError.
+
+    `_on_…` serves the operation of that name (`messages.handlers_of`).
     """
 
-    def __init__(self, tiers: LocalTiers, lease_deadline: float, clock: Callable[[], float]) -> None:
+    def __init__(self, tiers: ServedTiers, lease_deadline: float, clock: Callable[[], float]) -> None:
         self._tiers = tiers
+        self._hierarchy = tiers.hierarchy
         self._lease_deadline = lease_deadline
         self._clock = clock
         self._claims: dict[int, Claim] = {}
@@ -57,39 +42,27 @@ class Holdings:
         self._waiting: dict[int, Claim] = {}  # those of the claims that have no answer yet
         self._leases: dict[int, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
-        self._sealed: list[tuple[Reservation, Seal]] = []  # not passed on yet
-        self._do: dict[type, Callable[[Any], Any]] = {
-            Ask: self._ask,
-            Renew: self._renew,
-            Cancel: self._cancel,
-            Take: self._take,
-            Release: self._release,
-            Reserve: self._reserve,
-            Seal: self._seal,
-            Abandon: self._abandon,
-            Computed: self._computed,
-            Holds: self._holds,
-        }
+        self._sealed: list[tuple[Reservation, messages.Seal]] = []  # not passed on yet
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> HeldCounts:
         """How much there is."""
-        return Counts(len(self._claims), len(self._leases), len(self._reservations))
+        return HeldCounts(len(self._claims), len(self._leases), len(self._reservations))
 
     @property
     def waits(self) -> bool:
         """Whether some claim has no answer yet."""
         return bool(self._waiting)
 
-    def apply(self, operation: Operation, news: list[News]) -> Any:
-        """Do it. Returns its answer as on the wire, None where it has none; `news` gets what is known at once."""
-        answer = self._do[type(operation)](operation)
-        if isinstance(answer, News):
+    def apply(self, operation: messages.Operation, news: list[messages.News]) -> Any:
+        """Do it. Returns its answer as on the wire, None if it has none; `news` gets what is known at once."""
+        answer = _HANDLERS[type(operation)](self, operation)
+        if isinstance(answer, messages.News):
             news.append(answer)
             return None
         return answer
 
-    def news(self) -> list[News]:
+    def news(self) -> list[messages.News]:
         """The claims that have an answer now and had none before."""
         return [news for number in list(self._waiting) if (news := self._look(number)) is not None]
 
@@ -101,7 +74,7 @@ class Holdings:
                 BlockRecord(chain_hash, parent or b"", tokens, 0)
                 for chain_hash, parent, tokens in zip(reservation.hashes, reservation.parents, op.tokens, strict=True)
             ]
-            self._tiers.seal(reservation, records, op.epoch)
+            self._hierarchy.seal(reservation, records, op.epoch)
 
     def lapse(self, now: float) -> int:
         """Let go of the promises nobody has renewed for the lease deadline; returns how many.
@@ -122,7 +95,7 @@ class Holdings:
         for number in list(self._claims):
             self._drop(number)
 
-    def let_go(self) -> Counts:
+    def let_go(self) -> HeldCounts:
         """No copy of the client's is under way any more: all goes. Returns how much there was."""
         self.publish()
         counts = self.counts
@@ -130,27 +103,28 @@ class Holdings:
         for lease in self._leases.values():
             lease.release()
         for reservation in self._reservations.values():
-            self._tiers.abandon(reservation, Outcome.ABORTED)
+            self._hierarchy.abandon(reservation, Outcome.ABORTED)
         self._leases.clear()
         self._reservations.clear()
         return counts
 
     # claims
 
-    def _ask(self, op: Ask) -> News | None:
+    def _on_ask(self, op: messages.Ask) -> messages.News | None:
         if op.claim in self._claims or op.claim in self._leases:
             raise FormatError(f"claim {op.claim} is there already")
         if len(self._claims) + len(self._leases) >= MAX_HELD:
             nothing = Attribution(len(op.hashes), l1=op.num_l1, miss=len(op.hashes) - op.num_l1)
-            self._tiers.metrics.missed(Outcome.QUEUE_FULL, nothing.miss)
-            return News(op.claim, nothing, Outcome.NO_SLOT, 0.0, _NONE, _NONE)
+            self._hierarchy.metrics.missed(Outcome.QUEUE_FULL, nothing.miss)
+            return messages.News(op.claim, nothing, Outcome.NO_SLOT, 0.0, _NONE, _NONE)
         if len(set(op.hashes)) < len(op.hashes):
             raise FormatError(f"claim {op.claim} names a block twice")
-        claim = self._tiers.ask(op.hashes, op.parent, op.num_l1, block_size=op.block_size)
+        self.publish()  # what was sealed just before may be what is asked for
+        claim = self._hierarchy.ask(op.hashes, op.parent, op.num_l1, block_size=op.block_size)
         self._claims[op.claim] = self._waiting[op.claim] = claim
         return self._look(op.claim)
 
-    def _look(self, number: int) -> News | None:
+    def _look(self, number: int) -> messages.News | None:
         claim = self._claims[number]
         promised = self._tiers.poll(claim)
         if isinstance(promised, Pending):
@@ -158,52 +132,52 @@ class Holdings:
         assert claim.found is not None
         del self._waiting[number]
         now = self._clock()
-        lease = self._tiers.promised(claim)
+        lease = self._hierarchy.promised(claim)
         if promised and lease is not None:
             self._renewed[number] = now
             slots, generations = lease.slots, lease.generations
         else:
             self._drop(number)
             slots = generations = _NONE
-        return News(number, claim.found, claim.refusal, max(0.0, claim.good_until - now), slots, generations)
+        return messages.News(number, claim.found, claim.refusal, max(0.0, claim.good_until - now), slots, generations)
 
-    def _renew(self, op: Renew) -> None:
+    def _on_renew(self, op: messages.Renew) -> None:
         now = self._clock()
         for number in op.claims:
             if number in self._renewed:
                 self._renewed[number] = now
 
-    def _cancel(self, op: Cancel) -> None:
+    def _on_cancel(self, op: messages.Cancel) -> None:
         for number in op.claims:
             self._drop(number)
 
-    def _take(self, op: Take) -> None:
+    def _on_take(self, op: messages.Take) -> None:
         for number in op.claims:
             if number in self._renewed:
                 self._leases[number] = self._tiers.take(self._claims[number])
                 self._drop(number)
 
-    def _release(self, op: Release) -> None:
+    def _on_release(self, op: messages.Release) -> None:
         for number in op.leases:
             if (lease := self._leases.pop(number, None)) is not None:
                 lease.release()
 
     def _drop(self, number: int) -> None:
         if (claim := self._claims.pop(number, None)) is not None:
-            self._tiers.cancel(claim)
+            self._hierarchy.cancel(claim)
             self._waiting.pop(number, None)
             self._renewed.pop(number, None)
 
     # stores
 
-    def _reserve(self, op: Reserve) -> list[bytes]:
+    def _on_reserve(self, op: messages.Reserve) -> list[bytes]:
         if any(number in self._reservations for number in range(op.first, op.first + len(op.wanted))):
             raise FormatError(f"a reservation from {op.first} on is there already")
         is_bounded = all(len(each.hashes) <= MAX_ITEMS for each in op.wanted)
         if len(self._reservations) + len(op.wanted) > MAX_RESERVATIONS or not is_bounded:
             num_blocks = sum(len(each.hashes) for each in op.wanted)
-            self._tiers.metrics.dropped("l2", Outcome.QUEUE_FULL, num_blocks)
-            return pack_grants([None] * len(op.wanted))
+            self._hierarchy.metrics.dropped(L2, Outcome.QUEUE_FULL, num_blocks)
+            return messages.pack_grants([None] * len(op.wanted))
         try:
             reservations = self._tiers.reserve(op.wanted)
         except ValueError as error:  # a name given twice; slots taken before it came are dropped, and so abandoned
@@ -211,14 +185,16 @@ class Holdings:
         for number, reservation in enumerate(reservations, op.first):
             if reservation is not None and len(reservation):
                 self._reservations[number] = reservation
-        return pack_grants(
+        return messages.pack_grants(
             [
-                None if each is None else Granted(np.array(each.indices, np.int64), each.slots, each.generations)
+                None
+                if each is None
+                else messages.Granted(np.array(each.indices, np.int64), each.slots, each.generations)
                 for each in reservations
             ]
         )
 
-    def _seal(self, op: Seal) -> None:
+    def _on_seal(self, op: messages.Seal) -> None:
         reservation = self._reservations.get(op.reservation)
         if reservation is None:
             return
@@ -226,17 +202,18 @@ class Holdings:
             raise FormatError(f"seal: tokens of {len(op.tokens)} blocks, {len(reservation)} are reserved")
         self._sealed.append((self._reservations.pop(op.reservation), op))
 
-    def _abandon(self, op: Abandon) -> None:
+    def _on_abandon(self, op: messages.Abandon) -> None:
         if (reservation := self._reservations.pop(op.reservation, None)) is not None:
-            self._tiers.abandon(reservation, op.reason)
+            self._hierarchy.abandon(reservation, op.reason)
 
     # the rest
 
-    def _computed(self, op: Computed) -> None:
-        self._tiers.computed(op.num_tokens, op.seconds)
+    def _on_computed(self, op: messages.Computed) -> None:
+        self._hierarchy.computed(op.num_tokens, op.seconds)
 
-    def _holds(self, op: Holds) -> bytes:
-        return bytes(self._tiers.holds(op.hashes))
+    def _on_holds(self, op: messages.Holds) -> bytes:
+        return bytes(self._hierarchy.holds(op.hashes))
 
 
+_HANDLERS: Final = messages.handlers_of(Holdings)
 _NONE: Final = np.empty(0, np.int64)

@@ -8,8 +8,8 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from kvtier.connector.connection import is_trusted
-from kvtier.tiers.errors import ConfigError, StoreLocked
+from kvtier.connector.daemon import is_trusted
+from kvtier.tiers import ConfigError, StoreLocked
 
 BACKLOG: Final = 512
 _MAX_PATH: Final = 107  # bytes of sockaddr_un.sun_path, less its terminating zero
@@ -18,11 +18,11 @@ _MAX_PATH: Final = 107  # bytes of sockaddr_un.sun_path, less its terminating ze
 class Listener:
     """A listening socket at a path, with the lock that makes it the only one there.
 
-    The lock is a file beside it, `{path}.lock`, which stays: whoever holds it may replace the socket.
+    The lock is a file beside it, `{path}.lock`, which stays: its holder may replace the socket.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises StoreLocked naming the pid of another daemon, ConfigError where the path cannot be used."""
+        """Raises StoreLocked naming the pid of another daemon, ConfigError if the path cannot be used."""
         self.path = path
         if (length := len(os.fsencode(path))) > _MAX_PATH:
             raise ConfigError(f'[service] socket "{path}": {length} bytes, at most {_MAX_PATH}; choose a shorter path')

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
-from kvtier.tiers.errors import TierUnavailable
+from kvtier.tiers import TierUnavailable
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ READABLE: Final = select.EPOLLIN
 WRITABLE: Final = select.EPOLLOUT
 _MAX_CALLS: Final = 4096  # from other threads, waiting for their turn
 
-Handler = Callable[[int], None]
+ReadyHandler = Callable[[int], None]
 """Called with what is ready: READABLE, WRITABLE, or more of epoll's bits."""
 
 
@@ -28,14 +28,14 @@ class Loop:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._handlers: dict[int, tuple[Handler, int]] = {}  # fd → handler, and the round it came in
+        self._handlers: dict[int, tuple[ReadyHandler, int]] = {}  # fd → handler, and the round it came in
         self._round = 0
         self.watch(self._event, self._woken)
         self._calls: deque[Callable[[], None]] = deque()
         self._thread = 0
         self._stopped = False
 
-    def watch(self, fd: int, handler: Handler, events: int = READABLE) -> None:
+    def watch(self, fd: int, handler: ReadyHandler, events: int = READABLE) -> None:
         """Call `handler` whenever the file is ready for one of `events`."""
         self._handlers[fd] = handler, self._round
         self._epoll.register(fd, events)

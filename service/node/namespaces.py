@@ -6,22 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
-from kvtier.connector.frames import ID_BYTES
-from kvtier.connector.greetings import Hello
-from kvtier.service.loop import now
-from kvtier.service.served_tiers import ServedTiers
-from kvtier.tiers.config import Config
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.events import EventSource
-from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.connector.daemon import ID_BYTES, Hello
+from kvtier.service.node.loop import now
+from kvtier.service.node.served_tiers import ServedTiers
+from kvtier.tiers import ConfigError
+from kvtier.tiers.config import Config, format_size
+from kvtier.tiers.hierarchy import EventSource, Hierarchy, open_hierarchy
 from kvtier.tiers.host import slot_stride
-from kvtier.tiers.opening import open_hierarchy
-from kvtier.tiers.quantities import format_size
 
 _MIN_BLOCKS: Final = 8  # fewer in L2 are of no use: promises take half of them, each prefetch a quarter
 
 
-class Member(Protocol):
+class NamespaceUser(Protocol):
     """One who uses a namespace, dead or alive: while there is one, it stays open."""
 
     @property
@@ -32,8 +28,8 @@ class Member(Protocol):
         """Some claim may have an answer, or the epoch may be another one: look, and say so."""
 
 
-class Guest:
-    """One who uses a namespace and is no client: a pin, an export. Implements `Member`."""
+class OperatorHold:
+    """Keeps a namespace open for what is no client: a pin, an export. Implements `NamespaceUser`."""
 
     holds_slots = True
 
@@ -41,8 +37,8 @@ class Guest:
         """Nobody listens."""
 
 
-class Blocks(NamedTuple):
-    """The blocks of one model. Implements `opening.Blocks`."""
+class BlockDimensions(NamedTuple):
+    """The blocks of one model. Implements `BlockShape`."""
 
     block_size: int
     block_bytes: int
@@ -53,12 +49,12 @@ class Namespace:
     """One model's tiers, while they are open."""
 
     fingerprint: bytes
-    blocks: Blocks
+    blocks: BlockDimensions
     size: int  # bytes of L2
     tiers: ServedTiers
     source: EventSource | None  # what comes to the tiers and leaves them, where that is published
     instance: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
-    members: set[Member] = field(default_factory=set)
+    members: set[NamespaceUser] = field(default_factory=set)
     idle_since: float = field(default_factory=now)
     progressed: bool = False  # some claim may have an answer: set by any thread, read by the loop
 
@@ -89,12 +85,12 @@ class Opening(NamedTuple):
     def run(self) -> Namespace:
         """Close what makes room, then open. Raises what `open_hierarchy` does."""
         for namespace in self.close_first:
-            namespace.tiers.close()
-        blocks = Blocks(self.hello.block_size, self.hello.block_bytes)
+            namespace.hierarchy.close()
+        blocks = BlockDimensions(self.hello.block_size, self.hello.block_bytes)
         host = self.config.host.model_copy(update={"size": self.size, "shared": True, "pin": False})
         config = self.config.model_copy(update={"host": host})
         hierarchy = open_hierarchy(config, self.hello.fingerprint, blocks, lease_deadline=math.inf)
-        tiers = ServedTiers(hierarchy, self.hello.fingerprint)
+        tiers = ServedTiers(hierarchy, self.hello.fingerprint, config.service.default_quota)
         source = EventSource(hierarchy) if config.events.publish is not None else None
         return Namespace(self.hello.fingerprint, blocks, self.size, tiers, source)
 
@@ -120,9 +116,9 @@ class Namespaces:
         return sum(namespace.size for namespace in self._open.values()) + sum(self._opening.values())
 
     def find(self, hello: Hello) -> Namespace | None:
-        """The model's namespace if it is open. ConfigError where its blocks are not those the client speaks of."""
+        """The model's namespace if it is open. ConfigError if its blocks are not those the client speaks of."""
         namespace = self._open.get(hello.fingerprint)
-        blocks = Blocks(hello.block_size, hello.block_bytes)
+        blocks = BlockDimensions(hello.block_size, hello.block_bytes)
         if namespace is not None and namespace.blocks != blocks:
             raise ConfigError(
                 f"blocks of {blocks.block_size} tokens in {blocks.block_bytes} bytes: this model's here are "
@@ -137,7 +133,7 @@ class Namespaces:
     def plan(self, hello: Hello) -> Opening:
         """Set memory aside for a model, taking it from those nobody uses, longest unused first.
 
-        ConfigError where that leaves room for fewer than eight blocks.
+        ConfigError if that leaves room for fewer than eight blocks.
         """
         stride = slot_stride(hello.block_bytes)
         idle = sorted((each for each in self if not each.members), key=lambda each: each.idle_since)

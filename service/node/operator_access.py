@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvtier.service.daemon import Daemon
-from kvtier.service.loop import now
-from kvtier.service.namespaces import Guest, Namespace
-from kvtier.tiers.errors import ConfigError, KVTierError
+from kvtier.service.node.daemon import Daemon
+from kvtier.service.node.loop import now
+from kvtier.service.node.namespaces import Namespace, OperatorHold
+from kvtier.tiers import ConfigError, KVTierError
 
 NAME_DIGITS = 16  # hexadecimal ones of a fingerprint that people and Prometheus see
 
@@ -20,39 +20,40 @@ def name_of(fingerprint: bytes) -> str:
     return fingerprint.hex()[:NAME_DIGITS]
 
 
-def visit(daemon: Daemon, model: str | None, guest: Guest) -> Namespace:
-    """Let the guest into the model whose fingerprint begins so (None: the only one there is). Waits for the loop.
+def hold_open(daemon: Daemon, model: str | None, hold: OperatorHold) -> Namespace:
+    """Keep the model open whose fingerprint begins with `model` (None: the only one), until `release_hold`.
 
-    NotThere and ConfigError where that names none or several, TierUnavailable where the loop does not answer.
+    Waits for the loop. NotThere and ConfigError if that names none or several, TierUnavailable if the loop does not
+    answer.
     """
 
     def enter() -> Namespace:
         namespace = _choose(daemon.namespaces(), model)
-        namespace.members.add(guest)
+        namespace.members.add(hold)
         return namespace
 
     return daemon.call(enter)
 
 
-def leave(daemon: Daemon, namespace: Namespace, guest: Guest) -> None:
-    """The guest holds nothing any more. Does not wait; from any thread."""
+def release_hold(daemon: Daemon, namespace: Namespace, hold: OperatorHold) -> None:
+    """End a hold: its owner uses nothing of the model any more. Does not wait; from any thread."""
 
     def exit() -> None:
-        namespace.members.discard(guest)
+        namespace.members.discard(hold)
         namespace.idle_since = now()
 
     daemon.submit(exit)  # a daemon that is stopping counts its members no more
 
 
 @contextmanager
-def visiting(daemon: Daemon, model: str | None) -> Iterator[Namespace]:
-    """As `visit`, until the block ends."""
-    guest = Guest()
-    namespace = visit(daemon, model, guest)
+def held_open(daemon: Daemon, model: str | None) -> Iterator[Namespace]:
+    """As `hold_open`, until the block ends."""
+    hold = OperatorHold()
+    namespace = hold_open(daemon, model, hold)
     try:
         yield namespace
     finally:
-        leave(daemon, namespace, guest)
+        release_hold(daemon, namespace, hold)
 
 
 def _choose(namespaces: Sequence[Namespace], model: str | None) -> Namespace:

@@ -7,19 +7,16 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Final, NamedTuple
 
-from kvtier.service.chosen import Chosen
-from kvtier.service.daemon import Daemon
-from kvtier.service.namespaces import Guest, Namespace
-from kvtier.service.visits import NotThere, leave, name_of, visit
-from kvtier.tiers.errors import ConfigError, TierUnavailable
-from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.lease import Lease
-from kvtier.tiers.prefetch import Pending
-from kvtier.tiers.tier import ChainHash
+from kvtier.service.node.daemon import Daemon
+from kvtier.service.node.namespaces import Namespace, OperatorHold
+from kvtier.service.node.operator_access import NotThere, hold_open, name_of, release_hold
+from kvtier.service.node.selection import BlockSelection
+from kvtier.tiers import ChainHash, ConfigError, TierUnavailable
+from kvtier.tiers.hierarchy import Hierarchy, bring
+from kvtier.tiers.pool import Lease
 
 MAX_PINS: Final = 256
 SHARE: Final = 4  # of a model's L2 at most this part is pinned
-_LOOK: Final = 0.01  # seconds between looks at blocks on their way
 
 
 class PinView(NamedTuple):
@@ -33,7 +30,7 @@ class PinView(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Pin(Guest):
+class _Pin(OperatorHold):
     number: int
     until: float
     hashes: frozenset[ChainHash] = frozenset()
@@ -54,17 +51,17 @@ class Pins:
     _pins: dict[int, _Pin] = field(default_factory=dict)
     _numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
-    def pin(self, model: str | None, blocks: Chosen, seconds: float, timeout: float) -> PinView:
+    def pin(self, model: str | None, blocks: BlockSelection, seconds: float, timeout: float) -> PinView:
         """Have the leading blocks that any tier holds in L2, and keep them there for `seconds`.
 
-        Waits up to `timeout` seconds for lower tiers. ConfigError past a quarter of L2 or too many pins, NotThere where
-        no tier holds the first block, TierUnavailable where waiting requests hold all that may be held.
+        Waits up to `timeout` seconds for lower tiers. ConfigError past a quarter of L2 or too many pins, NotThere if
+        no tier holds the first block, TierUnavailable if waiting requests hold all that may be held.
         """
         pin = _Pin(next(self._numbers), time.monotonic() + seconds)
-        pin.namespace = namespace = visit(self.daemon, model, pin)
+        pin.namespace = namespace = hold_open(self.daemon, model, pin)
         try:
             hashes, parent = blocks.names(namespace, timeout)
-            pin.epoch = namespace.tiers.epoch
+            pin.epoch = namespace.hierarchy.epoch
             self._enter(pin, namespace, hashes)
             lease = _lease(namespace.hierarchy, hashes, parent, time.monotonic() + timeout)
             if not len(lease):
@@ -78,7 +75,7 @@ class Pins:
             raise
 
     def unpin(self, number: int) -> None:
-        """Let go of one. NotThere where there is none of that number."""
+        """Let go of one. NotThere if there is none of that number."""
         with self._lock:
             pin = self._pins.get(number)
         if pin is None:
@@ -94,7 +91,7 @@ class Pins:
         """Let go of those whose time is over, or whose blocks a reset took. Called now and then."""
         at = time.monotonic()
         self._end_all(
-            lambda pin: pin.until <= at or (pin.namespace is not None and pin.namespace.tiers.epoch != pin.epoch)
+            lambda pin: pin.until <= at or (pin.namespace is not None and pin.namespace.hierarchy.epoch != pin.epoch)
         )
 
     def clear(self) -> int:
@@ -142,38 +139,23 @@ class Pins:
         if pin.lease is not None:
             pin.lease.release()
         if pin.namespace is not None:
-            leave(self.daemon, pin.namespace, pin)
+            release_hold(self.daemon, pin.namespace, pin)
 
 
 def _lease(hierarchy: Hierarchy, hashes: Sequence[ChainHash], parent: ChainHash, deadline: float) -> Lease:
-    """The leading blocks, read from lower tiers for as long as that brings more. Empty where nothing is held."""
-    best = hierarchy.host.pool.lease([])
-    while True:
-        lease = _claim(hierarchy, hashes, parent)
-        if lease is None and not len(best) and time.monotonic() >= deadline:
-            raise TierUnavailable("waiting requests hold all the host memory they may; ask again")
-        if lease is not None:
-            grew = len(lease) > len(best)
-            best.release()
-            best = lease
-            if not grew or len(best) == len(hashes):
-                return best
-        if time.monotonic() >= deadline:
+    """The leading blocks, read from lower tiers for as long as that brings more. Empty if nothing is held."""
+    best = bring(hierarchy, hashes, parent, deadline)
+    if best is None:
+        raise TierUnavailable("waiting requests hold all the host memory they may; ask again")
+    while 0 < len(best) < len(hashes) and time.monotonic() < deadline:
+        more = bring(hierarchy, hashes, parent, deadline)
+        if more is None or len(more) <= len(best):  # what is held by more than one lease stays either way
+            if more is not None:
+                more.release()
             return best
-        time.sleep(_LOOK)
-
-
-def _claim(hierarchy: Hierarchy, hashes: Sequence[ChainHash], parent: ChainHash) -> Lease | None:
-    """One claim's lease; None where waiting requests hold all they may."""
-    prefetch = hierarchy.prefetch(hashes, parent)
-    try:
-        if prefetch.refused:
-            return None
-        while isinstance(hierarchy.poll(prefetch), Pending):
-            time.sleep(_LOOK)
-        return hierarchy.claim(prefetch)
-    finally:
-        hierarchy.cancel(prefetch)
+        best.release()
+        best = more
+    return best
 
 
 def _view(pin: _Pin, namespace: Namespace) -> PinView:

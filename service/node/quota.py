@@ -1,18 +1,16 @@
-"""How much of one model's host memory a tenant may have: counted by name, enforced where slots are reserved."""
+"""How much of one model's host memory a tenant may have: counted by name, enforced when slots are reserved."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from threading import Lock
 from typing import Final, NamedTuple
 
-from kvtier.tiers.below import Wanted
-from kvtier.tiers.chain import root_hash
-from kvtier.tiers.errors import ConfigError
+from kvtier.tiers import ChainHash, ConfigError
+from kvtier.tiers.config import format_size
+from kvtier.tiers.hierarchy import HeldRun, Wanted, in_runs
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.inventory import Run, in_runs
+from kvtier.tiers.naming import root_hash
 from kvtier.tiers.pool import SlotPool
-from kvtier.tiers.quantities import format_size
-from kvtier.tiers.tier import ChainHash
 
 MAX_QUOTAS: Final = 1024  # tenants that have one
 
@@ -26,17 +24,24 @@ class Quota(NamedTuple):
 
 
 class Quotas:
-    """The quotas of one model. Thread-safe; a tenant without one costs nothing.
+    """The quotas of one model. Thread-safe; a tenant without one costs nothing, unless there is one for all of those.
+
+    That one binds each cache_salt by itself, from its first store on, and not what has no salt, which is everybody's.
 
     A tenant is known by the root of chains with its salt (`Wanted.tenant`). What was in L2 before its quota, and what
-    comes up from below, is its own where its chains begin at that root: not under vLLM's names. A tenant that would
+    comes up from below, is its own if its chains begin at that root: not under vLLM's names. A tenant that would
     pass its quota loses its own least recently stored blocks, tails first; what is in use stays, and what cannot be had
     is refused. Blocks that the pool evicts are noticed when their turn comes: a tenant never has more than its quota,
     and may for a while be held to have more than it has.
     Lock: `_lock` guards everything; the pool's is taken inside it.
     """
 
-    def __init__(self, host: HostTier, fingerprint: bytes) -> None:
+    def __init__(self, host: HostTier, fingerprint: bytes, default: int | None = None) -> None:
+        """`default`: bytes for each tenant that has no quota, a block at least; None = no bound."""
+        self._default = None if default is None else max(default, host.region.slot_stride)
+        self._unsalted = root_hash(fingerprint)
+        self._others: dict[ChainHash, _Tenant] = {}  # that have the default
+        self._num_noted = 0  # blocks since theirs were last compared with those that are there
         self._host = host
         self._fingerprint = fingerprint
         self._lock = Lock()
@@ -48,14 +53,14 @@ class Quotas:
     def set(self, cache_salt: str, num_bytes: int) -> None:
         """Give the tenant a quota, or another one; what it has beyond it goes. Looks at every block of L2.
 
-        ConfigError where there are too many already, or it is less than a block.
+        ConfigError if there are too many already, or it is less than a block.
         """
         self.require(num_bytes)
-        root, stride = root_hash(self._fingerprint, cache_salt=cache_salt), self._host.region.slot_stride
-        tenant = _Tenant(cache_salt, num_bytes, min(num_bytes // stride, self._host.pool.num_slots))
+        root, tenant = root_hash(self._fingerprint, cache_salt=cache_salt), self._tenant(cache_salt, num_bytes)
         with self._lock:
             if len(self._tenants) >= MAX_QUOTAS and root not in self._tenants:
                 raise ConfigError(f"cache_salt: {MAX_QUOTAS} tenants have a quota already; remove one first")
+            self._others.pop(root, None)
             self._tenants[root] = tenant  # it notes what is stored from here on; then what was stored before
         for run in in_runs(dict(self._host.held())):
             with self._lock:
@@ -65,13 +70,13 @@ class Quotas:
             tenant.make_room(self._host.pool, len(tenant) - tenant.limit, ())
 
     def require(self, num_bytes: int) -> None:
-        """ConfigError where no tenant could store a block with so much."""
+        """ConfigError if no tenant could store a block with so much."""
         if num_bytes < (stride := self._host.region.slot_stride):
             least = format_size(stride)
             raise ConfigError(f'size "{format_size(num_bytes)}": a block of this model takes {least}; give more')
 
     def remove(self, cache_salt: str) -> bool:
-        """Let the tenant have what it can get again. False where it had no quota."""
+        """Let the tenant have what it can get again. False if it had no quota."""
         with self._lock:
             return self._tenants.pop(root_hash(self._fingerprint, cache_salt=cache_salt), None) is not None
 
@@ -88,15 +93,15 @@ class Quotas:
             self.set(quota.cache_salt, quota.num_bytes)
 
     def bound(self, name: ChainHash) -> bool:
-        """Whether the tenant has a quota."""
-        return name in self._tenants
+        """Whether the tenant has a quota, its own or the default."""
+        return name in self._tenants or (self._default is not None and name != self._unsalted)
 
     def room(self, wanted: Wanted) -> int:
         """How many leading blocks the tenant may store now; makes room among its own for as many as it can."""
-        if not self._tenants:
+        if not self.bound(wanted.tenant):
             return len(wanted.hashes)
         with self._lock:
-            tenant = self._tenants.get(wanted.tenant)
+            tenant = self._of(wanted.tenant)
             if tenant is None:
                 return len(wanted.hashes)
             new = [chain_hash not in tenant for chain_hash in wanted.hashes]
@@ -110,26 +115,50 @@ class Quotas:
 
     def took(self, name: ChainHash, hashes: Sequence[ChainHash], parents: Sequence[ChainHash | None]) -> None:
         """Slots were taken for these blocks of the tenant."""
-        if not self._tenants:
+        if not hashes or not self.bound(name):
             return
         with self._lock:
-            if (tenant := self._tenants.get(name)) is not None:
+            self._note(len(hashes))  # first: it forgets who has nothing yet
+            if (tenant := self._of(name)) is not None:
+                if name not in self._tenants:
+                    self._others[name] = tenant
                 for chain_hash, parent in zip(hashes, parents, strict=True):
                     tenant.add(chain_hash, parent or name)
 
     def promoted(self, hashes: Sequence[ChainHash], parent: ChainHash) -> None:
         """Consecutive blocks, leased now, may have come up from a lower tier: they count, and others go for them."""
-        if not self._tenants or not hashes:
+        if not (self._tenants or self._others) or not hashes:
             return
         with self._lock:
-            tenant = self._tenants.get(parent) or next(
-                (each for each in self._tenants.values() if parent in each), None
-            )
+            known = {**self._others, **self._tenants}
+            tenant = known.get(parent)
+            tenant = tenant if tenant is not None else next((each for each in known.values() if parent in each), None)
             if tenant is None or hashes[-1] in tenant:
                 return
             for chain_hash, before in zip(hashes, [parent, *hashes[:-1]], strict=True):
                 tenant.add(chain_hash, before)
             tenant.make_room(self._host.pool, len(tenant) - tenant.limit, set(hashes))
+
+    def _tenant(self, cache_salt: str, num_bytes: int) -> "_Tenant":
+        limit = min(num_bytes // self._host.region.slot_stride, self._host.pool.num_slots)
+        return _Tenant(cache_salt, num_bytes, limit)
+
+    def _of(self, name: ChainHash) -> "_Tenant | None":
+        """Whoever's chains begin there, if it has a quota at all; known once it has a block. Under the lock."""
+        tenant = self._tenants.get(name, self._others.get(name))
+        if tenant is None and self.bound(name) and self._default is not None:
+            tenant = self._tenant("", self._default)
+        return tenant
+
+    def _note(self, num_blocks: int) -> None:
+        """As often as L2 could be filled anew, forget what is there no more, and who has nothing. Under the lock."""
+        self._num_noted += num_blocks
+        if self._num_noted > self._host.pool.num_slots and self._others:
+            self._num_noted = num_blocks
+            for name, tenant in list(self._others.items()):
+                tenant.keep(self._host.pool)
+                if not len(tenant):
+                    del self._others[name]
 
 
 class _Tenant:
@@ -143,6 +172,7 @@ class _Tenant:
         self.num_bytes = num_bytes
         self.limit = limit  # blocks
         self._parents: dict[ChainHash, ChainHash] = {}
+        self._absent: set[ChainHash] = set()  # at the last `keep`
         self._children: Counter[ChainHash] = Counter()
         self._leaves: OrderedDict[ChainHash, None] = OrderedDict()
 
@@ -156,6 +186,16 @@ class _Tenant:
         """Of its blocks."""
         return list(self._parents)
 
+    def keep(self, pool: SlotPool) -> None:
+        """Forget blocks that were not there at the last call either: one that is not there now may be being filled."""
+        before, names = self._parents, self.names()
+        absent = {name for name, is_held in zip(names, pool.holds(names), strict=True) if not is_held}
+        gone, self._absent = absent & self._absent, absent - self._absent
+        self._parents, self._children, self._leaves = {}, Counter(), OrderedDict()
+        for chain_hash in names:
+            if chain_hash not in gone:
+                self.add(chain_hash, before[chain_hash])
+
     def add(self, chain_hash: ChainHash, parent: ChainHash) -> None:
         """It has this block too, stored last."""
         if chain_hash not in self._parents:
@@ -165,7 +205,7 @@ class _Tenant:
             if not self._children[chain_hash]:
                 self._leaves[chain_hash] = None
 
-    def adopt(self, run: Run) -> None:
+    def adopt(self, run: HeldRun) -> None:
         """It had these before all others; their head's parent is known."""
         for chain_hash, parent in zip(run.hashes, [run.parent, *run.hashes[:-1]], strict=True):
             self.add(chain_hash, parent)

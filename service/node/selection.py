@@ -4,17 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier.service.namespaces import Namespace
-from kvtier.tiers.chain import chain_hashes, root_hash
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.tier import ChainHash
+from kvtier.service.node.namespaces import Namespace
+from kvtier.tiers import ChainHash, ConfigError
+from kvtier.tiers.naming import chain_hashes, root_hash
 
 UNKNOWN: Final = bytes(32)  # the parent of blocks given by name alone; no block's name
 _SCHEMES: Final = ("sha256", "xxh3")
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class BlockSelection:
     """Consecutive blocks of one chain: their names, or the tokens they were computed from, from the prompt's first."""
 
     hashes: Sequence[ChainHash] = ()
@@ -28,12 +27,12 @@ class Chosen:
         names blocks by is found out: the one by which something is held. ConfigError for less than a block.
         """
         if self.hashes:
-            namespace.tiers.lookup(self.hashes, timeout)
+            namespace.hierarchy.locate(self.hashes, timeout)
             return self.hashes, UNKNOWN
         size = namespace.blocks.block_size
         if len(self.tokens) < size:
             raise ConfigError(f"tokens: {len(self.tokens)} of them, this model's blocks have {size}; give one block's")
         root = root_hash(namespace.fingerprint, cache_salt=self.cache_salt)
         chains = [chain_hashes(root, self.tokens, size, scheme) for scheme in _SCHEMES]
-        found = [namespace.tiers.lookup(chain, timeout).below for chain in chains]
+        found = [namespace.hierarchy.locate(chain, timeout).loadable for chain in chains]
         return chains[found.index(max(found))], root

@@ -5,14 +5,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvtier.service.lookup_trace import TraceRecorder
-from kvtier.service.quota import Quotas
-from kvtier.tiers.below import Claim, Wanted
-from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.lease import Lease, Reservation
-from kvtier.tiers.local_tiers import LocalTiers
-from kvtier.tiers.prefetch import Pending
-from kvtier.tiers.tier import ChainHash, Outcome
+from kvtier.service.node.lookup_trace import TraceRecorder
+from kvtier.service.node.quota import Quotas
+from kvtier.tiers import L2, ChainHash, Outcome
+from kvtier.tiers.hierarchy import Claim, Hierarchy, Pending, Wanted
+from kvtier.tiers.pool import Lease, Reservation
 
 if TYPE_CHECKING:
     from kvtier.service.events import TierFeed
@@ -21,48 +18,52 @@ _SAME: Final = 1.0  # seconds within which a question in vain, asked again, is o
 _MAX_VAIN: Final = 4096  # such questions remembered
 
 
-class ServedTiers(LocalTiers):
-    """`LocalTiers` for many clients, on the loop's thread. `poll` answers each claim once."""
+class ServedTiers:
+    """A hierarchy's verbs for the clients of a daemon, on the loop's thread: those it counts, traces or limits.
 
-    def __init__(self, hierarchy: Hierarchy, fingerprint: bytes) -> None:
-        super().__init__(hierarchy)
-        self.quotas = Quotas(hierarchy.host, fingerprint)
+    All others are the hierarchy's own. `poll` answers each claim once.
+    """
+
+    def __init__(self, hierarchy: Hierarchy, fingerprint: bytes, default_quota: int | None = None) -> None:
+        """`default_quota`: bytes of L2 for each tenant that has no quota."""
+        self.hierarchy = hierarchy
+        self.quotas = Quotas(hierarchy.host, fingerprint, default_quota)
         self.recorder: TraceRecorder | None = None  # while somebody records
         self.feed: TierFeed | None = None  # where KV events are published
         self._vain: OrderedDict[ChainHash, float] = OrderedDict()  # last block asked for → when it was last in vain
 
     def poll(self, claim: Claim) -> int | Pending:
-        """As `LocalTiers.poll`; the answer is counted as a request's lookup."""
-        promised = super().poll(claim)
+        """As `Hierarchy.poll`; the answer is counted as a request's lookup."""
+        promised = self.hierarchy.poll(claim)
         if not isinstance(promised, Pending) and claim.hashes and not self._is_repeated(claim.hashes[-1], promised):
             assert claim.found is not None
-            self.count(claim.found)
+            self.hierarchy.count(claim.found)
             if self.recorder is not None:
                 self.recorder.record(claim.hashes, len(claim.hashes) * claim.block_size)
         return promised
 
     def take(self, claim: Claim) -> Lease:
-        """As `LocalTiers.take`; what came up from below counts into its tenant's quota."""
-        lease = super().take(claim)
+        """As `Hierarchy.take`; what came up from below counts into its tenant's quota."""
+        lease = self.hierarchy.take(claim)
         self.quotas.promoted(lease.hashes, claim.hashes[claim.num_l1 - 1] if claim.num_l1 else claim.parent)
         return lease
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
-        """As `LocalTiers.reserve`, within the tenants' quotas."""
+        """As `Hierarchy.reserve`, within the tenants' quotas."""
         if self.feed is not None:
             for each in wanted:
                 self.feed.begin_at(each.tenant)
         if not any(self.quotas.bound(each.tenant) for each in wanted):
-            return super().reserve(wanted)
+            return self.hierarchy.reserve(wanted)
         return [self._reserve(each) for each in wanted]
 
     def _reserve(self, wanted: Wanted) -> Reservation | None:
         room = self.quotas.room(wanted)
         if room < len(wanted.hashes):
-            self.metrics.dropped("l2", Outcome.QUOTA, len(wanted.hashes) - room)
+            self.hierarchy.metrics.dropped(L2, Outcome.QUOTA, len(wanted.hashes) - room)
         if not room and wanted.hashes:
             return None
-        reservation = self.hierarchy.reserve(wanted.hashes[:room], wanted.parent)
+        (reservation,) = self.hierarchy.reserve([Wanted(wanted.hashes[:room], wanted.parent, wanted.tenant)])
         if reservation is not None:
             self.quotas.took(wanted.tenant, reservation.hashes, reservation.parents)
         return reservation

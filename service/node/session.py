@@ -6,38 +6,14 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
-from kvtier.connector.connection import Peer
-from kvtier.connector.frames import ID_BYTES, MAX_FRAME, MAX_HELLO, FrameReader
-from kvtier.connector.greetings import (
-    Hello,
-    Join,
-    Joined,
-    Reception,
-    Refused,
-    Welcome,
-    pack_reception,
-    unpack_greeting,
-)
-from kvtier.connector.messages import (
-    Bye,
-    Check,
-    Drain,
-    Ended,
-    Lookup,
-    News,
-    Operation,
-    Reply,
-    Reset,
-    pack_found,
-    pack_reply,
-    unpack_request,
-)
-from kvtier.service.holdings import Counts, Holdings
-from kvtier.service.loop import READABLE, WRITABLE, Loop, now
-from kvtier.service.namespaces import Namespace
-from kvtier.tiers.errors import FormatError
+from kvtier.connector.daemon import ID_BYTES, MAX_FRAME, MAX_HELLO, FrameReader, Hello, Peer, handshake, messages
+from kvtier.service.node.buffers import Buffers
+from kvtier.service.node.holdings import HeldCounts, Holdings
+from kvtier.service.node.loop import READABLE, WRITABLE, Loop, now
+from kvtier.service.node.namespaces import Namespace
+from kvtier.tiers import FormatError
 
 MAX_PROCESSES: Final = 256  # that copy for one client
 _MAX_OUTPUT: Final = 4 << 20  # bytes a client may leave unread
@@ -46,11 +22,12 @@ _MAX_TURN: Final = 16  # readings in a row, so that one client does not keep the
 _MAX_WAIT: Final = 600.0  # seconds
 
 
-class Server(Protocol):
+class SessionOwner(Protocol):
     """What a session asks of the daemon it belongs to."""
 
     loop: Loop
     counts: Counter[str]  # what became of clients and of what they held
+    buffers: "Buffers[Session]"  # what is kept for clients, half sent or unread
     lease_deadline: float  # seconds a promise is kept that its client does not renew
 
     def admit(self, session: "Session", hello: Hello) -> None:
@@ -75,18 +52,20 @@ class Server(Protocol):
 class Session:
     """One client, from its connection to the end of its last process. Lives on the loop's thread.
 
-    connected → greeted → welcomed → gone. Where the connection ends without a `Bye`, its leases and filling slots
-    stay until every process of the client has ended, since a copy of theirs may outlive the socket.
+    connected → said hello → welcomed → gone. If the connection ends without a `Bye`, its leases and filling slots stay
+    until every process of the client has ended, since one of their copies may outlive the socket.
+
+    `_on_…` serves the operation of that name (`messages.handlers_of`); the others are for its `Holdings`.
     """
 
-    def __init__(self, daemon: Server, connection: socket.socket, peer: Peer) -> None:
-        """Raises OSError where the peer's process cannot be watched."""
+    def __init__(self, daemon: SessionOwner, connection: socket.socket, peer: Peer) -> None:
+        """Raises OSError if the peer's process cannot be watched."""
         self.peer = peer
         self.client = secrets.token_bytes(ID_BYTES)
         self.since = now()
         self.namespace: Namespace | None = None
         self.holdings: Holdings | None = None
-        self.greeted = False
+        self.said_hello = False
         self._daemon = daemon
         self._socket: socket.socket | None = connection
         self._reader = FrameReader(MAX_HELLO)
@@ -111,9 +90,9 @@ class Session:
         return self._socket is not None
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> HeldCounts:
         """How much it holds."""
-        return self.holdings.counts if self.holdings is not None else Counts(0, 0, 0)
+        return self.holdings.counts if self.holdings is not None else HeldCounts(0, 0, 0)
 
     @property
     def holds_slots(self) -> bool:
@@ -137,14 +116,14 @@ class Session:
         """The tiers of its namespace are as the client wants them: let it have them."""
         if self._socket is None or self.namespace is None:
             return
-        namespace, tiers = self.namespace, self.namespace.tiers
+        namespace, tiers = self.namespace, self.namespace.hierarchy
         region = tiers.region
         assert region is not None
         assert region.fd is not None
-        self.holdings = Holdings(tiers, self._daemon.lease_deadline, now)
+        self.holdings = Holdings(namespace.tiers, self._daemon.lease_deadline, now)
         self._told_epoch = tiers.epoch
         self._reader.limit = MAX_FRAME
-        welcome = Welcome(
+        welcome = handshake.Welcome(
             self.client,
             namespace.instance,
             region.num_slots,
@@ -154,13 +133,15 @@ class Session:
             self._daemon.lease_deadline,
         )
         try:
-            socket.send_fds(self._socket, [pack_reception(welcome)], [region.fd])  # the first bytes: they all fit
+            socket.send_fds(
+                self._socket, [handshake.pack_handshake_reply(welcome)], [region.fd]
+            )  # the first bytes: they all fit
         except OSError:
             self.end_connection("died")
 
     def refuse(self, why: str, reason: str = "refused") -> None:
-        """Say no, and why, and hang up; `reason` is counted."""
-        self._send_reception(Refused(why[:500]))
+        """Refuse it, say why, and hang up; `reason` is counted."""
+        self._send_handshake_reply(handshake.Refused(why[:500]))
         self.end_connection(reason)
 
     def tell(self) -> None:
@@ -168,7 +149,7 @@ class Session:
         if self.holdings is None or self.namespace is None or self._socket is None:
             return
         news = self.holdings.news() if self.holdings.waits else []
-        if news or self._told_epoch != self.namespace.tiers.epoch:
+        if news or self._told_epoch != self.namespace.hierarchy.epoch:
             self._reply(0, [], news)
 
     def pass_time(self, at: float) -> None:
@@ -178,7 +159,7 @@ class Session:
             self._daemon.counts["promises_lapsed"] += holdings.lapse(at)
 
     def watch_process(self, pid: int) -> None:
-        """Hold what the client holds until this process has ended too. OSError where it cannot be watched."""
+        """Hold what the client holds until this process has ended too. OSError if it cannot be watched."""
         if pid in self._processes.values():
             return
         if len(self._processes) >= MAX_PROCESSES:
@@ -195,6 +176,8 @@ class Session:
         self._socket.close()
         self._socket = None
         self._output.clear()
+        self._reader = FrameReader(MAX_HELLO)
+        self._daemon.buffers.note(self, 0)
         if self.holdings is not None:
             self.holdings.forgo()
         if self.holdings is None or not any(self.holdings.counts) or not self._processes:
@@ -236,7 +219,7 @@ class Session:
             self.end("died")
 
     def _receive(self) -> bool:
-        """Read and do what the client has sent; True where that was all of it."""
+        """Read and do what the client has sent; True if that was all of it."""
         for _ in range(_MAX_TURN):
             if self._socket is None:
                 return True
@@ -273,59 +256,69 @@ class Session:
         if self._socket is None:  # cut off by an earlier frame
             return
         if self.holdings is not None:
-            self._serve(*unpack_request(body))
+            self._serve(*messages.unpack_request(body))
             return
-        if self.greeted:
+        if self.said_hello:
             raise FormatError("a second frame before the first was answered")
-        self.greeted = True
-        match unpack_greeting(body):
+        self.said_hello = True
+        match handshake.unpack_handshake(body):
             case Hello() as hello:
                 self._daemon.admit(self, hello)
-            case Join(client):
+            case handshake.Join(client):
                 self._daemon.join(self, client)
 
-    def _serve(self, request: int, operations: list[Operation]) -> None:
+    def _serve(self, request: int, operations: list[messages.Operation]) -> None:
         assert self.holdings is not None
-        assert self.namespace is not None
         answers: list[Any] = []
-        news: list[News] = []
+        news: list[messages.News] = []
         for operation in operations:
-            match operation:
-                case Bye():
-                    self.end("bye")
-                    return
-                case Ended(client):
-                    self._daemon.copies_ended(self, client)
-                case Lookup(hashes, _) if not self.namespace.is_shared:
-                    answers.append(pack_found(self.namespace.hierarchy.lookup(hashes)))
-                case Reset() | Drain() | Check() | Lookup():
-                    if len(operations) > 1 or self._busy:
-                        raise FormatError("an operation that waits comes alone, one at a time")
-                    self._serve_aside(request, operation)
-                    return
-                case _:
-                    answer = self.holdings.apply(operation, news)
-                    if answer is not None:
-                        answers.append(answer)
+            handler = _HANDLERS.get(type(operation))
+            answer = self.holdings.apply(operation, news) if handler is None else handler(self, operation)
+            if self._over:
+                return
+            if isinstance(answer, _Waits):
+                if len(operations) > 1 or self._busy:
+                    raise FormatError("an operation that waits comes alone, one at a time")
+                self._serve_aside(request, answer.work)
+                return
+            if answer is not None:
+                answers.append(answer)
         if request or news:
             self._reply(request, answers, news)
 
-    def _serve_aside(self, request: int, operation: Reset | Drain | Check | Lookup) -> None:
+    def _on_bye(self, op: messages.Bye) -> None:
+        self.end("bye")
+
+    def _on_ended(self, op: messages.Ended) -> None:
+        self._daemon.copies_ended(self, op.client)
+
+    def _on_lookup(self, op: messages.Lookup) -> "list[int] | _Waits":
+        namespace = self._required_namespace
+        if not namespace.is_shared:
+            return messages.pack_found(namespace.hierarchy.lookup(op.hashes))
+        timeout = min(op.timeout, _MAX_WAIT)
+        return _Waits(lambda: messages.pack_found(namespace.hierarchy.locate(op.hashes, timeout)))
+
+    def _on_reset(self, op: messages.Reset) -> "_Waits":
+        return _Waits(self._required_namespace.hierarchy.reset)
+
+    def _on_drain(self, op: messages.Drain) -> "_Waits":
+        tiers, timeout = self._required_namespace.hierarchy, min(op.timeout, _MAX_WAIT)
+        return _Waits(lambda: tiers.drain(timeout, below=op.below))
+
+    def _on_check(self, op: messages.Check) -> "_Waits":
+        namespace = self._required_namespace
+        in_use = namespace.in_use
+        return _Waits(lambda: _broken(lambda: namespace.hierarchy.check(in_use=in_use)))
+
+    @property
+    def _required_namespace(self) -> Namespace:
         assert self.namespace is not None
+        return self.namespace
+
+    def _serve_aside(self, request: int, work: Callable[[], Any]) -> None:
         assert self.holdings is not None
         self.holdings.publish()  # it is waited for, or counted
-        tiers = self.namespace.tiers
-        work: Callable[[], Any]
-        match operation:
-            case Reset():
-                work = tiers.reset
-            case Drain(timeout, below):
-                work = lambda: tiers.drain(min(timeout, _MAX_WAIT), below=below)  # noqa: E731
-            case Lookup(hashes, timeout):
-                work = lambda: pack_found(tiers.lookup(hashes, min(timeout, _MAX_WAIT)))  # noqa: E731
-            case Check():
-                in_use = self.namespace.in_use
-                work = lambda: _broken(lambda: tiers.hierarchy.check(in_use=in_use))  # noqa: E731
 
         def done(answer: Any) -> None:
             self._busy = False
@@ -343,20 +336,20 @@ class Session:
 
     # writing
 
-    def _reply(self, request: int, answers: list[Any], news: list[News]) -> None:
+    def _reply(self, request: int, answers: list[Any], news: list[messages.News]) -> None:
         assert self.namespace is not None
-        epoch = self._told_epoch = self.namespace.tiers.epoch
-        self._send(pack_reply(Reply(request, epoch, answers, news)))
+        epoch = self._told_epoch = self.namespace.hierarchy.epoch
+        self._send(messages.pack_reply(messages.Reply(request, epoch, answers, news)))
 
     def joined(self) -> None:
         """The process at the other end is watched now, by the client it copies for."""
-        self._send_reception(Joined())
+        self._send_handshake_reply(handshake.Joined())
         self.end_connection("joined")
 
-    def _send_reception(self, reception: Reception) -> None:
+    def _send_handshake_reply(self, reply: handshake.HandshakeReply) -> None:
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                self._socket.send(pack_reception(reception))
+                self._socket.send(handshake.pack_handshake_reply(reply))
 
     def _send(self, frame: bytes) -> None:
         if self._socket is None:
@@ -366,11 +359,12 @@ class Session:
             self._flush()
 
     def _flush(self) -> None:
-        """Send what there is to send, as far as it goes, and watch for room where that is not all the way."""
-        if self._socket is None or not self._output:
+        """Send what there is to send, as far as it goes, and watch for room if that is not all the way."""
+        if self._socket is None:
             return
         try:
-            del self._output[: self._socket.send(self._output)]
+            if self._output:
+                del self._output[: self._socket.send(self._output)]
         except BlockingIOError:
             pass
         except OSError:
@@ -382,6 +376,17 @@ class Session:
         elif self._blocked != bool(self._output):
             self._blocked = bool(self._output)
             self._daemon.loop.change(self._socket.fileno(), READABLE | WRITABLE if self._blocked else READABLE)
+        if self._socket is not None:
+            self._daemon.buffers.note(self, self._reader.num_waiting + len(self._output))
+
+
+class _Waits(NamedTuple):
+    """An operation that takes time: `work` returns its answer, on a thread of its own."""
+
+    work: Callable[[], Any]
+
+
+_HANDLERS: Final = messages.handlers_of(Session)
 
 
 def _broken(check: Callable[[], None]) -> str:

@@ -7,17 +7,17 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import resources
 from threading import Event
-from typing import Any, Final
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvtier.tiers.errors import KVTierError
+from kvtier.service import Json
+from kvtier.tiers import KVTierError
 
-Json = dict[str, Any]
-Ask = Callable[[], Awaitable[Json]]
+StatusSource = Callable[[], Awaitable[Json]]
 
 _FILES: Final = {
     "index.html": "text/html",
@@ -25,6 +25,7 @@ _FILES: Final = {
     "dashboard.js": "text/javascript",
     "daemon.js": "text/javascript",
     "router.js": "text/javascript",
+    "tiers.js": "text/javascript",
     "draw.js": "text/javascript",
 }
 _HEADERS: Final = {
@@ -41,13 +42,13 @@ _LIFE: Final = 600.0  # seconds a stream lasts; the page then asks for another
 _PATIENCE: Final = 10.0  # seconds longer, for a reader who takes nothing
 
 
-def dashboard_routes(status: Ask, stopping: Event) -> list[Route]:
+def dashboard_routes(status: StatusSource, stopping: Event) -> list[Route]:
     """`GET /`, the files it names, and `GET /stream`; `stopping` ends every stream.
 
-    `status` is awaited once a second however many look, and never while nobody does. What it raises as KVTierError is
-    shown. It must not name what only some may see: the page is for everybody.
+    `status` gives the status as JSON. It is awaited once a second however many look, and never while nobody does. What
+    it raises as KVTierError is shown. It must not name what only some may see: the page is for everybody.
     """
-    pages = resources.files("kvtier.service") / "pages"
+    pages = resources.files("kvtier.service.observe") / "pages"
     watch = _Watch(status, stopping)
 
     def file(name: str, media_type: str) -> Route:
@@ -62,15 +63,15 @@ def dashboard_routes(status: Ask, stopping: Event) -> list[Route]:
         if watch.num_watchers >= _MAX_WATCHERS:
             error = f"{_MAX_WATCHERS} pages are watching already; close one, or ask for /status"
             return JSONResponse({"error": error}, 503, {"retry-after": "5"})
-        return _Stream(watch)
+        return _WatchStream(watch)
 
     return [*(file(*each) for each in _FILES.items()), Route("/stream", stream, methods=["GET"])]
 
 
 class _Watch:
-    """The status for all who look, as events. On the HTTP loop alone."""
+    """The status for all watchers, as events. On the HTTP loop alone."""
 
-    def __init__(self, status: Ask, stopping: Event) -> None:
+    def __init__(self, status: StatusSource, stopping: Event) -> None:
         self.num_watchers = 0
         self._status, self._stopping = status, stopping
         self._asking = asyncio.Lock()
@@ -88,13 +89,13 @@ class _Watch:
                 await asyncio.sleep(min(wait, _TICK))
 
     async def _fresh(self) -> bytes:
-        async with self._asking:  # who waits here finds that it has been asked already
+        async with self._asking:  # a watcher that waited here finds a fresh status
             if time.monotonic() >= self._due:
-                self._latest = await self._ask()
+                self._latest = await self._look()
                 self._due = time.monotonic() + _PERIOD
             return self._latest
 
-    async def _ask(self) -> bytes:
+    async def _look(self) -> bytes:
         at = int(time.monotonic() * 1000)  # the page's rates are by this clock, not by when the event came
         try:
             return _event("status", at, await self._status())
@@ -102,7 +103,7 @@ class _Watch:
             return _event("trouble", at, {"error": str(error)})
 
 
-class _Stream(StreamingResponse):
+class _WatchStream(StreamingResponse):
     """One watcher's events. Ends in time for a reader who takes nothing, too."""
 
     def __init__(self, watch: _Watch) -> None:

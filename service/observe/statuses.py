@@ -1,141 +1,303 @@
-"""How the daemon is doing, as one JSON object: what /status says, and /summary and the commands print."""
+"""What `/status` says, typed: the status of a daemon, of an engine's server and of a router.
 
-import os
-from collections.abc import Iterable
-from dataclasses import asdict
-from importlib import metadata
-from typing import TYPE_CHECKING, Any
+The process itself fills them in; `as_json` writes them at the edge, `parse` reads what came over HTTP. The names of the
+fields are the JSON keys that people's tools read: a field may be added, none may change its name or type.
+"""
 
-from kvtier.service.daemon import Client, Daemon
-from kvtier.service.loop import now
-from kvtier.service.namespaces import Namespace
-from kvtier.service.pins import Pins
-from kvtier.service.visits import name_of
-from kvtier.tiers.metrics import LOOKUP_TIERS, Metrics
-from kvtier.tiers.port import TierPort
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
-if TYPE_CHECKING:
-    from kvtier.service.events import Publisher
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-Json = dict[str, Any]
+from kvtier.service import Json, flat, shown
+from kvtier.tiers import FormatError
+
+Counts = dict[str, int]
+"""By reason, tier or event; usually without those that are zero."""
 
 
-def status(daemon: Daemon, pins: Pins) -> Json:
-    """Everything. Waits for the loop: TierUnavailable where it does not answer."""
-    namespaces, clients, given = daemon.call(lambda: (daemon.namespaces(), daemon.clients(), daemon.host_bytes_given))
-    degraded = degraded_tiers(namespaces)
-    pinned = pins.blocks_by_model()
-    return {
-        "version": version(),
-        "pid": os.getpid(),
-        "uptime_s": round(now() - daemon.started, 3),
-        "status": "degraded" if degraded else "ok",
-        "degraded": degraded,
-        "socket": str(daemon.config.service.socket),
-        "budget": {"bytes": daemon.config.host.size, "given": given},
-        "events": dict(daemon.counts),
-        "kv_events": None if daemon.publisher is None else _published(daemon.publisher),
-        "models": [_model(each, clients, pinned.get(name_of(each.fingerprint), 0)) for each in namespaces],
-        "clients": [_client(client) for client in clients],
-    }
+class StatusPart(BaseModel):
+    """A part of a status, or all of it. Keys that this version does not know are passed over."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    @classmethod
+    def parse(cls, page: Mapping[str, Any]) -> Self:
+        """The status that a page of JSON holds. FormatError names the first field that is missing or wrong."""
+        try:
+            return cls.model_validate(page)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(map(str, first["loc"]))
+            what = "missing" if first["type"] == "missing" else f"{shown(first['input'])}: {flat(first['msg'])}"
+            who = f"kvtier {shown(page['version'])}" if "version" in page else "another kvtier"
+            raise FormatError(f"status of {who}: {field}: {what}; run one kvtier on both sides") from None
+
+    def as_json(self) -> Json:
+        """The JSON object, without the fields that were never given."""
+        return self.model_dump(mode="json", exclude_unset=True)
 
 
-def version() -> str:
-    """Of the kvtier that is installed; "0" in a tree that is not."""
-    try:
-        return metadata.version("kvtier")
-    except metadata.PackageNotFoundError:
-        return "0"
+class BlockFigures(StatusPart):
+    """What became of blocks since the start."""
+
+    lookups: Counts  # blocks asked for, by the tier that had them; "miss" for none
+    missed: Counts  # blocks not served, by reason
+    stored: Counts  # blocks, by tier
+    dropped: dict[str, Counts]  # blocks not stored, by tier and reason
+    evicted: Counts  # blocks, by tier
+    corrupted: Counts  # blocks, by tier
+    moved: dict[str, Counts]  # bytes, by tier and direction
 
 
-def degraded_tiers(namespaces: Iterable[Namespace]) -> list[Json]:
-    """The directions of lower tiers that are left alone for now."""
-    return [
-        {"model": name_of(namespace.fingerprint), "tier": port.name, "direction": direction, "breaker": str(state)}
-        for namespace in namespaces
-        for port in namespace.hierarchy.ports
-        for direction, state in _breakers(port).items()
-        if state != "closed"
-    ]
+# --- a daemon -------------------------------------------------------------------------------------------------------
 
 
-def figures(metrics: Metrics) -> Json:
-    """What became of blocks since the start: found, missed, stored, dropped, moved, and why."""
-    numbers = _Numbers(metrics)
-    lookups = numbers.by_first("kvtier_lookup_blocks")
-    return {
-        "lookups": {tier: lookups.get(tier, 0) for tier in LOOKUP_TIERS},
-        "missed": numbers.by_first("kvtier_miss"),
-        "stored": numbers.by_first("kvtier_store_blocks"),
-        "dropped": numbers.by_both("kvtier_store_dropped"),
-        "evicted": numbers.by_first("kvtier_evicted"),
-        "corrupted": numbers.by_first("kvtier_corruption"),
-        "moved": numbers.by_both("kvtier_bytes"),
-    }
+class DegradedTier(StatusPart):
+    """A direction of a lower tier that is left alone for now."""
+
+    model: str
+    tier: str
+    direction: str
+    breaker: str
 
 
-def _model(namespace: Namespace, clients: Iterable[Client], num_pinned: int) -> Json:
-    hierarchy = namespace.hierarchy
-    counts, stride = hierarchy.host.pool.counts(), hierarchy.host.region.slot_stride
-    numbers = _Numbers(hierarchy.metrics)
-    return {
-        "model": name_of(namespace.fingerprint),
-        "fingerprint": namespace.fingerprint.hex(),
-        "block_size": namespace.blocks.block_size,
-        "block_bytes": namespace.blocks.block_bytes,
-        "clients": sum(client.fingerprint == namespace.fingerprint for client in clients),
-        "l2": {
-            "slots": hierarchy.host.pool.num_slots,
-            "bytes": namespace.size,
-            "ready_bytes": counts.ready * stride,
-            "pinned": num_pinned,
-            "quotas": len(namespace.tiers.quotas),
-            **asdict(counts),
-        },
-        "tiers": {
-            port.name: {"slots": numbers.of("kvtier_pool_slots", port.name), "breakers": _breakers(port)}
-            for port in hierarchy.ports
-        },
-        **figures(hierarchy.metrics),
-    }
+class MemoryBudget(StatusPart):
+    """Host memory, in bytes."""
+
+    bytes: int
+    given: int  # of these, to models
 
 
-def _published(publisher: "Publisher") -> Json:
-    return {
-        "publish": publisher.endpoint,
-        "replay": publisher.replay_endpoint,
-        "seq": publisher.seq,
-        **dict(publisher.counts),
-    }
+class PublishedEvents(StatusPart):
+    """KV events: where they are told, and how many so far. Further keys count batches, events, replays and failures."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    publish: str | None
+    replay: str | None
+    seq: int
 
 
-def _client(client: Client) -> Json:
-    model = None if client.fingerprint is None else name_of(client.fingerprint)
-    fields = client._asdict() | {"model": model, "seconds": round(client.seconds, 3)}
-    del fields["fingerprint"]
-    return fields
+class HostTierStatus(StatusPart):
+    """A model's host memory (L2). `ready + filling + free + quarantined` is `slots`."""
+
+    slots: int
+    bytes: int
+    ready_bytes: int
+    pinned: int
+    quotas: int
+    free: int
+    filling: int
+    ready: int
+    leased: int
+    quarantined: int
+    dirty: int
 
 
-def _breakers(port: TierPort) -> dict[str, str]:
-    return {direction: str(breaker.state) for direction, breaker in port.breakers.items()}
+class LowerTierStatus(StatusPart):
+    """A tier below L2."""
+
+    slots: Counts  # by state
+    breakers: dict[str, str]  # by direction
 
 
-class _Numbers:
-    """A model's counters by their labels."""
+class _OpenModel(StatusPart):
+    model: str  # the first digits of its fingerprint
+    fingerprint: str
+    block_size: int  # tokens
+    block_bytes: int
+    clients: int
+    l2: HostTierStatus
+    tiers: dict[str, LowerTierStatus]
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._samples = list(metrics.samples())
 
-    def by_first(self, name: str) -> dict[str, int]:
-        """By the one label; those that are nought are left out."""
-        return {each.labels[0]: int(each.value) for each in self._samples if each.name == name and each.value}
+class ModelStatus(BlockFigures, _OpenModel):  # pydantic takes the last base's fields first, and so does the JSON
+    """A model whose tiers are open."""
 
-    def by_both(self, name: str) -> dict[str, dict[str, int]]:
-        """By the first label, then by the second."""
-        found = dict.fromkeys(each.labels[0] for each in self._samples if each.name == name and each.value)
-        return {first: self.of(name, first) for first in found}
 
-    def of(self, name: str, first: str) -> dict[str, int]:
-        """By the second label, of those that have this first one."""
-        mine = (each for each in self._samples if each.name == name and each.labels[0] == first)
-        return {each.labels[1]: int(each.value) for each in mine if each.value}
+class ClientStatus(StatusPart):
+    """A client of the daemon: alive, or dead with processes that may still copy."""
+
+    pids: list[int]
+    uid: int
+    connected: bool
+    seconds: float  # since it connected
+    claims: int
+    leases: int
+    reservations: int
+    model: str | None  # None until it was welcomed
+
+
+class TierCaption(StatusPart):
+    """What a page calls a tier (`tiers/kinds.py`)."""
+
+    name: str
+    label: str
+    shown: str
+    medium: str
+    lower: bool  # below L2
+
+
+class DaemonStatus(StatusPart):
+    """A node's daemon."""
+
+    version: str
+    pid: int
+    uptime_s: float
+    status: str  # "ok" or "degraded"
+    degraded: list[DegradedTier]
+    socket: str
+    budget: MemoryBudget
+    events: Counts  # what became of clients
+    tier_captions: list[TierCaption]  # nearest first
+    kv_events: PublishedEvents | None
+    models: list[ModelStatus]
+    clients: list[ClientStatus]
+
+
+# --- an engine's server ---------------------------------------------------------------------------------------------
+
+
+class SequenceCounts(StatusPart):
+    """Sequences of an engine, by state."""
+
+    live: int
+    capacity: int
+    waiting: int
+    loading: int
+    running: int
+
+
+class DeviceTierStatus(StatusPart):
+    """Blocks of L1."""
+
+    blocks: int
+    free: int
+
+
+class TokenCounts(StatusPart):
+    """Tokens by what became of them."""
+
+    prompt_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+
+
+class StepCounts(StatusPart):
+    """Steps of an engine."""
+
+    done: int
+    failed: int
+
+
+class EngineStatus(StatusPart):
+    """An engine's server."""
+
+    version: str
+    pid: int
+    status: str
+    model: str
+    fingerprint: str
+    block_size: int
+    max_model_len: int
+    requests: SequenceCounts
+    outcomes: Counts
+    refused: Counts  # requests, by HTTP status
+    l1: DeviceTierStatus
+    tokens: TokenCounts
+    cached_tokens: Counts  # by tier
+    steps: StepCounts
+    preempted: int
+    tiers: BlockFigures | None = None  # if the engine has its own tiers
+
+
+# --- a router -------------------------------------------------------------------------------------------------------
+
+
+class FeedStatus(StatusPart):
+    """How the events of one publisher stand."""
+
+    state: str
+    seq: int | None
+    gaps: int
+    lost: int
+    age_s: float | None
+    why: str | None = None
+
+
+class ReplicaStatus(StatusPart):
+    """A replica as the router sees it."""
+
+    name: str
+    url: str
+    state: str
+    why: str
+    load: float  # blocks of work
+    in_flight: int
+    requests: int
+    errors: Counts
+    events: FeedStatus | None  # of its engine
+    node_events: FeedStatus | None  # of its node's daemon
+    blocks: Counts  # by medium
+
+
+class ReplicaListStatus(StatusPart):
+    """Whether the list of replicas could be followed."""
+
+    errors: Counts
+    why: str | None
+
+
+class ReplicaScore(StatusPart):
+    """What spoke for and against one replica, in blocks."""
+
+    name: str
+    cached: int
+    load: float
+    work: float | None  # None: it cannot take a request
+
+
+class RoutingDecision(StatusPart):
+    """Where a request went, and why."""
+
+    time: float  # seconds since 1970
+    prompt_blocks: int
+    chosen: str | None
+    reason: str
+    scores: list[ReplicaScore]
+
+
+class RoutedTokens(StatusPart):
+    """Tokens of prompts."""
+
+    prompt: int
+    promised: int  # of these, what the replica that answered held by the index
+    told_prompt: int  # as the replicas' usage said
+    told_cached: int
+    told_tiers: Counts
+
+
+class RouterStatus(StatusPart):
+    """A router."""
+
+    uptime_s: float
+    block_size: int | None
+    fingerprint: str | None
+    tier_captions: Sequence[TierCaption]  # nearest first
+    replicas: Sequence[ReplicaStatus]
+    list: ReplicaListStatus
+    decisions: Sequence[RoutingDecision]  # the last one first
+    requests: Counts  # by reason
+    retries: Counts
+    errors: Counts
+    unknown_prompts: Counts
+    tokens: RoutedTokens
+    indexed_blocks: int
+    forgotten_blocks: int
+    cpu_s: float
+
+    @property
+    def num_up(self) -> int:
+        """Replicas that take requests."""
+        return sum(replica.state == "up" for replica in self.replicas)

@@ -3,65 +3,50 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-Json = dict[str, Any]
+from kvtier.service.observe.statuses import DaemonStatus, ModelStatus
+from kvtier.tiers import L2, MISS, TIERS
+from kvtier.tiers.config import show_size
 
-_SLOT_STATES: Final = ("ready", "leased", "dirty", "filling", "quarantined", "free")
 _MAX_CLIENTS: Final = 64  # listed
 
 
-def page(status: Json) -> str:
-    """Of what `status.status` says. Ends with a newline."""
+def page(status: DaemonStatus) -> str:
+    """The whole page. Ends with a newline."""
     return "\n".join(_lines(status)) + "\n"
 
 
 def hit_share(lookups: Mapping[str, int]) -> float:
-    """The share of blocks asked for that some tier had; 0 where none was asked for."""
+    """The share of blocks asked for that some tier had; 0 if none was asked for."""
     asked = sum(lookups.values())
-    return (asked - lookups.get("miss", 0)) / asked if asked else 0.0
+    return (asked - lookups.get(MISS, 0)) / asked if asked else 0.0
 
 
-def memory(num_bytes: int) -> str:
-    """About how much, in binary units: "1GiB", "34.38MiB"."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.4g}{unit}"
-    return f"{num_bytes}B"
-
-
-def gigabytes(num_bytes: float) -> str:
-    """As people read it: "1.25 GB", "3.1 MB", "512 B"."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def _lines(status: Json) -> Iterable[str]:
-    budget, clients = status["budget"], status["clients"]
+def _lines(status: DaemonStatus) -> Iterable[str]:
+    budget, clients = status.budget, status.clients
     yield (
-        f"kvtier {status['version']}, pid {status['pid']}, up {brief_time(status['uptime_s'])}: "
-        f"{status['status']}; engines connect to {status['socket']}"
+        f"kvtier {status.version}, pid {status.pid}, up {brief_time(status.uptime_s)}: "
+        f"{status.status}; engines connect to {status.socket}"
     )
-    for each in status["degraded"]:
-        yield f"  degraded: {each['tier']} of {each['model']}, {each['direction']} breaker {each['breaker']}"
-    models = _many(len(status["models"]), "model")
-    yield row("host memory", f"{memory(budget['given'])} of {memory(budget['bytes'])} given to {models}")
-    yield row("clients", f"{sum(client['connected'] for client in clients)} connected; {counts(status['events'])}")
-    for model in status["models"]:
+    for each in status.degraded:
+        yield f"  degraded: {each.tier} of {each.model}, {each.direction} breaker {each.breaker}"
+    models = _many(len(status.models), "model")
+    yield row("host memory", f"{show_size(budget.given)} of {show_size(budget.bytes)} given to {models}")
+    yield row("clients", f"{sum(client.connected for client in clients)} connected; {counts(status.events)}")
+    for model in status.models:
         yield ""
         yield from _model(model)
     if clients:
         yield ""
         yield _CLIENT.format("client pids", "model", "for", "claims", "leases", "filling")
         for client in clients[:_MAX_CLIENTS]:
-            pids = ",".join(map(str, client["pids"])) + ("" if client["connected"] else " (gone)")
+            pids = ",".join(map(str, client.pids)) + ("" if client.connected else " (gone)")
             yield _CLIENT.format(
                 pids or "-",
-                client["model"] or "-",
-                brief_time(client["seconds"]),
-                client["claims"],
-                client["leases"],
-                client["reservations"],
+                client.model or "-",
+                brief_time(client.seconds),
+                client.claims,
+                client.leases,
+                client.reservations,
             )
         if len(clients) > _MAX_CLIENTS:
             yield f"and {len(clients) - _MAX_CLIENTS} more"
@@ -70,26 +55,33 @@ def _lines(status: Json) -> Iterable[str]:
 _CLIENT: Final = "{:<24} {:<16} {:>10} {:>7} {:>7} {:>8}"
 
 
-def _model(model: Json) -> Iterable[str]:
-    l2, lookups = model["l2"], model["lookups"]
+def _model(model: ModelStatus) -> Iterable[str]:
+    l2, lookups = model.l2, model.lookups
     yield (
-        f"model {model['model']}: blocks of {model['block_size']} tokens in {memory(model['block_bytes'])}, "
-        f"{_many(model['clients'], 'client')}"
+        f"model {model.model}: blocks of {model.block_size} tokens in {show_size(model.block_bytes)}, "
+        f"{_many(model.clients, 'client')}"
     )
-    states = counts({state: l2[state] for state in _SLOT_STATES})
-    yield row("L2", f"{l2['slots']} slots in {memory(l2['bytes'])}: {states}")
-    if l2["pinned"] or l2["quotas"]:
-        yield row("kept", f"{_many(l2['pinned'], 'block')} pinned, {_many(l2['quotas'], 'quota')}")
-    for name, tier in model["tiers"].items():
-        breakers = ", ".join(f"{direction} {state}" for direction, state in tier["breakers"].items())
-        yield row(name, f"slots {counts(tier['slots'])}; breakers {breakers}")
+    states = {
+        "ready": l2.ready,
+        "leased": l2.leased,
+        "dirty": l2.dirty,
+        "filling": l2.filling,
+        "quarantined": l2.quarantined,
+        "free": l2.free,
+    }
+    yield row(TIERS[L2].label, f"{l2.slots} slots in {show_size(l2.bytes)}: {counts(states)}")
+    if l2.pinned or l2.quotas:
+        yield row("kept", f"{_many(l2.pinned, 'block')} pinned, {_many(l2.quotas, 'quota')}")
+    for name, tier in model.tiers.items():
+        breakers = ", ".join(f"{direction} {state}" for direction, state in tier.breakers.items())
+        yield row(name, f"slots {counts(tier.slots)}; breakers {breakers}")
     found = counts(lookups)
     yield row("lookups", f"{sum(lookups.values())} blocks, {hit_share(lookups):.1%} found; {found}")
-    yield row("not served", counts(model["missed"]))
-    yield row("stored", f"{counts(model['stored'])}; evicted {counts(model['evicted'])}")
-    yield row("dropped", _by_tier(model["dropped"], str))
-    yield row("corrupted", counts(model["corrupted"]))
-    yield row("moved", _by_tier(model["moved"], gigabytes))
+    yield row("not served", counts(model.missed))
+    yield row("stored", f"{counts(model.stored)}; evicted {counts(model.evicted)}")
+    yield row("dropped", _by_tier(model.dropped, str))
+    yield row("corrupted", counts(model.corrupted))
+    yield row("moved", _by_tier(model.moved, show_size))
 
 
 def row(title: str, text: str) -> str:

@@ -6,20 +6,21 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from kvtier.service.summary import gigabytes, hit_share
-
-Json = dict[str, Any]
+from kvtier.service.observe.statuses import DaemonStatus
+from kvtier.service.observe.summary import hit_share
+from kvtier.tiers import L2, MISS
+from kvtier.tiers.config import show_size
 
 _HEADER_EVERY: Final = 20  # lines, and rows of a table
 
 
-class Row(NamedTuple):
+class TopRow(NamedTuple):
     """One look, rates since the one before."""
 
     clients: int
@@ -34,7 +35,7 @@ class Row(NamedTuple):
     state: str
 
 
-Show = Callable[[Row, int], None]
+Show = Callable[[TopRow, int], None]
 """Shows a row; the number counts from 0."""
 
 
@@ -49,12 +50,12 @@ class Totals(NamedTuple):
     written: int
 
 
-def watch(look: Callable[[], Json], interval: float, count: int, *, as_json: bool) -> None:
+def watch(look: Callable[[], DaemonStatus], interval: float, count: int, *, as_json: bool) -> None:
     """Look every `interval` seconds, `count` times or for ever, and show what changed; ends quietly on Ctrl-C."""
     console = Console()
     show: Show = print_json if as_json else print_line
     before, at = look(), time.monotonic()
-    rows: deque[Row] = deque(maxlen=_HEADER_EVERY)
+    rows: deque[TopRow] = deque(maxlen=_HEADER_EVERY)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         if console.is_terminal and not as_json:
             live = stack.enter_context(Live(console=console, auto_refresh=False))
@@ -68,54 +69,54 @@ def watch(look: Callable[[], Json], interval: float, count: int, *, as_json: boo
             before = now
 
 
-def print_json(row: Row, number: int) -> None:
+def print_json(row: TopRow, number: int) -> None:
     """One object a line."""
     print(json.dumps(row._asdict()), flush=True)
 
 
-def print_line(row: Row, number: int) -> None:
+def print_line(row: TopRow, number: int) -> None:
     """One line, under a header now and then."""
     if number % _HEADER_EVERY == 0:
-        print(_LINE.format(*Row._fields))
+        print(_LINE.format(*TopRow._fields))
     print(_LINE.format(*row), flush=True)
 
 
-def row_of(before: Json, after: Json, seconds: float) -> Row:
+def row_of(before: DaemonStatus, after: DaemonStatus, seconds: float) -> TopRow:
     """The row of two looks `seconds` apart."""
     changed = Totals(*(max(0, new - old) for old, new in zip(_totals(before), _totals(after), strict=True)))
-    models = after["models"]
-    size = sum(model["l2"]["bytes"] for model in models)
-    used = sum(model["l2"]["ready_bytes"] for model in models)
+    models = after.models
+    size = sum(model.l2.bytes for model in models)
+    used = sum(model.l2.ready_bytes for model in models)
     found = {"hit": changed.lookups - changed.misses, "miss": changed.misses}
-    return Row(
-        sum(client["connected"] for client in after["clients"]),
-        sum(model["l2"]["leased"] for model in models),
+    return TopRow(
+        sum(client.connected for client in after.clients),
+        sum(model.l2.leased for model in models),
         f"{used / size:.0%}" if size else "-",
         f"{changed.lookups / seconds:.0f}",
         f"{hit_share(found):.1%}" if changed.lookups else "-",
         f"{changed.stored / seconds:.0f}",
         f"{changed.dropped / seconds:.0f}",
-        f"{gigabytes(changed.read / seconds)}/s",
-        f"{gigabytes(changed.written / seconds)}/s",
-        after["status"],
+        f"{show_size(changed.read / seconds, 1000)}/s",
+        f"{show_size(changed.written / seconds, 1000)}/s",
+        after.status,
     )
 
 
-def _totals(status: Json) -> Totals:
-    models = status["models"]
-    moved = [by_direction for model in models for by_direction in model["moved"].values()]
+def _totals(status: DaemonStatus) -> Totals:
+    models = status.models
+    moved = [by_direction for model in models for by_direction in model.moved.values()]
     return Totals(
-        sum(sum(model["lookups"].values()) for model in models),
-        sum(model["lookups"]["miss"] for model in models),
-        sum(model["stored"].get("l2", 0) for model in models),
-        sum(sum(model["dropped"].get("l2", {}).values()) for model in models),
+        sum(sum(model.lookups.values()) for model in models),
+        sum(model.lookups.get(MISS, 0) for model in models),
+        sum(model.stored.get(L2, 0) for model in models),
+        sum(sum(model.dropped.get(L2, {}).values()) for model in models),
         sum(directions.get("read", 0) for directions in moved),
         sum(directions.get("write", 0) for directions in moved),
     )
 
 
-def _table(rows: deque[Row]) -> Table:
-    table = Table(*(name.title() for name in Row._fields), box=None, pad_edge=False)
+def _table(rows: deque[TopRow]) -> Table:
+    table = Table(*(name.title() for name in TopRow._fields), box=None, pad_edge=False)
     for row in rows:
         table.add_row(*map(str, row))
     return table

@@ -1,4 +1,4 @@
-"""What an OpenAI request may say: every field typed and bounded, every mistake an error that names its field."""
+"""Parses OpenAI request bodies: every field is typed and bounded, and every error names its field."""
 
 import json
 from collections.abc import Sequence
@@ -16,8 +16,9 @@ from pydantic import (
     model_validator,
 )
 
-from kvtier.service.admin_bodies import flat, shown, writable
-from kvtier.service.openai_errors import OpenAIError
+from kvtier.service import flat, shown, writable
+from kvtier.service.openai.chat_turns import Chat, Turn
+from kvtier.service.openai.errors import OpenAIError
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -27,7 +28,7 @@ _MAX_STOP: Final = 256  # characters
 _MAX_NUMBER: Final = 2**31 - 1
 _MAX_LIST: Final = 4096  # prompts, messages, parts
 _MAX_TOKENS: Final = 2**20  # of a prompt
-_MAX_FIELDS: Final = 128  # of an object; the API has fifty
+_MAX_FIELDS: Final = 128  # fields of an object; the API has fifty
 
 
 def _listed(value: object) -> object:
@@ -35,7 +36,7 @@ def _listed(value: object) -> object:
 
 
 def _kind(value: object) -> str | None:
-    """Which kind of prompt or content it is: one of the tags below."""
+    """The kind of a prompt or content: one of the tags below."""
     if isinstance(value, str):
         return "=text"
     if not isinstance(value, list):
@@ -45,7 +46,7 @@ def _kind(value: object) -> str | None:
 
 
 def _must_be(*neutral: object) -> BeforeValidator:
-    """A field that is not supported: its neutral values are taken, as they ask for nothing."""
+    """A field that is not supported. Its neutral values are accepted, since they change nothing."""
 
     def check(value: object) -> object:
         if value is not None and value not in neutral:
@@ -56,26 +57,26 @@ def _must_be(*neutral: object) -> BeforeValidator:
 
 
 def _few_fields(value: object) -> object:
-    """Each unknown field is an error that pydantic collects: a body could have a million."""
+    """Refuse an object of too many fields, since pydantic would collect an error for each."""
     if isinstance(value, dict) and len(value) > _MAX_FIELDS:
         raise ValueError(f"an object of {len(value)} fields; at most {_MAX_FIELDS} are read")
     return value
 
 
 def _ignored(value: object) -> None:
-    """A field that changes no answer."""
+    """Accept any value: the field changes no answer."""
 
 
 Text = Annotated[str, AfterValidator(writable)]
-Token = Annotated[int, Field(ge=0, le=2**32 - 1)]
-Tokens = Annotated[list[Token], Field(min_length=1, max_length=_MAX_TOKENS, fail_fast=True)]
+ApiTokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+ApiTokenIds = Annotated[list[ApiTokenId], Field(min_length=1, max_length=_MAX_TOKENS, fail_fast=True)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=_MAX_LIST, fail_fast=True)]
-TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=_MAX_LIST, fail_fast=True)]
+ApiTokenIdLists = Annotated[list[ApiTokenIds], Field(min_length=1, max_length=_MAX_LIST, fail_fast=True)]
 Prompt = Annotated[
     Annotated[Text, Tag("=text")]
     | Annotated[Texts, Tag("=texts")]
-    | Annotated[Tokens, Tag("=tokens")]
-    | Annotated[TokenLists, Tag("=lists")],
+    | Annotated[ApiTokenIds, Tag("=tokens")]
+    | Annotated[ApiTokenIdLists, Tag("=lists")],
     Discriminator(
         _kind,
         custom_error_type="prompt",
@@ -83,15 +84,15 @@ Prompt = Annotated[
     ),
 ]
 Stop = Annotated[Text, Field(min_length=1, max_length=_MAX_STOP)]
-Count = Annotated[int, Field(ge=1, le=_MAX_NUMBER)]
+TokenLimit = Annotated[int, Field(ge=1, le=_MAX_NUMBER)]
 Ignored = Annotated[None, BeforeValidator(_ignored)]
 Off = Annotated[None, _must_be(False)]
 Zero = Annotated[None, _must_be(0)]
 Empty = Annotated[None, _must_be([], {})]
 
 
-class Asked(BaseModel):
-    """What decides which KV a request can use, whatever else it says: all that a router reads of it."""
+class RequestBody(BaseModel):
+    """The fields that decide which KV a request can use: all that a router reads."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -101,7 +102,7 @@ class Asked(BaseModel):
 
 
 class TextPart(BaseModel):
-    """A part of a message; only text is understood."""
+    """A part of a message. Only text is supported."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -117,7 +118,9 @@ Content = Annotated[
         Tag("=parts"),
     ],
     Discriminator(
-        _kind, custom_error_type="content", custom_error_message="not a content; give a text, or parts of type text"
+        _kind,
+        custom_error_type="content",
+        custom_error_message="not a message content; give a text, or parts of type text",
     ),
 ]
 
@@ -132,31 +135,31 @@ class Message(BaseModel):
     name: Text | None = None
     refusal: Annotated[None, _must_be()] = None
     audio: Annotated[None, _must_be()] = None
-    annotations: Ignored = None  # an answer's, come back
+    annotations: Ignored = None  # part of an answer that a client sends back
     tool_calls: Empty = None
     function_call: Annotated[None, _must_be()] = None
 
     @property
-    def turn(self) -> dict[str, str]:
-        """What a chat template is given; parts are lines."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
+    def turn(self) -> Turn:
+        """The message as a chat template gets it."""
+        content = self.content if isinstance(self.content, str) else [part.model_dump() for part in self.content]
+        return {"role": self.role, "content": content, **({} if self.name is None else {"name": self.name})}
 
 
-class CompletionPrompt(Asked):
+class CompletionPrompt(RequestBody):
     """The prompts of a completion: texts, or token ids."""
 
     prompt: Prompt
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """One for each prompt."""
+        """Each prompt: a text, or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt
 
 
-class ChatPrompt(Asked):
+class ChatPrompt(RequestBody):
     """The messages of a chat."""
 
     messages: Annotated[
@@ -164,9 +167,14 @@ class ChatPrompt(Asked):
         Field(min_length=1, max_length=_MAX_LIST, fail_fast=True),
     ]
 
+    @property
+    def chat(self) -> Chat:
+        """The chat as the model's template gets it."""
+        return Chat([message.turn for message in self.messages])
+
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides the text."""
+    """What a stream sends besides the text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -180,14 +188,14 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    max_tokens: Count | None = None
+    max_tokens: TokenLimit | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=_MAX_NUMBER)] | None = None  # 0, -1: all
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[Stop], Field(max_length=_MAX_STOPS, fail_fast=True), BeforeValidator(_listed)] | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[ApiTokenId], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     stream_options: Annotated[StreamOptions | None, BeforeValidator(_few_fields)] = None
     frequency_penalty: Zero = None
@@ -205,7 +213,7 @@ class Sampling(BaseModel):
     @model_validator(mode="after")
     def _streams(self) -> Self:
         if self.stream_options is not None and not getattr(self, "stream", None):
-            raise ValueError("stream_options: only where stream is true; leave it out")
+            raise ValueError("stream_options: allowed only if stream is true; leave it out")
         return self
 
 
@@ -225,7 +233,7 @@ class ChatBody(ChatPrompt, Sampling):
 
     model_config = Sampling.model_config
 
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: TokenLimit | None = None
     logprobs: Off = None
     top_logprobs: Zero = None
     response_format: Annotated[None, _must_be({"type": "text"})] = None
@@ -256,7 +264,7 @@ class ChatBody(ChatPrompt, Sampling):
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-    """A body's object. OpenAIError (400) where it is none."""
+    """The JSON object in a body. Raises OpenAIError (400) if there is none."""
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -267,7 +275,7 @@ def json_object(data: bytes) -> dict[str, Any]:
 
 
 def parse(body_type: type[B], data: bytes) -> B:
-    """A request's body. OpenAIError (400) says what is wrong with it, and with which field."""
+    """Parse a request's body. Raises OpenAIError (400), which names the field and what is wrong with it."""
     values = json_object(data)
     try:
         _few_fields(values)
@@ -281,7 +289,7 @@ def parse(body_type: type[B], data: bytes) -> B:
 
 def _refused(error: Any) -> OpenAIError:
     param = ".".join(str(part) for part in error["loc"] if not str(part).startswith("="))
-    param = json.dumps(param)[1:-1][:80]  # whatever it is, one line of ASCII
+    param = json.dumps(param)[1:-1][:80]  # in any case one line of ASCII
     why = str(error["ctx"]["error"]) if error["type"] == "value_error" else flat(error["msg"])
     if not param:
         clash = why.partition(":")[0].partition(",")[0] if error["type"] == "value_error" else None

@@ -1,4 +1,4 @@
-"""What goes wrong in an OpenAI API, in its shape: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the OpenAI API's shape: `{"error": {"message", "type", "param", "code"}}`."""
 
 import logging
 from collections import Counter
@@ -9,18 +9,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from kvtier.tiers.errors import KVTierError
+from kvtier.tiers import KVTierError
 
 _log = logging.getLogger(__name__)
 
-Handler = Callable[[Request, Exception], Awaitable[JSONResponse]]
+ErrorHandler = Callable[[Request, Exception], Awaitable[JSONResponse]]
 
 _TYPES: Final = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
-_CLOSING: Final = (408, 413, 503)  # the rest of the request is not read, or nothing more is wanted on this connection
+_CLOSING: Final = (408, 413, 503)  # after these the connection closes: the rest of the request is not read
 
 
 class OpenAIError(KVTierError):
-    """An answer that is none. `param` names the field at fault, `code` is for programs."""
+    """An error to answer with. `param` names the field at fault; `code` is for programs."""
 
     def __init__(
         self,
@@ -39,28 +39,28 @@ class OpenAIError(KVTierError):
 
     @property
     def content(self) -> dict[str, Any]:
-        """The JSON of it."""
+        """The error as JSON."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def response(self) -> JSONResponse:
-        """The answer that says so."""
+        """The HTTP response with this error."""
         return JSONResponse(self.content, self.status, self.headers)
 
 
-def error_handlers(refused: Counter[str]) -> dict[Any, Handler]:
-    """Starlette's: an OpenAIError as it is, all else in its shape; each counted by its status, on the event loop."""
+def error_handlers(refused: Counter[str]) -> dict[Any, ErrorHandler]:
+    """Starlette's exception handlers: they answer with an OpenAIError, and count it by its status on the event loop."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
-        told = _told(request, error)
-        refused[str(told.status)] += 1
-        return told.response
+        converted = _as_openai(request, error)
+        refused[str(converted.status)] += 1
+        return converted.response
 
     return dict.fromkeys((HTTPException, OpenAIError, Exception), answer)
 
 
-def _told(request: Request, error: Exception) -> OpenAIError:
+def _as_openai(request: Request, error: Exception) -> OpenAIError:
     if isinstance(error, OpenAIError):
         return error
     if isinstance(error, HTTPException):
@@ -68,22 +68,22 @@ def _told(request: Request, error: Exception) -> OpenAIError:
         code = "invalid_api_key" if error.status_code == 401 else None
         return OpenAIError(error.status_code, message, code=code, headers=error.headers)
     _log.error("%s %s: %r", request.method, request.url.path, error)
-    return OpenAIError(500, "an error of ours; the log has it")
+    return OpenAIError(500, "an error in the server; see its log")
 
 
 def busy(message: str) -> OpenAIError:
-    """There is no room now; the client may come again after a second."""
+    """There is no room now; the client may try again after a second."""
     return OpenAIError(429, message, code="rate_limit_exceeded", headers={"retry-after": "1"})
 
 
 def unknown_model(asked: str, served: str) -> OpenAIError:
-    """No such model here."""
+    """The error for a model that is not served here."""
     shown = asked if len(asked) <= 60 else f"{asked[:57]}..."
-    return OpenAIError(404, f"model {shown!r}: not here; use {served!r}", param="model", code="model_not_found")
+    return OpenAIError(404, f"model {shown!r}: not served here; use {served!r}", param="model", code="model_not_found")
 
 
 def too_long(param: str, num_prompt: int, num_asked: int, room: int) -> OpenAIError:
-    """Prompt and answer together do not fit."""
-    asked = f"{param} has {num_prompt} and {num_asked} more are asked for"
+    """The error for a prompt and an answer that do not fit together."""
+    asked = f"{param} has {num_prompt}, and the answer may have {num_asked}"
     message = f"This model's maximum context length is {room} tokens; {asked}: shorten one of them"
     return OpenAIError(400, message, param=param, code="context_length_exceeded")

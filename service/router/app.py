@@ -1,49 +1,55 @@
-"""The router's HTTP face: OpenAI's requests handed to the proxy, and the router's own pages."""
+"""The router's HTTP application: OpenAI's requests go to the proxy, and its own pages are answered here."""
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable
 from threading import Event
-from typing import Any, Final
+from typing import Final
 
 from pydantic import SecretStr
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvtier.service import router_summary as summary
-from kvtier.service.dashboard import dashboard_routes
-from kvtier.service.guard import Guard, read_body
-from kvtier.service.http_server import HttpServer, HttpSocket
-from kvtier.service.openai_errors import OpenAIError, error_handlers, unknown_model
-from kvtier.service.router import Router
-from kvtier.service.router_metrics import exposition
-from kvtier.service.router_reply import Reply
-from kvtier.tiers.config_router import RouterConfig
+from kvtier.service import Json
+from kvtier.service.observe import dashboard_routes
+from kvtier.service.openai import OpenAIError, error_handlers, unknown_model
+from kvtier.service.router import summary
+from kvtier.service.router.metrics import exposition
+from kvtier.service.router.reply import ClientReply
+from kvtier.service.router.router import Router
+from kvtier.service.web import Guard, HttpServer, HttpSocket, read_body
+from kvtier.tiers.config import RouterConfig
 
-MAX_BODY: Final = 16 << 20  # bytes of a request: a million token ids, and some
-_MAX_CONNECTIONS: Final = 1024
-_GRACE: Final = 10  # seconds for the answers under way at a stop
+MAX_BODY: Final = 32 << 20  # bytes of a request: a million token ids, or the 25 MB of audio that OpenAI accepts
+_MAX_REQUESTS: Final = 1024  # answered at once
+_GRACE: Final = 10  # seconds that answers under way may take at a stop
+_PATH: Final = re.compile(
+    rb"/v1(/(?!\.{1,2}(/|$))[\w.~:@-]+)+", re.ASCII
+)  # a proxy in front of a replica could read other paths differently
+_FOR_ONE: Final = frozenset(
+    ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+)  # an operator sends these to each replica itself
 _EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def serve(config: RouterConfig, *, strict: bool = False) -> HttpServer:
-    """A router's server, not started yet. `strict` as `Router`'s. Raises ConfigError."""
+    """The router's server, not started yet. `strict` is passed to `Router`. Raises ConfigError."""
     router, stopping = Router(config, strict=strict), Event()
     app = make_app(router, config.token, stopping)
-    crowded = OpenAIError(503, "too many connections; come again later", code="crowded").response
-    listening = HttpSocket(config.http, "router")
-    return HttpServer(
-        app, listening, max_connections=_MAX_CONNECTIONS, crowded=crowded, grace=_GRACE, stopping=stopping
-    )
+    crowded = OpenAIError(503, "too many requests at once; try again later", code="crowded").response
+    listening = HttpSocket(config.http, "router", config.allowed_hosts)
+    return HttpServer(app, listening, max_requests=_MAX_REQUESTS, crowded=crowded, grace=_GRACE, stopping=stopping)
 
 
 def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starlette:
-    """The application; the router starts and stops with it. Pages are everybody's, `/v1/` for those with the token.
+    """The application. The router starts and stops with it.
 
-    `stopping` ends streams of the live page.
+    Everybody may read the pages; `/v1/` needs the token. `stopping` ends the streams of the live page.
     """
     guard = Guard(token)
 
@@ -57,8 +63,8 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
         guard.admit(request)
         return JSONResponse({"object": "list", "data": router.fleet.models()})
 
-    async def status() -> dict[str, Any]:
-        return router.status()
+    async def status() -> Json:
+        return router.status().as_json()
 
     async def model(request: Request) -> Response:
         guard.admit(request)
@@ -78,40 +84,51 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
     routes = [
         Route("/v1/completions", _Forwarding(router, guard), methods=["POST"]),
         Route("/v1/chat/completions", _Forwarding(router, guard), methods=["POST"]),
+        Route("/v1/{name:path}", _Forwarding(router, guard, any_path=True), methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
         page("/metrics", lambda: Response(exposition(router), media_type=_EXPOSITION)),
         page("/healthz", lambda: JSONResponse({"status": "ok"})),
         page("/readyz", lambda: _readiness(router)),
         page("/summary", lambda: PlainTextResponse(summary.page(router.status()))),
-        page("/status", lambda: JSONResponse(router.status())),
+        page("/status", lambda: JSONResponse(router.status().as_json())),
         *dashboard_routes(status, stopping),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=error_handlers(router.ledger.errors))
 
 
 class _Forwarding:
-    """An endpoint that answers with what a replica does. ASGI without a response object: bytes go straight through."""
+    """An endpoint that forwards to a replica. It is plain ASGI without a response object: bytes go straight through."""
 
-    def __init__(self, router: Router, guard: Guard) -> None:
-        self._router, self._guard = router, guard
+    def __init__(self, router: Router, guard: Guard, *, any_path: bool = False) -> None:
+        """`any_path`: also forward bodies that the router does not read, under their own path and query."""
+        self._router, self._guard, self._any_path = router, guard, any_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        self._guard.admit(request)
+        self._guard.admit(request, any_type=self._any_path)
+        target = _target(scope) if self._any_path else request.url.path
         body = await read_body(request, MAX_BODY)
-        reply = Reply(send, scope["state"]["pass_chunks"])
-        answering = asyncio.create_task(self._router.answer(request.url.path, scope["headers"], body, reply))
+        reply = ClientReply(send, scope["state"]["pass_chunks"])
+        answering = asyncio.create_task(self._router.answer(target, scope["headers"], body, reply))
         leaving = asyncio.create_task(_gone(receive))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
             leaving.cancel()
-            if not answering.done():  # the client has hung up, or this server stops: so does the replica's work
+            if not answering.done():  # the client hung up, or this server stops: the replica's work ends too
                 answering.cancel()
                 self._router.ledger.errors["client_gone"] += 1
         with contextlib.suppress(asyncio.CancelledError):
             await answering
+
+
+def _target(scope: Scope) -> str:
+    """Path and query, as they came. HTTPException if no API has that path, or if it must go to each replica itself."""
+    path, query = scope["raw_path"], scope["query_string"]
+    if not _PATH.fullmatch(path) or scope["path"] in _FOR_ONE:
+        raise HTTPException(404)
+    return str((path + (b"?" + query if query else b"")).decode("latin-1"))
 
 
 async def _gone(receive: Receive) -> None:
@@ -120,5 +137,5 @@ async def _gone(receive: Receive) -> None:
 
 
 def _readiness(router: Router) -> Response:
-    num_up = sum(replica["state"] == "up" for replica in router.status()["replicas"])
+    num_up = router.status().num_up
     return JSONResponse({"ready": num_up > 0, "replicas_up": num_up}, 200 if num_up else 503)

@@ -1,11 +1,12 @@
-"""The router's way to a replica: HTTP/1.1 by h11 on an asyncio protocol, kept connections, a deadline on every wait.
+"""The router's HTTP client: HTTP/1.1 by h11 on an asyncio protocol, kept connections, a deadline on every wait.
 
-A request costs about a quarter of what it does through a general client (docs/router.md has the figures), and an idle
-connection that its replica closes is noticed at once, which is how a killed one is known before anybody probes it.
+A request costs about a quarter of what it costs through a general client (docs/router.md has the figures). The client
+notices at once when a replica closes an idle connection. So a killed replica is known before the next probe.
 """
 
 import asyncio
 import re
+import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,28 +19,31 @@ import h11
 Headers = Sequence[tuple[bytes, bytes]]
 
 Shortcut = Callable[[bytes], bool]
-"""Is offered whole chunks of an answer, framed as they came, and says whether it has passed them on."""
+"""Called with whole chunks of an answer, framed as they came. Returns whether it has passed them on."""
 
 _MAX_HEAD: Final = 64 << 10  # bytes of an answer's head
-_MAX_HELD: Final = 256 << 10  # bytes read ahead of the client; then the replica is made to wait
+_MAX_HELD: Final = 256 << 10  # bytes read ahead of the client; beyond that the replica has to wait
 _MAX_IDLE: Final = 32  # connections kept for later
+_LAST_STATUS: Final = 599
+_SAYS_BODY: Final = {b"content-length", b"transfer-encoding"}
 _CHUNK: Final = re.compile(rb"([0-9A-Fa-f]{1,6})\r\n")  # the line before a chunk's bytes
-_ENDS: Final = (b"\n\n\r\n", b"\r\n\r\n\r\n")  # of a chunk, where an event ends with it
+_ENDS: Final = (b"\n\n\r\n", b"\r\n\r\n\r\n")  # how a chunk ends if an event ends with it
 
 
 class Failure(StrEnum):
-    """What went wrong on the way to a replica."""
+    """Why a replica did not answer."""
 
-    UNREACHABLE = "unreachable"  # nobody listens there
-    BROKEN = "broken"  # it hung up in the middle
+    UNREACHABLE = "unreachable"  # no process listens there
+    UNTRUSTED = "untrusted"  # no TLS, or a certificate that cannot be trusted
+    BROKEN = "broken"  # it closed the connection before the end
     SLOW_CONNECT = "slow_connect"  # no connection in time
     SLOW_FIRST_BYTE = "slow_first_byte"  # no answer in time
-    STALLED = "stalled"  # an answer begun and not gone on with
-    GARBLED = "garbled"  # no HTTP
+    STALLED = "stalled"  # an answer stopped in the middle
+    GARBLED = "garbled"  # not HTTP
 
 
 class ReplicaFailed(Exception):
-    """A replica did not answer, or not to the end."""
+    """A replica did not answer, or not completely."""
 
     def __init__(self, failure: Failure, detail: str = "") -> None:
         super().__init__(f"{failure}{': ' if detail else ''}{detail}")
@@ -48,27 +52,39 @@ class ReplicaFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds a replica is given."""
+    """How long the router waits for a replica, in seconds."""
 
     connect: float
     first_byte: float
-    between: float  # for the next piece of an answer
-    whole: float = float("inf")  # for everything; the client does not look at it
+    between: float  # from one piece of an answer to the next
+    whole: float = float("inf")  # for the whole request; the proxy enforces it, not this client
 
 
 class ReplicaClient:
     """Connections to one replica. Used by one event loop."""
 
-    def __init__(self, host: str, port: int, on_lost: Callable[[], None]) -> None:
-        """`on_lost` is told when the replica hangs up on a kept connection, where nothing is answered."""
-        self._host, self._port = host, port
-        self._authority = (f"[{host}]" if ":" in host else host).encode() + b":%d" % port
-        self._on_lost = on_lost
-        self._idle: deque[_Connection] = deque()
-        self._open: set[_Connection] = set()
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        on_lost: Callable[[], None],
+        tls: ssl.SSLContext | None = None,
+        server_name: str | None = None,
+    ) -> None:
+        """`on_lost` is called when the replica closes a kept connection that has no request.
 
-    async def ask(self, method: str, path: str, headers: Headers, body: bytes, deadlines: Deadlines) -> "Answer":
-        """Send a request; returns when its answer's head is here. Raises ReplicaFailed."""
+        `tls` verifies the replica's certificate, which must be for `server_name`, or for `host` if that is None.
+        """
+        self._host, self._port = host, port
+        self._tls, self._server_name = tls, None if tls is None else server_name or host
+        name = host if server_name is None else server_name
+        self._authority = (f"[{name}]" if ":" in name else name).encode() + b":%d" % port
+        self._on_lost = on_lost
+        self._idle: deque[_ReplicaConnection] = deque()
+        self._open: set[_ReplicaConnection] = set()
+
+    async def ask(self, method: str, path: str, headers: Headers, body: bytes, deadlines: Deadlines) -> "ReplicaAnswer":
+        """Send a request, and return when the head of its answer is here. Raises ReplicaFailed."""
         lines = [(b"host", self._authority), *headers]
         if body or method == "POST":
             lines.append((b"content-length", b"%d" % len(body)))
@@ -79,106 +95,120 @@ class ReplicaClient:
             try:
                 connection, is_kept = await self._connection(deadlines.connect)
             except ReplicaFailed as error:
-                raise lost or error from None  # it hung up on the request, perhaps of it, and is gone now
+                raise (
+                    lost or error
+                ) from None  # the replica hung up on the request, perhaps because of it, and is gone now
             try:
                 connection.send(request, body)
-                return Answer(connection, await connection.head(due), due, deadlines.between)
+                return ReplicaAnswer(connection, await connection.head(due), due, deadlines.between)
             except ReplicaFailed as error:
                 connection.abort()
                 if not (is_kept and error.failure is Failure.BROKEN):
                     raise
-                lost = error  # perhaps the kept connection ended while this was on its way: another, then a new one
+                lost = error  # the kept connection may have ended meanwhile: try another, then a new one
                 self._on_lost()
             except BaseException:
                 connection.abort()
                 raise
 
     def give_up(self) -> None:
-        """Whoever waits for an answer to begin waits no more: another replica may answer."""
+        """End every wait for an answer to begin: another replica may answer."""
         for connection in list(self._open):
             connection.give_up()
 
     def close(self) -> None:
-        """Hang up on everything, asked or not."""
+        """Close every connection, with or without a request."""
         self._on_lost = lambda: None
         for connection in list(self._open):
             connection.abort()
 
-    async def _connection(self, timeout: float) -> tuple["_Connection", bool]:
+    async def _connection(self, timeout: float) -> tuple["_ReplicaConnection", bool]:
         if self._idle:
             return self._idle.pop(), True
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout):
-                _, connection = await loop.create_connection(lambda: _Connection(self), self._host, self._port)
+                _, connection = await loop.create_connection(
+                    lambda: _ReplicaConnection(self),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                    server_hostname=self._server_name,
+                )
         except TimeoutError:
             raise ReplicaFailed(Failure.SLOW_CONNECT) from None
+        except ssl.SSLError as error:
+            why = getattr(error, "verify_message", "") or error.reason or "no TLS"
+            raise ReplicaFailed(Failure.UNTRUSTED, why) from None
         except OSError as error:
             raise ReplicaFailed(Failure.UNREACHABLE, error.strerror or "") from None
+        except UnicodeError:
+            raise ReplicaFailed(Failure.UNREACHABLE, "not a valid host name") from None
         return connection, False
 
-    def opened(self, connection: "_Connection") -> None:
-        """For the connection itself."""
+    def opened(self, connection: "_ReplicaConnection") -> None:
+        """A connection calls this when it is open."""
         self._open.add(connection)
 
-    def rested(self, connection: "_Connection") -> bool:
-        """For the connection itself, when its exchange has ended: whether it is kept."""
+    def rested(self, connection: "_ReplicaConnection") -> bool:
+        """A connection calls this when its exchange has ended. Returns whether it is kept."""
         if len(self._idle) >= _MAX_IDLE:
             return False
         self._idle.append(connection)
         return True
 
-    def lost(self, connection: "_Connection") -> None:
-        """For the connection itself, when it has ended."""
+    def lost(self, connection: "_ReplicaConnection") -> None:
+        """A connection calls this when it has ended."""
         self._open.discard(connection)
         with suppress(ValueError):
             self._idle.remove(connection)
             self._on_lost()
 
 
-class Answer:
-    """One answer on its way; `close` it whatever happens: that is what ends the request at the replica."""
+class ReplicaAnswer:
+    """One answer under way. Call `close` in every case: it ends the request at the replica."""
 
-    def __init__(self, connection: "_Connection", head: h11.Response, due: float, between: float) -> None:
+    def __init__(self, connection: "_ReplicaConnection", head: h11.Response, due: float, between: float) -> None:
         self.status: Final = head.status_code
         self.headers: Final = head.headers
         self._connection = connection
         self._due, self._between = due, between
 
     def header(self, name: bytes) -> bytes:
-        """The header's value, by its name in small letters; empty where there is none."""
+        """The value of a header, by its name in lower case; empty if there is none."""
         return next((value for key, value in self.headers if key == name), b"")
 
     @property
     def is_delimited(self) -> bool:
-        """Whether its end can be told from a connection that broke."""
+        """Whether the end of the answer can be told from a broken connection."""
         return bool(self.header(b"content-length") or self.header(b"transfer-encoding"))
 
     async def first(self) -> bytes:
-        """The first piece, within what is left of the first byte's deadline. Raises ReplicaFailed."""
+        """The first piece of the body, within the rest of the first byte's deadline. Raises ReplicaFailed."""
         return await self._connection.piece(self._due, 0.0, Failure.SLOW_FIRST_BYTE)
 
     async def piece(self, shortcut: Shortcut | None = None) -> bytes:
-        """What has come since the last piece; empty at the end. Raises ReplicaFailed where there is none in time.
+        """The bytes that came since the last piece; empty at the end. Raises ReplicaFailed if none come in time.
 
-        What a `shortcut` took meanwhile came before it: chunks that end with an event are offered to it as they come.
+        Chunks that end with an event are offered to `shortcut` as they come. What it takes came before the returned
+        bytes.
         """
         return await self._connection.piece(0.0, self._between, Failure.STALLED, shortcut)
 
     async def read(self, most: int) -> bytes:
-        """The rest, or somewhat more than `most` bytes of it."""
+        """The rest of the body, or a little more than `most` bytes of it."""
         body = bytearray()
         while len(body) <= most and (piece := await self.piece()):
             body += piece
         return bytes(body)
 
     def close(self) -> None:
-        """Give the connection back where the answer has come to its end, else hang up. Idempotent."""
+        """Keep the connection if the answer has ended, else close it. Idempotent."""
         self._connection.release()
 
 
-class _Connection(asyncio.Protocol):
-    """One connection: asked by one request at a time, read ahead of it by `_MAX_HELD` bytes."""
+class _ReplicaConnection(asyncio.Protocol):
+    """One connection. It serves one request at a time, and reads up to `_MAX_HELD` bytes ahead of it."""
 
     _transport: asyncio.Transport
 
@@ -194,15 +224,15 @@ class _Connection(asyncio.Protocol):
         self._is_paused = False
         self._failed: ReplicaFailed | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._fears: Failure | None = None  # what it would be if what is waited for did not come
+        self._on_timeout: Failure | None = None  # the failure to report if the wait times out
         self._shortcut: Shortcut | None = None
-        self._is_between = False  # chunks: the last one fed to h11 ended with an event, and nothing came behind it
-        self._heard_at = 0.0
+        self._is_between = False  # the last chunk fed to h11 ended with an event, and nothing came after it
+        self._received_at = 0.0
 
     # --- what a request does -----------------------------------------------------------------------------------------
 
     def send(self, request: h11.Request, body: bytes) -> None:
-        """Begin an exchange. The replica's slowness in reading is the first byte's deadline's business."""
+        """Begin an exchange. A replica that reads slowly is caught by the first byte's deadline."""
         if self._failed is not None:
             raise self._failed
         self._is_released = False
@@ -233,13 +263,13 @@ class _Connection(asyncio.Protocol):
         return data
 
     def release(self) -> None:
-        """End the exchange: the connection waits for another, or, in the middle of an answer, is closed."""
+        """End the exchange: keep the connection for another, or close it in the middle of an answer."""
         if self._is_released:
             return
         self._is_released = True
         is_clean = self._is_whole and not self._held and self._failed is None
         is_over = self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE
-        if not is_clean or not is_over or self._h11.trailing_data[0]:  # what came unasked is nobody's answer
+        if not is_clean or not is_over or self._h11.trailing_data[0]:  # bytes that came unasked belong to no answer
             self.abort()
             return
         self._h11.start_next_cycle()
@@ -248,11 +278,11 @@ class _Connection(asyncio.Protocol):
             self.abort()
 
     def give_up(self) -> None:
-        if self._fears is Failure.SLOW_FIRST_BYTE:
-            self._fail(ReplicaFailed(self._fears, "it does not answer anything else, either"))
+        if self._on_timeout is Failure.SLOW_FIRST_BYTE:
+            self._fail(ReplicaFailed(self._on_timeout, "it does not answer other requests either"))
 
     def abort(self) -> None:
-        """Close at once; who waits is told."""
+        """Close at once. A waiting request fails."""
         self._is_released = True
         self._transport.abort()
 
@@ -270,7 +300,7 @@ class _Connection(asyncio.Protocol):
         self._client.lost(self)
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at = self._loop.time()
+        self._received_at = self._loop.time()
         if (
             self._shortcut is not None
             and self._is_between
@@ -285,7 +315,7 @@ class _Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _feed(self, data: bytes) -> None:
-        if self._failed is not None or self._is_released:  # it speaks unasked: nothing of it would be understood
+        if self._failed is not None or self._is_released:  # bytes that no request asked for
             if data:
                 self._transport.abort()
             return
@@ -298,7 +328,7 @@ class _Connection(asyncio.Protocol):
                     break
                 self._is_between = isinstance(event, h11.Data) and event.chunk_end and data.endswith(_ENDS)
         except h11.RemoteProtocolError as error:
-            is_end = not data  # h11 says so of an answer that is cut short, too
+            is_end = not data  # h11 raises the same error for an answer that is cut short
             self._fail(ReplicaFailed(Failure.BROKEN if is_end else Failure.GARBLED, str(error)))
             self._transport.abort()
         self._wake()
@@ -308,7 +338,11 @@ class _Connection(asyncio.Protocol):
             self._held.append(bytes(event.data))
             self._num_held += len(event.data)
         elif isinstance(event, h11.Response):
+            if event.status_code > _LAST_STATUS:
+                raise h11.RemoteProtocolError(f"{event.status_code} is not an HTTP status")
             self._head = event
+        elif isinstance(event, h11.InformationalResponse) and _SAYS_BODY & {name for name, _ in event.headers}:
+            raise h11.RemoteProtocolError(f"status {event.status_code} must not have a body")
         elif isinstance(event, h11.EndOfMessage):
             self._is_whole = True
 
@@ -321,20 +355,21 @@ class _Connection(asyncio.Protocol):
             self._waiter.set_result(None)
 
     async def _wait(self, due: float, pause: float, failure: Failure) -> None:
-        """Until something has come. Raises ReplicaFailed once it is past `due` and nothing was heard for `pause`.
+        """Wait until something has come.
 
-        And where nothing will come any more. One timer, however much a shortcut takes meanwhile.
+        Raises ReplicaFailed once `due` has passed and nothing was received for `pause` seconds, or if the connection
+        failed. One timer serves the whole wait, however much a shortcut takes meanwhile.
         """
         if self._failed is not None:
             raise self._failed
-        waiter, self._fears = self._loop.create_future(), failure
+        waiter, self._on_timeout = self._loop.create_future(), failure
         self._waiter = waiter
         begun = self._loop.time()
         timer: asyncio.TimerHandle
 
         def look() -> None:
             nonlocal timer
-            until = max(due, max(begun, self._heard_at) + pause)
+            until = max(due, max(begun, self._received_at) + pause)
             if until > self._loop.time():
                 timer = self._loop.call_at(until, look)
             else:
@@ -345,11 +380,11 @@ class _Connection(asyncio.Protocol):
             await waiter
         finally:
             timer.cancel()
-            self._waiter = self._fears = None
+            self._waiter = self._on_timeout = None
 
 
 def _are_events(data: bytes) -> bool:
-    """Whether this is one or more chunks of a stream from end to end, not the last one, and an event ends with it."""
+    """Whether `data` is whole chunks of a stream, without the last one, and the last of them ends with an event."""
     if not data.endswith(_ENDS):
         return False
     at = 0

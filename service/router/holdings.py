@@ -1,85 +1,115 @@
-"""What the replicas hold: a consumer for each publisher of events, one index, and whose share can be believed."""
+"""What the replicas hold: follows every publisher of events, and keeps one index of their blocks."""
 
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from itertools import count
+from typing import Final, NamedTuple
 
-from kvtier.connector.events import namespace_of, topic_of
-from kvtier.service.event_consumer import EventConsumer
-from kvtier.service.prefix_index import MEDIA, PrefixIndex, prompt_hashes
-from kvtier.service.router_spec import Publishers
-from kvtier.tiers.chain import root_hash
-from kvtier.tiers.errors import ConfigError
+from kvtier.service.events import CurveKeys, EventConsumer, PrefixIndex, namespace_of, prompt_hashes, topic_of
+from kvtier.service.observe import statuses
+from kvtier.service.router.spec import Publishers
+from kvtier.tiers import TIERS, ConfigError
+from kvtier.tiers.config import MAX_BLOCKS
+from kvtier.tiers.naming import root_hash
 
 _log = logging.getLogger(__name__)
 
-_SHARED: Final = "EXTERNAL"  # the tier that nodes share
-_MOST: Final = 16_384  # leading blocks of a prompt that are looked for: more would keep the event loop too long
+_LAST: Final = 2.0  # seconds that all event threads may take to end; a stop may take five
+_MOST: Final = 16_384  # leading blocks of a prompt to look up: more would block the event loop too long
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What is held of one prompt."""
+    """Which blocks of one prompt are held, and by whom."""
 
-    num_blocks: int = 0  # whole ones, of the prompt
+    num_blocks: int = 0  # whole blocks of the prompt
     prefixes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # replica → medium → blocks
-    sure: frozenset[str] = frozenset()  # replicas whose prefix can be believed
+    sure: frozenset[str] = frozenset()  # replicas whose events are up to date, so that their prefix can be believed
 
 
-class Holdings:
-    """Follows the publishers of all replicas. All but `names` belongs to one thread; the consumers have their own."""
+class FeedsState(NamedTuple):
+    """The state of one replica's events."""
 
-    def __init__(self, *, strict: bool) -> None:
-        self._strict = strict
+    events: statuses.FeedStatus | None  # of its engine
+    node_events: statuses.FeedStatus | None  # of its node's daemon
+    blocks: dict[str, int]  # by medium
+
+
+class FleetHoldings:
+    """Follows the publishers of all replicas. All but `names` belongs to one thread; consumers have their own."""
+
+    def __init__(self, *, strict: bool, max_blocks: int = MAX_BLOCKS, keys: CurveKeys | None = None) -> None:
+        """`strict` and `max_blocks` are passed to `PrefixIndex`, `keys` to `EventConsumer`."""
+        self._strict, self._max_blocks, self._keys = strict, max_blocks, keys
         self._fingerprint: bytes | None = None
         self._index: PrefixIndex | None = None
         self._publishers: dict[str, Publishers] = {}  # by replica
-        self._consumers: dict[str, EventConsumer] = {}  # by the address they follow, which is the worker's name, too
-        self._leaving: dict[str, threading.Thread] = {}  # addresses that are being forgotten
+        self._consumers: dict[str, EventConsumer] = {}  # by the address they follow
+        self._numbers = count(2)
+        self._leaving: dict[str, threading.Thread] = {}  # publishers whose blocks are being removed from the index
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks that anybody holds."""
+        """Distinct blocks that any replica holds."""
         return 0 if self._index is None else self._index.num_blocks
 
     @property
+    def num_forgotten(self) -> int:
+        """Blocks forgotten because there were more than `max_blocks`."""
+        return 0 if self._index is None else self._index.num_forgotten
+
+    @property
     def skipped(self) -> Mapping[str, int]:
-        """Events that could not be true, by why."""
+        """Events that could not be true, by reason."""
         return {} if self._index is None else dict(self._index.counts)
 
     def follow(self, replica: str, publishers: Publishers, block_size: int | None, fingerprint: bytes | None) -> None:
-        """Hear of what a replica holds from now on; instead of what it named before, where that was other."""
+        """Follow a replica's publishers from now on, in place of those it named before."""
         if publishers == self._publishers.get(replica):
             return
         if block_size is None:
             if publishers.events or publishers.node:
-                _log.warning("replica %s: its events say nothing without a block size; add block_size=N", replica)
+                _log.warning("replica %s: its events cannot be read without a block size; add block_size=N", replica)
             return
-        self._index = self._index or PrefixIndex(block_size, strict=self._strict)
+        self._index = self._index or PrefixIndex(block_size, strict=self._strict, max_blocks=self._max_blocks)
         self._fingerprint = self._fingerprint or fingerprint
         self._publishers[replica] = publishers
         topic = None if fingerprint is None else topic_of(fingerprint)
-        # an engine tells of its one model, under whatever topic; a daemon of several
+        # an engine publishes one model, under any topic; a daemon publishes several
         for publish, replay, wanted in (
             (publishers.events, publishers.replay, None),
             (publishers.node, publishers.node_replay, topic),
         ):
             if publish is not None and publish not in self._consumers:
-                self._forgotten(publish)
                 try:
-                    self._consumers[publish] = EventConsumer(publish, self._index, publish, replay, topic=wanted)
+                    self._consumers[publish] = EventConsumer(
+                        self._worker(publish), self._index, publish, replay, topic=wanted, keys=self._keys
+                    )
                 except ConfigError as error:
                     _log.warning("replica %s: %s", replica, error)
+        self._drop_unnamed()
+
+    def leave(self, replica: str) -> None:
+        """Stop following a replica, and the publishers that only it named."""
+        if self._publishers.pop(replica, None) is not None:
+            self._drop_unnamed()
+
+    def _drop_unnamed(self) -> None:
         named = {address for each in self._publishers.values() for address in (each.events, each.node)}
-        for address in self._consumers.keys() - named:
-            self._forget(address, self._consumers.pop(address), self._index)
+        if self._index is not None:
+            for address in self._consumers.keys() - named:
+                self._forget(self._consumers.pop(address), self._index)
 
     def names(
         self, tokens: Sequence[int], cache_salt: str | None, default: str | None, lora_name: str | None
     ) -> list[int]:
-        """A prompt's leading blocks as the index names them; on any thread. `default`: the namespace without a salt."""
+        """A prompt's leading blocks, by the names the index uses. May be called on any thread.
+
+        `default` is the namespace of requests without a cache salt.
+        """
         if self._index is None:
             return []
         namespace = default if cache_salt is None else cache_salt
@@ -89,82 +119,87 @@ class Holdings:
         return prompt_hashes(leading, self._index.block_size, lora_name, namespace)
 
     def of(self, num_tokens: int, names: Sequence[int]) -> Held:
-        """What is held of a prompt of these `names`, and by whom."""
+        """Who holds the blocks of a prompt with these `names`."""
         if self._index is None:
             return Held()
         found = self._index.matches(names)
-        live = {address for address, consumer in self._consumers.items() if consumer.is_live}
-        shared = self._index.shared(names, _SHARED)
+        live = {address: consumer.worker for address, consumer in self._consumers.items() if consumer.is_live}
+        shared = {kind.medium: self._index.shared(names, kind.medium) for kind in TIERS.values() if kind.is_shared}
         prefixes = {}
         for replica, publishers in self._publishers.items():
-            own, node = (found.get(at, {}) if at in live else {} for at in (publishers.events, publishers.node))
-            prefixes[replica] = joined(own, node, shared if self._has_shared(publishers) else 0)
+            own, node = (found.get(live.get(at or "", ""), {}) for at in (publishers.events, publishers.node))
+            at = self._held_at(publishers.node or publishers.events)  # whoever has a shared tier tells of blocks there
+            prefixes[replica] = joined(own, node, {medium: shared[medium] for medium in shared.keys() & at.keys()})
         sure = {replica for replica, each in self._publishers.items() if (each.events or each.node) in live}
         return Held(num_tokens // self._index.block_size, prefixes, frozenset(sure))
 
-    def state(self, replica: str) -> dict[str, Any]:
-        """How its events stand, as JSON: `events`, `node_events`, and `blocks` by medium."""
+    def state(self, replica: str) -> FeedsState:
+        """The state of a replica's events."""
         publishers = self._publishers.get(replica, Publishers())
         blocks: dict[str, int] = {}
         for address in (publishers.events, publishers.node):
-            held = {} if self._index is None or address is None else self._index.holdings(address)
-            for medium, count in held.items():
-                blocks[medium] = blocks.get(medium, 0) + count
-        return {
-            "events": self._feed(publishers.events),
-            "node_events": self._feed(publishers.node),
-            "blocks": blocks,
-        }
+            for medium, num_blocks in self._held_at(address).items():
+                blocks[medium] = blocks.get(medium, 0) + num_blocks
+        return FeedsState(self._feed(publishers.events), self._feed(publishers.node), blocks)
 
     def close(self) -> None:
-        """Hear no more."""
+        """Stop following. Returns within `_LAST` seconds; a thread that is late ends by itself."""
+        end = time.monotonic() + _LAST
         for consumer in self._consumers.values():
-            consumer.close()
+            consumer.stop()
+        late = [at for at, consumer in self._consumers.items() if not consumer.close(max(0.0, end - time.monotonic()))]
+        for worker, thread in self._leaving.items():
+            thread.join(max(0.0, end - time.monotonic()))
+            late += [worker] * thread.is_alive()
+        if late:
+            _log.warning("still reading events of %s: not waited for", ", ".join(late))
         self._consumers.clear()
-        for address in list(self._leaving):
-            self._forgotten(address)
+        self._leaving.clear()
 
-    def _forget(self, address: str, consumer: EventConsumer, index: PrefixIndex) -> None:
-        """Hear no more of a publisher, on a thread: a million blocks take half a second."""
+    def _worker(self, address: str) -> str:
+        """The publisher's name in the index: its address, plus a number while older blocks of it are being removed."""
+        leaving = self._leaving.get(address)
+        return address if leaving is None or not leaving.is_alive() else f"{address} #{next(self._numbers)}"
+
+    def _forget(self, consumer: EventConsumer, index: PrefixIndex) -> None:
+        """Stop following a publisher, on a thread: a million blocks take half a second, a batch under way seconds."""
 
         def forget() -> None:
-            consumer.close()
-            index.drop(address)
+            while not consumer.close():  # events after the drop would stay in the index for ever
+                continue
+            index.drop(consumer.worker)
 
-        self._leaving[address] = threading.Thread(target=forget, name=f"kvtier-forget-{address}", daemon=True)
-        self._leaving[address].start()
+        self._leaving = {worker: thread for worker, thread in self._leaving.items() if thread.is_alive()}
+        forgetting = threading.Thread(target=forget, name=f"kvtier-forget-{consumer.worker}", daemon=True)
+        self._leaving[consumer.worker] = forgetting
+        forgetting.start()
 
-    def _forgotten(self, address: str) -> None:
-        """Wait until nothing is left of a publisher that was followed before."""
-        if address in self._leaving:
-            self._leaving.pop(address).join()
+    def _held_at(self, address: str | None) -> Mapping[str, int]:
+        """Blocks by medium that the publisher at this address reports."""
+        consumer = None if address is None else self._consumers.get(address)
+        return {} if self._index is None or consumer is None else self._index.holdings(consumer.worker)
 
-    def _feed(self, address: str | None) -> dict[str, Any] | None:
+    def _feed(self, address: str | None) -> statuses.FeedStatus | None:
         if address not in self._consumers:
             return None
         state = self._consumers[address].state
-        told = {name: state.counts.get(name, 0) for name in ("gaps", "lost")}
-        why = {} if state.why is None else {"why": state.why}
-        return {"state": state.state, "seq": state.seq, **told, "age_s": state.age, **why}
-
-    def _has_shared(self, publishers: Publishers) -> bool:
-        """Whether its tiers have what nodes share: whoever has, tells of blocks there."""
-        at = publishers.node or publishers.events
-        return self._index is not None and at is not None and _SHARED in self._index.holdings(at)
+        gaps, lost = (state.counts.get(name, 0) for name in ("gaps", "lost"))
+        feed = statuses.FeedStatus(state=state.state, seq=state.seq, gaps=gaps, lost=lost, age_s=state.age)
+        return feed if state.why is None else feed.model_copy(update={"why": state.why})
 
 
-def joined(own: Mapping[str, int], node: Mapping[str, int], shared: int) -> dict[str, int]:
-    """The longest prefix by medium of who has these of its own, behind it these of its node, and then of all nodes'.
+def joined(own: Mapping[str, int], node: Mapping[str, int], shared: Mapping[str, int]) -> dict[str, int]:
+    """The longest prefix, in blocks by medium: a replica's own, then its node's, then what all nodes share.
 
-    Of the node's prefix, the leading blocks, as many as are its own, are taken for those of the best tiers.
+    The replica's own blocks count for the best tiers of the node's prefix: as many leading blocks as it has itself.
     """
     found, known = dict(own), sum(own.values())
-    for medium in MEDIA:
+    for medium in (kind.medium for kind in TIERS.values()):
         count = node.get(medium, 0)
         if count > known:
             found[medium] = found.get(medium, 0) + count - known
         known = max(0, known - count)
-    length = sum(found.values())
-    if shared > length:
-        found[_SHARED] = found.get(_SHARED, 0) + shared - length
+    for medium, count in shared.items():
+        if (more := count - sum(found.values())) > 0:
+            found[medium] = found.get(medium, 0) + more
     return found

@@ -1,55 +1,67 @@
-"""What the router remembers of its decisions: counters, and the last few with all that spoke for and against."""
+"""What the router counts, and its last decisions with the scores behind them."""
 
 import re
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final, NamedTuple
 
-from kvtier.service.routing_policy import Choice
+from kvtier.service.observe import statuses
+from kvtier.service.router.policy import Choice
+from kvtier.tiers import TIERS
 
 _KEPT: Final = 64  # decisions
-# Unescaped quotes, so that no text of a model or a user can be taken for it.
+# The quotes are unescaped, so no text of a model or a user can match.
 _CACHED: Final = re.compile(rb'"cached_tokens":\s*(\d{1,12})\b')
 _TIERS: Final = re.compile(rb'"kvtier":\s*\{([^{}]{1,200})\}')
-_TIER: Final = re.compile(rb'"(L1|L2|file|redis)":\s*(\d{1,12})\b')
+_TIER: Final = re.compile(rb'"([^"\\]{1,32})":\s*(\d{1,12})\b')
 _PROMPT: Final = re.compile(rb'"prompt_tokens":\s*(\d{1,12})\b')
+
+
+class Decision(NamedTuple):
+    """One choice, when it was made and for how long a prompt."""
+
+    time: float  # seconds since 1970
+    num_blocks: int
+    choice: Choice
+
+    @property
+    def status(self) -> statuses.RoutingDecision:
+        """As the status has it."""
+        return statuses.RoutingDecision(
+            time=self.time,
+            prompt_blocks=self.num_blocks,
+            chosen=self.choice.name,
+            reason=self.choice.reason,
+            scores=[statuses.ReplicaScore(**score._asdict()) for score in self.choice.scores],
+        )
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts since the router started. One event loop writes, and reads it."""
+    """Counts since the router started. Written and read on one event loop."""
 
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # (replica, reason) chosen
     answers: Counter[tuple[str, str]] = field(default_factory=Counter)  # (replica, "2xx") passed on
-    retries: Counter[str] = field(default_factory=Counter)  # why a replica was given up before a byte was streamed
-    errors: Counter[str] = field(default_factory=Counter)  # why a client got an error of the router's own
-    untokenised: Counter[str] = field(default_factory=Counter)  # why a prompt was routed without being known
+    retries: Counter[str] = field(default_factory=Counter)  # why another replica was tried before a byte was streamed
+    errors: Counter[str] = field(default_factory=Counter)  # why the router answered with an error of its own
+    untokenised: Counter[str] = field(default_factory=Counter)  # why the prompt of a request was not known
     prompt_tokens: int = 0  # of prompts that were known and answered
-    promised_tokens: int = 0  # of these, what the replica that answered held by the index
-    told_prompt_tokens: int = 0  # as the replicas' usage said
+    promised_tokens: int = 0  # of these, held by the answering replica according to the index
+    told_prompt_tokens: int = 0  # as reported in the replicas' usage
     told_cached_tokens: int = 0
-    told_tiers: Counter[str] = field(default_factory=Counter)  # of these, by the tier our engines had them in
+    told_tiers: Counter[str] = field(default_factory=Counter)  # of these, by tier; only kvtier's engines report it
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by "tokenise", "score"
-    decisions: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def decided(self, choice: Choice, num_blocks: int) -> None:
-        """Another choice was made, for a prompt of so many blocks."""
+        """Record a decision for a prompt of `num_blocks` blocks."""
         if choice.name is not None:
             self.requests[choice.name, choice.reason] += 1
-        self.decisions.append(
-            {
-                "time": time.time(),
-                "prompt_blocks": num_blocks,
-                "chosen": choice.name,
-                "reason": choice.reason,
-                "scores": [score._asdict() for score in choice.scores],
-            }
-        )
+        self.decisions.append(Decision(time.time(), num_blocks, choice))
 
-    def told(self, piece: bytes) -> None:
-        """Read the usage in a piece of an answer, if there is one; the rest of it is not looked at."""
+    def read_usage(self, piece: bytes) -> None:
+        """Count the usage in a piece of an answer, if there is one; the rest is not parsed."""
         if b'"usage"' not in piece:
             return
         prompts, cached = _PROMPT.findall(piece), _CACHED.findall(piece)
@@ -57,4 +69,5 @@ class Ledger:
             self.told_prompt_tokens += int(prompts[-1])
             self.told_cached_tokens += int(cached[-1]) if cached else 0
             for by_tier in _TIERS.findall(piece)[-1:]:
-                self.told_tiers.update({tier.decode(): int(count) for tier, count in _TIER.findall(by_tier)})
+                counts = {label.encode(): label for label in (kind.label for kind in TIERS.values())}
+                self.told_tiers.update({counts[tier]: int(n) for tier, n in _TIER.findall(by_tier) if tier in counts})

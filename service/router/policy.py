@@ -1,4 +1,4 @@
-"""Which replica a request goes to. Pure functions: no clock, no I/O, nothing remembered from one call to the next."""
+"""Decides which replica a request goes to. Pure functions: no clock, no I/O, no state between calls."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,28 +8,31 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-# Which share of computing a block is saved by having it in a tier; benchmarks/ttft.py measures what loading costs.
-WEIGHTS: Final[Mapping[str, float]] = MappingProxyType({"GPU": 1.0, "CPU": 0.9, "STORAGE": 0.8, "EXTERNAL": 0.6})
-# Both tuned by benchmarks/routing.py. Waiting behind others' work costs one request its time; computing at a second
-# replica what another holds costs all of them, and room for the blocks: so work that waits weighs less than work to do.
-LOAD_WEIGHT: Final = 0.1  # of a block of work that waits, where one to compute is 1
-CROWD: Final = 16.0  # requests more than elsewhere that are borne; each time as many again weigh a whole prompt
-_CLOSE: Final = 1e-6  # blocks of work; sums of the same parts in another order differ by less
+from kvtier.tiers import TIERS
+
+# The share of a block's compute that is saved if a tier holds it; benchmarks/ttft.py measures the cost of loading.
+WEIGHTS: Final[Mapping[str, float]] = MappingProxyType({kind.medium: kind.weight for kind in TIERS.values()})
+# Both are tuned by benchmarks/routing.py. A request that waits behind other work loses that time only. A second copy
+# of a prefix costs compute, and room for its blocks. So waiting work weighs less than work to do.
+LOAD_WEIGHT: Final = 0.1  # weight of a block of waiting work; a block to compute weighs 1
+CROWD: Final = 16.0  # extra requests that a replica may have; each time as many again weigh a whole prompt
+FEW: Final = 8  # requests at a replica that never count as a crowd
+SPREAD: Final = 1.25  # times the mean number of requests; a replica with more takes no session
+_CLOSE: Final = 1e-6  # blocks of work; sums in another order may differ by this much
 
 
 class Reason(StrEnum):
-    """Why a choice fell as it did."""
+    """Why a replica was chosen, or why none was."""
 
     PREFIX = "prefix"  # it holds more of the prompt than any other
-    NEARER = "nearer"  # what it holds of the prompt is nearer to its device: worth more, if not more
-    LOAD = "load"  # another's blocks are worth as much or more, but it has less to do
-    EQUAL = "equal"  # nothing speaks for one of the best: they take turns
+    NEARER = "nearer"  # its part of the prompt is in a faster tier: worth more, even if not longer
+    LOAD = "load"  # another's blocks are worth as much or more, but this one has less to do
+    EQUAL = "equal"  # several are equally good: they take turns
     ONLY = "only"  # no other can take a request
-    UNSURE = "unsure"  # of none is it known what it holds: they take turns
-    TURN = "turn"  # round robin
-    SESSION = "session"  # where its session belongs
-    FULL = "full"  # nobody: whoever is alive has all the work it may have
-    DEAD = "dead"  # nobody: none is alive
+    UNSURE = "unsure"  # it is not known what any replica holds: they take turns
+    SESSION = "session"  # its session belongs to this replica
+    FULL = "full"  # none chosen: every live replica is at its limit
+    DEAD = "dead"  # none chosen: no replica is alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,12 @@ class Candidate:
     """A replica as the router sees it now."""
 
     name: str
-    prefix: Mapping[str, int]  # blocks of the prompt's longest prefix it can have without computing, by medium
-    load: float  # blocks of work it has been given and not finished
-    limit: float = float("inf")  # of `load`: from here on it is full
-    num_requests: int = 0  # it has been given and not finished
+    prefix: Mapping[str, int]  # blocks of the prompt's longest prefix that it need not compute, by medium
+    load: float  # blocks of work given to it and not finished
+    limit: float = float("inf")  # upper limit of `load`; at the limit the replica is full
+    num_requests: int = 0  # requests given to it and not finished
     is_alive: bool = True
-    is_sure: bool = True  # its events are fresh: `prefix` can be believed
+    is_sure: bool = True  # its events are up to date, so `prefix` can be believed
 
     @property
     def can_take(self) -> bool:
@@ -51,17 +54,17 @@ class Candidate:
 
 
 class Score(NamedTuple):
-    """What spoke for and against one replica, in blocks."""
+    """How one replica scored, in blocks."""
 
     name: str
-    cached: int  # of the prompt, in any tier, as far as it is sure
+    cached: int  # of the prompt, in any tier; 0 if it is not sure
     load: float
-    work: float | None  # before the prompt's first token, as estimated: least is best. None: it cannot take a request
+    work: float | None  # estimated work before the first token: least is best. None: it cannot take a request
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where a request goes, and why; `name` is None where nobody can take it."""
+    """Where a request goes, and why; `name` is None if no replica can take it."""
 
     name: str | None
     reason: Reason
@@ -77,13 +80,15 @@ def choose(
     crowd: float = CROWD,
     turn: int = 0,
 ) -> Choice:
-    """Send a prompt of `num_blocks` to where the least work lies before its first token.
+    """Choose the replica with the least work before the prompt's first token.
 
-    Work is the prompt's blocks, less what its cached prefix saves by `weights` (a medium that has none saves nothing);
-    what the replica has to do already, times `load_weight`; and, where it has more requests than the one with the
-    fewest, the prompt once more for each `crowd` of them beyond the first: a prefix that all ask for comes to be held
-    by several. Among equals it is the turn of number `turn`: the caller counts requests. A prefix nobody is sure of
-    counts nothing; where nobody is sure of any, all take turns.
+    Work is a sum of three parts. First the prompt's blocks, less what the cached prefix saves by `weights`; a medium
+    without a weight saves nothing. Second the replica's present work, times `load_weight`. Third a penalty for crowds:
+    for each `crowd` requests more than the replica with the fewest has, beyond the first `crowd`, the prompt counts
+    once more. So a prefix that all requests share comes to be held by several replicas.
+
+    Equally good replicas take turns by `turn`, the number of the request. A prefix counts only if the replica is sure
+    of it. If no replica is sure, all take turns.
     """
     fewest = min((replica.num_requests for replica in replicas if replica.can_take), default=0)
 
@@ -113,26 +118,25 @@ def choose(
     return Choice(chosen.name, Reason.PREFIX if has_most else Reason.NEARER, scores)
 
 
-def round_robin(replicas: Sequence[Candidate], turn: int) -> Choice:
-    """Send request number `turn` to the next of those that can take one, whatever they hold."""
-    scores = [_score(replica, replica.load) for replica in replicas]
-    able = [replica.name for replica in replicas if replica.can_take]
-    if len(able) <= 1:
-        return _no_choice(replicas, scores)
-    return Choice(able[turn % len(able)], Reason.TURN, scores)
+def sticky(replicas: Sequence[Candidate], session: bytes, *, spread: float = float("inf")) -> Choice:
+    """Send all requests of a session to one replica, whatever it holds; if that is full or down, to a fixed next one.
 
-
-def sticky(replicas: Sequence[Candidate], session: bytes) -> Choice:
-    """Send all of a session to one replica, whatever it holds; where that can't take it, always to the same other one.
-
-    The choice is made by rendezvous hashing: when a replica comes or goes, only sessions that must move do.
+    The choice is rendezvous hashing: when a replica comes or goes, only the sessions that must move do. A replica with
+    at least `FEW` requests and `spread` times the mean takes no more sessions: they go to the next replica in their
+    order. This is consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018). So a session that
+    everybody asks for overloads no replica.
     """
     scores = [_score(replica, replica.load) for replica in replicas]
-    able = [replica.name for replica in replicas if replica.can_take]
+    able = {replica.name: replica.num_requests for replica in replicas if replica.can_take}
     if len(able) <= 1:
         return _no_choice(replicas, scores)
+    most = max(FEW, spread * (sum(able.values()) + 1) / len(able))
     ranks = {name: xxhash.xxh3_64_intdigest(session, xxhash.xxh3_64_intdigest(name.encode())) for name in able}
-    return Choice(max(ranks, key=ranks.__getitem__), Reason.SESSION, scores)
+    ranked = sorted(able, key=ranks.__getitem__, reverse=True)
+    chosen = next(
+        name for name in ranked if able[name] < most
+    )  # always found: the replica with the fewest requests has less than the mean
+    return Choice(chosen, Reason.SESSION if chosen == ranked[0] else Reason.LOAD, scores)
 
 
 def _believed(replica: Candidate) -> Mapping[str, int]:

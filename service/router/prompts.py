@@ -1,4 +1,4 @@
-"""A request's prompt as tokens, for a guess at who holds it. What cannot be told here, a replica will say or do."""
+"""Reads a request's prompt as tokens, to find out who holds it. A prompt that cannot be read is no error here."""
 
 import asyncio
 from collections.abc import Mapping
@@ -7,37 +7,49 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from kvtier.service.openai_bodies import ChatPrompt, CompletionPrompt
-from kvtier.service.openai_errors import OpenAIError
-from kvtier.service.prompts import Prompts
+from kvtier.service.openai import CompletionPrompt, OpenAIError, Prompts, RequestBody, chat_of
 
-_LONG: Final = 8 << 10  # bytes of a body; longer ones are tokenised on a thread, so that streams go on meanwhile
-_CHAT: Final = "/v1/chat/completions"
+_LONG: Final = 8 << 10  # bytes of a body; longer ones are tokenized on a thread, so that streams go on meanwhile
+CHAT: Final = "/v1/chat/completions"
+COMPLETION: Final = "/v1/completions"
+READ: Final = (CHAT, COMPLETION)  # paths whose prompts are read; all others are forwarded unread
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What is known of a prompt."""
+class KnownPrompt:
+    """A prompt's tokens, or why there are none."""
 
     tokens: list[int]
     cache_salt: str | None = None
-    unknown: str | None = None  # why there are no tokens
+    unknown: str | None = None  # why there are no tokens: `unreadable`, or `no_tokenizer`
 
 
-async def read(path: str, value: Mapping[str, Any], num_bytes: int, prompts: Prompts | None) -> Known:
-    """The (first) prompt of a request's JSON. Raises nothing: it may be right for an engine that is not ours."""
-    if num_bytes > _LONG:
+async def read(path: str, value: Mapping[str, Any], num_bytes: int, prompts: Prompts | None) -> KnownPrompt:
+    """The first prompt of a request's JSON. Raises nothing: another engine may accept what this code cannot read."""
+    if num_bytes > _LONG or "chat_template_kwargs" in value:  # chat_template_kwargs can make a template slow
         return await asyncio.to_thread(_read, path, value, prompts)
     return _read(path, value, prompts)
 
 
-def _read(path: str, value: Mapping[str, Any], prompts: Prompts | None) -> Known:
+def _read(path: str, value: Mapping[str, Any], prompts: Prompts | None) -> KnownPrompt:
     try:
-        body = ChatPrompt.model_validate(value) if path == _CHAT else CompletionPrompt.model_validate(value)
-        if prompts is not None:
-            return Known(prompts.tokens(body), body.cache_salt)
-        if isinstance(body, CompletionPrompt) and isinstance(body.prompts[0], list):
-            return Known(body.prompts[0], body.cache_salt)
+        cache_salt = RequestBody.model_validate(value).cache_salt
+        if path == CHAT:
+            chat = chat_of(value)
+            return _no_tokenizer(cache_salt) if prompts is None else KnownPrompt(prompts.chat(chat), cache_salt)
+        if value.get("truncate_prompt_tokens") is not None or value.get("prompt_embeds") is not None:
+            return KnownPrompt([], cache_salt, "unreadable")
+        first = CompletionPrompt.model_validate(value).prompts[0]
+        if isinstance(first, list):
+            return KnownPrompt(first, cache_salt)
+        if prompts is None:
+            return _no_tokenizer(cache_salt)
+        return KnownPrompt(
+            prompts.text(first, add_special_tokens=value.get("add_special_tokens") is not False), cache_salt
+        )
     except (ValidationError, OpenAIError):
-        return Known([], unknown="unreadable")
-    return Known([], unknown="no_tokenizer")
+        return KnownPrompt([], unknown="unreadable")
+
+
+def _no_tokenizer(cache_salt: str | None) -> KnownPrompt:
+    return KnownPrompt([], cache_salt, "no_tokenizer")

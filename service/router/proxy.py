@@ -1,4 +1,4 @@
-"""One request's way through the router: choose, ask, try the next where nothing was streamed yet, pass bytes on."""
+"""Forwards one request: chooses a replica, tries the next one on failure, and passes the answer on."""
 
 import asyncio
 import time
@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kvtier.service.openai_errors import OpenAIError
-from kvtier.service.router_client import Answer, Deadlines, Failure, Headers, ReplicaFailed
-from kvtier.service.router_holdings import Held
-from kvtier.service.router_ledger import Ledger
-from kvtier.service.router_replicas import Fleet, Replica, State, Work
-from kvtier.service.router_reply import Relayed, Reply
-from kvtier.service.routing_policy import Candidate, Choice, Reason, choose
+from kvtier.service.openai import OpenAIError
+from kvtier.service.router.client import Deadlines, Failure, Headers, ReplicaAnswer, ReplicaFailed
+from kvtier.service.router.fleet import Fleet
+from kvtier.service.router.holdings import Held
+from kvtier.service.router.ledger import Ledger
+from kvtier.service.router.policy import SPREAD, Candidate, Choice, Reason, choose, sticky
+from kvtier.service.router.replicas import AssignedWork, Replica, ReplicaState
+from kvtier.service.router.reply import ClientReply, Relayed
 
-_MAX_FAILED: Final = 4  # replicas that could not answer one request
-_MAX_BROKEN: Final = 2  # of these, that hung up on it: it may be what ends them
-_MAX_WHOLE: Final = 4 << 20  # bytes of an answer that is no stream and is held back until it is whole
+_MAX_FAILED: Final = 4  # replicas that may fail one request
+_MAX_BROKEN: Final = 2  # of these, replicas that may hang up on it: the request may be what kills them
+_MAX_WHOLE: Final = 4 << 20  # bytes of an answer without stream that are held back until it is whole
 _HOP: Final = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
 )
@@ -27,20 +28,21 @@ NOT_ANSWERED: Final = _HOP | frozenset(b"content-length date server".split())
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request, and what is known of its prompt."""
+class RoutedRequest:
+    """A request to forward, and what is known of its prompt."""
 
     path: str
-    headers: Headers  # for the replica
+    headers: Headers  # to send to the replica
     body: bytes
-    num_tokens: int  # of the prompt; 0 where it could not be tokenised
-    held: Held  # of the prompt, by whom; then its number of blocks is an estimate
-    arrived: float  # on the event loop's clock
+    num_tokens: int  # tokens of the prompt; 0 if it could not be tokenized
+    held: Held  # who holds the prompt; its number of blocks is an estimate if there are no tokens
+    arrived: float  # seconds on the event loop's clock
+    session: bytes | None = None  # identifies the conversation; its turns stay together if nobody's blocks are known
 
 
 @dataclass(slots=True)
 class _Tries:
-    """What became of one request so far."""
+    """The failed tries of one request so far."""
 
     tried: set[str] = field(default_factory=set)
     num_failed: int = 0
@@ -58,7 +60,7 @@ class _Tries:
             self.last = OpenAIError(502, "no replica could answer; try again", code=error.failure)
 
     def refused(self, refusal: Relayed) -> None:
-        """A replica's own refusal; that it is busy says more to a client than any failure."""
+        """Note a replica's refusal. "Busy" (429) tells a client more than any failure, so it is kept."""
         self.num_failed += refusal.status != 429
         if self.last is None or self.last.status != 429:
             self.last = refusal
@@ -70,13 +72,13 @@ class Proxy:
     def __init__(self, fleet: Fleet, ledger: Ledger, deadlines: Deadlines, weights: Mapping[str, float]) -> None:
         self._fleet, self._ledger = fleet, ledger
         self._deadlines, self._weights = deadlines, weights
-        self._turn = 0  # requests so far; if retries counted, a pair would have the same one asked first for ever
+        self._turn = 0  # requests so far; retries do not count, or one of a pair would always be asked first
 
-    async def forward(self, asked: Asked, reply: Reply) -> None:
-        """Have a request answered by the best replica that can; whatever goes wrong, the client is told."""
+    async def forward(self, request: RoutedRequest, reply: ClientReply) -> None:
+        """Have a request answered by the best replica that can. If none can, the client gets an error."""
         try:
-            async with asyncio.timeout_at(asked.arrived + self._deadlines.whole):
-                error = await self._try(asked, reply)
+            async with asyncio.timeout_at(request.arrived + self._deadlines.whole):
+                error = await self._try(request, reply)
         except TimeoutError:
             why = f"not answered within {self._deadlines.whole:g} s; ask for less"
             error = OpenAIError(504, why, code="deadline", headers=_NOT_AGAIN)
@@ -84,25 +86,25 @@ class Proxy:
             self._ledger.errors[str(error.status if isinstance(error, Relayed) else error.code)] += 1
             await reply.fail(error)
 
-    async def _try(self, asked: Asked, reply: Reply) -> OpenAIError | Relayed | None:
+    async def _try(self, request: RoutedRequest, reply: ClientReply) -> OpenAIError | Relayed | None:
         tries, loop = _Tries(), asyncio.get_running_loop()
-        due = asked.arrived + self._deadlines.first_byte  # one for all who are tried
+        due = request.arrived + self._deadlines.first_byte  # one deadline for all tries
         self._turn += 1
         while not tries.is_over:
-            choice = self._choose(asked, tries.tried)
+            choice = self._choose(request, tries.tried)
             if choice.name is None:
                 return tries.last or _nobody(choice)
             replica = self._fleet[choice.name]
             tries.tried.add(replica.name)
             cached = next(score.cached for score in choice.scores if score.name == replica.name)
-            work = Work(replica, asked.held.num_blocks - cached)
+            work = AssignedWork(replica, request.held.num_blocks - cached)
             try:
                 attempt = _Attempt(replica, work, self._ledger, reply)
-                refusal = await attempt.make(asked, replace(self._deadlines, first_byte=due - loop.time()))
+                refusal = await attempt.make(request, replace(self._deadlines, first_byte=due - loop.time()))
             except ReplicaFailed as error:
                 replica.failed(error.failure)
                 if reply.is_begun:
-                    why = f"replica {replica.name} ended in the middle of the answer; ask again"
+                    why = f"replica {replica.name} ended in the middle of the answer; send the request again"
                     return OpenAIError(502, why, code=f"mid_stream_{error.failure}")
                 if loop.time() >= due:
                     why = f"no answer began within {self._deadlines.first_byte:g} s; ask for less, or later"
@@ -111,7 +113,7 @@ class Proxy:
                 self._ledger.retries[error.failure] += 1
             else:
                 if refusal is None:
-                    self._ledger.prompt_tokens += asked.num_tokens
+                    self._ledger.prompt_tokens += request.num_tokens
                     self._ledger.promised_tokens += cached * (self._fleet.block_size or 0)
                     return None
                 tries.refused(refusal)
@@ -120,83 +122,91 @@ class Proxy:
                 work.end()
         return tries.last
 
-    def _choose(self, asked: Asked, tried: set[str]) -> Choice:
-        """The best of those that are up; where none is, those that seem to be down may yet answer."""
+    def _choose(self, request: RoutedRequest, tried: set[str]) -> Choice:
+        """Choose among the replicas that are up; if none is, among those that seem down, which may yet answer."""
         left = [replica for replica in self._fleet.replicas if replica.name not in tried]
-        usable = [r for r in left if r.state is State.UP] or [r for r in left if r.state is State.DOWN]
+        usable = [r for r in left if r.state is ReplicaState.UP] or [r for r in left if r.state is ReplicaState.DOWN]
         begun = time.perf_counter()
         candidates = [
             Candidate(
                 replica.name,
-                asked.held.prefixes.get(replica.name, {}),
+                request.held.prefixes.get(replica.name, {}),
                 replica.load,
                 num_requests=replica.in_flight,
                 is_alive=replica in usable,
-                is_sure=replica.name in asked.held.sure,
+                is_sure=replica.name in request.held.sure,
                 limit=replica.limit,
             )
             for replica in self._fleet.replicas
         ]
-        choice = choose(candidates, asked.held.num_blocks, weights=self._weights, turn=self._turn)
+        if request.session is None or any(each.is_sure and each.can_take for each in candidates):
+            choice = choose(candidates, request.held.num_blocks, weights=self._weights, turn=self._turn)
+        else:
+            choice = sticky(candidates, request.session, spread=SPREAD)
         self._ledger.seconds["score"] += time.perf_counter() - begun
-        self._ledger.decided(choice, asked.held.num_blocks)
+        self._ledger.decided(choice, request.held.num_blocks)
         return choice
 
 
 def _nobody(choice: Choice) -> OpenAIError:
     if choice.reason is Reason.FULL:
-        return OpenAIError(429, "every replica has all it may have; try again", code="full", headers=_LATER)
+        return OpenAIError(429, "every replica is at its limit of requests; try again", code="full", headers=_LATER)
     return OpenAIError(503, "no replica is up; try again", code="no_replica", headers=_LATER)
 
 
 class _Attempt:
-    """One replica's try at one request."""
+    """One try of one request at one replica."""
 
-    def __init__(self, replica: Replica, work: Work, ledger: Ledger, reply: Reply) -> None:
+    def __init__(self, replica: Replica, work: AssignedWork, ledger: Ledger, reply: ClientReply) -> None:
         self._replica, self._work, self._ledger, self._reply = replica, work, ledger, reply
 
-    async def make(self, asked: Asked, deadlines: Deadlines) -> Relayed | None:
-        """None where the client has its answer, or what the replica said instead of one. Raises ReplicaFailed."""
-        answer = await self._replica.client.ask("POST", asked.path, asked.headers, asked.body, deadlines)
+    async def make(self, request: RoutedRequest, deadlines: Deadlines) -> Relayed | None:
+        """Send the request. Returns None if the client has its answer, else the refusal. Raises ReplicaFailed."""
+        answer = await self._replica.client.ask("POST", request.path, request.headers, request.body, deadlines)
         try:
-            is_stream = answer.header(b"content-type").startswith(b"text/event-stream")
+            kind = answer.header(b"content-type")
+            is_stream = kind.startswith(b"text/event-stream")
             is_refusal = answer.status == 429 or answer.status >= 500
-            has_begun = is_stream and not is_refusal  # with its head: engines send that before they compute
+            # a body without a length that is not JSON is passed on as it comes: speech, for example
+            is_open = is_stream or not (answer.header(b"content-length") or kind.startswith(b"application/json"))
+            has_begun = (
+                is_open and not is_refusal
+            )  # an open answer begins with its head, which engines send before they compute
             first = await answer.first() if has_begun else await answer.read(_MAX_WHOLE)
             headers = [*passed(answer.headers, NOT_ANSWERED), (b"x-kvtier-replica", self._replica.name.encode())]
             if is_refusal:
                 return Relayed(answer.status, headers, first)
             self._work.begun()
             self._ledger.answers[self._replica.name, f"{answer.status // 100}xx"] += 1
-            if is_stream or len(first) > _MAX_WHOLE:
+            if is_open or len(first) > _MAX_WHOLE:
                 await self._reply.begin(answer.status, headers, is_stream=is_stream)
                 await self._stream(answer, first)
             else:
-                self._ledger.told(first)
+                self._ledger.read_usage(first)
                 await self._reply.whole(answer.status, headers, first)
             return None
         finally:
             answer.close()
 
-    async def _stream(self, answer: Answer, first: bytes) -> None:
+    async def _stream(self, answer: ReplicaAnswer, first: bytes) -> None:
         piece = first
         while piece:
-            self._ledger.told(piece)
+            self._ledger.read_usage(piece)
             await self._reply.write(piece)
             piece = await answer.piece(self._pass_on)
         if not (answer.is_delimited or self._reply.is_done):
-            raise ReplicaFailed(Failure.BROKEN, "it hung up, and nothing says that this was all")
+            raise ReplicaFailed(Failure.BROKEN, "it hung up, and the answer has no marked end")
         await self._reply.end()
 
     def _pass_on(self, chunks: bytes) -> bool:
-        """What most pieces of a stream are: nothing is waiting before them, and no task need wake for them."""
+        """The shortcut for most pieces of a stream: no data waits before them, and no task needs to wake."""
         if not self._reply.pass_on(chunks):
             return False
-        self._ledger.told(chunks)
+        self._ledger.read_usage(chunks)
         return True
 
 
 def passed(headers: Headers, without: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
-    """The headers that go on to the other side; those that `connection` names are of this hop alone, too."""
+    """The headers to pass on: without hop-by-hop headers and those that `connection` names."""
     named = {name.strip().lower() for key, value in headers if key == b"connection" for name in value.split(b",")}
     return [(name, value) for name, value in headers if name not in without and name not in named]

@@ -1,102 +1,127 @@
-"""The router: requests come in, are known by their prompt, and go to the replica where least is left to compute."""
+"""The router: reads each request's prompt, looks up who holds it, and has the proxy forward it."""
 
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
-from kvtier.service.openai_bodies import json_object
-from kvtier.service.openai_errors import OpenAIError, unknown_model
-from kvtier.service.prompts import Prompts
-from kvtier.service.router_client import Deadlines, Headers
-from kvtier.service.router_holdings import Held, Holdings
-from kvtier.service.router_ledger import Ledger
-from kvtier.service.router_prompts import read
-from kvtier.service.router_proxy import NOT_ASKED, Asked, Proxy, passed
-from kvtier.service.router_replicas import Fleet, Replica, Terms
-from kvtier.service.router_reply import Reply
-from kvtier.service.router_spec import Publishers, parse_replicas
-from kvtier.tiers.config_router import RouterConfig
+from kvtier.service.events import CurveKeys
+from kvtier.service.observe import RouterStatus, statuses
+from kvtier.service.openai import OpenAIError, Prompts, json_object, unknown_model
+from kvtier.service.router.client import Deadlines, Headers
+from kvtier.service.router.fleet import Fleet
+from kvtier.service.router.holdings import FleetHoldings, Held
+from kvtier.service.router.ledger import Ledger
+from kvtier.service.router.lists import ReplicaList
+from kvtier.service.router.prompts import READ, KnownPrompt, read
+from kvtier.service.router.proxy import NOT_ASKED, Proxy, RoutedRequest, passed
+from kvtier.service.router.replica_tokenizer import ReplicaTokenizer
+from kvtier.service.router.replicas import ProbeSettings, Replica
+from kvtier.service.router.reply import ClientReply
+from kvtier.service.router.sessions import session_of
+from kvtier.service.router.spec import Publishers
+from kvtier.service.router.tls import tls_context
+from kvtier.tiers import tier_captions
+from kvtier.tiers.config import RouterConfig
 
-_BYTES: Final = 64  # of a body for each block, where the prompt is not known
-_MAX_ITEMS: Final = 1 << 18  # in a body that is read: more take the only JSON parser there is over 20 ms, with the GIL
-_LONG: Final = 1 << 15  # tokens; longer prompts are named on a thread
+_BYTES: Final = 64  # bytes of a body that count as a block if the prompt is not known
+_MAX_ITEMS: Final = 1 << 18  # values in a body that is parsed: more block the event loop for over 20 ms
+_LONG: Final = 1 << 15  # tokens; the blocks of longer prompts are named on a thread
+_MOST: Final = 1024  # most blocks of work of a request that is forwarded unread
+_USUAL: Final = 8  # the same if its body is not text
 
 
 class Router:
-    """Belongs to the event loop that calls `start`; `status` and the ledger are read there, too."""
+    """Belongs to the event loop that calls `start`; `status` and the ledger are read there too."""
 
     def __init__(self, config: RouterConfig, *, strict: bool = False) -> None:
-        """ConfigError where the replicas' specs are wrong or can't stand side by side, or the tokenizer is.
+        """Raises ConfigError if a replica's spec is wrong or contradicts another, or if the tokenizer cannot be read.
 
-        `strict`: events that contradict what was told before are errors.
+        `strict`: events that contradict earlier ones are errors.
         """
-        self.fleet = Fleet(parse_replicas(config.replicas), _terms(config), self._joined)
-        self.holdings = Holdings(strict=strict)
+        terms = _terms(config)
+        keys = CurveKeys.load("router", config.curve_key_file, "curve_publisher_file", config.curve_publisher_file)
+        self.holdings = FleetHoldings(strict=strict, max_blocks=config.max_blocks, keys=keys)
+        self.list = ReplicaList(config.replicas, config.replicas_file, config.resolve_interval)
+        self.fleet = Fleet(self.list.specs, terms, self._joined, self.holdings.leave)
         self._prompts = None if config.model is None else Prompts.open(config.model)
         self.ledger = Ledger()
         deadlines = Deadlines(
             config.connect_timeout, config.first_byte_timeout, config.stall_timeout, config.request_timeout
         )
         self._proxy = Proxy(self.fleet, self.ledger, deadlines, config.weights)
-        self._headers = _terms(config).headers
+        self._headers = terms.headers
+        self._tokens = ReplicaTokenizer(config.tokenize_timeout, terms.headers) if config.model is None else None
         self._started = time.time()
 
     async def start(self) -> None:
-        """Look at every replica once; then look at them, and hear their events, until `stop`."""
+        """Probe every replica once, then start probing, watching the list and following events until `stop`."""
+        self.fleet.change(await self.list.looked_up())
         await self.fleet.start()
+        self._following = asyncio.create_task(self.list.follow(self.fleet.change))
 
     async def stop(self) -> None:
-        """Hang up everywhere."""
+        """Stop all tasks, and close every connection."""
+        self._following.cancel()
         await self.fleet.stop()
         await asyncio.to_thread(self.holdings.close)
 
-    async def answer(self, path: str, headers: Headers, body: bytes, reply: Reply) -> None:
-        """Answer a client's request, whatever it is."""
+    async def answer(self, target: str, headers: Headers, body: bytes, reply: ClientReply) -> None:
+        """Answer a client's request. `target` is its path; of a request that is forwarded unread, with the query."""
+        arrived = asyncio.get_running_loop().time()
         try:
-            asked = await self._asked(path, headers, body, asyncio.get_running_loop().time())
+            prepare = self._with_prompt if target in READ else self._unread
+            request = await prepare(target, headers, body, arrived)
         except OpenAIError as error:
             self.ledger.errors[str(error.code)] += 1
             await reply.fail(error)
             return
-        await self._proxy.forward(asked, reply)
+        await self._proxy.forward(request, reply)
 
-    def status(self) -> dict[str, Any]:
-        """What there is to say, as JSON."""
+    def status(self) -> RouterStatus:
+        """What /status says, now."""
         ledger = self.ledger
-        return {
-            "uptime_s": time.time() - self._started,
-            "block_size": self.fleet.block_size,
-            "fingerprint": self.fleet.fingerprint,
-            "replicas": [self._replica(replica) for replica in self.fleet.replicas],
-            "decisions": list(ledger.decisions)[::-1],
-            "requests": _by_reason(ledger.requests),
-            "retries": dict(ledger.retries),
-            "errors": dict(ledger.errors),
-            "unknown_prompts": dict(ledger.untokenised),
-            "tokens": {
-                "prompt": ledger.prompt_tokens,
-                "promised": ledger.promised_tokens,
-                "told_prompt": ledger.told_prompt_tokens,
-                "told_cached": ledger.told_cached_tokens,
-                "told_tiers": dict(ledger.told_tiers),
-            },
-            "indexed_blocks": self.holdings.num_blocks,
-            "cpu_s": time.process_time(),
-        }
+        return RouterStatus(
+            uptime_s=time.time() - self._started,
+            block_size=self.fleet.block_size,
+            fingerprint=self.fleet.fingerprint,
+            tier_captions=[statuses.TierCaption.model_validate(each) for each in tier_captions()],
+            replicas=[self._replica(replica) for replica in (*self.fleet.replicas, *self.fleet.leaving)],
+            list=statuses.ReplicaListStatus(errors=dict(self.list.errors), why=self.list.why),
+            decisions=[decision.status for decision in reversed(ledger.decisions)],
+            requests=_by_reason(ledger.requests),
+            retries=dict(ledger.retries),
+            errors=dict(ledger.errors),
+            unknown_prompts=dict(ledger.untokenised),
+            tokens=statuses.RoutedTokens(
+                prompt=ledger.prompt_tokens,
+                promised=ledger.promised_tokens,
+                told_prompt=ledger.told_prompt_tokens,
+                told_cached=ledger.told_cached_tokens,
+                told_tiers=dict(ledger.told_tiers),
+            ),
+            indexed_blocks=self.holdings.num_blocks,
+            forgotten_blocks=self.holdings.num_forgotten,
+            cpu_s=time.process_time(),
+        )
 
-    def _replica(self, replica: Replica) -> dict[str, Any]:
-        return {
-            "name": replica.name,
-            "url": replica.spec.url,
-            "state": replica.state,
-            "why": replica.why,
-            "load": replica.load,
-            "in_flight": replica.in_flight,
-            "requests": replica.num_requests,
-            "errors": dict(replica.errors),
-            **self.holdings.state(replica.name),
-        }
+    def _replica(self, replica: Replica) -> statuses.ReplicaStatus:
+        told = self.holdings.state(replica.name)
+        return statuses.ReplicaStatus(
+            name=replica.name,
+            url=replica.spec.url,
+            state=replica.state,
+            why=replica.why,
+            load=replica.load,
+            in_flight=replica.in_flight,
+            requests=replica.num_requests,
+            errors=dict(replica.errors),
+            events=told.events,
+            node_events=told.node_events,
+            blocks=told.blocks,
+        )
 
     def _joined(self, replica: Replica, publishers: Publishers) -> None:
         fingerprint = self.fleet.fingerprint
@@ -104,37 +129,69 @@ class Router:
             replica.name, publishers, self.fleet.block_size, None if fingerprint is None else bytes.fromhex(fingerprint)
         )
 
-    async def _asked(self, path: str, headers: Headers, body: bytes, arrived: float) -> Asked:
-        """The request, and what is known of its prompt. Raises OpenAIError where no replica need see it."""
+    async def _with_prompt(self, path: str, headers: Headers, body: bytes, arrived: float) -> RoutedRequest:
+        """A request whose prompt is read. Raises OpenAIError if it must not reach a replica."""
         sent = [*passed(headers, NOT_ASKED), *self._headers]
         if body.count(b",") >= _MAX_ITEMS:
             return self._unknown("too_long", path, sent, body, arrived)
-        asked = json_object(body)
-        model, served = asked.get("model"), {str(model["id"]) for model in self.fleet.models()}
+        fields = json_object(body)
+        model, served = fields.get("model"), {str(model["id"]) for model in self.fleet.models()}
         if isinstance(model, str) and served and model not in served:
             raise unknown_model(model, ", ".join(sorted(served)))
         begun = time.perf_counter()
-        known = await read(path, asked, len(body), self._prompts)
+        known = await self._known(path, fields, body)
         self.ledger.seconds["tokenise"] += time.perf_counter() - begun
+        session = session_of(path, fields)
         if known.unknown is not None:
-            return self._unknown(known.unknown, path, sent, body, arrived)
+            return self._unknown(known.unknown, path, sent, body, arrived, session)
         begun, fleet = time.perf_counter(), self.fleet
         what = known.tokens, known.cache_salt, fleet.namespace, fleet.adapter(model)
         is_long = len(known.tokens) > _LONG
         names = await asyncio.to_thread(self.holdings.names, *what) if is_long else self.holdings.names(*what)
         held = self.holdings.of(len(known.tokens), names)
         self.ledger.seconds["score"] += time.perf_counter() - begun
-        return Asked(path, sent, body, len(known.tokens), held, arrived)
+        return RoutedRequest(path, sent, body, len(known.tokens), held, arrived, session)
 
-    def _unknown(self, why: str, path: str, headers: Headers, body: bytes, arrived: float) -> Asked:
+    async def _known(self, path: str, fields: Mapping[str, Any], body: bytes) -> KnownPrompt:
+        """The prompt, tokenized by the router's own tokenizer, or by a replica if it has none."""
+        known = await read(path, fields, len(body), self._prompts)
+        if known.unknown != "no_tokenizer" or self._tokens is None:
+            return known
+        tokens = await self._tokens.of(self.fleet.replicas, path, body, fields)
+        return known if tokens is None else KnownPrompt(tokens, known.cache_salt)
+
+    async def _unread(self, target: str, headers: Headers, body: bytes, arrived: float) -> RoutedRequest:
+        """A request that is forwarded unread: to the replica of its conversation, else to the least busy one."""
+        self.ledger.untokenised["passed_on"] += 1
+        sent = [*passed(headers, NOT_ASKED), *self._headers]
+        kind = next((value for name, value in headers if name == b"content-type"), b"").lower()
+        is_json = kind.startswith(b"application/json")
+        session = None
+        if is_json and body.count(b",") < _MAX_ITEMS:
+            with suppress(OpenAIError):  # the replica reports whatever is wrong
+                session = session_of(target.partition("?")[0], json_object(body))
+        sure = frozenset(replica.name for replica in self.fleet.replicas) if session is None else frozenset[str]()
+        held = Held(min(-(-len(body) // _BYTES), _MOST if is_json else _USUAL), {}, sure)
+        return RoutedRequest(target, sent, body, 0, held, arrived, session)
+
+    def _unknown(
+        self, why: str, path: str, headers: Headers, body: bytes, arrived: float, session: bytes | None = None
+    ) -> RoutedRequest:
         self.ledger.untokenised[why] += 1
-        return Asked(path, headers, body, 0, Held(-(-len(body) // _BYTES)), arrived)
+        return RoutedRequest(path, headers, body, 0, Held(-(-len(body) // _BYTES)), arrived, session)
 
 
-def _terms(config: RouterConfig) -> Terms:
+def _terms(config: RouterConfig) -> ProbeSettings:
     token = config.replica_token
     headers = [] if token is None else [(b"authorization", b"Bearer " + token.get_secret_value().encode())]
-    return Terms(config.probe_interval, config.probe_timeout, headers, config.max_requests)
+    return ProbeSettings(
+        config.probe_interval,
+        config.probe_timeout,
+        headers,
+        config.max_requests,
+        config.probe_failures,
+        tls_context(config.replica_ca),
+    )
 
 
 def _by_reason(requests: Counter[tuple[str, str]]) -> dict[str, int]:

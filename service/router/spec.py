@@ -1,22 +1,22 @@
-"""What `--replica` says of one: where it is, where its events are, and what must agree with what it says itself."""
+"""Parses `--replica`: where a replica is, where its events are, and what it must agree with."""
 
 import re
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Final
 from urllib.parse import urlsplit
 
-from kvtier.tiers.errors import ConfigError
+from kvtier.tiers import ConfigError
 
 _EVENTS: Final = ("events", "replay", "node", "node_replay")
-_KNOWN: Final = (*_EVENTS, "block_size")
+_KNOWN: Final = (*_EVENTS, "block_size", "addresses")
 _WILDCARD: Final = re.compile(r"^(tcp://)(\*|0\.0\.0\.0|\[::\])(:\d+)$")
-_EXAMPLE: Final = "http://127.0.0.1:8000,events=tcp://127.0.0.1:5557"
+_EXAMPLE: Final = "http://127.0.0.1:8000,events=ipc:///run/kvtier/events"
 
 
 @dataclass(frozen=True, slots=True)
 class Publishers:
-    """Where to hear of what a replica has: of its own tiers, and of the daemon it loads from."""
+    """Endpoints of a replica's KV events: its own, and those of the daemon it loads from."""
 
     events: str | None = None
     replay: str | None = None
@@ -24,44 +24,56 @@ class Publishers:
     node_replay: str | None = None
 
     def reached_at(self, host: str) -> "Publishers":
-        """What the replica binds to everywhere, by the name it is reached at."""
+        """The same endpoints, with wildcard addresses replaced by `host`."""
         return Publishers(*(each and _WILDCARD.sub(rf"\g<1>{host}\g<3>", each) for each in astuple(self)))
 
     def agreed(self, other: "Publishers") -> "Publishers | str":
-        """These and what only the other says; or in a line where they contradict each other."""
+        """These endpoints, completed by `other`; or one line that says how they contradict each other."""
         values = []
         for part in fields(self):
             mine, its = getattr(self, part.name), getattr(other, part.name)
             if None not in (mine, its) and mine != its:
-                return f'{part.name} "{its}", but its --replica says "{mine}"; give what it has'
+                return f'{part.name} "{its}", but its --replica says "{mine}"; give the value the replica has'
             values.append(mine if its is None else its)
         return Publishers(*values)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """One replica, as the user names it. What is None is asked of the replica."""
+    """One replica, as configured. A field that is None is read from the replica."""
 
     host: str
     port: int
     publishers: Publishers = Publishers()
     block_size: int | None = None
+    is_tls: bool = False
+    has_addresses: bool = False  # `host` is a DNS name, and each of its addresses is a replica
+    server_name: str | None = None  # the name its certificate must be for, if that is not `host`
 
     @property
     def name(self) -> str:
-        """HOST:PORT; no two replicas share it."""
+        """HOST:PORT. No two replicas share it."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def url(self) -> str:
-        """Without a slash at its end."""
-        return f"http://{self.name}"
+        """The replica's URL, without a slash at the end."""
+        return f"http{'s' if self.is_tls else ''}://{self.name}"
+
+    def at(self, address: str) -> "ReplicaSpec":
+        """The replica at one address of the name. Event endpoints at the name, or at *, move to that address."""
+        events = (each and each.replace(f"//{self.host}:", "//*:") for each in astuple(self.publishers))
+        there = Publishers(*events).reached_at(f"[{address}]" if ":" in address else address)
+        return replace(self, host=address, publishers=there, has_addresses=False, server_name=self.host)
 
     @classmethod
     def parse(cls, text: str) -> "ReplicaSpec":
-        """`http://host:port[,events=tcp://…][,replay=…][,node=…][,node_replay=…][,block_size=N]`, else ConfigError."""
+        """`http[s]://host:port[,events=tcp://…][,replay=…][,node=…][,node_replay=…][,block_size=N][,addresses=all]`.
+
+        Raises ConfigError if the text is not such a spec.
+        """
         url, *rest = text.split(",")
-        host, port = _address(text, url)
+        host, port, is_tls = _address(text, url)
         given: dict[str, str] = {}
         for part in rest:
             name, _, value = part.partition("=")
@@ -72,21 +84,26 @@ class ReplicaSpec:
             given[name] = value
         for name in _EVENTS:
             if name in given and not given[name].startswith(("tcp://", "ipc://")):
-                raise _wrong(text, f"{name} is no endpoint; write it as in tcp://127.0.0.1:5557")
+                raise _wrong(text, f"{name} is not an endpoint; write it like ipc:///run/kvtier/events")
         for one, other in (("replay", "events"), ("node_replay", "node")):
             if one in given and other not in given:
                 raise _wrong(text, f"{one} without {other}; give both")
         size = given.get("block_size", "1")
         if not (size.isascii() and size.isdecimal() and 1 <= int(size[:9]) <= 4096):
-            raise _wrong(text, f'block_size "{size[:40]}" is no number of tokens from 1 to 4096')
+            raise _wrong(text, f'block_size "{size[:40]}" is not a number of tokens from 1 to 4096')
+        if given.get("addresses", "all") != "all":
+            raise _wrong(
+                text, f'addresses "{given["addresses"][:40]}" is not all; write addresses=all, or leave it out'
+            )
         publishers = Publishers(*(given.get(name) for name in _EVENTS))
-        return cls(host, port, publishers, int(size) if "block_size" in given else None)
+        block_size = int(size) if "block_size" in given else None
+        return cls(host, port, publishers, block_size, is_tls, "addresses" in given)
 
 
 def parse_replicas(texts: Sequence[str]) -> list[ReplicaSpec]:
-    """All of them; raises ConfigError where there is none, or where two can't stand side by side."""
+    """Parse all specs. Raises ConfigError if there is none, or if two contradict each other."""
     if not texts:
-        raise ConfigError(f"[router] replicas none: there is nobody to ask; give --replica {_EXAMPLE}")
+        raise ConfigError(f"[router] replicas none: no replica is given; give --replica {_EXAMPLE}")
     specs = [ReplicaSpec.parse(text) for text in texts]
     sized = [spec for spec in specs if spec.block_size is not None]
     for before, spec in enumerate(specs):
@@ -96,12 +113,12 @@ def parse_replicas(texts: Sequence[str]) -> list[ReplicaSpec]:
         if spec.block_size != sized[0].block_size:
             raise ConfigError(
                 f'[router] replicas "{spec.url}": block_size {spec.block_size}, but {sized[0].block_size} of '
-                f'"{sized[0].url}"; a prefix has one block size everywhere'
+                f'"{sized[0].url}"; use one block size everywhere'
             )
     return specs
 
 
-def _address(text: str, url: str) -> tuple[str, int]:
+def _address(text: str, url: str) -> tuple[str, int, bool]:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -109,11 +126,11 @@ def _address(text: str, url: str) -> tuple[str, int]:
         host, port = None, None
         parts = urlsplit("")
     is_bare = not (parts.username or parts.password or parts.query or parts.fragment or parts.path.strip("/"))
-    if parts.scheme != "http" or not host or not port or not is_bare:
-        raise _wrong(text, f"not http://HOST:PORT; write it as in {_EXAMPLE}")
-    return host, port
+    if parts.scheme not in ("http", "https") or not host or not port or not is_bare:
+        raise _wrong(text, f"not http://HOST:PORT or https://HOST:PORT; write it like {_EXAMPLE}")
+    return host, port, parts.scheme == "https"
 
 
 def _wrong(text: str, why: str) -> ConfigError:
-    shown = text.rpartition("@")[2]  # what stands before it may be a password
+    shown = text.rpartition("@")[2]  # the part before it may be a password
     return ConfigError(f'[router] replicas "{shown if len(shown) <= 80 else shown[:79] + "…"}": {why}')

@@ -1,4 +1,4 @@
-"""What every HTTP request must get past: who may ask, and how much it may bring, how slowly."""
+"""Checks every HTTP request: who may ask, how large its body may be, and how long that may take."""
 
 import asyncio
 import hmac
@@ -9,24 +9,31 @@ from pydantic import SecretStr
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-_BODY: Final = 10.0  # seconds a request's body may take
+_BODY: Final = 10.0  # seconds in which a request's body must arrive
 _LOOPBACK: Final = ("127.", "::1", "::ffff:127.")
+_FROM_A_PAGE: Final = {
+    "origin",
+    "sec-fetch-site",
+}  # headers of browsers, which may send some other types than JSON to any site
 _LOCAL_NAMES: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Who may use guarded routes: who has the token; without one, programs of this machine that are no web page."""
+    """Who may use guarded routes: holders of the token; without a token, local programs that are not web pages."""
 
     token: SecretStr | None
 
-    def admit(self, request: Request) -> None:
-        """Raises HTTPException: 401, without a hint, or 415."""
+    def admit(self, request: Request, *, any_type: bool = False) -> None:
+        """Raises HTTPException: 401 without a hint, or 415.
+
+        `any_type` also admits bodies of other types than JSON, except from a web page in a local browser.
+        """
         if self.token is not None:
-            given = request.headers.get("authorization", "").encode("latin-1")  # the bytes that came
+            given = request.headers.get("authorization", "").encode("latin-1")  # the bytes as received
             expected = f"Bearer {self.token.get_secret_value()}".encode()
             allowed = hmac.compare_digest(given, expected)
-        else:  # a page in a browser here may send requests too, but not under a local name to itself
+        else:  # a web page in a local browser may send requests too, but not under a local name to itself
             client = request.client.host if request.client is not None else ""
             host = request.headers.get("host", "")
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
@@ -34,13 +41,14 @@ class Guard:
         if not allowed:
             raise HTTPException(401, "not allowed")
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if request.method == "POST" and kind != "application/json":
+        is_free = any_type and (self.token is not None or _FROM_A_PAGE.isdisjoint(request.headers.keys()))
+        if request.method == "POST" and kind != "application/json" and not is_free:
             raise HTTPException(415, f'content-type "{kind[:40]}": send application/json')
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The request's body. Raises HTTPException where it has more than `limit` bytes, is too slow or broken off."""
-    too_large = HTTPException(413, f"body: more than {limit} bytes; ask for less at a time")
+    """The request's body. Raises HTTPException if it has more than `limit` bytes, is too slow or is cut short."""
+    too_large = HTTPException(413, f"body: more than {limit} bytes; send less at a time")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > limit:
         raise too_large
@@ -52,7 +60,7 @@ async def read_body(request: Request, limit: int) -> bytes:
                 if len(body) > limit:
                     raise too_large
     except TimeoutError:
-        raise HTTPException(408, f"body: not here within {_BODY:g} s; send it at once") from None
+        raise HTTPException(408, f"body: not received within {_BODY:g} s; send it at once") from None
     except ClientDisconnect:
-        raise HTTPException(400, "body: broken off") from None
+        raise HTTPException(400, "body: cut short; send all of it") from None
     return bytes(body)

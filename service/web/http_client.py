@@ -1,4 +1,4 @@
-"""The commands' way to the daemon's pages: one request each, a deadline on it, and a line for whatever goes wrong."""
+"""The HTTP client of the commands: one request each, with a deadline, and one line for every error."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,16 +8,15 @@ from typing import Any, Final
 import httpx2
 from pydantic import SecretStr
 
-from kvtier.tiers.errors import ConfigError, FormatError, KVTierError, TierUnavailable
-
-Json = dict[str, Any]
+from kvtier.service import Json
+from kvtier.tiers import ConfigError, FormatError, KVTierError, TierUnavailable
 
 _CONNECT: Final = 2.0  # seconds
-_ANSWER: Final = 60.0  # seconds between any two pieces of an answer; verbs wait for lower tiers
+_ANSWER: Final = 60.0  # seconds between two pieces of an answer; some verbs wait for lower tiers
 
 
 class HttpClient:
-    """Speaks to the daemon at HOST:PORT. TierUnavailable where nobody answers, ConfigError for what it refuses."""
+    """Sends requests to the daemon at HOST:PORT. Raises TierUnavailable if it is down, ConfigError if it refuses."""
 
     def __init__(self, address: str, token: SecretStr | None) -> None:
         self._address = address
@@ -28,30 +27,30 @@ class HttpClient:
         )
 
     def get(self, path: str) -> Json:
-        """A page's JSON."""
+        """Get a page's JSON."""
         with self._answer("GET", path, None) as answer:
             return self._object(answer.read())
 
     def status(self, *fields: str) -> Json:
-        """Its status. FormatError where that has none of these fields: something else answers there."""
+        """Get /status. Raises FormatError if it has none of these fields: another program answers there."""
         status = self.get("/status")
         if not any(field in status for field in fields):
-            raise self._stranger
+            raise self._not_a_daemon
         return status
 
     def post(self, path: str, body: Mapping[str, Any]) -> Json:
-        """What a verb answers."""
+        """Run a verb, and return its JSON answer."""
         with self._answer("POST", path, body) as answer:
             return self._object(answer.read())
 
     def lines(self, path: str, body: Mapping[str, Any]) -> Iterator[Json]:
-        """The JSON lines of a long verb, as they come; the last one says how it ended."""
+        """Run a long verb, and yield its JSON lines as they come. The last one says how it ended."""
         with self._answer("POST", path, body) as answer:
             for line in answer.iter_lines():
                 yield self._object(line.encode())
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         self._client.close()
 
     @contextmanager
@@ -63,11 +62,11 @@ class HttpClient:
                 yield answer
         except (httpx2.ConnectError, httpx2.ConnectTimeout):
             raise TierUnavailable(
-                f'[service] http "{self._address}": nobody answers; start `kvtier serve`, or give its --http HOST:PORT'
+                f'[service] http "{self._address}": no answer; start `kvtier serve`, or give its --http HOST:PORT'
             ) from None
         except httpx2.TimeoutException:
             raise TierUnavailable(
-                f'[service] http "{self._address}": no answer within {_ANSWER:g} s; is it stuck?'
+                f'[service] http "{self._address}": no answer within {_ANSWER:g} s; see its log'
             ) from None
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
             raise TierUnavailable(f'[service] http "{self._address}": {str(error) or type(error).__name__}') from None
@@ -78,8 +77,8 @@ class HttpClient:
                 "[service] token: the daemon does not take it; give the daemon's, by --token or the file"
             )
         why = self._object(answer.read()).get("error")
-        if not isinstance(why, str):  # an engine's or a router's words
-            return self._stranger
+        if not isinstance(why, str):  # an engine's or a router's error
+            return self._not_a_daemon
         line = " ".join(why.split())
         if answer.status_code >= 500:
             return TierUnavailable(line)
@@ -91,10 +90,10 @@ class HttpClient:
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
-            raise self._stranger
+            raise self._not_a_daemon
         return value
 
     @property
-    def _stranger(self) -> FormatError:
+    def _not_a_daemon(self) -> FormatError:
         where = f'[service] http "{self._address}"'
-        return FormatError(f"{where}: what answers there is no daemon of kvtier's; give the daemon's --http HOST:PORT")
+        return FormatError(f"{where}: no kvtier daemon answers there; give the daemon's --http HOST:PORT")

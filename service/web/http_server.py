@@ -1,39 +1,50 @@
-"""An HTTP server on a thread beside what it serves: its socket, no patience with who neither speaks nor reads."""
+"""An HTTP server on its own thread, which drops clients that send or read too slowly."""
 
 import asyncio
 import socket
 import threading
+from collections.abc import Iterable
 from typing import Any, Final
 
 import h11
 import uvicorn
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvtier.tiers.errors import ConfigError
+from kvtier.service.web.http_hosts import HostNames, name_in
+from kvtier.tiers import ConfigError
 
-_BACKLOG: Final = 1024  # connections the kernel keeps for us; those past the limit below are told so
-_MAX_CONNECTIONS: Final = 64
+_BACKLOG: Final = 1024  # connections that the kernel queues; those past the limit below get an answer that says so
+_MAX_REQUESTS: Final = 64  # requests answered at once; as many connections may wait for their next request
+_RESERVED: Final = 16  # health checks answered beside them
+_HEALTH: Final = ("/healthz", "/readyz")
 _MAX_HEADERS: Final = 16 << 10  # bytes
-_IDLE: Final = 10.0  # seconds a connection may take over a request's head, or between two
-_GRACE: Final = 2  # seconds requests may take to their end at a stop
-_STOPPED: Final = 3.0  # seconds the thread may take beyond that
-_CROWDED: Final = JSONResponse({"error": "too many connections; come again later"}, 503, {"connection": "close"})
+_HEAD: Final = 5.0  # seconds until the head of a connection's first request must be whole
+_IDLE: Final = 10.0  # seconds from one request to the end of the next one's head
+_GRACE: Final = 2  # seconds that requests may take to end at a stop
+_STOPPED: Final = 3.0  # seconds that the thread may take beyond that
+_CLOSE: Final = {"connection": "close"}
+_CROWDED: Final = JSONResponse({"error": "too many requests at once; try again later"}, 503, _CLOSE)
+_TWO_LENGTHS: Final = JSONResponse(
+    {"error": "content-length, transfer-encoding: a body has only one of them; send one"}, 400, _CLOSE
+)
 
 
 class HttpSocket:
-    """A bound, listening socket, before there is anything to serve on it."""
+    """A bound, listening socket, made before there is an application to serve."""
 
-    def __init__(self, address: str, section: str = "service") -> None:
-        """`address` is HOST:PORT, from that section's `http`; port 0 is one the system chooses.
+    def __init__(self, address: str, section: str = "service", names: Iterable[str] = ()) -> None:
+        """`address` is HOST:PORT, from `http` of that section; with port 0 the system chooses.
 
-        ConfigError where it cannot be had.
+        `names` are its `allowed_hosts`. Raises ConfigError if the address cannot be bound.
         """
+        self.section = section
+        self.hosts = HostNames(address, names)
         host, _, port = address.rpartition(":")
         try:
             info = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            # asyncio sends at once only where a socket says it is TCP; else a kept connection's answers take 40 ms more
+            # asyncio disables Nagle only if the socket says it is TCP; else kept connections answer 40 ms later
             family, kind, protocol, _, where = info[0]
             self.socket = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
             try:
@@ -49,20 +60,21 @@ class HttpSocket:
 
     @property
     def address(self) -> str:
-        """HOST:PORT in use."""
+        """The HOST:PORT in use."""
         host, port = self.socket.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def close(self) -> None:
-        """Give the address back; idempotent."""
+        """Close the socket. Idempotent."""
         self.socket.close()
 
 
 class HttpServer:
-    """Serves an application from `start` until `stop`, on a thread of its own.
+    """Serves an application from `start` until `stop`, on its own thread.
 
-    A request on a connection past `max_connections` is answered `crowded`. `grace`: seconds for requests at a stop;
-    `stopping` is set then, for those that would go on.
+    A request past `max_requests` at once is answered `crowded`; health checks have room of their own. Connections
+    without a whole request head do not count. If there are more than `max_requests` of them, the one that waits longest
+    is closed. `grace` is seconds for requests at a stop. `stopping` is set then, for streams that would go on.
     """
 
     def __init__(
@@ -70,27 +82,28 @@ class HttpServer:
         app: ASGIApp,
         listening: HttpSocket,
         *,
-        max_connections: int = _MAX_CONNECTIONS,
+        max_requests: int = _MAX_REQUESTS,
         crowded: Response = _CROWDED,
         grace: int = _GRACE,
         stopping: threading.Event | None = None,
     ) -> None:
-        """Takes the socket over."""
+        """The server owns the socket from now on."""
         self.address = listening.address
         self._app, self._listening, self._grace = app, listening, grace
-        self._max_connections, self._crowded = max_connections, crowded
+        self._max_requests, self._crowded = max_requests, crowded
+        self._num_requests = self._num_health = 0
         self._stopping = stopping or threading.Event()
         config = uvicorn.Config(
             self._admit,
             interface="asgi3",
             loop="asyncio",
-            http=_Impatient,
+            http=type("_DeadlineProtocolOf", (_DeadlineProtocol,), {"max_waiting": max_requests}),
             ws="none",
             lifespan="on",
             log_config=None,
             log_level="critical",
             access_log=False,
-            proxy_headers=False,  # who asks is who has connected
+            proxy_headers=False,  # the client is the peer of the connection
             server_header=False,
             h11_max_incomplete_event_size=_MAX_HEADERS,
             timeout_keep_alive=int(_IDLE),
@@ -100,11 +113,11 @@ class HttpServer:
         self._thread = threading.Thread(target=self._run, name="kvtier-http", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start serving."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Let requests under way end, for `grace` seconds, and close the socket. Idempotent."""
+        """Let requests under way end, for at most `grace` seconds, and close the socket. Idempotent."""
         self._stopping.set()
         self._server.should_exit = True
         if self._thread.is_alive():
@@ -112,38 +125,92 @@ class HttpServer:
         self._listening.close()
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_crowded = len(self._server.server_state.connections) > self._max_connections
-        app = self._crowded if is_crowded and scope["type"] == "http" else self._app
-        await app(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif (refusal := self._refusal(scope)) is not None:
+            await refusal(scope, receive, send)
+        elif scope["path"] in _HEALTH:
+            await self._answer_health(scope, receive, send)
+        else:
+            self._num_requests += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._num_requests -= 1
+
+    async def _answer_health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a health check. It takes room only until the answer is made: a client that never reads keeps none."""
+        answer: list[Message] = []
+
+        async def keep(message: Message) -> None:
+            answer.append(message)
+
+        self._num_health += 1
+        try:
+            await self._app(scope, receive, keep)
+        finally:
+            self._num_health -= 1
+        for message in answer:
+            await send(message)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        """The refusal of a request, if it is refused. A refusal takes no room, since some clients do not read it."""
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        path, host = scope["path"], headers.get(b"host")
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            return _TWO_LENGTHS  # a proxy in between may use the other length, and see a second request in the body
+        if self._num_health >= _RESERVED if path in _HEALTH else self._num_requests >= self._max_requests:
+            return self._crowded
+        if not self._listening.hosts.admits(path, host):
+            name = name_in((host or b"").decode("latin-1"))[:100]
+            why = f'host "{name}": not a name of this server; add it to [{self._listening.section}] allowed_hosts'
+            return JSONResponse({"error": why}, 421)
+        return None
 
     def _run(self) -> None:
         self._server.run(sockets=[self._listening.socket])
 
 
-class _Impatient(H11Protocol):
-    """Hangs up on who brings no whole request head in time, or reads nothing of an answer: uvicorn waits for ever.
+class _DeadlineProtocol(H11Protocol):
+    """Closes connections whose request head is late, or whose client reads nothing: uvicorn would wait for ever.
 
-    A request's `state` has `pass_chunks`, for who has an answer's chunks already.
+    A request's `state` has `pass_chunks`, which writes ready-made chunks of an answer.
     """
 
+    max_waiting = _MAX_REQUESTS
+    waits_since = 0.0  # on the loop's clock, while it waits
     _timer: asyncio.TimerHandle | None = None
     _requests_seen: Any = None
     _num_unread: int = 0
 
+    @property
+    def waits(self) -> bool:
+        """Whether no request is under way: the next head is not whole, or none has come."""
+        cycle: Any = self.cycle  # of the last request; None before the first
+        return cycle is None or bool(cycle.response_complete)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.app_state = {**self.app_state, "pass_chunks": self._pass_chunks}
-        self._timer = self.loop.call_later(_IDLE, self._look)
+        self.waits_since = self.loop.time()
+        self._timer = self.loop.call_later(_HEAD, self._look)
+        waiting = [each for each in self.connections if isinstance(each, _DeadlineProtocol) and each.waits]
+        if len(waiting) > self.max_waiting:
+            min(waiting, key=lambda each: each.waits_since).transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(error)
 
-    def _pass_chunks(self, chunks: bytes) -> bool:
-        """Write whole chunks of the body under way as they are: neither ASGI nor h11 has anything to do for them.
+    def on_response_complete(self) -> None:
+        self.waits_since = self.loop.time()
+        super().on_response_complete()
 
-        False, and nothing is written, where there is something: the client is slow or gone, or knows no chunks.
+    def _pass_chunks(self, chunks: bytes) -> bool:
+        """Write whole chunks of the body under way unchanged, past ASGI and h11.
+
+        Returns False, and writes nothing, if the client is slow or gone, or if the answer is not chunked.
         """
         is_body = self.conn.our_state is h11.SEND_BODY and self.conn.their_http_version == b"1.1"
         if not is_body or self.flow.write_paused or self.transport.is_closing():
@@ -152,18 +219,17 @@ class _Impatient(H11Protocol):
         return True
 
     def _look(self) -> None:
-        """Each `_IDLE` seconds: a request must be under way, or another one than at the last look have come.
+        """Every `_IDLE` seconds: close a connection that makes no progress.
 
-        And where an answer waits to be read, some of it must have been.
+        If an answer waits to be read, some of it must have been read. Otherwise a request must be under way, or another
+        one must have come since the last look.
         """
-        cycle: Any = self.cycle  # of the last request; None before the first
-        is_waiting = cycle is None or cycle.response_complete
-        if is_waiting and cycle is self._requests_seen:
-            self.transport.close()
-            return
         num_unread = self.transport.get_write_buffer_size()
         if num_unread and num_unread == self._num_unread:
             self.transport.abort()
             return
-        self._requests_seen, self._num_unread = cycle, num_unread
+        if not num_unread and self.waits and self.cycle is self._requests_seen:
+            self.transport.close()
+            return
+        self._requests_seen, self._num_unread = self.cycle, num_unread
         self._timer = self.loop.call_later(_IDLE, self._look)

@@ -1,38 +1,46 @@
-"""A file for an event loop: aiofiles, a deadline on every call, and one clear line for every failure."""
+"""A file used from an event loop: aiofiles, with a deadline on every call and one clear line for every error."""
 
 import asyncio
+import errno
 import os
 from collections.abc import Awaitable, Sequence
+from io import BufferedWriter
 from pathlib import Path
+from threading import Lock
 from typing import Final, TypeVar
 
 import aiofiles
+from aiofiles.threadpool import wrap
 from aiofiles.threadpool.binary import AsyncBufferedIOBase, AsyncBufferedReader
 
-from kvtier.tiers.errors import ConfigError, KVTierError
+from kvtier.tiers import ConfigError, KVTierError
 
 T = TypeVar("T")
 
-_DEADLINE: Final = 60.0  # seconds one call may take
+_DEADLINE: Final = 60.0  # seconds that one call may take
 
 
 class LoopFile:
-    """One file, read or written from an event loop. KVTierError for whatever the file system refuses.
+    """One file, read or written from an event loop. Raises KVTierError for every error of the file system.
 
-    A call that does not end in time is given up; its thread ends when the disk answers.
+    A call past its deadline is given up; its thread ends when the disk answers.
     """
 
     def __init__(self, file: "AsyncBufferedIOBase | AsyncBufferedReader", path: Path) -> None:
-        """Use `create` or `open`."""
+        """Use `create` or `open` instead."""
         self.path = path
         self._file = file
         self._closed = False
 
     @classmethod
     async def create(cls, path: Path) -> "LoopFile":
-        """A new file that its owner alone can read: it holds what users said. ConfigError where there is one."""
+        """Create a file that only its owner can read: it holds what users said. Raises ConfigError if it exists."""
+        creation = _Creation()
         try:
-            return cls(await _in_time(aiofiles.open(path, "xb", opener=_private), path), path)
+            return cls(wrap(await _in_time(asyncio.to_thread(creation.make, path), path)), path)
+        except (asyncio.CancelledError, KVTierError):  # its thread may be about to create the file
+            creation.give_up(path)
+            raise
         except FileExistsError:
             raise ConfigError(f"{path}: exists already; remove it or choose another name") from None
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
@@ -41,25 +49,25 @@ class LoopFile:
 
     @classmethod
     async def open(cls, path: Path) -> "LoopFile":
-        """An existing regular file, to be read. ConfigError where it is not one."""
+        """Open a regular file for reading. Raises ConfigError if it is not one."""
         try:
             if not await _in_time(asyncio.to_thread(path.is_file), path):
-                raise ConfigError(f"{path}: not a file; name one that an export wrote")
+                raise ConfigError(f"{path}: not a file; name a file that an export wrote")
             return cls(await _in_time(aiofiles.open(path, "rb"), path), path)
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; choose a file that can be read") from error
 
     async def write(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Append the pieces, whose bytes must not change before this returns. It outlives a kill then, no power cut."""
+        """Append the pieces; their bytes must not change until this returns. They then survive a kill, no power cut."""
         await self._do(self._file.writelines(pieces))
         await self._do(self._file.flush())
 
     async def read_into(self, buffer: memoryview) -> int:
-        """Fill the buffer; fewer bytes than it holds only at the file's end."""
+        """Fill the buffer, and return the number of bytes: fewer than it holds only at the file's end."""
         return await self._do(self._file.readinto(buffer)) or 0
 
     async def sync(self) -> None:
-        """Wait until all of it is on the disk."""
+        """Wait until everything written is on the disk."""
         await self._do(asyncio.to_thread(os.fsync, self._file.fileno()))
 
     async def close(self) -> None:
@@ -83,5 +91,33 @@ async def _in_time(call: Awaitable[T], path: Path) -> T:
         raise KVTierError(f"{path}: the disk has not answered for {_DEADLINE:.0f} s") from None
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+class _Creation:
+    """Creates a file on a thread. If it is given up meanwhile, no file is left, whichever of the two comes first."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._file: BufferedWriter | None = None
+        self._is_given_up = False
+
+    def make(self, path: Path) -> BufferedWriter:
+        """Create a file that only its owner can read. Raises OSError; so too if it was given up."""
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+        with self._lock:
+            self._file = file
+            if not self._is_given_up:
+                return file
+        self._remove(file, path)
+        raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+
+    def give_up(self, path: Path) -> None:
+        """Remove the file, now or once the thread has made it."""
+        with self._lock:
+            self._is_given_up = True
+            file = self._file
+        if file is not None:
+            self._remove(file, path)
+
+    @staticmethod
+    def _remove(file: BufferedWriter, path: Path) -> None:
+        file.close()
+        path.unlink(missing_ok=True)

@@ -46,6 +46,52 @@ def test_config_as_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert "1GiB" in line  # the default
 
 
+def test_config_shows_no_secret(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "kvtier.toml"
+    path.write_text(
+        '[redis]\nurl = "redis://:hunter2-url@a"\npassword = "hunter2-word"\nsecret = "hunter2-hunter2-hunter2"\n'
+    )
+    for more in ([], ["--json"]):
+        assert run(monkeypatch, "config", "--config", str(path), *more) == Exit.OK
+        output = capsys.readouterr()
+        assert "secret" in output.out
+        assert "hunter2" not in output.out + output.err
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('[redis]\nsecrt = "hunter2"', "[redis] secrt (not shown): unknown option; did you mean secret?"),
+        ('[redis]\nsecret = "hunter2"', "[redis] secret (not shown): shorter than 16 characters; make one with"),
+        ("[redis]\nsecret = 2222222222222222", "[redis] secret (not shown): not a text; write one, in quotes"),
+        ("[redis]\npassword = 2222222222222222", "[redis] password (not shown): not a text; write one, in quotes"),
+        ('[service]\ntokens = "hunter2"', "[service] tokens (not shown): unknown option; did you mean token?"),
+        ('secret = "hunter2"', "secret (not shown): belongs in a section; write it as [redis] secret"),
+    ],
+)
+def test_a_mistake_with_a_secret_does_not_show_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, line: str
+) -> None:
+    path = tmp_path / "kvtier.toml"
+    path.write_text(text + "\n")
+    assert run(monkeypatch, "config", "--config", str(path)) == Exit.USAGE
+    error = capsys.readouterr().err
+    assert error.startswith(f"kvtier: {line}")
+    assert "hunter2" not in error
+    assert "2222" not in error
+
+
+@pytest.mark.parametrize("name", ["KVTIER_REDIS__SECRT", "KVTIER_REDIS_PASSWORD", "KVTIER_TOKEN"])
+def test_a_misspelt_variable_does_not_show_a_secret(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setenv(name, "hunter2")
+    assert run(monkeypatch, "config") == Exit.USAGE
+    assert capsys.readouterr().err.startswith(f"kvtier: {name} (not shown): unknown variable; did you mean KVTIER_")
+
+
 def test_a_mistake_is_one_line_and_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -63,7 +109,7 @@ def test_other_failures_are_one_line_and_status_1(
     def locked() -> None:
         raise StoreLocked('[file] path "/kv": pid 7 has it open; stop it or choose another path')
 
-    monkeypatch.setattr(cli, "app", locked)
+    monkeypatch.setattr("kvtier.cli.program.app", locked)
     assert run(monkeypatch) == Exit.FAILED
     assert capsys.readouterr().err == 'kvtier: [file] path "/kv": pid 7 has it open; stop it or choose another path\n'
 
@@ -79,8 +125,8 @@ def test_usage_errors_are_status_2(
 def test_every_public_name_is_there() -> None:
     for name in kvtier.__all__:
         assert getattr(kvtier, name) is not None
-    assert set(dir(kvtier)) == set(kvtier.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+    assert {*dir(kvtier), "__version__"} == set(kvtier.__all__)
+    with pytest.raises(AttributeError, match="attribute Nothing"):
         _ = kvtier.Nothing  # type: ignore[attr-defined]
 
 

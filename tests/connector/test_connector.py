@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, FakeClock, MemoryTier, chain_of, hierarchy_of, payload_of, store, wait_until
+from manual_copies import ManualCopyStream
 
 from kvtier.connector.plan import StepPlan
 from kvtier.connector.scheduler import ConnectorUpdate, SchedulerSide
 from kvtier.connector.worker import WorkerSide
-from kvtier.tiers.chain import TokenChain
-from kvtier.tiers.hierarchy import HierarchySettings
-from kvtier.tiers.local_tiers import LocalTiers
-from kvtier.tiers.prefetch import PENDING
-from kvtier.tiers.rates import LoadPolicy
-from kvtier.tiers.transfer import CopyEvent, ManualCopyStream
+from kvtier.tiers.copies.transfer import CopyEvent
+from kvtier.tiers.hierarchy.cache_tiers import PENDING
+from kvtier.tiers.hierarchy.rates import LoadPolicy
+from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.naming.chain import TokenChain
 
 NUM_LAYERS = 4
 LAYER_BYTES = SLOT_BYTES // NUM_LAYERS
@@ -49,7 +49,7 @@ class Bench:
         self.hierarchy = hierarchy_of(slots, tier, settings, clock or time.monotonic, load_policy=load_policy)
         self.l1 = np.zeros((16, NUM_LAYERS, LAYER_BYTES), np.uint8)
         self.stream = ManualCopyStream(self.l1, self.hierarchy.host.region)
-        self.scheduler = SchedulerSide(LocalTiers(self.hierarchy))
+        self.scheduler = SchedulerSide(self.hierarchy)
         self.worker = WorkerSide(self.stream, NUM_LAYERS, LAYER_BYTES, deadline=0.01)
 
     def step(self) -> StepPlan:
@@ -164,11 +164,11 @@ def test_pending_until_the_blocks_arrive_or_the_deadline_passes() -> None:
     clock.advance(1)
     assert bench.scheduler.lookup(slow, 0) == 0  # its deadline: nothing had arrived
     tier.gate.set()
-    wait_until(lambda: bench.hierarchy.prefetcher.idle or bench.hierarchy.lookup(request.chain.hashes).l2 == 3)
+    wait_until(lambda: bench.hierarchy.promoter.idle or bench.hierarchy.lookup(request.chain.hashes)["l2"] == 3)
     assert bench.scheduler.lookup(request, 0) == 3 * BLOCK_SIZE or clock.now > 1000.5  # in time, or late and cold
     for name in ("a", "slow"):
         bench.scheduler.finished(name)
-    wait_until(lambda: bench.hierarchy.prefetcher.idle)
+    wait_until(lambda: bench.hierarchy.promoter.idle)
     bench.close()
 
 
@@ -195,7 +195,7 @@ def test_an_abort_at_any_point_leaks_nothing(point: str) -> None:
     bench.stream.complete_all()
     update = bench.update()
     assert update.loaded == (() if point in ("looked up", "pending") else ("a",))  # its L1 blocks may go only now
-    wait_until(lambda: bench.hierarchy.prefetcher.idle)
+    wait_until(lambda: bench.hierarchy.promoter.idle)
     bench.close()
 
 
@@ -241,8 +241,8 @@ def test_a_store_is_fenced_before_its_blocks_are_written_again(bench: Bench) -> 
     bench.stream.complete_all()
     bench.update()
     assert bench.hierarchy.drain(60)
-    assert bench.hierarchy.lookup(first.chain.hashes).l2 == 1
-    assert bench.hierarchy.lookup(second.chain.hashes).l2 == 0
+    assert bench.hierarchy.lookup(first.chain.hashes)["l2"] == 1
+    assert bench.hierarchy.lookup(second.chain.hashes)["l2"] == 0
     for request in (first, second):
         bench.scheduler.finished(request.request_id)
 

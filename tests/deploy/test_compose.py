@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import typer
 import yaml
 from node_rig import ROOT
 
-from kvtier import cli
-from kvtier.service import http_server, serve_cli
-from kvtier.service.cluster import GRACE
-from kvtier.service.cluster_file import FIRST_PORT, Places, Service, Topology
-from kvtier.tiers.config import Config
+from kvtier.cli import serve_cli
+from kvtier.cli.verbs import load
+from kvtier.service.cluster.cluster import GRACE
+from kvtier.service.cluster.file import FIRST_PORT, Placeholders, Service, Topology
+from kvtier.service.web import http_server
+from kvtier.service.web.http_hosts import HostNames
+from kvtier.tiers.config.config import Config
 
 FILE: Final = ROOT / "docker-compose.yml"
 GPU: Final = ROOT / "deploy" / "gpu.yml"
@@ -35,7 +36,9 @@ SECRETS: Final = {  # what example.env leaves empty
 OTHER_NAMES: Final = {"valkey-server": "redis-server", "valkey-cli": "redis-cli"}
 ONLY_CONTAINERS: Final = {"pod-a", "pod-b"}  # of no use to processes that share a pid namespace anyway
 
-_REMOTE: Final = re.compile(r"KVTIER_\w+__(ALLOW_REMOTE|TOKEN|REPLICA_TOKEN)")  # a container's address is not loopback
+_REMOTE: Final = re.compile(
+    r"KVTIER_\w+__(ALLOW_REMOTE|ALLOWED_HOSTS|TOKEN|REPLICA_TOKEN)"
+)  # a container's address is not loopback
 _VARIABLE: Final = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
 _OUR_ADDRESS: Final = re.compile(r"127\.0\.0\.1:\{port:(\d+)\}|^\{port:(\d+)\}$")
 
@@ -239,7 +242,7 @@ def test_every_service_is_restrained_and_watched() -> None:
 
 
 def test_whoever_is_stopped_has_the_time_it_takes() -> None:
-    from kvtier.engine import server_process  # takes torch along
+    from kvtier.service.engine import process as server_process  # takes torch along
 
     for name in processes():
         if services()[name]["image"].startswith("kvtier:"):
@@ -269,6 +272,26 @@ def test_a_daemon_sees_the_processes_of_its_engines() -> None:
         assert {each["pid"] for each in sharing} == {f"service:pod-{side}"}
         assert len({each["user"] for each in sharing}) == 1
         assert all(each["ulimits"]["memlock"] == -1 for each in sharing)
+
+
+def test_who_hears_events_shares_a_directory_with_who_tells_them_and_nobody_else_does() -> None:
+    for side in "ab":
+        sharing = {
+            name: volume
+            for name, each in services().items()
+            for volume in each.get("volumes", [])
+            if volume.startswith(f"events-{side}:")
+        }
+        mount = f"events-{side}:/data/events-{side}"
+        assert sharing == {f"node-{side}": mount, f"engine-{side}": mount, "router": f"{mount}:ro"}
+        # one path everywhere, since an engine says where its events are
+        for name in (f"node-{side}", f"engine-{side}"):
+            environment = services()[name]["environment"]
+            for option in ("PUBLISH", "REPLAY"):
+                address = environment[f"KVTIER_EVENTS__{option}"]
+                assert address.startswith(f"ipc:///data/events-{side}/")
+                assert f"={address}" in ",".join(services()["router"]["command"]).replace(",", "\n")
+            assert "KVTIER_EVENTS__ALLOW_REMOTE" not in environment
 
 
 def test_every_job_is_awaited() -> None:
@@ -302,8 +325,22 @@ def test_containers_and_processes_start_in_the_same_order() -> None:
         assert awaited.keys() - ONLY_CONTAINERS == set(ours.get("after", [])), name
         assert theirs["profiles"] == ours["profiles"], name
         for other, how in awaited.items():
-            ends = processes().get(other, {}).get("ready", {}).get("exits", False)
-            assert how["condition"] == ("service_completed_successfully" if ends else "service_healthy"), name
+            theirs_too = processes().get(other, {})
+            ends, is_optional = theirs_too.get("ready", {}).get("exits", False), theirs_too.get("optional", False)
+            # whoever may be missing is not waited for until it is well
+            expected = "service_started" if is_optional else "service_healthy"
+            assert how["condition"] == ("service_completed_successfully" if ends else expected), name
+
+
+def test_what_prometheus_scrapes_answers_under_the_names_it_uses() -> None:
+    scraped = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    targets = [target for job in scraped for each in job["static_configs"] for target in each["targets"]]
+    assert len(targets) == 5
+    for target in targets:
+        name = target.rpartition(":")[0]
+        (names,) = [value for key, value in variables(services()[name]).items() if key.endswith("__ALLOWED_HOSTS")]
+        assert not HostNames("0.0.0.0:1").admits("/metrics", target.encode())
+        assert HostNames("0.0.0.0:1", names.split()).admits("/metrics", target.encode())
 
 
 def test_containers_and_processes_have_the_same_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,22 +380,21 @@ def test_a_copied_file_names_no_container_any_more() -> None:
 
 
 def test_our_command_line_takes_every_command() -> None:
-    places = Places(Path("/s"), Path("/d"), Path("/m"))
+    places = Placeholders(Path("/s"), Path("/d"), Path("/m"))
     topology = Topology.read(FILE, places, PROFILES)
     assert topology.services.keys() == processes().keys()
-    command = typer.main.get_command(cli.app)
     num_ours = 0
     for name, service in topology.services.items():
         if service.argv[0] == "kvtier":
             num_ours += 1
-            assert parsed(command, service).keys() == parsed(command, services()[name]).keys(), name
+            assert parsed(service).keys() == parsed(services()[name]).keys(), name
     assert num_ours == 6
 
 
-def parsed(command: Any, service: Service | Mapping[str, Any]) -> dict[str, Any]:
+def parsed(service: Service | Mapping[str, Any]) -> dict[str, Any]:
     """The options that a command line gives; click's own error where it cannot be parsed."""
     _, verb, *arguments = service.argv if isinstance(service, Service) else command_of(service)
-    context = command.get_command(None, verb).make_context(verb, arguments)
+    context = load(verb).make_context(verb, arguments)
     return {name: value for name, value in context.params.items() if value is not None}
 
 

@@ -13,7 +13,7 @@ import yaml
 from cluster_rig import wait_for
 from node_rig import ROOT, free_port
 
-from kvtier.service.cluster_process import is_free
+from kvtier.service.cluster.process import is_free
 
 FILE: Final = ROOT / "Dockerfile"
 TARGETS: Final = ("cpu", "cuda")
@@ -116,7 +116,7 @@ def test_compose_builds_what_is_there() -> None:
         if each["image"].startswith("kvtier:"):
             assert each["user"] in users
             # a volume at another place would be root's
-            places = set(re.findall(r":(/data/\w+)", " ".join(each.get("volumes", []))))
+            places = set(re.findall(r":(/data/[\w-]+)", " ".join(each.get("volumes", []))))
             assert places <= owned
 
 

@@ -19,8 +19,8 @@ from router_rig import replicas, routed, until
 from server_rig import MODEL, save_checkpoint, serving
 from service_rig import attach, load, store
 
-from kvtier.service.events import Publisher
-from kvtier.tiers.config import EventsConfig
+from kvtier.service.events.publisher import Publisher
+from kvtier.tiers.config.sections import EventsConfig
 
 DEPLOY = Path(__file__).resolve().parent.parent.parent / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"

@@ -16,7 +16,7 @@ from cluster_rig import wait_for
 from node_rig import ROOT, free_port
 from service_rig import environment
 
-CHILD = ROOT / "tests" / "service" / "_client_child.py"
+CHILD = ROOT / "tests" / "service" / "node" / "_client_child.py"
 ENTER = ("unshare", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child")
 
 
@@ -39,7 +39,8 @@ class Pod:
     """A process that does nothing, in a pid namespace of its own; others join it there."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen([*ENTER, "sleep", "600"])
+        # When its child was killed, unshare says "sigprocmask unblock failed": nothing of SIGKILL can be unblocked.
+        self._process = subprocess.Popen([*ENTER, "sleep", "600"], stderr=subprocess.DEVNULL)
         self._first = child_of(self._process)
         self._others: list[subprocess.Popen[str]] = []
 
@@ -107,7 +108,8 @@ def test_a_daemon_serves_those_it_can_see(pods: Callable[[], Pod]) -> None:
         def hold(pod: Pod) -> "subprocess.Popen[str]":
             client = pod.run(str(CHILD), socket, "hold")
             assert client.stdout is not None
-            assert client.stdout.readline() == "ready\n"
+            first = client.stdout.readline()
+            assert first == "ready\n", first + client.stdout.read()
             return client
 
         pod, other = pods(), pods()
@@ -116,6 +118,7 @@ def test_a_daemon_serves_those_it_can_see(pods: Callable[[], Pod]) -> None:
         stranger = other.run(str(CHILD), socket, "hold")
         assert stranger.stdout is not None
         assert stranger.wait(60) != 0
+        assert "No such file" not in stranger.stdout.read()
         assert status()["events"].get("turned_away", 0) >= 1, status()["events"]
         # one in the same pod is served; killed, it holds nothing any more
         engine = hold(pod)

@@ -12,7 +12,7 @@ from tiny_models import VOCAB, plain, plain_logits, prompt
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.plan import WorkerReport
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import FinishReason, RequestError, SamplingParams, State
+from kvtier.engine.sequence import FinishReason, RequestError, SamplingParams, SequenceState
 
 
 def test_a_batch_answers_each_prompt_as_if_alone(make: Make) -> None:
@@ -162,7 +162,7 @@ def test_a_forward_that_raises_leaves_the_engine_whole(make: Make, monkeypatch: 
             tokens += [output.token_id for output in engine.step()]
         except torch.OutOfMemoryError:
             failures += 1
-            assert engine.request(request_id).state is State.WAITING
+            assert engine.request(request_id).state is SequenceState.WAITING
     assert failures == 2
     assert tokens == expected
 
@@ -251,8 +251,8 @@ def test_abort_at_every_step_leaks_nothing(make: Make) -> None:
         assert engine.drain(60)
         engine.pool.check()
         assert engine.pool.num_free_blocks == 24
-    assert State.WAITING in met
-    assert State.RUNNING in met
+    assert SequenceState.WAITING in met
+    assert SequenceState.RUNNING in met
 
 
 def test_everything_at_once(make: Make) -> None:

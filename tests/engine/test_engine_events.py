@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from small_engines import GREEDY, Make, settled
 from tiny_models import prompt
 
-from kvtier.connector.events import KVEvent, namespace_of
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.llm import Engine
-from kvtier.service.events import Source
-from kvtier.service.prefix_index import PrefixIndex, prompt_hashes
-from kvtier.service.told_blocks import ToldBlocks
-from kvtier.tiers.chain import chain_hashes, root_hash
-from kvtier.tiers.events import EventSource, TierEvents
+from kvtier.service.events.announced import AnnouncedBlocks
+from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
+from kvtier.service.events.publisher import Source
+from kvtier.service.events.wire import KVEvent, namespace_of
+from kvtier.tiers.hierarchy.events import EventSource, TierEvents
+from kvtier.tiers.naming.chain import chain_hashes, root_hash
 
 
 class Listener:
@@ -23,7 +23,7 @@ class Listener:
         self.engine = engine
         self.size = engine.config.block_size
         self.fingerprint = engine.identity.fingerprint()
-        self.told = ToldBlocks(self.fingerprint)
+        self.told = AnnouncedBlocks(self.fingerprint)
         self.index = PrefixIndex(self.size)
         self.sources: list[Source] = [TierEvents("l1", engine.pool), EventSource(engine.connector.hierarchy)]
 
@@ -35,7 +35,7 @@ class Listener:
         for source in self.sources:
             while source.waiting:
                 for event in source.take(1000):
-                    self.apply(self.told.take_in(event))
+                    self.apply(self.told.apply(event))
         self.told.check()
         self.index.check()
         assert not self.index.counts

@@ -9,15 +9,15 @@ import torch
 from small_engines import GREEDY, KEEP, Make, settled
 from tiny_models import prompt
 
-from kvtier.connector.hf_model import weights_digest
 from kvtier.connector.local import LocalConnector
+from kvtier.connector.models.hf_model import weights_digest
 from kvtier.connector.plan import StepPlan
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.sampler import sample
 from kvtier.engine.sequence import RequestError, SamplingParams
-from kvtier.tiers.config import Config
-from kvtier.tiers.transfer import BlockCopies, HostCopyStream, HostEvent
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.copies.transfer import BlockCopies, HostCopyStream, HostEvent
 
 EXACT = {"exact": True, "exact_rows": 128, "max_num_batched_tokens": 128}
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)

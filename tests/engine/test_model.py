@@ -7,7 +7,7 @@ import torch
 from tiny_models import FAMILIES, VOCAB, config_of, plain, plain_logits, prompt
 from transformers import GPT2Config
 
-from kvtier.connector.checkpoint import revision_of
+from kvtier.connector.models.checkpoint import revision_of
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.model import Model

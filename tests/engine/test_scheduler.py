@@ -9,12 +9,12 @@ from kvtier.connector.scheduler import ConnectorUpdate, Request
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.sequence import FinishReason, Output, Sample, SamplingParams, State
+from kvtier.engine.sequence import FinishReason, Output, SampledToken, SamplingParams, SequenceState
 from kvtier.engine.sequence import Sequence as Live
-from kvtier.tiers.chain import TokenChain, root_hash
-from kvtier.tiers.device import BlockPool
-from kvtier.tiers.prefetch import PENDING, Pending
-from kvtier.tiers.shape import KVShape
+from kvtier.tiers.copies.device import BlockPool
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Pending
+from kvtier.tiers.naming.chain import TokenChain, root_hash
+from kvtier.tiers.naming.shape import KVShape
 
 BLOCK = 4
 ROOT = root_hash(b"f" * 32)
@@ -80,7 +80,7 @@ class Story:
         assert batch.num_tokens <= self.config.token_budget
         for chunk in batch.chunks:
             assert len(chunk.sequence.block_table) * BLOCK >= chunk.end
-        outputs = self.scheduler.postprocess(batch, [Sample(token) for chunk in batch.chunks if chunk.samples])
+        outputs = self.scheduler.postprocess(batch, [SampledToken(token) for chunk in batch.chunks if chunk.samples])
         self._note(outputs)
         self.pool.check()
         return done
@@ -235,7 +235,7 @@ def test_offload_stores_what_it_preempts_and_waits_for_the_copies() -> None:
     assert [entry for entry in connector.log if entry[1] == "b"] == [("store", "b", 0, 1)]  # its answer stays private
     # a needs a fourth block: b goes, its second block too is handed to the connector, and both wait for their copies.
     assert story.step() == []
-    assert story.live["b"].state is State.WAITING
+    assert story.live["b"].state is SequenceState.WAITING
     assert connector.log[-1] == ("store", "b", 1, 1)
     assert story.step() == []  # nobody else is preempted meanwhile
     assert story.scheduler.stats["preempted"] == 1
@@ -274,7 +274,7 @@ def test_lookups_under_way_hold_up_only_their_own_request() -> None:
     # The answer: 8 tokens can be loaded. It waits for them, and computes the last one.
     connector.findable["a"] = 8
     assert story.step() == []
-    assert story.live["a"].state is State.LOADING
+    assert story.live["a"].state is SequenceState.LOADING
     assert ("load", "a", 8) in connector.log
     assert story.step() == []
     connector.news = ConnectorUpdate(loaded=("a",), released=tuple(story.scheduler._held.elements()))
@@ -368,7 +368,7 @@ def test_a_layerwise_load_that_is_late_leaves_no_trace(stories: list[Story]) -> 
     story.arrived = False
     assert story.step() == [("a", 4, 9)]  # computed on rubbish
     assert story.ended == {}
-    assert story.live["a"].state is State.LOADING
+    assert story.live["a"].state is SequenceState.LOADING
     story.arrived = True
     assert story.step() == []  # its blocks may still be written
     connector.news = ConnectorUpdate(failed=(("a", 0),))
@@ -388,7 +388,11 @@ def test_abort_in_every_state() -> None:
     story.step()
     story.add("waiting", tokens(300, 6))
     states = {name: story.live[name].state for name in story.live}
-    assert states == {"loading": State.LOADING, "running": State.RUNNING, "waiting": State.WAITING}
+    assert states == {
+        "loading": SequenceState.LOADING,
+        "running": SequenceState.RUNNING,
+        "waiting": SequenceState.WAITING,
+    }
     for name in states:
         assert story.scheduler.abort(name)
         assert not story.scheduler.abort(name)
@@ -422,7 +426,7 @@ def test_a_step_that_raised_counts_for_nothing(stories: list[Story]) -> None:
     batch = story.scheduler.schedule(WorkerReport())
     assert isinstance(batch.plan, StepPlan)
     story.scheduler.give_up(batch)
-    assert story.live["a"].state is State.WAITING
+    assert story.live["a"].state is SequenceState.WAITING
     assert story.pool.num_free_blocks == 16
     assert story.pool.lookup(story.live["a"].chain.hashes) == 0  # nothing of it is findable
     assert story.step() == [("a", 0, 8)]

@@ -1,4 +1,4 @@
-"""A process that writes to a slab until it is killed, for test_slab_crash.py: `_slab_child.py DIR KILL_AT SEED`.
+"""A process that writes to a slab until it is killed, for test_slab_crash.py: `_slab_child.py DIR KILL_AT SEED [KEY]`.
 
 KILL_AT "" writes for ever; "invalidate:3" dies by SIGKILL right before the third invalidation, "+entry:2" right after
 the second entry write. It prints `ready` once the slab is open.
@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.file_io import FileIO
-from kvtier.tiers.file_store import FileStore
+from kvtier.tiers.file.file_io import FileIO
+from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord
 
 FINGERPRINT = b"crash-test-fingerprint-of-32-byt"
 SLOT_BYTES, BLOCK_SIZE, SIZE = 8192, 4, 600 * 1024
+KEY: bytes | None = None  # of the slab; the child is told it in hexadecimal digits
 BATCH = 6
 
 
@@ -39,7 +40,7 @@ def record_of(number: int) -> BlockRecord:
 def open_store(directory: Path, io: FileIO | None = None, *, durable: bool = False) -> FileStore:
     """The slab both sides of the crash use."""
     return FileStore.open(directory, FINGERPRINT, slot_bytes=SLOT_BYTES, block_size=BLOCK_SIZE, size=SIZE,
-                          mode="buffered", durable=durable, io=io)  # fmt: skip
+                          mode="buffered", durable=durable, key=KEY, io=io)  # fmt: skip
 
 
 class DyingIO(FileIO):
@@ -93,4 +94,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    KEY = bytes.fromhex(sys.argv[4]) if len(sys.argv) > 4 else None
     main()

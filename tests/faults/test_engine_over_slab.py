@@ -13,7 +13,7 @@ from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Completion, Engine
 from kvtier.engine.sequence import FinishReason, SamplingParams
-from kvtier.tiers.config import Config
+from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import StoreLocked
 
 KEEP = SamplingParams(max_tokens=6, ignore_eos=True, keep_logits=True)
@@ -238,7 +238,7 @@ def test_a_directory_that_cannot_be_used_costs_one_warning(house: House, caplog:
         hierarchy.tick()
         if hierarchy.ports[0].tier is not None and all(b.closed for b in hierarchy.ports[0].breakers.values()):
             break
-        hierarchy.wait_progress(0.05)
+        hierarchy.wait_news(0.05)
     fresh = prompt(8, 100)
     warm(engine, fresh)
     hierarchy.host.pool.reset()

@@ -15,12 +15,13 @@ import httpx2
 import pytest
 import yaml
 from cluster_rig import PORTS, Running, wait_for
+from command_rig import kvtier
 from crowd_rig import Turn, conversations, crowd
-from http_rig import kvtier, pester
+from http_rig import pester
 from redis_rig import NO_REDIS
 
 from kvtier.service.cli_options import Exit
-from kvtier.service.cluster_file import BESIDE_US, KEY
+from kvtier.service.cluster.file import BESIDE_US, KEY
 
 pytestmark = [
     pytest.mark.skipif(NO_REDIS is not None, reason=NO_REDIS or ""),

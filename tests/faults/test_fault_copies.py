@@ -9,6 +9,7 @@ import pytest
 import torch
 from doubles import MemoryTier, chain_of, hierarchy_of, payload_of, store, wait_until
 from fault_rig import ask, settle
+from manual_copies import ManualCopyStream
 from numpy.typing import NDArray
 from tiny_models import config_of, prompt
 
@@ -16,15 +17,14 @@ from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.worker import WorkerSide
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Completion, Engine
-from kvtier.engine.sequence import FinishReason, SamplingParams, State
-from kvtier.tiers.config import Config
-from kvtier.tiers.device import BlockPool
-from kvtier.tiers.host import HostRegion
-from kvtier.tiers.identity import ModelIdentity
-from kvtier.tiers.local_tiers import LocalTiers
-from kvtier.tiers.opening import open_hierarchy
+from kvtier.engine.sequence import FinishReason, SamplingParams, SequenceState
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.copies.device import BlockPool
+from kvtier.tiers.copies.transfer import BlockCopies, CopyEvent, HostCopyStream, HostEvent
+from kvtier.tiers.hierarchy.opening import open_hierarchy
+from kvtier.tiers.host.host import HostRegion
+from kvtier.tiers.naming.identity import ModelIdentity
 from kvtier.tiers.tier import Outcome
-from kvtier.tiers.transfer import BlockCopies, CopyEvent, HostCopyStream, HostEvent, ManualCopyStream
 
 KEEP = SamplingParams(max_tokens=3, ignore_eos=True, keep_logits=True)
 EXACT: dict[str, Any] = {"exact": True, "exact_rows": 32, "max_num_batched_tokens": 32, "max_num_seqs": 4}
@@ -90,7 +90,7 @@ class ManualConnector:
     def __init__(self, identity: ModelIdentity, pool: BlockPool, kind: type[Witness], host: str) -> None:
         config = Config.load(host={"size": host, "huge_pages": False}, cache={"load_or_recompute": "load"})
         self.hierarchy = open_hierarchy(config, identity.fingerprint(), pool.shape)
-        self.scheduler = SchedulerSide(LocalTiers(self.hierarchy))
+        self.scheduler = SchedulerSide(self.hierarchy)
         self.stream = kind(pool.tensor, self.hierarchy.host.region)
         self.worker = WorkerSide(self.stream, pool.shape.num_layers, pool.shape.layer_bytes, 0.01)
 
@@ -195,7 +195,7 @@ def test_a_block_is_not_taken_again_before_its_store_has_ended(make: Make, cold:
     third_id = engine.add_request(third, KEEP)
     for _ in range(5):
         assert engine.step() == []  # it needs four and one to grow: it waits, nobody raises
-    assert engine.request(third_id).state is State.WAITING
+    assert engine.request(third_id).state is SequenceState.WAITING
     connector.stream.complete_all()  # the Witness compares each slot with what L1 held at store time
     assert connector.stream.num_stored == 9
     come_to_rest(engine, connector)
@@ -262,7 +262,7 @@ def test_aborted_at_every_step_with_its_copies_coming_late(make: Make, cold: Col
         come_to_rest(engine, connector)
         connector.hierarchy.check()
         assert engine.pool.num_free_blocks == engine.pool.num_blocks
-    assert met == {State.WAITING, State.LOADING, State.RUNNING}
+    assert met == {SequenceState.WAITING, SequenceState.LOADING, SequenceState.RUNNING}
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "offload"])
@@ -281,7 +281,7 @@ def test_preempted_at_every_step_and_the_answer_is_the_same(
             if not engine.has_unfinished:
                 break
             sequence = engine.request(request_id)
-            if step == at and sequence.state is State.RUNNING:
+            if step == at and sequence.state is SequenceState.RUNNING:
                 engine.scheduler._preempt(sequence)
             for output in engine.step():
                 assert output.token_id is not None
@@ -353,7 +353,7 @@ def test_nothing_on_its_way_up_is_evicted() -> None:
     tier.gate.set()
     wait_until(lambda: hierarchy.poll(prefetch) == 4)
     flood()  # while it is promised
-    lease = hierarchy.claim(prefetch)
+    lease = hierarchy.take(prefetch)
     assert lease.hashes == chain.hashes
     flood()  # while it is copied to L1
     for slot, chain_hash in zip(lease.slots.tolist(), lease.hashes, strict=True):
@@ -361,7 +361,7 @@ def test_nothing_on_its_way_up_is_evicted() -> None:
     lease.release()
     assert hierarchy.drain(60)
     flood()  # only now may it go
-    assert hierarchy.lookup(chain.hashes).l2 == 0
+    assert hierarchy.lookup(chain.hashes)["l2"] == 0
     settle(hierarchy)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doubles import chain_of, fill_slots, record_of, store, wait_until
+from doubles import chain_of, fill_slots, record_of, reserve, store, wait_until
 from fault_rig import FaultyIO, ask, fetch, forget_l2, over_slab, settle
 from tiny_models import config_of, prompt
 
@@ -15,9 +15,9 @@ from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.sequence import RequestError, SamplingParams
-from kvtier.tiers.config import Config
-from kvtier.tiers.identity import ModelIdentity
-from kvtier.tiers.prefetch import PENDING
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.hierarchy.cache_tiers import PENDING
+from kvtier.tiers.naming.identity import ModelIdentity
 
 IDENTITY = ModelIdentity(
     model="tiny",
@@ -87,7 +87,7 @@ def test_a_reset_with_everything_under_way_leaves_nothing_old_not_even_after_a_r
     assert hierarchy.drain(60)
     forget_l2(hierarchy)
     epoch = hierarchy.epoch
-    reservation = hierarchy.reserve(copying.hashes, copying.root)
+    reservation = reserve(hierarchy, copying.hashes, copying.root)
     assert reservation is not None
     io.gate.clear()
     store(hierarchy, writing)

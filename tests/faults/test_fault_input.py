@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.connector.plan import CopyOp, StepPlan
-from kvtier.tiers import slab
 from kvtier.tiers.errors import FingerprintMismatch, FormatError, KVTierError
-from kvtier.tiers.file_store import FileStore
+from kvtier.tiers.file import slab
+from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord
 
 SIZE = 160 * 1024

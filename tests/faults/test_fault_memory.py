@@ -21,26 +21,27 @@ from doubles import (
     hierarchy_of,
     payload_of,
     record_of,
+    reserve,
     store,
     wait_until,
 )
 from fault_rig import FINGERPRINT, PENDING, ask, drops, fetch, forget_l2, misses, over_slab, settle
+from manual_copies import ManualCopyStream
 
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.worker import WorkerSide
-from kvtier.tiers import host
-from kvtier.tiers.chain import TokenChain
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.config import Config
-from kvtier.tiers.file_store import FileStore
-from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
-from kvtier.tiers.index import NAME_MIX, to_words
-from kvtier.tiers.local_tiers import LocalTiers
-from kvtier.tiers.opening import open_hierarchy
-from kvtier.tiers.payload_io import Mode
-from kvtier.tiers.shape import KVShape
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.file.payload_io import Mode
+from kvtier.tiers.file.store import FileStore
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.opening import open_hierarchy
+from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.host import host
+from kvtier.tiers.naming.chain import TokenChain
+from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.pool.index import NAME_MIX, to_words
 from kvtier.tiers.tier import BlockRecord, Outcome
-from kvtier.tiers.transfer import ManualCopyStream
 
 Open = Callable[..., Hierarchy]
 
@@ -64,8 +65,8 @@ def opened() -> Iterator[Open]:
 
 def test_of_two_stores_of_one_key_one_wins_and_the_other_costs_no_slot(opened: Open) -> None:
     hierarchy, chain = opened(slots=8), chain_of(3)
-    first = hierarchy.reserve(chain.hashes, chain.root)
-    second = hierarchy.reserve(chain.hashes, chain.root)  # another request, the same prompt
+    first = reserve(hierarchy, chain.hashes, chain.root)
+    second = reserve(hierarchy, chain.hashes, chain.root)  # another request, the same prompt
     assert first is not None
     assert second is not None
     assert (len(first), len(second)) == (3, 0)
@@ -83,7 +84,7 @@ def test_of_a_load_and_a_store_of_one_key_at_once_each_ends_and_the_value_is_who
     tier.gate.clear()
     hierarchy = opened(slots=16, tier=tier)
     prefetch = ask(hierarchy, chain)  # a read is filling the slots …
-    computed = hierarchy.reserve(chain.hashes, chain.root)  # … when another request has computed the same blocks
+    computed = reserve(hierarchy, chain.hashes, chain.root)  # … when another request has computed the same blocks
     assert computed is not None
     assert len(computed) == 0
     tier.gate.set()
@@ -92,7 +93,7 @@ def test_of_a_load_and_a_store_of_one_key_at_once_each_ends_and_the_value_is_who
     assert [bytes_in_l2(hierarchy, h) for h in chain.hashes] == [payload_of(h) for h in chain.hashes]
     # The other way round: a store is filling the slots when a request wants to load.
     forget_l2(hierarchy)
-    storing = hierarchy.reserve(chain.hashes, chain.root)
+    storing = reserve(hierarchy, chain.hashes, chain.root)
     assert storing is not None
     assert fetch(hierarchy, chain) == 0  # it does not wait, and sees nothing half filled
     assert misses(hierarchy, Outcome.NO_SLOT) == 3
@@ -165,7 +166,7 @@ def test_a_lease_is_reclaimed_at_its_deadline_unless_a_copy_reads_its_slots(open
     clock, chain = FakeClock(), chain_of(3)
     hierarchy = opened(slots=32, clock=clock, settings=HierarchySettings(lease_deadline=30.0))
     store(hierarchy, chain)
-    side = SchedulerSide(LocalTiers(hierarchy))
+    side = SchedulerSide(hierarchy)
     l1 = np.zeros((8, 4, SLOT_BYTES // 4), np.uint8)
     stream = ManualCopyStream(l1, hierarchy.host.region)
     worker = WorkerSide(stream, 4, SLOT_BYTES // 4, deadline=0.01)
@@ -225,7 +226,7 @@ def test_a_pool_without_a_free_slot_drops_stores_and_misses_loads_without_waitin
     with hierarchy.host.pool.lease(held.hashes) as lease:
         assert len(lease) == 8
         new = chain_of(3, first_token=300)
-        assert hierarchy.reserve(new.hashes, new.root) is None
+        assert reserve(hierarchy, new.hashes, new.root) is None
         assert drops(hierarchy, "l2", Outcome.NO_SLOT) == 3
         prefetch = ask(hierarchy, below)
         assert hierarchy.poll(prefetch) == 0  # at once
@@ -277,11 +278,11 @@ def test_memory_that_cannot_be_pinned_is_used_pageable_after_one_warning(
         hierarchy = open_hierarchy(Config.load(host={"size": "1MiB"}), FINGERPRINT, shape)
         assert not hierarchy.host.region.pinned
         chain = chain_of(4)
-        reservation = hierarchy.reserve(chain.hashes, chain.root)
+        reservation = reserve(hierarchy, chain.hashes, chain.root)
         assert reservation is not None
         hierarchy.seal(reservation, [record_of(chain, i) for i in range(4)], hierarchy.epoch)
         assert hierarchy.drain(60)
-        assert hierarchy.lookup(chain.hashes).l2 == 4
+        assert hierarchy.lookup(chain.hashes)["l2"] == 4
         settle(hierarchy)
     assert [record.getMessage() for record in caplog.records if "pageable" in record.getMessage()]
     assert len(caplog.records) == 1

@@ -11,8 +11,8 @@ from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, payload_of, record_of
 from fault_rig import FINGERPRINT
 
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.file_io import FileIO
-from kvtier.tiers.file_store import FileStore
+from kvtier.tiers.file.file_io import FileIO
+from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

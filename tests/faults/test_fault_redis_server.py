@@ -30,10 +30,10 @@ from redis_stories import (
 )
 from toxic_proxy import Cut, ToxicProxy
 
-from kvtier.tiers.chain import TokenChain
-from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.port import PortSettings
-from kvtier.tiers.redis_store import RedisStore
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.lower_tier import PortSettings
+from kvtier.tiers.naming.chain import TokenChain
+from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.tier import Outcome
 
 pytestmark = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
@@ -74,7 +74,7 @@ def stored(hierarchy: Hierarchy) -> Hierarchy:
     assert store(hierarchy, CHAIN) == 8
     assert hierarchy.drain(60)
     forget_l2(hierarchy)
-    assert hierarchy.lookup(CHAIN.hashes).redis == 8
+    assert hierarchy.lookup(CHAIN.hashes)["redis"] == 8
     return hierarchy
 
 
@@ -124,7 +124,7 @@ def test_a_server_that_dies_is_misses_and_is_used_again_when_it_is_back(over: Op
     hierarchy = stored(over(server.port))
     server.kill()
     miss_until_open(hierarchy)
-    assert hierarchy.lookup(CHAIN.hashes).redis == 0
+    assert hierarchy.lookup(CHAIN.hashes)["redis"] == 0
     server.start()  # empty
     until(hierarchy, lambda: not is_open(hierarchy, "read"))
     assert fetch(hierarchy, CHAIN) == 0

@@ -5,7 +5,7 @@ import os
 import pickle
 import random
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgpack
@@ -20,8 +20,10 @@ from redis_stories import (
     FINGERPRINT,
     OTHER,
     is_open,
+    key_of,
     opened,
     over_redis,
+    protection,
     read,
     reads_again,
     whole,
@@ -31,9 +33,9 @@ from redis_stories import (
 )
 from toxic_proxy import ToxicProxy
 
-from kvtier.tiers.chain import TokenChain
-from kvtier.tiers.redis_store import RedisStore
-from kvtier.tiers.tier import ChainHash, Outcome
+from kvtier.tiers.naming.chain import TokenChain
+from kvtier.tiers.redis.store import RedisStore
+from kvtier.tiers.tier import Outcome
 
 pytestmark = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
 
@@ -48,18 +50,15 @@ def server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def tier(server: RedisServer) -> Iterator[RedisStore]:
-    """A store that has written CHAIN and OTHER."""
-    with opened(server.url) as tier:
+def tier(server: RedisServer, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisStore]:
+    """A store that has written CHAIN and OTHER, in the clear or as `in_every_form` asks."""
+    with opened(server.url, **protection(getattr(request, "param", "clear"), tmp_path)) as tier:
         written(tier, CHAIN)
         written(tier, OTHER)
         yield tier
 
 
-def key_of(server: RedisServer, chain_hash: ChainHash) -> str:
-    """Under which key the server holds a block."""
-    [key] = [key for key in server.all_keys() if key.endswith(chain_hash.hex())]
-    return key
+in_every_form = pytest.mark.parametrize("tier", ["clear", "sealed", "encrypted"], indirect=True)
 
 
 # 30: no memory, keys gone.
@@ -103,7 +102,7 @@ def test_a_server_that_evicts_costs_hits_alone(policy: str) -> None:
 def test_a_key_gone_between_lookup_and_read_is_a_miss_and_the_index_learns(
     tier: RedisStore, server: RedisServer
 ) -> None:
-    server.cli("DEL", key_of(server, CHAIN.hashes[3]))
+    server.cli("DEL", key_of(tier, CHAIN.hashes[3]))
     assert tier.lookup(CHAIN.hashes) == 8  # what this process knows
     outcomes = read(tier, CHAIN)
     assert outcomes[3] in GONE
@@ -120,12 +119,12 @@ def test_flushall_between_lookup_and_read_is_misses_and_the_next_store_is_found(
     assert store(hierarchy, CHAIN) == 8
     assert hierarchy.drain(60)
     forget_l2(hierarchy)
-    assert hierarchy.lookup(CHAIN.hashes).redis == 8
+    assert hierarchy.lookup(CHAIN.hashes)["redis"] == 8
     server.cli("FLUSHALL")
     assert fetch(hierarchy, CHAIN) == 0
     assert sum(misses(hierarchy, outcome) for outcome in {*GONE, Outcome.EPOCH}) == 8
     assert not is_open(hierarchy, "read")
-    assert hierarchy.lookup(CHAIN.hashes).redis == 0
+    assert hierarchy.lookup(CHAIN.hashes)["redis"] == 0
     assert store(hierarchy, CHAIN) == 8
     assert hierarchy.drain(60)
     forget_l2(hierarchy)
@@ -177,12 +176,13 @@ def hostile(value: bytes, other: bytes, path: Path) -> Iterator[bytes]:
             yield len(packed).to_bytes(4, "little") + packed + value[head:]
 
 
+@in_every_form
 def test_hostile_values_are_misses_take_no_memory_and_run_no_code(
     tier: RedisStore, server: RedisServer, tmp_path: Path
 ) -> None:
     """Each is rejected, forgotten, and does not come back; the blocks beside it are served."""
-    key = key_of(server, CHAIN.hashes[2])
-    value, other = server.value_of(key), server.value_of(key_of(server, CHAIN.hashes[3]))
+    key = key_of(tier, CHAIN.hashes[2])
+    value, other = server.value_of(key), server.value_of(key_of(tier, CHAIN.hashes[3]))
     values = list(hostile(value, other, tmp_path / "made"))
     assert len(values) > 60
     tracemalloc.start()
@@ -202,8 +202,41 @@ def test_hostile_values_are_misses_take_no_memory_and_run_no_code(
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda value: value + b"\0",
+        lambda value: value * 2,
+        lambda value: value * 5000,  # 21 MB
+        lambda value: value[:-1],
+        lambda value: value[:-200],  # longer than a payload, shorter than a record
+        lambda value: b"",
+    ],
+    ids=["a byte more", "twice", "huge", "a byte less", "a head less", "empty"],
+)
+@pytest.mark.parametrize("bad", [(3,), (0, 1, 17, 31)], ids=["one", "several"])
+def test_a_value_of_another_length_costs_itself_alone(
+    server: RedisServer, bad: tuple[int, ...], wrong: Callable[[bytes], bytes]
+) -> None:
+    """Longer ones cost the connection too; what was asked for behind them is asked for on the next one."""
+    chain = chain_of(32)
+    with opened(server.url) as tier:
+        written(tier, chain)
+        for i in bad:
+            key = key_of(tier, chain.hashes[i])
+            server.cli("SET", key, stdin=wrong(server.value_of(key)))
+        outcomes = read(tier, chain)
+        assert outcomes == [Outcome.CHECKSUM if i in bad else Outcome.OK for i in range(32)]
+        assert {i for i in bad if tier.holds(chain.hashes)[i]} == set()
+        # They are gone from the server: the next one who asks finds nothing, and the next store is whole.
+        assert read(tier, chain) == [Outcome.ABSENT if i in bad else Outcome.OK for i in range(32)]
+        written(tier, chain)
+        assert whole(read(tier, chain))
+
+
+@in_every_form
 def test_every_flipped_bit_of_a_header_and_some_of_a_payload_are_found(tier: RedisStore, server: RedisServer) -> None:
-    key = key_of(server, CHAIN.hashes[0])
+    key = key_of(tier, CHAIN.hashes[0])
     value = server.value_of(key)
     head = len(value) - SLOT_BYTES
     first = TokenChain(CHAIN.root, CHAIN.block_size)
@@ -216,7 +249,7 @@ def test_every_flipped_bit_of_a_header_and_some_of_a_payload_are_found(tier: Red
 
 
 def test_a_value_of_another_type_is_a_miss(tier: RedisStore, server: RedisServer) -> None:
-    key = key_of(server, CHAIN.hashes[2])
+    key = key_of(tier, CHAIN.hashes[2])
     server.cli("DEL", key)
     server.cli("RPUSH", key, "not", "a", "string")
     outcomes = read(tier, CHAIN)
@@ -300,12 +333,13 @@ def test_an_epoch_of_another_type_costs_hits_at_most(tier: RedisStore, server: R
         assert other.locate(CHAIN.hashes) == 8
 
 
+@in_every_form
 @settings(max_examples=150)
 @given(data=st.data())
 def test_any_value_is_the_one_stored_or_a_miss(tier: RedisStore, server: RedisServer, data: st.DataObject) -> None:
     chain_hash = CHAIN.hashes[0]
     written(tier, CHAIN)
-    key = key_of(server, chain_hash)
+    key = key_of(tier, chain_hash)
     value = server.value_of(key)
     start = data.draw(st.integers(0, 400) | st.integers(0, len(value)))
     patch = data.draw(st.binary(max_size=64))

@@ -5,17 +5,17 @@ import random
 import select
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from fork_rig import SERVICES, Forked
 
-from kvtier.tiers.file_io import FileIO
-from kvtier.tiers.file_store import FileStore
+from kvtier.tiers.file.file_io import FileIO
+from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 CHILD = Path(__file__).with_name("_slab_child.py")
@@ -29,11 +29,18 @@ BATCH = child.BATCH
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 
-def start(directory: Path, kill_at: str = "", first: int = 0) -> subprocess.Popen[str]:
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(CHILD), str(directory), kill_at, str(first)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=root)
+@pytest.fixture(params=[None, bytes(range(32))], ids=["plain", "encrypted"], autouse=True)
+def _key(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every story is told of a slab in the clear and of an encrypted one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "KEY", request.param)
+        yield
+
+
+def start(directory: Path, kill_at: str = "", first: int = 0) -> Forked:
+    key = [child.KEY.hex()] if child.KEY else []
+    command = [str(CHILD), str(directory), kill_at, str(first), *key]
+    return Forked(command, SERVICES, env=os.environ, stdout=subprocess.PIPE)
 
 
 def blocks_in(store: FileStore, upto: int) -> int:
@@ -55,10 +62,10 @@ def blocks_in(store: FileStore, upto: int) -> int:
 
 def run_to_death(directory: Path, kill_at: str, first: int) -> int:
     """Let a child write from block `first` on until it kills itself; returns one past the last block it reported."""
-    process = start(directory, kill_at, first)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
-    lines = output.split()
+    with start(directory, kill_at, first) as process:
+        assert process.stdout is not None
+        lines = process.stdout.read().split()
+        assert process.wait(60) == -signal.SIGKILL
     return int(lines[-1]) if lines and lines[-1] != "ready" else first
 
 
@@ -149,7 +156,7 @@ def test_killed_while_opening_at_another_size(tmp_path: Path, kill_at: str) -> N
             io = child.DyingIO(kill_at)
             io.payload_start = payload_start
             FileStore.open(tmp_path, child.FINGERPRINT, slot_bytes=child.SLOT_BYTES, block_size=child.BLOCK_SIZE,
-                           size=child.SIZE // 2, mode="buffered", io=io)  # fmt: skip
+                           size=child.SIZE // 2, mode="buffered", key=child.KEY, io=io)  # fmt: skip
         finally:
             os._exit(0)
     os.waitpid(pid, 0)

@@ -7,7 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from fault_rig import FaultyIO
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import FingerprintMismatch, FormatError, TierUnavailable
-from kvtier.tiers.file_io import FileIO
-from kvtier.tiers.file_store import FileStore
-from kvtier.tiers.payload_io import Mode
+from kvtier.tiers.file.file_io import FileIO
+from kvtier.tiers.file.payload_io import Mode
+from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 FINGERPRINT = b"fault-tests".ljust(32, b".")
@@ -43,8 +43,21 @@ PAYLOADS = [payload_of(key) for key in range(NUM_KEYS)]
 RECORDS = [record_of(key) for key in range(NUM_KEYS)]
 
 
+key: bytes | None = None  # of the slabs of the story that is being told
+
+
+@pytest.fixture(params=[None, bytes(range(32))], ids=["plain", "encrypted"], autouse=True)
+def _key(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every story is told of a slab in the clear and of an encrypted one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "key", request.param)
+        yield
+
+
 def open_store(directory: Path, io: FileIO | None = None, mode: Mode = "buffered", size: int = SIZE) -> FileStore:
-    return FileStore.open(directory, FINGERPRINT, slot_bytes=SLOT, block_size=BLOCK_SIZE, size=size, mode=mode, io=io)
+    return FileStore.open(
+        directory, FINGERPRINT, slot_bytes=SLOT, block_size=BLOCK_SIZE, size=size, mode=mode, key=key, io=io
+    )
 
 
 def put(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
@@ -293,7 +306,7 @@ sys.path.insert(0, sys.argv[1])
 if sys.argv[3] != "-":
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.file_store import FileStore
+from kvtier.tiers.file.store import FileStore
 try:
     FileStore.open(Path(sys.argv[2]), bytes(32), slot_bytes=4096, block_size=4, size=int(sys.argv[4]), mode="buffered")
 except ConfigError as error:
@@ -484,12 +497,14 @@ def test_a_slab_of_another_format_version_is_refused_and_left_alone(slab_path: P
 
     content = bytearray(slab_path.read_bytes())
     for start in (0, 4096):
-        content[start + 8] = 2
+        content[start + 8] = 3
         content[start + 2040 : start + 2048] = xxhash.xxh3_64_intdigest(bytes(content[start : start + 2040])).to_bytes(
             8, "little"
         )
     slab_path.write_bytes(content)
-    with pytest.raises(FormatError, match=r"format version 2, this kvtier reads version 1; it was left untouched"):
+    with pytest.raises(
+        FormatError, match=r"format version 3, this kvtier reads versions 1 and 2; it was left untouched"
+    ):
         open_store(slab_path.parent)
     assert slab_path.read_bytes() == content
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.tiers import cuda_transfer, packer
-from kvtier.tiers.cuda_transfer import CudaCopyStream, TensorCopier
-from kvtier.tiers.engine_blocks import BlockPart, EngineBlocks, PartCopier
-from kvtier.tiers.host import HostRegion
-from kvtier.tiers.transfer import BlockCopies
+from kvtier.tiers.copies import cuda_transfer, packer
+from kvtier.tiers.copies.cuda_transfer import CudaCopyStream, TensorCopier
+from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks, PartCopier
+from kvtier.tiers.copies.transfer import BlockCopies
+from kvtier.tiers.host.host import HostRegion
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

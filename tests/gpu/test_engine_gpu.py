@@ -15,8 +15,8 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Completion, Engine
 from kvtier.engine.model import Model
 from kvtier.engine.sequence import SamplingParams
-from kvtier.tiers import cuda_transfer
-from kvtier.tiers.config import Config
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.copies import cuda_transfer
 
 DEVICE = "cuda"
 pytestmark = [

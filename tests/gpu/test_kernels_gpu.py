@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from layout_reference import gather_reference, scatter_reference
 
-from kvtier.tiers.kernels import Canonical, Geometry, LayoutKernels, gather_reference, scatter_reference
-from kvtier.tiers.shape import KVLayout, KVShape
+from kvtier.tiers.copies.kernels import Canonical, Geometry, LayoutKernels
+from kvtier.tiers.naming.shape import KVLayout, KVShape
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

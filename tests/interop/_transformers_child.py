@@ -1,6 +1,7 @@
-"""One process of test_transformers_process.py: it answers one verb in one line of JSON, and is gone by SIGKILL.
+"""The processes of test_transformers_process.py: forks of one that has imported everything, each gone by SIGKILL.
 
-`_transformers_child.py CHECKPOINT SLAB DTYPE VERB`, the prompts (a list of lists of tokens) on stdin.
+A line of JSON on stdin asks for one: `checkpoint`, `slab`, `dtype`, `verb` and `prompts` (a list of lists of tokens).
+It answers in one line of JSON; the line after says what it ended with. No fork comes before the one before has ended.
 `generate` and `engine` answer by KVTier and by our engine: per prompt the new tokens and how many were found.
 `store`, `load` and `spoil` tell, per prompt, how many tokens were found and what their KV hashes to.
 """
@@ -10,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +23,7 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 
 from kvtier import Config, SamplingParams, open_engine  # noqa: E402
-from kvtier.connector.transformers import KVTier  # noqa: E402
+from kvtier.connector.transformers.adapter import KVTier  # noqa: E402
 
 GREEDY: Final[dict[str, Any]] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 Reply = list[dict[str, Any]]
@@ -89,9 +91,22 @@ def answer(checkpoint: str, config: Config, dtype: str, verb: str, prompts: list
     return replies
 
 
-if __name__ == "__main__":
-    checkpoint, slab, dtype, verb = sys.argv[1:]
-    file = {"path": slab, "size": "64MiB"}
+def be_killed(asked: dict[str, Any]) -> None:
+    """Answer, and end by SIGKILL, whatever is open."""
+    file = {"path": asked["slab"], "size": "64MiB"}
     settings = Config.load(host={"size": "8MiB"}, file=file, cache={"load_or_recompute": "load"})
-    print(json.dumps(answer(checkpoint, settings, dtype, verb, json.load(sys.stdin))), flush=True)
+    replies = answer(asked["checkpoint"], settings, asked["dtype"], asked["verb"], asked["prompts"])
+    print(json.dumps(replies), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            try:
+                be_killed(json.loads(line))
+            finally:
+                traceback.print_exc()
+                os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvtier.tiers.file_io import FileIO
+from kvtier.tiers.file.file_io import FileIO
 
 LABELS = ("tier", "direction", "reason")
 

@@ -15,7 +15,7 @@ from sglang_rig import PAGE_SIZE, Died, Sglang, Slab, names_of, settle, wait_unt
 from tiny_models import SIZES, prompt
 from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig
 
-from kvtier.tiers.key_schemes import sglang_hashes
+from kvtier.tiers.naming.key_schemes import sglang_hashes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -20,10 +20,10 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheSt
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvtier.connector import sglang as adapter
-from kvtier.connector.sglang import KVTierStorage
+from kvtier.connector.sglang import storage as adapter
+from kvtier.connector.sglang.storage import KVTierStorage
 from kvtier.tiers.errors import ConfigError, StoreLocked
-from kvtier.tiers.key_schemes import sglang_hashes
+from kvtier.tiers.naming.key_schemes import sglang_hashes
 
 TOKENS, LAYERS, PAGES, HEADS, DIM = 4, 2, 8, 2, 8
 

@@ -4,40 +4,54 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
+from service_rig import environment
 from tiny_models import plain, prompt
 
-pytestmark = pytest.mark.timeout(300)  # every run is a process that imports everything anew
+pytestmark = pytest.mark.timeout(300)
 
 CHILD: Final = Path(__file__).with_name("_transformers_child.py")
 PROMPTS: Final = [prompt(1, 90), prompt(2, 75)]
 GREEDY: Final[dict[str, Any]] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
+@pytest.fixture(scope="module")
+def parent() -> Iterator["subprocess.Popen[str]"]:
+    """A process that has imported everything, and forks. It has computed nothing: no thread is lost by a fork."""
+    variables = {**environment(), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, str(CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
 class Processes:
     """Each `run` is a process of its own, over the same checkpoint and the same slab."""
 
-    def __init__(self, checkpoint: Path, slab: Path, model: Any) -> None:
+    def __init__(self, parent: "subprocess.Popen[str]", checkpoint: Path, slab: Path, model: Any) -> None:
         self.model = model
-        self._arguments = [sys.executable, str(CHILD), str(checkpoint), str(slab)]
-        self._dtype = str(model.dtype).removeprefix("torch.")
+        self._parent = parent
+        self._asked = {
+            "checkpoint": str(checkpoint),
+            "slab": str(slab),
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
 
     def run(self, verb: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
         """What the child replied before it was killed."""
-        child = subprocess.run(
-            [*self._arguments, self._dtype, verb],
-            input=json.dumps(prompts),
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert child.returncode == -signal.SIGKILL, child.stderr
-        replies: list[dict[str, Any]] = json.loads(child.stdout)
+        assert self._parent.stdin is not None
+        assert self._parent.stdout is not None
+        self._parent.stdin.write(json.dumps({**self._asked, "verb": verb, "prompts": prompts}) + "\n")
+        self._parent.stdin.flush()
+        replies: list[dict[str, Any]] = json.loads(self._parent.stdout.readline())
+        assert int(self._parent.stdout.readline()) == -signal.SIGKILL
         return replies
 
     def expected(self, tokens: list[int]) -> list[int]:
@@ -46,17 +60,21 @@ class Processes:
         return answer
 
 
-def processes_of(family: str, dtype: torch.dtype, tmp_path: Path, slab: Path) -> Processes:
-    model: Any = plain(family, dtype)
-    model.save_pretrained(tmp_path / "model")
-    return Processes(tmp_path / "model", slab, model)
+@pytest.fixture
+def processes_of(parent: "subprocess.Popen[str]", tmp_path: Path, disk_dir: Path) -> Callable[..., Processes]:
+    def make(family: str, dtype: torch.dtype) -> Processes:
+        model: Any = plain(family, dtype)
+        model.save_pretrained(tmp_path / "model")
+        return Processes(parent, tmp_path / "model", disk_dir, model)
+
+    return make
 
 
 @pytest.mark.slow
 def test_what_a_killed_process_stored_is_found_by_transformers_and_by_our_engine(
-    tmp_path: Path, disk_dir: Path
+    processes_of: Callable[..., Processes],
 ) -> None:
-    processes = processes_of("llama", torch.float32, tmp_path, disk_dir)
+    processes = processes_of("llama", torch.float32)
     first, second = PROMPTS
     # Cold; then another process finds every full block, and says the same.
     assert processes.run("generate", [first]) == [{"tokens": processes.expected(first), "found": 0}]
@@ -71,8 +89,10 @@ def test_what_a_killed_process_stored_is_found_by_transformers_and_by_our_engine
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window"])
-def test_bf16_is_the_same_to_the_last_bit_in_another_process(tmp_path: Path, disk_dir: Path, family: str) -> None:
-    processes = processes_of(family, torch.bfloat16, tmp_path, disk_dir)
+def test_bf16_is_the_same_to_the_last_bit_in_another_process(
+    processes_of: Callable[..., Processes], family: str
+) -> None:
+    processes = processes_of(family, torch.bfloat16)
     stored = processes.run("store", PROMPTS)
     loaded = processes.run("load", PROMPTS)
     assert [one["found"] for one in loaded] == [80, 64]
@@ -80,8 +100,10 @@ def test_bf16_is_the_same_to_the_last_bit_in_another_process(tmp_path: Path, dis
     assert stored[0]["digest"] != stored[1]["digest"]
 
 
-def test_the_tests_can_fail_a_block_stored_wrong_changes_the_answer(tmp_path: Path, disk_dir: Path) -> None:
-    processes = processes_of("llama", torch.float32, tmp_path, disk_dir)
+def test_the_tests_can_fail_a_block_stored_wrong_changes_the_answer(
+    processes_of: Callable[..., Processes],
+) -> None:
+    processes = processes_of("llama", torch.float32)
     [spoilt] = processes.run("spoil", PROMPTS[:1])
     [answer] = processes.run("generate", PROMPTS[:1])
     assert answer["found"] == 80

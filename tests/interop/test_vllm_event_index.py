@@ -14,8 +14,8 @@ from node_rig import free_port
 from vllm.config import KVEventsConfig
 from vllm_rig import BLOCK, Engine, engine, make_checkpoint, prompt, tiers
 
-from kvtier.service.event_consumer import EventConsumer
-from kvtier.service.prefix_index import PrefixIndex, prompt_hashes
+from kvtier.service.events.consumer import EventConsumer
+from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
 
 pytestmark = pytest.mark.timeout(300)
 

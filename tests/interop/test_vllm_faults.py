@@ -12,8 +12,8 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 from vllm_rig import BLOCK, Engine, engine, greedy, make_checkpoint, prompt, tiers
 
-from kvtier.connector.vllm_messages import RegionHandle
-from kvtier.tiers.engine_blocks import PartCopier
+from kvtier.connector.vllm.messages import RegionHandle
+from kvtier.tiers.copies.engine_blocks import PartCopier
 from kvtier.tiers.errors import TierUnavailable
 
 pytestmark = pytest.mark.timeout(300)
@@ -100,7 +100,7 @@ def test_a_failed_load_is_computed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if kind == "asynchronous":
-        monkeypatch.setattr("kvtier.connector.vllm_scheduler._TINY", 0)
+        monkeypatch.setattr("kvtier.connector.vllm.scheduler._TINY", 0)
     path = make_checkpoint(family, tmp_path / "model")
     with engine(path, enable_prefix_caching=caching) as plain:
         right = plain.text(PROMPTS)
@@ -120,7 +120,7 @@ def test_a_failed_load_is_computed_again(
 def test_by_the_policy_fail_the_request_ends_with_an_error(
     model: Path, failing_loads: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.connector.vllm_scheduler._TINY", 0)
+    monkeypatch.setattr("kvtier.connector.vllm.scheduler._TINY", 0)
     with engine(model, tiers(), policy="fail") as vllm:
         assert 'kv_load_failure_policy "fail": a request whose KV cannot be loaded' in caplog.text
         fill(vllm)
@@ -238,7 +238,7 @@ def test_a_worker_that_could_not_map_the_memory_tries_again(
     model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A daemon too busy to let a rank join in time must not cost the engine its cache for ever."""
-    monkeypatch.setattr("kvtier.connector.vllm_worker._TRY_AGAIN", 0.0)
+    monkeypatch.setattr("kvtier.connector.vllm.worker._TRY_AGAIN", 0.0)
     attach, tries = RegionHandle.attach, []
 
     def busy(self: RegionHandle) -> Any:

@@ -14,9 +14,10 @@ import pytest
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import httpx2
+from chat_shapes import QWEN_3
 from node_rig import free_port
 from router_rig import RoutedReplicas, ToldReplica, replicas, routed, until
-from server_rig import MODEL, TEMPLATE, tokenizer
+from server_rig import MODEL, tokenizer
 from service_rig import end_child
 from vllm_rig import BLOCK, make_checkpoint
 
@@ -27,10 +28,10 @@ _START = 400.0  # seconds: three processes that import torch and vLLM, beside ot
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that can chat; its tokens are bytes."""
+    """A checkpoint that can chat, with tools and reasoning; its tokens are bytes."""
     directory = make_checkpoint("llama", tmp_path_factory.mktemp("models") / MODEL)
     tokenizer().save(str(directory / "tokenizer.json"))
-    settings = {"eos_token": "<|end|>", "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    settings = {"eos_token": "<|end|>", "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": QWEN_3}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory
 
@@ -85,8 +86,10 @@ def _is_up(url: str) -> bool:
 class Asked:
     """A router before that server and a replica that says nothing of what it holds."""
 
-    def __init__(self, router: RoutedReplicas, vllm: str) -> None:
+    def __init__(self, router: RoutedReplicas, vllm: str, mode: str) -> None:
         self._router, self._vllm = router, vllm
+        self.mode = mode  # all modes ask one vLLM: what one has asked, the next must not
+        self.num_known = 0  # tokens of the last prompt, as the router knew it
 
     @property
     def held(self) -> int:
@@ -97,26 +100,61 @@ class Asked:
     def until_vllm(self, path: str, **body: Any) -> tuple[Any, str, int]:
         """Ask until vLLM is who answers: the answer, why it was asked, and what was promised."""
         for _ in range(2):
-            before = self._router.metrics()["kvtier_route_promised_tokens_total"]
+            before = self._router.metrics()
             asked = {"model": MODEL, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **body}
             answer = self._router.client.post(path, json=asked)
             assert answer.status_code == 200, answer.text
             if answer.headers["x-kvtier-replica"] == self._vllm:
-                promised = self._router.metrics()["kvtier_route_promised_tokens_total"] - before
-                return answer.json(), self._router.status()["decisions"][0]["reason"], int(promised)
+                now = self._router.metrics()
+                prompt, promised = (
+                    int(now[name] - before[name])
+                    for name in ("kvtier_route_prompt_tokens_total", "kvtier_route_promised_tokens_total")
+                )
+                self.num_known = prompt
+                return answer.json(), self._router.status()["decisions"][0]["reason"], promised
         raise AssertionError("they take turns, and vLLM had none")
 
 
-@pytest.fixture
-def asked(model: Path, spec: str) -> Iterator[Asked]:
+@pytest.fixture(params=["by its own tokenizer", "by vLLM's"])
+def asked(request: pytest.FixtureRequest, model: Path, spec: str) -> Iterator[Asked]:
     silent: list[ToldReplica]
+    own = {"model": str(model)} if request.param == "by its own tokenizer" else {"tokenize_timeout": "60s"}
     with (
         replicas(1, {"id": MODEL, "object": "model"}) as silent,
-        routed(spec, silent[0].url, model=str(model)) as router,
+        routed(spec, silent[0].url, **own) as router,
     ):
         until(lambda: router.status()["replicas"][0]["state"] == "up")
         until(lambda: router.status()["replicas"][0]["events"]["state"] == "live")
-        yield Asked(router, spec.partition(",")[0].removeprefix("http://"))
+        yield Asked(router, spec.partition(",")[0].removeprefix("http://"), request.param)
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "ls", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}},
+}
+
+
+def test_an_agents_chat_is_known_to_the_token(asked: Asked) -> None:
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "You are an agent."},
+        {"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "there?"}]},
+    ]
+    for number in range(3):
+        answer, reason, promised = asked.until_vllm(
+            "/v1/chat/completions",
+            messages=messages,
+            tools=[TOOL],
+            tool_choice="none",  # else vLLM wants to know how to read a call; the tools are told all the same
+            chat_template_kwargs={"enable_thinking": False},
+        )
+        assert asked.num_known == answer["usage"]["prompt_tokens"]
+        if number:
+            assert reason == "prefix"
+            assert promised == answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        until_held(asked, answer["usage"]["prompt_tokens"])
+        call = {"id": f"call_{number}", "type": "function", "function": {"name": "ls", "arguments": '{"path": "/é"}'}}
+        messages.append({"role": "assistant", "content": None, "reasoning_content": "Look.", "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": f"call_{number}", "content": "nothing, again"})
 
 
 def until_held(asked: Asked, num_tokens: int) -> None:
@@ -125,19 +163,19 @@ def until_held(asked: Asked, num_tokens: int) -> None:
 
 def test_a_chat_with_vllm_stays_with_vllm(asked: Asked) -> None:
     messages = [{"role": "user", "content": "Once upon a time there was a cache that knew what it held. " * 2}]
-    answer, _, promised = asked.until_vllm("/v1/chat/completions", messages=messages)
+    answer, _, promised = asked.until_vllm("/v1/chat/completions", messages=messages, cache_salt=asked.mode)
     assert promised == 0
     for _ in range(3):
         until_held(asked, answer["usage"]["total_tokens"] - 1)  # the last token was told and not computed
         messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
         messages.append({"role": "user", "content": "And then what did it say?"})
-        answer, reason, promised = asked.until_vllm("/v1/chat/completions", messages=messages)
+        answer, reason, promised = asked.until_vllm("/v1/chat/completions", messages=messages, cache_salt=asked.mode)
         assert reason == "prefix"
         assert promised == answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 def test_a_tenants_prompt_is_that_tenants(asked: Asked) -> None:
-    prompt = list(range(3, 200))
+    prompt = [len(asked.mode), *range(3, 199)]
     before = asked.held
     asked.until_vllm("/v1/completions", prompt=prompt, cache_salt="alice")
     until(lambda: asked.held >= before + len(prompt) // BLOCK)

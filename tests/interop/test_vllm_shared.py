@@ -12,7 +12,7 @@ import transformers
 from vllm_rig import BLOCK, engine, make_checkpoint, prompt, tiers
 
 from kvtier import Config, SamplingParams, open_engine
-from kvtier.connector.transformers import KVTier
+from kvtier.connector.transformers.adapter import KVTier
 
 pytestmark = pytest.mark.timeout(300)
 

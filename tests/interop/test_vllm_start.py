@@ -1,4 +1,4 @@
-"""What vLLM is told at start where kvtier cannot serve it right: one line that names what, and the mend."""
+"""What vLLM is told at start where kvtier cannot serve it right: one line that names what, and the fix."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +14,9 @@ import vllm
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
 from vllm_rig import Engine, make_checkpoint, tiers
 
-from kvtier.connector import vllm_model
-from kvtier.connector.vllm_model import engine_blocks, hash_scheme, identity, require_supported_version, slot_plan
-from kvtier.tiers.config import CacheConfig
+from kvtier.connector.vllm import model as vllm_model
+from kvtier.connector.vllm.model import engine_blocks, hash_scheme, identity, require_supported_version, slot_plan
+from kvtier.tiers.config.sections import CacheConfig
 from kvtier.tiers.errors import ConfigError
 
 LAYERS = tuple(f"model.layers.{number}.self_attn.attn" for number in range(3))
@@ -91,7 +91,7 @@ def test_layers_of_different_sizes_are_refused() -> None:
 
 def test_keys_that_begin_at_random_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with pytest.raises(ConfigError, match=r"'xxhash': its chains begin at random here; set PYTHONHASHSEED"):
+    with pytest.raises(ConfigError, match=r"'xxhash': its chains begin at a random value; set PYTHONHASHSEED"):
         hash_scheme("xxhash")
     assert hash_scheme("sha256_cbor") == (
         "vllm-sha256_cbor-9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0"

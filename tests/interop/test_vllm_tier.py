@@ -13,8 +13,8 @@ from typing import Any, Final
 import pytest
 
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.file_store import FileStore
-from kvtier.tiers.slab import decode
+from kvtier.tiers.file.slab import decode
+from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
@@ -252,7 +252,7 @@ def test_where_vllm_cannot_go_on_behind_a_prefix_nothing_is_kept(tmp_path: Path,
 def test_names_no_other_process_could_find_again_are_refused_with_one_line(house: House) -> None:
     done = start(house.model, tier(house.store.with_name("never")), generate(), prefix_caching_hash_algo="xxhash")
     assert done.returncode != 0
-    assert "ConfigError: prefix_caching_hash_algo 'xxhash': its chains begin at random here; set PYTHONHASHSEED" in (
+    assert "ConfigError: prefix_caching_hash_algo 'xxhash': its chains begin at a random value; set PYTHONHASHSEED" in (
         done.stderr
     )
 

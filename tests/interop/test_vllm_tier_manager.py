@@ -13,7 +13,7 @@ from doubles import wait_until
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.identity import ModelIdentity
+from kvtier.tiers.naming.identity import ModelIdentity
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
@@ -39,7 +39,7 @@ def primary() -> np.ndarray[Any, np.dtype[np.int8]]:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, disk_dir: Path, primary: Any) -> Iterator[Make]:
     """Makes tiers over one directory and the primary tier; laws are checked at the end."""
-    from kvtier.connector import vllm_tier
+    from kvtier.connector.vllm import tier as vllm_tier
 
     monkeypatch.setattr(vllm_tier, "engine_config", lambda spec: None)
     monkeypatch.setattr(vllm_tier, "why_none", lambda config: None)
@@ -217,12 +217,12 @@ def test_after_shutdown_nothing_holds_the_primary_tier(make: Make) -> None:
         ({"fil": {}}, "secondary tier kvtier, fil {}: no such option here; known are config, revision, file, cache, "),
         ({"file": {"path": "x", "sise": 1}}, "[file] sise 1: unknown option; did you mean size?"),
         ({"host": {"size": "1GiB"}}, "secondary tier kvtier, host {'size': '1GiB'}: no such option here; known are "),
-        ({"revision": 7}, "secondary tier kvtier, revision 7: not a text; write it in quotes"),
-        ({}, "secondary tier kvtier, file.path: none is given, so nothing would be kept; name a directory: "),
+        ({"revision": 7}, "secondary tier kvtier, revision 7: not a string; write it in quotes"),
+        ({}, "secondary tier kvtier, file.path: none given, so no blocks would be kept; name a directory: "),
     ],
 )
 def test_bad_options_are_refused_with_one_line(options: dict[str, Any], line: str) -> None:
-    from kvtier.connector.vllm_tier import _configuration
+    from kvtier.connector.vllm.tier import _configuration
 
     with pytest.raises(ConfigError) as refused:
         _configuration("kvtier", options)

@@ -112,7 +112,6 @@ class Engine:
         if kvtier is not None:
             transfer = {
                 "kv_connector": "KVTierConnector",
-                "kv_connector_module_path": "kvtier.connector.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": kvtier,
@@ -152,12 +151,13 @@ class Engine:
 
     @property
     def half(self) -> Any:
-        """The connector's half in the scheduler (in this process)."""
-        return self.scheduler.connector._scheduler
+        """The connector's half in the scheduler (in this process); under MultiConnector it is the last child's."""
+        connector = self.scheduler.connector
+        return getattr(connector, "sub_connectors", [connector])[-1]._scheduler
 
     @property
     def hierarchy(self) -> Any:
-        return self.half.side.tiers.hierarchy
+        return self.half.side.tiers
 
     @property
     def worker(self) -> Any:
@@ -219,3 +219,14 @@ def tiers(path: Path | None = None, **sections: Any) -> dict[str, Any]:
     """A small configuration: L2, and a slab where a path is given."""
     file = {} if path is None else {"file": {"path": str(path), "size": "64MiB"}}
     return {"host": {"size": "32MiB"}, **file, **sections}
+
+
+def multi(kvtier: dict[str, Any], *siblings: dict[str, Any], policy: str = "recompute", **child: Any) -> dict[str, Any]:
+    """A `kv_transfer_config` with kvtier as the last child of vLLM's MultiConnector; `child` is more for that one."""
+    ours = {"kv_connector": "KVTierConnector", "kv_role": "kv_both", "kv_connector_extra_config": kvtier, **child}
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"connectors": [*siblings, ours]},
+    }

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx2
-from http_rig import kvtier
+from command_rig import kvtier, kvtier_process
 
-from kvtier.service.cluster import Cluster, Row
-from kvtier.service.cluster_file import NUM_PORTS
-from kvtier.service.cluster_process import Process, is_free
+from kvtier.service.cluster.cluster import Cluster, ServiceStatus
+from kvtier.service.cluster.file import NUM_PORTS
+from kvtier.service.cluster.process import Process, is_free
 
 PORTS: Final = {"router": 0, "engine-a": 1, "engine-b": 2, "node-a": 11, "node-b": 12}  # of kvtier's own file
 
@@ -32,11 +32,11 @@ class Running:
 
     def up(self, *options: str) -> "subprocess.CompletedProcess[str]":
         chosen = ("--state", str(self.state), "--port", str(self.port), *self._options, *options)
-        done = kvtier("cluster", "up", *chosen, **self._variables)
+        done = kvtier_process("cluster", "up", *chosen, **self._variables)
         self._pids |= set(self.pids().values())
         return done
 
-    def status(self) -> dict[str, Row]:
+    def status(self) -> dict[str, ServiceStatus]:
         """Of each service; the command's own status and JSON are asked for by `told`."""
         return {row.name: row for row in Cluster(self.state).status()}
 

@@ -21,6 +21,7 @@ _PATH: Final = "/v1/chat/completions"
 _PAUSE: Final = 0.1  # seconds before a client asks on, or again
 _ANSWER: Final = 90.0  # seconds: one that waits longer was not told cleanly
 _CLEAN: Final = (429, 502, 503, 504)  # nobody could answer; a 500 would be a fault that reached an engine
+HANG: Final = "left without a word"
 _SALTS: Final = itertools.count()  # no tenant comes back
 _TOLD: Final = {"role": "assistant"}
 
@@ -85,12 +86,15 @@ class Crowd:
     Every other one streams, one in four is a tenant anew with each conversation, one in eight hangs up on some streams.
     """
 
-    def __init__(self, url: str, talks: Sequence[Sequence[Turn]]) -> None:
+    def __init__(
+        self, url: str, talks: Sequence[Sequence[Turn]], *, num_clients: int = NUM_CLIENTS, pause: float = _PAUSE
+    ) -> None:
+        """They begin at once, and each rests for `pause` seconds between two requests."""
         self.troubles: Counter[str] = Counter()  # clean errors by their name
         self.cached: Counter[str] = Counter()  # prompt tokens by the tier they came from
         self.faults: list[str] = []
-        self.num_right = [0] * NUM_CLIENTS
-        self._url, self._talks = url, talks
+        self.num_right = [0] * num_clients
+        self._url, self._talks, self._pause = url, talks, pause
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self._thread.start()
@@ -106,15 +110,20 @@ class Crowd:
 
     def end(self) -> None:
         """Wait for everybody's last answer, and judge them."""
+        self.stop()
+        assert not self.faults, self.faults[:5]
+
+    def stop(self) -> None:
+        """Wait for everybody's last answer."""
         self._stopping.set()
         self._thread.join(2 * _ANSWER)
         assert not self._thread.is_alive()
-        assert not self.faults, self.faults[:5]
 
     async def _run(self) -> None:
-        limits = httpx2.Limits(max_connections=NUM_CLIENTS, max_keepalive_connections=NUM_CLIENTS)
+        number = len(self.num_right)
+        limits = httpx2.Limits(max_connections=number, max_keepalive_connections=number)
         async with httpx2.AsyncClient(base_url=self._url, timeout=_ANSWER, limits=limits, trust_env=False) as http:
-            await asyncio.gather(*(self._watched(http, number) for number in range(NUM_CLIENTS)))
+            await asyncio.gather(*(self._watched(http, each) for each in range(number)))
 
     async def _watched(self, http: httpx2.AsyncClient, number: int) -> None:
         try:
@@ -133,12 +142,12 @@ class Crowd:
                     is_first = False
                     if self._stopping.is_set():
                         return
-                    await asyncio.sleep(_PAUSE)
+                    await asyncio.sleep(self._pause)
                 self.num_right[number] += not leaves
                 leaves = False
                 if self._stopping.is_set():
                     return
-                await asyncio.sleep(_PAUSE)
+                await asyncio.sleep(self._pause)
 
     async def _answered(
         self, http: httpx2.AsyncClient, asked: Json, turn: Turn, *, is_first: bool, leaves: bool
@@ -183,7 +192,7 @@ async def hear(http: httpx2.AsyncClient, asked: Json, *, leaves: bool = False) -
                     if leaves and said.text:
                         return said
     except httpx2.TimeoutException:
-        return Said(said.text, fault=f"left without a word for {_ANSWER:g} s")
+        return Said(said.text, fault=f"{HANG} for {_ANSWER:g} s")
     except httpx2.TransportError as error:
         return Said(said.text, trouble=type(error).__name__)
     if not said.is_whole and said.trouble is None:

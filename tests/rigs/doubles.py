@@ -5,13 +5,16 @@ import time
 from collections.abc import Callable, Sequence
 from threading import Event, Lock
 
-from kvtier.tiers.chain import TokenChain, root_hash
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
-from kvtier.tiers.host import HostRegion, HostTier
+from kvtier.tiers.hierarchy.cache_tiers import Wanted
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
+from kvtier.tiers.hierarchy.rates import LoadPolicy, Rates
+from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.port import PortSettings, TierPort
-from kvtier.tiers.rates import LoadPolicy, Rates
+from kvtier.tiers.naming.chain import TokenChain, root_hash
+from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome
 
 BLOCK_SIZE = 4
@@ -137,11 +140,12 @@ def hierarchy_of(
     clock: Callable[[], float] = time.monotonic,
     load_policy: LoadPolicy = "load",
     port_settings: PortSettings | None = None,
+    verify: bool = False,
 ) -> Hierarchy:
     """A hierarchy of `slots` L2 slots over at most one lower tier."""
     metrics, rates = Metrics(), Rates(load_policy)
     region = HostRegion.allocate(slots, SLOT_BYTES, huge_pages=False, prefault=False)
-    host = HostTier(region)
+    host = HostTier(region, verify=verify)
     ports = []
     if tier is not None:
         settings_of_port = port_settings or PortSettings(deadline=60.0, failures=2, retry_after=1.0, num_threads=1)
@@ -157,8 +161,21 @@ def fill_slots(hierarchy: Hierarchy, slots: Sequence[int], hashes: Sequence[Chai
 
 def store(hierarchy: Hierarchy, chain: TokenChain, first: int = 0, last: int | None = None) -> int:
     """Reserve, fill and seal the blocks `first:last` of a chain; returns how many were taken. Waits for the sealing."""
+    taken = hand_in(hierarchy, chain, first, last)
+    assert hierarchy.stores.sealing_queue.drain(60)
+    return taken
+
+
+def reserve(hierarchy: Hierarchy, hashes: Sequence[ChainHash], parent: ChainHash) -> Reservation | None:
+    """Slots for consecutive blocks, as a step of one request reserves them."""
+    (reservation,) = hierarchy.reserve([Wanted(hashes, parent, parent)])
+    return reservation
+
+
+def hand_in(hierarchy: Hierarchy, chain: TokenChain, first: int = 0, last: int | None = None) -> int:
+    """As `store`, but the sealing goes on in the background."""
     hashes = chain.hashes[first:last]
-    reservation = hierarchy.reserve(hashes, chain.parent(first))
+    reservation = reserve(hierarchy, hashes, chain.parent(first))
     if reservation is None:
         return 0
     fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)
@@ -167,7 +184,6 @@ def store(hierarchy: Hierarchy, chain: TokenChain, first: int = 0, last: int | N
         for i in (first + index for index in reservation.indices)
     ]
     hierarchy.seal(reservation, records, hierarchy.epoch)
-    assert hierarchy._sealing.drain(60)
     return len(records)
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from doubles import BLOCK_SIZE, SLOT_BYTES
 
-from kvtier.tiers.events import Event, EventSource, Removed, TierEvents
-from kvtier.tiers.file_store import FileStore
-from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
-from kvtier.tiers.host import HostRegion, HostTier
+from kvtier.tiers.file.store import FileStore
+from kvtier.tiers.hierarchy.events import Event, EventSource, Removed, TierEvents
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
+from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.port import PortSettings, TierPort
-from kvtier.tiers.rates import Rates
 from kvtier.tiers.tier import BlockRecord, ChainHash
 
 

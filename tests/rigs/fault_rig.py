@@ -11,16 +11,17 @@ from pathlib import Path
 
 from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
 
-from kvtier.tiers.chain import TokenChain
-from kvtier.tiers.file_io import FileIO
-from kvtier.tiers.file_store import FileStore
-from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
-from kvtier.tiers.host import HostRegion, HostTier
+from kvtier.tiers.file.file_io import FileIO
+from kvtier.tiers.file.payload_io import Mode
+from kvtier.tiers.file.store import FileStore
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Pending
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
+from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.payload_io import Mode
-from kvtier.tiers.port import PortSettings, TierPort
-from kvtier.tiers.prefetch import PENDING, Pending, Prefetch
-from kvtier.tiers.rates import Rates
+from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.tier import Outcome
 
 FINGERPRINT = b"a model of the fault stories".ljust(32, b".")
@@ -104,12 +105,13 @@ def over_slab(
     clock: Callable[[], float] = time.monotonic,
     fingerprint: bytes = FINGERPRINT,
     size: int = SLAB_BYTES,
+    key: bytes | None = None,
 ) -> Hierarchy:
     """A hierarchy over a real slab in `directory`, every system call of which goes through `io`."""
 
     def open_store() -> FileStore:
         return FileStore.open(
-            directory, fingerprint, slot_bytes=SLOT_BYTES, block_size=BLOCK_SIZE, size=size, mode=mode, io=io
+            directory, fingerprint, slot_bytes=SLOT_BYTES, block_size=BLOCK_SIZE, size=size, mode=mode, key=key, io=io
         )
 
     metrics, rates = Metrics(), Rates("load")
@@ -122,10 +124,10 @@ def over_slab(
 def fetch(hierarchy: Hierarchy, chain: TokenChain, num_blocks: int | None = None) -> int:
     """Load a chain as a request does; returns how many blocks it got. Every byte must be its key's (I1)."""
     hashes = chain.hashes[:num_blocks]
-    prefetch = hierarchy.prefetch(hashes, chain.root)
+    prefetch = hierarchy.ask(hashes, chain.root)
     while isinstance(answer := hierarchy.poll(prefetch), Pending):
-        hierarchy.wait_progress(0.01)
-    with hierarchy.claim(prefetch) as lease:
+        hierarchy.wait_news(0.01)
+    with hierarchy.take(prefetch) as lease:
         assert len(lease) == answer, "not what was promised"
         assert lease.hashes == hashes[: len(lease)]
         for slot, chain_hash in zip(lease.slots.tolist(), lease.hashes, strict=True):
@@ -133,9 +135,9 @@ def fetch(hierarchy: Hierarchy, chain: TokenChain, num_blocks: int | None = None
     return answer
 
 
-def ask(hierarchy: Hierarchy, chain: TokenChain) -> Prefetch:
+def ask(hierarchy: Hierarchy, chain: TokenChain) -> Claim:
     """A request's claim on a chain."""
-    return hierarchy.prefetch(chain.hashes, chain.root)
+    return hierarchy.ask(chain.hashes, chain.root)
 
 
 @contextmanager
@@ -160,8 +162,8 @@ def settle(hierarchy: Hierarchy) -> None:
     """Idle, by the laws: nothing leased, filling or quarantined, nobody forgot a lease (I3). Then closed."""
     assert hierarchy.drain(60)
     deadline = time.monotonic() + 60
-    while not hierarchy.prefetcher.idle and time.monotonic() < deadline:
-        hierarchy.wait_progress(0.01)
+    while not hierarchy.promoter.idle and time.monotonic() < deadline:
+        hierarchy.wait_news(0.01)
     hierarchy.check()
     counts = hierarchy.host.pool.counts()
     assert (counts.leased, counts.filling, counts.quarantined) == (0, 0, 0)

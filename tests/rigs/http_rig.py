@@ -1,8 +1,6 @@
-"""What the stories of the daemon's pages share: a daemon thread with pages, raw sockets, the command line."""
+"""What the stories of the daemon's pages share: a daemon thread with pages, raw sockets."""
 
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -12,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from service_rig import FINGERPRINT, DaemonThread, environment
+from service_rig import FINGERPRINT, DaemonThread
 from starlette.applications import Starlette
 
-from kvtier.service.dashboard import dashboard_routes
-from kvtier.service.http_app import Pages
-from kvtier.service.http_server import HttpServer, HttpSocket
+from kvtier.service.admin.http_app import Pages
+from kvtier.service.observe.dashboard import dashboard_routes
+from kvtier.service.web.http_server import HttpServer, HttpSocket
 
 MODEL = FINGERPRINT.hex()[:16]
 _CLOSE = b"Connection: close\r\n"
@@ -86,7 +84,9 @@ def talk(http: str, data: bytes, *, more: bool = False) -> bytes:
                 connection.shutdown(socket.SHUT_WR)
             while piece := connection.recv(65536):
                 answer += piece
-        except ConnectionError:  # it hangs up on what it has not read
+        except TimeoutError:
+            raise
+        except OSError:  # it hangs up on what it has not read: a reset, or nobody there any more to shut down for
             pass
     return answer
 
@@ -124,9 +124,3 @@ def _malformed(path: str) -> list[bytes]:
         head + b"X: " + b"y" * 100_000 + b"\r\n\r\n",
         f"POST {path} HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{{}}".encode(),
     ]
-
-
-def kvtier(*arguments: str, stdin: str = "", **options: str) -> "subprocess.CompletedProcess[str]":
-    """`kvtier ARGUMENTS` in a process of its own."""
-    command = [sys.executable, "-c", "from kvtier.cli import main; main()", *arguments]
-    return subprocess.run(command, env=environment(**options), input=stdin, capture_output=True, text=True, timeout=100)

@@ -5,8 +5,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -15,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(__file__).resolve().parent.parent
+from fork_rig import SERVICES, Forked
+
+ROOT: Final = Path(__file__).resolve().parents[2]
 _CLAIM: Final = 50  # ports claimed at once
 _START: Final = 100.0  # seconds: a cold import of everything on a busy machine
 _ports: list[int] = []  # claimed, and not handed out yet
@@ -47,7 +47,7 @@ class Node:
             **{f"KVTIER_{name}": value for name, value in chosen.items()},
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Forked | None = None
 
     @property
     def section(self) -> Mapping[str, str]:
@@ -71,8 +71,8 @@ class Node:
         """Start it and wait until it is ready."""
         with self.log.open("ab") as log:
             offset = log.tell()
-            command = [sys.executable, "-m", "kvtier.cli", "serve"]
-            self._process = subprocess.Popen(command, env=self._environment, stderr=log, stdout=log)
+            command = ["-m", "kvtier.cli", "serve"]
+            self._process = Forked(command, SERVICES, env=self._environment, stderr=log, stdout=log)
         end = time.monotonic() + _START
         while "ready on" not in self.log.read_bytes()[offset:].decode():
             assert self._process.poll() is None, self.log.read_text()

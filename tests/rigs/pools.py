@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from kvtier.tiers.pool import Reservation, SlotPool
+from kvtier.tiers.pool.pool import Reservation, SlotPool
 from kvtier.tiers.tier import ChainHash
 
 PoolOf = Callable[..., SlotPool]

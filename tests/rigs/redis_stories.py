@@ -1,25 +1,29 @@
 """What the stories of the Redis tier share: stores, ports and hierarchies over a real server, and what they hold."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, payload_of, record_of, wait_until
 
-from kvtier.tiers.chain import TokenChain
-from kvtier.tiers.config import Config, RedisConfig
-from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
-from kvtier.tiers.host import HostRegion, HostTier
-from kvtier.tiers.local_tiers import LocalTiers
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.config.sections import RedisConfig
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
+from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.port import PortSettings, TierPort
-from kvtier.tiers.rates import Rates
-from kvtier.tiers.redis_store import RedisStore
-from kvtier.tiers.tier import BlockRecord, Outcome, Tier
+from kvtier.tiers.naming.chain import TokenChain
+from kvtier.tiers.redis.store import RedisStore
+from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome, Tier
 
 FINGERPRINT = b"a model of the Redis stories".ljust(32, b".")
 PATIENT = PortSettings(deadline=60.0, failures=2, retry_after=0.02)
+SECRET = "a secret of the Redis stories"
 CHAIN, OTHER = chain_of(8), chain_of(6, first_token=1000)
 
 
@@ -43,6 +47,25 @@ def opened(url: str, fingerprint: bytes = FINGERPRINT, **more: Any) -> Iterator[
         store.check()
     finally:
         store.close()
+
+
+def protection(form: str, directory: Path, mark: str = "") -> dict[str, Any]:
+    """Options of [redis] for records "clear", "sealed" by a secret, or "encrypted"; of another mark, by other ones."""
+    if form == "clear":
+        return {}
+    if form == "sealed":
+        return {"secret": f"{SECRET}{mark}"}
+    key_file = directory / f"key{mark}"
+    key_file.touch(0o600)
+    key_file.write_text(hashlib.sha256(f"{SECRET}{mark}".encode()).hexdigest() + "\n")
+    return {"key_file": str(key_file)}
+
+
+def key_of(store: RedisStore, chain_hash: ChainHash) -> str:
+    """Under which key a server holds a block."""
+    epoch = store._epoch.value
+    assert epoch is not None
+    return store.space.keys([chain_hash], epoch)[0].decode()
 
 
 @contextmanager
@@ -106,7 +129,7 @@ def reads_again(store: RedisStore, chain: TokenChain) -> None:
 
 def located(hierarchy: Hierarchy, chain: TokenChain) -> int:
     """How many of a chain's blocks Redis holds, asked as for a request: its server too, where the index knows none."""
-    return LocalTiers(hierarchy).lookup(chain.hashes, 5.0).redis
+    return hierarchy.locate(chain.hashes, 5.0)["redis"]
 
 
 def is_open(hierarchy: Hierarchy, direction: str) -> bool:

@@ -1,24 +1,30 @@
 """What the router's stories share: replicas that do as they are told, as processes, and a router of this process."""
 
 import json
-import subprocess
-import sys
+import socket
+import ssl
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx2
+from fork_rig import SERVICES, Forked
 from node_rig import free_port
 from service_rig import end_child, environment
 
-from kvtier.service.router_app import serve
-from kvtier.tiers.config import Config
+from kvtier.service.router.app import serve
+from kvtier.tiers.config.config import Config
 
-CHILD = Path(__file__).parent / "service" / "_replica_child.py"
+CHILD = Path(__file__).parents[1] / "service" / "router" / "_replica_child.py"
 PATIENCE = 60.0  # seconds for anything to come about on a busy machine
 MODEL = {"id": "m", "object": "model", "kvtier": {"block_size": 4, "fingerprint": "ab" * 32}}
+
+
+Says = Callable[[str, dict[str, str]], bytes | Iterator[bytes] | None]
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -33,17 +39,19 @@ class ToldReplica:
     """A replica as a process. It keeps its address when it is killed and started again."""
 
     def __init__(self, nature: Mapping[str, object] = MODEL) -> None:
-        self.name = f"127.0.0.1:{free_port()}"
-        self.url = f"http://{self.name}"
+        self.name = f"{nature.get('host', '127.0.0.1')}:{nature.get('port') or free_port()}"
+        authority = nature.get("authority")  # who has signed its certificate, where it has one
+        self.url = f"http{'' if authority is None else 's'}://{self.name}"
         self.nature = nature
-        self.client = httpx2.Client(base_url=self.url, timeout=60, trust_env=False)
-        self._process: subprocess.Popen[str] | None = None
+        verified = True if authority is None else ssl.create_default_context(cafile=str(authority))
+        self.client = httpx2.Client(base_url=self.url, timeout=60, trust_env=False, verify=verified)
+        self._process: Forked | None = None
 
     def start(self) -> None:
         if self._process is not None:
             self._process.wait(60)
-        command = [sys.executable, str(CHILD), self.name.rpartition(":")[2], json.dumps(self.nature)]
-        self._process = subprocess.Popen(command, env=environment(), text=True)
+        command = [str(CHILD), self.name.rpartition(":")[2], json.dumps(self.nature)]
+        self._process = Forked(command, SERVICES, env=environment())
         until(self._is_there)
 
     def _is_there(self) -> bool:
@@ -81,6 +89,72 @@ class ToldReplica:
         self.client.close()
         if self._process is not None:
             end_child(self._process)
+
+
+def page(value: object, *lines: str) -> bytes:
+    body = value.encode() if isinstance(value, str) else json.dumps(value).encode()
+    head = [*lines, "content-type: application/json", f"content-length: {len(body)}"]
+    return "\r\n".join(["HTTP/1.1 200 OK", *head, "", ""]).encode() + body
+
+
+class RawReplica:
+    """Answers each request by what `says` makes of its path and headers; hangs up where that is None or has no end.
+
+    What comes in several parts is sent part by part.
+    """
+
+    def __init__(self, says: Says) -> None:
+        self.pages: dict[str, object] = {"/v1/models": {"object": "list", "data": [MODEL]}, "/readyz": {}}
+        self.asked: Counter[str] = Counter()
+        self.hangs: dict[str, threading.Event] = {}  # by path: what to wait for before it is answered
+        self._says = says
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._open: list[socket.socket] = []
+        self.name = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
+
+    def hang_up(self) -> None:
+        while self._open:
+            with suppress(OSError):  # it has ended
+                self._open.pop().shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)  # wakes who waits for the next
+        self._accepting.join(60)
+        self._listening.close()
+        self.hang_up()
+
+    def _accept(self) -> None:
+        try:
+            while True:
+                self._open.append(self._listening.accept()[0])
+                threading.Thread(target=self._serve, args=(self._open[-1],), daemon=True).start()
+        except OSError:
+            return
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("rb") as lines:
+            try:
+                while first := lines.readline():
+                    path = first.split()[1].decode()
+                    self.asked[path] += 1
+                    headers: dict[str, str] = {}
+                    while (line := lines.readline().decode().strip()) != "":
+                        name, _, value = line.partition(":")
+                        headers[name.lower()] = value.strip()
+                    lines.read(int(headers.get("content-length", 0)))
+                    if path in self.hangs:
+                        self.hangs[path].wait(PATIENCE)
+                    known = path in self.pages or not path.startswith("/v1/")
+                    answer = page(self.pages.get(path, {})) if known else self._says(path, headers)
+                    parts = [answer] if isinstance(answer, bytes) else answer
+                    for part in parts or ():
+                        connection.sendall(part)
+                    if not isinstance(answer, bytes) or b"length" not in answer:
+                        return
+            except OSError:
+                return
 
 
 @contextmanager

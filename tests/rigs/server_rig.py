@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx2
+from fork_rig import ENGINE, Forked
 from openai import OpenAI
 from service_rig import environment, patient, patient_options
 from tiny_models import SIZES
@@ -18,8 +18,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from kvtier.connector.local import LocalConnector
-from kvtier.engine.server_process import Server
-from kvtier.tiers.config import Config
+from kvtier.service.engine.process import EngineServer
+from kvtier.tiers.config.config import Config
 
 MODEL: Final = "tiny"
 BLOCK: Final = 16
@@ -64,7 +64,7 @@ class ServerThread:
             "cache": {"load_or_recompute": "load", **sections.get("cache", {})},
             "server": {"http": "127.0.0.1:0", "max_num_seqs": 8, **sections.get("server", {})},
         }
-        self.server = Server(model, Config.model_validate(patient(given)), exact=exact)
+        self.server = EngineServer(model, Config.model_validate(patient(given)), exact=exact)
         self.engine, self.loop = self.server.engine, self.server.loop
         self.url = f"http://{self.server.address}"
         self.thread = threading.Thread(target=self.server.run)
@@ -110,14 +110,14 @@ class ServerProcess:
 
     def __init__(self, model: Path, *arguments: str, **options: str) -> None:
         """Start it and wait until it says that it is ready; `section__option=value` as variables."""
-        command = [sys.executable, "-c", "from kvtier.cli import main; main()", "engine", "--model", str(model)]
+        command = ["-m", "kvtier.cli", "engine", "--model", str(model)]
         own = {"server__http": "127.0.0.1:0", "host__size": "8MiB", "l1__num_blocks": "128"}
         options = {**patient_options(), **own, "cache__load_or_recompute": "load", **options}
-        self.process = subprocess.Popen(
+        self.process = Forked(
             [*command, *arguments],
+            ENGINE,
             env={"OMP_NUM_THREADS": "1", **environment(**options)},
             stderr=subprocess.PIPE,
-            text=True,
         )
         assert self.process.stderr is not None
         self.lines: list[str] = []

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -10,18 +9,18 @@ from pathlib import Path
 from typing import Final
 
 from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
+from fork_rig import SERVICES, Forked
 
-from kvtier.connector.greetings import Hello
-from kvtier.connector.remote import RemoteTiers
-from kvtier.service.daemon import Daemon
-from kvtier.tiers.below import Attribution, Claim, TiersBelow, Wanted
-from kvtier.tiers.chain import TokenChain
-from kvtier.tiers.config import Config
-from kvtier.tiers.lease import Lease, Reservation
-from kvtier.tiers.prefetch import Pending
+from kvtier.connector.daemon.handshake import Hello
+from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.service.node.daemon import Daemon
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.hierarchy.cache_tiers import Attribution, CacheTiers, Claim, Pending, Wanted
+from kvtier.tiers.naming.chain import TokenChain
+from kvtier.tiers.pool.lease import Lease, Reservation
 from kvtier.tiers.tier import BlockRecord, Outcome
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FINGERPRINT = b"a model of the daemon's stories".ljust(32, b".")
 PATIENCE = 60.0  # seconds for an answer, for an end: a busy machine is no fault
 PATIENT: Final[Mapping[str, Mapping[str, str]]] = {
@@ -45,7 +44,7 @@ def patient_options() -> dict[str, str]:
 def environment(**options: str) -> dict[str, str]:
     """For child processes: this tree's kvtier, and `section__option=value` as variables."""
     variables = {f"KVTIER_{name.upper()}": value for name, value in options.items()}
-    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))), **variables}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "rigs"))), **variables}
 
 
 class DaemonProcess:
@@ -53,9 +52,9 @@ class DaemonProcess:
 
     def __init__(self, socket: Path, **options: str) -> None:
         """Start it and wait until it says that it is ready."""
-        command = [sys.executable, "-c", "from kvtier.cli import main; main()", "serve", "--socket", str(socket)]
+        command = ["-m", "kvtier.cli", "serve", "--socket", str(socket)]
         options = {**patient_options(), "service__http": "127.0.0.1:0", **options}
-        self.process = subprocess.Popen(command, env=environment(**options), stderr=subprocess.PIPE, text=True)
+        self.process = Forked(command, SERVICES, env=environment(**options), stderr=subprocess.PIPE)
         assert self.process.stderr is not None
         self.first_line = self.process.stderr.readline()
         self.lines: list[str] = []
@@ -123,7 +122,7 @@ def records(reservation: Reservation, chain: TokenChain) -> list[BlockRecord]:
     return [BlockRecord(h, chain.parent(at[h]), chain.block_tokens(at[h]), 0) for h in reservation.hashes]
 
 
-def fill(tiers: TiersBelow, reservation: Reservation) -> None:
+def fill(tiers: CacheTiers, reservation: Reservation) -> None:
     """What a worker's d2h copies do."""
     region = tiers.region
     assert region is not None
@@ -131,7 +130,7 @@ def fill(tiers: TiersBelow, reservation: Reservation) -> None:
         region.slot(slot)[:] = payload_of(chain_hash, region.slot_bytes)
 
 
-def store(tiers: TiersBelow, chain: TokenChain, first: int = 0, last: int | None = None) -> int:
+def store(tiers: CacheTiers, chain: TokenChain, first: int = 0, last: int | None = None) -> int:
     """Reserve, fill, seal, and wait until it is found; how many blocks were taken."""
     (reservation,) = tiers.reserve([wanted(chain, first, last)])
     if reservation is None:
@@ -142,17 +141,17 @@ def store(tiers: TiersBelow, chain: TokenChain, first: int = 0, last: int | None
     return len(reservation)
 
 
-def ask(tiers: TiersBelow, chain: TokenChain, timeout: float = PATIENCE) -> tuple[Claim, int]:
+def ask(tiers: CacheTiers, chain: TokenChain, timeout: float = PATIENCE) -> tuple[Claim, int]:
     """Ask, and wait for the answer: the claim, and how many blocks are promised."""
     claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     deadline = time.monotonic() + timeout
     while isinstance(promised := tiers.poll(claim), Pending):
         assert time.monotonic() < deadline, "no answer"
-        tiers.wait_progress(0.1)
+        tiers.wait_news(0.1)
     return claim, promised
 
 
-def where(tiers: TiersBelow, chain: TokenChain) -> Attribution:
+def where(tiers: CacheTiers, chain: TokenChain) -> Attribution:
     """Where the chain's blocks are; no claim is left behind."""
     claim, _ = ask(tiers, chain)
     tiers.cancel(claim)
@@ -160,7 +159,7 @@ def where(tiers: TiersBelow, chain: TokenChain) -> Attribution:
     return claim.found
 
 
-def verify(tiers: TiersBelow, lease: Lease) -> None:
+def verify(tiers: CacheTiers, lease: Lease) -> None:
     """I1: the leased slots hold the bytes of the leased names."""
     region = tiers.region
     assert region is not None
@@ -168,7 +167,7 @@ def verify(tiers: TiersBelow, lease: Lease) -> None:
         assert bytes(region.slot(slot)) == payload_of(chain_hash, region.slot_bytes)
 
 
-def load(tiers: TiersBelow, chain: TokenChain) -> int:
+def load(tiers: CacheTiers, chain: TokenChain) -> int:
     """Claim what there is of a chain, verify its bytes, let go; how many blocks."""
     claim, _ = ask(tiers, chain)
     with tiers.take(claim) as lease:
@@ -182,15 +181,15 @@ def attached(tiers: RemoteTiers) -> bool:
     return tiers.member is not None
 
 
-def drops(tiers: TiersBelow, reason: Outcome) -> float:
+def drops(tiers: CacheTiers, reason: Outcome) -> float:
     return tiers.stats().get(f'kvtier_store_dropped_total{{tier="l2",reason="{reason}"}}', 0)
 
 
-def misses(tiers: TiersBelow, reason: Outcome) -> float:
+def misses(tiers: CacheTiers, reason: Outcome) -> float:
     return tiers.stats().get(f'kvtier_miss_total{{reason="{reason}"}}', 0)
 
 
-def end_child(child: "subprocess.Popen[str]", signals: Sequence[int] = ()) -> None:
+def end_child(child: "subprocess.Popen[str] | Forked", signals: Sequence[int] = ()) -> None:
     """Kill a child that is still there, and close its pipes."""
     for signal in signals:
         child.send_signal(signal)

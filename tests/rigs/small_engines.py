@@ -9,7 +9,7 @@ from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.sequence import SamplingParams
-from kvtier.tiers.config import Config
+from kvtier.tiers.config.config import Config
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 KEEP = SamplingParams(max_tokens=8, ignore_eos=True, keep_logits=True)

@@ -11,10 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.tiers.chain import TokenChain
-from kvtier.tiers.events import EventSource
-from kvtier.tiers.file_store import FileStore
-from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
+from kvtier.tiers.file.store import FileStore
+from kvtier.tiers.hierarchy.events import EventSource
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.naming.chain import TokenChain
 
 SLOTS = 16
 SIZES = (60_000, 160_000)  # of the slab: some two or three extents, or eight
@@ -56,7 +57,7 @@ class EventsMachine(RuleBasedStateMachine):
     @rule(chain=chains)
     def load(self, chain: TokenChain) -> None:
         """From the slab to L2, with whatever that evicts there."""
-        prefetch = self.hierarchy.prefetch(chain.hashes, chain.root)
+        prefetch = self.hierarchy.ask(chain.hashes, chain.root)
         assert self.hierarchy.ports[0].queue.drain(60)
         self.hierarchy.cancel(prefetch)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.file_store import FileStore
+from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 FINGERPRINT = b"state machine".ljust(32, b".")
@@ -44,15 +44,22 @@ class FileMachine(RuleBasedStateMachine):
         self.stored: set[int] = set()
         self.store: FileStore | None = None
         self.size = SIZES[1]
+        self.key: bytes | None = None
 
     def _open(self) -> FileStore:
         return FileStore.open(
-            self.directory, FINGERPRINT, slot_bytes=SLOT, block_size=BLOCK_SIZE, size=self.size, mode="buffered"
+            self.directory,
+            FINGERPRINT,
+            slot_bytes=SLOT,
+            block_size=BLOCK_SIZE,
+            size=self.size,
+            mode="buffered",
+            key=self.key,
         )
 
-    @initialize(size=st.sampled_from(SIZES))
-    def begin(self, size: int) -> None:
-        self.size = size
+    @initialize(size=st.sampled_from(SIZES), key=st.sampled_from([None, bytes(range(32))]))
+    def begin(self, size: int, key: bytes | None) -> None:
+        self.size, self.key = size, key
         self.store = self._open()
 
     @property

@@ -15,6 +15,7 @@ from doubles import (
     fill_slots,
     hierarchy_of,
     payload_of,
+    reserve,
     wait_until,
 )
 from hypothesis import HealthCheck, settings
@@ -30,11 +31,13 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvtier.tiers.chain import TokenChain
-from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
-from kvtier.tiers.pool import Lease, Reservation
-from kvtier.tiers.port import PortSettings
-from kvtier.tiers.prefetch import PENDING, Prefetch
+from kvtier.tiers.hierarchy.cache_tiers import PENDING
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.local_claim import LocalClaim
+from kvtier.tiers.hierarchy.lower_tier import PortSettings
+from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.naming.chain import TokenChain
+from kvtier.tiers.pool.pool import Lease, Reservation
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 SLOTS = 12
@@ -64,7 +67,7 @@ class Store:
 class Ask:
     """A prefetch under way, when it began, and what it was told."""
 
-    prefetch: Prefetch
+    prefetch: LocalClaim
     hashes: list[ChainHash]
     began: float
     promised: int | None = None
@@ -140,7 +143,7 @@ class HierarchyMachine(RuleBasedStateMachine):
     def reserve(self, chain: TokenChain, first: int, length: int) -> object:
         hashes = chain.hashes[first : first + length]
         held = [h for h, is_held in zip(hashes, self.hierarchy.host.pool.holds(hashes), strict=True) if is_held]
-        reservation = self.hierarchy.reserve(hashes, chain.parent(first)) if hashes else None
+        reservation = reserve(self.hierarchy, hashes, chain.parent(first)) if hashes else None
         if reservation is None:
             return multiple()
         # Nothing held is asked for again, nothing reserved can be found.
@@ -163,7 +166,7 @@ class HierarchyMachine(RuleBasedStateMachine):
             for chain, i in (CHAIN_OF[h],)
         ]
         self.hierarchy.seal(reservation, records, store.epoch)
-        assert self.hierarchy._sealing.drain(60)
+        assert self.hierarchy.stores.sealing_queue.drain(60)
         if store.epoch == self.hierarchy.epoch:
             self.epoch_of.update(dict.fromkeys(reservation.hashes, self.resets))
             assert all(bytes_in_l2(self.hierarchy, h) in (payload_of(h), None) for h in reservation.hashes)
@@ -181,7 +184,9 @@ class HierarchyMachine(RuleBasedStateMachine):
         hashes = chain.hashes[first : first + length]
         if not hashes:
             return multiple()
-        ask = Ask(self.hierarchy.prefetch(hashes, chain.parent(first)), hashes, self.clock())
+        claim = self.hierarchy.ask(hashes, chain.parent(first))
+        assert isinstance(claim, LocalClaim)
+        ask = Ask(claim, hashes, self.clock())
         self.open_asks.add(ask)
         return ask
 
@@ -210,12 +215,12 @@ class HierarchyMachine(RuleBasedStateMachine):
             return multiple()
         self.open_asks.remove(ask)
         promised = self.hierarchy.poll(ask.prefetch)
-        lease = self.hierarchy.claim(ask.prefetch)
+        lease = self.hierarchy.take(ask.prefetch)
         assert promised is PENDING or len(lease) == promised
         loan = Loan(lease)
         self.open_loans.add(loan)
         self.verify(lease, ask.hashes)
-        assert len(self.hierarchy.claim(ask.prefetch)) == 0  # a lease is handed over once
+        assert len(self.hierarchy.take(ask.prefetch)) == 0  # a lease is handed over once
         return loan
 
     @rule(loan=consumes(loans))
@@ -235,7 +240,7 @@ class HierarchyMachine(RuleBasedStateMachine):
     @rule(chain=chains, num_l1=st.integers(0, 3))
     def lookup(self, chain: TokenChain, num_l1: int) -> None:
         found = self.hierarchy.lookup(chain.hashes, num_l1)  # cannot be built unless it sums
-        assert found.l1 == num_l1
+        assert found["l1"] == num_l1
         num_found = found.blocks - found.miss
         if self.hierarchy.ports[0].queue.idle:  # else the tier may change under the comparison
             pool, port = self.hierarchy.host.pool, self.hierarchy.ports[0]
@@ -312,7 +317,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         if in_flight and not self.tier.gate.is_set():
             old.close(timeout=0.01)  # something may hang in its I/O …
             self.tier.gate.set()
-            assert old._sealing.close(10)
+            assert old.stores.sealing_queue.close(10)
             assert old.ports[0].queue.close(10)  # … and ends now, harmlessly
         else:
             self.tier.gate.set()
@@ -352,7 +357,7 @@ class HierarchyMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_are_straight(self) -> None:
         if hasattr(self, "hierarchy"):
-            self.hierarchy.prefetcher.check()
+            self.hierarchy.promoter.check()
             counts = self.hierarchy.host.pool.check()
             assert counts.free + counts.filling + counts.ready + counts.quarantined == SLOTS
 
@@ -369,8 +374,8 @@ class HierarchyMachine(RuleBasedStateMachine):
             self.hierarchy.abandon(store.reservation, Outcome.ABORTED)
         assert self.hierarchy.drain(60)
         counts = self.hierarchy.host.pool.check()
-        self.hierarchy.prefetcher.check()
-        assert self.hierarchy.prefetcher.idle
+        self.hierarchy.promoter.check()
+        assert self.hierarchy.promoter.idle
         assert (counts.leased, counts.filling, counts.quarantined) == (0, 0, 0)
         assert self.hierarchy.host.pool.num_leaked == 0
         self.hierarchy.close(10)

@@ -6,12 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import pytest
-from doubles import MemoryTier, chain_of, fill_slots, hierarchy_of, payload_of, record_of
+from doubles import MemoryTier, chain_of, fill_slots, hierarchy_of, payload_of, record_of, reserve
 
-from kvtier.tiers.chain import TokenChain
-from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings, WritePolicy
-from kvtier.tiers.port import PortSettings
-from kvtier.tiers.prefetch import PENDING
+from kvtier.tiers.hierarchy.cache_tiers import PENDING
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.lower_tier import PortSettings
+from kvtier.tiers.hierarchy.settings import HierarchySettings, WritePolicy
+from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 SHARED = 12  # blocks that all chains begin with
@@ -67,7 +68,7 @@ class Request:
         found = self.hierarchy.lookup(self.chain.hashes, first)
         num_loaded = self.load(hashes, first) if found.blocks - found.miss > first else 0
         epoch = self.hierarchy.epoch
-        reservation = self.hierarchy.reserve(hashes[num_loaded:], self.chain.parent(first + num_loaded))
+        reservation = reserve(self.hierarchy, hashes[num_loaded:], self.chain.parent(first + num_loaded))
         if reservation is not None:
             if self.dice.random() < 0.1:
                 self.hierarchy.abandon(reservation, Outcome.COPY_FAILED)
@@ -78,16 +79,16 @@ class Request:
         return num_loaded
 
     def load(self, hashes: list[ChainHash], first: int) -> int:
-        prefetch = self.hierarchy.prefetch(hashes, self.chain.parent(first))
+        prefetch = self.hierarchy.ask(hashes, self.chain.parent(first))
         if self.dice.random() < 0.2:  # aborted at once
             self.hierarchy.cancel(prefetch)
             return 0
         while (found := self.hierarchy.poll(prefetch)) is PENDING:
-            self.hierarchy.wait_progress(0.01)
+            self.hierarchy.wait_news(0.01)
         if self.dice.random() < 0.1:  # aborted after the promise
             self.hierarchy.cancel(prefetch)
             return 0
-        with self.hierarchy.claim(prefetch) as lease:
+        with self.hierarchy.take(prefetch) as lease:
             assert len(lease) == found
             assert lease.hashes == hashes[: len(lease)]
             for slot, chain_hash in zip(lease.slots.tolist(), lease.hashes, strict=True):
@@ -116,7 +117,7 @@ def test_threads_share_one_hierarchy_over_a_failing_tier(write_policy: WritePoli
         """An operator: resets and checks while all runs."""
         num_resets = 0
         while not done.wait(0.02):
-            hierarchy.prefetcher.check()
+            hierarchy.promoter.check()
             hierarchy.host.check()
             if num_resets < 5:
                 hierarchy.reset()
@@ -134,7 +135,7 @@ def test_threads_share_one_hierarchy_over_a_failing_tier(write_policy: WritePoli
     # At rest nothing is leased, half filled or quarantined, and nobody forgot a lease (I3).
     assert hierarchy.drain(60)
     hierarchy.check()
-    assert hierarchy.prefetcher.idle
+    assert hierarchy.promoter.idle
     assert hierarchy.host.pool.num_leaked == 0
     assert num_loaded > 0
     assert tier.reads  # both tiers had their part

@@ -19,10 +19,10 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvtier.tiers.device import BlockPool
-from kvtier.tiers.events import TierEvents
-from kvtier.tiers.pool import Lease, Reservation, SlotPool
-from kvtier.tiers.shape import KVShape
+from kvtier.tiers.copies.device import BlockPool
+from kvtier.tiers.hierarchy.events import TierEvents
+from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.pool.pool import Lease, Reservation, SlotPool
 from kvtier.tiers.tier import BlockRecord, ChainHash
 
 Path = tuple[int, ...]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, MemoryTier, hierarchy_of
+from manual_copies import ManualCopyStream
 from numpy.typing import NDArray
 
 from kvtier.connector.scheduler import SchedulerSide
@@ -19,16 +20,15 @@ from kvtier.connector.worker import WorkerSide
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.sequence import FinishReason, Sample, SamplingParams
+from kvtier.engine.sequence import FinishReason, SampledToken, SamplingParams
 from kvtier.engine.sequence import Sequence as Live
-from kvtier.tiers.chain import TokenChain, root_hash
-from kvtier.tiers.device import BlockPool
-from kvtier.tiers.hierarchy import HierarchySettings
-from kvtier.tiers.local_tiers import LocalTiers
-from kvtier.tiers.port import PortSettings
-from kvtier.tiers.rates import LoadPolicy
-from kvtier.tiers.shape import KVShape
-from kvtier.tiers.transfer import CopyEvent, ManualCopyStream
+from kvtier.tiers.copies.device import BlockPool
+from kvtier.tiers.copies.transfer import CopyEvent
+from kvtier.tiers.hierarchy.lower_tier import PortSettings
+from kvtier.tiers.hierarchy.rates import LoadPolicy
+from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.naming.chain import TokenChain, root_hash
+from kvtier.tiers.naming.shape import KVShape
 
 NUM_LAYERS = 4
 LAYER_BYTES = SLOT_BYTES // NUM_LAYERS
@@ -113,7 +113,7 @@ class World:
         self.pool = BlockPool(KVShape(1, 1, 1, BLOCK_SIZE, "float32"), self.num_blocks)
         self.l1 = np.zeros((self.num_blocks, NUM_LAYERS, LAYER_BYTES), np.uint8)
         self.stream = FlakyStream(self.l1, self.hierarchy.host.region, dice)
-        self.side = SchedulerSide(LocalTiers(self.hierarchy))
+        self.side = SchedulerSide(self.hierarchy)
         self.worker = WorkerSide(self.stream, NUM_LAYERS, LAYER_BYTES, deadline=0.0)
         self.scheduler = Scheduler(self.config, self.pool, self.side)
         self.live: dict[str, Live] = {}
@@ -166,8 +166,8 @@ class World:
             self.scheduler.take_in(self.worker.poll())
         return bool(batch.chunks)
 
-    def sample(self, chunk: Chunk) -> Sample:
-        return Sample(next_token(self.salts[chunk.sequence.request_id], chunk.sequence.token_ids))
+    def sample(self, chunk: Chunk) -> SampledToken:
+        return SampledToken(next_token(self.salts[chunk.sequence.request_id], chunk.sequence.token_ids))
 
     def forward(self, batch: Batch) -> list[tuple[Chunk, tuple[int, int]]]:
         """Layer by layer: look at all KV before the chunk, write the chunk's own; where something wrong was seen."""
@@ -188,7 +188,7 @@ class World:
         return wrong
 
     def disturb(self) -> None:
-        """Aborts, a disk that breaks and mends, blocks lost below, an emptied L1."""
+        """Aborts, a disk that breaks and works again, blocks lost below, an emptied L1."""
         dice = self.dice
         if self.live and dice.random() < 0.02:
             self.scheduler.abort(dice.choice(list(self.live)))
@@ -229,7 +229,7 @@ class World:
         assert self.side.idle
         assert self.hierarchy.drain(60)
         deadline = time.monotonic() + 60
-        while not self.hierarchy.prefetcher.idle and time.monotonic() < deadline:
+        while not self.hierarchy.promoter.idle and time.monotonic() < deadline:
             self.hierarchy.tick()
             time.sleep(0.001)
         self.hierarchy.check()

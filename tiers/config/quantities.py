@@ -4,10 +4,12 @@ import math
 import re
 from typing import Final
 
+_PREFIXES: Final = ("", "K", "M", "G", "T", "P")
 _SIZE_UNITS: Final = {"B": 1} | {
-    prefix + suffix: base ** (power + 1)
+    prefix + suffix: base**power
     for suffix, base in (("iB", 1024), ("B", 1000))
-    for power, prefix in enumerate("KMGTP")
+    for power, prefix in enumerate(_PREFIXES)
+    if power
 }
 _TIME_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _QUANTITY: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
@@ -55,10 +57,10 @@ def parse_duration(value: object) -> float:
     return float(value)
 
 
-def _quantity(text: str, kind: str, mend: str) -> tuple[float, str]:
+def _quantity(text: str, kind: str, fix: str) -> tuple[float, str]:
     matched = _QUANTITY.fullmatch(text)
     if matched is None or len(text) > 32:
-        raise ValueError(f"not {kind}; {mend}")
+        raise ValueError(f"not {kind}; {fix}")
     return float(matched[1]), matched[2]
 
 
@@ -66,6 +68,12 @@ def format_size(num_bytes: int) -> str:
     """The shortest exact way to write a size: "4GiB", "1536MiB", "4GB", "1000"."""
     exact = (f"{num_bytes // scale}{unit}" for unit, scale in reversed(_SIZE_UNITS.items()) if num_bytes % scale == 0)
     return min((text.removesuffix("B") if text[-2:-1].isdigit() else text for text in exact), key=len)
+
+
+def show_size(num_bytes: float, base: int = 1024) -> str:
+    """About how much, to three digits, for people to read: "412 GiB"; with base 1000, as for rates, "1.25 GB"."""
+    power = next((power for power in range(len(_PREFIXES)) if num_bytes < 1000 * base**power), len(_PREFIXES) - 1)
+    return f"{num_bytes / base**power:.3g} {_PREFIXES[power]}{'i' if power and base == 1024 else ''}B"
 
 
 def format_time(seconds: float) -> str:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, PlainSerializer, SecretStr
+from pydantic_settings import NoDecode
 
-from kvtier.tiers.quantities import format_size, format_time, parse_duration, parse_size, parse_time
+from kvtier.tiers.config.quantities import format_size, format_time, parse_duration, parse_size, parse_time
 
 
 def _not_a_bool(value: object) -> object:
@@ -16,22 +17,24 @@ def _not_a_bool(value: object) -> object:
     return value
 
 
-def _directory(value: object) -> object:
+def _path(value: object, what: str, fix: str) -> Path:
     if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
-        raise ValueError("not a directory's name; write one, or leave the option out to switch the tier off")
+        raise ValueError(f"not a {what}'s name; write one, or {fix}")
     return Path(value).expanduser()
+
+
+def _directory(value: object) -> Path:
+    return _path(value, "directory", "leave the option out to switch the tier off")
+
+
+def _file(value: object) -> Path:
+    return _path(value, "file", "leave the option out")
 
 
 def _salt(value: object) -> object:
     if not isinstance(value, str) or not value:
         raise ValueError("not a text of one character or more; leave the option out for none")
     return value
-
-
-def _file(value: object) -> object:
-    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
-        raise ValueError("not a file's name; write one, or leave the option out")
-    return Path(value).expanduser()
 
 
 def _socket(value: object) -> object:
@@ -60,8 +63,19 @@ def _endpoint(value: object) -> object:
     host, _, port = rest.rpartition(":")
     is_tcp = scheme == "tcp" and host and port.isdecimal() and int(port) <= 65535
     if not is_tcp and not (scheme == "ipc" and rest and "\0" not in rest):
-        raise ValueError("not an address of ZMQ's; write it as in tcp://127.0.0.1:5557 or ipc:///run/kvtier-events")
+        raise ValueError("not an address of ZMQ's; write it as in ipc:///run/kvtier/events or tcp://127.0.0.1:5557")
     return value
+
+
+def _hosts(value: object) -> object:
+    """A file lists them, a variable has spaces between them."""
+    listed = value.split() if isinstance(value, str) else value
+    good = isinstance(listed, list | tuple) and all(
+        isinstance(one, str) and re.fullmatch(r"\*|[\w.-]{1,253}", one, re.ASCII) for one in listed
+    )
+    if not good or not isinstance(listed, list | tuple):
+        raise ValueError('not a list of names without a port; write one, as in ["node-a"]')
+    return tuple(listed)
 
 
 def _topic(value: object) -> object:
@@ -71,7 +85,7 @@ def _topic(value: object) -> object:
 
 
 def require_guard(http: str, allow_remote: bool, token: SecretStr | None) -> None:
-    """ValueError where other machines reach an address without leave, or without a token."""
+    """ValueError if other machines reach an address without leave, or without a token."""
     if _is_local(http):
         return
     if not allow_remote:
@@ -81,24 +95,32 @@ def require_guard(http: str, allow_remote: bool, token: SecretStr | None) -> Non
 
 
 def require_local(name: str, address: str) -> None:
-    """ValueError where other machines reach the address that option `name` holds."""
+    """ValueError if other machines reach the address that option `name` holds."""
     if not _is_local(address.rpartition("://")[2]):
         raise ValueError(f'{name} "{address}": other machines reach it; use 127.0.0.1 or set allow_remote')
+
+
+def require_both(name: str, value: Path | None, other_name: str, other: Path | None) -> None:
+    """ValueError if one of two options that only make sense together is missing."""
+    for given, path, missing, beside in ((name, value, other_name, other), (other_name, other, name, value)):
+        if path is not None and beside is None:
+            raise ValueError(f'{given} "{path}": {missing} is missing; set both')
 
 
 def _is_local(address: str) -> bool:
     return address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost")
 
 
-Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size, when_used="json")]
+ByteSize = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size, when_used="json")]
 Time = Annotated[float, BeforeValidator(parse_time), PlainSerializer(format_time, when_used="json")]
-Count = Annotated[int, BeforeValidator(_not_a_bool)]
-Duration = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(format_time, when_used="json")]
+WholeNumber = Annotated[int, BeforeValidator(_not_a_bool)]
+Lifetime = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(format_time, when_used="json")]
 Directory = Annotated[Path, BeforeValidator(_directory)]
 FileName = Annotated[Path, BeforeValidator(_file)]
 SocketPath = Annotated[Path, BeforeValidator(_socket)]
-Salt = Annotated[str, BeforeValidator(_salt)]
+CacheSalt = Annotated[str, BeforeValidator(_salt)]
 KeyPrefix = Annotated[str, BeforeValidator(_key_prefix)]
 Address = Annotated[str, BeforeValidator(_address)]
-Endpoint = Annotated[str, BeforeValidator(_endpoint)]
+ZmqEndpoint = Annotated[str, BeforeValidator(_endpoint)]
+AllowedHosts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_hosts)]
 Topic = Annotated[str, BeforeValidator(_topic)]

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import memory
-from kvtier.tiers.host import HostRegion
+from kvtier.tiers.host import HostRegion, memory
 
 if TYPE_CHECKING:
     import torch
 
-Direction = Literal["load", "store"]
+CopyDirection = Literal["load", "store"]
 
 CANCELLED: Final = "cancelled: the stream was closed"
-_STAGING_BYTES: Final = 1 << 20  # where scattered copies need numpy: stays in the cache between its two passes
+_STAGING_BYTES: Final = 1 << 20  # of numpy's scattered copies: stays in the cache between the two passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +56,18 @@ class BlockCopier:
         """Why the copies may not be made: an index or a layer outside its tier."""
         return invalid_copies(copies, self.num_blocks, self.num_layers, self._region.num_slots)
 
-    def copy(self, direction: Direction, copies: BlockCopies, cancelled: Callable[[], bool] = bool) -> str | None:
+    def copy(self, direction: CopyDirection, copies: BlockCopies, cancelled: Callable[[], bool] = bool) -> str | None:
         """Copy now. Returns why it failed, or None. `cancelled` is asked before every 32 MiB."""
-        error = self.invalid(copies)
-        if error or not len(copies):
+        num_blocks = len(copies.device_blocks)
+        error = invalid_copies(copies, self.num_blocks, self.num_layers, self._region.num_slots)
+        if error or not num_blocks:
             return error
         first, last = copies.layers or (0, self.num_layers)
         length = (last - first) * self.layer_bytes
         device, host = copies.device_blocks, copies.host_slots
         per_call = memory.pieces_per_call(length)
         copy = self._copy_addresses if memory.can_copy_scattered() else self._copy_staged
-        for start in range(0, len(copies), per_call):
+        for start in range(0, num_blocks, per_call):
             if cancelled():
                 return CANCELLED
             part = slice(start, start + per_call)
@@ -78,7 +78,7 @@ class BlockCopier:
         return None
 
     def _copy_addresses(
-        self, direction: Direction, blocks: NDArray[np.int64], slots: NDArray[np.int64], span: tuple[int, int]
+        self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64], span: tuple[int, int]
     ) -> None:
         """Scattered to scattered in one pass and one release of the GIL, neighbours merged."""
         offset, length = span
@@ -94,7 +94,7 @@ class BlockCopier:
         lengths = np.diff(np.append(starts, len(blocks))) * length
         memory.copy_scattered(targets[starts], sources[starts], lengths)
 
-    def _copy_whole_run(self, direction: Direction, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> bool:
+    def _copy_whole_run(self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> bool:
         """Whole rows of which one side is a run: numpy is then a tenth faster below 1 MiB. False: not such a batch."""
         device, host = self._device.reshape(self.num_blocks, -1), self._region.array
         target, source = (device, host) if direction == "load" else (host, device)
@@ -109,9 +109,9 @@ class BlockCopier:
         return False
 
     def _copy_staged(
-        self, direction: Direction, blocks: NDArray[np.int64], slots: NDArray[np.int64], span: tuple[int, int]
+        self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64], span: tuple[int, int]
     ) -> None:
-        """Two numpy passes through a cache-sized buffer: where the system call is forbidden."""
+        """Two numpy passes through a cache-sized buffer, if the system call is forbidden."""
         offset, length = span
         device = self._device.reshape(self.num_blocks, -1)[:, offset : offset + length]
         host = self._region.array[:, offset : offset + length]

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtier.tiers.block_copier import CANCELLED, BlockCopies, Direction, invalid_copies
-from kvtier.tiers.engine_blocks import EngineBlocks
+from kvtier.tiers.copies.block_copier import CANCELLED, BlockCopies, CopyDirection, invalid_copies
+from kvtier.tiers.copies.engine_blocks import EngineBlocks
+from kvtier.tiers.copies.kernels import Canonical, Geometry, LayoutKernels
+from kvtier.tiers.copies.packer import Packer
+from kvtier.tiers.copies.transfer import MAX_QUEUED, CopyEvent
 from kvtier.tiers.host import HostRegion
-from kvtier.tiers.kernels import Canonical, Geometry, LayoutKernels
-from kvtier.tiers.packer import Packer
-from kvtier.tiers.transfer import MAX_QUEUED, CopyEvent
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,6 @@ class CudaEvent:
     __slots__ = ("_event", "_failure", "_issued", "error")
 
     def __init__(self) -> None:
-        """Start pending and not issued."""
         self.error: str | None = None
         self._event: torch.cuda.Event | None = None
         self._failure: str | None = None  # known at issue; it becomes `error` once the device is past the rest
@@ -93,10 +92,11 @@ class CudaEvent:
 class CudaCopyStream:
     """Copies between an L1 on a GPU and a region, on one stream per direction. Thread-safe.
 
-    Fences: a copy without `after` waits for all that the calling thread's current stream was given before it (so a
-    store sees finished blocks and a load overwrites none still read); `fence` makes that stream wait for a copy.
-    What the device was given cannot be cancelled: after `close` such a copy still ends, and until its event is done
-    its L1 block and L2 slot must stay out of use. With a pageable region a thread makes the copies, since they block.
+    Fences: a copy without `after` waits for all earlier work of the calling thread's current stream. So a store
+    sees finished blocks, and a load overwrites no block that is still read. `fence` makes that stream wait for a
+    copy.
+    Nothing cancels a copy that the device was given: it ends even after `close`. Until its event is done, its L1
+    block and L2 slot must stay out of use. With a pageable region a thread makes the copies, since they block.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class CudaCopyStream:
             self._copier, tensors = TensorCopier(device, region, cupy), [device]
         self._region = region
         self._max_queued = max_queued
-        self._streams: dict[Direction, torch.cuda.Stream] = {"load": _stream(tensors), "store": _stream(tensors)}
+        self._streams: dict[CopyDirection, torch.cuda.Stream] = {"load": _stream(tensors), "store": _stream(tensors)}
         self._issuer = None if region.pinned else ThreadPoolExecutor(1, "kvtier-copy")
         self._lock = threading.Lock()  # guards the two fields below and the order of issue; never held in a wait
-        self._pending: dict[Direction, deque[CudaEvent]] = {"load": deque(), "store": deque()}
+        self._pending: dict[CopyDirection, deque[CudaEvent]] = {"load": deque(), "store": deque()}
         self._closed = False
 
     def load(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
@@ -139,7 +139,6 @@ class CudaCopyStream:
         return event.wait(timeout)
 
     def drain(self, timeout: float) -> bool:
-        """Wait until every copy has ended."""
         deadline = time.monotonic() + timeout
         with self._lock:
             pending = [event for events in self._pending.values() for event in events]
@@ -158,7 +157,7 @@ class CudaCopyStream:
                 if self._issuer is not None and not event.done():
                     event.fail(CANCELLED)
 
-    def _enqueue(self, direction: Direction, copies: BlockCopies, after: object | None) -> CopyEvent:
+    def _enqueue(self, direction: CopyDirection, copies: BlockCopies, after: object | None) -> CopyEvent:
         event = CudaEvent()
         error = invalid_copies(copies, self._copier.num_blocks, self._copier.num_layers, self._region.num_slots)
         try:
@@ -194,7 +193,7 @@ class CudaCopyStream:
         raise TypeError(f"after: a torch.cuda.Event or an event of this stream, not {type(after).__name__}")
 
     def _issue(
-        self, direction: Direction, copies: BlockCopies, before: "torch.cuda.Event | CudaEvent", event: CudaEvent
+        self, direction: CopyDirection, copies: BlockCopies, before: "torch.cuda.Event | CudaEvent", event: CudaEvent
     ) -> None:
         """Give the device the copies. A failure ends in the event, also on the issuing thread."""
         stream, failure = self._streams[direction], None
@@ -219,7 +218,7 @@ class CudaCopyStream:
 
 
 class TensorCopier:
-    """Copies our own L1, block-first: neighbours are merged, small pieces go by kernel where there is one."""
+    """Copies our own L1, block-first: neighbours are merged, small pieces go by kernel if there is one."""
 
     def __init__(self, tensor: torch.Tensor, region: HostRegion, cupy: Any) -> None:
         """ValueError if the tensor's blocks are not as large as the region's slots."""
@@ -232,7 +231,7 @@ class TensorCopier:
         self._l2 = torch.from_numpy(region.array)
         self.kernels = self._compiled(cupy) if region.pinned else None
 
-    def copy(self, direction: Direction, copies: BlockCopies) -> None:
+    def copy(self, direction: CopyDirection, copies: BlockCopies) -> None:
         """Enqueue valid copies on the current stream. RuntimeError is the driver's."""
         first, last = copies.layers or (0, self.num_layers)
         order = np.argsort(copies.host_slots)
@@ -271,7 +270,7 @@ class TensorCopier:
         return kernels
 
     def _runs(self, blocks: NDArray[np.int64], slots: NDArray[np.int64], num_layers: int) -> NDArray[np.int64]:
-        """Where a new piece starts: whole blocks join where both sides go on without a gap, parts of blocks never."""
+        """Where a new piece starts: whole blocks join if both sides go on without a gap, parts of blocks never."""
         whole = num_layers == self.num_layers and self._region.slot_stride == self._region.slot_bytes
         if not whole or not len(blocks):
             return np.arange(len(blocks))

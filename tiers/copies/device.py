@@ -8,23 +8,22 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from kvtier.tiers import memory
-from kvtier.tiers.idle import no_slots
-from kvtier.tiers.index import Slots, to_words
-from kvtier.tiers.shape import KVShape
-from kvtier.tiers.slots import FILLING, READY, SlotTable
-from kvtier.tiers.tier import BlockRecord, ChainHash, Changes
+from kvtier.tiers import BlockRecord, ChainHash, Changes
+from kvtier.tiers.host import memory
+from kvtier.tiers.naming import KVShape
+from kvtier.tiers.pool import FILLING, READY, Slots, SlotTable, to_words
 
 
 class BlockPool:
     """Fixed-size KV blocks on a device, and which of them hold which block of a chain. Thread-safe.
 
-    A block is free (no references), or referenced by sequences and copies in flight, once for each. A full block gets
-    its name by `publish` and keeps it when its last reference goes, until it is taken again: unnamed free blocks are
-    taken first, then the named one that has been free longest. Block ids in one call are distinct, in chain order.
+    A block is free (no references), or referenced by sequences and copies in flight, once for each. A full block
+    gets its name by `publish`. It keeps the name when its last reference goes, until the block is taken again.
+    Unnamed free blocks are taken first, then the named one that has been free longest.
+    Block ids in one call are distinct, in chain order.
     It is an `Announcer` of what it holds, if `listen` is called before anything is published.
-    `tensor` is `[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]`, zeroed once at the start: a
-    taken block holds old bytes, but never NaNs of uninitialised memory, which masked attention would spread.
+    `tensor` is `[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]`, zeroed once at the start.
+    A taken block holds old bytes, but never NaNs of uninitialised memory, which masked attention would spread.
     """
 
     def __init__(
@@ -62,7 +61,12 @@ class BlockPool:
             return block_ids
 
     def allocate(self, n: int) -> NDArray[np.int64] | None:
-        """Take `n` blocks, unnamed, with one reference each; all or nothing. None: fewer are free, nobody waits."""
+        """Take `n` blocks, unnamed, with one reference each; all or nothing. None: fewer are free, nobody waits.
+
+        ValueError, and nothing changes, if `n` is negative.
+        """
+        if n < 0:
+            raise ValueError(f"allocate: {n} blocks; ask for 0 or more")
         with self._lock:
             block_ids = self._table.take(n, spare_parents=False)
             if block_ids is not None:
@@ -79,11 +83,11 @@ class BlockPool:
         """Name full blocks, consecutive in a chain after `parent`. Their bytes must not change from now on.
 
         A hash that is held already keeps its block, and the duplicate stays unnamed; so does a block that has a name.
-        While somebody listens (`tells`) `records` says what the blocks are. ValueError where a block has no reference,
+        While somebody listens (`tells`) `records` says what the blocks are. ValueError if a block has no reference,
         or the numbers of blocks, hashes and records wanted differ.
         """
-        slots = _ids(block_ids)
-        if len(slots) != len(hashes) or (self.tells and len(records) != len(hashes)):
+        slots = np.asarray(block_ids, np.int64)
+        if len(slots) != len(hashes) or (self._records and len(records) != len(hashes)):
             raise ValueError(f"publish: {len(slots)} blocks, {len(hashes)} hashes and {len(records)} records")
         if not self.enable_prefix_caching:
             return
@@ -94,13 +98,13 @@ class BlockPool:
             new = np.flatnonzero((held < 0) & (table.state[slots] == FILLING))
             if not len(new):
                 return
-            if not table.name(slots[new], words[new]):
+            if not table.index.add(words[new], slots[new]):
                 raise ValueError(f"publish: a hash comes twice among {len(hashes)}")
             held[new] = slots[new]
             before = np.empty_like(held)
             before[0] = -1 if parent is None else table.index.find(to_words([parent]))[0]
             before[1:] = held[:-1]
-            for i in new.tolist() if records and self.tells else ():
+            for i in new.tolist() if records and self._records else ():
                 self._records[slots[i]] = records[i]
             table.publish(slots[new])
             table.links.link(slots[new], before[new])
@@ -108,18 +112,18 @@ class BlockPool:
     def free(self, block_ids: ArrayLike) -> None:
         """Give one reference to each block back. A chain's tail will be taken again before its head.
 
-        ValueError, and nothing changes, where a block has no reference.
+        ValueError, and nothing changes, if a block has no reference.
         """
-        slots = _ids(block_ids)
+        slots = np.asarray(block_ids, np.int64)
         with self._lock:
             self._table.unref(slots)
 
     def hold(self, block_ids: ArrayLike) -> None:
         """One reference more to each block: a copy in flight keeps its block until it gives it back by `free`.
 
-        ValueError, and nothing changes, where a block has no reference: it may hold another block by now.
+        ValueError, and nothing changes, if a block has no reference: it may hold another block by now.
         """
-        slots = _ids(block_ids)
+        slots = np.asarray(block_ids, np.int64)
         with self._lock:
             self._require_refs(slots, "hold")
             self._table.refs[slots] += 1
@@ -135,7 +139,7 @@ class BlockPool:
         return bool(self._records)
 
     def listen(self) -> None:
-        """Keep a log of the blocks that come and go, for one reader. ValueError where blocks have a name already."""
+        """Keep a log of the blocks that come and go, for one reader. ValueError if blocks have a name already."""
         with self._lock:
             if self._table.num_ready:
                 raise ValueError(f"listen: {self._table.num_ready} blocks have a name already")
@@ -157,7 +161,7 @@ class BlockPool:
             stored = [record for slot in slots.tolist() if (record := self._records[slot]) is not None]
             return Changes(gone, stored, cleared)
 
-    def hush(self) -> list[ChainHash]:
+    def stop_listening(self) -> list[ChainHash]:
         """Keep no log any more; returns what the reader knows."""
         with self._lock:
             log, self._table.changes = self._table.changes, None
@@ -168,7 +172,7 @@ class BlockPool:
             return log.take(0)[0]
 
     def check(self) -> None:
-        """Raise AssertionError where a law of the pool is broken. A full scan: at idle, in tests."""
+        """Raise AssertionError if a law of the pool is broken. A full scan: at idle, in tests."""
         with self._lock:
             table = self._table
             table.check()
@@ -181,10 +185,6 @@ class BlockPool:
         refs = self._table.refs.take(slots)
         if len(slots) and not refs.all():
             raise ValueError(f"{verb}: blocks {slots[refs == 0].tolist()} have no reference")
-
-
-def _ids(block_ids: ArrayLike) -> Slots:
-    return np.asarray(block_ids, np.int64) if np.size(block_ids) else no_slots()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

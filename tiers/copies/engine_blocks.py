@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import memory
-from kvtier.tiers.block_copier import CANCELLED, BlockCopies, Direction, invalid_copies
-from kvtier.tiers.host import HostRegion
+from kvtier.tiers.copies.block_copier import CANCELLED, BlockCopies, CopyDirection, invalid_copies
+from kvtier.tiers.host import HostRegion, memory
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +55,8 @@ class BlockPart:
 class EngineBlocks:
     """An engine's whole L1: the parts of its blocks. A layout is data here, not a class for each engine.
 
-    An engine with several KV groups has a block table for each: block `b` of group `g` goes by the id
-    `g * blocks_per_group + b` in the copies of a stream.
+    An engine with several KV groups has a block table for each group. In the copies of a stream, block `b` of group
+    `g` has the id `g * blocks_per_group + b`.
     """
 
     parts: Sequence[BlockPart]
@@ -67,7 +66,7 @@ class EngineBlocks:
     num_layers: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """ValueError where parts disagree on the number of blocks, overlap in a slot or do not fit one."""
+        """ValueError if parts disagree on the number of blocks, overlap in a slot or do not fit one."""
         sizes = {part.tensor.shape[0] for part in self.parts}
         if len(sizes) != 1:
             raise ValueError(f"parts of {sorted(sizes)} blocks: all of an engine's parts have as many")
@@ -123,7 +122,7 @@ class PartCopier:
         """Why the copies may not be made: an index or a layer outside its tier."""
         return invalid_copies(copies, self._blocks.num_blocks, self._blocks.num_layers, self._region.num_slots)
 
-    def copy(self, direction: Direction, copies: BlockCopies, cancelled: Callable[[], bool] = bool) -> str | None:
+    def copy(self, direction: CopyDirection, copies: BlockCopies, cancelled: Callable[[], bool] = bool) -> str | None:
         """Copy now. Returns why it failed, or None. `cancelled` is asked before every 32 MiB."""
         if error := self.invalid(copies):
             return error
@@ -142,7 +141,7 @@ class PartCopier:
 
 
 class _Views:
-    """One part seen from both sides: as addresses where it is one run, as equally shaped arrays in any case."""
+    """One part seen from both sides: as addresses if it is one run, as equally shaped arrays in any case."""
 
     def __init__(self, part: BlockPart, region: HostRegion) -> None:
         tensor = part.tensor
@@ -169,7 +168,9 @@ class _Views:
         )
 
 
-def _copy(direction: Direction, parts: Sequence[_Views], blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+def _copy(
+    direction: CopyDirection, parts: Sequence[_Views], blocks: NDArray[np.int64], slots: NDArray[np.int64]
+) -> None:
     runs = [part for part in parts if part.is_run and memory.can_copy_scattered()]
     if runs:
         _copy_runs(direction, runs, blocks, slots)
@@ -182,7 +183,7 @@ def _copy(direction: Direction, parts: Sequence[_Views], blocks: NDArray[np.int6
 
 
 def _copy_runs(
-    direction: Direction, parts: Sequence[_Views], blocks: NDArray[np.int64], slots: NDArray[np.int64]
+    direction: CopyDirection, parts: Sequence[_Views], blocks: NDArray[np.int64], slots: NDArray[np.int64]
 ) -> None:
     """All parts of all blocks as one list of pieces."""
     engine = np.concatenate([part.engine_address + blocks * part.engine_stride for part in parts])

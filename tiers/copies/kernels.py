@@ -1,4 +1,4 @@
-"""Copies between an engine's own KV layout and canonical blocks: one CUDA kernel each way, and its numpy reference.
+"""Copies between an engine's own KV layout and canonical blocks: one CUDA kernel each way.
 
 A layout is data (`KVLayout`), so one kernel serves vLLM's per-layer tensors in any dimension order as well as our own
 block-first L1. CuPy compiles it at first use (NVRTC); nothing here needs CuPy to be imported.
@@ -6,15 +6,12 @@ block-first L1. CuPy compiles it at first use (NVRTC); nothing here needs CuPy t
 
 import importlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvtier.tiers import memory
-from kvtier.tiers.shape import DTYPE_BYTES, KVLayout, KVShape
+from kvtier.tiers.naming import DTYPE_BYTES, KVLayout, KVShape
 
 # One CUDA block of threads takes a (block, slot) pair, or a slice of it (blockIdx.y); consecutive threads take
 # consecutive units, so canonical accesses always coalesce and layout accesses do within a run.
@@ -71,7 +68,7 @@ class Geometry:
 
     @classmethod
     def of(cls, layout: KVLayout, shape: KVShape) -> "Geometry":
-        """Merge heads into tokens, tokens into K and V, K and V into a layer, where they lie next to each other."""
+        """Merge heads into tokens, tokens into K and V, K and V into a layer, if they lie next to each other."""
         run = shape.head_dim * DTYPE_BYTES[shape.dtype]
         num_kv, num_tokens, num_heads = shape.num_kv, shape.block_size, shape.num_kv_heads
         if num_heads == 1 or layout.head_stride == run:
@@ -118,7 +115,7 @@ class LayoutKernels:
     def compile(self, canonical: "Canonical") -> None:
         """Compile both kernels for such slots, on the current device; launches do so at first use otherwise.
 
-        RuntimeError where the driver or the compiler refuses.
+        RuntimeError if the driver or the compiler refuses.
         """
         unit = self.geometry.unit_bytes(canonical.address, canonical.slot_stride)
         try:
@@ -180,42 +177,3 @@ class _StreamPointer:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return (0, self.pointer)  # version of the protocol, cudaStream_t
-
-
-def gather_reference(
-    layout: KVLayout,
-    shape: KVShape,
-    blocks: Sequence[int] | NDArray[np.int64],
-    slots: NDArray[np.uint8],
-    layers: tuple[int, int] | None = None,
-) -> None:
-    """Copy blocks of a layout in host memory into `slots`, `[len(blocks), block_bytes]`; `layers` half-open."""
-    for layer in range(*(layers or (0, shape.num_layers))):
-        part = slots[:, layer * shape.layer_bytes : (layer + 1) * shape.layer_bytes]
-        part[:] = _layer_view(layout, shape, layer, blocks)[np.asarray(blocks)].reshape(len(blocks), -1)
-
-
-def scatter_reference(
-    layout: KVLayout,
-    shape: KVShape,
-    blocks: Sequence[int] | NDArray[np.int64],
-    slots: NDArray[np.uint8],
-    layers: tuple[int, int] | None = None,
-) -> None:
-    """Copy `slots`, `[len(blocks), block_bytes]`, into blocks of a layout in host memory; `layers` half-open."""
-    for layer in range(*(layers or (0, shape.num_layers))):
-        view = _layer_view(layout, shape, layer, blocks)
-        part = slots[:, layer * shape.layer_bytes : (layer + 1) * shape.layer_bytes]
-        view[np.asarray(blocks)] = part.reshape(len(blocks), *view.shape[1:])
-
-
-def _layer_view(
-    layout: KVLayout, shape: KVShape, layer: int, blocks: Sequence[int] | NDArray[np.int64]
-) -> NDArray[np.uint8]:
-    """One layer's bytes in place, `[num_blocks, num_kv, block_size, num_kv_heads, head_bytes]`."""
-    head_bytes = shape.head_dim * DTYPE_BYTES[shape.dtype]
-    dimensions = (max(blocks, default=-1) + 1, shape.num_kv, shape.block_size, shape.num_kv_heads, head_bytes)
-    strides = (layout.block_stride, layout.kv_stride, layout.token_stride, layout.head_stride, 1)
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(dimensions, strides, strict=True))
-    flat = memory.bytes_at(layout.bases[layer], max(0, extent))
-    return np.lib.stride_tricks.as_strided(flat, dimensions, strides)

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtier.tiers.block_copier import BlockCopies, Direction
-from kvtier.tiers.engine_blocks import BlockPart, EngineBlocks
+from kvtier.tiers.copies.block_copier import BlockCopies, CopyDirection
+from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.host import HostRegion
 
 STAGING_BYTES: Final = 64 << 20  # for each direction; what is more goes in batches of this size
 _UNITS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _ALIGNMENT: Final = 8  # bytes: the largest unit
 
-Span = tuple[int, int]  # of bytes in a slot, half-open
+ByteRange = tuple[int, int]  # of bytes in a slot, half-open
 
 
 class Packer:
@@ -35,14 +35,14 @@ class Packer:
         self.num_blocks, self.num_layers = blocks.num_blocks, blocks.num_layers
         self._blocks = blocks
         self._slots = torch.from_numpy(region.array)
-        self._parts = {id(part): _Part(part) for part in blocks.parts}
-        self._staging: dict[Direction, torch.Tensor] = {}
+        self._parts = {id(part): _IntegerPart(part) for part in blocks.parts}
+        self._staging: dict[CopyDirection, torch.Tensor] = {}
 
-    def copy(self, direction: Direction, copies: BlockCopies) -> None:
+    def copy(self, direction: CopyDirection, copies: BlockCopies) -> None:
         """Enqueue valid copies. RuntimeError is the driver's; what was enqueued before it goes on."""
         with torch.inference_mode():  # an engine's tensors may have been made in it; then only it may write to them
             for slots, blocks in _by_slot(self._blocks, copies):
-                parts: list[tuple[_Part, torch.Tensor]] = []
+                parts: list[tuple[_IntegerPart, torch.Tensor]] = []
                 for group, numbers in blocks.items():
                     index = self._on_device(numbers)
                     parts += [(self._parts[id(part)], index) for part in self._blocks.select(group, copies.layers)]
@@ -50,7 +50,7 @@ class Packer:
                     self._copy(direction, slots, parts)
 
     def _copy(
-        self, direction: Direction, slots: NDArray[np.int64], parts: "Sequence[tuple[_Part, torch.Tensor]]"
+        self, direction: CopyDirection, slots: NDArray[np.int64], parts: "Sequence[tuple[_IntegerPart, torch.Tensor]]"
     ) -> None:
         """Slots of which the same parts are asked for, each with the numbers of the blocks it is from or for."""
         spans = _spans([part for part, _ in parts])
@@ -70,12 +70,17 @@ class Packer:
                 self._between(direction, staging, first, slots[batch], spans)
 
     def _between(
-        self, direction: Direction, staging: torch.Tensor, first: int, slots: NDArray[np.int64], spans: Sequence[Span]
+        self,
+        direction: CopyDirection,
+        staging: torch.Tensor,
+        first: int,
+        slots: NDArray[np.int64],
+        spans: Sequence[ByteRange],
     ) -> None:
         """Copy the spans of slots from or to the rows of the staging, which hold a slot's bytes from `first` on.
 
-        Every copy is one run on both sides, anything else torch would make through pageable memory, waiting for it:
-        whole neighbouring slots together, of parts of slots each by itself.
+        Every copy is one run on both sides: torch makes any other through pageable memory and waits for it.
+        Neighbouring whole slots go together, parts of slots one by one.
         """
         whole = list(spans) == [(0, self._slots.shape[1])]
         starts = np.flatnonzero(np.diff(slots, prepend=-2) != 1) if whole else np.arange(len(slots))
@@ -87,8 +92,8 @@ class Packer:
                 target, source = (rows, kept) if direction == "load" else (kept, rows)
                 target.copy_(source, non_blocking=True)
 
-    def _rows(self, direction: Direction, num_rows: int, width: int) -> torch.Tensor:
-        """`[num_rows, width]` bytes of staging. Made at the first copy: where there is no room, only that one fails."""
+    def _rows(self, direction: CopyDirection, num_rows: int, width: int) -> torch.Tensor:
+        """`[num_rows, width]` bytes of staging. Made at the first copy: if there is no room, only that one fails."""
         if direction not in self._staging:
             num_bytes = max(STAGING_BYTES, self._blocks.slot_bytes + 2 * _ALIGNMENT)
             self._staging[direction] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -99,7 +104,7 @@ class Packer:
         return index.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else index
 
 
-class _Part:
+class _IntegerPart:
     """A part as integers, the largest that its runs are made of: fewer elements to move, and no arithmetic on them."""
 
     def __init__(self, part: BlockPart) -> None:
@@ -109,7 +114,7 @@ class _Part:
             unit = math.gcd(_ALIGNMENT, part.offset, tensor.data_ptr(), *(side * unit for side in sides))
         elif part.offset % unit:
             raise ValueError(f"a part at byte {part.offset} of a slot: its elements of {unit} bytes lie askew there")
-        self.span: Span = (part.offset, part.offset + part.num_bytes)
+        self.span: ByteRange = (part.offset, part.offset + part.num_bytes)
         self.tensor = tensor.view(_UNITS[unit])
 
     def within(self, staging: torch.Tensor, first: int) -> torch.Tensor:
@@ -142,9 +147,9 @@ def _by_slot(
         yield slots[rows], {group: table[rows, group] for group in np.flatnonzero(has).tolist()}
 
 
-def _spans(parts: Sequence[_Part]) -> list[Span]:
+def _spans(parts: Sequence[_IntegerPart]) -> list[ByteRange]:
     """The bytes of a slot that the parts fill, ascending, neighbours joined."""
-    spans: list[Span] = []
+    spans: list[ByteRange] = []
     for low, high in sorted(part.span for part in parts):
         if spans and spans[-1][1] == low:
             spans[-1] = (spans[-1][0], high)

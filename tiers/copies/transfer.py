@@ -1,8 +1,8 @@
-"""Asynchronous copies of blocks between L1 and L2: what a copy stream promises, its CPU twin and its test twin.
+"""Asynchronous copies of blocks between L1 and L2: what a copy stream promises, and its CPU twin.
 
 Every stream keeps two queues, loads (L2 → L1) and stores (L1 → L2). Copies of one direction complete in the order they
 were given; the directions are independent. A call only enqueues; a failure is the event's `error`, never an exception.
-`CudaCopyStream` (cuda_transfer.py) is the third twin.
+`CudaCopyStream` (cuda_transfer.py) is the device's twin, `ManualCopyStream` (tests/rigs/manual_copies.py) the tests'.
 """
 
 import threading
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.block_copier import CANCELLED, BlockCopier, BlockCopies, Direction
-from kvtier.tiers.engine_blocks import EngineBlocks, PartCopier
+from kvtier.tiers.copies.block_copier import CANCELLED, BlockCopier, BlockCopies, CopyDirection
+from kvtier.tiers.copies.engine_blocks import EngineBlocks, PartCopier
 from kvtier.tiers.host import HostRegion
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["L1", "BlockCopies", "CopyEvent", "CopyStream", "HostCopyStream", "HostEvent", "ManualCopyStream"]
+__all__ = ["L1", "BlockCopies", "CopyEvent", "CopyStream", "HostCopyStream", "HostEvent"]
 
 L1: TypeAlias = "torch.Tensor | NDArray[np.generic] | EngineBlocks"
 """What a stream copies from and to: one tensor `[num_blocks, num_layers, …]`, or blocks as some engine keeps them."""
@@ -76,16 +76,13 @@ class HostEvent:
     __slots__ = ("_ended", "error")
 
     def __init__(self) -> None:
-        """Start pending."""
         self.error: str | None = None
         self._ended = threading.Event()
 
     def done(self) -> bool:
-        """Whether the copy has ended."""
         return self._ended.is_set()
 
     def wait(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for the end; False if it has not come."""
         return self._ended.wait(timeout)
 
     def end(self, error: str | None = None) -> None:
@@ -95,16 +92,20 @@ class HostEvent:
 
 
 @dataclass(slots=True)
-class _Task:
-    direction: Direction
+class CopyTask:
+    """One call's copies, queued."""
+
+    direction: CopyDirection
     copies: BlockCopies
     after: CopyEvent | None
     event: HostEvent
 
     def ready(self) -> bool:
+        """Whether what it waits for has ended."""
         return self.after is None or self.after.done()
 
     def run(self, copier: BlockCopier | PartCopier, cancelled: Callable[[], bool] = bool) -> str | None:
+        """Copy now. Returns why it failed, or None."""
         if self.after is not None and self.after.error is not None:
             return f"what it waited for failed: {self.after.error}"
         return copier.copy(self.direction, self.copies, cancelled)
@@ -128,7 +129,7 @@ class HostCopyStream:
         self._copier = copier(device, region)
         self._max_queued = max_queued
         self._changed = threading.Condition()
-        self._queues: dict[Direction, deque[_Task]] = {"load": deque(), "store": deque()}
+        self._queues: dict[CopyDirection, deque[CopyTask]] = {"load": deque(), "store": deque()}
         self._num_running = 0
         self._closed = False
         self._cancelled = False
@@ -139,11 +140,9 @@ class HostCopyStream:
             thread.start()
 
     def load(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
-        """Enqueue L2 → L1 copies."""
         return self._enqueue("load", copies, after)
 
     def store(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
-        """Enqueue L1 → L2 copies."""
         return self._enqueue("store", copies, after)
 
     def fence(self, event: CopyEvent, timeout: float) -> bool:
@@ -151,7 +150,6 @@ class HostCopyStream:
         return event.wait(timeout)
 
     def drain(self, timeout: float) -> bool:
-        """Wait until nothing is queued or running."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_pending(), timeout)
 
@@ -172,13 +170,13 @@ class HostCopyStream:
     def _num_pending(self) -> int:
         return self._num_running + sum(map(len, self._queues.values()))
 
-    def _enqueue(self, direction: Direction, copies: BlockCopies, after: object | None) -> CopyEvent:
+    def _enqueue(self, direction: CopyDirection, copies: BlockCopies, after: object | None) -> CopyEvent:
         event = HostEvent()
-        task = _Task(direction, copies, _predecessor(after), event)
+        task = CopyTask(direction, copies, None if after is None else predecessor(after), event)
         error = self._copier.invalid(copies)
         with self._changed:
             queue = self._queues[direction]
-            error = error or _refusal(self._closed, len(queue), self._max_queued)
+            error = error or refusal(self._closed, len(queue), self._max_queued)
             if error is None:
                 queue.append(task)
                 self._changed.notify()
@@ -197,7 +195,7 @@ class HostCopyStream:
                 task.event.end(error)  # under the lock, so that drain() never returns before the event is done
                 self._changed.notify_all()
 
-    def _take(self) -> _Task | None:
+    def _take(self) -> CopyTask | None:
         """Wait for a copy that may start; None once the stream is cancelled."""
         with self._changed:
             while not self._cancelled:
@@ -210,107 +208,20 @@ class HostCopyStream:
         return None
 
 
-class ManualCopyStream:
-    """The test twin: copies complete, or fail, when the test says so. Single-threaded use, but `drain` may wait."""
-
-    def __init__(self, device: L1, region: HostRegion, *, max_queued: int = MAX_QUEUED) -> None:
-        """As `HostCopyStream`, without threads."""
-        self._copier = copier(device, region)
-        self._max_queued = max_queued
-        self._changed = threading.Condition()
-        self._pending: deque[_Task] = deque()
-        self._closed = False
-
-    @property
-    def num_pending(self) -> int:
-        """Copies enqueued and not ended."""
-        return len(self._pending)
-
-    def load(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
-        """Enqueue L2 → L1 copies."""
-        return self._enqueue("load", copies, after)
-
-    def store(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
-        """Enqueue L1 → L2 copies."""
-        return self._enqueue("store", copies, after)
-
-    def fence(self, event: CopyEvent, timeout: float) -> bool:
-        """Wait for the event."""
-        return event.wait(timeout)
-
-    def drain(self, timeout: float) -> bool:
-        """Wait until the test has ended every copy (from another thread)."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._pending, timeout)
-
-    def close(self, timeout: float) -> None:
-        """Drain, then cancel. Idempotent."""
-        with self._changed:
-            self._closed = True
-        self.drain(timeout)
-        with self._changed:
-            while self._pending:
-                self._pending.popleft().event.end(CANCELLED)
-            self._changed.notify_all()
-
-    def complete_next(self) -> CopyEvent:
-        """Make the oldest copy that may start, and end it. IndexError if none may."""
-        task = self._take()
-        return self._end(task, task.run(self._copier))
-
-    def fail_next(self, error: str = "the test failed this copy") -> CopyEvent:
-        """End the oldest copy that may start with `error`, leaving its targets as they are. IndexError if none may."""
-        return self._end(self._take(), error)
-
-    def complete_all(self) -> int:
-        """Make every copy, in order; returns how many."""
-        count = self.num_pending
-        for _ in range(count):
-            self.complete_next()
-        return count
-
-    def _take(self) -> _Task:
-        with self._changed:
-            waiting: set[Direction] = set()  # a direction whose head waits holds back what is behind it
-            for task in self._pending:
-                if task.direction not in waiting and task.ready():
-                    self._pending.remove(task)
-                    return task
-                waiting.add(task.direction)
-        raise IndexError(f"no copy may start: {len(waiting)} of 2 directions wait for an event")
-
-    def _end(self, task: _Task, error: str | None) -> CopyEvent:
-        with self._changed:
-            task.event.end(error)
-            self._changed.notify_all()
-        return task.event
-
-    def _enqueue(self, direction: Direction, copies: BlockCopies, after: object | None) -> CopyEvent:
-        event = HostEvent()
-        task = _Task(direction, copies, _predecessor(after), event)
-        error = self._copier.invalid(copies)
-        with self._changed:
-            queued = sum(other.direction == direction for other in self._pending)
-            error = error or _refusal(self._closed, queued, self._max_queued)
-            if error is None:
-                self._pending.append(task)
-        if error is not None:
-            event.end(error)
-        return event
-
-
 def copier(device: L1, region: HostRegion) -> BlockCopier | PartCopier:
     """What copies between an L1 in host memory and a region."""
     return PartCopier(device, region) if isinstance(device, EngineBlocks) else BlockCopier(device, region)
 
 
-def _predecessor(after: object | None) -> CopyEvent | None:
+def predecessor(after: object | None) -> CopyEvent | None:
+    """What a copy starts after; TypeError if it is no event."""
     if after is None or isinstance(after, CopyEvent):
         return after
     raise TypeError(f"after: a CopyEvent, not {type(after).__name__}")
 
 
-def _refusal(closed: bool, num_queued: int, max_queued: int) -> str | None:
+def refusal(closed: bool, num_queued: int, max_queued: int) -> str | None:
+    """Why a stream takes no more copies now; None if it does."""
     if closed:
         return "the stream is closed"
     return "the copy queue is full" if num_queued >= max_queued else None

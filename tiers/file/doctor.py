@@ -1,4 +1,4 @@
-"""What `kvtier doctor` asks of the directory of slabs: room, O_DIRECT, and what it writes and reads in a second."""
+"""Checks the slab directory for `kvtier doctor`: free space, O_DIRECT, and write and read rates."""
 
 import mmap
 import os
@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvtier.tiers.config import FileConfig
-from kvtier.tiers.file_io import PAGE, FileIO, read_all, write_all
-from kvtier.tiers.finding import Finding, error, ok, warning
-from kvtier.tiers.quantities import format_size
-from kvtier.tiers.slab import format_bytes
-from kvtier.tiers.slab_file import SLAB_NAME
+from kvtier.tiers import ConfigError, Finding, FormatError, error, key_id, load_key, ok, warning
+from kvtier.tiers.config import FileConfig, format_size, show_size
+from kvtier.tiers.file import slab
+from kvtier.tiers.file.file_io import PAGE, FileIO, read_all, write_all
+from kvtier.tiers.file.slab_budget import SLAB_NAME
 
 _CALL_BYTES: Final = 4 << 20
-_NUM_THREADS: Final = 2  # as the file tier has
-_SPAN_BYTES: Final = 256 << 20  # the probe's file at most
-_SECONDS: Final = 0.8  # of writing, then of reading
-_PATIENCE: Final = 5.0  # a disk that has not answered by then hangs
+_NUM_THREADS: Final = 2  # as many as the file tier has
+_SPAN_BYTES: Final = 256 << 20  # most bytes of the probe's file
+_SECONDS: Final = 0.8  # seconds of writing, then of reading
+_PATIENCE: Final = 5.0  # seconds after which a disk counts as hung
 _SLOW: Final = 0.5e9  # bytes per second; a local NVMe reads and writes several times that
 
 
@@ -41,21 +40,51 @@ def check_disk(config: FileConfig) -> list[Finding]:
         return [ok("file tier", "off: no [file] path")]
     home = _nearest(config.path)
     if home is None:
-        mend = "choose another [file] path, or put a directory there"
-        return [error("file tier", f'[file] path "{config.path}": not a directory', mend)]
+        fix = "choose another [file] path, or put a directory there"
+        return [error("file tier", f'[file] path "{config.path}": not a directory', fix)]
     try:
         findings = [_check_room(config, home)]
         if not os.access(home, os.W_OK | os.X_OK):
-            mend = f"let this user write in {home}, or choose another [file] path"
-            return [*findings, error("disk rate", f'[file] path "{config.path}": no permission to write', mend)]
+            fix = f"let this user write in {home}, or choose another [file] path"
+            return [*findings, error("disk rate", f'[file] path "{config.path}": no permission to write', fix)]
         return findings + _judge(probe_disk(home, _room(home)), config)
     except OSError as failed:
         found = f'[file] path "{config.path}": {failed.strerror or failed}'
-        return [error("disk rate", found, "mend the disk, or choose another [file] path")]
+        return [error("disk rate", found, "repair the disk, or choose another [file] path")]
+
+
+def check_key(config: FileConfig) -> Finding:
+    """Whether [file] key_file holds a key that fits the slabs of [file] path. Reads the slabs' headers."""
+    name, wanted = "encryption", None
+    if config.key_file is not None:
+        try:
+            wanted = key_id(load_key(config.key_file, "[file] key_file"))
+        except ConfigError as failed:
+            found, _, fix = str(failed).partition("; ")
+            return error(name, found, fix)
+    for path in _slabs(config.path) if config.path else []:
+        try:
+            with path.open("rb") as file:
+                slab.require_key(slab.decode(file.read(slab.HEADER_BYTES), path.name), wanted, path.name)
+        except ConfigError as failed:
+            found, _, fix = str(failed).rpartition("; it was left untouched: ")
+            return error(name, found, fix)
+        except (OSError, FormatError):
+            continue  # opening the slab reports that
+    if wanted is None:
+        return ok(name, "off: a reader of [file] path can reconstruct prompts")
+    return ok(name, f"[file] key_file holds key {wanted.hex()}")
+
+
+def _slabs(directory: Path) -> list[Path]:
+    try:
+        return [path for path in directory.iterdir() if SLAB_NAME.fullmatch(path.name) and path.is_file()]
+    except OSError:
+        return []
 
 
 def _nearest(path: Path) -> Path | None:
-    """The directory, or the nearest above it that exists: kvtier makes the rest. None: a file is in the way."""
+    """The directory, or its nearest existing parent: kvtier creates the rest. None: a file is in the way."""
     for found in (path, *path.absolute().parents):
         if os.path.lexists(found):
             return found if found.is_dir() else None
@@ -63,15 +92,16 @@ def _nearest(path: Path) -> Path | None:
 
 
 def _check_room(config: FileConfig, home: Path) -> Finding:
-    """As at start: what is free and what slabs there take must hold [file] size."""
+    """Whether free space and existing slabs together hold [file] size, as checked at start."""
     assert config.path is not None
-    slabs = list(config.path.iterdir()) if home == config.path else []
-    taken = sum(slab.stat().st_size for slab in slabs if SLAB_NAME.fullmatch(slab.name) and slab.is_file())
+    slabs = _slabs(config.path)
+    taken = sum(path.stat().st_size for path in slabs)
     free = _room(home)
-    found = f"{format_bytes(free, exact=False)} free, slabs take {format_bytes(taken, exact=False)}"
+    found = f"{show_size(free)} free, slabs take {show_size(taken)}"
     found = f"{found}, [file] size {format_size(config.size)}"
     if config.size > free + taken:
-        return error("free space", found, "lower [file] size, or choose another [file] path")
+        verdict = warning if slabs else error  # a start is refused only for the first slab of a directory
+        return verdict("free space", found, "lower [file] size, or choose another [file] path")
     return ok("free space", found)
 
 
@@ -82,29 +112,29 @@ def _room(home: Path) -> int:
 def _judge(rates: DiskRates | None, config: FileConfig) -> list[Finding]:
     if rates is None:
         found = f"no answer within {_PATIENCE:.0f} s"
-        return [error("disk rate", found, "mend the disk, or choose another [file] path")]
+        return [error("disk rate", found, "repair the disk, or choose another [file] path")]
     if rates.is_direct:
         direct = ok("O_DIRECT", "works there")
     elif config.mode in ("buffered", "mmap"):
         direct = ok("O_DIRECT", f'refused there; [file] mode "{config.mode}" does without')
     else:
-        found = "refused there: the page cache keeps every block once more"
+        found = "refused there: the page cache holds a second copy of every block"
         direct = warning("O_DIRECT", found, "choose a [file] path on ext4 or XFS")
     found = f"write {rates.write / 1e9:.2f} GB/s, read {rates.read / 1e9:.2f} GB/s"
     if min(rates.write, rates.read) < _SLOW:
-        mend = "choose a [file] path on a local NVMe; a slow tier helps long prompts only"
-        return [direct, warning("disk rate", found, mend)]
+        fix = "choose a [file] path on a local NVMe; a slow tier helps long prompts only"
+        return [direct, warning("disk rate", found, fix)]
     return [direct, ok("disk rate", found)]
 
 
 def probe_disk(directory: Path, free: int) -> DiskRates | None:
-    """Write and read a file of at most a quarter of `free` bytes in `directory`, some 2 s in all; leaves nothing there.
+    """Write and read a file of at most a quarter of `free` bytes in `directory`, for about 2 s; leaves nothing there.
 
-    None: the disk did not answer in time. OSError: it refused.
+    None: the disk did not answer in time. Raises OSError if it refused.
     """
     span = min(_SPAN_BYTES, free // 4) // (_NUM_THREADS * _CALL_BYTES) * _NUM_THREADS * _CALL_BYTES
     if not span:
-        raise OSError(f"too little free space to measure in: {format_bytes(free)}")
+        raise OSError(f"too little free space to measure in: {show_size(free)}")
     answer: list[DiskRates | OSError] = []
 
     def measure() -> None:
@@ -135,7 +165,7 @@ def _measure(directory: Path, span: int) -> DiskRates:
         except OSError:
             pass  # refused there
         finally:
-            os.unlink(name)  # before any byte is written: a kill leaves nothing
+            os.unlink(name)  # before any byte is written, so that a kill leaves nothing
         io.allocate(fd, 0, span)
         chosen = fd if direct is None else direct
 
@@ -152,15 +182,18 @@ def _measure(directory: Path, span: int) -> DiskRates:
         part = span // _NUM_THREADS
         write_rate, covered = _rate(write, part, part)
         io.sync(fd)
-        read_rate, _ = _rate(read, part, min(covered, part))  # beyond it no disk would be read
+        read_rate, _ = _rate(read, part, min(covered, part))  # beyond that no data was written
         return DiskRates(write_rate, read_rate, direct is not None)
 
 
 def _rate(transfer: Callable[[memoryview, int], None], part: int, covered: int) -> tuple[float, int]:
-    """Bytes per second over all threads, each going round the first `covered` bytes of its part; the least moved."""
+    """Bytes per second over all threads, and the fewest bytes that one thread moved.
+
+    Each thread cycles through the first `covered` bytes of its part.
+    """
     moved = [0] * _NUM_THREADS
     failures: list[OSError] = []
-    noise = os.urandom(_CALL_BYTES)  # a file system that compresses must not shine
+    noise = os.urandom(_CALL_BYTES)  # random, or a compressing file system would look fast
     buffers = [memoryview(mmap.mmap(-1, _CALL_BYTES)) for _ in moved]
     for buffer in buffers:
         buffer[:] = noise

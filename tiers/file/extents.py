@@ -11,9 +11,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.changes import ChangeLog
-from kvtier.tiers.index import Slots, Words, to_words
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers import ChainHash
+from kvtier.tiers.pool import ChangeLog, Slots, Words, to_words
 
 MAX_OPEN: Final = 4  # extents being filled at once: as many chains stay adjacent while they are stored together
 _MAX_CHANCES: Final = (
@@ -22,15 +21,16 @@ _MAX_CHANCES: Final = (
 _KEEP_SHARE: Final = 4  # of an evicted extent at most a quarter is stored again
 
 
-class _State(Enum):
+class _ExtentState(Enum):
     FREE = 0  # empty, nobody's
     CLAIMED = 1  # being emptied by one thread
     OPEN = 2  # has room behind its fill mark
     CLOSED = 3  # full, or no longer filled
+    RETIRED = 4  # its end of the slab is being given up
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SlotRun:
     """Adjacent slots of one extent that one writer fills and, published or not, gives back by `leave`."""
 
     extent: int
@@ -45,7 +45,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ClaimedExtent:
     """An extent taken to be filled anew; given back by `opened` or `unclaim`. Its rows on disk go first."""
 
     extent: int
@@ -78,7 +78,7 @@ class ExtentMap:
         self._fill = [0] * num_extents
         self._busy = [0] * num_extents
         self._dirty = bytearray(num_extents)
-        self._state = [_State.FREE] * num_extents
+        self._state = [_ExtentState.FREE] * num_extents
         self._free = list(range(num_extents))  # a heap: low extents first, so that a slab can be cut short
         self._open: OrderedDict[int, ChainHash | None] = OrderedDict()  # extent -> its last block
         self._order: OrderedDict[int, None] = OrderedDict()  # open and closed extents, next victim first
@@ -88,7 +88,7 @@ class ExtentMap:
     ) -> list[int]:
         """Take over what a recovery found, and the extents whose rows on disk are not blank.
 
-        Where two slots hold one block the higher seq counts; returns the other slots, whose rows must be blanked.
+        If two slots hold one block the higher seq counts; returns the other slots, whose rows must be blanked.
         """
         losers: list[int] = []
         self.index = dict(zip(hashes, slots.tolist(), strict=True))
@@ -115,9 +115,9 @@ class ExtentMap:
         self._free = [extent for extent in range(self.num_extents) if not self._live[extent]]
         self._order = OrderedDict.fromkeys(used)
         for extent in used:
-            self._state[extent] = _State.CLOSED
+            self._state[extent] = _ExtentState.CLOSED
         for extent in [extent for extent in used if self._fill[extent] < self.per_extent][-MAX_OPEN:]:
-            self._state[extent] = _State.OPEN
+            self._state[extent] = _ExtentState.OPEN
             self._open[extent] = self._hash_of[extent * self.per_extent + self._fill[extent] - 1]
         return losers
 
@@ -129,8 +129,8 @@ class ExtentMap:
         """Keep an extent from being evicted until `leave`."""
         self._busy[extent] += 1
 
-    def take(self, hashes: Sequence[ChainHash], after: ChainHash | None) -> Run | None:
-        """Slots for leading `hashes`, behind their parent where that is possible; None: claim an extent first.
+    def take(self, hashes: Sequence[ChainHash], after: ChainHash | None) -> SlotRun | None:
+        """Slots for leading `hashes`, behind their parent if that is possible; None: claim an extent first.
 
         `after` None: anywhere, rather than claim.
         """
@@ -142,7 +142,7 @@ class ExtentMap:
         extent_or_none = next(iter(self._open), None)
         return None if extent_or_none is None else self.take_in(extent_or_none, hashes)
 
-    def take_in(self, extent: int, hashes: Sequence[ChainHash]) -> Run:
+    def take_in(self, extent: int, hashes: Sequence[ChainHash]) -> SlotRun:
         """Slots for leading `hashes` in an open extent."""
         fill = self._fill[extent]
         count = min(len(hashes), self.per_extent - fill)
@@ -156,9 +156,9 @@ class ExtentMap:
         self._open.move_to_end(extent)
         if fill + count == self.per_extent:
             self._close(extent)
-        return Run(extent, first, count, self.epoch)
+        return SlotRun(extent, first, count, self.epoch)
 
-    def claim(self) -> Claim | None:
+    def claim(self) -> ClaimedExtent | None:
         """An extent to fill: a free one, else the next victim, whose blocks are gone at once. None: all are busy."""
         if self._free:
             extent = heapq.heappop(self._free)
@@ -169,14 +169,14 @@ class ExtentMap:
                 return None
             extent, keep = victim
             del self._order[extent]
-        self._state[extent] = _State.CLAIMED
+        self._state[extent] = _ExtentState.CLAIMED
         self._busy[extent] += 1
         kept = [self._hash_of[slot] for slot in keep]
         self.num_evicted += self._live[extent] - len(keep)
         self._unlink([slot for slot in self._slots(extent) if self._hash_of[slot] is not None])
         self._fill[extent] = 0
         hashes = [chain_hash for chain_hash in kept if chain_hash is not None]
-        return Claim(extent, bool(self._dirty[extent]), self.epoch, keep, hashes)
+        return ClaimedExtent(extent, bool(self._dirty[extent]), self.epoch, keep, hashes)
 
     def _choose_victim(self) -> tuple[int, list[int]] | None:
         """The oldest idle extent that was not mostly hit since it was filled or last passed over."""
@@ -185,7 +185,7 @@ class ExtentMap:
         for _ in range(2 * len(self._order)):
             extent = next(iter(self._order))
             self._order.move_to_end(extent)
-            if self._busy[extent] or self._state[extent] is not _State.CLOSED:
+            if self._busy[extent] or self._state[extent] is not _ExtentState.CLOSED:
                 continue
             slots = self._slots(extent)
             num_hits = self._hits.count(1, slots.start, slots.stop)
@@ -196,29 +196,33 @@ class ExtentMap:
             return extent, [slot for slot in slots if self._hits[slot]][:most] if num_hits else []
         return None
 
-    def opened(self, claim: Claim) -> bool:
-        """The claimed extent's rows are blank: it can be filled. False where a reset came in between."""
+    def opened(self, claim: ClaimedExtent) -> bool:
+        """The claimed extent's rows are blank: it can be filled. False if a reset came in between, or it retired."""
         extent = claim.extent
         self._dirty[extent] = 0
         self._busy[extent] -= 1
+        if self._state[extent] is _ExtentState.RETIRED:
+            return False
         self._order[extent] = None
         if claim.epoch != self.epoch:
-            self._state[extent] = _State.CLOSED
+            self._state[extent] = _ExtentState.CLOSED
             self._settle(extent)
             return False
-        self._state[extent] = _State.OPEN
+        self._state[extent] = _ExtentState.OPEN
         self._open[extent] = None
         return True
 
-    def unclaim(self, claim: Claim) -> None:
+    def unclaim(self, claim: ClaimedExtent) -> None:
         """The claimed extent could not be emptied: it waits at the end of the line."""
         extent = claim.extent
         self._busy[extent] -= 1
+        if self._state[extent] is _ExtentState.RETIRED:
+            return
         self._fill[extent] = self.per_extent
-        self._state[extent] = _State.CLOSED
+        self._state[extent] = _ExtentState.CLOSED
         self._order[extent] = None
 
-    def publish(self, run: Run, hashes: Sequence[ChainHash]) -> list[int]:
+    def publish(self, run: SlotRun, hashes: Sequence[ChainHash]) -> list[int]:
         """The run's blocks are stored: make them findable. Returns slots of blocks somebody else stored meanwhile.
 
         The caller blanks those rows. It gives the run back with `leave`, as it does one it could not fill.
@@ -266,6 +270,41 @@ class ExtentMap:
         for extent in [extent for extent in self._order if not self._busy[extent]]:
             self._settle(extent)
 
+    # Giving up the end: retire → wait until nobody is in there → shorten, or else revive.
+
+    def retire(self, first: int) -> int:
+        """Forget the blocks of extent `first` and all behind it, and fill them no more; returns how many those were."""
+        slots = [slot for slot in range(first * self.per_extent, len(self._hash_of)) if self._hash_of[slot] is not None]
+        self.num_evicted += len(slots)
+        self._unlink(slots)
+        for extent in range(first, self.num_extents):
+            self._open.pop(extent, None)
+            self._order.pop(extent, None)
+            self._state[extent] = _ExtentState.RETIRED
+        self._free = [extent for extent in self._free if extent < first]
+        heapq.heapify(self._free)
+        return len(slots)
+
+    def is_retired(self, extent: int) -> bool:
+        """Whether what is written there is lost: it must not be published."""
+        return self._state[extent] is _ExtentState.RETIRED
+
+    def revive(self, first: int) -> None:
+        """Retired extents are used again, empty, each as soon as nobody is in it."""
+        for extent in range(first, self.num_extents):
+            self._state[extent] = _ExtentState.CLOSED
+            self._order[extent] = None
+            self._settle(extent)
+
+    def shorten(self, num_extents: int) -> None:
+        """Have no more than so many extents: those behind are retired, and nobody is in them."""
+        num_slots = num_extents * self.per_extent
+        self.num_extents = num_extents
+        for by_extent in (self._live, self._fill, self._busy, self._state, self._dirty):
+            del by_extent[num_extents:]
+        for by_slot in (self._hash_of, self._hits, self.generations):
+            del by_slot[num_slots:]
+
     def words(self, slots: Slots) -> Words:
         """The names of the blocks in these slots, each of which holds one."""
         return to_words([name for slot in slots.tolist() if (name := self._hash_of[slot]) is not None])
@@ -288,13 +327,13 @@ class ExtentMap:
 
     def _close(self, extent: int) -> None:
         del self._open[extent]
-        self._state[extent] = _State.CLOSED
+        self._state[extent] = _ExtentState.CLOSED
 
     def _settle(self, extent: int) -> None:
         """An idle closed extent without a block is free again."""
-        if not self._busy[extent] and not self._live[extent] and self._state[extent] is _State.CLOSED:
+        if not self._busy[extent] and not self._live[extent] and self._state[extent] is _ExtentState.CLOSED:
             del self._order[extent]
-            self._state[extent] = _State.FREE
+            self._state[extent] = _ExtentState.FREE
             self._fill[extent] = 0
             heapq.heappush(self._free, extent)
 
@@ -306,7 +345,7 @@ class ExtentMap:
         return {"ready": ready, "unused": unused, "holes": self.num_extents * self.per_extent - ready - unused}
 
     def check(self) -> None:
-        """Raise AssertionError where a law is broken; a full scan."""
+        """Raise AssertionError if a law is broken; a full scan."""
         named = {slot: chain_hash for slot, chain_hash in enumerate(self._hash_of) if chain_hash is not None}
         assert named == {slot: chain_hash for chain_hash, slot in self.index.items()}, "index and slots disagree"
         live = [0] * self.num_extents
@@ -318,9 +357,9 @@ class ExtentMap:
             self.changes.check(np.array(sorted(named), np.int64))
         assert live == self._live, "live counts are off"
         assert min(self._busy, default=0) >= 0, "an extent was left more often than entered"
-        free = {extent for extent, state in enumerate(self._state) if state is _State.FREE}
-        opened = {extent for extent, state in enumerate(self._state) if state is _State.OPEN}
-        closed = {extent for extent, state in enumerate(self._state) if state is _State.CLOSED}
+        free = {extent for extent, state in enumerate(self._state) if state is _ExtentState.FREE}
+        opened = {extent for extent, state in enumerate(self._state) if state is _ExtentState.OPEN}
+        closed = {extent for extent, state in enumerate(self._state) if state is _ExtentState.CLOSED}
         assert sorted(self._free) == sorted(free), "the free heap is off"
         assert set(self._open) == opened, "the open extents are off"
         assert set(self._order) == opened | closed, "the victim order is off"

@@ -74,7 +74,7 @@ class FileIO:
 
 
 def read_all(io: FileIO, fd: int, buffers: Sequence[memoryview], offset: int, align: int = 1) -> None:
-    """Fill every buffer from `offset` on, or raise OSError (EIO where the file ends first)."""
+    """Fill every buffer from `offset` on, or raise OSError (EIO if the file ends first)."""
     _transfer(io.preadv, fd, buffers, offset, align)
 
 
@@ -103,7 +103,7 @@ def _transfer(
         if moved == 0 or stalls > _MAX_STALLS:
             raise OSError(errno.EIO, f"the file gave out at byte {offset}")
         offset += kept
-        pending = _rest(pending, kept)
+        pending = _rest(pending, kept) if kept < sum(buffer.nbytes for buffer in pending) else []
 
 
 def _rest(buffers: list[memoryview], moved: int) -> list[memoryview]:
@@ -138,7 +138,7 @@ _process_vm_readv.argtypes = (
 
 
 class Mapping:
-    """A read-only mapping of a file whose reads fail with EFAULT where a plain copy would die of SIGBUS."""
+    """A read-only mapping of a file whose reads fail with EFAULT if a plain copy would die of SIGBUS."""
 
     def __init__(self, fd: int, length: int) -> None:
         self._fd = fd
@@ -147,7 +147,7 @@ class Mapping:
         self._base = address(memoryview(self._map))
 
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Copy out of the mapping, like `os.preadv`; OSError (EFAULT) where the file no longer reaches."""
+        """Copy out of the mapping, like `os.preadv`; OSError (EFAULT) if the file no longer reaches."""
         wanted = sum(buffer.nbytes for buffer in buffers)
         length = min(wanted, self._length - offset)
         if length <= 0:

@@ -20,7 +20,7 @@ class GroupSync:
         self._failed: dict[int, OSError] = {}
 
     def __call__(self) -> None:
-        """Return once all this thread wrote is on stable storage; OSError where the sync that covers it failed."""
+        """Return once all this thread wrote is on stable storage; OSError if the sync that covers it failed."""
         with self._changed:
             mine = self._begun + 1
             while self._done < mine and self._begun > self._done:

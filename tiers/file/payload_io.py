@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from kvtier.tiers.file_io import PAGE, FileIO, Mapping, read_all, write_all
-from kvtier.tiers.slab import round_up
+from kvtier.tiers.file.file_io import PAGE, FileIO, Mapping, read_all, write_all
+from kvtier.tiers.file.slab import round_up
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class PayloadIO:
     def __init__(
         self, io: FileIO, path: Path, table_fd: int, *, slot_bytes: int, mode: Mode, read_only: bool = False
     ) -> None:
-        """Raises OSError where the file cannot be opened; direct falls back to buffered where O_DIRECT is refused."""
+        """Raises OSError if the file cannot be opened; direct falls back to buffered if O_DIRECT is refused."""
         self.path = path
         self.mode = mode
         self.slot_bytes = slot_bytes
@@ -51,6 +51,7 @@ class PayloadIO:
                 self.mode = "buffered"
         elif mode == "mmap":
             self._mapping = Mapping(table_fd, io.size(table_fd))
+        self._align = PAGE if self.mode == "direct" else 1
 
     def read(self, offset: int, into: Sequence[memoryview]) -> None:
         """Read adjacent slots from `offset` on, one per buffer; OSError leaves the buffers in any state."""
@@ -78,7 +79,7 @@ class PayloadIO:
         try:
             move(offset, buffers, False)
         except OSError as error:
-            # The kernel knows what alignment the device needs; asking it costs nothing where all is well.
+            # The kernel knows what alignment the device needs; asking it costs nothing if all is well.
             if error.errno != errno.EINVAL or self.mode != "direct":
                 raise
             move(offset, buffers, True)
@@ -105,10 +106,6 @@ class PayloadIO:
         if self._own_fd is not None:
             self._io.close(self._own_fd)
             self._own_fd = None
-
-    @property
-    def _align(self) -> int:
-        return PAGE if self.mode == "direct" else 1
 
     def _iovecs(
         self, buffers: Sequence[memoryview], bounce: bool
@@ -149,7 +146,7 @@ class _Mapped(FileIO):
 
 
 def probe_mode(io: FileIO, directory: Path) -> Mode:
-    """`direct`, or `buffered` where O_DIRECT is refused or measures clearly slower; some 0.1 s, leaves nothing behind.
+    """`direct`, or `buffered` if O_DIRECT is refused or measures clearly slower; some 0.1 s, leaves nothing behind.
 
     Buffered writes are measured with their fdatasync, buffered reads with the page cache dropped: what the disk does.
     """

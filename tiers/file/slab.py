@@ -1,7 +1,6 @@
 """The slab's format on disk: superblock, entry table, payload; encode, decode, validate. No I/O (docs/format.md)."""
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import repeat
@@ -11,14 +10,15 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvtier.tiers.errors import FingerprintMismatch, FormatError
-from kvtier.tiers.file_io import PAGE
-from kvtier.tiers.tier import BlockRecord
+from kvtier.tiers import STAMP_BYTES, ConfigError, Encryption, FingerprintMismatch, FormatError
+from kvtier.tiers.file.file_io import PAGE
 
 MAGIC: Final = b"KVTIER01"
 VERSION: Final = 1
+ENCRYPTED_VERSION: Final = 2  # of a slab whose rows and payloads are sealed
 HEADER_BYTES: Final = 2 * PAGE  # the superblock and its copy
 OWNER_OFFSET: Final = 2048  # u64 pid of the process that holds the lock, outside the superblock's checksum
+ASKED_OFFSET: Final = 2056  # two u64: bytes another opener asks the owner to cut the slab down to, and their xxh3
 READY: Final = 1  # the only state other than free (0) that reaches the disk
 EXTENT_BYTES: Final = 8 << 20
 MAX_SEGMENTS: Final = 32
@@ -31,7 +31,10 @@ _FIXED = struct.Struct("<8sII32sQQIIIIQQ")
 _SEGMENT = struct.Struct("<QQQQ")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_OFFSET: Final = _SUPERBLOCK_BYTES - _CHECKSUM.size
+_ENCRYPTION = struct.Struct("<16s16s")
+_ENCRYPTION_OFFSET: Final = _FIXED.size + MAX_SEGMENTS * _SEGMENT.size
 _ENTRY_FIXED_BYTES: Final = 112
+_ENCRYPTED_FIXED_BYTES: Final = 168
 _CHUNK_ROWS: Final = 16_384  # rows whose bytes are in Python's hands at once
 _MIN_EXTENTS: Final = 8  # a small slab gets smaller extents, so that eviction does not empty it
 
@@ -43,22 +46,12 @@ def round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def format_bytes(count: int, *, exact: bool = True) -> str:
-    """`count` as a user would write it: "16TB", "4GiB", else plain bytes; not exact: three digits, "412 GiB"."""
-    for power, prefix in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
-        if not exact:
-            if count >= 1024**power:
-                return f"{count / 1024**power:.3g} {prefix}iB"
-            continue
-        for base, unit in ((1000, "B"), (1024, "iB")):
-            if count and count % base**power == 0:
-                return f"{count // base**power}{prefix if unit == 'iB' or prefix != 'K' else 'k'}{unit}"
-    return f"{count} bytes"
-
-
 @lru_cache(maxsize=16)
-def entry_dtype(block_size: int) -> np.dtype[Any]:
+def entry_dtype(block_size: int, is_encrypted: bool = False) -> np.dtype[Any]:
     """One row of the entry table; byte strings are void, not `S`, because `S` loses trailing NULs."""
+    sizes = [("payload_bytes", "<u4"), ("num_tokens", "<u4")]
+    hidden = [("stamp", f"V{STAMP_BYTES}"), *sizes, ("sealed", f"V{STAMP_BYTES + 8 + 4 * block_size}")]
+    plain = [("payload_checksum", "<u8"), *sizes, ("tokens", f"V{4 * block_size}")]
     fields = [
         ("checksum", "<u8"),  # xxh3-64 of the rest of the row, seeded by the fingerprint
         ("state", "<u4"),
@@ -67,13 +60,10 @@ def entry_dtype(block_size: int) -> np.dtype[Any]:
         ("slot", "<u8"),
         ("chain_hash", "V32"),
         ("parent", "V32"),
-        ("payload_checksum", "<u8"),
-        ("payload_bytes", "<u4"),
-        ("num_tokens", "<u4"),
-        ("tokens", f"V{4 * block_size}"),
+        *(hidden if is_encrypted else plain),
     ]
-    size = round_up(_ENTRY_FIXED_BYTES + 4 * block_size, 64)
-    padding = size - _ENTRY_FIXED_BYTES - 4 * block_size
+    used = (_ENCRYPTED_FIXED_BYTES if is_encrypted else _ENTRY_FIXED_BYTES) + 4 * block_size
+    padding = round_up(used, 64) - used
     return np.dtype([*fields, ("padding", f"V{padding}")] if padding else fields)
 
 
@@ -98,6 +88,7 @@ class Superblock:
     segments: tuple[Segment, ...]
     min_seq: int = 1  # rows of lower seq were forgotten by a reset
     update: int = 1  # grows with every rewrite; of two good copies the higher is the newer
+    encryption: Encryption | None = None  # None: blocks lie in the clear
 
     @cached_property
     def stride(self) -> int:
@@ -105,9 +96,14 @@ class Superblock:
         return round_up(self.slot_bytes, PAGE)
 
     @cached_property
+    def row_dtype(self) -> np.dtype[Any]:
+        """One row of the table."""
+        return entry_dtype(self.block_size, self.encryption is not None)
+
+    @cached_property
     def entry_bytes(self) -> int:
         """Bytes of one row of the table."""
-        return entry_dtype(self.block_size).itemsize
+        return self.row_dtype.itemsize
 
     @cached_property
     def extent_bytes(self) -> int:
@@ -168,7 +164,7 @@ class Superblock:
         """The largest slab of at most `num_bytes` that keeps this one's first extents where they are.
 
         Growing fills the last segment up to its table's capacity and then appends a segment; shrinking cuts whole
-        extents off the end. `segments` is empty where not even one extent fits.
+        extents off the end. `segments` is empty if not even one extent fits.
         """
         kept: list[Segment] = []
         for index, segment in enumerate(self.segments):
@@ -188,7 +184,7 @@ class Superblock:
         return resized
 
     def _segment(self, offset: int, num_bytes: int) -> Segment | None:
-        """The largest new segment that starts at `offset`; None where not one extent fits."""
+        """The largest new segment that starts at `offset`; None if not one extent fits."""
         rows_bytes = self.slots_per_extent * self.entry_bytes
         extents = max(0, num_bytes) // (rows_bytes + self.extent_bytes)
         while extents and round_up(extents * rows_bytes, PAGE) + extents * self.extent_bytes > num_bytes:
@@ -198,24 +194,28 @@ class Superblock:
         return Segment(offset, payload, num_slots, num_slots) if extents else None
 
 
-def plan(fingerprint: bytes, slot_bytes: int, block_size: int, num_bytes: int) -> Superblock:
-    """The superblock of a fresh slab of at most `num_bytes`; without segments where not one slot fits."""
-    per_slot = round_up(slot_bytes, PAGE) + entry_dtype(block_size).itemsize
+def plan(
+    fingerprint: bytes, slot_bytes: int, block_size: int, num_bytes: int, encryption: Encryption | None = None
+) -> Superblock:
+    """The superblock of a fresh slab of at most `num_bytes`; without segments if not one slot fits."""
+    per_slot = round_up(slot_bytes, PAGE) + entry_dtype(block_size, encryption is not None).itemsize
     slots = max(1, (num_bytes - HEADER_BYTES) // per_slot)
     per_extent = max(1, min(EXTENT_BYTES // round_up(slot_bytes, PAGE), slots // _MIN_EXTENTS))
-    return Superblock(fingerprint, slot_bytes, block_size, per_extent, (), update=0).resized(num_bytes)
+    empty = Superblock(fingerprint, slot_bytes, block_size, per_extent, (), update=0, encryption=encryption)
+    return empty.resized(num_bytes)
 
 
-def smallest(slot_bytes: int, block_size: int) -> int:
+def smallest(slot_bytes: int, block_size: int, encryption: Encryption | None = None) -> int:
     """Bytes of the smallest slab there is: one slot."""
-    return HEADER_BYTES + round_up(entry_dtype(block_size).itemsize, PAGE) + round_up(slot_bytes, PAGE)
+    row_bytes = entry_dtype(block_size, encryption is not None).itemsize
+    return HEADER_BYTES + round_up(row_bytes, PAGE) + round_up(slot_bytes, PAGE)
 
 
 def encode(superblock: Superblock) -> bytes:
     """The 2,048 bytes of one superblock copy."""
     fixed = _FIXED.pack(
         MAGIC,
-        VERSION,
+        ENCRYPTED_VERSION if superblock.encryption else VERSION,
         HEADER_BYTES,
         superblock.fingerprint,
         superblock.slot_bytes,
@@ -231,7 +231,9 @@ def encode(superblock: Superblock) -> bytes:
         _SEGMENT.pack(segment.table_offset, segment.payload_offset, segment.num_slots, segment.capacity)
         for segment in superblock.segments
     )
-    body = (fixed + segments).ljust(_CHECKSUM_OFFSET, b"\0")
+    lock = superblock.encryption
+    sealed = _ENCRYPTION.pack(lock.key_id, lock.salt) if lock else b""
+    body = ((fixed + segments).ljust(_ENCRYPTION_OFFSET, b"\0") + sealed).ljust(_CHECKSUM_OFFSET, b"\0")
     return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
 
 
@@ -240,12 +242,13 @@ def decode(header: bytes, name: str) -> Superblock:
     copies = [header[start : start + _SUPERBLOCK_BYTES] for start in (0, PAGE)]
     magic, version = struct.unpack_from("<8sI", header.ljust(12, b"\0"))
     is_kvtier = magic[:6] == MAGIC[:6]
-    if is_kvtier and (magic != MAGIC or version != VERSION) and _is_intact(copies[0]):
+    is_ours = version in (VERSION, ENCRYPTED_VERSION)
+    if is_kvtier and not (magic == MAGIC and is_ours) and _is_intact(copies[0]):
         raise FormatError(_other_version(name, version))
     found = [copy for copy in map(_decode_copy, copies) if copy]
     if found:
         return max(found, key=lambda copy: copy.update)
-    if is_kvtier and version != VERSION:
+    if is_kvtier and not is_ours:
         raise FormatError(_other_version(name, version))
     if is_kvtier:
         raise FormatError(f"{name}: its superblock is damaged; it was left untouched: delete it to start anew")
@@ -259,8 +262,8 @@ def num_damaged(header: bytes) -> int:
 
 def _other_version(name: str, version: int) -> str:
     return (
-        f"{name}: format version {version}, this kvtier reads version {VERSION}; it was left untouched: "
-        "use the kvtier that wrote it, move it away, or choose another [file] path"
+        f"{name}: format version {version}, this kvtier reads versions {VERSION} and {ENCRYPTED_VERSION}; "
+        "it was left untouched: use the kvtier that wrote it, move it away, or choose another [file] path"
     )
 
 
@@ -277,12 +280,18 @@ def _decode_copy(copy: bytes) -> Superblock | None:
     magic, version, _, fingerprint, slot_bytes, stride, block_size, entry_bytes, per_extent, count, min_seq, update = (
         _FIXED.unpack_from(copy)
     )
-    if magic != MAGIC or version != VERSION or not 1 <= count <= MAX_SEGMENTS or not per_extent:
+    if (
+        magic != MAGIC
+        or version not in (VERSION, ENCRYPTED_VERSION)
+        or not 1 <= count <= MAX_SEGMENTS
+        or not per_extent
+    ):
         return None
     if not 0 < block_size <= _MAX_BLOCK_TOKENS or not slot_bytes or not 0 < min_seq < _MAX_SEQ:
         return None
     segments = tuple(Segment(*_SEGMENT.unpack_from(copy, _FIXED.size + i * _SEGMENT.size)) for i in range(count))
-    found = Superblock(fingerprint, slot_bytes, block_size, per_extent, segments, min_seq, update)
+    lock = Encryption(*_ENCRYPTION.unpack_from(copy, _ENCRYPTION_OFFSET)) if version == ENCRYPTED_VERSION else None
+    found = Superblock(fingerprint, slot_bytes, block_size, per_extent, segments, min_seq, update, lock)
     return found if (found.stride, found.entry_bytes) == (stride, entry_bytes) and _fits(found) else None
 
 
@@ -302,7 +311,10 @@ def _fits(superblock: Superblock) -> bool:
 
 
 def require_identity(superblock: Superblock, wanted: Superblock, name: str) -> None:
-    """Raise FingerprintMismatch unless the slab found holds blocks of the model and shape wanted."""
+    """Raise unless the slab found holds blocks of the model and shape wanted, under the key wanted or under none.
+
+    FingerprintMismatch for another model or shape, ConfigError for another key.
+    """
     for field in ("fingerprint", "slot_bytes", "block_size"):
         there, here = getattr(superblock, field), getattr(wanted, field)
         if there != here:
@@ -311,25 +323,22 @@ def require_identity(superblock: Superblock, wanted: Superblock, name: str) -> N
                 f"{name}: holds {field} {there}, this model has {here}; it was left untouched: "
                 "move it away or choose another [file] path"
             )
+    require_key(superblock, wanted.encryption.key_id if wanted.encryption else None, name)
 
 
-def voids(values: Sequence[bytes], width: int) -> Rows:
-    """Byte strings as an array of void `width`, right-padded with NULs."""
-    return np.frombuffer(b"".join(value.ljust(width, b"\0") for value in values), f"V{width}")
-
-
-def make_rows(superblock: Superblock, slots: Sequence[int], records: Sequence[BlockRecord]) -> Rows:
-    """Rows for records stored at slots; `seal_rows` makes them valid once seq and generation are set."""
-    rows = np.zeros(len(slots), entry_dtype(superblock.block_size))
-    rows["state"] = READY
-    rows["slot"] = slots
-    rows["chain_hash"] = voids([record.chain_hash for record in records], 32)
-    rows["parent"] = voids([record.parent for record in records], 32)
-    rows["payload_checksum"] = [record.checksum for record in records]
-    rows["payload_bytes"] = superblock.slot_bytes
-    rows["num_tokens"] = [len(record.tokens) // 4 for record in records]
-    rows["tokens"] = voids([record.tokens for record in records], 4 * superblock.block_size)
-    return rows
+def require_key(superblock: Superblock, key_id: bytes | None, name: str) -> None:
+    """Raise ConfigError unless the slab is sealed under the key of that id; None: under no key."""
+    there = superblock.encryption.key_id if superblock.encryption else None
+    if there == key_id:
+        return
+    if there is None:
+        why, fix = "holds blocks in the clear, and [file] key_file is set", "delete it"
+    elif key_id is None:
+        why, fix = "encrypted, and no [file] key_file is set", "set the one it was written with"
+    else:
+        why = f"encrypted with key {there.hex()}, [file] key_file holds {key_id.hex()}"
+        fix = "set the one it was written with"
+    raise ConfigError(f"{name}: {why}; it was left untouched: {fix}, or choose another [file] path")
 
 
 def seal_rows(rows: Rows, superblock: Superblock) -> None:
@@ -351,7 +360,7 @@ def find_valid(rows: Rows, slots: NDArray[np.int64], superblock: Superblock) -> 
         chunk = slice(start, start + _CHUNK_ROWS)
         used = start + np.flatnonzero(valid[chunk])
         if len(used):
-            # A slice where all are used costs no copy.
+            # If all are used, a slice costs no copy.
             found = rows[chunk] if len(used) == len(rows[chunk]) else rows[used]
             valid[used] = found["checksum"] == np.array(_row_checksums(found, superblock), np.uint64)
     return valid
@@ -364,20 +373,5 @@ def _row_checksums(rows: Rows, superblock: Superblock) -> list[int]:
 
 
 def byte_view(rows: Rows) -> memoryview:
-    """The rows' own bytes, writable where the rows are."""
+    """The rows' own bytes, writable if the rows are."""
     return memoryview(rows.view(np.uint8).reshape(-1))
-
-
-def to_records(rows: Rows) -> list[BlockRecord]:
-    """The records that rows hold."""
-    return [
-        BlockRecord(chain_hash, parent, tokens[: 4 * num_tokens], checksum)
-        for chain_hash, parent, tokens, num_tokens, checksum in zip(
-            rows["chain_hash"].tolist(),
-            rows["parent"].tolist(),
-            rows["tokens"].tolist(),
-            rows["num_tokens"].tolist(),
-            rows["payload_checksum"].tolist(),
-            strict=True,
-        )
-    ]

@@ -4,19 +4,21 @@ import threading
 
 import numpy as np
 
-from kvtier.tiers import slab
-from kvtier.tiers.changes import ChangeLog
-from kvtier.tiers.extents import ExtentMap
-from kvtier.tiers.tier import ChainHash, Changes
+from kvtier.tiers import ChainHash, Changes
+from kvtier.tiers.file import slab
+from kvtier.tiers.file.extents import ExtentMap
+from kvtier.tiers.file.slab_codec import Codec
+from kvtier.tiers.pool import ChangeLog
 
 
 class SlabChanges:
     """The reader's end of the log that an open slab's `ExtentMap` writes. `lock` guards both, and `rows`."""
 
-    def __init__(self, blocks: ExtentMap, rows: slab.Rows, lock: threading.Lock) -> None:
+    def __init__(self, blocks: ExtentMap, rows: slab.Rows, lock: threading.Lock, codec: Codec) -> None:
         self._blocks = blocks
         self._rows = rows
         self._lock = lock
+        self._codec = codec
 
     def listen(self) -> None:
         """Keep a log from now on. What is held already comes first, in the order it was stored."""
@@ -27,20 +29,18 @@ class SlabChanges:
 
     @property
     def waiting(self) -> bool:
-        """Whether the reader may have something to learn."""
         log = self._blocks.changes
         return log is not None and log.waiting
 
     def take(self, limit: int) -> Changes:
-        """What the reader has to forget and, up to `limit` blocks, to learn."""
         with self._lock:
             if (log := self._blocks.changes) is None:
                 return Changes([], [])
             gone, slots, cleared = log.take(limit)
             rows = self._rows[slots]
-        return Changes(gone, slab.to_records(rows), cleared)
+        return Changes(gone, self._codec.to_records(rows), cleared)
 
-    def hush(self) -> list[ChainHash]:
+    def stop_listening(self) -> list[ChainHash]:
         """Keep no log any more; returns what the reader knows."""
         with self._lock:
             log, self._blocks.changes = self._blocks.changes, None

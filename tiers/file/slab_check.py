@@ -8,17 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.tiers import slab
-from kvtier.tiers.checksum import checksum
-from kvtier.tiers.errors import TierUnavailable
-from kvtier.tiers.file_io import FileIO
-from kvtier.tiers.payload_io import CALL_BYTES, PayloadIO
-from kvtier.tiers.slab import Superblock
-from kvtier.tiers.slab_file import open_existing, read_header
-from kvtier.tiers.slab_space import SlabFile, blank_slots, read_rows, write_superblock
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers import ChainHash, TierUnavailable
+from kvtier.tiers.file import slab
+from kvtier.tiers.file.file_io import FileIO
+from kvtier.tiers.file.payload_io import CALL_BYTES, PayloadIO
+from kvtier.tiers.file.slab import Superblock
+from kvtier.tiers.file.slab_codec import Codec, codec_of, verified
+from kvtier.tiers.file.slab_existing import open_existing, read_header
+from kvtier.tiers.file.slab_space import SlabFile, blank_slots, read_rows, write_superblock
 
-Progress = Callable[[int, int], None]
+ReportProgress = Callable[[int, int], None]
 """Told the payload bytes read so far and how many there are, after every few MiB."""
 
 
@@ -40,7 +39,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class SlabCheck:
-    """What `check_slab` found in a slab nobody has open, and whether it was mended."""
+    """What `check_slab` found in a slab nobody has open, and whether it was repaired."""
 
     superblock: Superblock
     report: VerifyReport
@@ -49,17 +48,23 @@ class SlabCheck:
 
     @property
     def is_clean(self) -> bool:
-        """Whether there was nothing to mend."""
+        """Whether there was nothing to repair."""
         return self.report.is_clean and not self.num_bad_headers
 
 
 def check_slab(
-    path: Path, *, repair: bool = False, progress: Progress | None = None, io: FileIO | None = None
+    path: Path,
+    *,
+    repair: bool = False,
+    key: bytes | None = None,
+    progress: ReportProgress | None = None,
+    io: FileIO | None = None,
 ) -> SlabCheck:
     """Read a whole slab, locked meanwhile. Nothing of it changes without `repair`, which needs no more than to read it.
 
     `repair` blanks the entries found bad, so that their blocks are misses, and writes a damaged copy of the
-    superblock anew from the other. Raises StoreLocked, FormatError (the file is left untouched) and TierUnavailable.
+    superblock anew from the other. `key` is for slabs that are encrypted; others are read as they are. Raises
+    StoreLocked, FormatError, ConfigError for another key (the file is left untouched) and TierUnavailable.
     """
     io = io or FileIO()
     try:
@@ -68,26 +73,27 @@ def check_slab(
             undo.callback(io.close, file.fd)
             payload = PayloadIO(io, path, file.fd, slot_bytes=file.superblock.slot_bytes, mode="direct", read_only=True)
             undo.callback(payload.close)
-            return _check(io, file, payload, progress, repair)
+            codec = codec_of(file.superblock, key, str(path))
+            return _check(io, file, payload, codec, progress, repair)
     except OSError as error:
-        mend = (
-            "run it as the slab's owner" if isinstance(error, PermissionError) else "see the kernel's log of its disk"
-        )
+        fix = "run it as the slab's owner" if isinstance(error, PermissionError) else "see the kernel's log of its disk"
         verb = "repair" if repair else "read"
-        raise TierUnavailable(f"{path}: {error.strerror or error}; could not {verb} all of it: {mend}") from error
+        raise TierUnavailable(f"{path}: {error.strerror or error}; could not {verb} all of it: {fix}") from error
 
 
-def _check(io: FileIO, file: SlabFile, payload: PayloadIO, progress: Progress | None, repair: bool) -> SlabCheck:
+def _check(
+    io: FileIO, file: SlabFile, payload: PayloadIO, codec: Codec, progress: ReportProgress | None, repair: bool
+) -> SlabCheck:
     superblock = file.superblock
     num_bad_headers = slab.num_damaged(read_header(io, file.fd))
     rows = read_rows(io, file.fd, superblock)
     # Rows that a reset disowned are whole, and of no interest.
     whole = slab.find_valid(rows, np.arange(len(rows)), replace(superblock, min_seq=0))
     is_blank = ~rows.view(np.uint8).reshape(len(rows), -1).any(axis=1)
+    codec.show_names(rows, np.flatnonzero(~is_blank))
     bad_rows = np.flatnonzero(~whole & ~is_blank).tolist()
     held = np.flatnonzero(whole & (rows["seq"] >= superblock.min_seq))
-    checksums = rows["payload_checksum"][held].tolist()
-    bad, unreadable = check_payloads(payload, superblock, held.tolist(), checksums, progress)
+    bad, unreadable = check_payloads(payload, superblock, held.tolist(), codec, rows[held], progress)
     names = (rows["chain_hash"][slots].tolist() for slots in (bad, bad_rows, unreadable))
     # A crash may leave two whole entries for one block; both are checked, it is one block.
     num_blocks = len(set(rows["chain_hash"][held].tolist()))
@@ -104,10 +110,11 @@ def check_payloads(
     payload: PayloadIO,
     superblock: Superblock,
     slots: Sequence[int],
-    checksums: Sequence[int],
-    progress: Progress | None = None,
+    codec: Codec,
+    rows: slab.Rows,
+    progress: ReportProgress | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Of `slots`, ascending: those whose payload has another checksum, and those the disk would not give."""
+    """Of `slots`, ascending: those whose payload is not what their `rows` say, and those the disk would not give."""
     stride, slot_bytes = superblock.stride, superblock.slot_bytes
     memory = memoryview(mmap.mmap(-1, max(stride, CALL_BYTES)))
     buffers = [memory[start : start + slot_bytes] for start in range(0, len(memory) - stride + 1, stride)]
@@ -116,10 +123,12 @@ def check_payloads(
     done = 0
     for run in _runs(superblock, slots, len(buffers)):
         readable = payload.read_each(superblock.payload_offset(run[0]), buffers[: len(run)])
-        for slot, is_read, buffer, expected in zip(run, readable, buffers, checksums[done:], strict=False):
+        part = rows[done : done + len(run)]
+        stored = zip(codec.to_records(part), codec.stamps(part), strict=True)
+        for slot, is_read, buffer, (record, stamp) in zip(run, readable, buffers, stored, strict=False):
             if not is_read:
                 unreadable.append(slot)
-            elif checksum(buffer) != expected:
+            elif verified(codec, record, stamp, record.chain_hash, buffer) is not record:
                 bad.append(slot)
         done += len(run)
         if progress:

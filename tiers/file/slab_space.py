@@ -4,40 +4,65 @@ import errno
 import logging
 import mmap
 import os
+import struct
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+import xxhash
 
-from kvtier.tiers import slab
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.file_io import PAGE, FileIO, read_all, write_all
-from kvtier.tiers.slab import Superblock, format_bytes
+from kvtier.tiers import ConfigError, TierUnavailable
+from kvtier.tiers.config import format_size, show_size
+from kvtier.tiers.file import slab
+from kvtier.tiers.file.file_io import PAGE, FileIO, read_all, write_all
+from kvtier.tiers.file.slab import Superblock
 
 _log = logging.getLogger(__name__)
 FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CHUNK_BYTES: Final = 8 << 20
+_ASKED: Final = struct.Struct("<QQ")  # bytes, and their xxh3: rubbish on the disk is no request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SlabFile:
-    """An open, locked slab file; `fd` is buffered and serves table and superblock."""
+    """An open, locked slab file; `fd` is buffered and serves table and superblock.
+
+    `superblock` is replaced by a reset and when the slab gives up its tail, each while it holds `rewriting`.
+    """
 
     path: Path
     fd: int
     superblock: Superblock
+    rewriting: threading.Lock = field(default_factory=threading.Lock, repr=False)  # held across the superblock's I/O
 
 
 def write_owner(io: FileIO, fd: int, pid: int) -> None:
-    """Leave our pid for whoever finds the slab locked, or 0; OSError where the disk refuses."""
+    """Leave our pid for whoever finds the slab locked, or 0; OSError if the disk refuses."""
     write_all(io, fd, [memoryview(pid.to_bytes(8, "little"))], slab.OWNER_OFFSET)
 
 
+def ask_for_room(io: FileIO, fd: int, num_bytes: int) -> None:
+    """Ask whoever has the slab open to cut it down to `num_bytes`; 0 takes the question back."""
+    asked = num_bytes.to_bytes(8, "little")
+    told = _ASKED.pack(num_bytes, xxhash.xxh3_64_intdigest(asked)) if num_bytes else bytes(_ASKED.size)
+    write_all(io, fd, [memoryview(told)], slab.ASKED_OFFSET)
+
+
+def read_asked(fd: int) -> int:
+    """The bytes that the slab was last asked to be cut down to; 0 if it was not, or the file is cut short."""
+    told = os.pread(fd, _ASKED.size, slab.ASKED_OFFSET)
+    if len(told) < _ASKED.size:
+        return 0
+    num_bytes, digest = _ASKED.unpack(told)
+    return int(num_bytes) if digest == xxhash.xxh3_64_intdigest(told[:8]) else 0
+
+
 def read_rows(io: FileIO, fd: int, superblock: Superblock) -> slab.Rows:
-    """The whole entry table, read in large pieces; OSError where the file ends first."""
-    rows = np.empty(superblock.num_slots, slab.entry_dtype(superblock.block_size))
+    """The whole entry table, read in large pieces; OSError if the file ends first."""
+    rows = np.empty(superblock.num_slots, superblock.row_dtype)
     view, start = slab.byte_view(rows), 0
     for segment in superblock.segments:
         offset, end = segment.table_offset, start + segment.num_slots * superblock.entry_bytes
@@ -73,37 +98,62 @@ def blank_slots(io: FileIO, fd: int, superblock: Superblock, slots: Sequence[int
 
 
 def resize(io: FileIO, file: SlabFile, size: int, room: int) -> SlabFile:
-    """Fit an existing slab to the room there is; says so where that changes it."""
+    """Fit an existing slab to the room there is; says so if that changes it.
+
+    It grows only if the disk has all that takes: else it stays as it is, after one warning.
+    """
     superblock = file.superblock
     resized = superblock.resized(room)
     if not resized.segments:
         least = superblock.payload_offsets[0] + superblock.extent_bytes
+        if least <= size:
+            raise TierUnavailable(f"{file.path}: other slabs keep all but {show_size(max(room, 0))}; it stays closed")
         raise ConfigError(
-            f'[file] size "{format_bytes(size)}": {file.path.name} cannot shrink below '
-            f"{format_bytes(least)}; raise size or delete it"
+            f'[file] size "{format_size(size)}": {file.path.name} cannot shrink below '
+            f"{format_size(least)}; raise size or delete it"
         )
-    old, new = format_bytes(superblock.file_bytes), format_bytes(resized.file_bytes)
+    if resized.num_slots > superblock.num_slots:
+        resized = _room_to_grow(io, file, resized, size)
+    old, new = show_size(superblock.file_bytes), show_size(resized.file_bytes)
     if len(resized.segments) == slab.MAX_SEGMENTS and room - resized.file_bytes > superblock.extent_bytes:
         _log.warning("[file] %s: grown so often that it stays at %s; delete it to use more", file.path, new)
     if resized.num_slots > superblock.num_slots:
         _log.warning("[file] %s: grows from %s to %s; every block is kept", file.path, old, new)
-        file = _grow(io, file, resized)
+        blank_rows(io, file.fd, resized, list(range(superblock.num_extents, resized.num_extents)))
+        write_superblock(io, file.fd, resized)
+        file = replace(file, superblock=resized)
     elif resized.num_slots < superblock.num_slots:
         _log.warning("[file] %s: shrinks from %s to %s; the blocks stored last are kept", file.path, old, new)
         file = _shrink(io, file, resized)
     if io.size(file.fd) > file.superblock.file_bytes:
         io.truncate(file.fd, file.superblock.file_bytes)  # a resize that was killed left more
     write_owner(io, file.fd, os.getpid())
+    ask_for_room(io, file.fd, 0)
     os.utime(file.fd)
     return file
 
 
-def _grow(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
+def _room_to_grow(io: FileIO, file: SlabFile, resized: Superblock, size: int) -> Superblock:
+    """Take the disk space that growing needs; if there is none, the slab as it is."""
     old = file.superblock
-    allocate(io, file.fd, file.path, old.file_bytes, resized.file_bytes - old.file_bytes)
-    blank_rows(io, file.fd, resized, list(range(old.num_extents, resized.num_extents)))
-    write_superblock(io, file.fd, resized)
-    return replace(file, superblock=resized)
+    added = resized.file_bytes - old.file_bytes
+    free = io.free_bytes(file.path.parent)
+    reason = f"the directory has {show_size(free)} free"
+    if added <= free:
+        try:
+            allocate(io, file.fd, file.path, old.file_bytes, added)
+            return resized
+        except ConfigError as error:  # a quota, or a limit on a file's size
+            reason = str(error)
+    _log.warning(
+        '[file] %s: stays at %s of [file] size "%s", %s more do not fit: %s',
+        file.path,
+        show_size(old.file_bytes),
+        format_size(size),
+        show_size(added),
+        reason,
+    )
+    return old
 
 
 def _shrink(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
@@ -138,16 +188,16 @@ def _shrink(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
 
 
 def cut(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
-    """Drop the extents beyond `resized`: rows, then superblock, then space."""
+    """Drop the extents beyond `resized`: rows, then superblock, then space; and what a kill left behind the last."""
     old = file.superblock
-    if resized.num_slots >= old.num_slots:
-        return file
-    io.sync(file.fd)
-    dropped = [extent for extent in range(resized.num_extents, old.num_extents)]
-    blank_rows(io, file.fd, old, dropped)
-    write_superblock(io, file.fd, resized)
-    io.truncate(file.fd, resized.file_bytes)
-    return replace(file, superblock=resized)
+    if resized.num_slots < old.num_slots:
+        io.sync(file.fd)
+        blank_rows(io, file.fd, old, list(range(resized.num_extents, old.num_extents)))
+        write_superblock(io, file.fd, resized)
+        file = replace(file, superblock=resized)
+    if io.size(file.fd) > file.superblock.file_bytes:
+        io.truncate(file.fd, file.superblock.file_bytes)
+    return file
 
 
 def write_superblock(io: FileIO, fd: int, superblock: Superblock) -> None:
@@ -159,7 +209,7 @@ def write_superblock(io: FileIO, fd: int, superblock: Superblock) -> None:
 
 
 def allocate(io: FileIO, fd: int, path: Path, offset: int, length: int) -> None:
-    """Take disk space for a byte range; ConfigError, and the file as it was, where there is none."""
+    """Take disk space for a byte range; ConfigError, and the file as it was, if there is none."""
     try:
         io.allocate(fd, offset, length)
     except OSError as error:
@@ -168,7 +218,7 @@ def allocate(io: FileIO, fd: int, path: Path, offset: int, length: int) -> None:
         io.truncate(fd, offset)
         if error.errno == errno.EFBIG:
             raise ConfigError(
-                f'[file] size "{format_bytes(offset + length)}": larger than a file may be here '
+                f'[file] size "{format_size(offset + length)}": larger than a file may be here '
                 "(ulimit -f, or the file system's limit); lower size or choose another path"
             ) from error
         raise ConfigError(no_space(offset + length, io.free_bytes(path.parent))) from error
@@ -177,6 +227,6 @@ def allocate(io: FileIO, fd: int, path: Path, offset: int, length: int) -> None:
 def no_space(size: int, free: int) -> str:
     """The message for a size the directory has no room for."""
     return (
-        f'[file] size "{format_bytes(size)}": the directory has {format_bytes(free, exact=False)} free; '
+        f'[file] size "{format_size(size)}": the directory has {show_size(free)} free; '
         "lower size or choose another path"
     )

@@ -7,22 +7,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from kvtier.tiers import slab
-from kvtier.tiers.extents import Claim, ExtentMap, Run
-from kvtier.tiers.file_io import FileIO, write_all
-from kvtier.tiers.group_sync import GroupSync
-from kvtier.tiers.payload_io import CALL_BYTES, PayloadIO
-from kvtier.tiers.slab_space import FULL_ERRNOS, SlabFile, blank_rows, blank_slots, write_superblock
-from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+from kvtier.tiers import BlockRecord, ChainHash, Outcome
+from kvtier.tiers.file import slab
+from kvtier.tiers.file.extents import ClaimedExtent, ExtentMap, SlotRun
+from kvtier.tiers.file.file_io import FileIO, write_all
+from kvtier.tiers.file.group_sync import GroupSync
+from kvtier.tiers.file.payload_io import CALL_BYTES, PayloadIO
+from kvtier.tiers.file.slab_codec import Codec, PlainCodec
+from kvtier.tiers.file.slab_space import FULL_ERRNOS, SlabFile, blank_rows, blank_slots, write_superblock
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _FilledRun:
     """A run and what goes into it: new blocks, or those of an evicted extent that were hit and get a second chance."""
 
-    run: Run
+    run: SlotRun
     records: Sequence[BlockRecord]
     payloads: Sequence[memoryview]
     is_new: bool
@@ -39,12 +40,11 @@ class SlabWriter:
     ) -> None:
         self._io = io
         self._file = file
-        self._superblock = file.superblock
         self._payload = payload
         self._blocks = blocks
         self._rows = rows
         self._lock = lock
-        self._resetting = threading.Lock()  # held across the write of a superblock, by resets alone
+        self.codec: Codec = PlainCodec(file.superblock)
         self.sync: GroupSync | None = None  # set: durable
         self.next_seq = 1
 
@@ -69,7 +69,7 @@ class SlabWriter:
         return _answer_twins(records, outcomes) if Outcome.ABORTED in outcomes else outcomes
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
-        """Forget blocks, on disk too; where the disk refuses, they are found again at the next start."""
+        """Forget blocks, on disk too; if the disk refuses, they are found again at the next start."""
         with self._lock:
             dropped = (self._blocks.drop(chain_hash) for chain_hash in hashes)
             slots = [slot for slot in dropped if slot is not None]
@@ -85,20 +85,25 @@ class SlabWriter:
     def reset(self) -> None:
         """Forget every block, on disk too; writes under way end as EPOCH.
 
-        One write, of a superblock that disowns whatever was stored before. Where the disk refuses it, the slab's name
+        One write, of a superblock that disowns whatever was stored before. If the disk refuses it, the slab's name
         goes instead: the next start must not find in it what was to be forgotten.
         """
-        with self._resetting:
+        with self._file.rewriting:
             with self._lock:
                 self._blocks.clear()
-                old = self._superblock
-                self._superblock = replace(old, min_seq=self.next_seq, update=old.update + 1)
+                old = self._file.superblock
+                self._file.superblock = replace(old, min_seq=self.next_seq, update=old.update + 1)
             try:
                 write_superblock(self._io, self._file.fd, self._superblock)
             except OSError as error:
                 _log.warning("[file] %s: %s while forgetting every block; it was removed", self._file.path, error)
                 with suppress(OSError):
                     self._file.path.unlink()
+
+    @property
+    def _superblock(self) -> slab.Superblock:
+        """As it is now. A call that began before the slab's end went never meets the shorter one."""
+        return self._file.superblock
 
     def _skip_held(self, records: Sequence[BlockRecord]) -> tuple[list[Outcome], set[int]]:
         """OK for a block whose stored entry says the same, ABORTED for a twin within the batch, else ABSENT.
@@ -112,7 +117,7 @@ class SlabWriter:
         with self._lock:
             slots = [self._blocks.index.get(record.chain_hash, -1) for record in records]
             held = [position for position, slot in enumerate(slots) if slot >= 0]
-            stored = slab.to_records(self._rows[[slots[position] for position in held]])
+            stored = self.codec.to_records(self._rows[[slots[position] for position in held]]) if held else []
             for position, entry in zip(held, stored, strict=True):
                 if entry == records[position]:
                     outcomes[position] = Outcome.OK
@@ -134,9 +139,9 @@ class SlabWriter:
 
     def _reserve_all(
         self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]
-    ) -> tuple[list[_Part], Outcome]:
+    ) -> tuple[list[_FilledRun], Outcome]:
         """Slots for leading records, the head of the chain first; and why there are no more."""
-        parts: list[_Part] = []
+        parts: list[_FilledRun] = []
         done = 0
         hashes = [record.chain_hash for record in records]
         try:
@@ -147,14 +152,14 @@ class SlabWriter:
                 if run is None:
                     break
                 part = slice(done, done + run.count)
-                parts.append(_Part(run, records[part], payloads[part], is_new=True))
+                parts.append(_FilledRun(run, records[part], payloads[part], is_new=True))
                 done += run.count
         except OSError as error:
             _log.debug("[file] %s: %s while emptying an extent", self._file.path, error)
             return parts, _outcome_of(error)
         return parts, Outcome.FULL
 
-    def _reserve(self, hashes: Sequence[ChainHash], parent: ChainHash) -> tuple[Run | None, _Part | None]:
+    def _reserve(self, hashes: Sequence[ChainHash], parent: ChainHash) -> tuple[SlotRun | None, _FilledRun | None]:
         """Slots for leading hashes, and what is to be stored again before them.
 
         None: every extent is being written. OSError: an extent could not be emptied.
@@ -171,9 +176,9 @@ class SlabWriter:
                     continue  # a reset took it back
                 again = self._blocks.take_in(claim.extent, claim.keep_hashes) if kept else None
                 run = self._blocks.take_in(claim.extent, hashes)
-            return run, _Part(again, *kept, is_new=False) if again and kept else None
+            return run, _FilledRun(again, *kept, is_new=False) if again and kept else None
 
-    def _empty(self, claim: Claim) -> tuple[list[BlockRecord], list[memoryview]] | tuple[()]:
+    def _empty(self, claim: ClaimedExtent) -> tuple[list[BlockRecord], list[memoryview]] | tuple[()]:
         """Blank a claimed extent's rows; returns the blocks to be stored again, their bytes in memory."""
         try:
             kept = self._read_kept(claim) if claim.keep else ()
@@ -185,7 +190,7 @@ class SlabWriter:
             raise
         return kept
 
-    def _read_kept(self, claim: Claim) -> tuple[list[BlockRecord], list[memoryview]] | tuple[()]:
+    def _read_kept(self, claim: ClaimedExtent) -> tuple[list[BlockRecord], list[memoryview]] | tuple[()]:
         stride = self._superblock.stride
         memory = memoryview(mmap.mmap(-1, len(claim.keep) * stride))
         buffers = [memory[i * stride : i * stride + self._superblock.slot_bytes] for i in range(len(claim.keep))]
@@ -197,52 +202,59 @@ class SlabWriter:
                     first = index
         except OSError:
             return ()  # a second chance is a favour; the extent goes all the same
-        return slab.to_records(self._rows[claim.keep]), buffers
+        rows = self._rows[claim.keep]
+        records = self.codec.to_records(rows)
+        if not all(map(self.codec.show, records, self.codec.stamps(rows), buffers)):
+            return ()  # sealed again, what is not authentic would become so
+        return records, buffers
 
-    def _store(self, parts: Sequence[_Part]) -> tuple[list[Outcome], Outcome | None]:
+    def _store(self, parts: Sequence[_FilledRun]) -> tuple[list[Outcome], Outcome | None]:
         """Payloads, then entries, of leading parts; outcomes of the new blocks stored, and what stopped the rest."""
         runs = [part.run for part in parts]
         records = [record for part in parts for record in part.records]
         payloads = [payload for part in parts for payload in part.payloads]
         are_new = [part.is_new for part in parts for _ in part.records]
-        done: list[Run] = []
-        count = 0
+        done: list[SlotRun] = []
+        stamps: list[bytes] = []
         failure: Outcome | None = None
         try:
             for group in self._adjacent(runs):
-                size = sum(run.count for run in group)
-                self._payload.write(self._superblock.payload_offset(group[0].first), payloads[count : count + size])
-                done, count = [*done, *group], count + size
+                part = slice(len(stamps), len(stamps) + sum(run.count for run in group))
+                hidden, part_stamps = self.codec.hide(records[part], payloads[part])
+                self._payload.write(self._superblock.payload_offset(group[0].first), hidden)
+                done, stamps = [*done, *group], [*stamps, *part_stamps]
         except OSError as error:
             _log.debug("[file] %s: %s while writing payloads", self._file.path, error)
             failure = _outcome_of(error)
         try:
-            outcomes = self._commit(done, records[:count])
+            outcomes = self._commit(done, records[: len(stamps)], stamps)
             return [outcome for outcome, is_new in zip(outcomes, are_new, strict=False) if is_new], failure
         except OSError as error:
             _log.debug("[file] %s: %s while writing entries", self._file.path, error)
             return [], _outcome_of(error)
 
-    def _commit(self, runs: Sequence[Run], records: Sequence[BlockRecord]) -> list[Outcome]:
+    def _commit(
+        self, runs: Sequence[SlotRun], records: Sequence[BlockRecord], stamps: Sequence[bytes]
+    ) -> list[Outcome]:
         """Write the entries of stored payloads and make them findable."""
         if not runs:
             return []
         if self.sync:
             self.sync()
         slots = [slot for run in runs for slot in run.slots]
-        rows = slab.make_rows(self._superblock, slots, records)
+        rows = self.codec.make_rows(slots, records, stamps)
         with self._lock:
             is_late = [run.epoch != self._blocks.epoch for run in runs for _ in run.slots]
             fresh = range(self.next_seq, self.next_seq + len(slots))
             rows["seq"] = [0 if late else seq for late, seq in zip(is_late, fresh, strict=True)]  # 0: never valid
             rows["generation"] = [self._blocks.generations[slot] for slot in slots]
             self.next_seq += len(slots)
-        slab.seal_rows(rows, self._superblock)
+        on_disk = self.codec.seal_rows(rows)
         done = 0
         try:
             for group in self._adjacent(runs):
                 size = sum(run.count for run in group)
-                self._write_rows(group[0].first, rows[done : done + size])
+                self._write_rows(group[0].first, on_disk[done : done + size])
                 done += size
             if self.sync:
                 self.sync()
@@ -252,7 +264,7 @@ class SlabWriter:
             raise
         return self._publish(runs, records, rows)
 
-    def _publish(self, runs: Sequence[Run], records: Sequence[BlockRecord], rows: slab.Rows) -> list[Outcome]:
+    def _publish(self, runs: Sequence[SlotRun], records: Sequence[BlockRecord], rows: slab.Rows) -> list[Outcome]:
         outcomes: list[Outcome] = []
         twins: list[int] = []
         with self._lock:
@@ -263,16 +275,21 @@ class SlabWriter:
                 if run.epoch != self._blocks.epoch:
                     outcomes += [Outcome.EPOCH] * run.count
                     continue
+                if self._blocks.is_retired(run.extent):
+                    outcomes += [Outcome.EVICTED] * run.count
+                    twins += run.slots
+                    continue
                 self._rows[run.first : run.first + run.count] = rows[part]
                 twins += self._blocks.publish(run, [record.chain_hash for record in records[part]])
                 outcomes += [Outcome.OK] * run.count
-        blank_slots(self._io, self._file.fd, self._superblock, twins)
+        if twins:
+            blank_slots(self._io, self._file.fd, self._superblock, twins)
         return outcomes
 
-    def _adjacent(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
+    def _adjacent(self, runs: Sequence[SlotRun]) -> Iterator[list[SlotRun]]:
         """Runs that lie next to each other in the file, together at most CALL_BYTES."""
         superblock = self._superblock
-        group: list[Run] = []
+        group: list[SlotRun] = []
         for run in runs:
             last = group[-1] if group else None
             size = sum(member.count for member in group) + run.count

@@ -5,24 +5,24 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
-from kvtier.tiers import slab
-from kvtier.tiers.checksum import checksum
-from kvtier.tiers.errors import ConfigError, TierUnavailable
-from kvtier.tiers.extents import ExtentMap
-from kvtier.tiers.file_io import FileIO
-from kvtier.tiers.group_sync import GroupSync
-from kvtier.tiers.payload_io import CALL_BYTES, Mode, PayloadIO, probe_mode
-from kvtier.tiers.slab_changes import SlabChanges
-from kvtier.tiers.slab_check import Progress, VerifyReport, check_payloads
-from kvtier.tiers.slab_file import is_ours, open_slab, release
-from kvtier.tiers.slab_space import SlabFile, blank_slots, read_rows, write_owner
-from kvtier.tiers.slab_writer import SlabWriter
-from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome
+from kvtier.tiers import BlockRecord, ChainHash, ConfigError, Direction, Encryption, Outcome, TierUnavailable
+from kvtier.tiers.file import slab
+from kvtier.tiers.file.extents import ExtentMap
+from kvtier.tiers.file.file_io import FileIO
+from kvtier.tiers.file.group_sync import GroupSync
+from kvtier.tiers.file.payload_io import CALL_BYTES, Mode, PayloadIO, probe_mode
+from kvtier.tiers.file.slab_changes import SlabChanges
+from kvtier.tiers.file.slab_check import ReportProgress, VerifyReport, check_payloads
+from kvtier.tiers.file.slab_codec import Codec, codec_of, verified
+from kvtier.tiers.file.slab_file import is_ours, open_slab, release
+from kvtier.tiers.file.slab_space import SlabFile, blank_slots, read_rows, write_owner
+from kvtier.tiers.file.slab_tail import Calls, TailGiver
+from kvtier.tiers.file.slab_writer import SlabWriter
 
 _log = logging.getLogger(__name__)
 
@@ -35,24 +35,24 @@ class FileStore:
     guards index and mirror; it is never held across I/O, so a read that an eviction overtook finds out afterwards.
     """
 
-    name = "file"
-
-    def __init__(self, io: FileIO, file: SlabFile, payload: PayloadIO, *, durable: bool) -> None:
+    def __init__(self, io: FileIO, file: SlabFile, payload: PayloadIO, codec: Codec, *, durable: bool) -> None:
         """Recover an open slab's index by one pass over its table. Use `FileStore.open`; raises OSError."""
         self.path = file.path
-        self.superblock = file.superblock
         self.num_recovered = 0
         self._io = io
         self._file = file
         self._payload = payload
+        self._codec = codec
         self._lock = threading.Lock()
-        self._num_inside = 0
-        self._closed = False
         self._counts: Counter[str] = Counter()
         self._rows = read_rows(io, file.fd, file.superblock)
         self._blocks = ExtentMap(file.superblock.num_extents, file.superblock.slots_per_extent)
-        self.announcer = SlabChanges(self._blocks, self._rows, self._lock)
+        self.announcer = SlabChanges(self._blocks, self._rows, self._lock, codec)
         self._writer = SlabWriter(io, file, payload, self._blocks, self._rows, self._lock)
+        self._writer.codec = codec
+        self._calls = Calls(self._release)
+        self._inside = self._calls.enter
+        self._tail = TailGiver(io, file, self._blocks, self._lock, self._calls)
         if durable:
             self._writer.sync = GroupSync(lambda: io.sync(file.fd))
         self._recover()
@@ -68,19 +68,21 @@ class FileStore:
         size: int,
         mode: Mode = "auto",
         durable: bool = False,
+        key: bytes | None = None,
         io: FileIO | None = None,
     ) -> "FileStore":
         """Open or create the slab of `fingerprint` (32 bytes) in `directory`, whose slabs take at most `size` bytes.
 
-        The directory is created if need be. Raises ConfigError where the size cannot be had, StoreLocked,
-        FormatError, FingerprintMismatch, and TierUnavailable for anything the file system refuses.
-        More parameters than our habit: they are the tier's whole configuration, and every caller names them.
+        With `key` (32 bytes, `cipher.load_key`) all blocks are sealed. The directory is created if need be. Raises
+        ConfigError if the size cannot be had or the slab there takes another key; StoreLocked, FormatError and
+        FingerprintMismatch; and TierUnavailable for anything the file system refuses.
         """
         if len(fingerprint) != 32 or slot_bytes < 1 or block_size < 1:
             raise ValueError("fingerprint must be 32 bytes; slot_bytes and block_size at least 1")
-        wanted = slab.plan(fingerprint, slot_bytes, block_size, size)
+        encryption = Encryption.fresh(key) if key is not None else None
+        wanted = slab.plan(fingerprint, slot_bytes, block_size, size, encryption)
         if not wanted.segments:
-            least = slab.smallest(slot_bytes, block_size)
+            least = slab.smallest(slot_bytes, block_size, encryption)
             raise ConfigError(f'[file] size "{size}": too small for one block; use at least {least} bytes')
         directory, io = Path(directory), io or FileIO()
         file = open_slab(io, directory, wanted, size)
@@ -90,17 +92,24 @@ class FileStore:
                 chosen = probe_mode(io, directory) if mode == "auto" else mode
                 payload = PayloadIO(io, file.path, file.fd, slot_bytes=slot_bytes, mode=chosen)
                 undo.callback(payload.close)
-                store = cls(io, file, payload, durable=durable)
+                store = cls(io, file, payload, codec_of(file.superblock, key, str(file.path)), durable=durable)
                 undo.pop_all()
+                store._tail.start()
                 return store
         except OSError as error:
             raise TierUnavailable(f"[file] path {str(directory)!r}: {error}; the file tier is off") from error
+
+    @property
+    def superblock(self) -> slab.Superblock:
+        """What the slab is now: it is replaced when the slab is reset, or gives up its end."""
+        return self._file.superblock
 
     def _recover(self) -> None:
         """Index every valid row; of two rows for one block the one with the highest seq."""
         rows, blocks = self._rows, self._blocks
         valid = slab.find_valid(rows, np.arange(len(rows)), self.superblock)
         slots = np.flatnonzero(valid)
+        self._codec.show_names(rows, slots)
         hashes: list[ChainHash] = rows["chain_hash"][slots].tolist()
         written = (rows["state"] != 0) | (rows["checksum"] != 0)
         dirty = np.unique(np.flatnonzero(written) // self.superblock.slots_per_extent).tolist()
@@ -148,7 +157,8 @@ class FileStore:
                 slots = [self._blocks.index.get(chain_hash, -1) for chain_hash in hashes]
                 generations = [self._blocks.generations[slot] if slot >= 0 else 0 for slot in slots]
                 found = [position for position, slot in enumerate(slots) if slot >= 0]
-                stored = slab.to_records(self._rows[[slots[position] for position in found]])
+                rows = self._rows[[slots[position] for position in found]]
+            stored = zip(self._codec.to_records(rows), self._codec.stamps(rows), strict=True)
             expected = dict(zip(found, stored, strict=True))
             lost: list[ChainHash] = []
             for offset, positions in self._runs(slots, found):
@@ -157,7 +167,9 @@ class FileStore:
                     lost += [hashes[p] for p, is_read in zip(positions, readable, strict=True) if not is_read]
                 for position, is_read in zip(positions, readable, strict=True):
                     results[position] = (
-                        _verified(expected[position], hashes[position], into[position]) if is_read else Outcome.IO_ERROR
+                        verified(self._codec, *expected[position], hashes[position], into[position])
+                        if is_read
+                        else Outcome.IO_ERROR
                     )
             self._settle(hashes, slots, generations, results)
             if lost:
@@ -166,10 +178,11 @@ class FileStore:
 
     def _runs(self, slots: Sequence[int], found: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
         """(file offset, positions) of blocks that lie next to each other, at most CALL_BYTES together."""
-        stride = self.superblock.stride
+        superblock = self._file.superblock
+        stride = superblock.stride
         run: list[int] = []
         start = 0
-        for offset, position in sorted((self.superblock.payload_offset(slots[place]), place) for place in found):
+        for offset, position in sorted((superblock.payload_offset(slots[place]), place) for place in found):
             if run and (offset != start + len(run) * stride or (len(run) + 1) * stride > CALL_BYTES):
                 yield start, run
                 run = []
@@ -217,11 +230,12 @@ class FileStore:
         After a failure the rest of the chain is PARENT_FAILED or FULL, unwritten: nobody could reach it.
         """
         self._require_buffers(len(records), payloads)
+        block_size = self._file.superblock.block_size
         for record in records:
             if len(record.chain_hash) != 32 or len(record.parent) != 32:
                 raise ValueError("chain_hash and parent must be 32 bytes")
-            if len(record.tokens) > 4 * self.superblock.block_size or len(record.tokens) % 4:
-                raise ValueError(f"tokens must be at most {self.superblock.block_size} u32")
+            if len(record.tokens) > 4 * block_size or len(record.tokens) % 4:
+                raise ValueError(f"tokens must be at most {block_size} u32")
         with self._inside() as is_open:
             if not is_open:
                 return [Outcome.CLOSED] * len(records)
@@ -252,7 +266,7 @@ class FileStore:
         return {**counts, "recovered": self.num_recovered, "slots": self.superblock.num_slots}
 
     def check(self) -> None:
-        """Raise AssertionError where index, slots and mirrored table disagree; a full scan, no I/O. For idle stores."""
+        """Raise AssertionError if index, slots and mirrored table disagree; a full scan, no I/O. For idle stores."""
         with self._lock:
             self._blocks.check()
             counts = self._blocks.counts()
@@ -260,18 +274,20 @@ class FileStore:
             slots = list(self._blocks.index.values())
             assert self._rows["chain_hash"][slots].tolist() == list(self._blocks.index), "the mirror names other blocks"
 
-    def verify(self, progress: Progress | None = None) -> VerifyReport:
+    def verify(self, progress: ReportProgress | None = None) -> VerifyReport:
         """Read the whole slab and compare it with what is believed of it; repairs nothing. For tools, when idle."""
-        with self._lock:
-            held = {slot: chain_hash for chain_hash, slot in self._blocks.index.items()}
-            slots = sorted(held)
-            checksums = self._rows["payload_checksum"][slots].tolist()
         with self._inside() as is_open:
             if not is_open:
                 raise TierUnavailable(f"{self.path}: closed")
-            bad, unreadable = check_payloads(self._payload, self.superblock, slots, checksums, progress)
+            with self._lock:
+                held = {slot: chain_hash for chain_hash, slot in self._blocks.index.items()}
+                slots = sorted(held)
+                held_rows = self._rows[slots]
+            bad, unreadable = check_payloads(self._payload, self.superblock, slots, self._codec, held_rows, progress)
             try:
-                rows = read_rows(self._io, self._file.fd, self.superblock)
+                with self._file.rewriting:  # the table stays as long as it is
+                    rows = read_rows(self._io, self._file.fd, self.superblock)
+                self._codec.show_names(rows, np.array(slots, np.int64))
                 bad_rows = [slot for slot in slots if rows[slot].tobytes() != self._rows[slot].tobytes()]
             except OSError:
                 bad_rows = slots
@@ -284,8 +300,9 @@ class FileStore:
             if not is_open:
                 return False
             try:
-                if not is_ours(self._io, self._file):
-                    return False
+                with self._file.rewriting:
+                    if not is_ours(self._io, self._file):
+                        return False
                 if direction == "read":
                     self._payload.read(
                         self.superblock.payload_offset(0), [memoryview(bytearray(self._payload.slot_bytes))]
@@ -300,31 +317,8 @@ class FileStore:
 
     def close(self) -> None:
         """Refuse new calls; file and lock are released once the last call under way has ended. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            is_last = self._num_inside == 0
-        if is_last:
-            self._release()
-
-    @contextmanager
-    def _inside(self) -> Iterator[bool]:
-        """Whether the store is open; its file then stays open until the block ends.
-
-        A descriptor closed under a call could be another file's by the time the call uses it.
-        """
-        with self._lock:
-            is_open = not self._closed
-            self._num_inside += is_open
-        try:
-            yield is_open
-        finally:
-            with self._lock:
-                self._num_inside -= is_open
-                is_last = is_open and self._closed and self._num_inside == 0
-            if is_last:
-                self._release()
+        self._calls.close()
+        self._tail.stop()
 
     def _release(self) -> None:
         try:
@@ -341,9 +335,3 @@ class FileStore:
     def _require_buffers(self, count: int, buffers: Sequence[memoryview]) -> None:
         if len(buffers) != count or any(buffer.nbytes != self.superblock.slot_bytes for buffer in buffers):
             raise ValueError(f"one buffer of {self.superblock.slot_bytes} bytes per block")
-
-
-def _verified(record: BlockRecord, chain_hash: ChainHash, payload: memoryview) -> BlockRecord | Outcome:
-    if record.chain_hash != chain_hash:
-        return Outcome.KEY_MISMATCH
-    return record if checksum(payload) == record.checksum else Outcome.CHECKSUM

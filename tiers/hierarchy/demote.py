@@ -7,17 +7,14 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Final
 
-from kvtier.tiers.checksum import checksum
+from kvtier.tiers import BATCH_BYTES, L2, ChainHash, Metrics, Outcome, checksum
+from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.pool import Lease
-from kvtier.tiers.port import TierPort
-from kvtier.tiers.tier import ChainHash, Outcome
 
-BATCH_BYTES: Final = 8 << 20  # per write, an extent's worth: each costs three waits for the GIL beside a busy thread
 _MAX_FAILED: Final = 65_536  # remembered failed blocks, whose descendants are refused
 
-Ended = Callable[[Sequence[ChainHash], Sequence[Outcome]], None]
+BlocksEnded = Callable[[Sequence[ChainHash], Sequence[Outcome]], None]
 
 
 class Demoter:
@@ -47,28 +44,29 @@ class Demoter:
         """Blocks queued or being written."""
         return self._num_waiting
 
-    def offer(self, hashes: Sequence[ChainHash], ended: Ended | None = None) -> int:
+    def offer(self, hashes: Sequence[ChainHash], ended: BlocksEnded | None = None) -> int:
         """Queue consecutive blocks for writing; returns how many leading ones were taken.
 
         `ended` is told, on an I/O thread, what became of every block taken: its owner offers the others again. Without
         it the others are refused for good, and counted.
         """
         epoch = self.port.epoch  # before the leases: what they name was stored in this epoch or a later one
-        if ended is None and hashes:  # L2 seals a block once: who failed then is offered again with its children
+        if ended is None and hashes and self._failed:  # L2 seals a block once: what failed is offered with its children
             hashes = [*self._failed_ancestors(hashes[0]), *hashes]
         with self._lock:
             taken = max(0, min(len(hashes), self._max_blocks - self._num_waiting))
             self._num_waiting += taken
             for chain_hash in hashes[:taken]:  # tried anew
                 self._failed.pop(chain_hash, None)
-            self._remember_failed(hashes[taken:])
+            if taken < len(hashes):
+                self._remember_failed(hashes[taken:])
         if taken < len(hashes) and ended is None:
             self._metrics.dropped(self.port.name, Outcome.QUEUE_FULL, len(hashes) - taken)
         for first in range(0, taken, self._batch):
             batch = list(hashes[first : min(taken, first + self._batch)])
             job = _WriteJob(self, batch, self.host.pool.lease(batch), epoch, ended)
             if not self.port.queue.submit(job):
-                job.drop(Outcome.QUEUE_FULL)
+                job.end(Outcome.QUEUE_FULL, late=False)
         return taken
 
     def write(self, lease: Lease, epoch: int) -> list[Outcome]:
@@ -80,26 +78,27 @@ class Demoter:
         slots = [int(slot) for slot in lease.slots]
         records = [record for slot in slots if (record := self.host.records[slot]) is not None]
         payloads = [self.host.region.slot(slot) for slot in slots]
-        if self._parent_failed(records[0].parent):
+        if self._failed and self._parent_failed(records[0].parent):
             return [Outcome.PARENT_FAILED] * len(slots)
         same = [checksum(p) == r.checksum for p, r in zip(payloads, records, strict=True)]
         whole = same.index(False) if False in same else len(same)
         outcomes = self.port.write(records[:whole], payloads[:whole], epoch) if whole else []
         if whole < len(same):
-            self._metrics.corrupted("l2", 1)
+            self._metrics.corrupted(L2, 1)
             outcomes += [Outcome.CHECKSUM] + [Outcome.PARENT_FAILED] * (len(same) - whole - 1)
         return outcomes
 
-    def settle(self, hashes: Sequence[ChainHash], outcomes: Sequence[Outcome], ended: Ended | None) -> None:
+    def settle(self, hashes: Sequence[ChainHash], outcomes: Sequence[Outcome], ended: BlocksEnded | None) -> None:
         """Count what became of a batch."""
         good = [h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK]
         with self._lock:
             self._num_waiting -= len(hashes)
             for chain_hash in good:
                 self._failed.pop(chain_hash, None)
-            self._remember_failed(
-                [h for h, o in zip(hashes, outcomes, strict=True) if o not in (Outcome.OK, Outcome.EPOCH)]
-            )
+            if len(good) < len(hashes):
+                self._remember_failed(
+                    [h for h, o in zip(hashes, outcomes, strict=True) if o not in (Outcome.OK, Outcome.EPOCH)]
+                )
         self._metrics.stored(self.port.name, len(good))
         for outcome in set(outcomes) - {Outcome.OK}:
             self._metrics.dropped(self.port.name, outcome, list(outcomes).count(outcome))
@@ -138,24 +137,19 @@ class _WriteJob:
     hashes: list[ChainHash]
     lease: Lease
     epoch: int  # the port's when they were offered
-    ended: Ended | None
+    ended: BlocksEnded | None
     deadline: float = math.inf  # waiting hurts nobody; `run` sets it
-    settled: bool = False
 
-    def run(self) -> None:
+    def run(self) -> list[Outcome]:
         self.deadline = self.demoter.clock() + self.demoter.port.settings.deadline
-        held = len(self.lease)  # shorter than asked where an eviction or a reset came before the lease
+        held = len(self.lease)  # shorter than asked if an eviction or a reset came before the lease
         outcomes = self.demoter.write(self.lease, self.epoch) if held else []
-        self._settle([*outcomes, *[Outcome.EVICTED] * (len(self.hashes) - held)])
+        return [*outcomes, *[Outcome.EVICTED] * (len(self.hashes) - held)]
 
-    def drop(self, outcome: Outcome) -> None:
-        self._settle([outcome] * len(self.hashes))
+    def end(self, result: list[Outcome] | Outcome, *, late: bool) -> None:
+        self.lease.release()
+        outcomes = [result] * len(self.hashes) if isinstance(result, Outcome) else result
+        self.demoter.settle(self.hashes, outcomes, self.ended)
 
     def overdue(self) -> None:
         self.demoter.port.failed("write")  # the lease stays: the write still reads its slots
-
-    def _settle(self, outcomes: Sequence[Outcome]) -> None:
-        if not self.settled:
-            self.settled = True
-            self.lease.release()
-            self.demoter.settle(self.hashes, outcomes, self.ended)

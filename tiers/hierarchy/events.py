@@ -1,27 +1,27 @@
-"""EventSource: which blocks came to a tier and which left it, for whoever tells others: KV events."""
+"""EventSource: which blocks came to a tier and which left it, for the publisher of KV events."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.port import TierPort
-from kvtier.tiers.tier import Announcer, Announces, BlockRecord, ChainHash, Changes
+from kvtier.tiers import L2, Announcer, Announces, BlockRecord, ChainHash, Changes
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.lower_tier import TierPort
 
-MOST: Final = 4096  # blocks of one tier told at a time: bounds the time under the tier's lock
+MOST: Final = 4096  # blocks of one tier taken at a time: bounds the time under the tier's lock
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A run of consecutive blocks became findable in a tier; each is the parent of the next."""
 
-    tier: str  # "l1", "l2", or a port's name
+    tier: str  # its name in the table of tiers
     blocks: tuple[BlockRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Blocks are not in a tier any more. With `all` they are everything it was said to hold: a reset, or it is off."""
+    """Blocks left a tier. With `all` they are everything that it was said to hold: it was reset, or went off."""
 
     tier: str
     hashes: tuple[ChainHash, ...]
@@ -32,16 +32,16 @@ Event = Stored | Removed
 
 
 class EventSource:
-    """What a hierarchy's tiers hold, told as it changes, to one reader. Nothing is logged before one is made.
+    """What changes in a hierarchy's tiers, for one reader. The tiers keep no log before it is made.
 
-    Law: a reader that applied every event up to an empty `take` knows exactly what each tier `holds`, wherever nothing
-    is under way. No block is stored twice or removed unknown. A tier that goes off or fails to answer is told as
-    emptied once it is closed, not while a breaker merely waits. Tiers don't wait for each other: a block may be told
-    as removed from one before it is told as stored in the next.
+    Law: a reader that applied every event up to an empty `take` knows exactly what each tier `holds`, if nothing is
+    under way. No block is stored twice, and none is removed that was not stored. A tier that goes off, or fails to
+    answer, is emptied by an event once it is closed, not while its breaker is open. Tiers do not wait for each other: a
+    block may leave one tier before the event that it is in the next.
     """
 
     def __init__(self, hierarchy: Hierarchy) -> None:
-        """Looks at every block there is: where a slab is large, not on a thread that others wait for."""
+        """Looks at every block there is: with a large slab, not on a thread that others wait for."""
         self._hierarchy = hierarchy
         self._host = hierarchy.host
         self._ports = [_PortEvents(port) for port in hierarchy.ports]
@@ -49,24 +49,24 @@ class EventSource:
 
     @property
     def waiting(self) -> bool:
-        """Whether there may be something to tell."""
+        """Whether there may be something to take."""
         return self._host.pool.has_changes or any(port.waiting for port in self._ports)
 
     @property
     def coming(self) -> bool:
-        """Whether stores or reads are under way, whose end there will be something to tell of."""
+        """Whether stores or reads are under way that will end in events."""
         return not all((self._hierarchy.drain(0, below=False), *(port.idle for port in self._ports)))
 
     def take(self, limit: int = MOST) -> list[Event]:
         """What happened since the last time; of each tier at most `limit` new blocks, the others with the next call."""
-        events = list(events_of("l2", self._host.pool.changes(self._host.records, limit)))
+        events = list(events_of(L2, self._host.pool.changes(self._host.records, limit)))
         for port in self._ports:
             events += port.take(limit)
         return events
 
 
 class TierEvents:
-    """What one tier by itself tells: an engine's L1. As `EventSource`, to one reader."""
+    """What changes in one tier by itself, an engine's L1. As `EventSource`, for one reader."""
 
     def __init__(self, tier: str, announcer: Announcer) -> None:
         self._tier = tier
@@ -75,7 +75,7 @@ class TierEvents:
 
     @property
     def waiting(self) -> bool:
-        """Whether there may be something to tell."""
+        """Whether there may be something to take."""
         return self._announcer.waiting
 
     def take(self, limit: int = MOST) -> list[Event]:
@@ -88,14 +88,14 @@ class _PortEvents:
 
     def __init__(self, port: TierPort) -> None:
         self._port = port
-        self._heard = _announcer(port.tier)
-        if self._heard is not None:
-            self._heard.listen()
+        self._followed = _announcer(port.tier)
+        if self._followed is not None:
+            self._followed.listen()
 
     @property
     def waiting(self) -> bool:
         tier = _announcer(self._port.tier)
-        return tier is not self._heard or (tier is not None and tier.waiting)
+        return tier is not self._followed or (tier is not None and tier.waiting)
 
     @property
     def idle(self) -> bool:
@@ -103,11 +103,11 @@ class _PortEvents:
 
     def take(self, limit: int) -> Iterator[Event]:
         tier, name = _announcer(self._port.tier), self._port.name
-        if tier is not self._heard:
-            known = self._heard.hush() if self._heard is not None else []
+        if tier is not self._followed:
+            known = self._followed.stop_listening() if self._followed is not None else []
             if known:
                 yield Removed(name, tuple(known), all=True)
-            self._heard = tier
+            self._followed = tier
             if tier is not None:
                 tier.listen()
         if tier is not None:

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Sequence
 
-from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers import L2, ChainHash
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 
 
 def evict_everywhere(hierarchy: Hierarchy, hashes: Sequence[ChainHash], timeout: float) -> dict[str, int]:
@@ -15,7 +15,7 @@ def evict_everywhere(hierarchy: Hierarchy, hashes: Sequence[ChainHash], timeout:
     """
     pool, deadline = hierarchy.host.pool, time.monotonic() + timeout
     hierarchy.drain(timeout, below=False)
-    gone = {"l2": pool.evict(hashes)}
+    gone = {L2: pool.evict(hashes)}
     for port in hierarchy.ports:
         port.queue.drain(max(0.0, deadline - time.monotonic()))  # its writers lease their blocks, name or no name
         tier = port.tier  # a probe may detach it meanwhile

@@ -2,51 +2,35 @@
 
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
-from kvtier.tiers.below import Attribution
-from kvtier.tiers.checksum import checksum
-from kvtier.tiers.demote import Demoter
-from kvtier.tiers.host import HostTier
-from kvtier.tiers.io_queue import IoQueue
-from kvtier.tiers.locate import Locator
-from kvtier.tiers.metrics import Metrics
+from kvtier.tiers import L2, BlockRecord, ChainHash, Metrics, Outcome
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Pending, Wanted
+from kvtier.tiers.hierarchy.local_claim import LocalClaim
+from kvtier.tiers.hierarchy.lower_tier import TierPort
+from kvtier.tiers.hierarchy.news import NewsCondition
+from kvtier.tiers.hierarchy.promotion import Promoter
+from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.hierarchy.shared_lookup import Locator
+from kvtier.tiers.hierarchy.stores import StoreQueue
+from kvtier.tiers.host import HostRegion, HostTier
 from kvtier.tiers.pool import Lease, Reservation
-from kvtier.tiers.port import TierPort
-from kvtier.tiers.prefetch import Pending, Prefetch, Prefetcher
-from kvtier.tiers.progress import Progress
-from kvtier.tiers.rates import Rates
-from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 _TICK: Final = 0.001  # seconds between two looks at deadlines, however often they are asked for
-_SIGHTINGS_PER_SLOT: Final = 4  # how many blocks not yet admitted are remembered, per L2 slot
-
-WritePolicy = Literal["write_through", "write_back"]
-
-
-@dataclass(frozen=True, slots=True)
-class HierarchySettings:
-    """What the hierarchy decides by; see the configuration table in the README."""
-
-    write_policy: WritePolicy = "write_through"
-    admit_after: int = 1  # sightings of a block before it is stored
-    store_queue: int = 256 << 20  # bytes that may wait for each lower tier
-    prefetch_deadline: float = 2.0  # seconds a request waits for lower tiers
-    lease_deadline: float = 60.0  # seconds a promise nobody asks about is kept
-    clean_share: float = 0.25  # WRITE_BACK: the share of L2 kept free or clean for instant eviction
+_ASK_AGAIN: Final = 0.05  # seconds an answer of a shared tier is good for: asking costs it a round trip
+_SEALING: Final = 0.05  # seconds a claim waits for a block that is being hashed: some 10 ms, for a long prompt's
 
 
 class Hierarchy:
-    """Look up, prefetch, lease and store blocks in L2 and every tier below. Thread-safe.
+    """Claim, store and look up blocks in L2 and every tier below: `CacheTiers` in this process.
 
-    No method raises for a storage failure and none waits for storage (but `drain`, `reset` and `close`): a failure is a
-    miss or a dropped store, counted by reason. Lock order: `_lock` → the pool's, a port's, a queue's or a tier's index
-    lock; never held across I/O.
+    Thread-safe; one claim is for one thread. No method raises for a storage failure and none waits for storage (except
+    `locate`, `drain`, `reset` and `close`): a failure is a miss or a dropped store, counted by reason. Lock order:
+    `_lock` → the pool's, a port's, a queue's or a tier's index lock; never held across I/O.
     """
 
     def __init__(
@@ -63,128 +47,140 @@ class Hierarchy:
         self.settings = settings
         self.metrics = metrics
         self.rates = rates
-        self.epoch = 0  # counts resets: a store admitted before one never seals after it
-        self.progress = self._lock = Progress()
-        self.locator = Locator(ports, self.progress, clock)
-        self.prefetcher = Prefetcher(host, ports, self._lock, metrics, clock, settings.lease_deadline)
-        self._demoters = [Demoter(port, host, settings.store_queue, metrics, clock) for port in ports]
+        self.epoch = 0  # counts resets
+        self.region: HostRegion | None = host.region
+        self.num_slots = host.pool.num_slots
+        self.has_lower = bool(self.ports)
+        self.news = self._lock = NewsCondition()
+        self.locator = Locator(ports, self.news, clock)
+        self.promoter = Promoter(host, ports, self._lock, metrics, clock, settings.lease_deadline)
+        self.stores = StoreQueue(host, self.ports, self._lock, settings, metrics, clock)
         self._clock = clock
         self._ticked_at = -math.inf
-        self._sealing = IoQueue("seal", 1, 1 << 16, clock)
-        self._sightings: OrderedDict[ChainHash, int] = OrderedDict()
-        self._cleaning: set[ChainHash] = set()  # WRITE_BACK: dirty blocks being written
         self._num_dirty_dropped = 0  # of those the pool counts: shown as dropped already
         self._closed = False
         metrics.before_read(self._show_pools)
 
-    # looking up and loading
+    # claims
+
+    def ask(self, hashes: Sequence[ChainHash], parent: ChainHash, num_l1: int = 0, *, block_size: int = 0) -> Claim:
+        """Ask the indexes of this process; shared tiers are asked in the background.
+
+        A block that was just stored and is not hashed yet is waited for a moment rather than computed again.
+        """
+        self.tick()
+        claim = LocalClaim(list(hashes), parent, num_l1, block_size, patient_until=time.monotonic() + _SEALING)
+        self._look(claim)
+        return claim
+
+    def poll(self, claim: Claim) -> int | Pending:
+        """How far the promise goes, or PENDING."""
+        assert isinstance(claim, LocalClaim)
+        self.tick()
+        if claim.found is None:
+            if claim.sealing is not None and not claim.sealing.done and time.monotonic() < claim.patient_until:
+                return PENDING
+            if not all(question.done for question in claim.questions):
+                return PENDING
+            self.locator.read(claim.questions)
+            claim.questions = []
+            self._look(claim)
+            if claim.found is None:
+                return PENDING
+        return self.promoter.poll(claim) if claim.run else 0
+
+    def take(self, claim: Claim) -> Lease:
+        """The promised blocks' lease, once; then an empty one."""
+        assert isinstance(claim, LocalClaim)
+        lease = self.promoter.take(claim) if claim.run else None
+        return lease if lease is not None else self.host.pool.lease([])
+
+    def promised(self, claim: Claim) -> Lease | None:
+        """The lease behind a promise, which stays the claim's: for telling somebody else which slots it is of."""
+        assert isinstance(claim, LocalClaim)
+        return claim.leases[0] if claim.done and claim.leases else None
+
+    def cancel(self, claim: Claim) -> None:
+        """Let go of questions and of what was promised. Idempotent."""
+        assert isinstance(claim, LocalClaim)
+        if claim.questions:
+            self.locator.read(claim.questions)
+            claim.questions = []
+        if claim.run:
+            self.promoter.cancel(claim)
+
+    def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT) -> None:
+        """Into the metrics of this process."""
+        self.metrics.looked_up(found.by_tier, found.miss, missing)
+
+    def wait_news(self, timeout: float) -> None:
+        """Wait until a claim moved on or a shared tier answered, at most `timeout` seconds.
+
+        Returns at once if a claim has an answer that no `poll` has reported yet, or an answer was not read.
+        """
+        with self._lock:
+            if not (self.promoter.has_news() or self.locator.has_news()):
+                self._lock.wait(timeout)
+
+    # stores
+
+    def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
+        """See `BlockStores.reserve`; never waits here."""
+        return self.stores.reserve(wanted)
+
+    def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
+        """See `BlockStores.seal`. If `epoch` is older than the hierarchy's, nothing is published."""
+        self.stores.seal(reservation, records, epoch)
+
+    def abandon(self, reservation: Reservation, reason: Outcome) -> None:
+        """See `BlockStores.abandon`."""
+        self.stores.abandon(reservation, reason)
+
+    # lookups without a claim
 
     def lookup(self, hashes: Sequence[ChainHash], num_l1: int = 0) -> Attribution:
         """Where each block of the chain is now, leading run only; the first `num_l1` were found in L1. No side effect.
 
-        A run may change tiers on its way, e.g. L2, then file, then L2 again.
+        By the indexes of this process alone. A run may change tiers on its way, e.g. L2, then file, then L2 again.
         """
         self.tick()  # an open breaker hides its tier from every lookup: this is what sends its probe
-        found = {"l2": 0, **{port.name: 0 for port in self.ports}}
-        num_l2 = self.host.pool.lookup(hashes[num_l1:] if num_l1 else hashes)
-        found["l2"] = num_l2
-        at = num_l1 + num_l2
-        rest = hashes[at:]
-        if any(port.lookup(rest[:1]) for port in self.ports):  # a run through several tiers: one pass over all
-            held = {"l2": self.host.pool.holds(rest), **{port.name: port.holds(rest) for port in self.ports}}
-            owners = np.array(list(held.values())).argmax(axis=0)  # the first tier that holds each block
-            anywhere = [any(where) for where in zip(*held.values(), strict=True)]
-            end = anywhere.index(False) if False in anywhere else len(rest)
-            for name, count in zip(held, np.bincount(owners[:end], minlength=len(held)).tolist(), strict=True):
-                found[name] += count
-        return Attribution(blocks=len(hashes), l1=num_l1, miss=len(hashes) - num_l1 - sum(found.values()), **found)
+        return self._lookup(hashes, num_l1)
 
-    def prefetch(self, hashes: Sequence[ChainHash], parent: ChainHash) -> Prefetch:
-        """Claim consecutive blocks for a request: lease those in L2, fetch the rest. See `Prefetcher`.
+    def locate(self, hashes: Sequence[ChainHash], timeout: float) -> Attribution:
+        """As `lookup`, once the shared tiers have been asked about what the indexes do not name."""
+        deadline, asked_until = time.monotonic() + timeout, 0
+        while True:
+            where = self.lookup(hashes)
+            known = where.blocks - where.miss
+            if not where.miss or known < asked_until:
+                return where
+            questions = self.locator.ask(hashes[known:])
+            while not all(question.done for question in questions) and (left := deadline - time.monotonic()) > 0:
+                self.wait_news(left)
+                self.tick()
+            self.locator.read(questions)
+            if not questions or not all(question.done for question in questions):
+                return self.lookup(hashes)
+            asked_until = known + max(len(question.hashes) for question in questions)
 
-        `refused` while other waiting requests hold all that may be held: cancel it and ask again.
-        """
-        self.tick()
-        return self.prefetcher.start(hashes, parent, self.settings.prefetch_deadline)
+    def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
+        """From L2's index."""
+        return self.host.pool.holds(hashes)
 
-    def poll(self, prefetch: Prefetch) -> int | Pending:
-        """How many leading blocks are safe to promise, or PENDING."""
-        self.tick()
-        return self.prefetcher.poll(prefetch)
+    # upkeep
 
-    def claim(self, prefetch: Prefetch) -> Lease:
-        """The lease of the promised blocks; released by the caller when its copies have ended."""
-        return self.prefetcher.claim(prefetch)
-
-    def cancel(self, prefetch: Prefetch) -> None:
-        """The request went away. Idempotent."""
-        self.prefetcher.cancel(prefetch)
-
-    # storing
-
-    def reserve(self, hashes: Sequence[ChainHash], parent: ChainHash) -> Reservation | None:
-        """L2 slots for consecutive new blocks of one chain: as many of the head as fit, None where not one does.
-
-        Blocks already held need no slot and are left out of the reservation.
-        """
-        admitted = self._admit(hashes)
-        if admitted < len(hashes):
-            self.metrics.dropped("l2", Outcome.NOT_ADMITTED, len(hashes) - admitted)
-        want = admitted
-        while want and not self._closed:
-            if (reservation := self.host.pool.reserve(hashes[:want], parent)) is not None:
-                if want < admitted:
-                    self.metrics.dropped("l2", Outcome.NO_SLOT, admitted - want)
-                return reservation
-            want //= 2
-        if admitted:
-            self.metrics.dropped("l2", Outcome.CLOSED if self._closed else Outcome.NO_SLOT, admitted)
-        return None
-
-    def reserve_each(self, chains: Sequence[tuple[Sequence[ChainHash], ChainHash]]) -> list[Reservation | None]:
-        """`reserve` for several (hashes, parent): all that a step stores, in one pass where there is room for all."""
-        if len(chains) < 2 or self.settings.admit_after > 1 or self._closed:
-            return [self.reserve(hashes, parent) for hashes, parent in chains]
-        taken = self.host.pool.reserve_each(chains)
-        return [
-            self.reserve(*chain) if reservation is None else reservation
-            for chain, reservation in zip(chains, taken, strict=True)
-        ]
-
-    def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
-        """The reservation's slots are filled: hash, publish and offer them to the tiers below; in the background.
-
-        `records` are the reservation's blocks in order; their `checksum` is ignored and computed here, once. `epoch` is
-        the hierarchy's when the blocks were computed: older than now, and nothing is published.
-        """
-        job = _SealJob(self, reservation, list(records), epoch)
-        if not self._sealing.submit(job):
-            job.drop(Outcome.CLOSED)
-
-    def abandon(self, reservation: Reservation, reason: Outcome) -> None:
-        """The store failed or was called off: its slots are free again, nothing became visible."""
-        self.metrics.dropped("l2", reason, len(reservation.hashes))
-        self.host.pool.abandon(reservation)
-
-    # whole-store verbs
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Into the rates that decide whether loading is worth it."""
+        self.rates.computed(num_tokens, seconds)
 
     def tick(self) -> None:
-        """Let deadlines pass: reclaim stale promises, expire hung I/O, probe open breakers. Lookups and polls do it."""
+        """Let deadlines pass: reclaim stale promises, expire hung I/O, probe open breakers."""
         if (now := self._clock()) - self._ticked_at < _TICK:
             return
         self._ticked_at = now
         for port in self.ports:
             port.tick()
-        self.prefetcher.tick()
-
-    def wait_progress(self, timeout: float) -> None:
-        """Wait until a prefetch moved on or a question was answered, at most `timeout` seconds, for an idle engine.
-
-        Returns at once where a prefetch has ended that no `poll` has reported yet, or an answer was not read.
-        """
-        with self._lock:
-            if not (self.prefetcher.has_news() or self.locator.has_news()):
-                self._lock.wait(timeout)
+        self.promoter.tick()
 
     def reset(self) -> None:
         """Forget everything in every tier; stores and reads under way will not become visible.
@@ -192,7 +188,7 @@ class Hierarchy:
         A request that was promised blocks before keeps its lease on them: it was admitted before.
         """
         with self._lock:
-            self.epoch += 1
+            self.epoch = self.stores.epoch = self.epoch + 1
             self.host.pool.reset()  # first, so that nothing old is passed down from here on
         for port in self.ports:
             port.reset()
@@ -200,31 +196,22 @@ class Hierarchy:
             self.host.pool.reset()  # again, for what was read meanwhile from tiers that had not forgotten yet
 
     def drain(self, timeout: float, *, below: bool = True) -> bool:
-        """Wait until every store offered so far is found in L2 and, `below`, written, at most `timeout` seconds."""
-        if not below:
-            return self._sealing.drain(timeout)
-        deadline = time.monotonic() + timeout
-        drained = self._drain_queues(deadline)
-        before = self.host.pool.num_slots + 1
-        while drained and (dirty := self.host.pool.counts().dirty) and dirty < before:  # WRITE_BACK, while it helps
-            before = dirty
-            self._demote_dirty(dirty)
-            drained = self._drain_queues(deadline)
-        return drained
+        """Wait until every store offered so far is found in L2 and, with `below`, written; False when time ran out."""
+        return self.stores.drain(timeout, below=below)
 
     def stats(self) -> dict[str, float]:
         """Every counter and gauge by its exposition name."""
         return self.metrics.snapshot()
 
     def check(self, *, in_use: bool = False) -> None:
-        """Raise AssertionError where a conservation law is broken; at idle also where a lease or a slot leaked.
+        """Raise AssertionError if a conservation law is broken; at idle also if a lease or a slot leaked.
 
         `in_use`: somebody holds leases or fills slots that this hierarchy does not know the end of.
         """
-        self.prefetcher.check()
+        self.promoter.check()
         self.locator.check()
-        queues_idle = self._sealing.idle and all(port.queue.idle for port in self.ports)
-        idle = queues_idle and self.prefetcher.idle  # asked before counting: what ends in between is no leak
+        queues_idle = self.stores.sealing_queue.idle and all(port.queue.idle for port in self.ports)
+        idle = queues_idle and self.promoter.idle  # asked before counting: what ends in between is no leak
         counts = self.host.pool.check()
         for port in self.ports:
             port.check()
@@ -237,84 +224,87 @@ class Hierarchy:
             return
         deadline = time.monotonic() + timeout
         self.drain(timeout)
-        self._closed = True
-        self._sealing.close(max(0.0, deadline - time.monotonic()))
+        self._closed = self.stores.closed = True
+        self.stores.sealing_queue.close(max(0.0, deadline - time.monotonic()))
+        self.promoter.close(max(0.0, deadline - time.monotonic()))
         for port in self.ports:
             port.close(max(0.0, deadline - time.monotonic()))
         self.host.close()
 
     # inside
 
-    def _publish(self, reservation: Reservation, records: list[BlockRecord], epoch: int) -> None:
-        """Hash the filled slots and make them findable (on the sealing thread)."""
-        slots = [int(slot) for slot in reservation.slots]
-        hashed = [
-            BlockRecord(r.chain_hash, r.parent, r.tokens, checksum(self.host.region.slot(slot)))
-            for slot, r in zip(slots, records, strict=True)
-        ]
-        with self._lock:
-            if epoch != self.epoch or self._closed:
-                self.abandon(reservation, Outcome.EPOCH if epoch != self.epoch else Outcome.CLOSED)
+    def _lookup(self, hashes: Sequence[ChainHash], num_l1: int) -> Attribution:
+        found = {L2: self.host.pool.lookup(hashes[num_l1:] if num_l1 else hashes)}
+        at = num_l1 + found[L2]
+        if at < len(hashes) and self.ports:
+            at += self._lookup_below(hashes[at:], found)
+        return Attribution(blocks=len(hashes), l1=num_l1, miss=len(hashes) - at, **found)
+
+    def _lookup_below(self, rest: Sequence[ChainHash], found: dict[str, int]) -> int:
+        """Add to `found` which tier, the first that does, holds each leading block of `rest`; returns how many.
+
+        L2 does not hold the first one. A run through several tiers takes one pass over all of them.
+        """
+        pool, upper = self.host.pool, self.ports[0]
+        count = upper.lookup(rest)
+        if count == len(rest) and not any(pool.holds(rest)):
+            found[upper.name] = count
+            return count
+        if not (count or any(port.lookup(rest[:1]) for port in self.ports[1:])):
+            return 0
+        held = {L2: pool.holds(rest), **{port.name: port.holds(rest) for port in self.ports}}
+        owners = np.array(list(held.values())).argmax(axis=0)
+        anywhere = [any(where) for where in zip(*held.values(), strict=True)]
+        end = anywhere.index(False) if False in anywhere else len(rest)
+        for name, num_blocks in zip(held, np.bincount(owners[:end], minlength=len(held)).tolist(), strict=True):
+            found[name] = found.get(name, 0) + num_blocks
+        return end
+
+    def _look(self, claim: LocalClaim) -> None:
+        """Ask the indexes. Where the run ends: wait for a store, ask shared tiers once; bring what is worth loading."""
+        where = self._lookup(claim.hashes, claim.num_l1)
+        claim.sealing = None
+        while where.miss and time.monotonic() < claim.patient_until:
+            first = claim.hashes[where.blocks - where.miss]
+            claim.sealing = self.stores.sealing(first)
+            if claim.sealing is not None:
                 return
-            for slot, record in zip(slots, hashed, strict=True):
-                self.host.records[slot] = record
-            lease = self.host.pool.seal(reservation)
-        with lease:
-            self.metrics.stored("l2", len(hashed))
-            self._pass_down(list(reservation.hashes))
+            if not self.host.pool.holds([first])[0]:
+                break
+            where = self._lookup(claim.hashes, claim.num_l1)  # it was published between the two looks
+        known = where.blocks - where.miss
+        if where.miss and known >= claim.asked_until:
+            claim.questions = self.locator.ask(claim.hashes[known:])
+            if claim.questions:
+                claim.asked_until = known + max(len(question.hashes) for question in claim.questions)
+                return
+        claim.found = where
+        if claim.asked_until:
+            claim.good_until = time.monotonic() + _ASK_AGAIN
+        if num_loadable := where.loadable:
+            self._promote(claim, where, num_loadable)
 
-    def _drain_queues(self, deadline: float) -> bool:
-        queues = (self._sealing, *(port.queue for port in self.ports))
-        return all([queue.drain(max(0.0, deadline - time.monotonic())) for queue in queues])
-
-    def _pass_down(self, hashes: list[ChainHash]) -> None:
-        if not self._demoters:
+    def _promote(self, claim: LocalClaim, where: Attribution, num_blocks: int) -> None:
+        """Bring the blocks beyond `num_l1`, unless computing them is faster or other requests have all the room."""
+        block_bytes = self.host.region.slot_bytes
+        below_l2 = {port.name: where[port.name] * block_bytes for port in self.ports}
+        if claim.block_size and not self.rates.worth_loading(num_blocks * claim.block_size, below_l2):
+            claim.refusal = Outcome.RECOMPUTE
+            self.metrics.missed(Outcome.RECOMPUTE, num_blocks)
             return
-        if self.settings.write_policy == "write_through":
-            for demoter in self._demoters:
-                demoter.offer(hashes)
-            return
-        self.host.pool.mark_dirty(hashes)
-        limit = int((1 - self.settings.clean_share) * self.host.pool.num_slots)
-        if (excess := self.host.pool.counts().dirty - len(self._cleaning) - limit) > 0:
-            self._demote_dirty(excess)
-
-    def _demote_dirty(self, num_blocks: int) -> None:
-        """WRITE_BACK: write the blocks next in line for eviction, so that they are clean when their turn comes."""
-        with self._lock:
-            dirty = self.host.pool.oldest_dirty(num_blocks + len(self._cleaning))
-            chosen = [chain_hash for chain_hash in dirty if chain_hash not in self._cleaning]
-            self._cleaning.update(chosen)
-        for chain in _chains(chosen, self.host.parent_of):
-            for demoter in self._demoters:
-                taken = demoter.offer(chain, self._cleaned)
-                with self._lock:
-                    self._cleaning.difference_update(chain[taken:])
-
-    def _cleaned(self, hashes: Sequence[ChainHash], outcomes: Sequence[Outcome]) -> None:
-        self.host.pool.mark_clean([h for h, o in zip(hashes, outcomes, strict=True) if o is Outcome.OK])
-        with self._lock:
-            self._cleaning.difference_update(hashes)
-
-    def _admit(self, hashes: Sequence[ChainHash]) -> int:
-        """How many leading blocks have been seen often enough to be stored."""
-        if self.settings.admit_after <= 1:
-            return len(hashes)
-        with self._lock:
-            for chain_hash in hashes:
-                self._sightings[chain_hash] = self._sightings.pop(chain_hash, 0) + 1
-            while len(self._sightings) > _SIGHTINGS_PER_SLOT * self.host.pool.num_slots:
-                self._sightings.popitem(last=False)
-            seen = (self._sightings.get(h, 0) >= self.settings.admit_after for h in hashes)
-            return next((i for i, enough in enumerate(seen) if not enough), len(hashes))
+        first = claim.num_l1
+        parent = claim.hashes[first - 1] if first else claim.parent
+        run = claim.hashes[first : first + num_blocks]
+        if not self.promoter.start(claim, run, parent, self.settings.prefetch_deadline):
+            claim.refusal = Outcome.NO_SLOT
 
     def _show_pools(self) -> None:
         pool = self.host.pool
         counts = pool.counts()
         for state in ("free", "filling", "ready", "leased", "quarantined", "dirty"):
-            self.metrics.pool("l2", state, getattr(counts, state))
+            self.metrics.pool(L2, state, getattr(counts, state))
         with self._lock:
-            self.metrics.evicted("l2", pool.num_evicted)
+            self.metrics.evicted(L2, pool.num_evicted)
             dropped, self._num_dirty_dropped = pool.num_dirty_dropped - self._num_dirty_dropped, pool.num_dirty_dropped
             for port in self.ports:
                 if dropped:
@@ -325,34 +315,3 @@ class Hierarchy:
                 for key, count in stats.items():
                     if key.startswith("slots_"):
                         self.metrics.pool(port.name, key.removeprefix("slots_"), count)
-
-
-def _chains(hashes: Sequence[ChainHash], parent_of: Callable[[ChainHash], ChainHash | None]) -> list[list[ChainHash]]:
-    """Cut a list of blocks into runs of consecutive blocks."""
-    chains: list[list[ChainHash]] = []
-    for chain_hash in hashes:
-        if chains and parent_of(chain_hash) == chains[-1][-1]:
-            chains[-1].append(chain_hash)
-        else:
-            chains.append([chain_hash])
-    return chains
-
-
-@dataclass(eq=False, slots=True)
-class _SealJob:
-    """Hashing and publishing one reservation. Implements `Job`."""
-
-    hierarchy: Hierarchy
-    reservation: Reservation
-    records: list[BlockRecord]
-    epoch: int
-    deadline: float = math.inf  # memory only: it cannot hang
-
-    def run(self) -> None:
-        self.hierarchy._publish(self.reservation, self.records, self.epoch)
-
-    def drop(self, outcome: Outcome) -> None:
-        self.hierarchy.abandon(self.reservation, outcome)
-
-    def overdue(self) -> None:
-        """Never told: there is no deadline."""

@@ -3,19 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.tier import ChainHash, Enumerates
+from kvtier.tiers import ChainHash, Enumerates
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class HeldRun:
     """Consecutive blocks of one chain; `parent` names what comes before the first, held or not."""
 
     parent: ChainHash
     hashes: list[ChainHash]
 
 
-def held_runs(hierarchy: Hierarchy) -> list[Run]:
+def held_runs(hierarchy: Hierarchy) -> list[HeldRun]:
     """Every block of L2 and of the tiers that can tell, once, as long runs; a run comes after the one it branches off.
 
     No I/O, but time for every block: not for a serving thread. Blocks may come and go meanwhile.
@@ -29,17 +29,17 @@ def held_runs(hierarchy: Hierarchy) -> list[Run]:
     return in_runs(parents)
 
 
-def in_runs(parents: Mapping[ChainHash, ChainHash]) -> list[Run]:
+def in_runs(parents: Mapping[ChainHash, ChainHash]) -> list[HeldRun]:
     """Blocks, given as name → parent, as runs, parents first."""
     children: dict[ChainHash, list[ChainHash]] = {}
     for name, parent in parents.items():
         children.setdefault(parent, []).append(name)
-    runs: list[Run] = []
+    runs: list[HeldRun] = []
     starts = [name for name, parent in parents.items() if parent not in parents][::-1]
     while starts:
         run = [starts.pop()]
         while branches := children.get(run[-1]):
             starts += branches[:0:-1]
             run.append(branches[0])
-        runs.append(Run(parents[run[0]], run))
+        runs.append(HeldRun(parents[run[0]], run))
     return runs

@@ -5,33 +5,64 @@ import time
 from collections import deque
 from collections.abc import Callable
 from threading import Condition, Lock, Thread
-from typing import Protocol
+from typing import Any, Protocol
 
-from kvtier.tiers.tier import Outcome
+from kvtier.tiers import Outcome
 
 _log = logging.getLogger(__name__)
 
 
 class Job(Protocol):
-    """One piece of I/O. `run` or `drop` is called exactly once; `overdue` at most once, only while it runs."""
+    """One piece of I/O. The queue sees to it that `end` is called exactly once for every job it has taken.
+
+    `overdue` is called at most once, only while `run` runs, and has returned before `end` is called.
+    """
 
     deadline: float  # on the queue's clock
 
-    def run(self) -> None:
-        """Do the I/O and settle its outcome; called on an I/O thread."""
+    def run(self) -> Any:
+        """Do the I/O, on an I/O thread, and return what came of it."""
 
-    def drop(self, outcome: Outcome) -> None:
-        """It will never run, or `run` raised: settle with `outcome`. Must not raise."""
+    def end(self, result: Any, *, late: bool) -> None:
+        """Settle: `result` is what `run` returned, or an Outcome that says why it never ran or that it raised.
+
+        `late`: `overdue` was called before. Must not raise.
+        """
 
     def overdue(self) -> None:
-        """It runs past its deadline: nobody waits for it any more; its late completion still ends in `run`."""
+        """It runs past its deadline: nobody waits for it any more; `end` still follows. Must not wait for I/O."""
+
+
+class _RunningJob:
+    """A job on its thread. `lock` puts `overdue` and the job's end in order; it is taken before any other lock."""
+
+    __slots__ = ("is_late", "is_over", "job", "lock")
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.lock = Lock()
+        self.is_late = False
+        self.is_over = False
+
+    def tell_overdue(self) -> None:
+        """Once, unless it has ended meanwhile."""
+        with self.lock:
+            if not (self.is_over or self.is_late):
+                self.is_late = True
+                self.job.overdue()
+
+    def end(self, result: Any) -> None:
+        """It is over; from here on nobody calls it late."""
+        with self.lock:
+            self.is_over = True
+        self.job.end(result, late=self.is_late)
 
 
 class IoQueue:
     """`num_threads` threads over two bounded queues, urgent first.
 
     Lock: `_lock`, held only around the queues, never while a job runs or is told anything. Workers and drainers wait on
-    conditions of their own: a `notify` meant for a worker must not wake a drainer instead.
+    conditions of their own, because a `notify` meant for a worker must not wake a drainer instead.
     """
 
     def __init__(self, name: str, num_threads: int, max_queued: int, clock: Callable[[], float]) -> None:
@@ -42,7 +73,7 @@ class IoQueue:
         self._work_ended = Condition(self._lock)
         self._urgent: deque[Job] = deque()
         self._normal: deque[Job] = deque()
-        self._running: dict[int, tuple[Job, bool]] = {}  # thread number → job, told overdue
+        self._running: dict[int, _RunningJob] = {}  # by thread number
         self._closed = False
         self._threads = [
             Thread(target=self._work, args=(n,), name=f"kvtier-{name}-{n}", daemon=True) for n in range(num_threads)
@@ -66,7 +97,7 @@ class IoQueue:
             return not (self._urgent or self._normal or self._running)
 
     def expire(self) -> None:
-        """Drop what waited past its deadline; tell what runs past its own. Cheap; called often."""
+        """End what waited past its deadline; tell what runs past its own. Cheap; called often."""
         if not (self._running or self._urgent or self._normal):
             return
         now = self._clock()
@@ -76,13 +107,11 @@ class IoQueue:
                 self._urgent = deque(job for job in self._urgent if now < job.deadline)
                 self._normal = deque(job for job in self._normal if now < job.deadline)
                 self._work_ended.notify_all()
-            hung = [(n, job) for n, (job, told) in self._running.items() if not told and now >= job.deadline]
-            for n, job in hung:
-                self._running[n] = (job, True)
+            hung = [each for each in self._running.values() if not each.is_late and now >= each.job.deadline]
         for job in late:
-            job.drop(Outcome.TIMEOUT)
-        for _, job in hung:
-            job.overdue()
+            job.end(Outcome.TIMEOUT, late=False)
+        for running in hung:
+            running.tell_overdue()
 
     def drain(self, timeout: float) -> bool:
         """Wait until idle; False when `timeout` seconds (real time) pass first."""
@@ -96,7 +125,7 @@ class IoQueue:
         return True
 
     def close(self, timeout: float) -> bool:
-        """Drop what waits with CLOSED and join the threads; False where one still hangs in its I/O. Idempotent."""
+        """End what waits with CLOSED and join the threads; False if one still hangs in its I/O. Idempotent."""
         with self._lock:
             self._closed = True
             waiting = [*self._urgent, *self._normal]
@@ -105,33 +134,38 @@ class IoQueue:
             self._work_came.notify_all()
             self._work_ended.notify_all()
         for job in waiting:
-            job.drop(Outcome.CLOSED)
+            job.end(Outcome.CLOSED, late=False)
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self, number: int) -> None:
-        while (job := self._next(number)) is not None:
+        while (running := self._next(number)) is not None:
             try:
-                if self._clock() >= job.deadline:
-                    job.drop(Outcome.TIMEOUT)
-                else:
-                    job.run()
+                running.end(self._result(running.job))
             except Exception:
-                _log.exception("an I/O job failed; counted as %s", Outcome.IO_ERROR)
-                job.drop(Outcome.IO_ERROR)
+                _log.exception("the end of an I/O job failed")
             finally:
                 with self._lock:
                     del self._running[number]
                     self._work_ended.notify_all()
 
-    def _next(self, number: int) -> Job | None:
+    def _result(self, job: Job) -> Any:
+        """What `run` returns, or why there is no such thing."""
+        if self._clock() >= job.deadline:
+            return Outcome.TIMEOUT
+        try:
+            return job.run()
+        except Exception:
+            _log.exception("an I/O job failed; counted as %s", Outcome.IO_ERROR)
+            return Outcome.IO_ERROR
+
+    def _next(self, number: int) -> _RunningJob | None:
         with self._lock:
             while not (self._urgent or self._normal):
                 if self._closed:
                     return None
                 self._work_came.wait()
-            job = (self._urgent or self._normal).popleft()
-            self._running[number] = (job, False)
-            return job
+            running = self._running[number] = _RunningJob((self._urgent or self._normal).popleft())
+            return running

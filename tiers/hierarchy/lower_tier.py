@@ -7,12 +7,20 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Final
 
-from kvtier.tiers.breaker import Breaker
-from kvtier.tiers.errors import KVTierError, TierUnavailable
-from kvtier.tiers.io_queue import IoQueue
-from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.rates import Rates
-from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Locates, Outcome, Tier
+from kvtier.tiers import (
+    BlockRecord,
+    Breaker,
+    ChainHash,
+    Direction,
+    KVTierError,
+    Locates,
+    Metrics,
+    Outcome,
+    Tier,
+    TierUnavailable,
+)
+from kvtier.tiers.hierarchy.io_queue import IoQueue
+from kvtier.tiers.hierarchy.rates import BusyTime, Rates
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +43,7 @@ class TierPort:
     """One lower tier behind its breakers. While it is detached or a breaker is open, everything is a miss or a drop.
 
     `open` makes the tier. A tier that is absent at start (TierUnavailable, OSError) attaches later without a restart:
-    the probes ask `open` again. What the user has to mend (ConfigError, FormatError, StoreLocked…) is raised, at start
+    the probes ask `open` again. What the user has to fix (ConfigError, FormatError, StoreLocked…) is raised, at start
     only.
     """
 
@@ -53,11 +61,12 @@ class TierPort:
         self._open = open
         self._metrics = metrics
         self._rates = rates
+        self._reading = BusyTime()
         self._clock = clock
         self._attaching = Lock()  # held while `open` runs, by the constructor and by probes only
         self._lock = Lock()  # guards what follows; innermost, never held across I/O
         self._closed = False
-        self._epoch = 0  # counts resets
+        self.epoch = 0  # counts resets: a write offered before one never lands after it
         self._is_shared = False  # the tier `Locates`
         self._shared_forgot_at = 0  # the last reset that a tier which nodes share was told of
         self._num_writing = 0  # writes under way that began in this epoch …
@@ -99,26 +108,33 @@ class TierPort:
         """Whether a write would be tried at all."""
         return self.tier is not None and self.breakers["write"].closed
 
-    @property
-    def epoch(self) -> int:
-        """How many resets there were: a write offered before one never lands after it."""
-        return self._epoch
-
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         """`Tier.read`, timed, counted, and reported to the read breaker. Called on this port's threads."""
         tier = self.tier
         if tier is None or not self.breakers["read"].closed:
             return [Outcome.BREAKER_OPEN] * len(hashes)
-        began, start = self._clock(), time.perf_counter()
-        results = tier.read(hashes, into)
-        seconds = time.perf_counter() - start
-        num_bytes = sum(into[i].nbytes for i, r in enumerate(results) if isinstance(r, BlockRecord))
-        self._rates.loaded(self.name, num_bytes, seconds)
-        self._metrics.moved(self.name, "read", num_bytes, seconds)
+        began = self._clock()
+        results = self._timed_read(tier, hashes, into)
         self._judge("read", [r if isinstance(r, Outcome) else Outcome.OK for r in results], began)
         if corrupt := [h for h, r in zip(hashes, results, strict=True) if r in _CORRUPTION]:
             self._metrics.corrupted(self.name, len(corrupt))
             tier.discard(corrupt)  # or every request would be promised them anew
+        return results
+
+    def _timed_read(
+        self, tier: Tier, hashes: Sequence[ChainHash], into: Sequence[memoryview]
+    ) -> list[BlockRecord | Outcome]:
+        num_bytes, start = 0, time.perf_counter()
+        self._reading.begin()
+        try:
+            results = tier.read(hashes, into)
+            num_bytes = sum(into[i].nbytes for i, r in enumerate(results) if isinstance(r, BlockRecord))
+        finally:
+            end = time.perf_counter()
+            sample = self._reading.end(num_bytes, start, end)
+        if sample is not None:
+            self._rates.loaded(self.name, *sample)
+        self._metrics.moved(self.name, "read", num_bytes, end - start)
         return results
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], epoch: int) -> list[Outcome]:
@@ -129,7 +145,7 @@ class TierPort:
         """
         with self._lock:
             tier = self.tier
-            if epoch != self._epoch:
+            if epoch != self.epoch:
                 return [Outcome.EPOCH] * len(records)
             if tier is None or not self.breakers["write"].closed:
                 return [Outcome.BREAKER_OPEN] * len(records)
@@ -138,7 +154,7 @@ class TierPort:
             outcomes = self._write(tier, records, payloads)
         finally:
             with self._lock:
-                stale = epoch != self._epoch
+                stale = epoch != self.epoch
                 self._num_writing -= not stale
             if stale:
                 tier.discard([record.chain_hash for record in records])
@@ -163,18 +179,19 @@ class TierPort:
         """Expire what is late and send the probe that is due. Cheap; called from every engine-facing call."""
         self.queue.expire()
         for direction in _DIRECTIONS:
-            if self.breakers[direction].take_probe():
+            breaker = self.breakers[direction]
+            if not breaker.closed and breaker.take_probe():
                 probe = _Probe(self, direction, self._clock() + self.settings.deadline)
                 if not self.queue.submit(probe, urgent=True):
-                    probe.drop(Outcome.QUEUE_FULL)
+                    probe.end(Outcome.QUEUE_FULL, late=False)
 
     def reset(self) -> None:
         """Forget every block of the tier, and every write offered so far."""
         with self._lock:
-            self._epoch += 1
+            self.epoch += 1
             self._num_stale += self._num_writing
             self._num_writing = 0
-            tier, epoch = self.tier, self._epoch
+            tier, epoch = self.tier, self.epoch
         if tier is not None:
             tier.reset()
             if isinstance(tier, Locates):
@@ -249,11 +266,11 @@ class TierPort:
             with self._lock:
                 if self._closed:
                     break
-                if forgot_at == self._epoch:
+                if forgot_at == self.epoch:
                     self._is_shared = isinstance(tier, Locates)  # asked once: it costs more than a lookup
                     self.tier = tier
                     return
-                forgot_at = self._epoch
+                forgot_at = self.epoch
             tier.reset()
             if isinstance(tier, Locates):
                 self._shared_forgot_at = forgot_at
@@ -291,18 +308,13 @@ class _Probe:
     port: TierPort
     direction: Direction
     deadline: float
-    settled: bool = False
 
-    def run(self) -> None:
-        self._settle(self.port.probe(self.direction))
+    def run(self) -> bool:
+        return self.port.probe(self.direction)
 
-    def drop(self, outcome: Outcome) -> None:
-        self._settle(False)
+    def end(self, result: bool | Outcome, *, late: bool) -> None:
+        if not late:
+            self.port.probed(self.direction, result is True)
 
     def overdue(self) -> None:
-        self._settle(False)
-
-    def _settle(self, answered: bool) -> None:
-        if not self.settled:
-            self.settled = True
-            self.port.probed(self.direction, answered)
+        self.port.probed(self.direction, False)

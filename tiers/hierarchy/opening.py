@@ -1,38 +1,52 @@
-"""From a configuration to a hierarchy with its tiers open."""
+"""From a configuration to a hierarchy with its tiers open: those of the table that the configuration asks for."""
 
-from typing import Protocol
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Protocol, cast
 
+from kvtier.tiers import (
+    BlockShape,
+    ConfigError,
+    ConfiguredTier,
+    Finding,
+    Metrics,
+    lower_tiers,
+)
 from kvtier.tiers.config import Config
-from kvtier.tiers.demote import BATCH_BYTES
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.file_store import FileStore
-from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
+from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.host import HostRegion, HostTier, slot_stride
-from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.port import PortSettings, TierPort
-from kvtier.tiers.rates import Rates
-from kvtier.tiers.redis_store import RedisStore
 
 
-class Blocks(Protocol):
-    """What the tiers need to know of a model's blocks; a `KVShape` says it."""
+class TierModule(Protocol):
+    """What the module of a lower tier has: the table of tiers (`kinds.py`) names it, nobody else knows it."""
 
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block."""
+    def configured(self, config: Config, fingerprint: bytes, shape: BlockShape) -> ConfiguredTier | None:
+        """The tier for the blocks of one model, None if it is off; opens nothing. ConfigError for what the user fixes.
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one whole block."""
+        `fingerprint` is `ModelIdentity.fingerprint`, 32 bytes: blocks of another are never to be found.
+        """
+
+    def examine(self, config: Config) -> list[Finding]:
+        """What `kvtier doctor` says of it, on or off. Changes nothing, ends within seconds, raises nothing."""
 
 
-def open_hierarchy(config: Config, fingerprint: bytes, shape: Blocks, *, lease_deadline: float = 60.0) -> Hierarchy:
+def lower_modules() -> Iterator[tuple[str, TierModule]]:
+    """Name and module of every tier below L2 that there can be, nearest first."""
+    for kind in lower_tiers():
+        assert kind.module is not None
+        yield kind.name, cast(TierModule, import_module(kind.module))
+
+
+def open_hierarchy(config: Config, fingerprint: bytes, shape: BlockShape, *, lease_deadline: float = 60.0) -> Hierarchy:
     """The hierarchy a configuration describes, for the blocks of one model (`ModelIdentity.fingerprint`, 32 bytes).
 
     A promise nobody asks about is kept for `lease_deadline` seconds.
 
-    Raises ConfigError where memory or disk are too small, StoreLocked, FormatError and FingerprintMismatch; a
-    directory that cannot be used is one warning, and the tier attaches when it can.
+    Raises ConfigError where memory or disk are too small or a key is not the one needed, StoreLocked, FormatError and
+    FingerprintMismatch; a directory that cannot be used is one warning, and the tier attaches when it can.
     """
     metrics, rates = Metrics(), Rates(config.cache.load_or_recompute)
     if config.host.size < shape.block_bytes:
@@ -45,7 +59,7 @@ def open_hierarchy(config: Config, fingerprint: bytes, shape: Blocks, *, lease_d
         shared=config.host.shared,
         huge_pages=config.host.huge_pages,
     )
-    host = HostTier(region, policy=config.cache.policy)
+    host = HostTier(region, policy=config.cache.policy, verify=config.host.verify == "always")
     try:
         if config.host.pin:
             region.pin()
@@ -63,42 +77,16 @@ def open_hierarchy(config: Config, fingerprint: bytes, shape: Blocks, *, lease_d
     return Hierarchy(host, ports, settings, metrics, rates)
 
 
-def open_ports(config: Config, fingerprint: bytes, shape: Blocks, metrics: Metrics, rates: Rates) -> list[TierPort]:
+def open_ports(config: Config, fingerprint: bytes, shape: BlockShape, metrics: Metrics, rates: Rates) -> list[TierPort]:
     """The tiers below host memory alone, for an engine that keeps its own; raises and warns as `open_hierarchy`."""
-    ports = [_file_port(config, fingerprint, shape, metrics, rates)] if config.file.path else []
+    ports: list[TierPort] = []
     try:
-        if config.redis.url is not None:
-            ports.append(_redis_port(config, fingerprint, shape, metrics, rates))
+        for name, module in lower_modules():
+            if (tier := module.configured(config, fingerprint, shape)) is not None:
+                patience = PortSettings(tier.deadline, config.breaker.failures, config.breaker.retry_after)
+                ports.append(TierPort(name, tier.open, patience, metrics, rates))
     except BaseException:
         for port in ports:
             port.close(0.0)
         raise
     return ports
-
-
-def _file_port(config: Config, fingerprint: bytes, shape: Blocks, metrics: Metrics, rates: Rates) -> TierPort:
-    def open_file() -> FileStore:
-        assert config.file.path is not None
-        return FileStore.open(
-            config.file.path,
-            fingerprint,
-            slot_bytes=shape.block_bytes,
-            block_size=shape.block_size,
-            size=config.file.size,
-            mode=config.file.mode,
-            durable=config.file.durable,
-        )
-
-    patience = PortSettings(config.file.deadline, config.breaker.failures, config.breaker.retry_after)
-    return TierPort("file", open_file, patience, metrics, rates)
-
-
-def _redis_port(config: Config, fingerprint: bytes, shape: Blocks, metrics: Metrics, rates: Rates) -> TierPort:
-    def open_redis() -> RedisStore:
-        return RedisStore.open(config.redis, fingerprint, slot_bytes=shape.block_bytes, block_size=shape.block_size)
-
-    # the port's patience is that of its largest batch, and of the connection it may have to open first
-    batch = max(BATCH_BYTES, shape.block_bytes) / config.redis.bandwidth
-    deadline = config.redis.connect_timeout + config.redis.deadline + batch
-    patience = PortSettings(deadline, config.breaker.failures, config.breaker.retry_after)
-    return TierPort("redis", open_redis, patience, metrics, rates)

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier.tiers.port import TierPort
-from kvtier.tiers.progress import Progress
-from kvtier.tiers.tier import ChainHash, Outcome
+from kvtier.tiers import ChainHash, Outcome
+from kvtier.tiers.hierarchy.lower_tier import TierPort
+from kvtier.tiers.hierarchy.news import NewsCondition
 
 _MOST: Final = 8192  # blocks in one question: a longer chain is asked about in pieces
 
@@ -21,14 +21,16 @@ class Question:
     deadline: float
     done: bool = False  # answered, or given up: the port's `lookup` knows what there is to know
     num_held: int = 0
+    num_asking: int = 0  # who have not read the answer yet
 
-    def run(self) -> None:
+    def run(self) -> int | Outcome:
         """Ask, on an I/O thread."""
-        self.owner.answered(self, self.port.locate(self.hashes))
+        return self.port.locate(self.hashes)
 
-    def drop(self, outcome: Outcome) -> None:
-        """It will not be asked."""
-        self.owner.answered(self, outcome)
+    def end(self, result: int | Outcome, *, late: bool) -> None:
+        """It is answered, or will not be asked."""
+        if not late:
+            self.owner.answered(self, result)
 
     def overdue(self) -> None:
         """Nobody waits for it any more."""
@@ -39,12 +41,12 @@ class Question:
 class Locator:
     """All questions of one hierarchy; two about the same blocks are one.
 
-    Lock: `progress` (the hierarchy's), never held across I/O. Law (`check`): the index names questions not answered.
+    Lock: `news` (the hierarchy's), never held across I/O. Law (`check`): the index names questions not answered.
     """
 
-    def __init__(self, ports: Sequence[TierPort], progress: Progress, clock: Callable[[], float]) -> None:
+    def __init__(self, ports: Sequence[TierPort], news: NewsCondition, clock: Callable[[], float]) -> None:
         self._ports = ports
-        self._progress = progress
+        self._news = news
         self._clock = clock
         self._open: dict[tuple[str, ChainHash], Question] = {}  # (tier, first block) → the question
         self._unread: set[Question] = set()  # answered, and nobody has looked yet
@@ -54,9 +56,7 @@ class Locator:
         asked = []
         for port in self._ports:
             if port.locates and hashes:
-                with self._progress:
-                    question = self._open.get((port.name, hashes[0]))
-                if question is None or question.hashes != list(hashes[: len(question.hashes)]):
+                if (question := self._joined(port, hashes)) is None:
                     question = self._submit(port, list(hashes[:_MOST]))
                 if question is not None:
                     asked.append(question)
@@ -64,18 +64,20 @@ class Locator:
 
     def answered(self, question: Question, result: int | Outcome) -> None:
         """On an I/O thread, or on whose tick the deadline passed."""
-        with self._progress:
-            if not question.done:
-                question.done = True
-                question.num_held = result if not isinstance(result, Outcome) else 0
+        with self._news:
+            question.done = True
+            question.num_held = result if not isinstance(result, Outcome) else 0
+            if question.num_asking > 0:
                 self._unread.add(question)
-                if self._open.get((question.port.name, question.hashes[0])) is question:
-                    del self._open[question.port.name, question.hashes[0]]
-                self._progress.notify_all()
+            if self._open.get((question.port.name, question.hashes[0])) is question:
+                del self._open[question.port.name, question.hashes[0]]
+            self._news.notify_all()
 
     def read(self, questions: Sequence[Question]) -> None:
-        """Whoever asked has seen the answers, or does not want them any more."""
-        with self._progress:
+        """Whoever asked has seen the answers, or does not want them any more: once for each time it asked."""
+        with self._news:
+            for question in questions:
+                question.num_asking -= 1
             self._unread.difference_update(questions)
 
     def has_news(self) -> bool:
@@ -84,15 +86,25 @@ class Locator:
 
     def check(self) -> None:
         """The bookkeeping law."""
-        with self._progress:
+        with self._news:
             if any(question.done for question in self._open.values()):
                 raise AssertionError("the index of questions names an answered one")
 
+    def _joined(self, port: TierPort, hashes: Sequence[ChainHash]) -> Question | None:
+        """The question about these blocks that is open already, if there is one."""
+        with self._news:
+            question = self._open.get((port.name, hashes[0]))
+            if question is None or question.hashes != list(hashes[: len(question.hashes)]):
+                return None
+            question.num_asking += 1
+            return question
+
     def _submit(self, port: TierPort, hashes: list[ChainHash]) -> Question | None:
-        question = Question(self, port, hashes, self._clock() + port.settings.deadline)
-        with self._progress:
+        question = Question(self, port, hashes, self._clock() + port.settings.deadline, num_asking=1)
+        with self._news:
             self._open[port.name, hashes[0]] = question
         if not port.queue.submit(question, urgent=True):
-            question.drop(Outcome.QUEUE_FULL)
+            self.read([question])
+            question.end(Outcome.QUEUE_FULL, late=False)
             return None
         return question

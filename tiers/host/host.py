@@ -1,4 +1,4 @@
-"""L2: one region of host memory cut into slots, pre-faulted in the background and pinned where CUDA is there."""
+"""L2: one region of host memory cut into slots, pre-faulted in the background and pinned if CUDA is there."""
 
 import contextlib
 import fcntl
@@ -13,10 +13,10 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import memory
-from kvtier.tiers.errors import ConfigError
+from kvtier.tiers import BlockRecord, ChainHash, ConfigError
+from kvtier.tiers.config import format_size, show_size
+from kvtier.tiers.host import memory
 from kvtier.tiers.pool import SlotPool
-from kvtier.tiers.tier import BlockRecord, ChainHash
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class PinRuntime(Protocol):
     """The two calls of the CUDA runtime that pinning needs; `cupy.cuda.runtime` is one."""
 
     def hostRegister(self, ptr: int, size: int, flags: int) -> None:
-        """Page-lock [ptr, ptr + size) and make it known to the device; raises where it cannot."""
+        """Page-lock [ptr, ptr + size) and make it known to the device; raises if it cannot."""
 
     def hostUnregister(self, ptr: int) -> None:
         """Undo `hostRegister`."""
@@ -49,6 +49,8 @@ class HostRegion:
         self.slot_bytes = slot_bytes
         self.slot_stride = slot_stride(slot_bytes)
         self.fd = fd
+        # Names the region across processes: the shared file's inode, 0 for a private region.
+        self.region_id = 0 if fd is None else os.fstat(fd).st_ino
         self._mapping = mapping
         self._view = memoryview(mapping)
         flat = np.frombuffer(mapping, np.uint8, num_slots * self.slot_stride)
@@ -65,7 +67,7 @@ class HostRegion:
     ) -> "HostRegion":
         """Map `num_slots` slots of `slot_bytes`, rounded up to 4 KiB (`slot_stride`).
 
-        Pre-faulting goes on in a thread; the region is usable at once. Raises ConfigError where memory is too small.
+        Pre-faulting goes on in a thread; the region is usable at once. Raises ConfigError if memory is too small.
         """
         if num_slots < 1 or slot_bytes < 1:
             raise ConfigError(f"[host] size holds {num_slots} slots of {slot_bytes} bytes: raise it to a block or more")
@@ -101,11 +103,6 @@ class HostRegion:
         return cls(_map(size, fd, huge_pages=False), num_slots, slot_bytes, os.dup(fd))
 
     @property
-    def region_id(self) -> int:
-        """Names the region across processes: the shared file's inode, 0 for a private region."""
-        return os.fstat(self.fd).st_ino if self.fd is not None else 0
-
-    @property
     def address(self) -> int:
         """Where slot 0 starts in this process."""
         return int(self.array.ctypes.data)
@@ -125,7 +122,7 @@ class HostRegion:
     def pin(self, runtime: PinRuntime | None = None) -> bool:
         """Register the region with CUDA at its exact size; True if it is pinned now.
 
-        Without a CUDA device a no-op. Where registering fails the region stays pageable, with one warning: copies
+        Without a CUDA device a no-op. If registering fails the region stays pageable, with one warning: copies
         then work, but block the thread that makes them.
         """
         runtime = runtime or cuda_runtime()
@@ -137,7 +134,7 @@ class HostRegion:
         except RuntimeError as error:  # CuPy's CUDARuntimeError is one
             logger.warning(
                 "[host] %s stays pageable, copies will be slow: %s; lower [host] size or raise `ulimit -l`",
-                _gib(self.array.nbytes),
+                show_size(self.array.nbytes),
                 error,
             )
             self._pin_failed = True
@@ -180,21 +177,24 @@ class HostRegion:
                 memory.populate(start + offset, min(_PREFAULT_PIECE, size - offset))
                 collapses = collapses and memory.collapse(start + offset, min(_PREFAULT_PIECE, size - offset))
             except OSError as error:
-                logger.warning("[host] pre-fault stopped at %s: %s; first copies will be slower", _gib(offset), error)
+                logger.warning(
+                    "[host] pre-fault stopped at %s: %s; first copies will be slower", show_size(offset), error
+                )
                 return
 
 
 class HostTier:
     """L2: the region's bytes, the pool that names its slots, and what is known of the block in each slot."""
 
-    def __init__(self, region: HostRegion, *, policy: str = "lru") -> None:
-        """Take the region over; `policy` is the pool's."""
+    def __init__(self, region: HostRegion, *, policy: str = "lru", verify: bool = False) -> None:
+        """Take the region over; `policy` is the pool's. `verify`: no block is promised before its bytes were hashed."""
+        self.verify = verify
         self.region = region
         self.pool = SlotPool(region.num_slots, policy=policy)
         self.records: list[BlockRecord | None] = [None] * region.num_slots
 
     def parent_of(self, chain_hash: ChainHash) -> ChainHash | None:
-        """The name of the block before this one; None where it is not held."""
+        """The name of the block before this one; None if it is not held."""
         with self.pool.lease([chain_hash]) as lease:
             record = self.records[int(lease.slots[0])] if len(lease) else None
             return record.parent if record else None
@@ -210,7 +210,7 @@ class HostTier:
         return list(dict(pairs).items())
 
     def check(self) -> None:
-        """Raise AssertionError where the pool's conservation laws do not hold."""
+        """Raise AssertionError if the pool's conservation laws do not hold."""
         self.pool.check()
 
     def close(self) -> None:
@@ -253,11 +253,7 @@ def _require_memory(size: int) -> None:
 
 
 def _too_large(size: int, available: int) -> ConfigError:
-    return ConfigError(f"[host] size {_gib(size)}: only {_gib(available)} of memory is available; lower [host] size")
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"
+    return ConfigError(f'[host] size "{format_size(size)}": only {show_size(available)} of memory is free; lower it')
 
 
 def slot_stride(slot_bytes: int) -> int:
@@ -274,7 +270,7 @@ def _map(size: int, fd: int | None, huge_pages: bool) -> mmap.mmap:
 
 
 def _map_shared(size: int, fd: int) -> mmap.mmap:
-    """A shared mapping on a huge page's boundary, where that can be had: huge pages can't show up in it otherwise.
+    """A shared mapping on a huge page's boundary, if that can be had: huge pages can't show up in it otherwise.
 
     The kernel places it below what was mapped last, so a stopgap moves it there.
     """

@@ -1,7 +1,7 @@
 """Bulk memory calls that never hold the GIL: madvise, populate, and one scattered copy per system call.
 
-Python's own `mmap.madvise` and `memoryview` copies hold the GIL for their whole length, and every call that gives the
-GIL up can wait a switch interval (5 ms) to have it back. So each call here releases it once, for many bytes.
+Python's own `mmap.madvise` and `memoryview` copies hold the GIL for their whole length. Every call that gives the
+GIL up can wait a switch interval (5 ms) to get it back. So each call here releases it once, for many bytes.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ def advise_huge_pages(address: int, num_bytes: int) -> bool:
 def collapse(address: int, num_bytes: int) -> bool:
     """Put populated shared memory on huge pages, whatever the system's setting for those; False: it stays as it is.
 
-    Only whole huge pages are, and only where the mapping lies as its file does. Since Linux 6.1. Copies of scattered
+    Only whole huge pages are, and only if the mapping lies as its file does. Since Linux 6.1. Copies of scattered
     blocks by `copy_scattered` gain most: the kernel looks up one page where it looked up 512.
     """
     return bool(_madvise(address, num_bytes // HUGE_PAGE * HUGE_PAGE, _MADV_COLLAPSE) == 0)
@@ -63,7 +63,7 @@ def advise_no_fork(address: int, num_bytes: int) -> None:
 def populate(address: int, num_bytes: int) -> None:
     """Fault pages in for writing without changing a byte, so it is safe beside concurrent writers.
 
-    Raises OSError where neither MADV_POPULATE_WRITE nor mlock can (old kernel and no RLIMIT_MEMLOCK, or no memory).
+    Raises OSError if neither MADV_POPULATE_WRITE nor mlock can (old kernel and no RLIMIT_MEMLOCK, or no memory).
     """
     while _madvise(address, num_bytes, _MADV_POPULATE_WRITE) != 0:
         code = ctypes.get_errno()

@@ -22,16 +22,16 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvtier.tiers.identity import ModelIdentity, config_digest
-from kvtier.tiers.tier import BlockRecord, ChainHash
+from kvtier.tiers import BlockRecord, ChainHash
+from kvtier.tiers.naming.identity import ModelIdentity, config_digest
 
-__all__ = ["ChainHash", "ExtraKeys", "ModelIdentity", "TokenChain", "Tokens", "chain_hashes", "config_digest"]
+__all__ = ["BlockExtraKeys", "ChainHash", "ModelIdentity", "TokenChain", "Tokens", "chain_hashes", "config_digest"]
 __all__ += ["is_named_by", "pack_tokens", "root_hash", "token_array"]
 
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
 """Token ids, each in [0, 2**32). Lists, tuples, `array` and one-dimensional integer ndarrays are equally good."""
 
-ExtraKeys = Mapping[int, Sequence[tuple[str, bytes]]]
+BlockExtraKeys = Mapping[int, Sequence[tuple[str, bytes]]]
 """Block index → (tag, value) pairs that name what else shapes that block's KV (an image, a soft prompt), in order."""
 
 _MAX_TOKEN: Final = 2**32 - 1
@@ -96,7 +96,7 @@ class TokenChain:
     __slots__ = ("_extra", "_hash_frames", "_tokens", "block_size", "hashes", "root", "scheme")
 
     def __init__(
-        self, root: ChainHash, block_size: int, scheme: str = "sha256", extra_keys: ExtraKeys | None = None
+        self, root: ChainHash, block_size: int, scheme: str = "sha256", extra_keys: BlockExtraKeys | None = None
     ) -> None:
         if len(root) != 32:
             raise ValueError(f"root of {len(root)} bytes: must be 32")
@@ -141,16 +141,18 @@ class TokenChain:
         num_new = len(self._tokens) // self.block_size - first
         if num_new:
             frames = self._frames(first, num_new)
-            self.hashes += self._hash_frames(self.parent(first), frames)
+            self.hashes += self._hash_frames(self.hashes[-1] if first else self.root, frames)
 
     def parent(self, block: int) -> ChainHash:
         """The hash before block `block` (0 ≤ block ≤ full blocks): the root for block 0."""
-        self._check(block, len(self.hashes) + 1)
+        if not 0 <= block <= len(self.hashes):
+            raise self._no_block(block)
         return self.hashes[block - 1] if block else self.root
 
     def block_tokens(self, block: int) -> bytes:
         """The tokens of a full block, u32 little-endian, as they were hashed."""
-        self._check(block, len(self.hashes))
+        if not 0 <= block < len(self.hashes):
+            raise self._no_block(block)
         return _little_endian(self._tokens[block * self.block_size : (block + 1) * self.block_size])
 
     def _frames(self, first: int, count: int) -> Iterable[tuple[bytes]]:
@@ -168,9 +170,8 @@ class TokenChain:
             return frames
         return [(frame + self._extra.get(block, b""),) for block, (frame,) in enumerate(frames, first)]
 
-    def _check(self, block: int, stop: int) -> None:
-        if not 0 <= block < stop:
-            raise IndexError(f"block {block} of a chain with {len(self.hashes)} full blocks")
+    def _no_block(self, block: int) -> IndexError:
+        return IndexError(f"block {block} of a chain with {len(self.hashes)} full blocks")
 
 
 def _hash_sha256(parent: ChainHash, frames: Iterable[tuple[bytes]]) -> list[ChainHash]:

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgpack
 
-from kvtier.tiers.errors import ConfigError
+from kvtier.tiers import ConfigError
 
 FORMAT_VERSION: Final = 1  # of the canonical block layout and of how blocks are named
 
@@ -32,10 +32,10 @@ _NOT_KV: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
-    """Everything that changes the bytes of one KV group's blocks. ConfigError where a field cannot be right.
+    """Everything that changes the bytes of one KV group's blocks. ConfigError if a field cannot be right.
 
-    Ranges are half-open. None means "does not apply" and is left out of the fingerprint, so that a field added later
-    with None as its default keeps old fingerprints valid.
+    Ranges are half-open. None means "does not apply" and is left out of the fingerprint. So a field added later,
+    with None as its default, keeps old fingerprints valid.
     """
 
     model: str  # its name, for people; the next two say what it is
@@ -50,7 +50,7 @@ class ModelIdentity:
     layers: tuple[int, ...]  # global indices of this group's layers, ascending
     kv_scales: tuple[float, ...] | None = None  # of a quantised kv_dtype, K and V per layer
     quantization: str | None = None  # of the weights: method and its settings
-    rope_factor: float | None = None  # the chosen factor, where RoPE depends on the length
+    rope_factor: float | None = None  # the chosen factor, if RoPE depends on the length
     kind: str = "full"  # or "sliding", "mla", "state"
     window: int | None = None  # tokens, of a sliding group
     tp_ranks: tuple[int, int] = (0, 1)  # the tensor-parallel ranks whose parts make up a block, in this order
@@ -85,13 +85,13 @@ class ModelIdentity:
             if not getattr(self, field):
                 raise _bad(field, "", "give its name")
         if not _REVISION.fullmatch(self.revision):
-            mend = "give the commit or the digest of the weights in hex (16 digits or more): a branch's name may move"
-            raise _bad("revision", self.revision, mend)
+            fix = "give the commit or the digest of the weights in hex (16 digits or more): a branch's name may move"
+            raise _bad("revision", self.revision, fix)
         if not _CONFIG_DIGEST.fullmatch(self.config_digest):
             raise _bad("config_digest", self.config_digest, "give the result of config_digest()")
         if self.config_digest.startswith(_LENGTH_ROPE) and self.rope_factor is None:
-            mend = "this model's RoPE depends on the sequence's length; name the one factor in use, or don't cache it"
-            raise _bad("rope_factor", None, mend)
+            fix = "this model's RoPE depends on the sequence's length; name the one factor in use, or don't cache it"
+            raise _bad("rope_factor", None, fix)
 
     def _check_numbers(self) -> None:
         fields = ("num_kv_heads", "head_dim", "block_size", "tp_size", "pp_size", "format_version")
@@ -102,7 +102,7 @@ class ModelIdentity:
 
 
 def config_digest(config: Mapping[str, object]) -> str:
-    """SHA-256 (hex) of a model's configuration, with "length-rope:" before it where RoPE depends on the length.
+    """SHA-256 (hex) of a model's configuration, with "length-rope:" before it if RoPE depends on the length.
 
     `config` is what `config.json` or `PretrainedConfig.to_dict()` holds. Order, tuples for lists, 1.0 for 1 and None
     for nothing make no difference, nor do names and switches that leave KV alone. TypeError names a value it cannot
@@ -112,8 +112,8 @@ def config_digest(config: Mapping[str, object]) -> str:
     return f"{_LENGTH_ROPE}{digest}" if any(kind not in _STATIC_ROPE for kind in _rope_kinds(config)) else digest
 
 
-def _bad(field: str, value: object, mend: str) -> ConfigError:
-    return ConfigError(f"model identity, {field} {value!r}: {mend}")
+def _bad(field: str, value: object, fix: str) -> ConfigError:
+    return ConfigError(f"model identity, {field} {value!r}: {fix}")
 
 
 def _kv_part(config: Mapping[str, object]) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 import xxhash
 
-from kvtier.tiers.chain import Tokens, pack_tokens, token_array
+from kvtier.tiers.naming.chain import Tokens, pack_tokens, token_array
 
 # --- Dynamo: a local hash of each block by itself, and a sequence hash chained over the local ones -------------------
 
@@ -50,7 +50,7 @@ VLLM_DEFAULT_SEED: Final = "vllm-none-hash"
 class VllmKeys:
     """vLLM's `sha256_cbor` block hashes, 32 bytes each.
 
-    `seed` is the engine's `$PYTHONHASHSEED`, or None where that is not set. Releases before mid-2026 then took random
+    `seed` is the engine's `$PYTHONHASHSEED`, or None if that is not set. Releases before mid-2026 then took random
     bytes: such keys name nothing in another process, so that engine must be given the variable.
     """
 

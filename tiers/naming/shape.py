@@ -12,7 +12,7 @@ class KVShape:
     """The KV of `block_size` tokens in all layers of one KV group.
 
     A block is `[num_layers, num_kv, block_size, num_kv_heads, head_dim]` of `dtype`, C-contiguous: the canonical block
-    layout, the same in L1, L2 and L3. `num_kv` is 2 (K, V), or 1 where both are read from one latent (MLA).
+    layout, the same in L1, L2 and L3. `num_kv` is 2 (K, V), or 1 if both are read from one latent (MLA).
     """
 
     num_layers: int

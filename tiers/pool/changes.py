@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvtier.tiers.index import HASH_BYTES, Slots, Words
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers import ChainHash
+from kvtier.tiers.pool.index import HASH_BYTES, Slots, Words
 
 
 class ChangeLog:

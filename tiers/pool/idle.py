@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from kvtier.tiers.index import Slots
-from kvtier.tiers.links import ChainLinks
-from kvtier.tiers.policy import EvictionPolicy, SlotQueue
+from kvtier.tiers.pool.index import Slots
+from kvtier.tiers.pool.links import ChainLinks
+from kvtier.tiers.pool.policy import EvictionPolicy, SlotQueue
 
 
 def no_slots() -> Slots:
@@ -31,12 +31,11 @@ class IdleSlots:
         self.num_dirty = 0
         self._places = np.zeros(rows, np.int64)  # scratch of `_split`
 
-    def add(self, slots: Slots) -> None:
-        """Slots became idle; the first of them goes first."""
-        self._policy.enter(slots)
-
     def withdraw(self, slots: Slots) -> None:
-        """Slots are used, or leave by force: they are not idle any more. Fine if they were not."""
+        """Slots are used, or leave by force: they are not idle any more. Fine if they were not.
+
+        They become idle by the policy's `enter` alone.
+        """
         self._policy.leave(slots)
         if self._num_parked:
             self._num_parked -= int(np.count_nonzero(self._parked[slots]))

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers import ChainHash
 
 Slots = NDArray[np.int64]
 Words = NDArray[np.uint64]

@@ -8,7 +8,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers import ChainHash
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,8 @@ class Lease:
 
     def release(self) -> None:
         """End the protection: the chain's tail becomes evictable before its head. Idempotent."""
-        self._finish(leaked=False)
+        if (on_release := self._on_release) is not None:
+            on_release(self, False)
 
     def __enter__(self) -> "Lease":
         return self
@@ -101,13 +102,8 @@ class Lease:
 
     def __del__(self) -> None:
         # An empty lease protects nothing; and nothing may wait for a lock here: the pool may be what was interrupted.
-        if self.hashes and not sys.is_finalizing():
-            self._finish(leaked=True)
-
-    def _finish(self, *, leaked: bool) -> None:
-        on_release = self._on_release
-        if on_release is not None:
-            on_release(self, leaked)
+        if (on_release := self._on_release) is not None and self.hashes and not sys.is_finalizing():
+            on_release(self, True)
 
     def disarm(self) -> bool:
         """Mark it released. True for the first caller only; the pool calls this under its lock."""

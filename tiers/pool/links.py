@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.index import Slots
+from kvtier.tiers.pool.index import Slots
 
 _ONE: Final = np.ones(1, np.int32)  # ufunc.at is 20 times faster when it need not cast
 

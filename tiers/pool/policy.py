@@ -11,7 +11,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.index import NAME_MIX, Slots, Words
+from kvtier.tiers.pool.index import NAME_MIX, Slots, Words
 
 WordsOf = Callable[[Slots], Words]
 
@@ -67,13 +67,15 @@ class SlotQueue:
 
     def append(self, slots: Slots) -> None:
         """Add slots that are not in the queue, in order, at the end."""
-        self._make_space(len(slots))
+        if self._tail - self._head + len(slots) > self._capacity:
+            self._compact()
         self._write(self._tail, slots)
         self._tail += len(slots)
 
     def push_front(self, slots: Slots) -> None:
         """Add slots that are not in the queue so that the first of them is taken next."""
-        self._make_space(len(slots))
+        if self._tail - self._head + len(slots) > self._capacity:
+            self._compact()
         self._head -= len(slots)
         self._write(self._head, slots)
 
@@ -119,9 +121,7 @@ class SlotQueue:
             self._ring[tickets & (self._capacity - 1)] = slots
         self._tickets[slots] = tickets
 
-    def _make_space(self, count: int) -> None:
-        if self._tail - self._head + count <= self._capacity:
-            return
+    def _compact(self) -> None:
         entries = self._ring[np.arange(self._head, self._tail) & (self._capacity - 1)]
         slots = entries[self._valid(self._head, entries)]
         self._head = _FIRST_TICKET
@@ -129,41 +129,23 @@ class SlotQueue:
         self._write(self._head, slots)
 
 
-class LRU:
-    """Least recently used first: a block's last use ends when its last lease is released."""
+class LRU(SlotQueue):
+    """Least recently used first: a block's last use ends when its last lease is released. One queue is all of it."""
 
     def __init__(self, num_slots: int, words_of: WordsOf) -> None:
-        self._queue = SlotQueue(num_slots)
+        super().__init__(num_slots)
+
+    enter = SlotQueue.append
+    leave = SlotQueue.remove
+    pop = SlotQueue.take
+    give_back = SlotQueue.push_front
+    ranks = SlotQueue.tickets
 
     def admit(self, slots: Slots) -> None:
         """Nothing to note."""
 
-    def enter(self, slots: Slots) -> None:
-        """Append: the newest idle blocks go last."""
-        self._queue.append(slots)
-
-    def leave(self, slots: Slots) -> None:
-        """Take the slots out of the line."""
-        self._queue.remove(slots)
-
-    def pop(self, count: int) -> Slots:
-        """Take the slots that have been idle longest."""
-        return self._queue.take(count)
-
-    def give_back(self, slots: Slots) -> None:
-        """Put the slots back where they were: in front."""
-        self._queue.push_front(slots)
-
     def evicted(self, slots: Slots) -> None:
         """Nothing to note."""
-
-    def ranks(self, slots: Slots) -> NDArray[np.int64]:
-        """The slots' places in the one line."""
-        return self._queue.tickets(slots)
-
-    def reset(self) -> None:
-        """Empty the line."""
-        self._queue.reset()
 
 
 class Ghosts:

@@ -9,11 +9,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.index import Slots, Words, to_words
-from kvtier.tiers.lease import Lease, PoolCounts, Reservation
-from kvtier.tiers.links import Chains
-from kvtier.tiers.slots import FILLING, QUARANTINED, READY, SlotTable
-from kvtier.tiers.tier import BlockRecord, ChainHash, Changes
+from kvtier.tiers import BlockRecord, ChainHash, Changes
+from kvtier.tiers.pool.index import Slots, Words, to_words
+from kvtier.tiers.pool.lease import Lease, PoolCounts, Reservation
+from kvtier.tiers.pool.links import Chains
+from kvtier.tiers.pool.slots import FILLING, QUARANTINED, READY, SlotTable
 
 T = TypeVar("T")
 
@@ -83,7 +83,8 @@ class SlotPool:
         stay invisible until `seal`. ValueError if a hash is given twice.
         """
         with self._lock:
-            self._settle_dropped()
+            if self._dropped:
+                self._settle_dropped()
             words = to_words(hashes)
             held = self._table.index.find(words)
             missing = np.flatnonzero(held < 0)
@@ -120,7 +121,8 @@ class SlotPool:
         After a `reset` they get their lease but no name.
         """
         with self._lock:
-            self._settle_dropped()
+            if self._dropped:
+                self._settle_dropped()
             at = self._in_state(reservation, positions, FILLING)
             if positions is not None and len(at) != len(positions):
                 gone = sorted(set(positions) - set(at.tolist()))
@@ -159,7 +161,8 @@ class SlotPool:
     def lease(self, hashes: Sequence[ChainHash]) -> Lease:
         """Protect the leading ready blocks; the lease is as long as there are such, maybe empty. Counts as a use."""
         with self._lock:
-            self._settle_dropped()
+            if self._dropped:
+                self._settle_dropped()
             slots = self._table.find_run(hashes)
             self._table.ref(slots)
             return Lease(list(hashes[: len(slots)]), slots, self._table.generation[slots], self._on_release)
@@ -310,10 +313,11 @@ class SlotPool:
             orphans = np.setdiff1d(orphans, chains.starts)
         anchors = chains.before(held)[missing]
         anchors = anchors[anchors >= 0]
-        links.add_children(anchors)  # the blocks these hang on must not go to make room for them
+        if len(anchors):
+            links.add_children(anchors)  # the blocks these hang on must not go to make room for them
         slots = table.take(len(missing))
         if slots is not None:
-            if not table.name(slots, words[missing]):
+            if not table.index.add(words[missing], slots):
                 table.free(slots)
                 table.idle.release_parents(anchors)
                 raise ValueError(f"reserve: a hash comes twice among {len(held)}")
@@ -323,7 +327,8 @@ class SlotPool:
                 # It may just have been evicted, or its link may live: only its parent's index entry was missing.
                 if table.index.find(words[i : i + 1])[0] == held[i] and self._is_orphan(int(held[i])):
                     links.link(held[i : i + 1], held[i - 1 : i])
-        table.idle.release_parents(anchors)
+        if len(anchors):
+            table.idle.release_parents(anchors)
         return slots is not None
 
     def _is_orphan(self, slot: int) -> bool:
@@ -362,7 +367,8 @@ class SlotPool:
             self._note_dropped(lease)
             return
         with self._lock:
-            self._settle_dropped()
+            if self._dropped:
+                self._settle_dropped()
             if lease.disarm():
                 self._table.unref(lease.slots)
 

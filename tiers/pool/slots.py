@@ -9,12 +9,12 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.tiers.changes import ChangeLog
-from kvtier.tiers.idle import IdleSlots
-from kvtier.tiers.index import HashIndex, Slots, Words, to_words
-from kvtier.tiers.links import ChainLinks
-from kvtier.tiers.policy import make_policy
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers import ChainHash
+from kvtier.tiers.pool.changes import ChangeLog
+from kvtier.tiers.pool.idle import IdleSlots
+from kvtier.tiers.pool.index import HashIndex, Slots, to_words
+from kvtier.tiers.pool.links import ChainLinks
+from kvtier.tiers.pool.policy import make_policy
 
 FREE: Final = 0
 FILLING: Final = 1  # taken, and invisible to every lookup
@@ -59,9 +59,9 @@ class SlotTable:
 
     def find_run(self, hashes: Sequence[ChainHash]) -> Slots:
         """The slots of the leading ready blocks."""
-        slots = self.find(hashes)
-        missing = slots < 0
-        return slots[: int(missing.argmax())] if missing.any() else slots
+        slots = self.index.find(to_words(hashes))
+        ready = self.state[slots] == READY
+        return slots if ready.all() else slots[: int(ready.argmin())]
 
     # --- a slot's life ------------------------------------------------------------------------------------------
 
@@ -83,10 +83,6 @@ class SlotTable:
         self.state[slots] = FILLING
         self.links.children[slots] = 0
         return slots
-
-    def name(self, slots: Slots, words: Words) -> bool:
-        """Name FILLING slots; the index has none of the names. False, and no change, if a name comes twice."""
-        return self.index.add(words, slots)
 
     def publish(self, slots: Slots) -> None:
         """FILLING → READY. The slots are named and have references, so none is a victim yet."""
@@ -172,13 +168,13 @@ class SlotTable:
             idle = idle[ready]
         if len(idle):
             self.num_leased -= len(idle)
-            self.idle.add(idle[::-1])
+            self.policy.enter(idle[::-1])
 
     def use(self, slots: Slots) -> None:
         """Count a use of the idle ones among READY slots, as a lease released at once would."""
         idle = slots[self.refs[slots] == 0]
         self.idle.withdraw(idle)
-        self.idle.add(idle[::-1])
+        self.policy.enter(idle[::-1])
 
     def check(self) -> None:
         """Raise AssertionError where the table contradicts itself. A full scan."""

@@ -4,26 +4,26 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final
 
-from kvtier.tiers.redis_lanes import DOUBTFUL, UNASKED, Lane, Settle
-from kvtier.tiers.redis_nodes import MAX_LINES, Endpoint, Nodes
-from kvtier.tiers.redis_records import Namespace
-from kvtier.tiers.redis_stream import WireError
-from kvtier.tiers.redis_wire import Refusal, Reply
-from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+from kvtier.tiers import BlockRecord, ChainHash, Outcome
+from kvtier.tiers.redis.lanes import DOUBTFUL, UNASKED, Lane, Settle
+from kvtier.tiers.redis.nodes import MAX_CONNECTIONS, Endpoint, Nodes
+from kvtier.tiers.redis.records import Keyspace
+from kvtier.tiers.redis.stream import TooLongError, WireError
+from kvtier.tiers.redis.wire import RedisReply, Refusal
 
 _WINDOW_BYTES: Final = 8 << 20  # of blocks under way on one connection, half of them in one call
 _MAX_WINDOW: Final = 512  # blocks; the kernel takes 1,024 pieces at once
 _MAX_LANES: Final = 16  # servers of a cluster talked to at once
 
-Answer = BlockRecord | Outcome | bool
-Work = Callable[[Lane, list[int], Settle], None]
+BlockResult = BlockRecord | Outcome | bool
+LaneWork = Callable[[Lane, list[int], Settle], None]
 """What to do with a lane and the positions of the batch that are its share."""
 
 
 class Batches:
     """Runs batches over the servers of a namespace. Thread-safe; once it returns, nobody touches the buffers."""
 
-    def __init__(self, space: Namespace, nodes: Nodes, ttl_ms: int, in_flight: int) -> None:
+    def __init__(self, space: Keyspace, nodes: Nodes, ttl_ms: int, in_flight: int) -> None:
         self.space = space
         self.nodes = nodes
         self._ttl_ms = ttl_ms
@@ -31,13 +31,13 @@ class Batches:
         self._threads = ThreadPoolExecutor(_MAX_LANES, "kvtier-redis")
 
     def run(
-        self, hashes: Sequence[ChainHash], epoch: int, deadline: float, work: Work
-    ) -> tuple[list[Answer | None], Reply]:
+        self, hashes: Sequence[ChainHash], epoch: int, deadline: float, work: LaneWork
+    ) -> tuple[list[BlockResult | None], RedisReply]:
         """What became of each block under `work`, and what stands as epoch on its server (UNASKED: not known).
 
         None for a block that `work` stopped before.
         """
-        answers: list[Answer | None] = [None] * len(hashes)
+        answers: list[BlockResult | None] = [None] * len(hashes)
         shares: dict[Endpoint, list[int]] = {}
         for position, key in enumerate(self.space.keys(hashes, epoch)):
             endpoint = self.nodes.endpoint(key)
@@ -48,28 +48,37 @@ class Batches:
                 shares.setdefault(endpoint, []).append(position)
         home = self.nodes.endpoint(self.space.epoch_key)
         num_endpoints = max(1, len(self.nodes.endpoints()))
-        allowed = self._in_flight // (MAX_LINES * num_endpoints * self.space.value_bytes)
+        allowed = self._in_flight // (MAX_CONNECTIONS * num_endpoints * self.space.value_bytes)
         window = max(1, min(allowed, _MAX_WINDOW, max(2, _WINDOW_BYTES // self.space.slot_bytes)))
-        seen: list[Reply] = []
+        seen: list[RedisReply] = []
+
+        def attempt(endpoint: Endpoint, positions: list[int]) -> None:
+            with endpoint.borrow(deadline) as wire:
+                lane = Lane(wire, self.space, epoch, deadline, window, self._ttl_ms, endpoint is home)
+                try:
+                    work(lane, positions, answers.__setitem__)
+                finally:
+                    seen.append(lane.epoch_seen)
+                    if lane.doubtful:
+                        self.nodes.refresh()
 
         def share(endpoint: Endpoint, positions: list[int]) -> None:
-            try:
-                with endpoint.borrow(deadline) as wire:
-                    lane = Lane(wire, self.space, epoch, deadline, window, self._ttl_ms, endpoint is home)
-                    try:
-                        work(lane, positions, answers.__setitem__)
-                    finally:
-                        seen.append(lane.epoch_seen)
-                        if lane.doubtful:
-                            self.nodes.refresh()
-            except WireError as error:
-                self._failed(error, answers, positions)
+            while positions:
+                try:
+                    attempt(endpoint, positions)
+                    return
+                except TooLongError as error:  # what was asked for behind it is asked for anew
+                    bad, *positions = [position for position in positions if answers[position] is None]
+                    answers[bad] = error.outcome
+                except WireError as error:
+                    self._failed(error, answers, positions)
+                    return
 
         self._side_by_side(share, shares, answers)
-        return answers, next((epoch for epoch in seen if epoch is not UNASKED), UNASKED)
+        return answers, next((epoch for epoch in reversed(seen) if epoch is not UNASKED), UNASKED)
 
-    def ask(self, key: bytes, commands: Sequence[bytes], deadline: float) -> list[Reply]:
-        """The answers of `key`'s server to short commands. WireError where it gives none."""
+    def ask(self, key: bytes, commands: Sequence[bytes], deadline: float) -> list[RedisReply]:
+        """The answers of `key`'s server to short commands. WireError if it gives none."""
         endpoint = self.nodes.endpoint(key)
         if endpoint is None:
             self.nodes.refresh()
@@ -94,7 +103,7 @@ class Batches:
         self,
         share: Callable[[Endpoint, list[int]], None],
         shares: dict[Endpoint, list[int]],
-        answers: list[Answer | None],
+        answers: list[BlockResult | None],
     ) -> None:
         """One share on this thread, the others on ours. All have ended when it returns: each heeds the deadline."""
         futures: list[Future[None]] = []
@@ -111,7 +120,7 @@ class Batches:
         for future in futures:
             future.result()
 
-    def _failed(self, error: WireError, answers: list[Answer | None], positions: list[int]) -> None:
+    def _failed(self, error: WireError, answers: list[BlockResult | None], positions: list[int]) -> None:
         """The rest of a share that a connection's failure ended."""
         outcome = error.outcome
         if outcome is not Outcome.CLOSED:

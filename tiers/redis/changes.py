@@ -5,8 +5,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from threading import Lock
 
-from kvtier.tiers.redis_names import MAX_NAMES
-from kvtier.tiers.tier import BlockRecord, ChainHash, Changes
+from kvtier.tiers import BlockRecord, ChainHash, Changes
+from kvtier.tiers.redis.names import MAX_NAMES
 
 
 class RedisChanges:
@@ -75,13 +75,11 @@ class RedisChanges:
 
     @property
     def waiting(self) -> bool:
-        """Whether the reader may have something to learn."""
         with self._lock:  # lanes change what is looked at
             now = self._clock()
             return bool(self._gone or self._fresh) or next(iter(self._told.values()), now + 1) <= now
 
     def take(self, limit: int) -> Changes:
-        """What the reader has to forget and, up to `limit` blocks, to learn."""
         with self._lock:
             now = self._clock()
             while self._told and next(iter(self._told.values())) <= now:
@@ -92,7 +90,7 @@ class RedisChanges:
             self._told.update((record.chain_hash, now + self._lifetime) for record in stored)
             return Changes(gone, stored, cleared)
 
-    def hush(self) -> list[ChainHash]:
+    def stop_listening(self) -> list[ChainHash]:
         """Keep no log any more; returns what the reader knows."""
         with self._lock:
             known = [*self._gone, *self._told]

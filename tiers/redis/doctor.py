@@ -8,17 +8,15 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from kvtier.tiers.config import RedisConfig
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.finding import Finding, error, ok, warning
-from kvtier.tiers.redis_options import Servers, parse
+from kvtier.tiers import ConfigError, Finding, error, load_key, ok, warning
+from kvtier.tiers.config import RedisConfig, show_size
+from kvtier.tiers.redis.options import Servers, parse
 
 _ANSWER_SECONDS: Final = 2.0  # for one command; a doctor is more patient than a tier
 _SMALL_BYTES: Final = 64 << 20
-_MIB: Final = 1 << 20
 _KEEP: Final = "and keep it in its configuration file"
 
-Client = Any
+UntypedClient = Any
 """A `redis.Redis`, whose own types leave open whether it is an asynchronous one."""
 Options = dict[str, Any]
 """What redis-py connects with."""
@@ -31,9 +29,9 @@ def check_redis(config: RedisConfig) -> list[Finding]:
     try:
         servers = parse(config)
     except ConfigError as refused:
-        found, _, mend = str(refused).rpartition("; ")
-        return [error("redis", found, mend)]
-    findings: list[Finding] = []
+        found, _, fix = str(refused).rpartition("; ")
+        return [error("redis", found, fix)]
+    findings = _check_key(config)
     masters: dict[str, Options] = {}
     for options in _options(config, servers):
         name = f"redis {_place(options)}"
@@ -47,8 +45,19 @@ def check_redis(config: RedisConfig) -> list[Finding]:
     return findings
 
 
+def _check_key(config: RedisConfig) -> list[Finding]:
+    """Whether [redis] key_file holds a key."""
+    try:
+        if config.key_file is not None:
+            load_key(config.key_file, "[redis] key_file")
+    except ConfigError as refused:
+        found, _, fix = str(refused).partition("; ")
+        return [error("redis", found, fix)]
+    return []
+
+
 def _options(config: RedisConfig, servers: Servers) -> list[Options]:
-    """How to reach each of the servers; [redis] username and password are the master's where they are Sentinels."""
+    """How to reach each of the servers; [redis] username and password are the master's if they are Sentinels."""
     common = servers.common | {"socket_timeout": _ANSWER_SECONDS, "retry": Retry(NoBackoff(), 0)}
     if config.mode == "sentinel":
         common |= {name: value for name, value in servers.login.items() if name != "db"}
@@ -68,7 +77,7 @@ def _place(options: Options) -> str:
     return str(options.get("unix_socket_path") or f"{options['host']}:{options['port']}")
 
 
-def _check_server(config: RedisConfig, client: Client, name: str) -> Iterator[Finding]:
+def _check_server(config: RedisConfig, client: UntypedClient, name: str) -> Iterator[Finding]:
     """What is to be said of one server of [redis] url."""
     mode = _info(client, "server").get("redis_mode", "standalone")
     if mode != config.mode:
@@ -76,8 +85,8 @@ def _check_server(config: RedisConfig, client: Client, name: str) -> Iterator[Fi
         return
     if mode == "sentinel":
         if _master_address(config, client) is None:
-            mend = "set [redis] sentinel_name to the name in this Sentinel's configuration"
-            yield error(name, f'it knows no master "{config.sentinel_name}"', mend)
+            fix = "set [redis] sentinel_name to the name in this Sentinel's configuration"
+            yield error(name, f'it knows no master "{config.sentinel_name}"', fix)
         else:
             yield ok(name, f"{_version(client)}, a Sentinel")
         return
@@ -86,38 +95,38 @@ def _check_server(config: RedisConfig, client: Client, name: str) -> Iterator[Fi
         yield from _check_cluster(client, name)
 
 
-def _master(config: RedisConfig, client: Client, options: Options) -> Options | None:
+def _master(config: RedisConfig, client: UntypedClient, options: Options) -> Options | None:
     """How to reach the master that a Sentinel names."""
     address = _master_address(config, client)
     kept = {name: value for name, value in options.items() if name not in ("username", "password")}
     return kept | _login(config) | {"host": address[0], "port": address[1]} if address else None
 
 
-def _master_address(config: RedisConfig, client: Client) -> tuple[str, int] | None:
+def _master_address(config: RedisConfig, client: UntypedClient) -> tuple[str, int] | None:
     found = client.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", config.sentinel_name)
     return (_text(found[0]), int(found[1])) if found else None
 
 
-def _check_data(client: Client, name: str) -> Iterator[Finding]:
+def _check_data(client: UntypedClient, name: str) -> Iterator[Finding]:
     """Role and memory of a server that holds blocks."""
     version, memory = _version(client), _info(client, "memory")
     if _info(client, "replication").get("role") == "slave":
         yield error(name, f"{version}, a replica, which refuses writes", "name its master in [redis] url")
         return
     limit, policy = int(memory.get("maxmemory", 0)), str(memory.get("maxmemory_policy", "unknown policy"))
-    found, cap = f"{version}, maxmemory {limit // _MIB} MiB, {policy}", f"`CONFIG SET maxmemory 8gb`, {_KEEP}"
+    found, cap = f"{version}, maxmemory {show_size(limit)}, {policy}", f"`CONFIG SET maxmemory 8gb`, {_KEEP}"
     if not limit:
         yield warning(name, f"{version}, no maxmemory: blocks take all memory until they expire", cap)
     elif policy == "noeviction":
-        mend = f"`CONFIG SET maxmemory-policy allkeys-lru`, {_KEEP}"
-        yield warning(name, f"{found}: it refuses blocks once it is full", mend)
+        fix = f"`CONFIG SET maxmemory-policy allkeys-lru`, {_KEEP}"
+        yield warning(name, f"{found}: it refuses blocks once it is full", fix)
     elif limit < _SMALL_BYTES:
         yield warning(name, f"{found}: that holds next to nothing", cap)
     else:
         yield ok(name, found)
 
 
-def _check_cluster(client: Client, name: str) -> Iterator[Finding]:
+def _check_cluster(client: UntypedClient, name: str) -> Iterator[Finding]:
     """State of the cluster as this node sees it, and what one dead node does to the others."""
     state = client.execute_command("CLUSTER INFO")
     if state.get("cluster_state") != "ok":
@@ -132,11 +141,11 @@ def _check_cluster(client: Client, name: str) -> Iterator[Finding]:
         yield warning(name, found, f"`CONFIG SET cluster-require-full-coverage no`, {_KEEP}")
 
 
-def _info(client: Client, section: str) -> Mapping[str, Any]:
+def _info(client: UntypedClient, section: str) -> Mapping[str, Any]:
     return dict(client.info(section))
 
 
-def _version(client: Client) -> str:
+def _version(client: UntypedClient) -> str:
     server = _info(client, "server")
     if "valkey_version" in server:
         return f"Valkey {server['valkey_version']}"
@@ -153,13 +162,13 @@ def _answers(name: str, findings: list[Finding]) -> Iterator[None]:
     try:
         yield
     except redis.AuthenticationError as refused:
-        mend = "set [redis] username and password to the server's, or leave them out where it has none"
-        findings.append(error(name, f"login refused: {refused}", mend))
+        fix = "set [redis] username and password to the server's, or leave them out if it has none"
+        findings.append(error(name, f"login refused: {refused}", fix))
     except redis.exceptions.NoPermissionError as refused:  # the tier does without what is asked here
         findings.append(warning(name, f"reachable, but {refused}: nothing more is known", "give this user +info"))
     except redis.TimeoutError:
         findings.append(error(name, "no answer in time", "see whether it hangs; raise [redis] connect_timeout"))
     except redis.ConnectionError as refused:
-        findings.append(error(name, f"not reachable: {refused}", "start it, or mend [redis] url"))
+        findings.append(error(name, f"not reachable: {refused}", "start it, or fix [redis] url"))
     except (redis.RedisError, OSError) as refused:
         findings.append(error(name, f"{type(refused).__name__}: {refused}", "see the server's log"))

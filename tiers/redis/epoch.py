@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from kvtier.tiers.redis_batch import Batches
-from kvtier.tiers.redis_lanes import ask_epoch, command
-from kvtier.tiers.redis_records import format_epoch, parse_epoch
-from kvtier.tiers.redis_stream import WireError
-from kvtier.tiers.redis_wire import Refusal, Reply
-from kvtier.tiers.tier import Outcome
+from kvtier.tiers import Outcome
+from kvtier.tiers.redis.batch import Batches
+from kvtier.tiers.redis.lanes import ask_epoch, command
+from kvtier.tiers.redis.records import format_epoch, parse_epoch
+from kvtier.tiers.redis.stream import WireError
+from kvtier.tiers.redis.wire import RedisReply, Refusal
 
 _NOT_OURS: Final = "WRONGTYPE"  # somebody put something else there: as if nothing was
 
@@ -19,7 +19,7 @@ class Epoch:
     """A number in a key of its own, part of the key of every block stored under it. Thread-safe.
 
     It is the time somebody began the namespace or last reset it, in microseconds; the highest one counts. A reset
-    raises it: nothing stored before is found any more, by anybody. Nobody goes back: where a server has lost it (was
+    raises it: nothing stored before is found any more, by anybody. Nobody goes back: if a server has lost it (was
     emptied, evicted it), whoever knows it writes it again; a process that knows none begins a new one, and what was
     stored before is lost rather than taken for what it may not be. `forget` is called whenever it changes.
     """
@@ -64,8 +64,8 @@ class Epoch:
             self._asking.release()
         return None
 
-    def learn(self, used: int, seen: Reply) -> bool:
-        """A batch went by `used` while its server had `seen`. False where the batch is of no use any more."""
+    def learn(self, used: int, seen: RedisReply) -> bool:
+        """A batch went by `used` while its server had `seen`. False if the batch is of no use any more."""
         if isinstance(seen, Refusal) and seen.code != _NOT_OURS:  # nobody was asked, or had an answer
             return self.value == used
         number = parse_epoch(seen)
@@ -77,7 +77,7 @@ class Epoch:
             return self._agreed and self._known == used
 
     def _agree(self, deadline: float) -> Outcome | None:
-        """Ask what stands there; write ours where it is higher, or a new one where nobody has any. WireError."""
+        """Ask what stands there; write ours if it is higher, or a new one if nobody has any. WireError."""
         get, exists = ask_epoch(self._batches.space), command(b"EXISTS", self._key)
         seen, there = self._batches.ask(self._key, [get, exists], deadline)
         answer = seen

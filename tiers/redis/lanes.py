@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier.tiers.checksum import checksum
-from kvtier.tiers.redis_records import Namespace
-from kvtier.tiers.redis_stream import Part, WireError
-from kvtier.tiers.redis_wire import Head, Refusal, Reply, Wire
-from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+from kvtier.tiers import BlockRecord, ChainHash, Outcome
+from kvtier.tiers.redis.records import Keyspace
+from kvtier.tiers.redis.stream import SendBuffer, WireError
+from kvtier.tiers.redis.wire import Head, RedisReply, Refusal, Wire
 
 Settle = Callable[[int, "BlockRecord | Outcome | bool"], None]
 """Told once per position of the batch what became of it."""
@@ -33,7 +32,7 @@ def commands(verb: bytes, keys: Sequence[bytes], *more: bytes) -> bytes:
     return before + (after + before).join(keys) + after
 
 
-def ask_epoch(space: Namespace) -> bytes:
+def ask_epoch(space: Keyspace) -> bytes:
     """What stands as the namespace's epoch; "" for nothing. No more of it than shows that it is none."""
     return command(b"GETRANGE", space.epoch_key, b"0", b"16")
 
@@ -53,24 +52,24 @@ def refused(refusal: Refusal, *, writing: bool) -> Outcome:
 class Lane:
     """One server's share of one batch, over a borrowed connection.
 
-    `asks_epoch` where the namespace's epoch is on this server: `epoch_seen` then is what stands there. `doubtful` says
-    that an answer put the topology in doubt.
+    `asks_epoch` says that the namespace's epoch is on this server, and `epoch_seen` then what it is there. `doubtful`
+    says that an answer put the topology in doubt.
     """
 
     wire: Wire
-    space: Namespace
+    space: Keyspace
     epoch: int  # that the batch goes by
     deadline: float  # time.monotonic
     window: int  # blocks under way at once
     ttl_ms: int
     asks_epoch: bool
-    epoch_seen: Reply = UNASKED
+    epoch_seen: RedisReply = UNASKED
     doubtful: bool = False
 
     def exists(self, hashes: Sequence[ChainHash], positions: Iterable[int], settle: Settle) -> None:
         """Which blocks are there: True or False, or why there is no answer."""
         positions = list(positions)
-        keys = [self.space.key(hashes[position], self.epoch) for position in positions]
+        keys = self.space.keys((hashes[position] for position in positions), self.epoch)
         self._send([command(b"EXISTS", key) for key in keys], len(keys))
         for position in positions:
             reply = self._reply()
@@ -126,8 +125,8 @@ class Lane:
     def unlink(self, hashes: Sequence[ChainHash], positions: Iterable[int], settle: Settle) -> None:
         """Delete blocks."""
         positions = list(positions)
-        commands = [command(b"UNLINK", self.space.key(hashes[position], self.epoch)) for position in positions]
-        self._send(commands, len(commands))
+        keys = self.space.keys((hashes[position] for position in positions), self.epoch)
+        self._send([command(b"UNLINK", key) for key in keys], len(keys))
         for position in positions:
             reply = self._reply()
             settle(position, refused(reply, writing=True) if isinstance(reply, Refusal) else Outcome.OK)
@@ -148,7 +147,7 @@ class Lane:
                 send(sent[-1])
             yield sent.popleft()
 
-    def _send(self, parts: Sequence[Part], num_replies: int) -> None:
+    def _send(self, parts: Sequence[SendBuffer], num_replies: int) -> None:
         """Send, behind the question for the epoch if that is still to be asked."""
         if not self.asks_epoch:
             self.wire.send(parts, num_replies)
@@ -161,7 +160,7 @@ class Lane:
         """Whether the next `count` replies, all read, are `usual`."""
         return self.wire.all_are(usual, count) or not [self._reply() for _ in range(count)]
 
-    def _reply(self) -> Reply:
+    def _reply(self) -> RedisReply:
         reply = self.wire.reply()
         if isinstance(reply, Refusal) and reply.code in DOUBTFUL:
             self.doubtful = True
@@ -175,24 +174,22 @@ class Lane:
         if isinstance(head, Refusal):
             self.doubtful |= head.code in DOUBTFUL
             return refused(head, writing=False)
-        record = self.space.decode(head, chain_hash, self.epoch)
-        if isinstance(record, BlockRecord) and checksum(payload) != record.checksum:
-            return Outcome.CHECKSUM
-        return record
+        return self.space.form.decode(head, payload, chain_hash, self.epoch)
 
-    def _sets(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Part]:
+    def _sets(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[SendBuffer]:
         keys = self.space.keys((record.chain_hash for record in records), self.epoch)
         before = b"*5\r\n$3\r\nSET\r\n$%d\r\n" % len(keys[0])
         between = b"\r\n$%d\r\n" % self.space.value_bytes
         after = b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(b"%d" % self.ttl_ms), self.ttl_ms)
-        parts: list[Part] = []
+        parts: list[SendBuffer] = []
         start = before
         for key, record, payload in zip(keys, records, payloads, strict=True):
-            parts += (start + key + between + self.space.encode(record, self.epoch), payload)
+            head, body = self.space.form.encode(record, payload, self.epoch)
+            parts += (start + key + between + head, body)
             start = after + before
         return [*parts, after]
 
-    def _stored(self, reply: Reply) -> Outcome:
+    def _stored(self, reply: RedisReply) -> Outcome:
         if reply == b"OK":
             return Outcome.OK
         if isinstance(reply, Refusal):

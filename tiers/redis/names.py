@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Final
 
-from kvtier.tiers.tier import ChainHash
+from kvtier.tiers import ChainHash
 
 MAX_NAMES: Final = 262_144
 

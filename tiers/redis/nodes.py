@@ -13,22 +13,21 @@ from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import AbstractConnection
 from redis.crc import key_slot
 
-from kvtier.tiers.breaker import Breaker
-from kvtier.tiers.redis_options import REDIS_ERRORS, Client
-from kvtier.tiers.redis_stream import WireError
-from kvtier.tiers.redis_wire import Wire, socket_of
-from kvtier.tiers.tier import Outcome
+from kvtier.tiers import Breaker, Outcome
+from kvtier.tiers.redis.options import REDIS_ERRORS, RedisClient
+from kvtier.tiers.redis.stream import WireError
+from kvtier.tiers.redis.wire import Wire, socket_of
 
 _log = logging.getLogger(__name__)
 
-MAX_LINES: Final = 2  # payload connections per server: one for each of the port's threads
+MAX_CONNECTIONS: Final = 2  # payload connections per server: one for each of the port's threads
 _SHARD_FAILURES: Final = 2  # in a row; fewer than the port's, so that one bad shard does not detach them all
 _SHARD_RETRY: Final = 1.0  # seconds until a shard left alone is tried again, doubling
 _REFRESH_EVERY: Final = 1.0  # seconds at least between two looks at a cluster's topology
 
 
 @dataclass(eq=False, slots=True)
-class _Line:
+class _PooledConnection:
     """A connection of redis-py's, and our end of its socket while it is connected."""
 
     connection: AbstractConnection
@@ -41,7 +40,7 @@ class _Line:
 
 
 class Endpoint:
-    """One server and its payload connections, at most MAX_LINES. Thread-safe.
+    """One server and its payload connections, at most MAX_CONNECTIONS. Thread-safe.
 
     A connection with anything unread is closed, never lent again. With a breaker (a cluster's shards have one each),
     a server that failed is left alone until a ping succeeds.
@@ -55,8 +54,8 @@ class Endpoint:
         self._make = make
         self._connect_timeout = connect_timeout
         self._lock = Condition()
-        self._idle: list[_Line] = []
-        self._num_lines = 0
+        self._idle: list[_PooledConnection] = []
+        self._num_connections = 0
         self._generation = 0
         self._closed = False
 
@@ -69,63 +68,63 @@ class Endpoint:
     def borrow(self, deadline: float) -> Iterator[Wire]:
         """A connection for one batch, to end by `deadline` (time.monotonic). WireError from here or inside."""
         self._ask_breaker()
-        line, generation = self._take(deadline)
+        pooled, generation = self._take(deadline)
         try:
-            wire = self._connected(line, deadline)
+            wire = self._connected(pooled, deadline)
             wire.begin(deadline)
             yield wire
         except WireError as error:
-            line.drop()
+            pooled.drop()
             self._count_failure(error.outcome)
             raise
         except BaseException:
-            line.drop()
+            pooled.drop()
             raise
         else:
             if self.breaker is not None:
                 self.breaker.success()
         finally:
-            self._give_back(line, generation)
+            self._give_back(pooled, generation)
 
     def ping(self, seconds: float) -> bool:
         """Whether the server answers within `seconds`."""
         deadline = time.monotonic() + seconds
         try:
-            line, generation = self._take(deadline)
+            pooled, generation = self._take(deadline)
         except WireError:
             return False
         try:
-            wire = self._connected(line, deadline)
+            wire = self._connected(pooled, deadline)
             wire.begin(deadline)
             wire.send([b"*1\r\n$4\r\nPING\r\n"], 1)
             return wire.reply() == b"PONG"
         except WireError:
-            line.drop()
+            pooled.drop()
             return False
         finally:
-            self._give_back(line, generation)
+            self._give_back(pooled, generation)
 
     def drop_idle(self) -> None:
         """Close what is connected: behind the address may stand another server by now."""
         with self._lock:
             self._generation += 1
             idle = list(self._idle)
-            for line in idle:
-                line.drop()
+            for pooled in idle:
+                pooled.drop()
 
     def close(self) -> None:
         """Connections under way are closed when they come back. Idempotent."""
         with self._lock:
             self._closed = True
-            for line in self._idle:
-                line.drop()
+            for pooled in self._idle:
+                pooled.drop()
             self._lock.notify_all()
 
     def check(self) -> None:
         """At idle: every connection is here, and none holds half a reply."""
         with self._lock:
-            assert len(self._idle) <= self._num_lines <= MAX_LINES, f"{self.name}: {self._num_lines} connections"
-            assert all(line.wire is None or line.wire.is_clean for line in self._idle), f"{self.name}: half read"
+            assert len(self._idle) <= self._num_connections <= MAX_CONNECTIONS, f"{self.name}: {self._num_connections}"
+            assert all(pooled.wire is None or pooled.wire.is_clean for pooled in self._idle), f"{self.name}: half read"
 
     def _ask_breaker(self) -> None:
         if self.breaker is None or self.breaker.closed:
@@ -141,40 +140,40 @@ class Endpoint:
             if not self.breaker.closed:
                 _log.warning("[redis] %s: %s; its blocks are misses for now", self.name, outcome)
 
-    def _take(self, deadline: float) -> tuple[_Line, int]:
+    def _take(self, deadline: float) -> tuple[_PooledConnection, int]:
         with self._lock:
             while True:
                 if self._closed:
                     raise WireError(Outcome.CLOSED, "closed")
                 if self._idle:
                     return self._idle.pop(), self._generation
-                if self._num_lines < MAX_LINES:
-                    line = _Line(self._make())
-                    self._num_lines += 1
-                    return line, self._generation
+                if self._num_connections < MAX_CONNECTIONS:
+                    pooled = _PooledConnection(self._make())
+                    self._num_connections += 1
+                    return pooled, self._generation
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise WireError(Outcome.TIMEOUT, f"{self.name}: every connection is in use")
                 self._lock.wait(left)
 
-    def _give_back(self, line: _Line, generation: int) -> None:
-        if line.wire is not None and not line.wire.is_clean:
-            line.drop()
+    def _give_back(self, pooled: _PooledConnection, generation: int) -> None:
+        if pooled.wire is not None and not pooled.wire.is_clean:
+            pooled.drop()
         with self._lock:
             if self._closed or generation != self._generation:
-                line.drop()
-            self._idle.append(line)
+                pooled.drop()
+            self._idle.append(pooled)
             self._lock.notify()
 
-    def _connected(self, line: _Line, deadline: float) -> Wire:
-        if line.wire is not None:
-            if line.wire.is_quiet():
-                return line.wire
-            line.drop()  # closed by the server while idle, or something arrived that nobody asked for
+    def _connected(self, pooled: _PooledConnection, deadline: float) -> Wire:
+        if pooled.wire is not None:
+            if pooled.wire.is_quiet():
+                return pooled.wire
+            pooled.drop()  # closed by the server while idle, or something arrived that nobody asked for
         left = deadline - time.monotonic()
         if left <= 0:
             raise WireError(Outcome.TIMEOUT, "the deadline passed")
-        connection: Any = line.connection
+        connection: Any = pooled.connection
         connection.socket_connect_timeout = min(self._connect_timeout, left)
         connection.socket_timeout = left
         try:
@@ -183,15 +182,15 @@ class Endpoint:
             raise WireError(Outcome.TIMEOUT, f"{self.name}: no connection in time") from None
         except (*REDIS_ERRORS, OSError, UnicodeError) as error:
             raise WireError(Outcome.IO_ERROR, f"{self.name}: {error}") from None
-        line.wire = Wire(socket_of(line.connection))
-        return line.wire
+        pooled.wire = Wire(socket_of(pooled.connection))
+        return pooled.wire
 
 
 class Nodes(Protocol):
     """Who holds which key. Thread-safe; no method waits for I/O."""
 
     def endpoint(self, key: bytes) -> Endpoint | None:
-        """The server that holds a key; None where none is known to."""
+        """The server that holds a key; None if none is known to."""
 
     def endpoints(self) -> list[Endpoint]:
         """All of them, at least one."""
@@ -203,7 +202,7 @@ class Nodes(Protocol):
         """Close every connection. Idempotent."""
 
 
-def nodes_of(client: Client, label: str, connect_timeout: float) -> Nodes:
+def nodes_of(client: RedisClient, label: str, connect_timeout: float) -> Nodes:
     """The servers behind a client that has reached them."""
     if isinstance(client, RedisCluster):
         return _ClusterNodes(client, connect_timeout)

@@ -1,4 +1,4 @@
-"""From the [redis] options to redis-py's clients, and what a user must mend in them, in one line without secrets."""
+"""From the [redis] options to redis-py's clients, and what a user must fix in them, in one line without secrets."""
 
 import logging
 import ssl
@@ -14,17 +14,17 @@ from redis.connection import parse_url
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
+from kvtier.tiers import ConfigError, KVTierError, TierUnavailable
 from kvtier.tiers.config import RedisConfig
-from kvtier.tiers.errors import ConfigError, KVTierError, TierUnavailable
 
 _log = logging.getLogger(__name__)
 
-Client = redis.Redis | RedisCluster
+RedisClient = redis.Redis | RedisCluster
 
 REDIS_ERRORS: Final = (redis.RedisError, redis.exceptions.RedisClusterException)  # the latter is no RedisError
 
 MAX_VALUE: Final = 512 << 20  # bytes: `proto-max-bulk-len` unless somebody changed it
-_LEAST_RECORDS: Final = 16  # that memory must hold, where nothing may be evicted for the next
+_LEAST_RECORDS: Final = 16  # that memory must hold, if nothing may be evicted for the next
 _PORTS: Final = {"standalone": 6379, "cluster": 6379, "sentinel": 26379}
 _IN_URL: Final = frozenset({"host", "port", "path", "db", "username", "password", "connection_class"})
 
@@ -41,7 +41,7 @@ class Servers:
 
 
 def parse(config: RedisConfig) -> Servers:
-    """The servers `url` names. ConfigError where it cannot be used."""
+    """The servers `url` names. ConfigError if it cannot be used."""
     assert config.url is not None
     parts = [_parse_one(part.strip(), _PORTS[config.mode]) for part in config.url.get_secret_value().split(",")]
     path: str | None = parts[0].get("path")
@@ -99,8 +99,8 @@ def _parse_one(url: str, default_port: int) -> dict[str, Any]:
     return part
 
 
-def connect(config: RedisConfig, servers: Servers) -> Client:
-    """A client that has reached them. ConfigError for what must be mended, TierUnavailable where they don't answer."""
+def connect(config: RedisConfig, servers: Servers) -> RedisClient:
+    """A client that has reached them. ConfigError for what must be fixed, TierUnavailable if they don't answer."""
     own = {"username": config.username, "password": config.password and config.password.get_secret_value()}
     own = {name: value for name, value in own.items() if value is not None}
     retry: Any = Retry(NoBackoff(), 0)
@@ -168,7 +168,7 @@ def _explanation(config: RedisConfig, servers: Servers, error: Exception) -> KVT
     if any(isinstance(cause, redis.AuthenticationError) for cause in causes) or "NOAUTH" in text:
         given = config.password is not None or "password" in servers.login
         why = f"{where} refuses it; set the right one" if given else f"{where} asks for one; set it"
-        return ConfigError(f"[redis] password (not shown): {why}, and username where the server has users")
+        return ConfigError(f"[redis] password (not shown): {why}, and username if the server has users")
     if any(isinstance(cause, redis.exceptions.NoPermissionError) for cause in causes):
         return _denied(servers, text)
     if "CERTIFICATE_VERIFY_FAILED" in text:
@@ -181,7 +181,7 @@ def _explanation(config: RedisConfig, servers: Servers, error: Exception) -> KVT
 
 
 def no_epoch(servers: Servers, why: str) -> KVTierError:
-    """What to raise where the servers were reached and then would not tell or take the namespace's epoch."""
+    """What to raise if the servers were reached and then would not tell or take the namespace's epoch."""
     if why.startswith("NOPERM"):
         return _denied(servers, why)
     return TierUnavailable(f"[redis] {servers.label}: no epoch ({why[:200]}); the Redis tier is off")
@@ -223,7 +223,7 @@ def survey(client: redis.Redis) -> Survey:
 
 
 def judge(found: Survey, where: str, value_bytes: int, *, cluster: bool) -> list[str]:
-    """What to warn of. ConfigError where no block would ever be kept."""
+    """What to warn of. ConfigError if no block would ever be kept."""
     warnings = []
     memory, policy = found.max_memory, found.policy
     if memory and policy == "noeviction":

@@ -11,19 +11,19 @@ from typing import Final
 import redis
 from redis.cluster import RedisCluster
 
+from kvtier.tiers import BlockRecord, ChainHash, ConfigError, Direction, Outcome
 from kvtier.tiers.config import RedisConfig
-from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.redis_batch import Answer, Batches, Work
-from kvtier.tiers.redis_changes import RedisChanges
-from kvtier.tiers.redis_epoch import Epoch
-from kvtier.tiers.redis_lanes import Lane, Settle, command
-from kvtier.tiers.redis_names import Names
-from kvtier.tiers.redis_nodes import Nodes, nodes_of
-from kvtier.tiers.redis_options import MAX_VALUE, Client, connect, judge, no_epoch, parse, survey
-from kvtier.tiers.redis_records import Namespace
-from kvtier.tiers.redis_stream import WireError
-from kvtier.tiers.redis_wire import Refusal
-from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome
+from kvtier.tiers.redis.batch import Batches, BlockResult, LaneWork
+from kvtier.tiers.redis.changes import RedisChanges
+from kvtier.tiers.redis.epoch import Epoch
+from kvtier.tiers.redis.forms import form_of
+from kvtier.tiers.redis.lanes import Lane, Settle, command
+from kvtier.tiers.redis.names import Names
+from kvtier.tiers.redis.nodes import Nodes, nodes_of
+from kvtier.tiers.redis.options import MAX_VALUE, RedisClient, connect, judge, no_epoch, parse, survey
+from kvtier.tiers.redis.records import Keyspace
+from kvtier.tiers.redis.stream import WireError
+from kvtier.tiers.redis.wire import Refusal
 
 _log = logging.getLogger(__name__)
 
@@ -37,18 +37,17 @@ _warned: Final[set[tuple[str, str]]] = set()  # (server, warning)
 class RedisStore:
     """A `Tier`, and one that `Locates`, over one server or a cluster. Thread-safe; raises from `open` alone.
 
-    What it knows to be there are names: of blocks it wrote, read or located. Every batch has one deadline, seconds
-    `config.deadline` plus its bytes over `config.bandwidth`, and is one pipeline per server, the servers side by side:
-    a slow or dead one costs its own keys. Nothing is tried twice. It tells (`announcer`) of what it wrote or read.
+    What it knows to be there are names: of blocks it wrote, read or located. Every batch has one deadline:
+    `config.deadline` seconds plus its bytes over `config.bandwidth`. It is one pipeline per server, all servers in
+    parallel, so a slow or dead server costs its own keys only.
+    No store is tried twice. It tells (`announcer`) of what it wrote or read.
 
     All processes of a namespace share an epoch, a number in a key of its own that is part of every block's key. A reset
     raises it: whatever was stored before is not found any more, by anybody, and goes when its time is up. Every batch
     reads it along, so the others learn of it with their next one.
     """
 
-    name = "redis"
-
-    def __init__(self, config: RedisConfig, space: Namespace, nodes: Nodes, max_value: int = MAX_VALUE) -> None:
+    def __init__(self, config: RedisConfig, space: Keyspace, nodes: Nodes, max_value: int = MAX_VALUE) -> None:
         """Over servers already reached. Use `RedisStore.open`."""
         self.space = space
         self._config = config
@@ -66,12 +65,13 @@ class RedisStore:
     def open(cls, config: RedisConfig, fingerprint: bytes, *, slot_bytes: int, block_size: int) -> "RedisStore":
         """Reach the servers of `config.url` for the blocks of `fingerprint` (32 bytes).
 
-        Raises ConfigError for what the user has to mend (address, password, mode, certificate, too little memory), and
-        TierUnavailable where nobody answers in time: trying again later is right then.
+        Raises ConfigError for what the user has to fix: address, password, mode, certificate, too little memory.
+        Raises TierUnavailable if no server answers in time: then it is right to try again later.
         """
         if len(fingerprint) != 32 or slot_bytes < 1 or block_size < 1:
             raise ValueError("fingerprint must be 32 bytes; slot_bytes and block_size at least 1")
-        space = Namespace(config.prefix, fingerprint, slot_bytes, block_size)
+        form = form_of(config, fingerprint, slot_bytes, block_size)
+        space = Keyspace(config.prefix, form, slot_bytes, block_size)
         if space.value_bytes > config.in_flight:
             raise ConfigError(
                 f'[redis] in_flight "{config.in_flight}": a block takes {space.value_bytes} bytes; raise it to that'
@@ -154,7 +154,7 @@ class RedisStore:
             if len(record.tokens) > 4 * self.space.block_size or len(record.tokens) % 4:
                 raise ValueError(f"tokens must be at most {self.space.block_size} u32")
         hashes = [record.chain_hash for record in records]
-        answers: Sequence[Answer | None] = [Outcome.UNSUPPORTED] * len(records)
+        answers: Sequence[BlockResult | None] = [Outcome.UNSUPPORTED] * len(records)
         if not self._oversized:
             answers = self._batch(
                 hashes,
@@ -207,7 +207,7 @@ class RedisStore:
         return {**counts, "evicted": counts.get("read_evicted", 0), "names": len(self._names)}
 
     def check(self) -> None:
-        """Raise AssertionError where names or connections break their bounds. For idle stores."""
+        """Raise AssertionError if names or connections break their bounds. For idle stores."""
         self._names.check()
         for endpoint in self._batches.nodes.endpoints():
             endpoint.check()
@@ -225,7 +225,7 @@ class RedisStore:
 
     # Inside.
 
-    def _batch(self, hashes: Sequence[ChainHash], deadline: float, work: Work) -> list[Answer | None]:
+    def _batch(self, hashes: Sequence[ChainHash], deadline: float, work: LaneWork) -> list[BlockResult | None]:
         """What became of each block under `work`, in the epoch all processes are in now. None: stopped before it."""
         if self._closed:
             return [Outcome.CLOSED] * len(hashes)
@@ -271,7 +271,7 @@ def _cut(outcomes: list[Outcome]) -> list[Outcome]:
     return [*outcomes[: first + 1], *[rest] * (len(outcomes) - first - 1)]
 
 
-def _survey_all(client: Client, label: str, value_bytes: int) -> int:
+def _survey_all(client: RedisClient, label: str, value_bytes: int) -> int:
     """Warn, once, of settings that hurt; returns the longest value every server takes. ConfigError."""
     servers: list[tuple[str, redis.Redis]] = [(label, client)] if isinstance(client, redis.Redis) else []
     if isinstance(client, RedisCluster):

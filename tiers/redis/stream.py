@@ -1,7 +1,7 @@
 """A socket's bytes in and out before a deadline, in as few calls as can be: plain, or TLS.
 
-A socket with a Python timeout would poll and receive piece by piece, taking the GIL back each time: so a plain one is
-blocking, with SO_RCVTIMEO and SO_SNDTIMEO.
+A socket with a Python timeout polls and receives piece by piece, and takes the GIL back each time. So a plain socket
+is blocking, with SO_RCVTIMEO and SO_SNDTIMEO.
 """
 
 import socket
@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from kvtier.tiers.tier import Outcome
+from kvtier.tiers import Outcome
 
-Part = bytes | memoryview
+SendBuffer = bytes | memoryview
 
 _SEND_BYTES: Final = 4 << 20  # per sendmsg
 _SEND_PARTS: Final = 512  # per sendmsg; the kernel takes 1,024
@@ -32,10 +32,17 @@ class WireError(Exception):
         self.outcome = outcome
 
 
-class Stream(Protocol):
+class TooLongError(WireError):
+    """A value is longer than ours are: it costs the connection, and only itself, for the rest can be asked for anew."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(Outcome.CHECKSUM, f"a value of {size} bytes, not one of ours")
+
+
+class ByteStream(Protocol):
     """Bytes in and out before `deadline` (time.monotonic); WireError otherwise."""
 
-    def send(self, parts: Sequence[Part], deadline: float) -> None:
+    def send(self, parts: Sequence[SendBuffer], deadline: float) -> None:
         """All of it."""
 
     def receive(self, into: memoryview, deadline: float) -> int:
@@ -51,7 +58,7 @@ class Stream(Protocol):
         """Whether the peer is there and has said nothing unasked. Does not wait."""
 
 
-def stream_of(sock: socket.socket) -> Stream:
+def stream_of(sock: socket.socket) -> ByteStream:
     """Over a connected socket, which is the stream's from now on."""
     return _TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else _PlainStream(sock)
 
@@ -63,14 +70,14 @@ class _PlainStream:
         sock.settimeout(None)
         self._sock = sock
 
-    def send(self, parts: Sequence[Part], deadline: float) -> None:
+    def send(self, parts: Sequence[SendBuffer], deadline: float) -> None:
         queue = [memoryview(part) for part in parts]
         while queue:
             last, size = 0, 0
             while last < min(len(queue), _SEND_PARTS) and size < _SEND_BYTES:
                 size += queue[last].nbytes
                 last += 1
-            self._arm(socket.SO_SNDTIMEO, deadline)
+            self._arm(socket.SO_SNDTIMEO, _left(deadline))
             try:
                 sent = self._sock.sendmsg(queue[:last])
             except OSError as error:
@@ -78,7 +85,7 @@ class _PlainStream:
             queue = cut(queue, sent)[1]
 
     def receive(self, into: memoryview, deadline: float) -> int:
-        self._arm(socket.SO_RCVTIMEO, deadline)
+        self._arm(socket.SO_RCVTIMEO, _left(deadline))
         try:
             received = self._sock.recv_into(into)
         except OSError as error:
@@ -87,7 +94,7 @@ class _PlainStream:
 
     def receive_all(self, into: memoryview, deadline: float) -> None:
         while into.nbytes:
-            self._arm(socket.SO_RCVTIMEO, deadline)
+            self._arm(socket.SO_RCVTIMEO, _left(deadline))
             try:
                 received = self._sock.recv_into(into, 0, socket.MSG_WAITALL)
             except OSError as error:
@@ -106,8 +113,11 @@ class _PlainStream:
         return received + self._receive_parts(end, deadline)
 
     def _receive_parts(self, into: Sequence[memoryview], deadline: float) -> int:
+        left = deadline - time.monotonic()
+        if left <= 0:  # the part before this one took all the time there was
+            return 0
+        self._arm(socket.SO_RCVTIMEO, left)
         try:
-            self._arm(socket.SO_RCVTIMEO, deadline)
             return self._sock.recvmsg_into(into, 0, socket.MSG_WAITALL)[0]
         except BlockingIOError:
             return 0
@@ -123,9 +133,9 @@ class _PlainStream:
             return False
         return False
 
-    def _arm(self, option: int, deadline: float) -> None:
-        """The kernel counts all waits of one call against this."""
-        left = _left(deadline)
+    def _arm(self, option: int, left: float) -> None:
+        """The kernel counts all waits of one call against these seconds, of which 0 would mean to wait forever."""
+        left = max(left, 0.001)
         self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(left), int(left % 1 * 1e6)))
 
 
@@ -135,7 +145,7 @@ class _TlsStream:
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock
 
-    def send(self, parts: Sequence[Part], deadline: float) -> None:
+    def send(self, parts: Sequence[SendBuffer], deadline: float) -> None:
         for part in parts:
             view = memoryview(part)
             while view.nbytes:
@@ -192,11 +202,11 @@ def cut(parts: Sequence[memoryview], count: int) -> tuple[list[memoryview], list
 
 
 def _left(deadline: float) -> float:
-    """Seconds until `deadline`, never 0, which would mean to wait forever."""
+    """Seconds until `deadline`, more than 0; WireError once it has passed."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise WireError(Outcome.TIMEOUT, "the deadline passed")
-    return max(left, 0.001)
+    return left
 
 
 def _failed(error: OSError) -> WireError:

@@ -1,9 +1,9 @@
 """One payload connection to a Redis server: RESP by hand, so that payloads go straight between socket and host slots.
 
 redis-py opens the socket (address, TLS, login) and hands it over in `socket_of`, the one place that reaches into it.
-From then on only this file uses it. A payload never becomes a Python object: it is sent from, and received into, the
-caller's memory, many of them in one call that lets go of the GIL once. Only where the server answers otherwise than it
-just said it would are payloads taken back from there, at most one call's.
+From then on only this file uses it. A payload never becomes a Python object: it is sent from the caller's memory and
+received into it. One call moves many payloads and gives up the GIL once. If the server answers otherwise than it
+just said, the payloads of one call at most are taken back from there.
 """
 
 import socket
@@ -13,8 +13,8 @@ from typing import Final
 
 from redis.connection import AbstractConnection
 
-from kvtier.tiers.redis_stream import Part, WireError, cut, stream_of
-from kvtier.tiers.tier import Outcome
+from kvtier.tiers import Outcome
+from kvtier.tiers.redis.stream import SendBuffer, TooLongError, WireError, cut, stream_of
 
 _BUFFER: Final = 16 << 10
 _SHORTEST: Final = 4  # bytes of a reply, as in ":1" CRLF
@@ -33,7 +33,7 @@ class Refusal(str):
         return self.partition(" ")[0]
 
 
-Reply = int | bytes | None | Refusal
+RedisReply = int | bytes | None | Refusal
 Head = bytes | Outcome | Refusal | None
 """What a GET brought: a record's first bytes, or why there is none (None for nil)."""
 
@@ -49,8 +49,8 @@ def socket_of(connection: AbstractConnection) -> socket.socket:
 class Wire:
     """Commands out, replies in, in order. Not thread-safe: borrowed by one thread at a time.
 
-    `begin` sets the deadline for everything until the next `begin`. `num_expected` counts the replies still due: a
-    connection is fit for others only if it is 0 (`is_clean`), else the next command would get the last one's answer.
+    `begin` sets the deadline for everything until the next `begin`. `num_expected` counts the replies still due.
+    Others may use a connection only if it is 0 (`is_clean`): else the next command would get the last one's answer.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -64,7 +64,7 @@ class Wire:
         """Before a batch."""
         self._deadline = deadline
 
-    def send(self, parts: Sequence[Part], num_replies: int) -> None:
+    def send(self, parts: Sequence[SendBuffer], num_replies: int) -> None:
         """Send commands that bring `num_replies` replies."""
         self.num_expected += num_replies
         self._stream.send(parts, self._deadline)
@@ -78,7 +78,7 @@ class Wire:
         """Whether an idle connection still stands and has said nothing unasked."""
         return self._stream.is_quiet()
 
-    def reply(self) -> Reply:
+    def reply(self) -> RedisReply:
         """The next reply, of a command that answers briefly. None for nil."""
         line = self._line()
         if not _opens_bulk(line):
@@ -108,7 +108,7 @@ class Wire:
     def value(self, head_bytes: int, into: memoryview) -> Head:
         """The next reply, of a GET: a record whose payload fills `into`; returns its first `head_bytes` bytes.
 
-        CHECKSUM where it has another length; a short one is read past, into `into`, a longer one costs the connection.
+        CHECKSUM if it has another length: a shorter one is read past, into `into`. TooLongError if it is longer.
         """
         line = self._line()
         if not _opens_bulk(line):
@@ -119,7 +119,7 @@ class Wire:
         size = _length(line)
         if size != head_bytes + into.nbytes:
             if size > into.nbytes:
-                raise WireError(Outcome.CHECKSUM, f"a value of {size} bytes, not one of ours")
+                raise TooLongError(size)
             self._fill(into[:size])
             self._end_of_bulk()
             return Outcome.CHECKSUM
@@ -131,7 +131,7 @@ class Wire:
     def values(self, head_bytes: int, into: Sequence[memoryview]) -> Iterator[Head]:
         """`value` for each buffer (all of one size), which are received together: for values known to be there.
 
-        Where one is not, after all, the others' bytes came into the wrong places. Nothing of them is lost: they are
+        If one is not, after all, the others' bytes came into the wrong places. Nothing of them is lost: they are
         taken back and read one by one.
         """
         if heads := self._run(head_bytes, into):
@@ -166,10 +166,10 @@ class Wire:
         self._view, self._start, self._end = memoryview(back), 0, len(back)
         return []
 
-    def _simple(self, line: bytes) -> Reply:
+    def _simple(self, line: bytes) -> RedisReply:
         """The reply that one line is."""
         kind, rest = line[:1], line[1:]
-        reply: Reply
+        reply: RedisReply
         if line == b"$-1":
             reply = None
         elif kind == b"+":

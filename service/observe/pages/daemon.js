@@ -4,9 +4,9 @@ import {
   about, bar, breakdown, bytes, card, count, duration, h, line, memory, none, percent, rate, rateTile, shares, sum,
   swatch, table, tile,
 } from "./draw.js";
+import { captionOf, readTiers, tiers } from "./tiers.js";
 
-const TIERS = ["l1", "l2", "file", "redis", "miss"];
-const NAMES = { __proto__: null, l1: "L1 device", l2: "host memory", file: "file", redis: "Redis", miss: "nowhere" };
+const MISS = "miss"; // the counters' word for a block that no tier had
 // Colours of slots; those of "rest" are empty. What is not here is drawn as what is ready.
 const SLOTS = {
   __proto__: null, leased: "leased", filling: "filling", holes: "filling", quarantined: "bad", free: "rest", unused: "rest",
@@ -37,6 +37,7 @@ export function stateOf({ status, degraded }) {
 
 /** Everything below the header. */
 export function panelsOf(status, history) {
+  readTiers(status);
   const models = status.models.map((model) => modelOf(model, history));
   return [tiles(status, history), models.length ? models : nothingYet(status), clientsOf(status.clients)];
 }
@@ -45,7 +46,7 @@ export function panelsOf(status, history) {
 
 const over = (f) => (status) => status.models.reduce((total, model) => total + f(model), 0);
 const lookups = over((model) => sum(model.lookups));
-const hits = over((model) => sum(model.lookups) - (model.lookups.miss ?? 0));
+const hits = over((model) => sum(model.lookups) - (model.lookups[MISS] ?? 0));
 const dropped = over((model) => sum(Object.values(model.dropped).map(sum)));
 const corrupted = over((model) => sum(model.corrupted));
 const moved = (direction) => over((model) => sum(Object.values(model.moved).map((each) => each[direction] ?? 0)));
@@ -61,9 +62,9 @@ function tiles(status, history) {
     "div",
     { class: "tiles" },
     foundTile(history),
-    rateTile("Looked up", lookups, `${about(lookups(status))} blocks in all`, history, "l2"),
-    rateTile("Read from below", moved("read"), `${bytes(moved("read")(status))} in all`, history, "file", bytes),
-    rateTile("Written below", moved("write"), `${bytes(moved("write")(status))} in all`, history, "file", bytes),
+    rateTile("Looked up", lookups, `${about(lookups(status))} blocks in all`, history, "main"),
+    rateTile("Read from below", moved("read"), `${bytes(moved("read")(status))} in all`, history, "below", bytes),
+    rateTile("Written below", moved("write"), `${bytes(moved("write")(status))} in all`, history, "below", bytes),
     memoryTile(status.budget),
     clientsTile(status),
     rateTile("Not stored", dropped, `${count(dropped(status))} blocks in all`, history, "miss"),
@@ -77,23 +78,23 @@ function foundTile(history) {
     const grown = lookups(after) - lookups(before);
     return grown > 0 ? Math.max(0, hits(after) - hits(before)) / grown : null;
   });
-  const picture = line(shares, history.span, percent, "l2", 1);
+  const picture = line(shares, history.span, percent, "main", 1);
   if (!asked?.value || !found) return tile("Found in the cache", "–", "nobody asked in the last minute", picture);
   const note = `of ${about(asked.value)} blocks in the last ${duration(Math.round(asked.seconds))}`;
   return tile("Found in the cache", percent(found.value / asked.value), note, picture);
 }
 
 function memoryTile({ bytes: size, given }) {
-  const picture = bar([{ name: "given", value: given, kind: "l2" }], size, memory);
+  const picture = bar([{ name: "given", value: given, kind: "main" }], size, memory);
   return tile("Host memory given", percent(given / size), `${memory(given)} of ${memory(size)}`, picture);
 }
 
 function clientsTile({ clients, events }) {
   const connected = clients.filter((client) => client.connected).length;
   const gone = clients.length - connected;
-  const told = Object.entries(events).map(([name, value]) => `${name.replaceAll("_", " ")} ${count(value)}`);
-  if (gone) told.unshift(`${count(gone)} gone, may still copy`);
-  return tile("Clients", count(connected), told.join(", ") || "none has left yet");
+  const facts = Object.entries(events).map(([name, value]) => `${name.replaceAll("_", " ")} ${count(value)}`);
+  if (gone) facts.unshift(`${count(gone)} gone, may still copy`);
+  return tile("Clients", count(connected), facts.join(", ") || "none has left yet");
 }
 
 function corruptedTile(wrong) {
@@ -133,21 +134,25 @@ function modelOf(model, history) {
   );
 }
 
-const nameOf = (tier) => NAMES[tier] ?? tier;
+const nameOf = (tier) => (tier === MISS ? "nowhere" : captionOf(tier).shown);
+const colourOf = (tier) => captionOf(tier).kind;
+const isOn = ({ name, lower }, model) => Object.hasOwn(lower ? model.tiers : model, name);
 
+// Host memory says of itself what no other tier does: a model has it under the tier's own name.
 function tiersOf(model) {
-  const { slots, ready, leased, dirty, filling, quarantined, pinned } = model.l2;
-  const notes = [["dirty", dirty], ["pinned", pinned]];
-  const used = { ready: ready - leased, leased, filling, quarantined }; // a leased slot is a ready one
   return [
-    tierOf(model, "l2", used, slots, notes),
-    Object.entries(model.tiers).map(([name, below]) => tierOf(model, name, below.slots, sum(below.slots), [])),
+    tiers().filter((tier) => !tier.lower && isOn(tier, model)).map(({ name }) => {
+      const { slots, ready, leased, dirty, filling, quarantined, pinned } = model[name];
+      const used = { ready: ready - leased, leased, filling, quarantined }; // a leased slot is a ready one
+      return meterOf(model, name, used, slots, [["dirty", dirty], ["pinned", pinned]]);
+    }),
+    Object.entries(model.tiers).map(([name, below]) => meterOf(model, name, below.slots, sum(below.slots), [])),
   ];
 }
 
-function tierOf(model, name, slots, whole, notes) {
+function meterOf(model, name, slots, whole, notes) {
   const used = Object.entries(slots).filter(([state, value]) => value && SLOTS[state] !== "rest");
-  const parts = used.map(([state, value]) => ({ name: state, value, kind: `${name} ${SLOTS[state] ?? ""}` }));
+  const parts = used.map(([state, value]) => ({ name: state, value, kind: `${colourOf(name)} ${SLOTS[state] ?? ""}` }));
   const counts = [["stored", model.stored[name]], ["evicted", model.evicted[name]], ...notes];
   const facts = [...used, ...counts].filter(([, value]) => value).map(([what, value]) => `${what} ${count(value)}`);
   const wrong = model.corrupted[name] ?? 0;
@@ -155,7 +160,7 @@ function tierOf(model, name, slots, whole, notes) {
   return h(
     "div",
     { class: "meter" },
-    h("p", {}, h("b", {}, swatch(name), nameOf(name)), h("span", {}, full)),
+    h("p", {}, h("b", {}, swatch(colourOf(name)), nameOf(name)), h("span", {}, full)),
     whole > 0 && bar(parts, whole),
     h(
       "p",
@@ -168,10 +173,10 @@ function tierOf(model, name, slots, whole, notes) {
 
 function lookupsOf(model, history) {
   if (!sum(model.lookups)) return none("Nobody has asked yet.");
-  const always = ["l2", "miss", ...Object.keys(model.tiers)];
-  const rows = TIERS.filter((tier) => model.lookups[tier] || always.includes(tier)).map((tier) => {
+  const shown = tiers().filter((tier) => model.lookups[tier.name] || isOn(tier, model)).map(({ name }) => name);
+  const rows = [...shown, MISS].map((tier) => {
     const now = history.rate(of(model.model, ({ lookups: each }) => each[tier]));
-    return { name: nameOf(tier), kind: tier, value: model.lookups[tier] ?? 0, now };
+    return { name: nameOf(tier), kind: colourOf(tier), value: model.lookups[tier] ?? 0, now };
   });
   return shares("blocks", rows);
 }
@@ -188,8 +193,8 @@ function movedOf(model, history) {
     [["way"], ["", "wide"], ["bytes", "number"], ["now", "number"]],
     ways.map(([tier, direction, value]) => {
       const counter = of(model.model, (each) => each.moved[tier]?.[direction]);
-      const picture = line(history.rates(counter), history.span, shown, tier);
-      return [[swatch(tier), `${nameOf(tier)} ${direction}`], picture, bytes(value), shown(history.rate(counter))];
+      const picture = line(history.rates(counter), history.span, shown, colourOf(tier));
+      return [[swatch(colourOf(tier)), `${nameOf(tier)} ${direction}`], picture, bytes(value), shown(history.rate(counter))];
     }),
   );
 }
@@ -210,13 +215,16 @@ function droppedOf(model, history) {
 }
 
 function breakersOf(model) {
-  const tiers = Object.entries(model.tiers);
-  if (!tiers.length) return none("No tier below host memory is configured: see [file] and [redis].");
-  const directions = [...new Set(tiers.flatMap(([, { breakers }]) => Object.keys(breakers)))];
+  const below = Object.entries(model.tiers);
+  if (!below.length) {
+    const sections = tiers().filter(({ lower }) => lower).map(({ name }) => `[${name}]`).join(" and ");
+    return none(`No tier below host memory is configured: see ${sections}.`);
+  }
+  const directions = [...new Set(below.flatMap(([, { breakers }]) => Object.keys(breakers)))];
   return table(
     [["tier"], ...directions.map((direction) => [direction])],
-    tiers.map(([name, { breakers }]) => {
-      return [[swatch(name), nameOf(name)], ...directions.map((direction) => breaker(breakers[direction]))];
+    below.map(([name, { breakers }]) => {
+      return [[swatch(colourOf(name)), nameOf(name)], ...directions.map((direction) => breaker(breakers[direction]))];
     }),
   );
 }

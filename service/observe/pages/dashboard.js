@@ -6,8 +6,8 @@ import * as router from "./router.js";
 
 const KEPT = 300; // seconds of history
 const SHORTEST = 30; // seconds a line shows at least
-const BROKEN = 3000; // milliseconds without a word since a connection that broke
-const SILENT = 8000; // the same of one that stands: a server that is stuck says so after five seconds
+const BROKEN = 3000; // milliseconds without a message after the connection broke
+const SILENT = 8000; // the same while the connection stands: a server that hangs says so after five seconds
 const AGAIN = 5000; // milliseconds until a stream that was refused is asked for again
 const GAP = 5; // seconds between two statuses that are no neighbours
 
@@ -17,7 +17,7 @@ class History {
 
   add(at, status) {
     const last = this.samples.at(-1);
-    if (last && at === last.at) return; // a stream begins with what the one before has told
+    if (last && at === last.at) return; // a stream begins with what the one before said last
     // A new process counts anew.
     if (last && (status.uptime_s < last.status.uptime_s || at < last.at)) this.samples = [];
     this.samples.push({ at, status });
@@ -66,7 +66,7 @@ const history = new History();
 const ids = ["about", "state", "trouble", "panels", "since"];
 const place = Object.fromEntries(ids.map((id) => [id, document.getElementById(id)]));
 let source = null;
-let heard = 0; // when the last status came, by performance.now()
+let lastMessage = 0; // when the stream said something last, by performance.now()
 let broken = false; // whether the connection is
 let lost = null; // since when nothing came, as a Date
 let timer = 0;
@@ -91,12 +91,12 @@ function connect() {
 }
 
 function begin() {
-  heard = performance.now();
+  lastMessage = performance.now();
   connect();
 }
 
 function alive() {
-  heard = performance.now();
+  lastMessage = performance.now();
   broken = false;
   lost = null;
   document.body.classList.remove("stale");
@@ -119,8 +119,8 @@ function say(text, kind, trouble) {
   place.trouble.hidden = !trouble;
 }
 
-function listen() {
-  if (document.hidden || performance.now() - heard < (broken ? BROKEN : SILENT)) return;
+function watchSilence() {
+  if (document.hidden || performance.now() - lastMessage < (broken ? BROKEN : SILENT)) return;
   lost ??= new Date();
   const refused = source.readyState === EventSource.CLOSED;
   const why = refused ? "The stream is refused: too many pages may be watching." : "Is it running?";
@@ -136,5 +136,5 @@ document.addEventListener("visibilitychange", () => {
   source?.close();
   if (!document.hidden) begin();
 });
-setInterval(listen, 500);
+setInterval(watchSilence, 500);
 if (!document.hidden) begin();

@@ -3,24 +3,8 @@
 import {
   about, bar, breakdown, card, count, duration, h, line, none, percent, rateTile, shares, sum, swatch, table, tile,
 } from "./draw.js";
+import { captionOf, readTiers } from "./tiers.js";
 
-const MEDIA = {
-  __proto__: null,
-  GPU: ["L1 device", "l1"],
-  CPU: ["host memory", "l2"],
-  STORAGE: ["file", "file"],
-  EXTERNAL: ["Redis", "redis"],
-};
-// Where a prompt's KV was, as usage has it; the last two are what is left of what it says in all.
-const FOUND = {
-  __proto__: null,
-  L1: ["L1 device", "l1"],
-  L2: ["host memory", "l2"],
-  file: ["file", "file"],
-  redis: ["Redis", "redis"],
-  somewhere: ["a replica's cache", "l2"],
-  nowhere: ["nowhere: computed", "miss"],
-};
 const STATES = {
   __proto__: null,
   up: ["● up", "good"],
@@ -69,6 +53,7 @@ export function stateOf({ replicas }) {
 
 /** Everything below the header. */
 export function panelsOf(status, history) {
+  readTiers(status);
   return [
     tiles(status, history),
     card("Replicas", replicasOf(status)),
@@ -86,7 +71,7 @@ export function panelsOf(status, history) {
 }
 
 function tiles(status, history) {
-  const counters = [["requests", "Requests", "l2"], ["retries", "Retries", "miss"], ["errors", "Errors", "miss"]];
+  const counters = [["requests", "Requests", "main"], ["retries", "Retries", "miss"], ["errors", "Errors", "miss"]];
   const [requests, ...problems] = counters.map(([name, title, kind]) => {
     const total = (each) => sum(each[name]);
     return rateTile(title, total, `${count(total(status))} in all`, history, kind);
@@ -102,21 +87,24 @@ function foundTile({ tokens }, history) {
   });
   const { told_prompt: prompts, told_cached: cached } = tokens;
   const note = prompts ? `of ${about(prompts)} tokens, as replicas said` : "no replica has said yet";
-  const picture = line(shares, history.span, percent, "l2", 1);
+  const picture = line(shares, history.span, percent, "main", 1);
   return tile("Prompt found in a cache", prompts ? percent(cached / prompts) : "–", note, picture);
 }
 
-/** Tokens by where they were found: all that replicas' usage says. */
+/** [{shown, kind, tokens}] by where they were found: each tier that usage names, and what is left of the sums in it. */
 function foundBy({ told_prompt: all, told_cached: cached, told_tiers: tiers }) {
-  return { ...tiers, somewhere: cached - sum(tiers), nowhere: all - cached };
+  return [
+    ...Object.entries(tiers).map(([label, tokens]) => ({ ...captionOf(label, "label"), tokens })),
+    { shown: "a replica's cache", kind: "main", tokens: cached - sum(tiers) },
+    { shown: "nowhere: computed", kind: "miss", tokens: all - cached },
+  ];
 }
 
 function foundOf(status, history) {
   if (!status.tokens.told_prompt) return none("No replica has said yet.");
-  const found = Object.entries(foundBy(status.tokens)).filter(([where, value]) => where in FOUND && value > 0);
-  const rows = found.map(([where, value]) => {
-    const [name, kind] = FOUND[where];
-    return { name, kind, value, now: history.rate(({ tokens }) => foundBy(tokens)[where] ?? 0) };
+  const rows = foundBy(status.tokens).filter(({ tokens }) => tokens > 0).map(({ shown, kind, tokens: value }) => {
+    const before = (each) => foundBy(each.tokens).find((row) => row.shown === shown)?.tokens ?? 0;
+    return { name: shown, kind, value, now: history.rate(before) };
   });
   return shares("tokens", rows);
 }
@@ -172,7 +160,7 @@ function feedsOf({ events, node_events: node }) {
 
 function media(blocks) {
   return Object.entries(blocks).filter(([, value]) => value).map(([medium, value]) => {
-    const [name, kind] = MEDIA[medium] ?? [medium, "miss"];
+    const { shown: name, kind } = captionOf(medium, "medium");
     return { name, value, kind };
   });
 }
@@ -211,8 +199,8 @@ function scoreOf({ chosen, prompt_blocks: prompt }, score) {
   if (!score) return "–";
   const { name, cached, load, work } = score;
   const words = work === null ? "can take none" : `${count(cached)} held, ${about(load)} to do, ${about(work)} in all`;
-  const told = name === chosen ? h("b", {}, `✓ ${words}`) : words;
-  return [bar([{ name: "held", value: cached, kind: "l2" }], prompt), h("small", {}, told)];
+  const text = name === chosen ? h("b", {}, `✓ ${words}`) : words;
+  return [bar([{ name: "held", value: cached, kind: "main" }], prompt), h("small", {}, text)];
 }
 
 function counted(name, history, status) {

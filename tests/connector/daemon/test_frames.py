@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.connector.frames import MAX_FRAME, MAX_HELLO, MAX_ITEMS, FrameReader, pack_frame
-from kvtier.connector.greetings import (
+from kvtier.connector.daemon.frames import MAX_FRAME, MAX_HELLO, MAX_ITEMS, FrameReader, pack_frame
+from kvtier.connector.daemon.handshake import (
     VERSION,
     Hello,
     Join,
     Joined,
     Refused,
     Welcome,
-    pack_greeting,
-    pack_reception,
-    unpack_greeting,
-    unpack_reception,
+    pack_handshake,
+    pack_handshake_reply,
+    unpack_handshake,
+    unpack_handshake_reply,
 )
-from kvtier.connector.messages import (
+from kvtier.connector.daemon.messages import (
     Abandon,
     Ask,
     Bye,
@@ -50,8 +50,8 @@ from kvtier.connector.messages import (
     unpack_reply,
     unpack_request,
 )
-from kvtier.tiers.below import Attribution, Wanted
 from kvtier.tiers.errors import FormatError
+from kvtier.tiers.hierarchy.cache_tiers import Attribution, Wanted
 from kvtier.tiers.tier import Outcome
 
 name = st.binary(min_size=32, max_size=32)
@@ -143,15 +143,15 @@ def test_any_value_is_a_grant_or_a_format_error(value: Any) -> None:
         return
 
 
-def test_greetings_come_out_as_they_went_in() -> None:
-    for greeting in (Hello(b"f" * 32, 16, 1 << 20, 1 << 34, reset=True), Join(b"c" * 16)):
-        assert unpack_greeting(body_of(pack_greeting(greeting))) == greeting
-    for reception in (Welcome(b"c" * 16, b"i" * 16, 8, 4096, 3, True, 60.0), Joined(), Refused("no room")):
-        assert unpack_reception(body_of(pack_reception(reception))) == reception
+def test_handshakes_come_out_as_they_went_in() -> None:
+    for asked in (Hello(b"f" * 32, 16, 1 << 20, 1 << 34, reset=True), Join(b"c" * 16)):
+        assert unpack_handshake(body_of(pack_handshake(asked))) == asked
+    for answer in (Welcome(b"c" * 16, b"i" * 16, 8, 4096, 3, True, 60.0), Joined(), Refused("no room")):
+        assert unpack_handshake_reply(body_of(pack_handshake_reply(answer))) == answer
 
 
 def test_another_version_is_named_on_both_sides() -> None:
-    for unpack in (unpack_greeting, unpack_reception):
+    for unpack in (unpack_handshake, unpack_handshake_reply):
         with pytest.raises(FormatError, match=f"version 7, this side speaks {VERSION}: run one kvtier on both sides"):
             unpack(["kvtier", 7, "whatever", {"may": "follow"}])
 
@@ -180,7 +180,7 @@ def test_any_bytes_are_frames_or_a_format_error(stream: bytes) -> None:
 @given(anything)
 def test_any_value_is_a_message_or_a_format_error(value: Any) -> None:
     body = msgpack.unpackb(msgpack.packb(value), strict_map_key=False)
-    for unpack in (unpack_greeting, unpack_reception, unpack_request, unpack_reply):
+    for unpack in (unpack_handshake, unpack_handshake_reply, unpack_request, unpack_reply):
         try:
             unpack(body)
         except FormatError:

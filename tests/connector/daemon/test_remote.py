@@ -33,14 +33,13 @@ from service_rig import (
     where,
 )
 
-from kvtier.connector.frames import MAX_FRAME, FrameReader, pack_frame
-from kvtier.connector.greetings import Hello, Welcome, pack_reception, unpack_greeting
-from kvtier.connector.messages import News, Operation, Reply, pack_reply
-from kvtier.connector.remote import RemoteTiers
-from kvtier.tiers.below import Attribution
+from kvtier.connector.daemon.frames import MAX_FRAME, FrameReader, pack_frame
+from kvtier.connector.daemon.handshake import Hello, Welcome, pack_handshake_reply, unpack_handshake
+from kvtier.connector.daemon.messages import Ask, Cancel, News, Operation, Reply, pack_reply, unpack_request
+from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.host import HostRegion
-from kvtier.tiers.prefetch import PENDING
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, bring
+from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.tier import Outcome
 
 
@@ -74,12 +73,12 @@ class FakeDaemon:
             except OSError:
                 return
             (body,) = FrameReader(MAX_FRAME).feed(connection.recv(4096))
-            self.hellos.append(unpack_greeting(body))
+            self.hellos.append(unpack_handshake(body))
             if self._welcome:
                 assert self.welcomes.wait(PATIENCE)
                 welcome = Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 60.0)
                 assert self.region.fd is not None
-                sockets.send_fds(connection, [pack_reception(welcome)], [self.region.fd])
+                sockets.send_fds(connection, [pack_handshake_reply(welcome)], [self.region.fd])
             if self.connection is not None:
                 self.connection.close()
             self.connection = connection
@@ -137,10 +136,10 @@ def test_a_daemon_that_is_not_there_yet(path: Path, caplog: pytest.LogCaptureFix
     assert tiers.reserve([wanted(chain), wanted(chain)]) == [None, None]
     assert drops(tiers, Outcome.BREAKER_OPEN) == 8
     assert tiers.holds(chain.hashes) == [False] * 4
-    assert tiers.lookup(chain.hashes, 1.0) == Attribution(4, miss=4)
+    assert tiers.locate(chain.hashes, 1.0) == Attribution(4, miss=4)
     assert not tiers.drain(1.0)
     tiers.computed(100, 0.1)
-    tiers.wait_progress(0.01)
+    tiers.wait_news(0.01)
     tiers.check()
     # It is started, and found by whoever asks.
     daemon = DaemonThread(path, host={"size": 1 << 20})
@@ -171,7 +170,7 @@ def test_trying_again_costs_less_and_less(path: Path) -> None:
         real(self, address)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvtier.connector.connection.socket.socket.connect", connect)
+        patch.setattr("kvtier.connector.daemon.connection.socket.socket.connect", connect)
         for _ in range(600):
             clock.advance(0.05)
             tiers.tick()
@@ -228,6 +227,31 @@ def test_what_was_held_on_a_lost_connection_is_kept_until_its_copies_have_ended(
     wait_until(lambda: len(daemon.daemon.call(daemon.daemon.clients)) == 1)
     assert daemon.daemon.counts["replaced"] == 1
     assert load(tiers, chain) == 4
+    tiers.close()
+    daemon.check()
+    daemon.close()
+
+
+def test_a_client_that_falls_silent_holds_nothing(path: Path) -> None:
+    daemon = DaemonThread(path, host={"size": 16 * SLOT_BYTES})
+    tiers, chain = attach(path), chain_of(4)
+
+    def held() -> tuple[int, int]:
+        (client,) = daemon.daemon.call(daemon.daemon.clients)
+        return client.leases, client.reservations
+
+    # what it let go last reaches the daemon, though it says nothing more
+    store(tiers, chain)
+    claim, _ = ask(tiers, chain)
+    lease = tiers.take(claim)
+    wait_until(lambda: held() == (1, 0))
+    lease.release()
+    wait_until(lambda: held() == (0, 0))
+    (reservation,) = tiers.reserve([wanted(chain_of(4, first_token=1000))])
+    assert reservation is not None
+    assert held() == (0, 1)
+    tiers.abandon(reservation, Outcome.COPY_FAILED)
+    wait_until(lambda: held() == (0, 0))
     tiers.close()
     daemon.check()
     daemon.close()
@@ -302,6 +326,24 @@ def test_a_claim_without_an_answer_is_a_miss_in_the_end(path: Path, fake: Callab
     tiers.count(claim.found, claim.missing)
     assert misses(tiers, Outcome.TIMEOUT) == 4  # and for no other reason
     assert misses(tiers, Outcome.ABSENT) == misses(tiers, Outcome.BREAKER_OPEN) == 0
+    tiers.close(0.1)
+
+
+def test_a_question_that_nobody_waits_for_any_longer_is_taken_back(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+    """Otherwise the daemon would keep its promise, and the room of it, until the lease deadline."""
+    daemon, chain = fake(), chain_of(4)
+    tiers = attach(path)
+    # The daemon says nothing before the caller's deadline: nothing comes of the claim.
+    lease = bring(tiers, chain.hashes, chain.root, time.monotonic() + 0.05)
+    assert lease is not None
+    assert not len(lease)
+    # The next message says so.
+    tiers.tick()
+    wait_until(lambda: daemon.connection is not None)
+    assert daemon.connection is not None
+    bodies = FrameReader(MAX_FRAME).feed(daemon.connection.recv(1 << 16))
+    told = [operation for body in bodies for operation in unpack_request(body)[1]]
+    assert [type(operation) for operation in told] == [Ask, Cancel]
     tiers.close(0.1)
 
 
@@ -431,7 +473,10 @@ def test_slots_that_were_never_granted(path: Path, fake: Callable[..., FakeDaemo
     [
         (pack_frame(["kvtier", 9, "Refused", "whatever"]), "protocol version 9, this side speaks 1: run one kvtier"),
         (pack_frame(["kvtier", 1, "Refused", "no room, lower it"]), "no room, lower it"),
-        (pack_reception(Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 1.0)), "a welcome without its region"),
+        (
+            pack_handshake_reply(Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 1.0)),
+            "a welcome without its region",
+        ),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "frame of 1347703880 bytes"),
     ],
 )
@@ -464,6 +509,25 @@ def test_another_users_socket_is_refused(path: Path) -> None:
     stranger.kill()
     stranger.wait(60)
     stranger.stdout.close()
+
+
+def test_blocks_sealed_a_moment_ago_are_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question comes with the seal, in one message: the daemon has hashed nothing yet, and misses nothing."""
+    monkeypatch.setattr("kvtier.tiers.hierarchy.hierarchy._SEALING", PATIENCE)
+    daemon = DaemonThread(path, host={"size": 1 << 20})
+    tiers = attach(path, size=1 << 20)
+    for number in range(10):
+        chain = chain_of(4, first_token=1000 * number)
+        (reservation,) = tiers.reserve([wanted(chain)])
+        assert reservation is not None
+        fill(tiers, reservation)
+        tiers.seal(reservation, records(reservation, chain), tiers.epoch)
+        claim, promised = ask(tiers, chain)
+        assert promised == 4
+        tiers.cancel(claim)
+    tiers.close()
+    daemon.check()
+    daemon.close()
 
 
 # threads

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvtier.connector.checkpoint import config_digest_of, revision_of
-from kvtier.connector.hf_model import identity_of, kv_shape
+from kvtier.connector.models.checkpoint import config_digest_of, revision_of
+from kvtier.connector.models.hf_model import identity_of, kv_shape
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.identity import ModelIdentity
+from kvtier.tiers.naming.identity import ModelIdentity
 
 
 def saved(path: Path, *, tied: bool = False, seed: int = 1) -> Path:
@@ -91,8 +91,8 @@ def test_a_snapshot_goes_by_its_commit(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no weights there"):
         revision_of(tmp_path)
-    with pytest.raises(ConfigError, match=r"no config.json that can be read"):
+    with pytest.raises(ConfigError, match=r"config.json cannot be read"):
         config_digest_of(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps([1]))
-    with pytest.raises(ConfigError, match="holds no configuration"):
+    with pytest.raises(ConfigError, match="holds no object"):
         config_digest_of(tmp_path)

@@ -12,13 +12,13 @@ from doubles import SLOT_BYTES, chain_of, hierarchy_of, payload_of
 from fault_rig import FaultyIO, drops, forget_l2, misses, over_slab, settle
 from numpy.typing import NDArray
 
-from kvtier.connector import page_store
-from kvtier.connector.page_store import PageStore
-from kvtier.tiers.config import CacheConfig
-from kvtier.tiers.engine_blocks import BlockPart, EngineBlocks
-from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
-from kvtier.tiers.local_tiers import LocalTiers
-from kvtier.tiers.port import PortSettings
+from kvtier.connector.sglang import page_store
+from kvtier.connector.sglang.page_store import PageStore
+from kvtier.tiers.config.sections import CacheConfig
+from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.lower_tier import PortSettings
+from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.tier import ChainHash, Outcome
 
 NUM_PAGES = 64
@@ -33,7 +33,7 @@ class Engine:
         self.hierarchy = hierarchy
         blocks = EngineBlocks([BlockPart(self.memory, 0, 0)], SLOT_BYTES)
         cache = CacheConfig(prefetch_deadline=load_deadline, write_policy=hierarchy.settings.write_policy)
-        self.store = PageStore(LocalTiers(hierarchy), blocks, ROOT, cache)
+        self.store = PageStore(hierarchy, blocks, ROOT, cache)
 
     def compute(self, names: Sequence[ChainHash]) -> NDArray[np.int64]:
         """Pages with the bytes that belong to the names, in any order."""

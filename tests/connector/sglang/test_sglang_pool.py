@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.connector.sglang_pool import pool_blocks, pool_shape
-from kvtier.tiers.block_copier import BlockCopies
-from kvtier.tiers.engine_blocks import PartCopier
+from kvtier.connector.sglang.pool import pool_blocks, pool_shape
+from kvtier.tiers.copies.block_copier import BlockCopies
+from kvtier.tiers.copies.engine_blocks import PartCopier
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.host import HostRegion
+from kvtier.tiers.host.host import HostRegion
 
 PAGES, LAYERS, TOKENS, HEADS, DIM, GROUPS = 5, 3, 4, 6, 8, 2
 SIZE: Final = PAGES * TOKENS

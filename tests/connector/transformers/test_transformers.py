@@ -3,12 +3,14 @@
 import copy
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from service_rig import PATIENCE, DaemonThread
 from tiny_models import VOCAB, config_of, prompt
 from transformers import (
     AutoModelForCausalLM,
@@ -22,13 +24,13 @@ from transformers import (
     T5Config,
 )
 
-from kvtier.connector import transformers as transformers_connector
 from kvtier.connector.local import LocalConnector
-from kvtier.connector.transformers import KVTier
+from kvtier.connector.transformers import adapter as transformers_connector
+from kvtier.connector.transformers.adapter import KVTier
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.sequence import SamplingParams
-from kvtier.tiers.config import Config
+from kvtier.tiers.config.config import Config
 
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -106,7 +108,10 @@ def test_a_prompt_is_found_again_by_the_next_call_turn_and_process(open_tier: Op
     again = open_tier(model)
     assert torch.equal(again.generate(tokens, **GREEDY), expected)
     assert again.num_cached_tokens == 80
-    assert again.stats()['kvtier_lookup_blocks_total{tier="file"}'] == 5
+    stats = again.stats()
+    assert stats['kvtier_lookup_blocks_total{tier="file"}'] == 5
+    block_bytes = again._shape.block_bytes
+    assert stats['kvtier_bytes_total{tier="l2",direction="load"}'] == 5 * block_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -205,7 +210,7 @@ def test_calls_that_blocks_cannot_hold_go_on_as_ever_and_are_named_once(
     for _ in range(2):
         assert torch.equal(answer(kv.generate), expected)
         assert kv.num_cached_tokens == 0
-    # One line in all, naming what and the mend; every block is counted.
+    # One line in all, naming what and the fix; every block is counted.
     [warning] = [record.message for record in caplog.records if record.name == "kvtier.connector.transformers"]
     assert said in warning
     assert "\n" not in warning
@@ -244,7 +249,7 @@ def test_load_and_store_do_not_ask_how_text_is_generated(open_tier: Open) -> Non
     assert kv.load(tokens)[1] == 64
 
 
-def test_a_model_in_training_is_named_with_the_mend(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_in_training_is_named_with_the_fix(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
     model = model_of("llama").train()
     kv = open_tier(model)
     assert kv.load(ids(prompt(1, 70)))[1] == 0
@@ -286,7 +291,7 @@ def test_what_an_encoder_reads_names_no_blocks(open_tier: Open, caplog: pytest.L
     torch.manual_seed(0)
     model = auto.from_config(T5Config(**sizes)).eval()
     kv = open_tier(model)
-    assert "hang on the encoder's text" in caplog.text
+    assert "K and V also depend on the encoder's text" in caplog.text
     tokens = ids(prompt(1, 20))
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     expected = model.generate(tokens, **options)
@@ -302,7 +307,7 @@ def test_what_an_encoder_reads_names_no_blocks(open_tier: Open, caplog: pytest.L
     ],
 )
 def test_without_transformers_or_with_an_old_one_the_import_says_what_to_install(before: str, said: str) -> None:
-    program = f"import sys; {before}; import kvtier.connector.transformers"
+    program = f"import sys; {before}; from kvtier.connector.transformers import KVTier"
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
     assert said in child.stderr.splitlines()[-1]
 
@@ -351,3 +356,34 @@ def test_transformers_and_our_engine_find_each_others_blocks(tmp_path: Path, dis
     with KVTier(model, config) as kv:
         assert kv.generate(ids(second), **GREEDY)[0, 90:].tolist() == other.token_ids
         assert kv.num_cached_tokens == 80
+
+
+def test_a_slow_disk_behind_the_daemon_does_not_cost_what_host_memory_has(
+    tmp_path: Path, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides count the same deadline, and the daemon's answer comes after it: it is waited for a moment longer."""
+    monkeypatch.setattr(transformers_connector, "_GRACE", PATIENCE)
+    cache = {"load_or_recompute": "load", "prefetch_deadline": "0.2s"}
+    file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
+    daemon = DaemonThread(tmp_path / "s", host={"size": "8MiB"}, file=file, cache=cache)
+    tokens = ids(prompt(1, 90))
+    config = Config.load(host={"size": "8MiB"}, cache=cache, service={"socket": str(tmp_path / "s")})
+    with KVTier(model_of("llama"), config) as kv:
+        kv._scheduler.tiers._claims._patience = PATIENCE  # type: ignore[attr-defined]
+        # Five blocks are in host memory and in the slab; the last two leave host memory, and the disk hangs.
+        kv.generate(tokens, **GREEDY)
+        assert kv.drain(PATIENCE)
+        (namespace,) = daemon.daemon.call(daemon.daemon.namespaces)
+        [row] = kv._admit(tokens)
+        namespace.hierarchy.host.pool.evict(row.chain.hashes[3:])
+        kv._finish([row])
+        (port,) = namespace.hierarchy.ports
+        goes_on = threading.Event()
+        assert port.tier is not None
+        read = port.tier.read
+        monkeypatch.setattr(port.tier, "read", lambda *args: (goes_on.wait(PATIENCE), read(*args))[1])
+        # The first three are loaded all the same.
+        assert kv.load(tokens)[1] == 48
+        goes_on.set()
+    daemon.check()
+    daemon.close()

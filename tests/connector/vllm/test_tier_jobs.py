@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, wait_until
 
-from kvtier.connector.tier_jobs import BATCH_BYTES, EndedJob, TierJobs
+from kvtier.connector.vllm.tier_jobs import EndedJob, TierJobs
+from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
+from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.port import PortSettings, TierPort
-from kvtier.tiers.rates import Rates
-from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+from kvtier.tiers.tier import BATCH_BYTES, BlockRecord, ChainHash, Outcome
 
 NAMES = chain_of(6).hashes
 DEADLINE = 2.0
@@ -236,7 +236,7 @@ def test_a_large_job_travels_in_calls_of_bounded_size_and_ends_as_one() -> None:
 
 
 def test_without_the_scattered_copy_the_same_bytes_arrive(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.tiers.memory.can_copy_scattered", lambda: False)
+    monkeypatch.setattr("kvtier.tiers.host.memory.can_copy_scattered", lambda: False)
     story.tier.fill(chain_of(6))
     story.load(1, *range(6))
     assert story.ended().outcomes == [Outcome.OK] * 6

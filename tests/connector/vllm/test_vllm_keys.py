@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.connector.vllm_keys import OwnChain, VllmChain
-from kvtier.tiers.chain import chain_hashes, pack_tokens, root_hash
-from kvtier.tiers.key_schemes import VllmKeys
+from kvtier.connector.vllm.keys import OwnChain, VllmChain
+from kvtier.tiers.naming.chain import chain_hashes, pack_tokens, root_hash
+from kvtier.tiers.naming.key_schemes import VllmKeys
 
 ROOT = b"r" * 32
 

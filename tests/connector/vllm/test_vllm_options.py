@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.connector.vllm_options import VllmOptions
+from kvtier.connector.vllm.options import VllmOptions, warn_of_policy
 from kvtier.tiers.errors import ConfigError
 
 
@@ -64,11 +64,14 @@ def test_a_value_that_cannot_be_used_is_one_line(extra: dict[str, object], messa
 
 def test_what_is_legal_and_hardly_meant_is_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    VllmOptions.of({"cache": {"block_size": 16}}).warn(32, "recompute")
+    VllmOptions.of({"cache": {"block_size": 16}}).warn(32)
     assert "[cache] block_size 16: vLLM's blocks have 32 tokens" in caplog.text
     assert "--block-size 16" in caplog.text
     caplog.clear()
-    VllmOptions.of({"cache": {"block_size": 32}}).warn(32, "fail")
+    VllmOptions.of({"cache": {"block_size": 32}}).warn(32)
+    warn_of_policy("recompute")
+    assert not caplog.records
+    warn_of_policy("fail")
     [record] = caplog.records
     assert 'kv_load_failure_policy "fail"' in record.getMessage()
 
@@ -76,4 +79,4 @@ def test_what_is_legal_and_hardly_meant_is_said(caplog: pytest.LogCaptureFixture
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
 def test_without_vllm_the_import_says_what_to_install() -> None:
     with pytest.raises(ImportError, match=r"needs vLLM 0\.32 or 0\.33 beside it .*pip install vllm"):
-        importlib.import_module("kvtier.connector.vllm")
+        _ = importlib.import_module("kvtier.connector.vllm").KVTierConnector

@@ -1,16 +1,19 @@
 """`kvtier demo` itself, with a tiny checkpoint: two processes, one SIGKILL, every tier; and its words for bad input."""
 
+import io
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_rig import kvtier, kvtier_process
 from tiny_models import config_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
+
+from kvtier.engine.demo import worker
 
 pytestmark = pytest.mark.timeout(400)  # every run is two processes that import everything anew
 
@@ -36,14 +39,9 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return make
 
 
-def demo(cwd: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [str(Path(sys.executable).with_name("kvtier")), "demo", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
-
-
 def test_every_tier_is_hit_and_every_answer_is_the_same(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = checkpoint()
-    result = demo(tmp_path, "--model", str(model), "--json")
+    result = kvtier_process("demo", "--model", model, "--json", cwd=str(tmp_path))
     assert result.returncode == 0, result.stderr
     told = json.loads(result.stdout)
     assert told["identical"]
@@ -65,7 +63,6 @@ def test_every_tier_is_hit_and_every_answer_is_the_same(checkpoint: Checkpoint, 
         (lambda model: (model / "config.json").write_text("{"), "config.json"),
         (lambda model: (model / "tokenizer.json").unlink(), "no tokenizer.json there; save the tokenizer"),
         (lambda model: (model / "tokenizer.json").write_text("[]"), "tokenizer.json is not one"),
-        (lambda model: (model / "model.safetensors").write_bytes(b"\xff" * 64), "model"),
     ],
 )
 def test_a_broken_checkpoint_is_one_line_and_status_2(
@@ -73,7 +70,7 @@ def test_a_broken_checkpoint_is_one_line_and_status_2(
 ) -> None:
     model = checkpoint()
     spoil(model)
-    result = demo(tmp_path, "--model", str(model))
+    result = kvtier("demo", "--model", model)
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("kvtier: ")
     assert complaint in last
@@ -82,6 +79,19 @@ def test_a_broken_checkpoint_is_one_line_and_status_2(
 
 
 def test_a_context_too_short_for_a_document_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    result = demo(tmp_path, "--model", str(checkpoint(context=300)))
+    result = kvtier("demo", "--model", checkpoint(context=300))
     assert "a context of 300 tokens; the demo needs 456 or more" in result.stderr
     assert result.returncode == 2
+
+
+def test_the_engines_process_says_that_weights_are_none(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How such an answer becomes a line and a status, the story of a broken config.json tells."""
+    model = checkpoint()
+    (model / "model.safetensors").write_bytes(b"\xff" * 64)
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"verb": "open"}\n'))
+    worker.main(tmp_path / "home", model)
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["is_usage"]
+    assert str(model) in told["error"]

@@ -1,17 +1,16 @@
 """`kvtier model` and `kvtier generate`: a model to try things with, and where a prompt's KV came from."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_rig import kvtier, kvtier_process
 from tiny_models import SIZES
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from kvtier.engine import generate
-from kvtier.engine.demo import train_tokenizer
+from kvtier.engine.demo import generation
+from kvtier.engine.demo.story import train_tokenizer
 
 pytestmark = pytest.mark.timeout(300)  # every command is a process that imports everything anew
 
@@ -26,11 +25,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def kvtier(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvtier.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-
-
 def test_a_second_process_finds_what_the_first_computed(model: Path, tmp_path: Path) -> None:
     config, prompt = tmp_path / "kvtier.toml", tmp_path / "prompt.txt"
     config.write_text(
@@ -39,7 +33,7 @@ def test_a_second_process_finds_what_the_first_computed(model: Path, tmp_path: P
     )
     prompt.write_text("Blocks of a prompt are named by the chain hash of their tokens. " * 20)
     arguments = ("generate", "--model", model, "--config", config, "--prompt-file", prompt, "--max-tokens", 6)
-    first, second = (json.loads(kvtier(*arguments, "--json").stdout) for _ in range(2))
+    first, second = (json.loads(each(*arguments, "--json").stdout) for each in (kvtier_process, kvtier))
     assert first["cached_tokens"] == {"L1": 0, "L2": 0, "file": 0, "redis": 0}
     assert second["cached_tokens"]["file"] == first["prompt_tokens"] // 16 * 16
     assert second["text"] == first["text"]
@@ -51,7 +45,7 @@ def test_a_second_process_finds_what_the_first_computed(model: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--prompt", ""], "kvtier: --prompt: no tokens in it; write some text"),
+        (["--prompt", ""], "kvtier: --prompt: it has no tokens; write some text"),
         ([], "kvtier: --prompt, --prompt-file: give one of them"),
         (["--prompt-file", "nowhere.txt"], 'kvtier: --prompt-file "nowhere.txt": '),
     ],
@@ -67,7 +61,7 @@ def test_a_model_is_not_saved_over_another(model: Path) -> None:
     done = kvtier("model", model)
     assert (done.returncode, done.stderr) == (
         2,
-        f'kvtier: "{model}": there is a model already; name another directory\n',
+        f'kvtier: "{model}": a model exists there already; name another directory\n',
     )
     before = sorted(model.iterdir())
     assert kvtier("model", model, "--if-missing").returncode == 0
@@ -78,13 +72,13 @@ def test_a_model_is_there_when_its_configuration_is(tmp_path: Path, monkeypatch:
     def break_off(special: object) -> Tokenizer:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "demo_model", lambda: LlamaConfig(**SIZES))
-    monkeypatch.setattr(generate, "train_tokenizer", break_off)
+    monkeypatch.setattr(generation, "demo_model", lambda: LlamaConfig(**SIZES))
+    monkeypatch.setattr(generation, "train_tokenizer", break_off)
     with pytest.raises(KeyboardInterrupt):
-        generate.save_model(tmp_path)
+        generation.save_model(tmp_path)
     assert list(tmp_path.iterdir()) == []  # nobody takes it for one
-    monkeypatch.setattr(generate, "train_tokenizer", lambda special: Tokenizer(models.BPE()))
-    generate.save_model(tmp_path)
+    monkeypatch.setattr(generation, "train_tokenizer", lambda special: Tokenizer(models.BPE()))
+    generation.save_model(tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
     assert not [name for name in names if name.startswith("unfinished")]

@@ -9,15 +9,17 @@ from typing import Any
 
 import httpx2
 import pytest
+from _trace import read_trace
+from command_rig import kvtier
 from doubles import SLOT_BYTES, chain_of, payload_of, wait_until
-from http_rig import MODEL, kvtier
+from http_rig import MODEL
 from service_rig import FINGERPRINT, DaemonProcess, ask, attach, load, store, where
 
-from kvtier.connector.remote import RemoteTiers
-from kvtier.service.lookup_trace import read_trace
-from kvtier.service.summary import hit_share
-from kvtier.service.top import row_of
-from kvtier.tiers.chain import TokenChain, root_hash
+from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.service.observe import DaemonStatus, statuses
+from kvtier.service.observe.summary import hit_share
+from kvtier.service.observe.top import row_of
+from kvtier.tiers.naming.chain import TokenChain, root_hash
 
 pytestmark = pytest.mark.timeout(300)  # every command is a process that imports everything anew
 
@@ -91,7 +93,7 @@ def test_a_reset_forgets_one_model_or_all_and_clients_hear_of_it(
     assert re.fullmatch(r"none is named: 2 models are open; name one of \w{16}, \w{16}", ambiguous.json()["error"])
     assert post(daemon, "reset", model=MODEL).json() == {"reset": [MODEL]}
     assert where(one, chain).miss == 4
-    assert where(other, chain).l2 == 4
+    assert where(other, chain)["l2"] == 4
 
     def heard() -> bool:
         one.tick()
@@ -197,7 +199,7 @@ def test_a_model_goes_to_a_file_and_comes_back_while_it_is_served(
         store(tiers, chain)
     file = home / "all.kva"
     shown = says(daemon, "export", str(file))
-    assert re.fullmatch(rf"exported 24 of 24 blocks of {MODEL}, \d+ kB\n", shown)
+    assert re.fullmatch(rf"exported 24 of 24 blocks of {MODEL}, \d+ KiB\n", shown)
     refused = kvtier("export", str(file), "--http", daemon.http)
     assert (refused.returncode, refused.stderr) == (
         2,
@@ -208,6 +210,43 @@ def test_a_model_goes_to_a_file_and_comes_back_while_it_is_served(
     assert [where(tiers, chain).miss for chain in chains] == [6] * 4
     assert json.loads(says(daemon, "import", str(file), "--json"))["blocks"] == 24
     assert [load(tiers, chain) for chain in chains] == [6] * 4  # every byte is right
+
+
+def test_with_a_key_file_neither_slab_nor_archive_tells_a_prompt(home: Path, disk_dir: Path) -> None:
+    key = home / "key"
+    options = {"host__size": "1MiB", "file__path": str(disk_dir), "file__size": "4MiB", "file__key_file": str(key)}
+    # A file that holds no key stops the daemon, not its first engine.
+    key.write_text("secret")
+    key.chmod(0o600)
+    ended = kvtier("serve", "--socket", str(home / "s"), **options)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f'kvtier: [file] key_file "{key}": holds no key of 32 bytes')
+    assert ended.stderr.count("\n") == 1
+    # With a key an engine's prompt goes through slab and archive, and comes back from both.
+    key.write_text(bytes(range(32)).hex())
+    daemon = DaemonProcess(home / "s", **options)
+    tiers, chain = attach(home / "s"), prompt(6, 70_000)
+    store(tiers, chain)
+    assert tiers.drain(60)
+    file = home / "all.kva"
+    says(daemon, "export", str(file))
+    (slab,) = disk_dir.glob("*.slab")
+    tiers.close()
+    assert daemon.end(signal.SIGTERM) == 0
+    for path in (file, slab):
+        content = path.read_bytes()
+        assert not any(chain.block_tokens(i) in content for i in range(6))
+        assert not any(payload_of(name)[:16] in content or name[:16] in content for name in chain.hashes)
+    daemon = DaemonProcess(home / "s", **options)
+    tiers = attach(home / "s")
+    assert where(tiers, chain)["file"] == 6
+    assert load(tiers, chain) == 6
+    says(daemon, "purge", "--all")
+    says(daemon, "import", str(file))
+    assert load(tiers, chain) == 6
+    tiers.check()
+    tiers.close()
+    assert daemon.end(signal.SIGTERM) == 0
 
 
 def test_a_prompt_goes_to_a_file_alone(home: Path, daemon: DaemonProcess, tiers: RemoteTiers) -> None:
@@ -250,7 +289,7 @@ def test_a_damaged_file_is_one_line_and_nobody_finds_a_bad_block(
     assert load(tiers, chain) == 5
     missing = kvtier("import", str(home / "none"), "--http", daemon.http)
     assert missing.returncode == 2
-    assert missing.stderr == f"kvtier: {home / 'none'}: not a file; name one that an export wrote\n"
+    assert missing.stderr == f"kvtier: {home / 'none'}: not a file; name a file that an export wrote\n"
 
 
 def test_an_export_nobody_waits_for_leaves_nothing(home: Path, daemon: DaemonProcess, tiers: RemoteTiers) -> None:
@@ -324,11 +363,13 @@ def test_top_is_a_line_a_look(daemon: DaemonProcess, tiers: RemoteTiers) -> None
 
 
 def test_a_row_is_what_changed() -> None:
-    def look(hits: int, misses: int, read: int) -> dict[str, object]:
-        l2 = {"bytes": 100, "ready_bytes": 25, "leased": 3}
+    def look(hits: int, misses: int, read: int) -> DaemonStatus:
+        l2 = statuses.HostTierStatus.model_construct(bytes=100, ready_bytes=25, leased=3)
         lookups = {"l1": 0, "l2": hits, "file": 0, "redis": 0, "miss": misses}
-        model = {"l2": l2, "lookups": lookups, "stored": {"l2": 10}, "dropped": {}, "moved": {"file": {"read": read}}}
-        return {"models": [model], "clients": [{"connected": True}, {"connected": False}], "status": "ok"}
+        moved = {"file": {"read": read}}
+        model = statuses.ModelStatus.model_construct(l2=l2, lookups=lookups, stored={"l2": 10}, dropped={}, moved=moved)
+        clients = [statuses.ClientStatus.model_construct(connected=here) for here in (True, False)]
+        return DaemonStatus.model_construct(models=[model], clients=clients, status="ok")
 
     row = row_of(look(10, 10, 0), look(40, 20, 4_000_000), 2.0)
     assert (row.clients, row.leased, row.used) == (1, 3, "25%")

@@ -10,11 +10,14 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
+import xxhash
 from doubles import (
     BLOCK_SIZE,
     SLOT_BYTES,
@@ -29,25 +32,40 @@ from fault_rig import FINGERPRINT, fetch, forget_l2, over_slab, settle
 from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
 
-from kvtier.service import archive, archive_copy, loop_file
-from kvtier.service.archive import Progress, export_blocks, import_blocks
-from kvtier.service.archive_format import HEADER_BYTES, TRAILER_BYTES
-from kvtier.tiers import demote
-from kvtier.tiers.chain import TokenChain
+from kvtier.service.archive import archive
+from kvtier.service.archive import copying as archive_copy
+from kvtier.service.archive.archive import ArchiveProgress, export_blocks, import_blocks
+from kvtier.service.archive.format import HEADER_BYTES, TRAILER_BYTES, encode_trailer
+from kvtier.service.web import loop_file
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.cipher import key_id
 from kvtier.tiers.errors import ConfigError, FingerprintMismatch, FormatError, KVTierError
-from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
-from kvtier.tiers.prefetch import Pending
+from kvtier.tiers.hierarchy import demote
+from kvtier.tiers.hierarchy.cache_tiers import Pending
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.tier import ChainHash, Outcome
 
 T = TypeVar("T")
 RECORD_BYTES = 104 + 4 * BLOCK_SIZE + SLOT_BYTES
+key: bytes | None = None  # of the archives of the story that is being told
+
+
+@pytest.fixture(params=[None, bytes(range(32))], ids=["plain", "encrypted"], autouse=True)
+def _key(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every story is told of archives in the clear and of encrypted ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "key", request.param)
+        patch.setattr(sys.modules[__name__], "RECORD_BYTES", RECORD_BYTES + (60 if request.param else 0))
+        yield
 
 
 def run(story: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(story)
 
 
-async def last(copy: AsyncIterator[Progress]) -> Progress:
+async def last(copy: AsyncIterator[ArchiveProgress]) -> ArchiveProgress:
     seen = [progress async for progress in copy]
     assert [p.num_bytes for p in seen] == sorted(p.num_bytes for p in seen)
     return seen[-1]
@@ -55,12 +73,12 @@ async def last(copy: AsyncIterator[Progress]) -> Progress:
 
 def exported(
     hierarchy: Hierarchy, path: Path, hashes: Sequence[ChainHash] | None = None, force: bool = False
-) -> Progress:
-    return run(last(export_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, path, hashes, force=force)))
+) -> ArchiveProgress:
+    return run(last(export_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, path, hashes, force=force, key=key)))
 
 
-def imported(hierarchy: Hierarchy, path: Path) -> Progress:
-    return run(last(import_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, path)))
+def imported(hierarchy: Hierarchy, path: Path) -> ArchiveProgress:
+    return run(last(import_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, path, key)))
 
 
 def num_held(hierarchy: Hierarchy, chain: TokenChain) -> int:
@@ -117,12 +135,12 @@ def test_a_namespace_goes_to_a_file_and_comes_back_elsewhere(tmp_path: Path) -> 
 def read_piecewise(target: Hierarchy, chain: TokenChain, num_blocks: int, linked: bool = False) -> None:
     """A chain's first blocks are as they were stored. Not linked to each other, they may be more than L2 holds."""
     for first in range(0, num_blocks, 4):
-        claim = target.prefetch(
+        claim = target.ask(
             chain.hashes[first : min(first + 4, num_blocks)], chain.parent(first) if linked else chain.root
         )
         while isinstance(target.poll(claim), Pending):
-            target.wait_progress(0.01)
-        with target.claim(claim) as lease:
+            target.wait_news(0.01)
+        with target.take(claim) as lease:
             assert len(lease) == min(4, num_blocks - first)
             for i, slot in enumerate(lease.slots.tolist(), first):
                 record = target.host.records[slot]
@@ -171,7 +189,7 @@ def test_a_chain_whose_head_fills_l2_is_exported_whole(tmp_path: Path) -> None:
     settle(source)
 
 
-@pytest.mark.parametrize("late", [None, (demote.Demoter, "offer"), (demote._WriteJob, "_settle")])
+@pytest.mark.parametrize("late", [None, (demote.Demoter, "offer"), (demote._WriteJob, "end")])
 def test_an_import_takes_free_slots_and_then_its_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: tuple[type, str] | None
 ) -> None:
@@ -179,9 +197,9 @@ def test_an_import_takes_free_slots_and_then_its_share(
     if late is not None:
         step = getattr(*late)
 
-        def held_up(*given: Any) -> Any:
+        def held_up(*given: Any, **named: Any) -> Any:
             time.sleep(0.02)
-            return step(*given)
+            return step(*given, **named)
 
         monkeypatch.setattr(*late, held_up)
     hot, cold = chain_of(20, first_token=9000), chain_of(80)
@@ -202,9 +220,9 @@ def test_stores_and_requests_go_on_during_an_export(tmp_path: Path) -> None:
     chains = [chain_of(16, first_token=1000 * n) for n in range(4)]
     source = slab_of(tmp_path / "slab", chains)
 
-    async def story() -> tuple[Progress, int]:
+    async def story() -> tuple[ArchiveProgress, int]:
         seen, num_stored = [], 0
-        async for progress in export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all"):
+        async for progress in export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key):
             seen.append(progress)
             # Between any two pieces a new chain is stored and an old one is read.
             num_stored += store(source, chain_of(3, first_token=100_000 + 1000 * num_stored))
@@ -227,7 +245,7 @@ def test_the_loop_is_free_while_the_disk_is_slow(tmp_path: Path) -> None:
 
     async def story() -> int:
         tier.gate.clear()
-        task = asyncio.create_task(last(export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all")))
+        task = asyncio.create_task(last(export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key)))
         ticks = 0
         while ticks < 50:  # the tier answers nothing, and others have their turns
             await asyncio.sleep(0.002)
@@ -244,13 +262,15 @@ def test_a_cancelled_export_leaves_neither_file_nor_lease(tmp_path: Path) -> Non
     source = slab_of(tmp_path / "slab", [chain_of(40)])
 
     async def leave_early() -> None:
-        async with contextlib.aclosing(export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all")) as copy:
+        async with contextlib.aclosing(
+            export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key)
+        ) as copy:
             async for progress in copy:
                 if progress.num_blocks > 4:
                     break
 
     async def be_cancelled() -> None:
-        task = asyncio.create_task(last(export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all")))
+        task = asyncio.create_task(last(export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key)))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -259,6 +279,33 @@ def test_a_cancelled_export_leaves_neither_file_nor_lease(tmp_path: Path) -> Non
     for story in (leave_early, be_cancelled):
         run(story())
         assert os.listdir(tmp_path) == ["slab"]
+    settle(source)
+
+
+def test_an_export_cancelled_while_its_file_is_created_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = slab_of(tmp_path / "slab", [chain_of(4)])
+    asked, may_open = Event(), Event()
+
+    def slow_open(path: str, flags: int, mode: int) -> int:
+        asked.set()
+        assert may_open.wait(30)
+        return os.open(path, flags, mode)
+
+    # The disk is slow to create the file, and the client leaves before it is there.
+    monkeypatch.setattr(loop_file, "os", SimpleNamespace(**{**vars(os), "open": slow_open}))
+
+    async def be_cancelled() -> None:
+        task = asyncio.create_task(last(export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key)))
+        assert await asyncio.to_thread(asked.wait, 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        may_open.set()
+
+    run(be_cancelled())  # ends once the thread has ended
+    assert os.listdir(tmp_path) == ["slab"]
     settle(source)
 
 
@@ -283,7 +330,7 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
 
     # The name is taken while the export runs: it is not overwritten either.
     async def taken_meanwhile() -> None:
-        async for _ in export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "late"):
+        async for _ in export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "late", key=key):
             (tmp_path / "late").write_text("somebody's")
 
     with pytest.raises(ConfigError, match="late: exists already"):
@@ -346,9 +393,9 @@ def test_another_models_archive_is_refused_naming_both(archive_of_12: Path) -> N
     target = hierarchy_of(slots=16)
     other = b"another model".ljust(32, b".")
     with pytest.raises(FingerprintMismatch, match=rf"twelve: .*{FINGERPRINT.hex()}.*{other.hex()}"):
-        run(last(import_blocks(target, other, BLOCK_SIZE, archive_of_12)))
-    with pytest.raises(FingerprintMismatch, match=r"of 4 tokens and 4096 bytes, here they are of 8 and 4096"):
-        run(last(import_blocks(target, FINGERPRINT, 8, archive_of_12)))
+        run(last(import_blocks(target, other, BLOCK_SIZE, archive_of_12, key)))
+    with pytest.raises(FingerprintMismatch, match=r"have 4 tokens and 4096 bytes, but here they have 8 and 4096"):
+        run(last(import_blocks(target, FINGERPRINT, 8, archive_of_12, key)))
     assert target.host.pool.counts().ready == 0
     target.close()
 
@@ -356,10 +403,10 @@ def test_another_models_archive_is_refused_naming_both(archive_of_12: Path) -> N
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"", "not an archive"),
-        (b"KVTIER01" + bytes(4096), "not an archive"),
+        (b"", "not a kvtier archive"),
+        (b"KVTIER01" + bytes(4096), "not a kvtier archive"),
         (b"KVTARCHV", "breaks off in its header"),
-        (b"KVTARCHV" + (9).to_bytes(4, "little") + bytes(200), "version 9, this kvtier reads 1"),
+        (b"KVTARCHV" + (9).to_bytes(4, "little") + bytes(200), "version 9, but this kvtier reads 1 and 2"),
         (b"KVTARCHV" + (1).to_bytes(4, "little") + b"\xff" * 200, "header is damaged"),
     ],
 )
@@ -473,7 +520,7 @@ def test_a_reset_ends_an_import(archive_of_12: Path) -> None:
     target = hierarchy_of(slots=32)
 
     async def story() -> None:
-        async for progress in import_blocks(target, FINGERPRINT, BLOCK_SIZE, archive_of_12):
+        async for progress in import_blocks(target, FINGERPRINT, BLOCK_SIZE, archive_of_12, key):
             if progress.num_blocks:
                 await asyncio.to_thread(target.reset)
 
@@ -486,14 +533,16 @@ def test_a_reset_ends_an_import(archive_of_12: Path) -> None:
 IMPORTER = """
 import asyncio, sys
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 sys.path[:0] = sys.argv[3:]
 from fault_rig import FINGERPRINT, over_slab
 from doubles import BLOCK_SIZE
-from kvtier.service.archive import import_blocks
+from kvtier.service.archive.archive import import_blocks
 
 async def main():
     hierarchy = over_slab(Path(sys.argv[1]), slots=16)
-    async for progress in import_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, Path(sys.argv[2])):
+    async for progress in import_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, Path(sys.argv[2]), KEY):
         print(progress.num_blocks, flush=True)
         await asyncio.sleep(0.002)
 
@@ -506,9 +555,11 @@ def test_an_importer_killed_leaves_only_whole_reachable_blocks(tmp_path: Path, a
     source = slab_of(tmp_path / "one", [chain := chain_of(60)])
     exported(source, tmp_path / "all")
     settle(source)
-    here = Path(__file__).resolve().parent.parent
-    arguments = [str(tmp_path / "two"), str(tmp_path / "all"), str(here), str(here.parent)]
-    with subprocess.Popen([sys.executable, "-c", IMPORTER, *arguments], stdout=subprocess.PIPE, text=True) as child:
+    here = Path(__file__).resolve().parents[2]
+    arguments = [str(tmp_path / "two"), str(tmp_path / "all"), str(here / "rigs"), str(here.parent)]
+    with subprocess.Popen(
+        [sys.executable, "-c", IMPORTER.replace("KEY", repr(key)), *arguments], stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if int(line) >= after:
@@ -527,15 +578,15 @@ def test_an_importer_killed_leaves_only_whole_reachable_blocks(tmp_path: Path, a
 def test_an_export_waits_while_requests_hold_all_they_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = hierarchy_of(slots=16)
     store(source, chain := chain_of(16))
-    greedy = source.prefetch(chain.hashes[:8], chain.root)  # half of L2 is promised to a request
+    greedy = source.ask(chain.hashes[:8], chain.root)  # half of L2 is promised to a request
     monkeypatch.setattr(archive_copy, "_PATIENCE", 0.05)
     progress = exported(source, tmp_path / "some")
     assert progress.num_blocks == 8  # what the request holds takes no room of its own; the rest was refused
     assert progress.lost == {Outcome.NO_SLOT: 1, Outcome.PARENT_FAILED: 7}
     monkeypatch.undo()
 
-    async def story() -> Progress:
-        task = asyncio.create_task(last(export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all")))
+    async def story() -> ArchiveProgress:
+        task = asyncio.create_task(last(export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key)))
         await asyncio.sleep(0.05)
         source.cancel(greedy)
         return await task
@@ -550,5 +601,72 @@ def test_names_are_checked_before_anything_is_touched(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"32 bytes|must be 32|given twice"):
             run(last(export_blocks(source, fingerprint, BLOCK_SIZE, tmp_path / "file", hashes)))
     assert os.listdir(tmp_path) == []
-    assert archive.Progress is Progress
+    assert archive.ArchiveProgress is ArchiveProgress
     source.close()
+
+
+def tokens_in(path: Path, chain: TokenChain) -> bool:
+    """Whether a file holds a block's tokens, its payload's head or half of its name as they are."""
+    content = path.read_bytes()
+    secrets = (chain.block_tokens(0), payload_of(chain.hashes[0])[:16], chain.hashes[0][:16])
+    return any(bytes(secret) in content for secret in secrets)
+
+
+def test_archives_and_slabs_in_the_clear_and_encrypted_ones_go_into_each_other(tmp_path: Path) -> None:
+    chain = chain_of(12)
+    source = hierarchy_of(slots=16)
+    store(source, chain)
+    exported(source, tmp_path / "all")
+    settle(source)
+    assert tokens_in(tmp_path / "all", chain) == (key is None)
+    for name, slab_key in (("plain", None), ("sealed", bytes(range(32)))):
+        target = over_slab(tmp_path / name, slots=32, key=slab_key)
+        assert imported(target, tmp_path / "all").num_blocks == 12
+        assert target.drain(60)
+        assert fetch(target, chain) == 12
+        settle(target)
+        (slab,) = (tmp_path / name).glob("*.slab")
+        assert tokens_in(slab, chain) == (slab_key is None)
+
+
+def test_an_encrypted_archive_needs_its_key(tmp_path: Path, archive_of_12: Path) -> None:
+    target = hierarchy_of(slots=16)
+    if key is None:  # in the clear: any key will do
+        assert run(last(import_blocks(target, FINGERPRINT, BLOCK_SIZE, archive_of_12, bytes(32)))).num_blocks == 12
+        settle(target)
+        return
+    for other, complaint in (
+        (None, rf"encrypted with key {key_id(key).hex()}, and no \[file\] key_file is set"),
+        (bytes(32), rf"encrypted with key {key_id(key).hex()}, \[file\] key_file holds {key_id(bytes(32)).hex()}"),
+    ):
+        with pytest.raises(ConfigError, match=rf"twelve: {complaint}; set the key it was exported with"):
+            run(last(import_blocks(target, FINGERPRINT, BLOCK_SIZE, archive_of_12, other)))
+    assert target.host.pool.counts().ready == 0
+    # The same key's id over another salt: nothing in it is authentic.
+    content = bytearray(archive_of_12.read_bytes())
+    content[88:104] = bytes(16)
+    content[120:128] = checksum(memoryview(content[:120])).to_bytes(8, "little")
+    (tmp_path / "other").write_bytes(content)
+    with pytest.raises(FormatError, match="block 0 is damaged; 0 blocks were imported"):
+        imported(target, tmp_path / "other")
+    settle(target)
+
+
+def test_records_exchanged_within_an_encrypted_archive_are_damage(tmp_path: Path, archive_of_12: Path) -> None:
+    # Somebody writes who lacks the key: the trailer's digest can be made right, what is sealed cannot.
+    content = archive_of_12.read_bytes()
+    records = [content[HEADER_BYTES + i * RECORD_BYTES :][:RECORD_BYTES] for i in range(12)]
+    head = RECORD_BYTES - SLOT_BYTES
+    forgeries = {
+        "records": [*records[:4], records[5], records[4], *records[6:]],
+        "payloads": [*records[:4], records[4][:head] + records[5][head:], *records[5:]],
+        "stamps": [*records[:4], records[4][: head - 28] + records[5][head - 28 :], *records[5:]],
+    }
+    for name, forged in forgeries.items():
+        body = content[:HEADER_BYTES] + b"".join(forged)
+        trailer = encode_trailer(12, xxhash.xxh3_128_digest(body))
+        (tmp_path / name).write_bytes(body + trailer)
+        target = hierarchy_of(slots=16)
+        with pytest.raises(FormatError, match="block 4 is damaged; 4 blocks were imported"):
+            imported(target, tmp_path / name)
+        settle(target)

@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, hierarchy_of, payload_of, 
 from fault_rig import FINGERPRINT
 from hypothesis import given, strategies
 
-from kvtier.service import archive_format
-from kvtier.service.archive import import_blocks
-from kvtier.service.archive_format import Header, Parser
+from kvtier.service.archive import format as archive_format
+from kvtier.service.archive.archive import import_blocks
+from kvtier.service.archive.format import ArchiveCipher, Header, Parser
+from kvtier.tiers.cipher import Encryption, RecordCipher, key_id
 from kvtier.tiers.errors import FingerprintMismatch, FormatError
 from kvtier.tiers.tier import BlockRecord
 
@@ -52,6 +54,37 @@ def test_every_field_lies_where_the_page_says() -> None:
     assert trailer[32:] == xxh3(trailer[:32])
 
 
+def test_every_field_of_an_encrypted_archive_lies_where_the_page_says() -> None:
+    key = bytes(range(32))
+    sealed = replace(HEADER, encryption=Encryption(key_id(key), b"salt of archives"))
+    header = archive_format.encode_header(sealed)
+    assert struct.unpack_from("<II", header, 8) == (2, 128)
+    assert header[72:104] == key_id(key) + b"salt of archives"
+    assert header[104:120] == bytes(16)
+    assert archive_format.decode_header(header) == sealed
+    # By another hand: contexts and associated data as the page says, and the entry as in the clear.
+    entry = archive_format.encode_entry(sealed, 7, RECORD)
+    payload = memoryview(bytearray(payload_of(RECORD.chain_hash)))
+    head, hidden = ArchiveCipher(sealed, key).seal(7, entry, RECORD.chain_hash, payload)
+    assert len(head) == sealed.entry_bytes == HEADER.entry_bytes + 60
+    assert head[:4] == b"SEAL"
+    belongs_to = FINGERPRINT + b"salt of archives"
+    number = (7).to_bytes(8, "little")
+    assert RecordCipher(key, b"archive-entry" + belongs_to).open(head[4:-28], number) == entry
+    payloads = RecordCipher(key, b"archive-payload" + belongs_to)
+    assert payloads.decrypt_into(hidden, head[-28:], RECORD.chain_hash, hidden)
+    assert hidden == payload
+    # A whole record is read back; without the key it is none.
+    head, hidden = ArchiveCipher(sealed, key).seal(0, archive_format.encode_entry(sealed, 0, RECORD),
+                                                   RECORD.chain_hash, payload)  # fmt: skip
+    data = memoryview(bytearray(head + bytes(hidden)))
+    [(found, shown)] = Parser(sealed, header, key).blocks(data)
+    assert found == RECORD
+    assert shown == payload
+    with pytest.raises(FormatError, match="block 0 is damaged"):
+        list(Parser(sealed, header).blocks(data))
+
+
 def test_fewer_tokens_than_a_block_has_come_back_as_they_were() -> None:
     header = archive_format.encode_header(HEADER)
     for tokens in (b"", RECORD.tokens[:4], RECORD.tokens):
@@ -70,7 +103,7 @@ def test_sizes_are_compared_before_anything_is_allocated(tmp_path: Path) -> None
             async for _ in import_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, tmp_path / "file"):
                 pass
 
-        with pytest.raises(FingerprintMismatch, match="export it anew"):
+        with pytest.raises(FingerprintMismatch, match="export it again"):
             asyncio.run(story())
     hierarchy.close()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -16,18 +17,25 @@ from threading import Event
 from typing import Any
 
 import pytest
+import redis
 import yaml
 from cluster_rig import Running, free_range, wait_for
-from http_rig import kvtier
+from command_rig import kvtier, kvtier_process
 from node_rig import ROOT
 from redis_rig import NO_REDIS
 from service_rig import environment
+from small_engines import GREEDY
+from tiny_models import config_of, prompt
 
 from kvtier import cli
-from kvtier.service import cluster
+from kvtier.connector.local import LocalConnector
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.llm import Engine
 from kvtier.service.cli_options import Exit
-from kvtier.service.cluster_file import Places, Topology
-from kvtier.service.cluster_process import Process, is_free
+from kvtier.service.cluster import cluster
+from kvtier.service.cluster.file import Placeholders, Topology
+from kvtier.service.cluster.process import Process, is_free
+from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(300)  # every command is a process that imports everything anew
@@ -125,6 +133,56 @@ def test_valkey_and_two_daemons(home: Path) -> None:
     running.close()
 
 
+def num_shared(state: Path, seed: int) -> int:
+    """Blocks of a prompt nobody has seen that node-a's engine computes, and node-b's finds in Redis."""
+    found = 0
+    for side in "ab":
+        cache = {"load_or_recompute": "load", "prefetch_deadline": "60s"}
+        config = Config.load(service={"socket": state / f"run-{side}" / "kv.sock"}, cache=cache)
+        options = EngineConfig(block_size=16, num_blocks=64)
+        engine = Engine.from_config(config_of("llama"), options, LocalConnector.connect(config))
+        try:
+            engine.generate([prompt(seed, 200)], GREEDY)
+            assert isinstance(engine.connector, LocalConnector)
+            assert engine.drain(60)
+            assert engine.connector.tiers.drain(60)
+            found = int(engine.connector.tiers.stats()['kvtier_lookup_blocks_total{tier="redis"}'])
+        finally:
+            engine.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_REDIS is not None, reason=NO_REDIS or "")
+def test_a_lost_nodes_conf_costs_shared_blocks_and_keeps_nothing_from_starting(home: Path) -> None:
+    running = Running(home / "state", "--profile", "core")
+    assert running.up().returncode == Exit.OK
+    masters = [f"127.0.0.1:{running.port + number}" for number in (41, 42, 43)]
+    # a master and a daemon are gone, and the master's disk has forgotten who it was
+    for name in ("valkey-2", "node-a"):
+        running.kill(name)
+    (running.state / "valkey-2" / "nodes.conf").unlink()
+    up = running.up()
+    assert up.returncode == Exit.OK, up.stderr
+    warnings = [line for line in up.stderr.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1, up.stderr
+    assert warnings[0].startswith(f"warning: valkey-join: {masters[1]} has lost its nodes.conf: make a new cluster")
+    wait_for(lambda: running.states()["node-a"] == "running" and not running.unwell)
+    # what it says to do makes one cluster again, while the daemons go on
+    before = running.pids()
+    told = re.search(r"by: (sh \S+/join\.sh --anew [\d.: ]+);", warnings[0])
+    assert told is not None
+    fixed = subprocess.run(told[1].split(), capture_output=True, text=True, timeout=200)
+    assert (fixed.returncode, "warning" in fixed.stderr) == (0, False), fixed.stderr
+    with redis.RedisCluster(host="127.0.0.1", port=running.port + 42) as cluster:
+        assert {f"{node.host}:{node.port}" for node in cluster.get_nodes()} == set(masters)
+    # and they attach by themselves: what one has stored the other finds
+    seeds = iter(range(100))
+    wait_for(lambda: num_shared(running.state, next(seeds)) > 0)
+    assert running.pids() == before
+    running.close()
+
+
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed (Debian has it)")
 def test_prometheus_asks_where_the_processes_are(home: Path) -> None:
     composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -167,6 +225,34 @@ def test_what_only_watches_may_be_missing(home: Path, file_of: Callable[[dict[st
     asked = Running(home / "state", "--file", file, "--profile", "cluster", "--profile", "observability").up()
     assert asked.returncode == Exit.FAILED
     assert asked.stderr.startswith("kvtier: watcher: no-such-program is not installed; install it, or")
+
+
+def test_what_may_be_missing_fails_in_one_line(home: Path, file_of: Callable[[dict[str, Any]], str]) -> None:
+    never_well = {"argv": ["sh", "-c", "echo first; echo it is broken; exit 7"], "ready": {"command": ["true"]}}
+    file = file_of(
+        {
+            "store": {"x-kvtier": {**never_well, "ready": {"command": ["false"]}, "optional": True}},
+            "job": {"x-kvtier": {"argv": ["sh", "-c", "date +%N >> {state}/made/times"], "ready": {"exits": True}}},
+            "it": page(after=("store", "job")),
+        }
+    )
+    document = yaml.safe_load(Path(file).read_text())
+    document["services"]["job"]["x-kvtier"].update(after=["store"], directories=["{state}/made"])
+    Path(file).write_text(yaml.safe_dump(document))
+    running = Running(home / "state", "--file", file, "--profile", "cluster")
+    up = running.up()
+    assert up.returncode == Exit.OK, up.stderr
+    log = running.state / "logs" / "store.log"
+    warning = (
+        f'warning: without store: it ended with status 7 before it was ready; its last line in {log} is "it is broken"'
+    )
+    assert [line for line in up.stderr.splitlines() if line.startswith("warning")] == [warning]
+    assert running.states() == {"store": "dead", "job": "done", "it": "running"}
+    assert running.told()[0] == Exit.DEGRADED
+    # the next `up` tries it again, and the job that stands behind it, as compose does
+    assert warning in running.up().stderr
+    assert len((running.state / "made" / "times").read_text().split()) == 2
+    running.close()
 
 
 def test_the_order_is_that_of_need(home: Path, file_of: Callable[[dict[str, Any]], str]) -> None:
@@ -217,8 +303,8 @@ def test_a_failure_takes_back_what_it_started(home: Path, file_of: Callable[[dic
     assert "make that directory" in rest[2]  # the daemon's own line
     assert running.pids() == {}
     # what went before stays: only the missing part was tried again
-    mended = file_of({"good": good})
-    assert kvtier_up(running, mended).returncode == Exit.OK
+    fixed = file_of({"good": good})
+    assert kvtier_up(running, fixed).returncode == Exit.OK
     broken = file_of({"good": good, "bad": {"x-kvtier": bad}})
     assert kvtier_up(running, broken).returncode == Exit.FAILED
     assert running.states() == {"good": "running"}
@@ -227,7 +313,7 @@ def test_a_failure_takes_back_what_it_started(home: Path, file_of: Callable[[dic
 
 def kvtier_up(running: Running, file: str) -> "subprocess.CompletedProcess[str]":
     arguments = ("--state", str(running.state), "--port", str(running.port), "--profile", "cluster", "--file", file)
-    return kvtier("cluster", "up", *arguments)
+    return kvtier_process("cluster", "up", *arguments)
 
 
 def test_an_interrupted_up_leaves_nothing(home: Path, file_of: Callable[[dict[str, Any]], str]) -> None:
@@ -242,11 +328,11 @@ def test_an_interrupted_up_leaves_nothing(home: Path, file_of: Callable[[dict[st
         # meanwhile nobody else may
         busy = running.down()
         assert busy.returncode == Exit.FAILED
-        assert "another `kvtier cluster` is at work there" in busy.stderr
+        assert "another `kvtier cluster` is using it" in busy.stderr
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == Exit.FAILED
         assert process.stderr is not None
-        assert process.stderr.read().endswith("kvtier: interrupted: what was started is stopped\n")
+        assert process.stderr.read().endswith("kvtier: interrupted: the services that were started are stopped\n")
     assert not [pid for pid in pids.values() if Process.of(pid)]
     running.close()
 
@@ -255,14 +341,14 @@ def test_an_interrupted_up_leaves_nothing(home: Path, file_of: Callable[[dict[st
     ("change", "message"),
     [
         ({"argv": []}, "argv: List should have at least 1 item"),
-        ({"argv": ["sh", "{port:100}"]}, r"\{port:100\} is no placeholder"),
-        ({"argv": ["sh", "{stat}/x"]}, r"\{stat\} is no placeholder"),
+        ({"argv": ["sh", "{port:100}"]}, r"\{port:100\} is not a placeholder"),
+        ({"argv": ["sh", "{stat}/x"]}, r"\{stat\} is not a placeholder"),
         ({"argv": ["sh", 7]}, "argv.1: Input should be a valid string"),
         ({"prots": [1]}, "prots: Extra inputs are not permitted"),
         ({"ready": {}}, "ready: not one of http, command, exits; give one"),
-        ({"after": ["nobody"]}, 'after "nobody": that service is not to be started; there is none'),
-        ({"after": ["bench"]}, 'after "bench": that service is not to be started; add --profile bench'),
-        ({"after": ["it"]}, "they wait for each other"),
+        ({"after": ["nobody"]}, 'after "nobody": that service is not selected; no such service exists'),
+        ({"after": ["bench"]}, 'after "bench": that service is not selected; add --profile bench'),
+        ({"after": ["it"]}, "they depend on each other"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(
@@ -271,7 +357,7 @@ def test_a_mistake_in_the_file_is_one_line(
     it = {"x-kvtier": {"argv": ["true"], "ready": {"exits": True}, **change}}
     file = file_of({"it": it, "bench": page(port=1, profiles=["bench"])})
     with pytest.raises(ConfigError, match=message) as refused:
-        Topology.read(Path(file), Places(home, home, home), ["cluster"])
+        Topology.read(Path(file), Placeholders(home, home, home), ["cluster"])
     assert "\n" not in str(refused.value)
 
 
@@ -283,6 +369,12 @@ def test_a_mistake_in_the_file_is_one_line(
         (("up", "--file", "torn.yml"), Exit.USAGE, "not YAML"),
         (("up", "--profile", "clutter"), Exit.USAGE, '--profile "clutter": not in'),
         (("up", "--model", "."), Exit.USAGE, "no config.json in it"),
+        (
+            ("up", "--state", "deep/" * 20),
+            Exit.USAGE,
+            "longer than 84 bytes, too long for sockets in it; choose another",
+        ),
+        (("up", "--state", "a,b"), Exit.USAGE, "a comma ends an option of the router's replicas; choose another"),
         (("up", "--file", "missing.yml", "--profile", "cluster"), Exit.FAILED, "no-such-program is not installed"),
         (("status",), Exit.USAGE, "no cluster is up there"),
     ],
@@ -312,7 +404,7 @@ def test_a_mistake_on_the_command_line_is_one_line(
 
 def test_a_directory_with_other_things_is_left_alone(home: Path) -> None:
     (home / "letter").write_text("to keep")
-    with pytest.raises(ConfigError, match="other things are in it; name a directory of its own"):
+    with pytest.raises(ConfigError, match="it holds other files; name an empty directory"):
         cluster.Cluster(home).up(Topology({}), 7400, print, Event())
     assert not cluster.Cluster(home).down(print, purge=True)
     assert [path.name for path in home.iterdir()] == ["letter"]

@@ -14,7 +14,7 @@ from tiny_models import config_of, prompt
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.tiers.config import Config
+from kvtier.tiers.config.config import Config
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -15,29 +15,32 @@ from typing import Any
 
 import pytest
 import typer
+from command_rig import kvtier
 from redis_rig import NO_REDIS, cluster, standalone, wait_for, watched
 from service_rig import PATIENT
 
-from kvtier.service import checks_cli, doctor, doctor_disk, doctor_memory
+from kvtier.cli import checks_cli
 from kvtier.service.cli_options import Exit
-from kvtier.service.doctor import check_engines, check_hashes, check_socket
-from kvtier.service.doctor_disk import DiskRates, check_disk
-from kvtier.service.doctor_memory import check_gpu, check_huge_pages, check_room, check_tunable, read_gpu
-from kvtier.tiers import redis_doctor
-from kvtier.tiers.config import Config, FileConfig
-from kvtier.tiers.file_store import FileStore
+from kvtier.service.doctor import doctor
+from kvtier.service.doctor import memory as doctor_memory
+from kvtier.service.doctor.doctor import check_engines, check_hashes, check_socket
+from kvtier.service.doctor.memory import check_gpu, check_huge_pages, check_room, check_tunable, read_gpu
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.config.sections import FileConfig
+from kvtier.tiers.file import doctor as doctor_disk
+from kvtier.tiers.file.doctor import DiskRates, check_disk, check_key
+from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.finding import Finding, Status, ok, warning
-from kvtier.tiers.redis_doctor import check_redis
+from kvtier.tiers.redis import doctor as redis_doctor
+from kvtier.tiers.redis.doctor import check_redis
 
 OK, WARNING, ERROR = Status.OK, Status.WARNING, Status.ERROR
 needs_redis = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`kvtier ARGUMENTS` in a process of its own."""
-    command = [sys.executable, "-c", "from kvtier.cli import main; main()", *arguments]
-    merged = {**os.environ, "COLUMNS": "200", **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=merged)
+def run(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
+    """`kvtier ARGUMENTS`, with lines wide enough for a table's."""
+    return kvtier(*arguments, columns="200", **options)
 
 
 def disk(path: Path, size: str) -> FileConfig:
@@ -54,18 +57,16 @@ def statuses(findings: list[Finding]) -> dict[str, Status]:
 
 
 def test_every_check_has_a_line_and_leaves_nothing_behind(disk_dir: Path) -> None:
-    done = run(
-        "doctor", "--json", KVTIER_FILE__PATH=str(disk_dir), KVTIER_FILE__SIZE="64MiB", KVTIER_HOST__SIZE="64MiB"
-    )
+    done = run("doctor", "--json", file__path=str(disk_dir), file__size="64MiB", host__size="64MiB")
     lines: list[dict[str, str]] = json.loads(done.stdout)
     assert [line["check"] for line in lines] == [
         *("hashes", "memory", "memlock", "huge pages", "glibc", "GPU"),
-        *("free space", "O_DIRECT", "disk rate", "redis", "daemon", "engines"),
+        *("free space", "O_DIRECT", "disk rate", "encryption", "redis", "daemon", "engines"),
     ]
-    assert all(line.keys() == {"check", "status", "found", "mend"} for line in lines)
+    assert all(line.keys() == {"check", "status", "found", "fix"} for line in lines)
     found = {line["status"] for line in lines}
     assert done.returncode == (Exit.FAILED if "error" in found else Exit.DEGRADED if "warning" in found else Exit.OK)
-    assert all(bool(line["mend"]) == (line["status"] != "ok") for line in lines)
+    assert all(bool(line["fix"]) == (line["status"] != "ok") for line in lines)
     assert list(disk_dir.iterdir()) == []
     assert done.stderr == ""
 
@@ -74,8 +75,8 @@ def test_every_check_has_a_line_and_leaves_nothing_behind(disk_dir: Path) -> Non
     ("found", "status"),
     [
         ([ok("a", "fine")], Exit.OK),
-        ([ok("a", "fine"), warning("b", "[host] slow", "`mend [file] path`")], Exit.DEGRADED),
-        ([Finding("c", ERROR, "broken", "mend"), warning("b", "slow", "mend")], Exit.FAILED),
+        ([ok("a", "fine"), warning("b", "[host] slow", "`fix [file] path`")], Exit.DEGRADED),
+        ([Finding("c", ERROR, "broken", "fix"), warning("b", "slow", "fix")], Exit.FAILED),
     ],
 )
 def test_the_worst_line_is_the_status(
@@ -87,11 +88,11 @@ def test_the_worst_line_is_the_status(
         checks_cli.doctor()
     assert ended.value.exit_code == status
     shown = capsys.readouterr().out
-    assert all(text in shown for finding in found for text in (finding.found, finding.mend))  # brackets too
+    assert all(text in shown for finding in found for text in (finding.found, finding.fix))  # brackets too
 
 
 def test_a_bad_configuration_is_one_line() -> None:
-    done = run("doctor", KVTIER_HOST__SIZE="much")
+    done = run("doctor", host__size="much")
     assert done.returncode == Exit.USAGE
     assert done.stderr.startswith('kvtier: [host] size "much"')
 
@@ -125,22 +126,22 @@ def test_engines_are_found_without_importing_them(monkeypatch: pytest.MonkeyPatc
 def test_memory_for_the_host_tier() -> None:
     assert check_room(Config.load(host={"size": "1MiB"})).status is OK
     finding = check_room(Config.load(host={"size": "1PiB"}))
-    assert (finding.status, finding.mend[:17]) == (ERROR, "lower [host] size")
+    assert (finding.status, finding.fix[:17]) == (ERROR, "lower [host] size")
     assert "[host] size 1PiB" in finding.found
 
 
 MEMLOCK = """
 import resource
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
-from kvtier.service.doctor_memory import check_memlock
-from kvtier.tiers.config import Config
+from kvtier.service.doctor.memory import check_memlock
+from kvtier.tiers.config.config import Config
 for size, pin, has_gpu, is_privileged in (
     ("1GiB", True, True, False), ("512KiB", True, True, False), ("1GiB", True, True, True),
     ("1GiB", False, True, False), ("1GiB", True, False, False),
 ):
     config = Config.load(host={"size": size, "pin": pin})
     finding = check_memlock(config, has_gpu=has_gpu, is_privileged=is_privileged)
-    print(finding.status, finding.found, finding.mend, sep="|")
+    print(finding.status, finding.found, finding.fix, sep="|")
 """
 
 
@@ -173,7 +174,7 @@ def test_huge_pages(tmp_path: Path, name: str, content: str, options: dict[str, 
     finding = check_huge_pages(Config.load(host=options), tmp_path)
     assert finding.status is status
     if status is WARNING:
-        assert str(tmp_path) in finding.mend
+        assert str(tmp_path) in finding.fix
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the tunable is of x86_64")
@@ -187,7 +188,7 @@ def test_the_tunable_is_named_only_where_it_helps(monkeypatch: pytest.MonkeyPatc
     rates[2] = 12e9
     finding = check_tunable()
     assert (finding.status, finding.found) == (WARNING, "copies of blocks at 8.0 GB/s, 12.0 with a tunable")
-    assert finding.mend.endswith(f"GLIBC_TUNABLES={doctor_memory.TUNABLE}")
+    assert finding.fix.endswith(f"GLIBC_TUNABLES={doctor_memory.TUNABLE}")
 
     def fails(*prefix: str) -> float:
         raise subprocess.TimeoutExpired("python", 10)
@@ -197,7 +198,7 @@ def test_the_tunable_is_named_only_where_it_helps(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_the_gpu_probe_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_gpu({"missing": "No module named 'cupy'"}).mend == "pip install 'kvtier[cuda]'"
+    assert read_gpu({"missing": "No module named 'cupy'"}).fix == "pip install 'kvtier[cuda]'"
     assert read_gpu({"cupy": "14.0", "names": [], "pinned": False}).status is ERROR
     assert read_gpu({"cupy": "14.0", "names": ["H200"], "pinned": False}).status is WARNING
     assert read_gpu({"cupy": "14.0", "names": ["H200"] * 2, "pinned": True}).found.startswith("2 × H200, CuPy 14.0")
@@ -236,7 +237,35 @@ def test_too_little_room(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     store.close()
     monkeypatch.setattr(doctor_disk, "_room", lambda home: 1 << 20)
     assert doctor_disk._check_room(disk(disk_dir, "32MiB"), disk_dir).status is OK
-    assert doctor_disk._check_room(disk(disk_dir, "64MiB"), disk_dir).status is ERROR
+    # Where a slab is there already, a start is not refused: it stays as it is.
+    assert doctor_disk._check_room(disk(disk_dir, "64MiB"), disk_dir).status is WARNING
+
+
+def test_the_key_of_the_slabs(tmp_path: Path) -> None:
+    directory, key = tmp_path / "kv", tmp_path / "key"
+    config = FileConfig(path=directory)
+    assert check_key(config) == ok("encryption", "off: a reader of [file] path can reconstruct prompts")
+    keyed = FileConfig(path=directory, key_file=key)
+    finding = check_key(keyed)
+    assert (finding.status, finding.found) == (ERROR, f'[file] key_file "{key}": No such file or directory')
+    assert finding.fix.startswith("write a key there with: (umask 077; openssl rand -hex 32")
+    key.write_text(bytes(range(32)).hex())
+    key.chmod(0o600)
+    assert check_key(keyed).status is OK
+    # A slab that takes it, one that is in the clear, and one that is encrypted where no key is set.
+    FileStore.open(directory, bytes(32), slot_bytes=4096, block_size=4, size=1 << 20, mode="buffered",
+                   key=bytes(range(32))).close()  # fmt: skip
+    assert check_key(keyed).status is OK
+    finding = check_key(config)
+    assert finding.status is ERROR
+    assert finding.found.endswith("encrypted, and no [file] key_file is set")
+    key.write_text(bytes(range(1, 33)).hex())
+    assert "encrypted with key" in check_key(keyed).found
+    key.write_text(bytes(range(32)).hex())
+    FileStore.open(directory, bytes([1] * 32), slot_bytes=4096, block_size=4, size=2 << 20, mode="buffered").close()
+    finding = check_key(keyed)
+    assert finding.found.endswith("holds blocks in the clear, and [file] key_file is set")
+    assert finding.fix == "delete it, or choose another [file] path"
 
 
 def test_what_is_no_directory(tmp_path: Path) -> None:
@@ -299,7 +328,7 @@ def test_a_socket_that_answers(listener: tuple[Path, socket.socket]) -> None:
     assert check_socket(service).status is WARNING
     # Its daemon died and left it behind; then it is gone; then something else is there.
     server.close()
-    assert check_socket(service).mend == "start `kvtier serve`"
+    assert check_socket(service).fix == "start `kvtier serve`"
     path.unlink()
     assert "No such file" in check_socket(service).found
     path.write_text("")
@@ -335,13 +364,13 @@ def test_a_server_set_up_as_a_cache() -> None:
             (finding,) = redis_of(server.url)
             assert finding.status is WARNING
             assert found in finding.found
-            assert "CONFIG SET" in finding.mend
+            assert "CONFIG SET" in finding.fix
         server.cli("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
         server.cli("CONFIG", "SET", "maxmemory", "8mb")
         assert "next to nothing" in redis_of(server.url)[0].found
         # It is not what the configuration says.
         (finding,) = redis_of(server.url, mode="cluster")
-        assert (finding.found, finding.mend) == (
+        assert (finding.found, finding.fix) == (
             'it is standalone, [redis] mode is "cluster"',
             'set [redis] mode = "standalone"',
         )
@@ -366,7 +395,7 @@ def test_no_secret_is_ever_shown() -> None:
             (finding,) = redis_of(**options)
             assert finding.status is ERROR
             assert "login refused" in finding.found
-            assert "[redis] username and password" in finding.mend
+            assert "[redis] username and password" in finding.fix
             assert "wr0ng" not in str(finding)
         for options in ({"url": f"redis://:s3cret@{address}"}, {"url": f"redis://{address}", "password": "s3cret"}):
             (finding,) = redis_of(**options)
@@ -375,7 +404,7 @@ def test_no_secret_is_ever_shown() -> None:
     # A slip in the address, which Python's own message would quote.
     for url in ("redis://:s3cret@host:s3cret", "http://:s3cret@host", "s3cret"):
         (finding,) = redis_of(url)
-        assert (finding.status, finding.mend) == (ERROR, "write it as in redis://HOST:6379/0")
+        assert (finding.status, finding.fix) == (ERROR, "write it as in redis://HOST:6379/0")
         assert "s3cret" not in str(finding)
 
 
@@ -385,7 +414,7 @@ def test_a_user_who_may_not_ask() -> None:
         server.cli("ACL", "SETUSER", "engine", "on", ">pw", "~*", "+get", "+set")
         (finding,) = redis_of(server.url, username="engine", password="pw")
         assert "no permissions to run the 'info' command" in finding.found
-        assert (finding.status, finding.mend) == (WARNING, "give this user +info")
+        assert (finding.status, finding.fix) == (WARNING, "give this user +info")
 
 
 @needs_redis
@@ -406,12 +435,12 @@ def test_a_cluster() -> None:
         nodes.masters[1].cli("CONFIG", "SET", "cluster-require-full-coverage", "yes")
         warned = [finding for finding in redis_of(nodes.url, mode="cluster") if finding.status is WARNING]
         assert [finding.check for finding in warned] == [f"redis 127.0.0.1:{nodes.ports[1]}"]
-        assert "cluster-require-full-coverage no" in warned[0].mend
+        assert "cluster-require-full-coverage no" in warned[0].fix
         # Its setting is what makes it refuse when another dies; that one is named too.
         nodes.masters[2].kill()
         wait_for(lambda: "cluster_state fail" in str(redis_of(nodes.url, mode="cluster")))
         assert "not reachable" in str(redis_of(nodes.url, mode="cluster"))
-        assert redis_of(nodes.masters[0].url)[0].mend == 'set [redis] mode = "cluster"'
+        assert redis_of(nodes.masters[0].url)[0].fix == 'set [redis] mode = "cluster"'
         assert "several servers" in redis_of(nodes.url)[0].found
 
 
@@ -439,4 +468,4 @@ def test_a_valkey_is_called_so() -> None:
             return sections.get(section, {})
 
     (finding,) = redis_doctor._check_data(Client(), "redis here")
-    assert finding == ok("redis here", "Valkey 8.1.0, maxmemory 8192 MiB, allkeys-lfu")
+    assert finding == ok("redis here", "Valkey 8.1.0, maxmemory 8 GiB, allkeys-lfu")

@@ -13,25 +13,25 @@ from typing import Any
 
 import pytest
 import xxhash
+from command_rig import kvtier
 from rich.console import Console
 
-from kvtier.service import checks_cli
+from kvtier.cli import checks_cli
 from kvtier.service.cli_options import Exit
-from kvtier.service.verify import find_slabs, verify_slab
-from kvtier.tiers import slab_check
+from kvtier.service.doctor.verify import find_slabs, verify_slab
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.config import Config
+from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.file_io import FileIO
-from kvtier.tiers.file_store import FileStore
-from kvtier.tiers.slab import Superblock
-from kvtier.tiers.slab_check import check_slab
+from kvtier.tiers.file import slab_check
+from kvtier.tiers.file.file_io import FileIO
+from kvtier.tiers.file.slab import Superblock
+from kvtier.tiers.file.slab_check import check_slab
+from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 FINGERPRINT = b"verify-tests".ljust(32, b".")
 SLOT, BLOCK_SIZE, NUM_KEYS = 5000, 4, 60
 KEYS = range(NUM_KEYS)
-COMMAND = "from kvtier.cli import main; main()"
 
 
 def hash_of(key: int) -> bytes:
@@ -92,8 +92,10 @@ def slab(disk_dir: Path) -> Slab:
 
 
 def run(*arguments: str, prefix: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """`kvtier verify ARGUMENTS` in a process of its own."""
-    command = [*prefix, sys.executable, "-c", COMMAND, "verify", *arguments]
+    """`kvtier verify ARGUMENTS`; behind a `prefix` in a process of its own."""
+    if not prefix:
+        return kvtier("verify", *arguments, columns="200")
+    command = [*prefix, sys.executable, "-m", "kvtier.cli", "verify", *arguments]
     wide = {**os.environ, "COLUMNS": "200"}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=wide)
 
@@ -230,7 +232,7 @@ def test_foreign_other_and_short_files_are_reported_and_untouched(slab: Slab) ->
     whole = slab.path.read_bytes()
     newer = bytearray(whole)
     for start in (0, 4096):
-        newer[start + 8] = 2
+        newer[start + 8] = 3
         body = bytes(newer[start : start + 2040])
         newer[start + 2040 : start + 2048] = xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
     files = {
@@ -245,7 +247,7 @@ def test_foreign_other_and_short_files_are_reported_and_untouched(slab: Slab) ->
     assert done.returncode == Exit.FAILED
     assert [line.split(": ", 2)[2].split(";")[0].split(",")[0] for line in done.stderr.splitlines()] == [
         "not a kvtier slab",
-        "format version 2",
+        "format version 3",
         "cut short",
     ]
     assert done.stdout.count("not checked") == 3
@@ -287,3 +289,41 @@ def test_what_is_to_be_verified(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.close()
     assert find_slabs(None, Config.load(file={"path": tmp_path})) == [store.path]
+
+
+def test_an_encrypted_slab_needs_its_key(tmp_path: Path) -> None:
+    key = bytes(range(32))
+    store = FileStore.open(tmp_path, FINGERPRINT, slot_bytes=SLOT, block_size=BLOCK_SIZE, size=4 << 20,
+                           mode="buffered", key=key)  # fmt: skip
+    assert set(store.write([record_of(key) for key in KEYS], [payload_of(key) for key in KEYS])) == {Outcome.OK}
+    store.close()
+    slab = Slab(store.path, store.superblock)
+    (tmp_path / "key").write_text(key.hex())
+    (tmp_path / "key").chmod(0o600)
+    (tmp_path / "kvtier.toml").write_text(f'[file]\nkey_file = "{tmp_path}/key"\n')
+    config = ("--config", str(tmp_path / "kvtier.toml"))
+    before = slab.digest()
+    # Without the key it is left alone, with one line.
+    done = run(str(slab.path), "--repair")
+    assert done.returncode == Exit.FAILED
+    assert "encrypted, and no [file] key_file is set; it was left untouched" in done.stderr
+    assert slab.digest() == before
+    # With it, from the configuration or the environment, it is read whole.
+    assert run(str(slab.path), *config).returncode == Exit.OK
+    in_environment = ("env", f"KVTIER_FILE__KEY_FILE={tmp_path}/key")
+    assert run(str(slab.path), prefix=in_environment).returncode == Exit.OK
+    assert slab.digest() == before
+    # Damage is named as ever, and repaired: a payload's and a row's.
+    slab.flip(slab.superblock.payload_offset(3) + 1234)
+    slab.flip(slab.superblock.row_offset(7) + 140)
+    (found,) = as_json(run(str(slab.path), *config, "--json"))
+    assert found["bad_payloads"] == [hash_of(3).hex()]
+    assert found["bad_rows"] == [hash_of(7).hex()]
+    assert run(str(slab.path), *config, "--repair").returncode == Exit.DEGRADED
+    assert run(str(slab.path), *config).returncode == Exit.OK
+    # A key file that holds none is one line, and status 2.
+    (tmp_path / "key").write_text("secret")
+    done = run(str(slab.path), *config)
+    assert done.returncode == Exit.USAGE
+    assert done.stderr.startswith(f'kvtier: [file] key_file "{tmp_path}/key": holds no key of 32 bytes')
+    assert done.stderr.count("\n") == 1

@@ -11,13 +11,14 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from doubles import wait_until
 from http_rig import talk
 from pydantic import ValidationError
 from server_rig import MODEL, ServerThread, client, save_checkpoint, serving
 
-from kvtier.engine import server_process
-from kvtier.service.openai_bodies import ChatBody, CompletionBody, parse
-from kvtier.service.openai_errors import OpenAIError
+from kvtier.service.engine import process as server_process
+from kvtier.service.openai.bodies import ChatBody, CompletionBody, parse
+from kvtier.service.openai.errors import OpenAIError
 
 TOKEN = "a secret nobody sees"
 USER = [{"role": "user", "content": "hi"}]
@@ -238,16 +239,21 @@ def test_a_token_is_asked_for_without_a_hint(model: Path) -> None:
         allowed.close()
 
 
-def test_too_many_connections_are_told_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_requests_at_once_are_told_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process, "_SPARE", 0)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with serving(model, server={"max_num_seqs": 1, "max_waiting": 2}) as server:
         server.http.close()
         host, _, port = server.server.address.rpartition(":")
-        silent = [socket.create_connection((host, int(port)), timeout=60) for _ in range(5)]
-        answer = httpx2.get(f"{server.url}/healthz", timeout=60)
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "overloaded"
-        for connection in silent:
+        slow = [socket.create_connection((host, int(port)), timeout=60) for _ in range(3)]
+        for connection in slow:
+            connection.sendall(head + b"Content-Length: 9\r\n\r\n{")
+        wait_until(lambda: httpx2.get(f"{server.url}/status", timeout=60).status_code == 503)
+        answer = httpx2.get(f"{server.url}/v1/models", timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+        # Health checks have room of their own.
+        assert httpx2.get(f"{server.url}/healthz", timeout=60).status_code == 200
+        for connection in slow:
             connection.close()
 
 

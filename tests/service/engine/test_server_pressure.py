@@ -13,9 +13,9 @@ import openai
 import pytest
 from server_rig import BLOCK, MODEL, ServerThread, save_checkpoint, serving, wait_for
 
-from kvtier.engine import server_process
-from kvtier.service.prompts import Prompts
-from kvtier.tiers.chain import TokenChain
+from kvtier.service.engine import process as server_process
+from kvtier.service.openai.prompts import Prompts
+from kvtier.tiers.naming.chain import TokenChain
 
 LONG = "The quick brown fox jumps over the lazy dog, again and again. " * 3
 ASK: dict[str, Any] = {"model": MODEL, "prompt": LONG, "temperature": 0, "extra_body": {"ignore_eos": True}}

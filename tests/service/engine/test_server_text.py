@@ -5,8 +5,8 @@ import random
 import pytest
 from server_rig import tokenizer
 
-from kvtier.engine.server_text import AnswerText
-from kvtier.service.prompts import Detokenizer
+from kvtier.service.engine.text import AnswerText
+from kvtier.service.openai.prompts import Detokenizer
 
 TOKENIZER = tokenizer()
 REPLACEMENT = "\ufffd"

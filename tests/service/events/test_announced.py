@@ -1,4 +1,4 @@
-"""ToldBlocks against what tiers hold: told is just what a lookup can find, and a late reader is told the same."""
+"""AnnouncedBlocks against what tiers hold: told is just what a lookup can find, and a late reader is told the same."""
 
 import struct
 from collections.abc import Sequence
@@ -8,7 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.connector.events import (
+from kvtier.service.events.announced import MAX_RUN, AnnouncedBlocks
+from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
+from kvtier.service.events.wire import (
     BlockRemoved,
     BlockStored,
     EventBatch,
@@ -19,10 +21,9 @@ from kvtier.connector.events import (
     external_hash,
     namespace_of,
 )
-from kvtier.service.prefix_index import PrefixIndex, prompt_hashes
-from kvtier.service.told_blocks import MAX_RUN, MEDIUM, ToldBlocks
-from kvtier.tiers.chain import TokenChain, root_hash
-from kvtier.tiers.events import Removed, Stored
+from kvtier.tiers.hierarchy.events import Removed, Stored
+from kvtier.tiers.kinds import TIERS
+from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord
 
 FINGERPRINT = b"a model whose blocks are told".ljust(32, b".")
@@ -44,18 +45,18 @@ NAMES = [external_hash(name) for name in CHAIN.hashes]
 
 
 def test_runs_become_events() -> None:
-    told = ToldBlocks(FINGERPRINT)
-    assert told.take_in(Stored("l2", records(CHAIN, 0, 1))) == [
+    told = AnnouncedBlocks(FINGERPRINT)
+    assert told.apply(Stored("l2", records(CHAIN, 0, 1))) == [
         BlockStored(NAMES[:2], None, [*range(8)], SIZE, None, "CPU", None)
     ]
-    assert told.take_in(Stored("redis", records(CHAIN, 2))) == [
+    assert told.apply(Stored("redis", records(CHAIN, 2))) == [
         BlockStored(NAMES[2:3], NAMES[1], [*range(8, 12)], SIZE, None, "EXTERNAL", None)
     ]
-    assert told.take_in(Stored("l1", records(CHAIN, 2, 3)))[0] == BlockStored(
+    assert told.apply(Stored("l1", records(CHAIN, 2, 3)))[0] == BlockStored(
         NAMES[2:], NAMES[1], [*range(8, 16)], SIZE, None, "GPU", None
     )
-    assert told.take_in(Removed("redis", (CHAIN.hashes[2],))) == [BlockRemoved([NAMES[2]], "EXTERNAL")]
-    assert told.num_told == 4
+    assert told.apply(Removed("redis", (CHAIN.hashes[2],))) == [BlockRemoved([NAMES[2]], "EXTERNAL")]
+    assert told.num_announced == 4
     told.check()
 
 
@@ -63,8 +64,8 @@ def test_dynamos_router_computes_its_own_hashes_from_our_events() -> None:
     # its published self-check: tokens [1, 2, 3, 4] in blocks of 4; and the blocks behind them
     local, chained = [14643705804678351452, 16777012769546811212], [14643705804678351452, 4945711292740353085]
     chain = chain_of(range(1, 9))
-    told = ToldBlocks(FINGERPRINT)
-    events = [*told.take_in(Stored("l1", records(chain, 0))), *told.take_in(Stored("l2", records(chain, 0, 1)))]
+    told = AnnouncedBlocks(FINGERPRINT)
+    events = [*told.apply(Stored("l1", records(chain, 0))), *told.apply(Stored("l2", records(chain, 0, 1)))]
     seen: dict[ExternalHash, int] = {}  # as its indexer does: an engine's name → sequence hash
     for batch in [decode_batch(encode_batch(EventBatch(1.0, [event], 0))) for event in events]:
         [event] = batch.events
@@ -83,27 +84,27 @@ def test_dynamos_router_computes_its_own_hashes_from_our_events() -> None:
 
 
 def test_a_block_waits_for_its_parent_and_goes_with_it() -> None:
-    told = ToldBlocks(FINGERPRINT)
-    assert told.take_in(Stored("file", records(CHAIN, 2))) == []
-    assert told.take_in(Stored("l2", records(CHAIN, 1))) == []
+    told = AnnouncedBlocks(FINGERPRINT)
+    assert told.apply(Stored("file", records(CHAIN, 2))) == []
+    assert told.apply(Stored("l2", records(CHAIN, 1))) == []
     # the head comes: what waited for it is told behind it, wherever it is
-    [head, behind] = told.take_in(Stored("l2", records(CHAIN, 0)))
+    [head, behind] = told.apply(Stored("l2", records(CHAIN, 0)))
     assert head == BlockStored(NAMES[:2], None, [*range(8)], SIZE, None, "CPU", None)
     assert behind == BlockStored(NAMES[2:3], NAMES[1], [*range(8, 12)], SIZE, None, "STORAGE", None)
     told.check()
-    assert told.num_told == 3
-    gone = told.take_in(Removed("l2", (CHAIN.hashes[1],)))
+    assert told.num_announced == 3
+    gone = told.apply(Removed("l2", (CHAIN.hashes[1],)))
     assert sorted(str(event) for event in gone) == sorted(
         str(event) for event in (BlockRemoved([NAMES[1]], "CPU"), BlockRemoved([NAMES[2]], "STORAGE"))
     )
-    assert told.num_told == 1
+    assert told.num_announced == 1
     told.check()
 
 
 def test_tenants_have_a_namespace_and_are_told_when_it_is_known() -> None:
-    told = ToldBlocks(FINGERPRINT)
+    told = AnnouncedBlocks(FINGERPRINT)
     salted = chain_of(range(8), "t1")
-    assert told.take_in(Stored("l2", records(salted, 0, 1))) == []  # its parent may be a root, or missing
+    assert told.apply(Stored("l2", records(salted, 0, 1))) == []  # its parent may be a root, or missing
     namespace = namespace_of(salted.root)
     [event] = told.begin_at(salted.root)
     assert isinstance(event, BlockStored)
@@ -118,22 +119,22 @@ def test_tenants_have_a_namespace_and_are_told_when_it_is_known() -> None:
 
 
 def test_names_that_tokens_do_not_explain_are_not_told() -> None:
-    told = ToldBlocks(FINGERPRINT)
+    told = AnnouncedBlocks(FINGERPRINT)
     image = TokenChain(CHAIN.root, SIZE, extra_keys={0: [("mm", b"1")]})
     image.extend(range(8))
-    assert told.take_in(Stored("l2", records(image, 0, 1))) == []
-    assert told.num_untellable == 1
-    assert told.take_in(Removed("l2", tuple(image.hashes))) == []
-    assert len(told.take_in(Stored("l2", records(chain_of(range(8), scheme="xxh3"), 0, 1)))) == 1
+    assert told.apply(Stored("l2", records(image, 0, 1))) == []
+    assert told.num_withheld == 1
+    assert told.apply(Removed("l2", tuple(image.hashes))) == []
+    assert len(told.apply(Stored("l2", records(chain_of(range(8), scheme="xxh3"), 0, 1)))) == 1
     told.check()
 
 
 def test_long_chains_are_told_in_pieces() -> None:
-    told = ToldBlocks(FINGERPRINT)
+    told = AnnouncedBlocks(FINGERPRINT)
     chain = chain_of(range((MAX_RUN + 1) * SIZE))
-    events = told.take_in(Stored("l2", records(chain, *range(MAX_RUN + 1))))
+    events = told.apply(Stored("l2", records(chain, *range(MAX_RUN + 1))))
     assert [len(event.block_hashes) for event in events if isinstance(event, BlockStored)] == [MAX_RUN, 1]
-    [*removed] = told.take_in(Removed("l2", tuple(chain.hashes), all=True))
+    [*removed] = told.apply(Removed("l2", tuple(chain.hashes), all=True))
     assert sum(len(event.block_hashes) for event in removed if isinstance(event, BlockRemoved)) == MAX_RUN + 1
 
 
@@ -148,17 +149,17 @@ BLOCKS = {chain.hashes[i]: record for chain in CHAINS for i in range(len(chain.h
 NAMESPACES = [None, None, None, namespace_of(CHAINS[3].root)]
 
 
-class ToldMachine(RuleBasedStateMachine):
+class AnnouncedMachine(RuleBasedStateMachine):
     """A reader from the beginning, and one that comes now: both know what a lookup in the tiers would find."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = ToldBlocks(FINGERPRINT)
+        self.told = AnnouncedBlocks(FINGERPRINT)
         self.index = PrefixIndex(SIZE, strict=True)
         self.held: set[tuple[str, bytes]] = set()
         self.knows_tenant = False
 
-    tiers = st.sampled_from(list(MEDIUM))
+    tiers = st.sampled_from(list(TIERS))
 
     def read(self, events: list[KVEvent]) -> None:
         for event in events:
@@ -168,13 +169,13 @@ class ToldMachine(RuleBasedStateMachine):
     def store(self, tier: str, names: list[bytes]) -> None:
         for name in names:  # in any order, as tiers don't wait for each other
             if (tier, name) not in self.held:
-                self.read(self.told.take_in(Stored(tier, (BLOCKS[name],))))
+                self.read(self.told.apply(Stored(tier, (BLOCKS[name],))))
                 self.held.add((tier, name))
 
     @rule(tier=tiers, chain=st.sampled_from(CHAINS), first=st.integers(0, 3))
     def store_chain(self, tier: str, chain: TokenChain, first: int) -> None:
         new = [i for i in range(first, len(chain.hashes)) if (tier, chain.hashes[i]) not in self.held]
-        self.read(self.told.take_in(Stored(tier, records(chain, *new))))
+        self.read(self.told.apply(Stored(tier, records(chain, *new))))
         self.held |= {(tier, chain.hashes[i]) for i in new}
 
     @rule(tier=tiers, data=st.data())
@@ -182,13 +183,13 @@ class ToldMachine(RuleBasedStateMachine):
         there = sorted(name for where, name in self.held if where == tier)
         if there:
             names = data.draw(st.lists(st.sampled_from(there), min_size=1, max_size=4, unique=True))
-            self.read(self.told.take_in(Removed(tier, tuple(names))))
+            self.read(self.told.apply(Removed(tier, tuple(names))))
             self.held -= {(tier, name) for name in names}
 
     @rule(tier=tiers)
     def reset(self, tier: str) -> None:
         names = tuple(name for where, name in self.held if where == tier)
-        self.read(self.told.take_in(Removed(tier, names, all=True)))
+        self.read(self.told.apply(Removed(tier, names, all=True)))
         self.held = {(where, name) for where, name in self.held if where != tier}
 
     @rule()
@@ -219,12 +220,13 @@ class ToldMachine(RuleBasedStateMachine):
         if chain is CHAINS[3] and not self.knows_tenant:
             return found
         for name in chain.hashes:
-            tier = next((tier for tier in MEDIUM if (tier, name) in self.held), None)
+            tier = next((tier for tier in TIERS if (tier, name) in self.held), None)
             if tier is None:
                 break
-            found[MEDIUM[tier]] = found.get(MEDIUM[tier], 0) + 1
+            medium = TIERS[tier].medium
+            found[medium] = found.get(medium, 0) + 1
         return found
 
 
-TestToldBlocks = ToldMachine.TestCase
-TestToldBlocks.settings = settings(max_examples=40, stateful_step_count=30)
+TestAnnouncedBlocks = AnnouncedMachine.TestCase
+TestAnnouncedBlocks.settings = settings(max_examples=40, stateful_step_count=30)

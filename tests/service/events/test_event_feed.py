@@ -10,7 +10,12 @@ import zmq
 from event_rig import until
 from node_rig import free_port
 
-from kvtier.connector.events import (
+from kvtier.service.events.announced import AnnouncedBlocks
+from kvtier.service.events.consumer import EventConsumer
+from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
+from kvtier.service.events.publisher import MAX_BATCH_BYTES, Publisher, _parts
+from kvtier.service.events.sequence import END, NumberedBatch
+from kvtier.service.events.wire import (
     MAX_PAYLOAD,
     AllBlocksCleared,
     BlockStored,
@@ -21,15 +26,10 @@ from kvtier.connector.events import (
     external_hash,
     topic_of,
 )
-from kvtier.service.event_consumer import EventConsumer
-from kvtier.service.event_sequence import END, Told
-from kvtier.service.events import MAX_BATCH_BYTES, Publisher, _parts
-from kvtier.service.prefix_index import PrefixIndex, prompt_hashes
-from kvtier.service.told_blocks import ToldBlocks
-from kvtier.tiers.chain import TokenChain, root_hash
-from kvtier.tiers.config import EventsConfig
+from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.events import Removed, Stored
+from kvtier.tiers.hierarchy.events import Removed, Stored
+from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord
 
 MODEL, OTHER = b"one model".ljust(32, b"."), b"and another".ljust(32, b".")
@@ -97,7 +97,7 @@ def test_frames_and_replay_are_vllms() -> None:
     config = addresses(buffer=100)
     with Publisher(config, dp_rank=3) as publisher:
         for number in range(3):
-            publisher.tell(MODEL, [stored(chain_of(number, 1))])
+            publisher.announce(MODEL, [stored(chain_of(number, 1))])
         assert publisher.flush(DEADLINE)
         *told, end = replayed(config, 1)
         assert end == [b"", b"", END, b""]
@@ -120,12 +120,12 @@ def test_readers_late_and_early_end_alike() -> None:
         assert first.state.state == "stale"
         with Publisher(config) as publisher:
             for chain in chains[:10]:
-                publisher.tell(MODEL, [stored(chain), stored(chain, "file", 0, 2)])
+                publisher.announce(MODEL, [stored(chain), stored(chain, "file", 0, 2)])
             until(lambda: early.holdings("w") == {"CPU": 40, "STORAGE": 20})
             with reader(config, late) as second:
                 for chain in chains[10:]:
-                    publisher.tell(MODEL, [stored(chain)])
-                publisher.tell(MODEL, [Removed("l2", tuple(chains[0].hashes[2:]))])
+                    publisher.announce(MODEL, [stored(chain)])
+                publisher.announce(MODEL, [Removed("l2", tuple(chains[0].hashes[2:]))])
                 for index in (early, late):
                     until(lambda index=index: index.holdings("w") == {"CPU": 78, "STORAGE": 20})  # type: ignore[misc]
                     assert found(index, chains[0]) == {"CPU": 2}
@@ -142,9 +142,9 @@ def test_who_comes_too_late_for_the_buffer_is_told_the_present_state() -> None:
     config = addresses(buffer=2)
     with Publisher(config) as publisher:
         for number in range(50):
-            publisher.tell(MODEL, [stored(chain_of(number))])
-            publisher.tell(OTHER, [stored(chain_of(number, 2, OTHER))])
-        publisher.tell(MODEL, [Removed("l2", tuple(chain_of(0).hashes))])
+            publisher.announce(MODEL, [stored(chain_of(number))])
+            publisher.announce(OTHER, [stored(chain_of(number, 2, OTHER))])
+        publisher.announce(MODEL, [Removed("l2", tuple(chain_of(0).hashes))])
         assert publisher.flush(DEADLINE)
         *told, end = replayed(config, 0)
         assert publisher.counts["snapshots"] == 1
@@ -154,7 +154,7 @@ def test_who_comes_too_late_for_the_buffer_is_told_the_present_state() -> None:
         # who has missed just one batch of a state that takes two: numbers are made
         missed = publisher.seq - 3
         before = publisher.seq
-        publisher.tell(MODEL, [stored(chain_of(60))])
+        publisher.announce(MODEL, [stored(chain_of(60))])
         assert publisher.flush(DEADLINE)
         *told, end = replayed(config, before - 2)
         assert end[2] == END
@@ -175,8 +175,8 @@ def test_models_under_one_topic_do_not_clear_each_other() -> None:
     config = addresses(buffer=1, topic="kv")
     with Publisher(config) as publisher:
         for model in (MODEL, OTHER):
-            publisher.tell(model, [stored(chain_of(1, model=model))])
-        publisher.tell(MODEL, [stored(chain_of(2, 1))])
+            publisher.announce(model, [stored(chain_of(1, model=model))])
+        publisher.announce(MODEL, [stored(chain_of(2, 1))])
         assert publisher.flush(DEADLINE)
         index = PrefixIndex(SIZE)
         with reader(config, index, "kv"):
@@ -191,13 +191,13 @@ def test_a_publisher_that_is_started_anew_is_believed_anew() -> None:
     index = PrefixIndex(SIZE)
     with reader(config, index) as consumer:
         with Publisher(config) as publisher:
-            publisher.tell(MODEL, [stored(chain_of(1))])
+            publisher.announce(MODEL, [stored(chain_of(1))])
             until(lambda: found(index, chain_of(1)) == {"CPU": 4})
         until(lambda: consumer.state.state == "stale")
         assert found(index, chain_of(1)) == {"CPU": 4}  # for the router to judge
         with Publisher(config) as publisher:
             for number in range(2, 6):  # it is soon as far as the one before
-                publisher.tell(MODEL, [stored(chain_of(number))])
+                publisher.announce(MODEL, [stored(chain_of(number))])
             until(lambda: index.holdings("w") == {"CPU": 16})
             assert found(index, chain_of(1)) == {}
             until(lambda: consumer.state.state == "live")
@@ -274,16 +274,16 @@ class Held(PrefixIndex):
 
 
 def test_what_a_former_publisher_said_last_is_not_taken_for_its_successors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.service.event_consumer._TURN", 1)
+    monkeypatch.setattr("kvtier.service.events.consumer._TURN", 1)
     config, index = addresses(), Held()
     assert config.publish is not None
     with reader(config, index) as consumer:
         with Publisher(config) as publisher:
             until(lambda: consumer.state.state == "live")
-            publisher.tell(MODEL, [stored(chain_of(0))])
+            publisher.announce(MODEL, [stored(chain_of(0))])
             assert index.is_waited_for.wait(DEADLINE)  # the reader is busy with the first batch, and has …
             for number in range(1, 9):
-                publisher.tell(MODEL, [stored(chain_of(number))])
+                publisher.announce(MODEL, [stored(chain_of(number))])
             assert publisher.flush(DEADLINE)
             time.sleep(0.5)  # … the others in its queue, as good as surely: else this shows nothing
         with zmq.Context() as context, context.socket(zmq.PUB) as out, context.socket(zmq.ROUTER) as again:
@@ -294,8 +294,8 @@ def test_what_a_former_publisher_said_last_is_not_taken_for_its_successors(monke
                 assert arrivals.poll(int(1000 * DEADLINE))  # the reader's socket has found the successor …
                 out.disable_monitor()
             index.gate.set()  # … and now the reader does, which still has to read eight batches of the former one
-            events = ToldBlocks(MODEL).take_in(stored(chain_of(50)))
-            told = Told(0, topic_of(MODEL).encode(), encode_batch(EventBatch(time.time(), events)))
+            events = AnnouncedBlocks(MODEL).apply(stored(chain_of(50)))
+            told = NumberedBatch(0, topic_of(MODEL).encode(), encode_batch(EventBatch(time.time(), events)))
 
             def is_answered() -> bool:
                 while again.poll(20):
@@ -331,7 +331,7 @@ def test_no_reader_misses_its_own_handshake() -> None:
     # a publisher that is there already answers while its reader is still being made
     config = addresses()
     with Publisher(config) as publisher:
-        publisher.tell(MODEL, [stored(chain_of(1))])
+        publisher.announce(MODEL, [stored(chain_of(1))])
         for _ in range(40):
             index = PrefixIndex(SIZE)
             with reader(config, index):
@@ -339,13 +339,13 @@ def test_no_reader_misses_its_own_handshake() -> None:
 
 
 def test_a_silent_publisher_is_asked_whether_anything_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.service.event_consumer._SILENCE", 0.1)
+    monkeypatch.setattr("kvtier.service.events.consumer._SILENCE", 0.1)
     config = addresses()
     index = PrefixIndex(SIZE)
     with Publisher(config) as publisher, reader(config, index) as consumer:
         until(lambda: consumer.state.state == "live")
         out, publisher._publish = publisher._publish, Deaf()  # type: ignore[assignment]
-        publisher.tell(MODEL, [stored(chain_of(1))])  # the last batch for long, and it is dropped
+        publisher.announce(MODEL, [stored(chain_of(1))])  # the last batch for long, and it is dropped
         until(lambda: found(index, chain_of(1)) == {"CPU": 4})
         publisher.flush(DEADLINE)
         publisher._publish = out
@@ -362,11 +362,11 @@ def test_without_a_replay_address_a_reader_learns_from_now_on() -> None:
     config = addresses(replay=None)
     index = PrefixIndex(SIZE)
     with Publisher(config) as publisher, reader(config, index) as consumer:
-        publisher.tell(MODEL, [stored(chain_of(0))])
+        publisher.announce(MODEL, [stored(chain_of(0))])
         numbers = iter(range(1, 10_000))
 
         def told() -> bool:
-            publisher.tell(MODEL, [stored(chain_of(next(numbers), 1))])
+            publisher.announce(MODEL, [stored(chain_of(next(numbers), 1))])
             return index.num_blocks > 3
 
         until(told)
@@ -374,7 +374,7 @@ def test_without_a_replay_address_a_reader_learns_from_now_on() -> None:
 
 
 def test_a_reader_that_does_not_read_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.service.events._QUEUE", 10)
+    monkeypatch.setattr("kvtier.service.events.publisher._QUEUE", 10)
     config = addresses()
     with Publisher(config) as publisher, zmq.Context() as context, context.socket(zmq.SUB) as slow:
         assert config.publish is not None
@@ -383,8 +383,8 @@ def test_a_reader_that_does_not_read_blocks_nobody(monkeypatch: pytest.MonkeyPat
         slow.setsockopt(zmq.RCVBUF, 4096)
         slow.subscribe(b"")
         slow.connect(config.publish)
-        publisher.tell(MODEL, [stored(chain_of(0))])
-        big = ToldBlocks(MODEL).take_in(stored(chain_of(1, 2000)))
+        publisher.announce(MODEL, [stored(chain_of(0))])
+        big = AnnouncedBlocks(MODEL).apply(stored(chain_of(1, 2000)))
         for _ in range(200):  # more than the system's own buffers take
             publisher._submit(0, lambda: publisher._send(MODEL, big))
         assert publisher.flush(DEADLINE)
@@ -396,11 +396,11 @@ def test_a_reader_that_does_not_read_blocks_nobody(monkeypatch: pytest.MonkeyPat
 
 
 def test_who_does_not_read_its_replay_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.service.events._REPLAY_DEADLINE", 0.2)
+    monkeypatch.setattr("kvtier.service.events.publisher._REPLAY_DEADLINE", 0.2)
     config = addresses()
     with Publisher(config) as publisher, zmq.Context() as context, context.socket(zmq.DEALER) as slow:
         for number in range(40):
-            publisher.tell(MODEL, [stored(chain_of(number, 1000))])
+            publisher.announce(MODEL, [stored(chain_of(number, 1000))])
         assert publisher.flush(DEADLINE)
         assert config.replay is not None
         slow.setsockopt(zmq.LINGER, 0)
@@ -439,7 +439,7 @@ def test_room_is_bounded_and_comes_back() -> None:
         gate.set()
         until(lambda: not feed.pump())
         assert publisher.flush(DEADLINE)
-        assert publisher._told[MODEL].num_told == 400 * 100
+        assert publisher._announced[MODEL].num_announced == 400 * 100
 
 
 class Source:
@@ -481,7 +481,7 @@ def test_an_address_that_is_taken_is_named() -> None:
 
 @pytest.mark.parametrize("has_replay", [False, True])
 def test_waiting_for_nobody_costs_nothing(has_replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.service.event_consumer._SILENCE", 0.2)
+    monkeypatch.setattr("kvtier.service.events.consumer._SILENCE", 0.2)
     config = addresses()
     assert config.publish is not None
     with ExitStack() as stack:

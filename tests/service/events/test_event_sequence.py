@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.service.event_sequence import END, MAX_HELD, Reset, Sequencer, Step, Told
+from kvtier.service.events.sequence import END, MAX_HELD, ForgetAll, NumberedBatch, Sequencer, Step
 from kvtier.tiers.errors import FormatError
 
 
-def batch(seq: int, text: str = "") -> Told:
-    return Told(seq, b"kv", f"{seq}{text}".encode())
+def batch(seq: int, text: str = "") -> NumberedBatch:
+    return NumberedBatch(seq, b"kv", f"{seq}{text}".encode())
 
 
 def numbers(steps: list[Step]) -> list[int | str]:
-    return ["reset" if isinstance(step, Reset) else step.seq for step in steps]
+    return ["reset" if isinstance(step, ForgetAll) else step.seq for step in steps]
 
 
 def wants(sequencer: Sequencer) -> int | None:
@@ -111,7 +111,7 @@ def test_a_summary_counts_as_a_whole_whatever_came_live_under_its_numbers() -> N
     steps = sequencer.replayed(batch(7, "summary"))
     assert sequencer.live(batch(10)) == []
     steps += sequencer.replayed(batch(8, "summary")) + sequencer.replayed(batch(9, "summary")) + sequencer.ended()
-    assert steps == [Reset(), *(batch(seq, "summary") for seq in (7, 8, 9)), batch(10)]
+    assert steps == [ForgetAll(), *(batch(seq, "summary") for seq in (7, 8, 9)), batch(10)]
     # half of one is nothing: the rest would never be told again
     assert sequencer.live(batch(20)) == []
     sequencer.asked(11)
@@ -176,9 +176,9 @@ def test_what_waits_is_bounded_and_not_forgotten() -> None:
 @pytest.mark.parametrize("frames", [[], [b""], [b"", b"1", b""], [b"", b"12345678"], [b"", bytes(8), b"", b""]])
 def test_other_frames_are_refused(frames: list[bytes]) -> None:
     with pytest.raises(FormatError):
-        Told.parse(frames)
-    assert Told.parse([b"", END, b""]) is None
-    assert Told.parse(batch(7).frames) == batch(7)
+        NumberedBatch.parse(frames)
+    assert NumberedBatch.parse([b"", END, b""]) is None
+    assert NumberedBatch.parse(batch(7).frames) == batch(7)
 
 
 class Publisher:
@@ -186,10 +186,10 @@ class Publisher:
 
     def __init__(self, kept: int) -> None:
         self.kept = kept
-        self.log: list[Told] = []
+        self.log: list[NumberedBatch] = []
         self.life = 0
 
-    def publish(self, key: int) -> Told:
+    def publish(self, key: int) -> NumberedBatch:
         told = batch(len(self.log), f" {'-' if key in self.state else '+'}{key} life {self.life}")
         self.log.append(told)
         return told
@@ -201,7 +201,7 @@ class Publisher:
     def state(self) -> set[int]:
         return applied([*self.log])
 
-    def replay(self, first: int) -> list[Told]:
+    def replay(self, first: int) -> list[NumberedBatch]:
         past = self.log[max(first, len(self.log) - self.kept) :]
         if len(self.log) > first and past[0].seq > first:
             parts = [f" +{key}" for key in sorted(self.state)] or [""]
@@ -214,7 +214,7 @@ class Publisher:
 def applied(steps: list[Step]) -> set[int]:
     held: set[int] = set()
     for step in steps:
-        if isinstance(step, Reset):
+        if isinstance(step, ForgetAll):
             held.clear()
             continue
         for word in step.payload.decode().split()[1:]:
@@ -231,8 +231,8 @@ def applied(steps: list[Step]) -> set[int]:
 @given(st.data())
 def test_any_schedule_ends_as_in_order_reading_would(data: st.DataObject) -> None:
     publisher, sequencer = Publisher(data.draw(st.sampled_from([1, 3, 100]))), Sequencer()
-    on_its_way: list[Told] = []
-    replay: list[Told | None] = []
+    on_its_way: list[NumberedBatch] = []
+    replay: list[NumberedBatch | None] = []
     steps: list[Step] = []
 
     def read_one() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.connector.events import (
+from kvtier.service.events.wire import (
     MAX_PAYLOAD,
     AllBlocksCleared,
     BlockRemoved,

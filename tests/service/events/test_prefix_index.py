@@ -8,16 +8,18 @@ import threading
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.connector.events import AllBlocksCleared, BlockRemoved, BlockStored, ExternalHash, ExtraKeys
-from kvtier.service.prefix_index import MEDIA, PrefixIndex, prompt_hashes
-from kvtier.tiers.key_schemes import VllmKeys, vllm_event_hash
+from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
+from kvtier.service.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, ExternalHash, ExtraKeys, pieces
+from kvtier.tiers.kinds import TIERS
+from kvtier.tiers.naming.key_schemes import VllmKeys, vllm_event_hash
 
 SIZE = 4
 TOKENS = [*range(1, 13)]
+MEDIA = [kind.medium for kind in TIERS.values()]  # nearest first
 
 
 def stored(
@@ -156,6 +158,43 @@ def test_of_several_groups_the_one_that_keeps_prefixes_counts() -> None:
     assert not index.counts
 
 
+def test_who_tells_too_much_forgets_its_oldest_and_costs_nobody_else_anything(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    index = PrefixIndex(SIZE, max_blocks=64)
+    honest, tokens = prompt_hashes(TOKENS, SIZE), [*range(1000, 1400)]
+    index.apply("honest", stored([1, 2, 3], TOKENS))
+    # a hundred blocks of one chain, told one by one: the first of them make room for the last
+    for number in range(100):
+        block = tokens[4 * number : 4 * number + 4]
+        index.apply("greedy", stored([100 + number], block, parent=99 + number if number else None))
+        index.check()
+    told = sum(index.holdings("greedy").values())
+    assert told <= 61
+    assert index.num_forgotten == 100 - told
+    assert "[router] max_blocks" in caplog.text
+    assert index.matches(honest) == {"honest": {"GPU": 3}}
+    assert index.matches(prompt_hashes(tokens, SIZE)) == {}  # what is left of it begins nowhere
+    # what it says of a forgotten block is no contradiction, and what it says of others counts
+    index.apply("greedy", BlockRemoved([100], "GPU"))
+    index.apply("greedy", stored([300], TOKENS[:4], parent=100))
+    assert index.counts == {"forgotten": 2}
+    index.apply("greedy", BlockRemoved([199], "GPU"))
+    assert sum(index.holdings("greedy").values()) == told - 1
+    # one event of more blocks than there may be
+    index.apply("greedy", stored([*range(500, 600)], tokens))
+    index.check()
+    assert index.matches(honest) == {"honest": {"GPU": 3}}
+    # with all of it gone it is trusted as before
+    index.apply("greedy", AllBlocksCleared())
+    index.apply("greedy", BlockRemoved([100], "GPU"))
+    assert index.counts["unknown_removal"] == 1
+    index.drop("greedy")
+    index.drop("honest")
+    index.check()
+    assert index.num_blocks == 0
+
+
 # A tree of blocks: engine's name → (parent's name, tokens). Two names share their tokens, as after a restart.
 TREE: dict[int, tuple[int | None, list[int]]] = {
     1: (None, [1, 1, 1, 1]),
@@ -247,8 +286,8 @@ TestIndex.settings = settings(max_examples=40, stateful_step_count=40)
 _MEASURE = """
 import random
 import sys
-from kvtier.connector.events import BlockStored
-from kvtier.service.prefix_index import PrefixIndex
+from kvtier.service.events.wire import BlockStored
+from kvtier.service.events.prefix_index import PrefixIndex
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 random.seed(1)
@@ -310,3 +349,32 @@ def test_whoever_asks_while_a_worker_goes_is_answered() -> None:
     thread.join()
     assert index.matches(hashes) == {"b": {"GPU": 30_000}, "c": {"GPU": 10}}
     index.check()
+
+
+@given(st.integers(1, 7), st.integers(0, 9), st.booleans())
+def test_pieces_say_what_the_whole_does(most: int, num_blocks: int, is_tenants: bool) -> None:
+    tokens, names = [*range(4 * num_blocks)], [*range(100, 100 + num_blocks)]
+    keys = [("tenant",), *[None] * (num_blocks - 1)] if is_tenants and num_blocks else None
+    whole = BlockStored(names, None, tokens, 4, None, "GPU", None, keys)
+    said: list[BlockStored | BlockRemoved] = [
+        whole,
+        BlockRemoved(names[1::2], "GPU"),
+        BlockStored([7], names[0] if names else None, [1] * 4, 4, None, "CPU", None),
+    ]
+    at_once, piecewise = PrefixIndex(4), PrefixIndex(4)
+    for event in said:
+        at_once.apply("w", event)
+        for piece in pieces(event, most):
+            assert isinstance(piece, BlockStored | BlockRemoved)
+            assert len(piece.block_hashes) <= most
+            piecewise.apply("w", piece)
+    for index in (at_once, piecewise):
+        index.check()
+        assert not index.counts
+    prompt = prompt_hashes(tokens, 4, namespace="tenant" if is_tenants else None)
+    assert piecewise.matches(prompt) == at_once.matches(prompt)
+    assert piecewise._masks == at_once._masks
+    # what cannot be cut is left to the reader to refuse
+    torn = BlockStored(names, None, tokens[1:], 4, None, "GPU", None)
+    assert list(pieces(torn, 1)) == [torn] or num_blocks == 0
+    assert list(pieces(AllBlocksCleared(), 1)) == [AllBlocksCleared()]

@@ -11,13 +11,13 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "rigs")]
 
 from doubles import chain_of  # noqa: E402
 from service_rig import ask, attach, load, store, wanted  # noqa: E402
 
-from kvtier.connector.attachment import join  # noqa: E402
+from kvtier.connector.daemon.attachment import join  # noqa: E402
 
 
 def hold(socket: Path, number: int) -> bytes:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_rig import kvtier
 from doubles import SLOT_BYTES, chain_of, wait_until
+from fork_rig import SERVICES, Forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from service_rig import (
@@ -34,15 +36,15 @@ from service_rig import (
 )
 from service_rig import attach as attach_client
 
-from kvtier.connector.frames import pack_frame
-from kvtier.connector.greetings import Hello, pack_greeting
-from kvtier.connector.messages import Ask, Holds, pack_request
-from kvtier.connector.remote import RemoteTiers
-from kvtier.service.daemon import _TICK, Daemon
-from kvtier.service.loop import Loop
-from kvtier.tiers.below import Attribution
-from kvtier.tiers.config import Config
+from kvtier.connector.daemon.frames import pack_frame
+from kvtier.connector.daemon.handshake import Hello, pack_handshake
+from kvtier.connector.daemon.messages import Ask, Holds, pack_request
+from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.service.node.daemon import _TICK, Daemon
+from kvtier.service.node.loop import Loop
+from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, StoreLocked
+from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.tier import Outcome
 
 CHILD = Path(__file__).with_name("_client_child.py")
@@ -80,12 +82,12 @@ def attach(home: Path, serve: Serve) -> Iterator[Attach]:
         tiers.close()
 
 
-def child(home: Path, *what: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, str(CHILD), str(home / "s"), *what]
-    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+def child(home: Path, *what: str) -> Forked:
+    command = [str(CHILD), str(home / "s"), *what]
+    return Forked(command, SERVICES, env=environment(), stdout=subprocess.PIPE)
 
 
-def says(process: "subprocess.Popen[str]") -> str:
+def says(process: Forked) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
@@ -216,9 +218,9 @@ def test_blocks_come_back_from_the_slab_for_another_client(serve: Serve, disk_di
     for n in range(1, 5):  # L2 has sixteen slots: the first chain goes
         store(tiers, chain_of(4, first_token=1000 * n))
     other = attach()
-    assert where(other, chain).file == 4
+    assert where(other, chain)["file"] == 4
     assert load(other, chain) == 4  # PENDING first, then the daemon pushes the news
-    assert where(other, chain).l2 == 4
+    assert where(other, chain)["l2"] == 4
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
@@ -403,7 +405,7 @@ def test_a_client_that_never_reads_is_cut_off(home: Path, serve: Serve, attach: 
     tiers, chain = attach(), chain_of(4)
     store(tiers, chain)
     rude = raw(home)
-    rude.sendall(pack_greeting(Hello(FINGERPRINT, 4, SLOT_BYTES, 1 << 18, reset=False)))
+    rude.sendall(pack_handshake(Hello(FINGERPRINT, 4, SLOT_BYTES, 1 << 18, reset=False)))
     assert b"Welcome" in rude.recv(4096)
 
     def ask_for_ever() -> None:
@@ -432,7 +434,7 @@ def test_a_name_given_twice_a_version_of_the_future_and_silence(home: Path, serv
             assert why.encode() in connection.recv(4096)
             assert connection.recv(10) == b""
     with raw(home) as connection:
-        connection.sendall(pack_greeting(Hello(FINGERPRINT, 4, SLOT_BYTES, 1 << 18, reset=False)))
+        connection.sendall(pack_handshake(Hello(FINGERPRINT, 4, SLOT_BYTES, 1 << 18, reset=False)))
         assert b"Welcome" in connection.recv(4096)
         connection.sendall(pack_request(0, [Ask(1, chain.root, 0, 4, [chain.hashes[0]] * 2)]))
         assert connection.recv(10) == b""
@@ -442,11 +444,11 @@ def test_a_name_given_twice_a_version_of_the_future_and_silence(home: Path, serv
 
 
 def test_any_bytes_at_all(home: Path, serve: Serve, attach: Attach) -> None:
-    """FAULTS 39: whatever is sent before or behind a greeting, the daemon goes on serving, and nothing is left over."""
+    """FAULTS 39: whatever is sent before or after a handshake, the daemon goes on serving, and nothing is left over."""
     served = serve()
     tiers, chain = attach(), chain_of(4)
     store(tiers, chain)
-    hello = pack_greeting(Hello(FINGERPRINT, 4, SLOT_BYTES, 1 << 18, reset=False))
+    hello = pack_handshake(Hello(FINGERPRINT, 4, SLOT_BYTES, 1 << 18, reset=False))
     body = st.recursive(
         st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary(max_size=64)
         | st.text(max_size=8) | st.just(chain.hashes[0]) | st.just(b"".join(chain.hashes)),
@@ -551,9 +553,8 @@ def test_places_where_no_socket_can_be(home: Path) -> None:
         Daemon(Config(), home / "s")
 
 
-def test_serve_needs_a_place(capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-c", "from kvtier.cli import main; main()", "serve"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+def test_serve_needs_a_place() -> None:
+    done = kvtier("serve")
     assert done.returncode == 2
     assert done.stderr.startswith("kvtier: [service] socket none: ")
     assert done.stderr.count("\n") == 1
@@ -561,10 +562,11 @@ def test_serve_needs_a_place(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_engine_finds_the_daemon_by_its_configuration(home: Path, serve: Serve) -> None:
     from kvtier.connector.opening import open_tiers
-    from kvtier.service.namespaces import Blocks
+    from kvtier.service.node.namespaces import BlockDimensions
 
     serve()
-    tiers = open_tiers(Config(service={"socket": home / "s"}), FINGERPRINT, Blocks(4, SLOT_BYTES))  # type: ignore[arg-type]
+    blocks = BlockDimensions(4, SLOT_BYTES)
+    tiers = open_tiers(Config(service={"socket": home / "s"}), FINGERPRINT, blocks)  # type: ignore[arg-type]
     assert isinstance(tiers, RemoteTiers)
     assert tiers.num_slots == 256  # it asked for [host] size, the budget has a mebibyte
     assert misses(tiers, Outcome.ABSENT) == 0

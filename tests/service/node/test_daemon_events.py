@@ -13,11 +13,11 @@ from node_rig import free_port
 from redis_rig import NO_REDIS, standalone
 from service_rig import FINGERPRINT, DaemonProcess, attach, load, store
 
-from kvtier.connector.events import namespace_of, topic_of
-from kvtier.connector.remote import RemoteTiers
-from kvtier.service.event_consumer import EventConsumer
-from kvtier.service.prefix_index import PrefixIndex, prompt_hashes
-from kvtier.tiers.chain import TokenChain, root_hash
+from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.service.events.consumer import EventConsumer
+from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
+from kvtier.service.events.wire import namespace_of, topic_of
+from kvtier.tiers.naming.chain import TokenChain, root_hash
 
 OTHER = b"another model of the daemon".ljust(32, b".")
 

@@ -12,11 +12,11 @@ from service_rig import DaemonProcess, attached, patient
 from small_engines import KEEP
 from tiny_models import config_of
 
+from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.connector.local import LocalConnector
-from kvtier.connector.remote import RemoteTiers
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.tiers.config import Config
+from kvtier.tiers.config.config import Config
 
 PROMPT = [(7 * n) % 120 for n in range(150)]
 

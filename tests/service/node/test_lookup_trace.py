@@ -14,13 +14,14 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+import _trace
 import pytest
+from _trace import TraceLine, read_trace
 from doubles import FakeClock, chain_of
 from hypothesis import given, strategies
 
-from kvtier.service import lookup_trace
-from kvtier.service.lookup_trace import TraceCounts, TraceLine, TraceRecorder, read_trace
-from kvtier.service.loop_file import LoopFile
+from kvtier.service.node.lookup_trace import TraceCounts, TraceRecorder
+from kvtier.service.web.loop_file import LoopFile
 from kvtier.tiers.errors import ConfigError, FormatError
 
 T = TypeVar("T")
@@ -184,7 +185,7 @@ def test_a_wrong_line_is_named_by_its_number(tmp_path: Path, line: bytes, compla
 
 
 def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup_trace, "_MAX_LINE", 1000)
+    monkeypatch.setattr(_trace, "_MAX_LINE", 1000)
     (tmp_path / "trace").write_bytes(json.dumps(GOOD).encode() + b"\n" + b"[" * 5000)
     with pytest.raises(FormatError, match=r"trace:2: longer than 1000 bytes"):
         list(read_trace(tmp_path / "trace"))

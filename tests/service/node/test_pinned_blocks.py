@@ -8,9 +8,9 @@ from doubles import SLOT_BYTES, wait_until
 from http_rig import MODEL, ServedDaemon
 from service_rig import FINGERPRINT, attach, load, store
 
-from kvtier.connector.remote import RemoteTiers
-from kvtier.service.namespaces import Namespace
-from kvtier.tiers.chain import TokenChain, root_hash
+from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.service.node.namespaces import Namespace
+from kvtier.tiers.naming.chain import TokenChain, root_hash
 
 SLOTS = 32
 

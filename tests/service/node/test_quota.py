@@ -1,6 +1,7 @@
 """Stories of quotas: a tenant stays within its own, loses its own oldest tails, and nobody else notices (FAULTS 36)."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from doubles import SLOT_BYTES, MemoryTier, chain_of, hierarchy_of
@@ -8,20 +9,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_rig import drops, fill, load, records, store, wanted
 
-from kvtier.service.served_tiers import ServedTiers
-from kvtier.tiers.chain import TokenChain
+from kvtier.service.node.served_tiers import ServedTiers
 from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.tier import Outcome
 
 FINGERPRINT = b"f" * 32  # of `chain_of`
 
 
+class Served:
+    """The tiers as a client of the daemon uses them: `ServedTiers`' verbs, and the hierarchy's where it has none."""
+
+    def __init__(self, tiers: ServedTiers) -> None:
+        self._tiers = tiers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tiers if hasattr(self._tiers, name) else self._tiers.hierarchy, name)
+
+
 class Bench:
     """Tiers of `slots` slots, as the daemon serves them."""
 
-    def __init__(self, slots: int = 32, lower: MemoryTier | None = None) -> None:
+    def __init__(self, slots: int = 32, lower: MemoryTier | None = None, default: int | None = None) -> None:
         self.hierarchy = hierarchy_of(slots, lower)
-        self.tiers = ServedTiers(self.hierarchy, FINGERPRINT)
+        limit = None if default is None else default * SLOT_BYTES
+        self.tiers: Any = Served(ServedTiers(self.hierarchy, FINGERPRINT, limit))
 
     def allow(self, salt: str, num_blocks: int) -> None:
         self.tiers.quotas.set(salt, num_blocks * SLOT_BYTES)
@@ -32,7 +44,8 @@ class Bench:
 
     def used(self, salt: str) -> int:
         """Blocks."""
-        return next(quota.used for quota in self.tiers.quotas.listing() if quota.cache_salt == salt) // SLOT_BYTES
+        used: int = next(quota.used for quota in self.tiers.quotas.listing() if quota.cache_salt == salt)
+        return used // SLOT_BYTES
 
     def close(self) -> None:
         self.tiers.drain(60)
@@ -170,6 +183,58 @@ def test_after_a_reset_a_tenant_begins_anew(bench: Bench) -> None:
     bench.tiers.reset()
     assert bench.used("alice") == 0
     assert store(bench.tiers, of("alice", 2)) == 4
+
+
+def test_tenants_without_a_quota_have_the_default() -> None:
+    bench = Bench(slots=32, default=6)
+    bench.allow("alice", 10)
+    # Whoever has a quota has it; of the others each has six blocks, and loses its own oldest; no salt, no bound.
+    assert store(bench.tiers, of("alice", 1, 12)) == 10
+    assert store(bench.tiers, of("bob", 1, 4)) == store(bench.tiers, of("carol", 1, 4)) == 4
+    assert store(bench.tiers, of("bob", 2, 4)) == 4
+    assert [bench.has(of("bob", number)) for number in (1, 2)] == [2, 4]
+    assert store(bench.tiers, of("carol", 2, 8)) == 6
+    assert [bench.has(of("carol", number, 8)) for number in (1, 2)] == [0, 6]
+    assert drops(bench.tiers, Outcome.QUOTA) == 2 + 2
+    assert store(bench.tiers, chain_of(8, first_token=9000)) == 8
+    # One that gets a quota has that, and once it is taken away the default, from then on.
+    bench.allow("bob", 2)
+    assert sum(bench.has(of("bob", number)) for number in (1, 2)) == 2
+    assert bench.tiers.quotas.remove("bob")
+    assert store(bench.tiers, of("bob", 3, 8)) == 6
+    bench.close()
+
+
+def test_of_thousands_of_tenants_only_those_are_remembered_that_have_blocks() -> None:
+    bench = Bench(slots=16, default=4)
+    for number in range(300):
+        assert store(bench.tiers, of(f"tenant {number}", 1, 4)) == 4
+    others = bench.tiers.quotas._others
+    assert len(others) <= 12
+    assert sum(map(len, others.values())) <= 3 * 16
+    bench.close()
+
+
+def test_a_tenant_is_not_remembered_for_what_it_could_not_store() -> None:
+    bench = Bench(slots=4, default=4)
+    others = bench.tiers.quotas._others
+    # Another tenant's copy holds all of L2; strangers come, each once, and find no room.
+    assert store(bench.tiers, of("alice", 1, 4)) == 4
+    with bench.hierarchy.host.pool.lease(of("alice", 1, 4).hashes):
+        for number in range(100):
+            assert store(bench.tiers, of(f"stranger {number}", 1, 1)) == 0
+    assert len(others) == 1
+    bench.close()
+
+
+def test_a_new_tenant_is_bound_also_where_its_first_store_is_the_one_that_forgets_others() -> None:
+    bench = Bench(slots=16, default=4)
+    # The fifth store is more than L2 could take anew: those who have nothing any more are forgotten.
+    for number in range(5):
+        assert store(bench.tiers, of(f"tenant {number}", 1, 4)) == 4
+    assert store(bench.tiers, of("tenant 4", 2, 4)) == 4
+    assert [bench.has(of("tenant 4", number)) for number in (1, 2)] == [0, 4]
+    bench.close()
 
 
 def test_less_than_a_block_is_no_quota(bench: Bench) -> None:

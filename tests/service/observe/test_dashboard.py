@@ -16,13 +16,15 @@ from node_rig import free_port, node
 from router_rig import RoutedReplicas, replicas, routed
 from service_rig import attach, load, store
 
-from kvtier.service import dashboard
+from kvtier.service.observe import dashboard
 from kvtier.tiers.errors import TierUnavailable
+from kvtier.tiers.kinds import tier_captions
 
 Json = dict[str, Any]
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>&lt;b&gt; __proto__"
 ROUTER: Json = {
+    "tier_captions": tier_captions(),
     "uptime_s": 12.0,
     "block_size": 16,
     "fingerprint": "2adf752b523bf584" * 4,
@@ -184,6 +186,19 @@ def test_what_is_wrong_is_said_in_words(page: Browser, served: ServedDaemon, hom
     tiers.close()
 
 
+def test_a_daemon_without_a_lower_tier_says_how_to_have_one(page: Browser, home: Path) -> None:
+    daemon = ServedDaemon(home / "s", host={"size": 1 << 20})
+    tiers = attach(home / "s")
+    page.open(f"http://{daemon.http}/")
+    page.wait_for("No tier below host memory is configured: see [file] and [redis].", card="Breakers")
+    assert load(tiers, chain_of(2)) == 0
+    page.wait_for("host memory 0 % 0", "nowhere 100 % 2", card="Lookups, by where found")
+    tiers.close()
+    page.open("about:blank")
+    daemon.check()
+    daemon.close()
+
+
 def test_the_router_shows_who_is_there_and_why_a_request_went_where_it_did(page: Browser) -> None:
     with ServedStatus(lambda: ROUTER) as router:
         page.open(router.url)
@@ -338,7 +353,7 @@ def test_screen_readers_and_narrow_screens_have_it_too(page: Browser, served: Se
 
 
 def test_its_files_run_nothing_from_elsewhere(served: ServedDaemon) -> None:
-    for path in ("/", "/dashboard.css", "/dashboard.js", "/daemon.js", "/router.js", "/draw.js"):
+    for path in ("/", "/dashboard.css", "/dashboard.js", "/daemon.js", "/router.js", "/tiers.js", "/draw.js"):
         answer = served.client.get(path)
         assert answer.status_code == 200
         policy = answer.headers["content-security-policy"]

@@ -9,9 +9,10 @@ import pytest
 from server_rig import tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from kvtier.service.openai_bodies import ChatPrompt, CompletionPrompt
-from kvtier.service.openai_errors import OpenAIError
-from kvtier.service.prompts import Prompts
+from kvtier.service.openai.bodies import ChatPrompt, CompletionPrompt
+from kvtier.service.openai.chat_turns import chat_of
+from kvtier.service.openai.errors import OpenAIError
+from kvtier.service.openai.prompts import Prompts
 from kvtier.tiers.errors import ConfigError
 
 CHATTY = """{%- if messages[0]['role'] == 'system' %}
@@ -124,6 +125,13 @@ def test_what_a_template_refuses_is_the_clients_error(tmp_path: Path) -> None:
     with pytest.raises(OpenAIError, match="roles must alternate") as refused:
         prompts.tokens(chat([{"role": "assistant", "content": "I begin"}]))
     assert (refused.value.status, refused.value.param) == (400, "messages")
+
+
+def test_a_text_that_utf8_cannot_write_is_the_clients_error(tmp_path: Path) -> None:
+    prompts = Prompts.open(directory(tmp_path, "{{ messages[0].content }}"))
+    halved = chat_of({"messages": [{"role": "user", "content": "half of a pair: \ud800"}]})  # JSON's escapes can say it
+    with pytest.raises(OpenAIError, match="messages: not a text that UTF-8 can write"):
+        prompts.chat(halved)
 
 
 def test_a_model_that_cannot_chat_says_so(tmp_path: Path) -> None:

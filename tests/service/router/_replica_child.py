@@ -21,6 +21,7 @@ NATURE = json.loads(sys.argv[2])
 CACHED = {"cached_tokens": 32, "kvtier": {"L1": 24, "L2": 0, "file": 0, "redis": 8}}
 BEHAVIOUR: dict[str, Any] = {}
 SEEN: list[dict[str, Any]] = []
+ASKED: list[dict[str, Any]] = []  # for tokens
 
 
 async def app(scope: Message, receive: Receive, send: Send) -> None:
@@ -38,6 +39,8 @@ async def app(scope: Message, receive: Receive, send: Send) -> None:
         await _json(send, BEHAVIOUR)
     elif path == "/seen":
         await _json(send, SEEN)
+    elif path == "/asked":
+        await _json(send, ASKED)
     elif path == "/v1/models":
         await _json(send, {"object": "list", "data": [NATURE, *NATURE.get("adapters", ())]})
     elif path == "/status":
@@ -45,8 +48,44 @@ async def app(scope: Message, receive: Receive, send: Send) -> None:
     elif path in ("/readyz", "/healthz", "/health"):
         is_there = path == NATURE.get("probe", "/readyz")
         await _json(send, {}, BEHAVIOUR.get("ready", 200) if is_there else 404)
-    else:
+    elif path.endswith(("/render", "/tokenize")):
+        await _tokenize(path, body, send)
+    elif path.startswith(("/v1/completions", "/v1/chat/")):
         await _complete(scope, json.loads(body), receive, send)
+    else:
+        await _echo(scope, body, send)
+
+
+async def _tokenize(path: str, body: bytes, send: Send) -> None:
+    """As vLLM's pages: `BEHAVIOUR["tokenizer"]` names those that are there; a text's bytes are its tokens."""
+    pages = BEHAVIOUR.get("tokenizer", ())
+    if not any(path.endswith(page) for page in pages):
+        await _json(send, {}, 404)
+        return
+    ASKED.append({"path": path, "body": json.loads(body)})
+    await asyncio.sleep(BEHAVIOUR.get("tokenizer_wait", 0))
+    asked = ASKED[-1]["body"]
+    text = asked["prompt"] if "prompt" in asked else json.dumps([asked["messages"], asked.get("tools")])
+    await _json(send, {"token_ids" if path.endswith("/render") else "tokens": list(text.encode())})
+
+
+async def _echo(scope: Message, body: bytes, send: Send) -> None:
+    """Any other page: what came, as it came; `?chunks` of it in as many pieces, without a length."""
+    headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+    query = scope["query_string"].decode()
+    SEEN.append({"path": scope["path"], "query": query, "headers": headers, "size": len(body)})
+    kind = headers.get("content-type", "").encode()
+    if not query.startswith("chunks="):
+        lines = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": lines})
+        await send({"type": "http.response.body", "body": body})
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"audio/mpeg")]})
+    for number in range(int(query.removeprefix("chunks="))):
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        while BEHAVIOUR.get("gate", number) < number:  # until it is told to go on
+            await asyncio.sleep(0.02)
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def _complete(scope: Message, body: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -100,4 +139,13 @@ async def _json(send: Send, value: object, status: int = 200) -> None:
 
 
 if __name__ == "__main__":
-    uvicorn.run(app, port=int(sys.argv[1]), log_level="critical", lifespan="off", ws="none")
+    uvicorn.run(
+        app,
+        host=NATURE.get("host", "127.0.0.1"),
+        port=int(sys.argv[1]),
+        ssl_keyfile=NATURE.get("key"),
+        ssl_certfile=NATURE.get("certificate"),
+        log_level="critical",
+        lifespan="off",
+        ws="none",
+    )

@@ -13,13 +13,14 @@ from typing import Any
 
 import httpx2
 import pytest
-from http_rig import kvtier, pester
+from command_rig import kvtier
+from http_rig import pester
 from node_rig import ROOT, free_port
 from openai import APIError, OpenAI
 from router_rig import MODEL, PATIENCE, RoutedReplicas, ToldReplica, replicas, routed, until
 from service_rig import end_child, environment
 
-from kvtier.service.router_spec import parse_replicas
+from kvtier.service.router.spec import parse_replicas
 from kvtier.tiers.errors import ConfigError
 
 Pair = tuple[ToldReplica, ToldReplica]
@@ -168,7 +169,7 @@ def test_the_official_client_raises_where_its_replica_is_killed(pair: Pair, rout
         replica.behave(events=1000, pause=0.01, die_after=4)
     with OpenAI(base_url=f"http://{router.server.address}/v1", api_key="none", max_retries=0, timeout=60) as client:
         stream = client.completions.create(model="m", prompt="x", stream=True)
-        with pytest.raises(APIError, match="ended in the middle of the answer; ask again"):
+        with pytest.raises(APIError, match="ended in the middle of the answer; send the request again"):
             list(stream)
         # and asked again, it is answered
         for replica in pair:
@@ -272,7 +273,7 @@ def test_one_that_hangs_is_dropped(pair: Pair) -> None:
 
 
 def test_what_one_that_hangs_has_not_begun_another_answers(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.service.router_replicas._HOPELESS", 1.0)
+    monkeypatch.setattr("kvtier.service.router.replicas._HOPELESS", 1.0)
     with routed(*(replica.url for replica in pair), probe_timeout="4s") as router, ThreadPoolExecutor(4) as clients:
         for replica in pair:
             replica.behave(wait=PATIENCE)
@@ -339,7 +340,7 @@ def test_one_that_cannot_join_is_logged_once_with_why(pair: Pair, caplog: pytest
         routed(f"http://{nobody}", f"http://{locked.server.address}") as router,
     ):
         until(lambda: [each["state"] for each in router.status()["replicas"]] == ["down", "refused"])
-        # a key of the replica's is nothing that a client could mend: it is not told of it
+        # a key of the replica's is nothing that a client could fix: it is not told of it
         answer = router.complete()
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "unreachable")
     for name, why in (
@@ -358,14 +359,14 @@ def test_an_engine_that_only_has_vllms_page_for_health(started: Pair) -> None:
 @pytest.mark.parametrize(
     ("specs", "mistake"),
     [
-        ([], "there is nobody to ask"),
+        ([], "no replica is given; give --replica"),
         (["127.0.0.1:8000"], "not http://HOST:PORT"),
         (["http://user:secret@127.0.0.1:8000"], "not http://HOST:PORT"),
         (["http://127.0.0.1:99999"], "not http://HOST:PORT"),
         (["http://a:1,evnts=tcp://a:2"], 'unknown part "evnts"; known are events'),
-        (["http://a:1,events=http://a:2"], "events is no endpoint"),
+        (["http://a:1,events=http://a:2"], "events is not an endpoint"),
         (["http://a:1,replay=tcp://a:2"], "replay without events"),
-        (["http://a:1,block_size=0"], 'block_size "0" is no number of tokens'),
+        (["http://a:1,block_size=0"], 'block_size "0" is not a number of tokens'),
         (["http://a:1", "http://a:1"], "named twice"),
         (["http://a:1,block_size=16", "http://b:1,block_size=32"], 'block_size 32, but 16 of "http://a:1"'),
     ],
@@ -464,7 +465,7 @@ def test_a_daemons_verbs_are_one_line_where_a_router_or_an_engine_answers(pair: 
         told = kvtier(*verb, "--http", address)
         assert (told.returncode, told.stderr) == (
             1,
-            f'kvtier: [service] http "{address}": what answers there is no daemon of kvtier\'s; '
+            f'kvtier: [service] http "{address}": no kvtier daemon answers there; '
             "give the daemon's --http HOST:PORT\n",
         )
 
@@ -476,7 +477,7 @@ def test_a_daemons_verbs_are_one_line_where_a_router_or_an_engine_answers(pair: 
         (b"[1]", 400, None, "body [1]: not a JSON object; send one"),
         (b"[" * 100_000, 400, None, "body: not JSON ("),
         (b'"\xff"', 400, None, "body: not JSON ("),
-        (b'{"model": "gpt"}', 404, "model", "model 'gpt': not here; use 'm'"),
+        (b'{"model": "gpt"}', 404, "model", "model 'gpt': not served here; use 'm'"),
     ],
 )
 def test_bad_requests_are_told_in_openais_shape(

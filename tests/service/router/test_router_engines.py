@@ -42,9 +42,10 @@ def _end(engine: ServerProcess) -> None:
 class Conversation:
     """With the official client, through the router or with an engine itself."""
 
-    def __init__(self, url: str, **extra: object) -> None:
+    def __init__(self, stack: ExitStack, url: str, **extra: object) -> None:
+        """`stack` closes its client: a socket left open ends the whole run with a warning, whenever it is collected."""
         self.messages: list[Any] = []
-        self._client = client(url)
+        self._client = stack.enter_context(client(url))
         self._extra = {"ignore_eos": True, **extra}
 
     def say(self, text: str) -> tuple[str, str, Any]:
@@ -75,12 +76,12 @@ def test_a_conversation_stays_where_its_kv_is_and_survives_that_replica(
     model: Path, engines: dict[str, ServerProcess]
 ) -> None:
     specs = [engine.url for engine in engines.values()]
-    with routed(*specs, model=str(model)) as router:
+    with ExitStack() as stack, routed(*specs, model=str(model)) as router:
         url = f"http://{router.server.address}"
         until(lambda: live(router))
 
         # the first turn may go anywhere; the second follows it, and all that was promised is had
-        talk = Conversation(url)
+        talk = Conversation(stack, url)
         home, _, usage = talk.say(STORY)
         heard(router, home, usage)
         for _ in range(3):
@@ -95,7 +96,7 @@ def test_a_conversation_stays_where_its_kv_is_and_survives_that_replica(
             heard(router, home, usage)
 
         # a tenant's own chains are found by that tenant alone
-        salted = Conversation(url, cache_salt="alice")
+        salted = Conversation(stack, url, cache_salt="alice")
         where, _, usage = salted.say(STORY)
         assert usage.prompt_tokens_details.cached_tokens == 0
         until(lambda: router.status()["indexed_blocks"] >= 2 * (usage.prompt_tokens // BLOCK))
@@ -105,7 +106,7 @@ def test_a_conversation_stays_where_its_kv_is_and_survives_that_replica(
 
         # the replica dies: its conversation goes on at the other, which computes it anew, to the same words
         other = next(name for name in engines if name != home)
-        cold = Conversation(engines[other].url)
+        cold = Conversation(stack, engines[other].url)
         cold.messages = [dict(message) for message in talk.messages]
         engines[home].process.kill()
         engines[home].end(signal.SIGKILL)

@@ -1,24 +1,26 @@
 """Stories of the router that hears real publishers: it goes where the prefix is, or takes turns."""
 
-import subprocess
-import sys
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import zmq
+from fork_rig import SERVICES, Forked
 from node_rig import free_port
-from router_rig import MODEL, RoutedReplicas, ToldReplica, replicas, routed, until
+from router_rig import MODEL, PATIENCE, RoutedReplicas, ToldReplica, replicas, routed, until
 from service_rig import end_child, environment
 
-from kvtier.connector.events import BlockRemoved, BlockStored, EventBatch, encode_batch, namespace_of
-from kvtier.service.events import Publisher
-from kvtier.service.router_holdings import Holdings, joined
-from kvtier.service.router_spec import Publishers
-from kvtier.tiers.chain import TokenChain, root_hash
-from kvtier.tiers.config import EventsConfig
-from kvtier.tiers.events import Removed, Stored
+from kvtier.service.events.prefix_index import PrefixIndex
+from kvtier.service.events.publisher import Publisher
+from kvtier.service.events.wire import BlockRemoved, BlockStored, EventBatch, encode_batch, namespace_of
+from kvtier.service.router.holdings import FleetHoldings, joined
+from kvtier.service.router.spec import Publishers
+from kvtier.tiers.config.sections import EventsConfig
+from kvtier.tiers.hierarchy.events import Removed, Stored
+from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord
 
 FINGERPRINT = bytes.fromhex("ab" * 32)
@@ -47,11 +49,11 @@ class Told:
         records = [BlockRecord(name, chain.parent(i), chain.block_tokens(i), 0) for i, name in enumerate(chain.hashes)]
         if chain.root != root_hash(fingerprint):
             self._publisher.begin_at(fingerprint, chain.root)
-        self._publisher.tell(fingerprint, [Stored(tier, tuple(records[:blocks]))])
+        self._publisher.announce(fingerprint, [Stored(tier, tuple(records[:blocks]))])
         assert self._publisher.flush(60)
 
     def remove(self, chain: TokenChain, tier: str = "l1") -> None:
-        self._publisher.tell(FINGERPRINT, [Removed(tier, tuple(chain.hashes), False)])
+        self._publisher.announce(FINGERPRINT, [Removed(tier, tuple(chain.hashes), False)])
         assert self._publisher.flush(60)
 
     def store_as_vllm(self, first_name: int, tokens: list[int], lora_name: str | None) -> None:
@@ -258,32 +260,61 @@ def test_who_publishes_elsewhere_is_forgotten_there() -> None:
     with publishers(2) as (one, other):
         one.store(chain_of(PROMPT))
         other.store(chain_of(PROMPT[:20]))
-        holdings = Holdings(strict=False)
+        holdings = FleetHoldings(strict=False)
         try:
             for told, num_blocks in ((one, 10), (other, 5), (one, 10), (other, 5)):
                 at = Publishers(told.ports["publish"], told.ports["replay"])
                 holdings.follow("r", at, SIZE, FINGERPRINT)
-                until(lambda num_blocks=num_blocks: holdings.state("r")["blocks"] == {"GPU": num_blocks})  # type: ignore[misc]
+                until(lambda num_blocks=num_blocks: holdings.state("r").blocks == {"GPU": num_blocks})  # type: ignore[misc]
                 until(lambda num_blocks=num_blocks: holdings.num_blocks == num_blocks)  # type: ignore[misc]
             assert not holdings.skipped
         finally:
             holdings.close()
 
 
+def test_who_comes_back_waits_for_nobody_to_forget_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # an address that flaps: `follow` runs on the router's loop, and a batch under way may take seconds to its end
+    may_forget, drop = threading.Event(), PrefixIndex.drop
+
+    def slowly(self: PrefixIndex, worker: str) -> None:
+        if threading.current_thread().name.startswith("kvtier-forget"):
+            may_forget.wait(PATIENCE)
+        drop(self, worker)
+
+    monkeypatch.setattr(PrefixIndex, "drop", slowly)
+    holdings = FleetHoldings(strict=False)
+    with publishers(1) as (one,), ThreadPoolExecutor(1) as loop:
+        at = Publishers(one.ports["publish"], one.ports["replay"])
+        one.store(chain_of(PROMPT))
+        try:
+            for _ in range(3):
+                loop.submit(holdings.follow, "r", at, SIZE, FINGERPRINT).result(PATIENCE / 4)
+                until(lambda: holdings.state("r").blocks == {"GPU": 10})
+                until(lambda: "r" in holdings.of(len(PROMPT), []).sure)
+                holdings.leave("r")
+            assert holdings.state("r").blocks == {}
+            may_forget.set()
+            until(lambda: holdings.num_blocks == 0)  # of all three
+        finally:
+            may_forget.set()
+            holdings.close()
+
+
 @pytest.mark.parametrize(
     ("own", "node", "shared", "prefix"),
     [
-        ({}, {}, 0, {}),
-        ({"GPU": 3}, {}, 0, {"GPU": 3}),
-        ({}, {"CPU": 2, "STORAGE": 5}, 0, {"CPU": 2, "STORAGE": 5}),
-        ({"GPU": 3}, {"CPU": 2, "STORAGE": 5}, 0, {"GPU": 3, "STORAGE": 4}),
-        ({"GPU": 9}, {"CPU": 2, "STORAGE": 5}, 0, {"GPU": 9}),
-        ({"GPU": 1}, {"CPU": 2}, 6, {"GPU": 1, "CPU": 1, "EXTERNAL": 4}),
-        ({"GPU": 1, "EXTERNAL": 2}, {}, 6, {"GPU": 1, "EXTERNAL": 5}),
+        ({}, {}, {}, {}),
+        ({"GPU": 3}, {}, {}, {"GPU": 3}),
+        ({}, {"CPU": 2, "STORAGE": 5}, {}, {"CPU": 2, "STORAGE": 5}),
+        ({"GPU": 3}, {"CPU": 2, "STORAGE": 5}, {}, {"GPU": 3, "STORAGE": 4}),
+        ({"GPU": 9}, {"CPU": 2, "STORAGE": 5}, {}, {"GPU": 9}),
+        ({"GPU": 1}, {"CPU": 2}, {"EXTERNAL": 6}, {"GPU": 1, "CPU": 1, "EXTERNAL": 4}),
+        ({"GPU": 1, "EXTERNAL": 2}, {}, {"EXTERNAL": 6}, {"GPU": 1, "EXTERNAL": 5}),
+        ({"GPU": 1}, {}, {"EXTERNAL": 4, "FABRIC": 6}, {"GPU": 1, "EXTERNAL": 3, "FABRIC": 2}),  # two that are shared
     ],
 )
 def test_prefixes_lie_behind_each_other(
-    own: dict[str, int], node: dict[str, int], shared: int, prefix: dict[str, int]
+    own: dict[str, int], node: dict[str, int], shared: dict[str, int], prefix: dict[str, int]
 ) -> None:
     assert joined(own, node, shared) == prefix
 
@@ -295,7 +326,9 @@ def test_publishers_are_what_both_say() -> None:
         "tcp://engine-1:5557", "tcp://engine-1:5558", "tcp://n:1"
     )
     why = Publishers("tcp://engine-2:5557").agreed(told)
-    assert why == 'events "tcp://engine-1:5557", but its --replica says "tcp://engine-2:5557"; give what it has'
+    assert why == (
+        'events "tcp://engine-1:5557", but its --replica says "tcp://engine-2:5557"; give the value the replica has'
+    )
 
 
 @pytest.mark.parametrize(("variable", "kind"), [({}, ""), ({"DYN_KV_ENFORCE_ENGINE_HASH_STABILITY": "1"}, "error: ")])
@@ -305,12 +338,12 @@ def test_the_commands_log_says_what_cannot_be_true_and_its_cause(
     behind = BlockStored([7], 3, PROMPT[:SIZE], SIZE, None, "GPU", None)  # nobody has told of 3
     payload = encode_batch(EventBatch(1.0, [behind, BlockRemoved([9], "GPU")], 0))
     log = tmp_path / "log"
-    command = [sys.executable, "-c", "from kvtier.cli import main; main()", "route", "--http", "127.0.0.1:0"]
+    command = ["-m", "kvtier.cli", "route", "--http", "127.0.0.1:0"]
     with replicas(1) as (replica,), zmq.Context() as context, context.socket(zmq.PUB) as engine, log.open("w") as file:
         engine.setsockopt(zmq.LINGER, 0)
         port = engine.bind_to_random_port("tcp://127.0.0.1")
         spec = f"{replica.url},events=tcp://127.0.0.1:{port},block_size={SIZE}"
-        run = subprocess.Popen([*command, "--replica", spec], env={**environment(), **variable}, stderr=file, text=True)
+        run = Forked([*command, "--replica", spec], SERVICES, env={**environment(), **variable}, stderr=file)
         try:
             numbers = iter(range(1 << 20))
 

@@ -6,84 +6,16 @@ import random
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
-from router_rig import MODEL, PATIENCE, RoutedReplicas, routed, until
+from router_rig import MODEL, PATIENCE, RawReplica, RoutedReplicas, Says, page, routed, until
 
-from kvtier.service import http_server
+from kvtier.service.web import http_server
 
-Says = Callable[[str, dict[str, str]], bytes | Iterator[bytes] | None]
 CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
-
-
-def page(value: object, *lines: str) -> bytes:
-    body = value.encode() if isinstance(value, str) else json.dumps(value).encode()
-    head = [*lines, "content-type: application/json", f"content-length: {len(body)}"]
-    return "\r\n".join(["HTTP/1.1 200 OK", *head, "", ""]).encode() + body
-
-
-class RawReplica:
-    """Answers each request by what `says` makes of its path and headers; hangs up where that is None or has no end.
-
-    What comes in several parts is sent part by part.
-    """
-
-    def __init__(self, says: Says) -> None:
-        self.pages: dict[str, object] = {"/v1/models": {"object": "list", "data": [MODEL]}, "/readyz": {}}
-        self.asked: Counter[str] = Counter()
-        self.hangs: dict[str, threading.Event] = {}  # by path: what to wait for before it is answered
-        self._says = says
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self._open: list[socket.socket] = []
-        self.name = f"127.0.0.1:{self._listening.getsockname()[1]}"
-        self._accepting = threading.Thread(target=self._accept, daemon=True)
-        self._accepting.start()
-
-    def hang_up(self) -> None:
-        while self._open:
-            with suppress(OSError):  # it has ended
-                self._open.pop().shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._listening.shutdown(socket.SHUT_RDWR)  # wakes who waits for the next
-        self._accepting.join(60)
-        self._listening.close()
-        self.hang_up()
-
-    def _accept(self) -> None:
-        try:
-            while True:
-                self._open.append(self._listening.accept()[0])
-                threading.Thread(target=self._serve, args=(self._open[-1],), daemon=True).start()
-        except OSError:
-            return
-
-    def _serve(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rb") as lines:
-            try:
-                while first := lines.readline():
-                    path = first.split()[1].decode()
-                    self.asked[path] += 1
-                    headers: dict[str, str] = {}
-                    while (line := lines.readline().decode().strip()) != "":
-                        name, _, value = line.partition(":")
-                        headers[name.lower()] = value.strip()
-                    lines.read(int(headers.get("content-length", 0)))
-                    if path in self.hangs:
-                        self.hangs[path].wait(PATIENCE)
-                    known = path in self.pages or not path.startswith("/v1/")
-                    answer = page(self.pages.get(path, {})) if known else self._says(path, headers)
-                    parts = [answer] if isinstance(answer, bytes) else answer
-                    for part in parts or ():
-                        connection.sendall(part)
-                    if not isinstance(answer, bytes) or b"length" not in answer:
-                        return
-            except OSError:
-                return
 
 
 @contextmanager
@@ -120,6 +52,30 @@ def test_a_stream_that_only_breaks_off_is_no_whole_one() -> None:
         assert router.status()["errors"] == {}
 
 
+@pytest.mark.parametrize(
+    "status",
+    ["99", "099", "000", "600", "999", "1000", "20", "-20", "abc", "2OO", "", "100", "101", "102", "103", "199"],
+)
+def test_a_status_that_cannot_be_is_a_502_and_counted(status: str) -> None:
+    def says(path: str, headers: dict[str, str]) -> bytes:
+        return page("not an answer").replace(b"200 OK", f"{status} Imagined".encode())
+
+    with before(says) as (replica, router):
+        replica_is_well = page("mine")
+        for stream in (False, True):
+            answer = router.complete(stream=stream)
+            assert answer.status_code == 502
+            error = answer.json()["error"]
+            assert (error["code"], error["type"]) == ("garbled", "server_error")
+            assert error["message"] == "no replica could answer; try again"
+        assert router.status()["errors"] == {"garbled": 2}
+        assert router.status()["replicas"][0]["errors"]["garbled"] >= 2
+        # and it is asked again
+        replica._says = lambda path, headers: replica_is_well
+        until(lambda: state(router) == "up")
+        assert router.complete().text == "mine"
+
+
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
@@ -132,15 +88,15 @@ def event(text: object) -> bytes:
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What went to a client past everything that a server does for an answer."""
     found: list[bytes] = []
-    real = http_server._Impatient._pass_chunks
+    real = http_server._DeadlineProtocol._pass_chunks
 
-    def noting(self: http_server._Impatient, chunks: bytes) -> bool:
+    def noting(self: http_server._DeadlineProtocol, chunks: bytes) -> bool:
         has_passed = real(self, chunks)
         if has_passed:
             found.append(chunks)
         return has_passed
 
-    monkeypatch.setattr(http_server._Impatient, "_pass_chunks", noting)
+    monkeypatch.setattr(http_server._DeadlineProtocol, "_pass_chunks", noting)
     return found
 
 
@@ -245,7 +201,7 @@ def test_an_answer_that_only_drips_does_not_begin(head: bytes) -> None:
 def test_one_that_is_slow_to_say_its_load_is_not_dead(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvtier.service.router_replicas._LOAD_PATIENCE", 0.5)
+    monkeypatch.setattr("kvtier.service.router.replicas._LOAD_PATIENCE", 0.5)
     caplog.set_level(logging.INFO)
     with before(lambda path, headers: page("{}"), probe_timeout="2s") as (replica, router):
         replica.pages["/status"] = {"requests": {"live": 3}}

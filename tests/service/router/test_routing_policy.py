@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.service.routing_policy import WEIGHTS, Candidate, Choice, Reason, choose, round_robin, sticky
+from kvtier.service.router.policy import WEIGHTS, Candidate, Choice, Reason, choose, sticky
 
 POLICIES: Final[tuple[Callable[[list[Candidate]], Choice], ...]] = (
     lambda fleet: choose(fleet, 10),
-    lambda fleet: round_robin(fleet, 1),
     lambda fleet: sticky(fleet, b"s"),
 )
 
@@ -162,10 +161,8 @@ def test_where_events_stop_they_take_turns() -> None:
     assert choose(fleet, 10).reason == Reason.UNSURE
 
 
-def test_round_robin_and_sticky_sessions_look_at_nothing_else() -> None:
+def test_sticky_sessions_look_at_nothing_else() -> None:
     fleet = [replica("a", {"GPU": 10}), replica("b", load=50), replica("c")]
-    assert [round_robin(fleet, turn).name for turn in range(5)] == ["a", "b", "c", "a", "b"]
-    assert round_robin(fleet, 0).reason == Reason.TURN
     # A session stays, sessions spread.
     sessions = [b"%d" % number for number in range(300)]
     homes = {session: sticky(fleet, session).name for session in sessions}

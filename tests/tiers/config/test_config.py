@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from kvtier.tiers.config import Config, options
+from kvtier.tiers.config.config import Config, options
+from kvtier.tiers.config.quantities import format_size, format_time, parse_size, parse_time
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.quantities import format_size, format_time, parse_size, parse_time
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def toml(directory: Path, text: str) -> Path:
@@ -129,7 +129,7 @@ BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
     ({"block_size": 16}, "block_size 16: belongs in a section; write it as [cache] block_size"),
     ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, l1, redis, service, server, events, router, breaker"),
     # addresses of KV events
-    ({"events": {"publish": "127.0.0.1:5557"}}, '[events] publish "127.0.0.1:5557": not an address of ZMQ\'s; write it as in tcp://127.0.0.1:5557 or ipc:///run/kvtier-events'),
+    ({"events": {"publish": "127.0.0.1:5557"}}, '[events] publish "127.0.0.1:5557": not an address of ZMQ\'s; write it as in ipc:///run/kvtier/events or tcp://127.0.0.1:5557'),
     ({"events": {"publish": "tcp://*:5557"}}, '[events] publish "tcp://*:5557": other machines reach it; use 127.0.0.1 or set allow_remote'),
     ({"events": {"replay": "ipc:///x"}}, '[events] replay "ipc:///x": nothing is published; set publish too'),
     ({"events": {"topic": ""}}, '[events] topic "": not a text of 1 to 255 bytes; leave the option out for the models\' own'),
@@ -139,7 +139,7 @@ BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("given", "line"), BAD_VALUES, ids=[line.split(":")[0] for _, line in BAD_VALUES])
-def test_bad_value_is_one_line_with_the_mend(given: dict[str, Mapping[str, object]], line: str) -> None:
+def test_bad_value_is_one_line_with_the_fix(given: dict[str, Mapping[str, object]], line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Config.load(None, **given)
     assert str(caught.value) == line
@@ -195,7 +195,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         Config.load(tmp_path / "nowhere.toml")
     with pytest.raises(ConfigError, match="Is a directory; name a TOML file"):
         Config.load(tmp_path)
-    with pytest.raises(ConfigError, match=r"not TOML, .*line 1.*; mend that line"):
+    with pytest.raises(ConfigError, match=r"not TOML, .*line 1.*; fix that line"):
         Config.load(toml(tmp_path, "[host\nsize"))
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not TOML"):
@@ -218,10 +218,10 @@ def test_what_is_shown_can_be_read_back(tmp_path: Path) -> None:
     assert Config.load(None, **shown) == config
 
 
-def test_readme_lists_every_option_with_its_default() -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_the_page_lists_every_option_with_its_default() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
     defaults = Config().model_dump(mode="json")
     for section, name, field in options():
         default = defaults[section][name]
         shown = default if isinstance(default, str) else json.dumps(default).replace("null", "none")
-        assert f"| `[{section}] {name}` | `{shown}` | {field.description} |" in readme
+        assert f"| `[{section}] {name}` | `{shown}` | {field.description} |" in page

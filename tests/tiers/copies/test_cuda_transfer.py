@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.tiers import cuda_transfer, packer
-from kvtier.tiers.cuda_transfer import CudaCopyStream, CudaEvent
-from kvtier.tiers.engine_blocks import BlockPart, EngineBlocks
-from kvtier.tiers.host import HostRegion
-from kvtier.tiers.transfer import BlockCopies, HostEvent
+from kvtier.tiers.copies import cuda_transfer, packer
+from kvtier.tiers.copies.cuda_transfer import CudaCopyStream, CudaEvent
+from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
+from kvtier.tiers.copies.transfer import BlockCopies, HostEvent
+from kvtier.tiers.host.host import HostRegion
 
 NUM_BLOCKS, NUM_LAYERS, LAYER_BYTES, NUM_SLOTS = 12, 3, 4096, 16
 BLOCK_BYTES = NUM_LAYERS * LAYER_BYTES

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.tiers.device import BlockPool
-from kvtier.tiers.events import Removed, Stored, TierEvents
-from kvtier.tiers.shape import KVShape
+from kvtier.tiers.copies.device import BlockPool
+from kvtier.tiers.hierarchy.events import Removed, Stored, TierEvents
+from kvtier.tiers.naming.shape import KVShape
 from kvtier.tiers.tier import BlockRecord, ChainHash
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
@@ -44,6 +44,17 @@ def test_the_tensor_is_block_first_and_clean() -> None:
     assert pool.tensor.dtype == torch.float32
     assert pool.tensor[0].is_contiguous()
     assert not pool.tensor.any()
+
+
+def test_fewer_than_no_blocks_are_a_mistake_and_nothing_changes(pool_of: PoolOf) -> None:
+    pool = pool_of(4)
+    with pytest.raises(ValueError, match="allocate: -1 blocks; ask for 0 or more"):
+        pool.allocate(-1)
+    assert pool.num_free_blocks == 4
+    # No block is handed out twice, and asking for none is fine.
+    assert allocated(pool, 0) == []
+    assert sorted(allocated(pool, 4)) == [0, 1, 2, 3]
+    assert pool.allocate(1) is None
 
 
 def test_blocks_are_taken_from_the_left_and_freed_to_the_right(pool_of: PoolOf, chain: Chain) -> None:
@@ -228,7 +239,7 @@ def test_who_listens_is_told_what_comes_and_goes(pool_of: PoolOf, chain: Chain) 
     assert isinstance(gone, Removed)
     assert gone.all
     assert set(gone.hashes) == {names[0], *names[2:]}
-    assert pool.hush() == []
+    assert pool.stop_listening() == []
     pool.free(third)
     fourth = allocated(pool, 1)
     pool.publish(fourth, names[:1], None)  # nobody listens any more

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.tiers import engine_blocks, memory
-from kvtier.tiers.engine_blocks import BlockPart, EngineBlocks, PartCopier
-from kvtier.tiers.host import HostRegion
-from kvtier.tiers.transfer import BlockCopies, HostCopyStream
+from kvtier.tiers.copies import engine_blocks
+from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks, PartCopier
+from kvtier.tiers.copies.transfer import BlockCopies, HostCopyStream
+from kvtier.tiers.host import memory
+from kvtier.tiers.host.host import HostRegion
 
 BLOCKS, LAYERS, HEADS, TOKENS, DIM, SLOTS = 10, 3, 2, 8, 4, 16
 ITEM = 2  # bfloat16

@@ -15,18 +15,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from layout_reference import gather_reference, scatter_reference
 from numpy.typing import NDArray
 
-from kvtier.tiers.kernels import (
+from kvtier.tiers.copies.kernels import (
     SOURCE,
     UNIT_TYPES,
     Canonical,
     Geometry,
     LayoutKernels,
-    gather_reference,
-    scatter_reference,
 )
-from kvtier.tiers.shape import KVLayout, KVShape
+from kvtier.tiers.naming.shape import KVLayout, KVShape
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=12, block_size=4, dtype="bfloat16")
 NUM_BLOCKS = 6

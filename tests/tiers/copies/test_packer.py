@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.tiers import packer
-from kvtier.tiers.block_copier import BlockCopies, Direction
-from kvtier.tiers.engine_blocks import BlockPart, EngineBlocks, PartCopier
-from kvtier.tiers.host import HostRegion
-from kvtier.tiers.packer import Packer
+from kvtier.tiers.copies import packer
+from kvtier.tiers.copies.block_copier import BlockCopies, CopyDirection
+from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks, PartCopier
+from kvtier.tiers.copies.packer import Packer
+from kvtier.tiers.host.host import HostRegion
 
 BLOCKS, LAYERS, HEADS, TOKENS, DIM, SLOTS = 10, 4, 2, 8, 16, 16
 PLANE = TOKENS * HEADS * DIM * 2  # keys or values of one layer in bfloat16
@@ -101,7 +101,7 @@ def bits(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def assert_as_part_copier(
-    layout: Layout, regions: tuple[HostRegion, HostRegion], direction: Direction, *batches: BlockCopies
+    layout: Layout, regions: tuple[HostRegion, HostRegion], direction: CopyDirection, *batches: BlockCopies
 ) -> None:
     """Both copy the same; every byte of both sides must be equal afterwards, touched or not."""
     ours, theirs = kv(), kv()
@@ -124,7 +124,7 @@ def assert_as_part_copier(
 @pytest.mark.parametrize("staged_slots", [1, 3, 100])
 def test_whole_blocks(
     layout: Layout,
-    direction: Direction,
+    direction: CopyDirection,
     staged_slots: int,
     regions: tuple[HostRegion, HostRegion],
     monkeypatch: pytest.MonkeyPatch,
@@ -139,7 +139,7 @@ def test_whole_blocks(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("layers", [(0, 1), (1, 3), (2, 4), (0, 4)])
 def test_ranges_of_layers(
-    layout: Layout, direction: Direction, layers: tuple[int, int], regions: tuple[HostRegion, HostRegion]
+    layout: Layout, direction: CopyDirection, layers: tuple[int, int], regions: tuple[HostRegion, HostRegion]
 ) -> None:
     assert_as_part_copier(layout, regions, direction, pairs([7, 0, 3, 4], [2, 9, 4, 5], layers))
 
@@ -147,7 +147,7 @@ def test_ranges_of_layers(
 @pytest.mark.parametrize("direction", ["store", "load"])
 @pytest.mark.parametrize("layers", [None, (0, 1), (1, 4)])
 def test_groups_with_block_tables_of_their_own(
-    direction: Direction, layers: tuple[int, int] | None, regions: tuple[HostRegion, HostRegion]
+    direction: CopyDirection, layers: tuple[int, int] | None, regions: tuple[HostRegion, HostRegion]
 ) -> None:
     # slots 3, 4 and 8 of both groups, slot 5 of the first alone, slot 9 of the second alone
     blocks = [6, 2, 0, 1, BLOCKS + 3, BLOCKS + 9, BLOCKS + 0, BLOCKS + 7]
@@ -198,9 +198,9 @@ def test_slots_take_few_copies(regions: tuple[HostRegion, HostRegion], monkeypat
 
 def test_elements_move_as_large_integers() -> None:
     # rows of 16 bfloat16 are four integers of 8 bytes each; single elements stay what they are
-    assert packer._Part(keys_and_values(kv())[0]).tensor.dtype is torch.int64
-    assert packer._Part(dimension_first(kv())[0]).tensor.dtype is torch.int16
-    assert packer._Part(odd_offsets(kv())[0]).tensor.dtype is torch.uint8
+    assert packer._IntegerPart(keys_and_values(kv())[0]).tensor.dtype is torch.int64
+    assert packer._IntegerPart(dimension_first(kv())[0]).tensor.dtype is torch.int16
+    assert packer._IntegerPart(odd_offsets(kv())[0]).tensor.dtype is torch.uint8
 
 
 @pytest.mark.parametrize("slot_bytes", [SLOT])

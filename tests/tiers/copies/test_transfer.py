@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from manual_copies import ManualCopyStream
 from numpy.typing import NDArray
 
-from kvtier.tiers import memory
-from kvtier.tiers.block_copier import block_bytes_view
-from kvtier.tiers.host import HostRegion
-from kvtier.tiers.transfer import BlockCopies, CopyEvent, CopyStream, HostCopyStream, HostEvent, ManualCopyStream
+from kvtier.tiers.copies.block_copier import block_bytes_view
+from kvtier.tiers.copies.transfer import BlockCopies, CopyEvent, CopyStream, HostCopyStream, HostEvent
+from kvtier.tiers.host import memory
+from kvtier.tiers.host.host import HostRegion
 
 NUM_BLOCKS, NUM_LAYERS, NUM_SLOTS = 24, 3, 32
 LAYER_BYTES = 2 * 4 * 2 * 64 * 2  # K and V, 4 tokens, 2 heads of 64 bfloat16

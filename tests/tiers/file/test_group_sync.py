@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from kvtier.tiers.group_sync import GroupSync
+from kvtier.tiers.file.group_sync import GroupSync
 
 
 class SlowDisk:

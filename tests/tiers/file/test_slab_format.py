@@ -8,15 +8,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvtier.tiers import slab
-from kvtier.tiers.errors import FingerprintMismatch, FormatError
-from kvtier.tiers.extents import ExtentMap
-from kvtier.tiers.file_io import PAGE
-from kvtier.tiers.slab import Superblock
+from kvtier.tiers.cipher import Encryption, NameCipher, RecordCipher, key_id
+from kvtier.tiers.errors import ConfigError, FingerprintMismatch, FormatError
+from kvtier.tiers.file import slab
+from kvtier.tiers.file.extents import ExtentMap
+from kvtier.tiers.file.file_io import PAGE
+from kvtier.tiers.file.slab import Superblock
+from kvtier.tiers.file.slab_codec import NO_CHECKSUM, codec_of
 from kvtier.tiers.tier import BlockRecord
 
 FINGERPRINT = bytes(range(32))
 PLAN = slab.plan(FINGERPRINT, slot_bytes=10_000, block_size=16, num_bytes=4 << 20)
+KEY = bytes(range(100, 132))
+LOCK = Encryption(key_id(KEY), b"salt of a slab..")
+SEALED = slab.plan(FINGERPRINT, slot_bytes=10_000, block_size=16, num_bytes=4 << 20, encryption=LOCK)
+STAMPS = [bytes([number]) * 28 for number in range(5)]
+both = pytest.mark.parametrize("plan", [PLAN, SEALED], ids=["plain", "encrypted"])
 
 
 def header_of(superblock: Superblock) -> bytes:
@@ -74,7 +81,7 @@ def test_resizing_keeps_the_first_extents_in_place() -> None:
 
 
 def test_superblock_round_trip() -> None:
-    for superblock in (PLAN, PLAN.resized(16 << 20)):
+    for superblock in (PLAN, PLAN.resized(16 << 20), SEALED, SEALED.resized(16 << 20)):
         assert slab.decode(header_of(superblock), "x.slab") == superblock
 
 
@@ -96,6 +103,43 @@ def test_the_documented_bytes() -> None:
     }  # fmt: skip
 
 
+def test_the_documented_bytes_of_an_encrypted_slab() -> None:
+    encoded = slab.encode(SEALED)
+    assert struct.unpack_from("<I", encoded, 8) == (2,)
+    assert struct.unpack_from("<I", encoded, 68) == (256,)
+    assert encoded[1120:1152] == key_id(KEY) + b"salt of a slab.."
+    assert not any(encoded[1152:2040])
+    offsets = {name: field[1] for name, field in (SEALED.row_dtype.fields or {}).items()}
+    assert offsets == {
+        "checksum": 0, "state": 8, "generation": 12, "seq": 16, "slot": 24, "chain_hash": 32, "parent": 64,
+        "stamp": 96, "payload_bytes": 124, "num_tokens": 128, "sealed": 132, "padding": 232,
+    }  # fmt: skip
+
+
+def test_what_is_sealed_is_as_documented() -> None:
+    # By another hand: contexts, associated data and what is in them, as docs/format.md says.
+    codec = codec_of(SEALED, KEY, "x")
+    record = BlockRecord(bytes(range(32)), bytes(range(32, 64)), struct.pack("<3I", 5, 6, 7), 0x1234)
+    belongs_to = FINGERPRINT + b"salt of a slab.."
+    payload = random.Random(1).randbytes(10_000)
+    (hidden,), (stamp,) = codec.hide([record], [memoryview(payload)])
+    shown = bytearray(10_000)
+    payloads = RecordCipher(KEY, b"slab-payload" + belongs_to)
+    assert payloads.decrypt_into(bytes(hidden), stamp, record.chain_hash, memoryview(shown))
+    assert shown == payload
+    (row,) = codec.seal_rows(codec.make_rows([3], [record], [stamp]))
+    assert row["stamp"].tobytes() == stamp
+    names = NameCipher(KEY, b"slab-names" + belongs_to).show(row["chain_hash"].tobytes() + row["parent"].tobytes())
+    assert names == record.chain_hash + record.parent
+    entry = RecordCipher(KEY, b"slab-entry" + belongs_to).open(
+        row["sealed"].tobytes(), names + (3).to_bytes(4, "little")
+    )
+    assert entry == struct.pack("<Q3I", 0x1234, 5, 6, 7) + bytes(4 * 13)
+    # None of it lies there in the clear.
+    for secret in (record.chain_hash[:16], record.parent[:16], record.tokens, payload[:16], struct.pack("<Q", 0x1234)):
+        assert secret not in row.tobytes() + bytes(hidden)
+
+
 def test_of_two_copies_the_newer_intact_one_counts() -> None:
     older, newer = slab.encode(PLAN), slab.encode(PLAN.resized(2 << 20))
     pad = bytes(PAGE - len(older))
@@ -106,20 +150,21 @@ def test_of_two_copies_the_newer_intact_one_counts() -> None:
     assert slab.decode(older[:700] + bytes(1348) + pad + newer + pad, "x").update == PLAN.update + 1
 
 
-def test_every_bit_flip_in_a_copy_is_detected() -> None:
-    encoded = slab.encode(PLAN)
+@both
+def test_every_bit_flip_in_a_copy_is_detected(plan: Superblock) -> None:
+    encoded = slab.encode(plan)
     for bit in range(len(encoded) * 8):
         flipped = bytearray(encoded)
         flipped[bit // 8] ^= 1 << bit % 8
         # The other copy serves; without it the file is refused.
         pad = bytes(PAGE - len(encoded))
-        assert slab.decode(bytes(flipped) + pad + encoded + pad, "x") == PLAN
+        assert slab.decode(bytes(flipped) + pad + encoded + pad, "x") == plan
         if bit % 61 == 0:
             with pytest.raises(FormatError):
                 slab.decode(bytes(flipped) + pad + bytes(flipped) + pad, "x")
 
 
-@pytest.mark.parametrize("version", [0, 2, 99])
+@pytest.mark.parametrize("version", [0, 3, 99])
 def test_another_format_version_is_named(version: int) -> None:
     import xxhash  # a whole superblock of the other version, its checksum right
 
@@ -127,7 +172,7 @@ def test_another_format_version_is_named(version: int) -> None:
     body[8:12] = struct.pack("<I", version)
     other = bytes(body) + struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(body)))
     pad = bytes(PAGE - len(other))
-    with pytest.raises(FormatError, match=rf"format version {version}, this kvtier reads version 1.*untouched"):
+    with pytest.raises(FormatError, match=rf"format version {version}, this kvtier reads versions 1 and 2.*untouched"):
         slab.decode((other + pad) * 2, "x.slab")
 
 
@@ -158,44 +203,82 @@ def test_another_models_slab_is_refused() -> None:
         slab.require_identity(slab.plan(FINGERPRINT, 9999, 16, 4 << 20), PLAN, "x.slab")
 
 
-def test_rows_round_trip() -> None:
-    rows = slab.make_rows(PLAN, range(5), records(5))
+@both
+def test_rows_round_trip(plan: Superblock) -> None:
+    codec = codec_of(plan, KEY, "x")
+    rows = codec.make_rows(range(5), records(5), STAMPS)
     rows["seq"] = 1
-    slab.seal_rows(rows, PLAN)
-    assert slab.find_valid(rows, np.arange(5), PLAN).all()
-    assert slab.to_records(rows) == records(5)
+    on_disk = codec.seal_rows(rows).copy()
+    assert slab.find_valid(on_disk, np.arange(5), plan).all()
+    codec.show_names(on_disk, np.arange(5))
+    assert on_disk.tobytes() == rows.tobytes()
+    assert codec.to_records(on_disk) == records(5)
+    assert codec.stamps(on_disk) == (STAMPS if plan is SEALED else [b""] * 5)
 
 
-def test_a_row_is_valid_in_its_slot_of_its_slab_only() -> None:
-    rows = slab.make_rows(PLAN, range(5), records(5))
+def test_an_entry_of_another_block_is_not_authentic() -> None:
+    # Whole rows, their checksums right, as only somebody who writes to the disk on purpose makes them.
+    codec = codec_of(SEALED, KEY, "x")
+    good = codec.make_rows(range(5), records(5), STAMPS)
+    for field in ("sealed", "chain_hash", "parent"):
+        rows = good.copy()
+        rows[field][[1, 2]] = rows[field][[2, 1]]
+        found = codec.to_records(rows)
+        assert [record.checksum == NO_CHECKSUM for record in found] == [False, True, True, False, False]
+        assert found[1].tokens == b""
+        assert not codec.show(found[1], STAMPS[1], memoryview(bytearray(10_000)))
+    rows = good.copy()
+    rows["num_tokens"] = 2
+    assert {record.checksum for record in codec.to_records(rows)} == {NO_CHECKSUM}
+    # The same block in a slab with another salt, or under another key: the rows are not its.
+    other = replace(SEALED, encryption=Encryption(key_id(KEY), bytes(16)))
+    assert {record.checksum for record in codec_of(other, KEY, "x").to_records(good)} == {NO_CHECKSUM}
+
+
+def test_another_key_is_refused_in_a_line_that_names_the_fix() -> None:
+    other = replace(SEALED, encryption=Encryption(key_id(bytes(32)), bytes(16)))
+    with pytest.raises(ConfigError, match=r"^x: encrypted, and no \[file\] key_file is set; .*untouched: set the one"):
+        slab.require_identity(SEALED, PLAN, "x")
+    with pytest.raises(ConfigError, match=r"^x: holds blocks in the clear, and .* is set; .*untouched: delete it, or"):
+        slab.require_identity(PLAN, SEALED, "x")
+    with pytest.raises(ConfigError, match=rf"^x: encrypted with key {key_id(KEY).hex()}, .*untouched: set the one"):
+        slab.require_identity(SEALED, other, "x")
+    # Another salt is another slab's, of the same key.
+    slab.require_identity(SEALED, replace(SEALED, encryption=Encryption(key_id(KEY), bytes(16))), "x")
+
+
+@both
+def test_a_row_is_valid_in_its_slot_of_its_slab_only(plan: Superblock) -> None:
+    rows = codec_of(plan, KEY, "x").make_rows(range(5), records(5), STAMPS)
     rows["seq"] = 1
-    assert not slab.find_valid(rows, np.arange(5), PLAN).any()  # not sealed
-    slab.seal_rows(rows, PLAN)
+    assert not slab.find_valid(rows, np.arange(5), plan).any()  # not sealed
+    slab.seal_rows(rows, plan)
     # Moved to the neighbouring slot.
-    assert not slab.find_valid(rows, np.arange(1, 6), PLAN).any()
+    assert not slab.find_valid(rows, np.arange(1, 6), plan).any()
     # Copied into the slab of another model.
-    other = slab.plan(bytes(32), 10_000, 16, 4 << 20)
+    other = replace(plan, fingerprint=bytes(32))
     assert not slab.find_valid(rows, np.arange(5), other).any()
     # Of before a reset, or of a writer that one overtook.
     rows["seq"] = range(5)
-    slab.seal_rows(rows, PLAN)
-    after = replace(PLAN, min_seq=3)
-    assert slab.find_valid(rows, np.arange(5), PLAN).tolist() == [False, True, True, True, True]
+    slab.seal_rows(rows, plan)
+    after = replace(plan, min_seq=3)
+    assert slab.find_valid(rows, np.arange(5), plan).tolist() == [False, True, True, True, True]
     assert slab.find_valid(rows, np.arange(5), after).tolist() == [False, False, False, True, True]
     # Blank rows are free slots.
-    assert not slab.find_valid(np.zeros(5, rows.dtype), np.arange(5), PLAN).any()
+    assert not slab.find_valid(np.zeros(5, rows.dtype), np.arange(5), plan).any()
 
 
-def test_every_bit_flip_in_a_row_is_detected() -> None:
-    rows = slab.make_rows(PLAN, [3], records(1))
+@both
+def test_every_bit_flip_in_a_row_is_detected(plan: Superblock) -> None:
+    rows = codec_of(plan, KEY, "x").make_rows([3], records(1), STAMPS[:1])
     rows["seq"] = 1
-    slab.seal_rows(rows, PLAN)
+    slab.seal_rows(rows, plan)
     view = slab.byte_view(rows)
     for bit in range(len(view) * 8):
         view[bit // 8] ^= 1 << bit % 8
-        assert not slab.find_valid(rows, np.array([3]), PLAN).any()
+        assert not slab.find_valid(rows, np.array([3]), plan).any()
         view[bit // 8] ^= 1 << bit % 8
-    assert slab.find_valid(rows, np.array([3]), PLAN).all()
+    assert slab.find_valid(rows, np.array([3]), plan).all()
 
 
 # The bookkeeping of extents, traced with one-letter blocks.

@@ -7,12 +7,12 @@ import pytest
 from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, record_of, wait_until
 
 from kvtier.tiers.breaker import BreakerState
-from kvtier.tiers.chain import TokenChain
-from kvtier.tiers.demote import Demoter
-from kvtier.tiers.host import HostRegion, HostTier
+from kvtier.tiers.hierarchy.demote import Demoter
+from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
+from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.port import PortSettings, TierPort
-from kvtier.tiers.rates import Rates
+from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.tier import ChainHash, Outcome
 
 
@@ -169,7 +169,7 @@ def test_with_the_breaker_open_blocks_are_dropped_without_being_hashed(
     def unexpected(payload: memoryview) -> int:
         raise AssertionError("hashed for nothing")
 
-    monkeypatch.setattr("kvtier.tiers.demote.checksum", unexpected)
+    monkeypatch.setattr("kvtier.tiers.hierarchy.demote.checksum", unexpected)
     assert demoter.offer(hashes, story.note) == 3
     story.settle()
     assert {outcome for _, outcome in story.ended} == {Outcome.BREAKER_OPEN}
@@ -219,7 +219,9 @@ def test_a_hung_write_keeps_its_lease_and_counts_against_the_breaker(story: Stor
     demoter = story.demoter(failures=1)
     hashes = story.put(chain_of(2))
     demoter.offer(hashes, story.note)
-    wait_until(lambda: any(job.deadline < 1e9 for job, _ in story.port.queue._running.values()))  # it has begun
+    wait_until(
+        lambda: any(running.job.deadline < 1e9 for running in story.port.queue._running.values())
+    )  # it has begun
     story.clock.advance(100)  # a write may wait as long as it likes, but not run so long
     story.port.tick()
     assert story.port.breakers["write"].state is not BreakerState.CLOSED

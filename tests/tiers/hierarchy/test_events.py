@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import Chain
-from doubles import MemoryTier, chain_of, fill_slots, hierarchy_of, record_of, store, wait_until
+from doubles import MemoryTier, chain_of, fill_slots, hierarchy_of, record_of, reserve, store, wait_until
 from event_rig import Shelf, held, tiered
 from pools import PoolOf
 
-from kvtier.tiers.chain import TokenChain
-from kvtier.tiers.changes import ChangeLog
-from kvtier.tiers.events import Event, EventSource, Removed, Stored
-from kvtier.tiers.file_store import FileStore
-from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.file.store import FileStore
+from kvtier.tiers.hierarchy.events import Event, EventSource, Removed, Stored
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.naming.chain import TokenChain
+from kvtier.tiers.pool.changes import ChangeLog
 from kvtier.tiers.tier import BlockRecord, ChainHash
 
 Tiered = Callable[..., Hierarchy]
@@ -167,7 +167,7 @@ def test_a_bad_block_is_told_as_removed(tiers_of: Tiered) -> None:
         file.seek(slab.superblock.payload_offset(slab._blocks.index[chain.hashes[1]]))
         file.write(b"rot")
     hierarchy.host.pool.reset()
-    prefetch = hierarchy.prefetch(chain.hashes, chain.root)
+    prefetch = hierarchy.ask(chain.hashes, chain.root)
     wait_until(lambda: hierarchy.poll(prefetch) == 1)
     hierarchy.cancel(prefetch)
     shelf.read(source)
@@ -215,7 +215,7 @@ def test_nobody_listens_and_nothing_is_noted(tiers_of: Tiered) -> None:
     assert not pool.has_changes
     assert not slab.announcer.waiting
     assert pool.changes(hierarchy.host.records, 9) == slab.announcer.take(9)
-    assert slab.announcer.hush() == []
+    assert slab.announcer.stop_listening() == []
     # Whoever comes later hears parents before children, whatever slots they lie in.
     pool.evict(chain.hashes[::-1])
     store(hierarchy, chain)
@@ -268,7 +268,7 @@ def test_threads_store_evict_and_reset_while_one_reads(tiers_of: Tiered) -> None
                 if deed < 0.6:
                     store_unwatched(hierarchy, chain, dice.randrange(7))
                 elif deed < 0.8:
-                    hierarchy.cancel(hierarchy.prefetch(chain.hashes, chain.root))
+                    hierarchy.cancel(hierarchy.ask(chain.hashes, chain.root))
                 elif deed < 0.95:
                     hierarchy.host.pool.evict(chain.hashes[dice.randrange(7) :])
                 elif turn > 50:
@@ -295,7 +295,7 @@ def test_threads_store_evict_and_reset_while_one_reads(tiers_of: Tiered) -> None
     assert not errors, errors
     shelf.read(source)
     names = [name for chain in chains for name in chain.hashes]
-    wait_until(lambda: hierarchy.prefetcher.idle)
+    wait_until(lambda: hierarchy.promoter.idle)
     shelf.read(source)
     assert {tier: shelf.names(tier) for tier in ("l2", "file")} == held(hierarchy, names)
 
@@ -303,7 +303,7 @@ def test_threads_store_evict_and_reset_while_one_reads(tiers_of: Tiered) -> None
 def store_unwatched(hierarchy: Hierarchy, chain: TokenChain, first: int) -> None:
     """`doubles.store`, which another thread may undo at once."""
     epoch = hierarchy.epoch
-    reservation = hierarchy.reserve(chain.hashes[first:], chain.parent(first))
+    reservation = reserve(hierarchy, chain.hashes[first:], chain.parent(first))
     if reservation is None:
         return
     fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)

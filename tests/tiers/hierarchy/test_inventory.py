@@ -6,7 +6,7 @@ from doubles import MemoryTier, chain_of, hierarchy_of, store
 from fault_rig import over_slab, settle
 from hypothesis import given, strategies
 
-from kvtier.tiers.inventory import Run, held_runs, in_runs
+from kvtier.tiers.hierarchy.inventory import HeldRun, held_runs, in_runs
 from kvtier.tiers.tier import ChainHash
 
 
@@ -44,13 +44,13 @@ def test_l2_and_the_slab_are_told_as_one(tmp_path: Path) -> None:
     assert hierarchy.drain(60)
     hierarchy.host.pool.evict([*chain.hashes[:4], *gone.hashes])
     hierarchy.ports[0].tier.discard(gone.hashes)  # type: ignore[union-attr]
-    assert held_runs(hierarchy) == [Run(chain.root, chain.hashes)]
+    assert held_runs(hierarchy) == [HeldRun(chain.root, chain.hashes)]
     # A chain that loses its middle ends as two runs.
     hierarchy.host.pool.evict(chain.hashes)
     hierarchy.ports[0].tier.discard(chain.hashes[5:6])  # type: ignore[union-attr]
     assert sorted(held_runs(hierarchy), key=lambda run: len(run.hashes)) == [
-        Run(chain.hashes[5], chain.hashes[6:]),
-        Run(chain.root, chain.hashes[:5]),
+        HeldRun(chain.hashes[5], chain.hashes[6:]),
+        HeldRun(chain.root, chain.hashes[:5]),
     ]
     settle(hierarchy)
 

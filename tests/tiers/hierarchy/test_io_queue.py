@@ -8,7 +8,7 @@ from threading import Event, Thread
 import pytest
 from doubles import FakeClock, wait_until
 
-from kvtier.tiers.io_queue import IoQueue
+from kvtier.tiers.hierarchy.io_queue import IoQueue
 from kvtier.tiers.tier import Outcome
 
 
@@ -21,16 +21,18 @@ class ScriptedJob:
         self.deadline = deadline
         self.name = name
         self.started = Event()
+        self.ended = self.late = False
         self._log = log
         self._work = work
 
     def run(self) -> None:
         self.started.set()
         self._work()
-        self._log.append(f"{self.name} ran")
 
-    def drop(self, outcome: Outcome) -> None:
-        self._log.append(f"{self.name} {outcome}")
+    def end(self, result: Outcome | None, *, late: bool) -> None:
+        assert not self.ended, "it is told its end exactly once"
+        self.ended, self.late = True, late
+        self._log.append(f"{self.name} {'ran' if result is None else result}")
 
     def overdue(self) -> None:
         self._log.append(f"{self.name} overdue")
@@ -125,9 +127,9 @@ def test_a_deadline_that_passed_unnoticed_is_seen_before_the_job_runs(story: Sto
     assert story.log == ["hung ran", "stale timeout"]
 
 
-def test_a_job_that_runs_past_its_deadline_is_told_once_and_still_ends_in_run(story: Story) -> None:
+def test_a_job_that_runs_past_its_deadline_is_told_once_and_still_ends_late(story: Story) -> None:
     queue = story.queue()
-    story.block(queue, within=1.0)
+    job = story.block(queue, within=1.0)
     story.clock.advance(1)
     queue.expire()
     queue.expire()
@@ -136,6 +138,7 @@ def test_a_job_that_runs_past_its_deadline_is_told_once_and_still_ends_in_run(st
     story.gate.set()
     assert queue.drain(60)
     assert story.log == ["hung overdue", "hung ran"]
+    assert job.late
 
 
 def test_a_job_may_set_its_deadline_when_it_starts(story: Story) -> None:

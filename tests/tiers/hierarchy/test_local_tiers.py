@@ -1,18 +1,19 @@
 """Stories of a request's question: what nobody local has is asked of shared tiers once, in the background."""
 
 from collections.abc import Callable, Iterator, Sequence
+from threading import Event
 
 import pytest
-from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, store, wait_until
+from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, hand_in, payload_of, store, wait_until
 
-from kvtier.tiers.below import Attribution, Claim, Wanted
-from kvtier.tiers.hierarchy import Hierarchy, HierarchySettings
-from kvtier.tiers.host import HostRegion, HostTier
-from kvtier.tiers.local_tiers import LocalTiers
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Wanted
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort
+from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.port import PortSettings, TierPort
-from kvtier.tiers.prefetch import PENDING
-from kvtier.tiers.rates import Rates
 from kvtier.tiers.tier import ChainHash, Outcome
 
 
@@ -57,7 +58,7 @@ class Bench:
             TierPort("redis", lambda: self.shared, patience, metrics, rates, clock),
         ]
         self.hierarchy = Hierarchy(host, ports, HierarchySettings(), metrics, rates, clock)
-        self.tiers = LocalTiers(self.hierarchy)
+        self.tiers = self.hierarchy
 
     def settled(self, claim: Claim) -> int:
         """The promise, once it is made."""
@@ -74,7 +75,7 @@ def bench() -> Iterator[Bench]:
     bench.shared.gate.set()
     assert bench.hierarchy.drain(60)
     bench.hierarchy.check()
-    assert bench.hierarchy.prefetcher.idle
+    assert bench.hierarchy.promoter.idle
     bench.hierarchy.close()
 
 
@@ -102,6 +103,83 @@ def test_what_is_known_here_is_asked_of_nobody(bench: Bench) -> None:
     assert bench.tiers.poll(claim) == 4
     assert bench.shared.questions == []
     bench.tiers.cancel(claim)
+
+
+@pytest.fixture
+def hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
+    """Stored blocks are hashed only while it is set; a question waits for that for a minute."""
+    go = Event()
+
+    def when_let(memory: memoryview) -> int:
+        assert go.wait(60)
+        return checksum(memory)
+
+    monkeypatch.setattr("kvtier.tiers.hierarchy.stores.checksum", when_let)
+    monkeypatch.setattr("kvtier.tiers.hierarchy.hierarchy._SEALING", 60.0)
+    go.set()
+    yield go
+    go.set()
+
+
+def test_a_block_that_is_being_hashed_is_waited_for(bench: Bench, hashing: Event) -> None:
+    chain = chain_of(6)
+    store(bench.hierarchy, chain, 0, 2)
+    hashing.clear()
+    hand_in(bench.hierarchy, chain, 2, 4)  # the copies have ended, the blocks have no checksum yet …
+    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)  # … and the prompt is asked again
+    assert bench.tiers.poll(claim) is PENDING
+    assert bench.shared.questions == []  # nobody else is troubled for them
+    before: Attribution | None = claim.found
+    hashing.set()
+    assert bench.settled(claim) == 4
+    assert (before, claim.found) == (None, Attribution(blocks=6, l2=4, miss=2))
+    assert bench.shared.questions == [2]
+    bench.tiers.cancel(claim)
+
+
+def test_a_block_published_while_it_is_looked_for_is_found(
+    bench: Bench, hashing: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = chain_of(3)
+    hashing.clear()
+    hand_in(bench.hierarchy, chain)
+    look = bench.hierarchy._lookup
+
+    def overtaken(hashes: Sequence[ChainHash], num_l1: int = 0) -> Attribution:
+        where = look(hashes, num_l1)
+        hashing.set()  # behind this look the store ends
+        assert bench.hierarchy.drain(60)
+        return where
+
+    monkeypatch.setattr(bench.hierarchy, "_lookup", overtaken)
+    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    assert bench.tiers.poll(claim) == 3
+    assert bench.shared.questions == []
+    bench.tiers.cancel(claim)
+
+
+def test_a_store_that_is_called_off_ends_the_wait(bench: Bench, hashing: Event) -> None:
+    chain = chain_of(3)
+    hashing.clear()
+    hand_in(bench.hierarchy, chain)
+    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    assert bench.tiers.poll(claim) is PENDING
+    bench.hierarchy.reset()  # what was computed before it never becomes visible
+    hashing.set()
+    assert bench.settled(claim) == 0
+    assert claim.found == Attribution(blocks=3, miss=3)
+
+
+def test_no_question_waits_for_hashing_past_its_deadline(
+    bench: Bench, hashing: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.tiers.hierarchy.hierarchy._SEALING", 0.02)
+    chain = chain_of(3)
+    hashing.clear()
+    hand_in(bench.hierarchy, chain)
+    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    assert bench.settled(claim) == 0  # the hashing still stands
+    assert claim.found == Attribution(blocks=3, miss=3)
 
 
 def test_the_question_is_asked_in_the_background(bench: Bench) -> None:
@@ -171,15 +249,39 @@ def test_an_answer_nobody_wants_any_more_disturbs_nobody(bench: Bench) -> None:
     bench.shared.gate.set()
     assert bench.hierarchy.drain(60)
     assert bench.shared.reads == []
+    assert not bench.hierarchy.locator.has_news()  # or no `wait_news` would ever wait again
+
+
+def test_of_two_who_ask_the_same_one_may_go(bench: Bench) -> None:
+    chain = chain_of(4)
+    bench.shared.fill(chain)
+    bench.shared.gate.clear()
+    gone, stays = (bench.tiers.ask(chain.hashes, chain.root, block_size=4) for _ in range(2))
+    bench.tiers.cancel(gone)
+    bench.tiers.cancel(gone)
+    bench.shared.gate.set()
+    wait_until(bench.hierarchy.locator.has_news)
+    assert bench.settled(stays) == 4
+    assert bench.shared.questions == [4]
+    assert not bench.hierarchy.locator.has_news()
+    bench.tiers.cancel(stays)
+
+
+def test_a_question_that_finds_no_room_in_the_queue_is_no_news(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.hierarchy.ports[1].queue, "_max_queued", 0)
+    chain = chain_of(4)
+    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    assert bench.tiers.poll(claim) == 0
+    assert not bench.hierarchy.locator.has_news()
 
 
 def test_lookup_waits_for_shared_tiers_up_to_its_timeout(bench: Bench) -> None:
     chain = chain_of(4)
     bench.shared.fill(chain, 0, 1)
-    assert bench.tiers.lookup(chain.hashes, 10.0) == Attribution(blocks=4, redis=2, miss=2)
+    assert bench.tiers.locate(chain.hashes, 10.0) == Attribution(blocks=4, redis=2, miss=2)
     bench.shared.gate.clear()
     bench.shared.known.clear()
-    assert bench.tiers.lookup(chain.hashes, 0.01) == Attribution(blocks=4, miss=4)
+    assert bench.tiers.locate(chain.hashes, 0.01) == Attribution(blocks=4, miss=4)
 
 
 def test_slower_than_computing_is_said_once_and_for_good() -> None:

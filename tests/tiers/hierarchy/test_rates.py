@@ -1,6 +1,6 @@
 """Stories of load or recompute: what is measured, what it decides, how a bad figure recovers."""
 
-from kvtier.tiers.rates import Rates
+from kvtier.tiers.hierarchy.rates import BusyTime, Rates
 
 
 def test_unknown_rates_load_and_learn() -> None:
@@ -76,3 +76,41 @@ def test_a_read_that_delivered_nothing_and_a_time_of_nought_are_no_samples() -> 
     rates.loaded("file", 1_000, 1.0)
     rates.loaded("file", 0, 1.0)
     assert rates.worth_loading(100, {"file": 1_000})  # as it was
+
+
+def test_reads_side_by_side_share_one_stretch_of_time() -> None:
+    busy = BusyTime()
+    # One read alone: its bytes, its time.
+    busy.begin()
+    assert busy.end(100, 1.0, 2.0) == (100, 1.0)
+    # Two at once, one a little later: both their bytes, over the time in which at least one ran.
+    busy.begin()
+    busy.begin()
+    assert busy.end(100, 10.0, 12.0) is None
+    assert busy.end(100, 11.0, 13.0) == (200, 3.0)
+    # A short one within a long one adds no time.
+    busy.begin()
+    busy.begin()
+    assert busy.end(10, 21.0, 22.0) is None
+    assert busy.end(90, 20.0, 24.0) == (100, 4.0)
+
+
+def test_reads_that_never_pause_are_counted_eight_at_a_time_and_no_second_twice() -> None:
+    busy, samples = BusyTime(), []
+    busy.begin()
+    for second in range(32):  # two threads: each read takes two seconds, one ends every second
+        busy.begin()
+        if (sample := busy.end(10, second - 1.0, second + 1.0)) is not None:
+            samples.append(sample)
+    assert samples == [(80, 9.0), (80, 8.0), (80, 8.0), (80, 8.0)]  # 10 bytes a second; 5 by each read's own time
+
+
+def test_a_read_that_brought_nothing_adds_no_time() -> None:
+    busy = BusyTime()
+    busy.begin()
+    assert busy.end(0, 0.0, 9.0) is None
+    # Nor does one that fails late beside one that was well.
+    busy.begin()
+    busy.begin()
+    assert busy.end(100, 10.0, 11.0) is None
+    assert busy.end(0, 10.0, 70.0) == (100, 1.0)

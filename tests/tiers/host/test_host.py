@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.tiers import host, memory
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.host import HostRegion, HostTier
+from kvtier.tiers.host import host, memory
+from kvtier.tiers.host.host import HostRegion, HostTier
 
 MIB = 1 << 20
 
@@ -178,7 +178,7 @@ def test_attach_refuses_a_file_of_another_size_or_unsealed() -> None:
 
 
 def test_too_little_memory_names_the_size_asked_the_size_there_and_the_option(shared: bool) -> None:
-    with pytest.raises(ConfigError, match=r"\[host\] size 1\.05e\+06 GiB: only .* GiB .* lower \[host\] size"):
+    with pytest.raises(ConfigError, match=r'\[host\] size "1PiB": only .* GiB of memory is free; lower it'):
         HostRegion.allocate(1 << 30, MIB, shared=shared)
 
 

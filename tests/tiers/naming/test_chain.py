@@ -16,9 +16,17 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.chain import ExtraKeys, TokenChain, Tokens, chain_hashes, pack_tokens, root_hash, token_array
+from kvtier.tiers.naming.chain import (
+    BlockExtraKeys,
+    TokenChain,
+    Tokens,
+    chain_hashes,
+    pack_tokens,
+    root_hash,
+    token_array,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FINGERPRINT = bytes(range(32))
 TOKEN_IDS = st.integers(0, 2**32 - 1)
 
@@ -36,7 +44,7 @@ GOLDEN = {
 }
 
 
-def reference(root: bytes, tokens: Sequence[int], block_size: int, scheme: str, extra: ExtraKeys) -> list[bytes]:
+def reference(root: bytes, tokens: Sequence[int], block_size: int, scheme: str, extra: BlockExtraKeys) -> list[bytes]:
     """The formula at the top of chain.py, one block at a time."""
     hashes, parent = [], root
     for block in range(len(tokens) // block_size):
@@ -70,7 +78,7 @@ def test_golden_vectors() -> None:
     ),
 )
 def test_growing_in_any_steps_equals_one_shot(
-    pieces: list[list[int]], block_size: int, scheme: str, extra: ExtraKeys
+    pieces: list[list[int]], block_size: int, scheme: str, extra: BlockExtraKeys
 ) -> None:
     root = root_hash(FINGERPRINT)
     tokens = [token for piece in pieces for token in piece]
@@ -193,7 +201,7 @@ def test_extra_keys_keep_their_parts_apart() -> None:
 
 def test_another_process_gives_the_same_names() -> None:
     code = (
-        "from kvtier.tiers.chain import chain_hashes, root_hash\n"
+        "from kvtier.tiers.naming.chain import chain_hashes, root_hash\n"
         "root = root_hash(bytes(range(32)), cache_salt='t1')\n"
         "print([name.hex() for scheme in ('sha256', 'xxh3') for name in chain_hashes(root, range(1, 9), 4, scheme)])"
     )

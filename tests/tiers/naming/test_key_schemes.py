@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.chain import Tokens
-from kvtier.tiers.key_schemes import (
+from kvtier.tiers.naming.chain import Tokens
+from kvtier.tiers.naming.key_schemes import (
     CborItem,
     VllmKeys,
     cbor,

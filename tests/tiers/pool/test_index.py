@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.index import NAME_MIX, HashIndex, to_words
+from kvtier.tiers.pool.index import NAME_MIX, HashIndex, to_words
 from kvtier.tiers.tier import ChainHash
 
 

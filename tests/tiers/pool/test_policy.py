@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.index import Slots, Words
-from kvtier.tiers.policy import LRU, S3FIFO, SlotQueue, make_policy
+from kvtier.tiers.pool.index import Slots, Words
+from kvtier.tiers.pool.policy import LRU, S3FIFO, SlotQueue, make_policy
 
 
 def slots(*numbers: int) -> Slots:

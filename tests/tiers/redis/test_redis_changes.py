@@ -9,8 +9,8 @@ from event_rig import Shelf
 from redis_rig import NO_REDIS, standalone
 from redis_stories import CHAIN, OTHER, opened, read, reads_again, written
 
-from kvtier.tiers.events import TierEvents
-from kvtier.tiers.redis_changes import RedisChanges
+from kvtier.tiers.hierarchy.events import TierEvents
+from kvtier.tiers.redis.changes import RedisChanges
 
 RECORDS = [record_of(chain, i) for chain in (chain_of(8), chain_of(8, first_token=1000)) for i in range(8)]
 NAMES = [record.chain_hash for record in RECORDS]
@@ -95,7 +95,7 @@ def test_a_strict_reader_meets_no_contradiction() -> None:
     assert not shelf.names("redis")
     changes.seen(RECORDS[:3])
     shelf.read(source)
-    assert changes.hush() == NAMES[:3]
+    assert changes.stop_listening() == NAMES[:3]
     assert not changes.waiting
 
 

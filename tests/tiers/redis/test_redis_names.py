@@ -2,7 +2,7 @@
 
 from doubles import FakeClock
 
-from kvtier.tiers.redis_names import Names
+from kvtier.tiers.redis.names import Names
 
 
 def names(*numbers: int) -> list[bytes]:

@@ -1,37 +1,68 @@
 """A record certifies itself: any other bytes are a miss, and the format is the one docs/format.md describes."""
 
 import hashlib
+import hmac
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgpack
 import pytest
 import xxhash
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.redis_records import VERSION, Namespace, format_epoch, parse_epoch
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.redis.forms import VERSION, ClearForm, EncryptedForm, RecordForm
+from kvtier.tiers.redis.records import Keyspace, format_epoch, parse_epoch
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 MODEL, OTHER = bytes(range(32)), bytes(range(32, 64))
-SPACE = Namespace("kvtier", MODEL, 4096, 4)
+SECRET, KEY = "correct horse battery", bytes(range(100, 132))
+PAYLOAD = hashlib.shake_128(b"block").digest(4096)
 EPOCH = 0x0005_F00D_0000_0001
 HASH, PARENT = hashlib.sha256(b"block").digest(), hashlib.sha256(b"before").digest()
-RECORD = BlockRecord(HASH, PARENT, b"\1\0\0\0\2\0\0\0\3\0\0\0\4\0\0\0", 0x1122334455667788)
+TOKENS = b"\1\0\0\0\2\0\0\0\3\0\0\0\4\0\0\0"
+RECORD = BlockRecord(HASH, PARENT, TOKENS, checksum(memoryview(PAYLOAD)))
+
+CLEAR = ClearForm(MODEL, 4096, 4)
+SEALED = ClearForm(MODEL, 4096, 4, SECRET)
+HIDDEN = EncryptedForm(MODEL, 4096, 4, KEY)
+FORMS: dict[str, RecordForm] = {"clear": CLEAR, "sealed": SEALED, "encrypted": HIDDEN}
+
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
-def resealed(head: bytes, **changes: Any) -> bytes:
-    """A record of somebody who knows the format and changes what he likes."""
-    fields = {**msgpack.unpackb(head[4:]), **changes}
-    body = msgpack.packb(fields)
+def written(form: RecordForm, record: BlockRecord = RECORD, epoch: int = EPOCH, payload: bytes = PAYLOAD) -> bytes:
+    """A whole value, as a server holds it."""
+    head, body = form.encode(record, memoryview(payload), epoch)
+    assert len(head) == form.head_bytes  # whatever is in it
+    assert body.nbytes == len(payload)
+    return head + bytes(body)
+
+
+def taken(form: RecordForm, value: bytes, chain_hash: bytes = HASH, epoch: int = EPOCH) -> BlockRecord | Outcome:
+    """What a reader makes of a value, whose bytes must then be the block's."""
+    body = bytearray(value[form.head_bytes :])
+    result = form.decode(value[: form.head_bytes], memoryview(body), chain_hash, epoch)
+    assert isinstance(result, Outcome) or checksum(memoryview(body)) == result.checksum
+    return result
+
+
+def resealed(value: bytes, **changes: Any) -> bytes:
+    """A record of somebody who knows the format and changes what he likes, but has no secret."""
+    head = value[: CLEAR.head_bytes]
+    body = msgpack.packb({**msgpack.unpackb(head[4:]), **changes})
     unsealed = len(body).to_bytes(4, "little") + body[:-8]
-    return bytes(unsealed + xxhash.xxh3_64_intdigest(unsealed).to_bytes(8, "little"))
+    return bytes(unsealed + xxhash.xxh3_64_intdigest(unsealed).to_bytes(8, "little") + value[CLEAR.head_bytes :])
 
 
-def test_as_documented() -> None:
+def test_in_the_clear_as_documented() -> None:
     """What docs/format.md says, taken apart by other means."""
-    head = SPACE.encode(RECORD, EPOCH)
-    assert len(head) == SPACE.head_bytes
-    assert SPACE.value_bytes == SPACE.head_bytes + 4096
+    record = replace(RECORD, checksum=0x1122334455667788)
+    head = written(CLEAR, record)[: CLEAR.head_bytes]
+    assert written(CLEAR, record)[CLEAR.head_bytes :] == PAYLOAD
     assert int.from_bytes(head[:4], "little") == len(head) - 4
     fields = msgpack.unpackb(head[4:])
     assert fields == {
@@ -42,51 +73,178 @@ def test_as_documented() -> None:
         "chain_hash": HASH,
         "parent": PARENT,
         "num_tokens": (4).to_bytes(4, "little"),
-        "tokens": RECORD.tokens,
+        "tokens": TOKENS,
         "payload_len": 4096,
-        "xxh3": RECORD.checksum.to_bytes(8, "little"),
+        "xxh3": record.checksum.to_bytes(8, "little"),
         "seal": head[-8:],
     }
     assert head[-8:] == xxhash.xxh3_64_intdigest(head[:-8]).to_bytes(8, "little")
-    assert SPACE.key(HASH, EPOCH) == b"kvtier:0001020304050607:0005f00d00000001:" + HASH.hex().encode()
-    assert SPACE.epoch_key == b"kvtier:0001020304050607:epoch"
-    assert hashlib.sha256(head).hexdigest() == GOLDEN
+    space = Keyspace("kvtier", CLEAR, 4096, 4)
+    assert space.value_bytes == len(head) + 4096
+    assert space.keys([HASH], EPOCH) == [b"kvtier:0001020304050607:0005f00d00000001:" + HASH.hex().encode()]
+    assert space.epoch_key == b"kvtier:0001020304050607:epoch"
+    assert hashlib.sha256(head).hexdigest() == "5d06bff84b55c8db6639ab10acf85ab4e44ca050548ce22f2ae289e8eaf4467b"
 
 
-GOLDEN = "5d06bff84b55c8db6639ab10acf85ab4e44ca050548ce22f2ae289e8eaf4467b"
+def test_sealed_by_a_secret_as_documented() -> None:
+    value = written(SEALED)
+    head = value[: SEALED.head_bytes]
+    fields = msgpack.unpackb(head[4:])
+    assert fields == {
+        **msgpack.unpackb(written(CLEAR)[4 : CLEAR.head_bytes]),
+        "codec": "raw+hmac-sha256",
+        "seal": head[-32:],
+    }
+    key = hmac.digest(SECRET.encode(), b"kvtier redis record", "sha256")
+    assert head[-32:] == hmac.digest(key, head[:-32] + PAYLOAD, "sha256")
+    assert value[SEALED.head_bytes :] == PAYLOAD
+    name = hmac.digest(SECRET.encode(), b"kvtier redis namespace" + MODEL, "sha256")[:8].hex()
+    space = Keyspace("kvtier", SEALED, 4096, 4)
+    assert space.keys([HASH], EPOCH) == [f"kvtier:{name}:0005f00d00000001:{HASH.hex()}".encode()]
+    assert space.epoch_key == f"kvtier:{name}:epoch".encode()
+    assert hashlib.sha256(head).hexdigest() == "74864344d38971fe3edc6002293dd22ebe72f9148e8bb3b09b0762de478de83a"
 
 
+def test_encrypted_as_documented() -> None:
+    """Opened with nothing of ours."""
+    value = written(HIDDEN)
+    head, body = value[: HIDDEN.head_bytes], value[HIDDEN.head_bytes :]
+    fields = msgpack.unpackb(head[4:])
+    hidden, stamp = fields["hidden"], fields["stamp"]
+    assert fields == {
+        "version": VERSION,
+        "codec": "aes-256-gcm",
+        "payload_len": 4096,
+        "hidden": head[-36 - len(hidden) : -36],
+        "stamp": head[-28:],
+    }
+    assert len(stamp) == 28
+    named = EPOCH.to_bytes(8, "little") + HASH
+
+    def digest(key: bytes, data: bytes, person: bytes = b"", size: int = 32) -> bytes:
+        return hashlib.blake2b(data, key=key, person=person, digest_size=size).digest()
+
+    context = digest(KEY, b"kvtier redis record" + MODEL, b"kvtier-context")
+    associated = b"head\0\0\0\0" + named
+    opened = AESGCM(digest(context, associated, b"kvtier-record")).decrypt(hidden[:12], hidden[12:], associated)
+    assert opened == PARENT + (4).to_bytes(4, "little") + TOKENS + RECORD.checksum.to_bytes(8, "little")
+    associated = b"payload\0" + named + hidden
+    payload = AESGCM(digest(context, associated, b"kvtier-record")).decrypt(stamp[:12], body + stamp[12:], associated)
+    assert payload == PAYLOAD
+    name_key = digest(KEY, b"kvtier redis name" + MODEL, b"kvtier-context")
+    space = Keyspace("kvtier", HIDDEN, 4096, 4)
+    stem = f"kvtier:{digest(name_key, b'', size=8).hex()}:"
+    assert space.keys([HASH], EPOCH) == [f"{stem}0005f00d00000001:{digest(name_key, HASH).hex()}".encode()]
+    assert space.epoch_key == f"{stem}epoch".encode()
+
+
+@every_form
 @given(
     tokens=st.binary(max_size=16).map(lambda raw: raw[: len(raw) // 4 * 4]),
-    number=st.integers(0, 2**64 - 1),
     epoch=st.integers(1, 2**62 - 1),
 )
-def test_what_is_written_is_read(tokens: bytes, number: int, epoch: int) -> None:
-    record = BlockRecord(HASH, PARENT, tokens, number)
-    head = SPACE.encode(record, epoch)
-    assert len(head) == SPACE.head_bytes  # whatever is in it
-    assert SPACE.decode(head, HASH, epoch) == record
+def test_what_is_written_is_read(form: RecordForm, tokens: bytes, epoch: int) -> None:
+    record = replace(RECORD, tokens=tokens)
+    assert taken(form, written(form, record, epoch), epoch=epoch) == record
     assert parse_epoch(format_epoch(epoch)) == epoch
 
 
-def test_every_flipped_bit_shows() -> None:
-    head = SPACE.encode(RECORD, EPOCH)
-    for position in range(8 * len(head)):
-        bad = bytearray(head)
+@every_form
+def test_every_flipped_bit_of_a_head_and_some_of_a_payload_show(form: RecordForm) -> None:
+    value = written(form)
+    for position in (*range(8 * form.head_bytes), *range(8 * form.head_bytes, 8 * len(value), 97)):
+        bad = bytearray(value)
         bad[position // 8] ^= 1 << position % 8
-        assert SPACE.decode(bytes(bad), HASH, EPOCH) is Outcome.CHECKSUM, position
+        assert taken(form, bytes(bad)) is Outcome.CHECKSUM, position
 
 
-def test_another_blocks_record_is_not_this_ones() -> None:
-    head = SPACE.encode(RECORD, EPOCH)
-    assert SPACE.decode(head, PARENT, EPOCH) is Outcome.KEY_MISMATCH
-    assert SPACE.decode(head, HASH, EPOCH + 1) is Outcome.KEY_MISMATCH
-    other_model = Namespace("kvtier", OTHER, 4096, 4)
-    assert other_model.decode(head, HASH, EPOCH) is Outcome.KEY_MISMATCH
-    # the sixteen digits of a key do not stand for a fingerprint
-    cousin = Namespace("kvtier", MODEL[:31] + b"?", 4096, 4)
-    assert cousin.key(HASH, EPOCH) == SPACE.key(HASH, EPOCH)
-    assert cousin.decode(head, HASH, EPOCH) is Outcome.KEY_MISMATCH
+@every_form
+def test_another_blocks_record_is_not_this_ones(form: RecordForm) -> None:
+    value = written(form)
+    other = {Outcome.CHECKSUM} if form is HIDDEN else {Outcome.KEY_MISMATCH}  # of what is encrypted nobody can tell
+    assert taken(form, value, chain_hash=PARENT) in other
+    assert taken(form, value, epoch=EPOCH + 1) in other
+    for model in (OTHER, MODEL[:31] + b"?"):
+        for stranger in forms_of(model):
+            assert stranger.head_bytes != form.head_bytes or taken(stranger, value) in {*other, Outcome.CHECKSUM}
+
+
+def test_the_digits_of_a_key_do_not_stand_for_a_fingerprint() -> None:
+    cousin = ClearForm(MODEL[:31] + b"?", 4096, 4)
+    assert cousin.name == CLEAR.name
+    assert taken(cousin, written(CLEAR)) is Outcome.KEY_MISMATCH
+
+
+@every_form
+def test_the_head_of_one_store_and_the_payload_of_another_are_no_record(form: RecordForm) -> None:
+    """Both whole, of one block: stored twice, as by two engines whose numbers differ in the last bits."""
+    again = hashlib.shake_128(b"block, computed elsewhere").digest(4096)
+    first, second = written(form), written(form, replace(RECORD, checksum=checksum(memoryview(again))), payload=again)
+    assert isinstance(taken(form, first), BlockRecord)
+    assert isinstance(taken(form, second), BlockRecord)
+    assert taken(form, first[: form.head_bytes] + second[form.head_bytes :]) is Outcome.CHECKSUM
+
+
+def forms_of(model: bytes) -> Iterator[RecordForm]:
+    """Every way to store a model's blocks: in the clear, by either of two secrets, by either of two keys."""
+    yield ClearForm(model, 4096, 4)
+    for secret in (SECRET, SECRET + "!"):
+        yield ClearForm(model, 4096, 4, secret)
+    for key in (KEY, KEY[::-1]):
+        yield EncryptedForm(model, 4096, 4, key)
+
+
+def test_no_two_forms_meet_under_one_name() -> None:
+    """Nobody finds, and so nobody deletes, what is stored in another form, by another secret or under another key."""
+    forms = [form for model in (MODEL, OTHER) for form in forms_of(model)]
+    assert len({form.name for form in forms}) == len(forms)
+    values = [written(form) for form in forms]
+    for form in forms:
+        others = [value for other, value in zip(forms, values, strict=True) if other is not form]
+        assert not any(isinstance(taken(form, value), BlockRecord) for value in others if len(value) > form.head_bytes)
+
+
+def test_without_the_secret_nobody_writes_what_is_served() -> None:
+    """Who knows the format makes a record of a payload of his own: it counts without a secret, and not with one."""
+    forged = hashlib.shake_128(b"poison").digest(4096)
+    record = replace(RECORD, checksum=checksum(memoryview(forged)))
+    assert taken(CLEAR, written(CLEAR, record, payload=forged)) == record  # the reason for the secret
+    honest = written(SEALED)
+    head = honest[: SEALED.head_bytes]
+    swapped = head[:-40] + record.checksum.to_bytes(8, "little")  # xxh3 computed anew
+    for seal in (head[-32:], bytes(32), hashlib.sha256(swapped + forged).digest(), hmac.digest(b"", swapped, "sha256")):
+        assert taken(SEALED, swapped[: len(head) - 32] + seal + forged) is Outcome.CHECKSUM
+    guessed = ClearForm(MODEL, 4096, 4, SECRET[:-1])
+    assert taken(SEALED, written(guessed, record, payload=forged)) is Outcome.CHECKSUM
+
+
+def test_what_is_encrypted_shows_neither_tokens_nor_payload_nor_names_nor_that_two_stores_are_alike() -> None:
+    value = written(HIDDEN)
+    seen = value + b"".join(Keyspace("kvtier", HIDDEN, 4096, 4).keys([HASH], EPOCH))
+    for private in (TOKENS, HASH, HASH.hex().encode(), PARENT, MODEL, MODEL.hex()[:16].encode(), PAYLOAD[:16]):
+        assert private not in seen
+        assert private in written(CLEAR) + b"".join(Keyspace("kvtier", CLEAR, 4096, 4).keys([HASH], EPOCH)) + MODEL
+    other = written(HIDDEN)
+    assert sum(a == b for a, b in zip(value[-4096:], other[-4096:], strict=True)) < 100  # by chance 16
+    assert taken(HIDDEN, other) == RECORD
+
+
+def test_a_payload_is_encrypted_beside_and_decrypted_in_its_place() -> None:
+    """The slot of a store may be read by others at that moment; that of a load belongs to nobody else yet."""
+    slot = bytearray(PAYLOAD)
+    head, body = HIDDEN.encode(RECORD, memoryview(slot), EPOCH)
+    assert slot == PAYLOAD
+    arrived = bytearray(body)
+    assert HIDDEN.decode(head, memoryview(arrived), HASH, EPOCH) == RECORD
+    assert arrived == PAYLOAD
+
+
+def test_forms_show_neither_secret_nor_key() -> None:
+    for form in (SEALED, HIDDEN):
+        shown = repr(form) + str(form) + repr(Keyspace("kvtier", form, 4096, 4))
+        assert SECRET not in shown
+        assert repr(KEY) not in shown
+        assert KEY.hex() not in shown
 
 
 @pytest.mark.parametrize(
@@ -94,6 +252,7 @@ def test_another_blocks_record_is_not_this_ones() -> None:
     [
         {"version": 2},
         {"codec": "zip"},
+        {"codec": "raw+hmac-sha256"},
         {"payload_len": 4095},
         {"payload_len": -1},
         {"chain_hash": HASH[:-1]},
@@ -112,13 +271,15 @@ def test_another_blocks_record_is_not_this_ones() -> None:
     ids=str,
 )
 def test_a_well_sealed_record_of_other_content_is_a_miss(changes: dict[str, Any]) -> None:
-    bad = resealed(SPACE.encode(RECORD, EPOCH), **changes)
-    assert SPACE.decode(bad, HASH, EPOCH) in (Outcome.KEY_MISMATCH, Outcome.CHECKSUM)
+    bad = resealed(written(CLEAR), **changes)
+    assert taken(CLEAR, bad) in (Outcome.KEY_MISMATCH, Outcome.CHECKSUM)
+    assert taken(SEALED, bad) is Outcome.CHECKSUM
 
 
+@every_form
 @given(junk=st.binary(max_size=600))
-def test_random_bytes_are_no_record(junk: bytes) -> None:
-    assert SPACE.decode(junk, HASH, EPOCH) is Outcome.CHECKSUM
+def test_random_bytes_are_no_record(form: RecordForm, junk: bytes) -> None:
+    assert taken(form, junk) is Outcome.CHECKSUM
 
 
 PLAIN = st.none() | st.integers(-(2**63), 2**64 - 1) | st.binary(max_size=40) | st.sampled_from(["text", "", 0.5, True])
@@ -139,11 +300,11 @@ FIELDS = [
 
 @given(field=st.sampled_from(FIELDS), value=NESTED, another=st.sampled_from(FIELDS), more=NESTED)
 def test_msgpack_of_any_shape_is_the_block_or_a_miss(field: str, value: Any, another: str, more: Any) -> None:
-    bad = resealed(SPACE.encode(RECORD, EPOCH), **{field: value, another: more})
-    result = SPACE.decode(bad, HASH, EPOCH)
+    bad = resealed(written(CLEAR), **{field: value, another: more})
+    result = taken(CLEAR, bad)
     if isinstance(result, BlockRecord):
         assert result.chain_hash == HASH
-        assert SPACE.encode(result, EPOCH) == bad
+        assert written(CLEAR, result) == bad
     else:
         assert result in (Outcome.KEY_MISMATCH, Outcome.CHECKSUM)
 

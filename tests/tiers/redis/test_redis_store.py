@@ -16,14 +16,14 @@ from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, record_of, wait_until
 from redis_rig import NO_REDIS, RedisServer, cluster, standalone
 from redis_stories import CHAIN, FINGERPRINT, OTHER, open_store, opened, options, read, whole, within, write, written
 
-from kvtier.tiers.config import Config
+from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, TierUnavailable
+from kvtier.tiers.hierarchy.opening import open_ports
+from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.opening import open_ports
-from kvtier.tiers.rates import Rates
-from kvtier.tiers.redis_lanes import Lane
-from kvtier.tiers.redis_store import RedisStore
-from kvtier.tiers.shape import KVShape
+from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.redis.lanes import Lane
+from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.tier import Locates, Outcome, Tier
 
 pytestmark = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
@@ -339,7 +339,7 @@ def refused(url: str, **more: Any) -> str:
 def test_a_wrong_password_is_one_line_that_does_not_show_it() -> None:
     with standalone(password=SECRET) as server:
         host = f"127.0.0.1:{server.port}"
-        asks = f"[redis] password (not shown): {host} asks for one; set it, and username where the server has users"
+        asks = f"[redis] password (not shown): {host} asks for one; set it, and username if the server has users"
         refuses = asks.replace("asks for one; set it,", "refuses it; set the right one,")
         assert refused(server.url) == asks
         assert refused(server.url, password="wrong") == refuses

@@ -5,15 +5,18 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 import redis
+from doubles import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 from redis_rig import NO_REDIS, standalone
 
-from kvtier.tiers.redis_stream import WireError
-from kvtier.tiers.redis_wire import Refusal, Reply, Wire, socket_of
+from kvtier.tiers.redis import stream as redis_stream
+from kvtier.tiers.redis.stream import TooLongError, WireError
+from kvtier.tiers.redis.wire import RedisReply, Refusal, Wire, socket_of
 from kvtier.tiers.tier import Outcome
 
 HEAD, PAYLOAD = 40, 3000
@@ -145,7 +148,7 @@ def test_replies_that_are_not_all_as_usual_are_all_still_there(
     assert wire.is_clean
 
 
-def spelled_short(reply: Reply) -> bytes:
+def spelled_short(reply: RedisReply) -> bytes:
     """A short reply as the server sent it."""
     if isinstance(reply, Refusal):
         return b"-%b\r\n" % reply.encode()
@@ -189,7 +192,7 @@ def test_nothing_but_resp2_is_believed(kind: int, rest: bytes, as_value: bool) -
         (b"-OOM x", "OOM x"),
     ],
 )
-def test_short_replies(said: bytes, reply: Reply) -> None:
+def test_short_replies(said: bytes, reply: RedisReply) -> None:
     wire = scripted(said + b"\r\n", 1)
     assert wire.reply() == reply
     assert wire.is_clean
@@ -208,6 +211,14 @@ def test_a_hostile_length_costs_the_connection_and_no_memory(length: bytes) -> N
         tracemalloc.stop()
     assert caught.value.outcome is Outcome.CHECKSUM
     assert not wire.is_clean
+
+
+def test_a_value_too_long_says_so_before_any_of_it_is_read() -> None:
+    for size in (PAYLOAD + 1, HEAD + PAYLOAD + 1, 1 << 29):
+        wire = scripted(b"$%d\r\n" % size + bytes(500), 1)
+        with pytest.raises(TooLongError, match=f"{size} bytes"):
+            wire.value(HEAD, memoryview(bytearray(PAYLOAD)))
+        assert not wire.is_clean
 
 
 def test_a_short_value_is_read_past() -> None:
@@ -273,6 +284,34 @@ def test_a_value_gone_between_question_and_answer_costs_a_moment_and_no_other_bl
     server.sendall(b"+PONG\r\n")  # the socket wakes for a short answer again
     wire.num_expected = 1
     assert wire.reply() == b"PONG"
+
+
+def test_a_run_whose_patience_ends_between_its_two_parts_is_read_one_by_one(
+    ends: tuple[Wire, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The front of a run took all the patience there is; the deadline of the batch is far away."""
+    wire, server = ends
+    size = 300_000  # four of them are past the mark that cuts a run in two
+    values = [bytes([number]) * (HEAD + size) for number in range(4)]
+    wire.begin(time.monotonic() + 30)
+    wire.num_expected = len(values)
+    # Each look at the clock shows a second more than the last one: the first part is begun in time, the second is not.
+    clock = FakeClock()
+    clock.now = time.monotonic() - 1
+
+    def looked_at() -> float:
+        clock.advance(1)
+        return clock()
+
+    monkeypatch.setattr(redis_stream, "time", SimpleNamespace(monotonic=looked_at))
+    peer = threading.Thread(target=server.sendall, args=[b"".join(spelled(value) for value in values)])
+    peer.start()
+    buffers = [memoryview(bytearray(size)) for _ in values]
+    heads = list(wire.values(HEAD, buffers))
+    peer.join()
+    assert heads == [value[:HEAD] for value in values]
+    assert buffers == [value[HEAD:] for value in values]
+    assert wire.is_clean
 
 
 def test_values_before_the_connection_ended_are_served(ends: tuple[Wire, socket.socket]) -> None:

@@ -1,0 +1,373 @@
+"""A block's way through kvtier: calls of kvtier's functions, the files they are in, and moves between files.
+
+One request of one block, three ways: "cold store" (no tier holds the block; it is computed, copied to L2, sealed and
+written to the file tier), "L2 hit" and "L3 hit" (only the file tier holds it). Each way is measured twice. "engine" is
+a request of kvtier's own engine (tiny random model, one token generated), from `generate` to its answer. "connector"
+is the same request at the connector alone, from `lookup` to `finished`, with no engine in the figures. Both run in
+this process and through the daemon, whose loop and threads count too (here the daemon is a thread).
+
+A call is the start of a function or method whose file is in kvtier's packages, on any thread. Comprehensions and
+generator expressions belong to their function; libraries are not counted. "files" are those in which a call starts.
+A move is a call whose caller is in another file; the caller is the innermost kvtier function below it on the thread's
+stack, and the first call on a thread is a move. Waiting for the background stores to end is not counted, the stores
+are. The first round is not counted (caches fill). Of the other rounds the one with the fewest calls is reported,
+because a thread that happens to wake up once more adds calls. The counts depend on no clock, but on Python's version.
+With `--save` the table of docs/life_of_a_block.md is written anew, and its drawing (`_block_drawing.py`).
+"""
+
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Final, Protocol
+
+import _block_drawing
+import torch
+from _report import parser, report
+from transformers import LlamaConfig
+
+from kvtier.connector import LocalConnector
+from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.service.node import Daemon
+from kvtier.tiers.config import Config
+from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.naming import KVShape, TokenChain, root_hash
+
+FINGERPRINT: Final = b"block_way".ljust(32, b".")
+BLOCK_SIZE: Final = 16
+SHAPE: Final = KVShape(num_layers=2, num_kv_heads=2, head_dim=8, block_size=BLOCK_SIZE, dtype="float32")
+ROOT: Final = root_hash(FINGERPRINT)
+PATIENCE: Final = 10.0  # seconds
+TREE: Final = Path(__file__).resolve().parent.parent
+PAGE: Final = TREE / "docs" / "life_of_a_block.md"
+START: Final = "<!-- block_way: written by benchmarks/block_way.py --save -->"
+END: Final = "<!-- block_way: end -->"
+FOLDERS: Final = ("tiers", "connector", "engine", "service", "kvtier")
+WAYS: Final = ("cold store", "L2 hit", "L3 hit")
+MODEL: Final = LlamaConfig(
+    vocab_size=211,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
+
+
+@dataclass
+class Way:
+    """What one request called."""
+
+    num_calls: int = 0
+    num_moves: int = 0
+    files: list[str] = field(default_factory=list)  # in the order of the first call
+    calls: list[tuple[str, str]] = field(default_factory=list)  # (file, function)
+
+
+class Counter:
+    """Follows every thread that starts after it, and counts while it is `counting`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._way: Way | None = None
+        self._waiting = 0  # the thread that only waits for others: what it calls for that is not the request's
+        self._files: dict[CodeType, str | None] = {}
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+
+    def close(self) -> None:
+        """Follow no thread any more."""
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    @contextmanager
+    def counting(self) -> Iterator[Way]:
+        """What is called meanwhile."""
+        with self._lock:
+            self._way = way = Way()
+        try:
+            yield way
+        finally:
+            with self._lock:
+                self._way = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What this thread calls meanwhile is not counted."""
+        self._waiting = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._waiting = 0
+
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call" or self._way is None or self._waiting == threading.get_ident():
+            return
+        file = self._file(frame.f_code)
+        if file is None or frame.f_code.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"):
+            return
+        caller, origin = frame.f_back, None
+        while caller is not None and (origin := self._file(caller.f_code)) is None:
+            caller = caller.f_back
+        with self._lock:
+            if (way := self._way) is not None:
+                way.num_calls += 1
+                way.num_moves += file != origin
+                way.calls.append((file, frame.f_code.co_qualname))
+                if file not in way.files:
+                    way.files.append(file)
+
+    def _file(self, code: CodeType) -> str | None:
+        """The file's path in the tree where it is kvtier's."""
+        try:
+            return self._files[code]
+        except KeyError:
+            path = Path(code.co_filename)
+            file = None
+            if path.is_absolute() and path.resolve().is_relative_to(TREE):
+                relative = path.resolve().relative_to(TREE)
+                file = relative.as_posix() if relative.parts[0] in FOLDERS else None
+            self._files[code] = file
+            return file
+
+
+@dataclass
+class WayRequest:
+    """What the connector reads of an engine's request."""
+
+    request_id: str
+    chain: TokenChain
+    num_tokens: int
+
+
+class WayClient(Protocol):
+    """Who makes requests: an engine, or the connector's caller alone. A prompt is told by its number."""
+
+    connector: Any
+
+    def store(self, number: int) -> None:
+        """A request that no tier holds anything of; its copies have been started and have ended."""
+
+    def load(self, number: int) -> None:
+        """A request whose block is held below L1."""
+
+    def forget_l1(self) -> None:
+        """L1 loses what it holds."""
+
+    def close(self) -> None:
+        """The end."""
+
+
+class EngineClient:
+    """kvtier's engine with a tiny random model."""
+
+    def __init__(self, config: Config) -> None:
+        settings = EngineConfig(block_size=BLOCK_SIZE, num_blocks=16)
+        self.engine = Engine.from_config(MODEL, settings, LocalConnector.connect(config), dtype="float32")
+        self.connector: Any = self.engine.connector
+
+    def store(self, number: int) -> None:
+        """One token behind a prompt of a block and a token."""
+        self.load(number)
+        assert self.engine.drain(PATIENCE)
+
+    def load(self, number: int) -> None:
+        """The same: what is held is loaded."""
+        self.engine.generate([prompt(number)], SamplingParams(max_tokens=1))
+
+    def forget_l1(self) -> None:
+        """The engine's block pool."""
+        assert self.engine.drain(PATIENCE)
+        self.engine.pool.reset()
+
+    def close(self) -> None:
+        """With its connector."""
+        self.engine.close()
+
+
+class ConnectorClient:
+    """What an engine does around its compute: it asks, allocates, copies and reports. L1 is one tensor."""
+
+    def __init__(self, config: Config) -> None:
+        self.connector: Any = LocalConnector(config, FINGERPRINT, SHAPE, torch.zeros(8, *SHAPE.block_shape))
+        self._ids = count()
+
+    def store(self, number: int) -> None:
+        """Ask, compute (nothing), store."""
+        request = self._request(number)
+        scheduler, worker = self.connector.scheduler, self.connector.worker
+        assert self._look_up(request) == 0
+        scheduler.allocated(request.request_id, [0, 1], 0)
+        scheduler.store(request.request_id, 0, [0])
+        plan = scheduler.build_plan()
+        worker.start_load(plan)
+        worker.start_store(plan)
+        worker.wait(PATIENCE)
+        assert scheduler.update(worker.poll()).released == (0,)
+        scheduler.finished(request.request_id)
+
+    def load(self, number: int) -> None:
+        """Ask, load."""
+        request = self._request(number)
+        scheduler, worker = self.connector.scheduler, self.connector.worker
+        assert self._look_up(request) == BLOCK_SIZE
+        scheduler.allocated(request.request_id, [0, 1], BLOCK_SIZE)
+        plan = scheduler.build_plan()
+        worker.start_load(plan)
+        worker.start_store(plan)
+        worker.wait(PATIENCE)
+        assert scheduler.update(worker.poll()).loaded == (request.request_id,)
+        scheduler.finished(request.request_id)
+
+    def forget_l1(self) -> None:
+        """L1 has no index here."""
+
+    def close(self) -> None:
+        """The connector alone."""
+        self.connector.close()
+
+    def _request(self, number: int) -> WayRequest:
+        chain = TokenChain(ROOT, BLOCK_SIZE)
+        chain.extend(prompt(number))
+        return WayRequest(str(next(self._ids)), chain, BLOCK_SIZE + 1)
+
+    def _look_up(self, request: WayRequest) -> int:
+        """How many tokens can be loaded, once that is known."""
+        while not isinstance(found := self.connector.scheduler.lookup(request, 0), int):
+            self.connector.scheduler.wait(PATIENCE)
+        return found
+
+
+CLIENTS: Final[Mapping[str, Callable[[Config], WayClient]]] = {"engine": EngineClient, "connector": ConnectorClient}
+
+
+def prompt(number: int) -> list[int]:
+    """One block and a token."""
+    return [number % 200 + 1] * BLOCK_SIZE + [number // 200]
+
+
+def settle(hierarchy: Hierarchy, num_blocks: int) -> None:
+    """Wait until so many blocks are sealed in L2 and written below it."""
+    deadline = time.monotonic() + PATIENCE
+    while hierarchy.ports[0].tier is None or hierarchy.ports[0].tier.stats()["slots_ready"] < num_blocks:
+        assert time.monotonic() < deadline, "not stored"
+        time.sleep(0.001)
+    assert hierarchy.drain(PATIENCE)
+    time.sleep(0.01)
+
+
+def measure(counter: Counter, client: WayClient, hierarchy: Callable[[], Hierarchy], rounds: int) -> dict[str, Way]:
+    """Each way, by the request of the fewest calls."""
+    best: dict[str, Way] = {}
+    for number in range((rounds + 1) * len(WAYS)):
+        name = WAYS[number % len(WAYS)]
+        tiers = hierarchy() if number else None
+        if name != "cold store":
+            client.store(number)
+            settle(hierarchy(), number + 1)
+            client.forget_l1()
+        if name == "L3 hit" and tiers is not None:
+            tiers.host.pool.reset()
+        with counter.counting() as way:
+            (client.store if name == "cold store" else client.load)(number)
+            if name == "cold store":
+                with counter.waiting():
+                    settle(hierarchy(), number + 1)
+        if number >= len(WAYS) and (name not in best or way.num_calls < best[name].num_calls):
+            best[name] = way
+    return best
+
+
+def in_process(make: Callable[[Config], WayClient], counter: Counter, directory: Path, rounds: int) -> dict[str, Way]:
+    """Tiers of this process."""
+    client = make(configuration(directory))
+    try:
+        return measure(counter, client, lambda: client.connector.hierarchy, rounds)
+    finally:
+        client.close()
+
+
+def daemon(make: Callable[[Config], WayClient], counter: Counter, directory: Path, rounds: int) -> dict[str, Way]:
+    """The daemon's tiers, the daemon on a thread of this process."""
+    socket = directory / "socket"
+    server = Daemon(configuration(directory), socket)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        client = make(configuration(directory, socket))
+        try:
+            return measure(counter, client, lambda: server.call(server.namespaces)[0].hierarchy, rounds)
+        finally:
+            client.close()
+    finally:
+        server.stop()
+        thread.join(PATIENCE)
+        server.close()
+
+
+def configuration(directory: Path, socket: Path | None = None) -> Config:
+    """Small tiers that are always worth loading from, with patience."""
+    return Config.load(
+        cache={"block_size": BLOCK_SIZE, "load_or_recompute": "load", "prefetch_deadline": "10s"},
+        host={"size": "1MiB", "huge_pages": False},
+        file={"path": str(directory), "size": "16MiB", "deadline": "10s"},
+        service={} if socket is None else {"socket": str(socket), "deadline": "10s"},
+    )
+
+
+def ways(rounds: int, clients: Sequence[str] = tuple(CLIENTS)) -> dict[str, Way]:
+    """Every way of these clients, by its name in the report."""
+    found = {}
+    counter = Counter()
+    try:
+        for who in clients:
+            make = CLIENTS[who]
+            for where, run in (("in process", in_process), ("daemon", daemon)):
+                with tempfile.TemporaryDirectory() as directory:
+                    for name, way in run(make, counter, Path(directory), rounds).items():
+                        found[f"{who}, {where}: {name}"] = way
+    finally:
+        counter.close()
+    return found
+
+
+def with_table(page: str, rows: Sequence[Mapping[str, object]]) -> str:
+    """The page with these figures between its markers."""
+    lines = ["| way | calls | files | moves |", "|---|--:|--:|--:|"]
+    lines += [f"| {row['way']} | {row['calls']} | {row['files']} | {row['moves']} |" for row in rows]
+    before, start, rest = page.partition(START)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{PAGE.name}: no place for the table; put {START!r} and {END!r} there")
+    return "".join((before, start, "\n", *(f"{line}\n" for line in lines), end, after))
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument(
+        "--trace", metavar="WAY", help='instead print every call of one way, e.g. "connector, daemon: L2 hit"'
+    )
+    arguments = options.parse_args()
+    found = ways(2 if arguments.quick else 8)
+    if arguments.trace:
+        print("\n".join(f"{file}: {function}" for file, function in found[arguments.trace].calls))
+        return 0
+    rows = [
+        {"way": name, "calls": way.num_calls, "files": len(way.files), "moves": way.num_moves}
+        for name, way in found.items()
+    ]
+    if arguments.save:
+        PAGE.write_text(with_table(PAGE.read_text(), rows))
+        _block_drawing.draw(PAGE.with_suffix(".svg"))
+    return report("block_way", rows, [], arguments.json, arguments.save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

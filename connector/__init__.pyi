@@ -1,0 +1,18 @@
+from .local import LocalConnector
+from .opening import open_tiers
+from .plan import CopyOp, StepPlan, WorkerReport
+from .scheduler import BlockChain, ConnectorUpdate, Request, SchedulerSide
+from .worker import WorkerSide
+
+__all__ = [
+    "BlockChain",
+    "ConnectorUpdate",
+    "CopyOp",
+    "LocalConnector",
+    "Request",
+    "SchedulerSide",
+    "StepPlan",
+    "WorkerReport",
+    "WorkerSide",
+    "open_tiers",
+]

@@ -1,0 +1,5 @@
+"""kvtier inside SGLang: a storage of HiCache's."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,5 @@
+from .storage import KVTierStorage
+
+__all__ = [
+    "KVTierStorage",
+]

@@ -1,0 +1,5 @@
+from .adapter import KVTier
+
+__all__ = [
+    "KVTier",
+]

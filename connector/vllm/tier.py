@@ -1,0 +1,208 @@
+"""A secondary tier (`SecondaryTierManager`) for vLLM's native offloading: kvtier's verified tiers below it."""
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvtier.connector.vllm.model import why_none
+from kvtier.connector.vllm.tier_identity import engine_config, native_identity
+from kvtier.connector.vllm.tier_jobs import TierJobs
+from kvtier.tiers import ChainHash, ConfigError, Metrics, Outcome
+from kvtier.tiers.config import Config
+from kvtier.tiers.hierarchy import Rates, TierPort, open_ports
+from kvtier.tiers.naming import root_hash
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+
+_log = logging.getLogger(__name__)
+
+_SECTIONS: Final = ("file", "cache", "breaker")  # the sections of kvtier's configuration that apply here
+_OPTIONS: Final = ("config", "revision")
+_MAX_PROMOTIONS: Final = 2  # of one chunk for one request; after that the chunk is computed, whatever failed
+
+
+class _Promotions(Counter[ChainHash]):
+    """How often each chunk was promoted for one request; kept in vLLM's record of the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The sizes of vLLM's chunks, as the tiers need them."""
+
+    block_bytes: int
+    block_size: int = 1  # tokens of a record; vLLM does not report those of a chunk
+
+
+class KVTierSecondaryTier(SecondaryTierManager):
+    """kvtier's tiers as `{"type": "KVTierSecondaryTier", "module_path": "kvtier.connector.vllm_tier", "file": {…}}`.
+
+    Runs in the scheduler's process, on its thread except for I/O. Nothing here waits except `drain_jobs` and
+    `shutdown`, which have a deadline. vLLM's chunks are stored unchanged, named by SHA-256 of their whole offload key.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: "OffloadingSpec",
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: "BackpressureDetector | None" = None,
+        **options: Any,
+    ) -> None:
+        """`primary_kv_view` is `[num_chunks, chunk_bytes]`; a directory that cannot be used is logged as a warning.
+
+        Raises ConfigError, and FormatError and StoreLocked from the slab, for errors that the user must fix.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        config = _configuration(tier_type, options)
+        engine = engine_config(offloading_spec)
+        identity = native_identity(engine, offloading_spec, options.get("revision"), config.cache.epoch)
+        root = root_hash(identity.fingerprint(), cache_salt=config.cache.cache_salt)
+        num_chunks, chunk_bytes = len(primary_kv_view), self.block_size_bytes
+        self.metrics = Metrics()
+        ports: list[TierPort] = []
+        if (reason := why_none(engine)) is None:
+            ports = open_ports(config, root, _Chunks(chunk_bytes), self.metrics, Rates("load"))
+        else:
+            _log.warning("secondary tier %s keeps no blocks: %s", tier_type, reason)
+        # Waiting stores keep chunks from eviction: at most a quarter of vLLM's own tier.
+        max_storing = max(1, min(config.cache.store_queue // chunk_bytes, num_chunks // 4))
+        self.jobs = TierJobs(ports, chunk_bytes, max_storing, config.cache.prefetch_deadline, self.metrics)
+        self._chunks = primary_kv_view.cast("B")
+        self._deadline = config.cache.prefetch_deadline + 2 * config.file.deadline
+        self._running: dict[int, tuple[TransferJob, list[OffloadKey]]] = {}
+        self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._has_news = True
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """HIT or MISS, from the index alone; never RETRY."""
+        name = _name(key)
+        promotions = req_context.get_state(_Promotions)
+        if promotions is not None and promotions[name] >= _MAX_PROMOTIONS:
+            return LookupResult.MISS
+        return LookupResult.HIT if self.jobs.holds(name) else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Write chunks from the primary tier. vLLM pins them there until the job is reported."""
+        keys, chunks = self._take(job_metadata)
+        self.jobs.store(job_metadata.job_id, [_name(key) for key in keys], chunks)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Read and verify chunks, then fill their slots of the primary tier."""
+        keys, chunks = self._take(job_metadata)
+        names = [_name(key) for key in keys]
+        context = job_metadata.req_context
+        if context.get_state(_Promotions) is None:
+            context.set_state(_Promotions())
+        context.get_state(_Promotions).update(names)
+        self.jobs.load(job_metadata.job_id, names, chunks)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """The jobs that ended since the last call. A chunk that failed for a request is not offered to it again."""
+        results = []
+        for ended in self.jobs.finished():
+            job, keys = self._running.pop(ended.job_id)
+            good = [key for key, outcome in zip(keys, ended.outcomes, strict=True) if outcome is Outcome.OK]
+            if job.is_promotion:
+                promotions = job.req_context.get_state(_Promotions)
+                promotions.update(dict.fromkeys(map(_name, set(keys).difference(good)), _MAX_PROMOTIONS))
+            results.append(
+                JobResult(
+                    ended.job_id,
+                    success=len(good) == len(keys),
+                    successful_keys=good if job.is_promotion else None,
+                    transfer_time=ended.seconds,
+                    transfer_bytes=len(good) * self.block_size_bytes,
+                )
+            )
+        self._has_news = self._has_news or bool(results)
+        return results
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Nothing special for any request."""
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        """Wait for every job up to a deadline, then give up the rest: none writes to the primary tier after that."""
+        self.jobs.drain(self._deadline)
+
+    def shutdown(self) -> None:
+        """Drain and close the tiers; idempotent."""
+        self.jobs.close(self._deadline)
+        self._chunks.release()
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """kvtier's metrics, for vLLM's own Prometheus registry."""
+        return {
+            f"vllm:{family.name}": (OffloadingCounterMetadata if family.is_counter else OffloadingGaugeMetadata)(
+                family.text, family.labels
+            )
+            for family in Metrics().families()
+        }
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What the counters grew by since the last call; None if no job ended since."""
+        if not self._has_news:
+            return None
+        self._has_news = False
+        stats = OffloadingConnectorStats()
+        for sample in self.metrics.samples():
+            name = f"vllm:{sample.name}"
+            if not sample.is_counter:
+                stats.set_gauge(name, sample.value, sample.labels)
+            elif grown := sample.value - self._reported.get((name, sample.labels), 0.0):
+                self._reported[name, sample.labels] = sample.value
+                stats.increase_counter(name, grown, sample.labels)
+        return stats
+
+    def _take(self, job: TransferJob) -> tuple[list[OffloadKey], list[memoryview]]:
+        """The job's keys and their chunks' memory, in the order of tokens, so that chains are contiguous."""
+        position = job.req_context.get_offload_key_position
+        pairs = sorted(
+            zip(job.keys, job.chunk_ids, strict=True), key=lambda pair: (pair[0][-4:], position(pair[0]) or 0)
+        )
+        keys = [key for key, _ in pairs]
+        self._running[job.job_id] = job, keys
+        size = self.block_size_bytes
+        return keys, [self._chunks[int(chunk) * size : (int(chunk) + 1) * size] for _, chunk in pairs]
+
+
+def _name(key: OffloadKey) -> ChainHash:
+    """A 32-byte name for an offload key, which is a block hash of any length and its group."""
+    return hashlib.sha256(key).digest()
+
+
+def _configuration(tier_type: str, options: Mapping[str, Any]) -> Config:
+    """kvtier's configuration from a tier's entry in `secondary_tiers`. Raises ConfigError naming the wrong option."""
+    for name, value in options.items():
+        if name not in (*_SECTIONS, *_OPTIONS):
+            known = ", ".join((*_OPTIONS, *_SECTIONS))
+            raise ConfigError(f"secondary tier {tier_type}, {name} {value!r}: no such option here; known are {known}")
+    for name in _OPTIONS:
+        if not isinstance(options.get(name, ""), str):
+            raise ConfigError(f"secondary tier {tier_type}, {name} {options[name]!r}: not a string; write it in quotes")
+    config = Config.load(options.get("config"), **{name: options[name] for name in _SECTIONS if name in options})
+    if config.file.path is None:
+        fix = 'name a directory: "file": {"path": "/var/cache/kvtier"}'
+        raise ConfigError(f"secondary tier {tier_type}, file.path: none given, so no blocks would be kept; {fix}")
+    return config

@@ -1,0 +1,40 @@
+from .connector import LocalConnector, SchedulerSide, StepPlan, WorkerSide
+from .engine import Completion, Engine, EngineConfig, Output, RequestError, SamplingParams, open_engine
+from .tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, Metrics, StoreLocked, TierUnavailable
+from .tiers.config import Config
+from .tiers.file import FileStore
+from .tiers.hierarchy import Hierarchy
+from .tiers.naming import KVLayout, KVShape, ModelIdentity, TokenChain
+from .tiers.pool import SlotPool
+
+__version__: str
+
+__all__ = [
+    "Completion",
+    "Config",
+    "ConfigError",
+    "Engine",
+    "EngineConfig",
+    "FileStore",
+    "FingerprintMismatch",
+    "FormatError",
+    "Hierarchy",
+    "KVLayout",
+    "KVShape",
+    "KVTierError",
+    "LocalConnector",
+    "Metrics",
+    "ModelIdentity",
+    "Output",
+    "RequestError",
+    "SamplingParams",
+    "SchedulerSide",
+    "SlotPool",
+    "StepPlan",
+    "StoreLocked",
+    "TierUnavailable",
+    "TokenChain",
+    "WorkerSide",
+    "__version__",
+    "open_engine",
+]

@@ -1,0 +1,5 @@
+"""`python -m kvtier.cli`: the same as `kvtier`."""
+
+from kvtier.cli import main
+
+main()

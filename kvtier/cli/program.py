@@ -1,0 +1,43 @@
+"""The `kvtier` command: finds the verb, and turns errors into one line and an exit status."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kvtier import __version__
+from kvtier.cli.verbs import Verbs
+from kvtier.service import Exit
+from kvtier.tiers import ConfigError, KVTierError
+
+app = typer.Typer(cls=Verbs, name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvtier {__version__}")
+        raise typer.Exit(Exit.OK)
+
+
+@app.callback()
+def kvtier(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """A hierarchical KV-cache offload service for LLM inference."""
+
+
+def main() -> None:
+    """Run the command line. A user's mistake ends as one line on stderr and status 2, another failure as status 1."""
+    try:
+        app()
+    except ConfigError as error:
+        sys.exit(_complain(str(error), Exit.USAGE))
+    except KVTierError as error:
+        sys.exit(_complain(str(error), Exit.FAILED))
+
+
+def _complain(message: str, status: Exit) -> Exit:
+    print(f"kvtier: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,5 @@
+from .http_app import Pages
+
+__all__ = [
+    "Pages",
+]

@@ -1,0 +1,5 @@
+"""`kvtier cluster`: the compose file's processes on one machine, without containers."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

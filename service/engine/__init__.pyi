@@ -1,0 +1,5 @@
+from .process import EngineServer
+
+__all__ = [
+    "EngineServer",
+]

@@ -1,0 +1,22 @@
+from .announced import AnnouncedBlocks
+from .consumer import EventConsumer
+from .guard import CurveKeys
+from .prefix_index import PrefixIndex, prompt_hashes
+from .publisher import Publisher, Source, TierFeed
+from .wire import MAX_BLOCK_SIZE, BlockStored, KVEvent, namespace_of, topic_of
+
+__all__ = [
+    "MAX_BLOCK_SIZE",
+    "AnnouncedBlocks",
+    "BlockStored",
+    "CurveKeys",
+    "EventConsumer",
+    "KVEvent",
+    "PrefixIndex",
+    "Publisher",
+    "Source",
+    "TierFeed",
+    "namespace_of",
+    "prompt_hashes",
+    "topic_of",
+]

@@ -1,0 +1,28 @@
+from .daemon import Daemon
+from .exposition import exposition
+from .lookup_trace import TraceRecorder
+from .namespaces import Namespace, OperatorHold
+from .operator_access import NotThere, held_open, hold_open, name_of, release_hold
+from .pins import Pins, PinView
+from .quota import MAX_QUOTAS
+from .selection import BlockSelection
+from .status import degraded_tiers, status
+
+__all__ = [
+    "MAX_QUOTAS",
+    "BlockSelection",
+    "Daemon",
+    "Namespace",
+    "NotThere",
+    "OperatorHold",
+    "PinView",
+    "Pins",
+    "TraceRecorder",
+    "degraded_tiers",
+    "exposition",
+    "held_open",
+    "hold_open",
+    "name_of",
+    "release_hold",
+    "status",
+]

@@ -1,0 +1,105 @@
+"""How the daemon is doing: what /status says, and /summary and the commands print."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from kvtier.service.node.daemon import ClientView, Daemon
+from kvtier.service.node.loop import now
+from kvtier.service.node.namespaces import Namespace
+from kvtier.service.node.operator_access import name_of
+from kvtier.service.node.pins import Pins
+from kvtier.service.observe import DaemonStatus, MetricValues, figures, statuses, version
+from kvtier.tiers import tier_captions
+from kvtier.tiers.hierarchy import TierPort
+
+if TYPE_CHECKING:
+    from kvtier.service.events import Publisher
+
+
+def status(daemon: Daemon, pins: Pins) -> DaemonStatus:
+    """Everything. Waits for the loop: TierUnavailable if it does not answer."""
+    namespaces, clients, given = daemon.call(lambda: (daemon.namespaces(), daemon.clients(), daemon.host_bytes_given))
+    degraded = degraded_tiers(namespaces)
+    pinned = pins.blocks_by_model()
+    return DaemonStatus(
+        version=version(),
+        pid=os.getpid(),
+        uptime_s=round(now() - daemon.started, 3),
+        status="degraded" if degraded else "ok",
+        degraded=degraded,
+        socket=str(daemon.config.service.socket),
+        budget=statuses.MemoryBudget(bytes=daemon.config.host.size, given=given),
+        events=dict(daemon.counts),
+        tier_captions=[statuses.TierCaption.model_validate(each) for each in tier_captions()],
+        kv_events=None if daemon.publisher is None else _published(daemon.publisher),
+        models=[_model(each, clients, pinned.get(name_of(each.fingerprint), 0)) for each in namespaces],
+        clients=[_client(client) for client in clients],
+    )
+
+
+def degraded_tiers(namespaces: Iterable[Namespace]) -> list[statuses.DegradedTier]:
+    """The directions of lower tiers that are left alone for now."""
+    return [
+        statuses.DegradedTier(
+            model=name_of(namespace.fingerprint), tier=port.name, direction=direction, breaker=str(state)
+        )
+        for namespace in namespaces
+        for port in namespace.hierarchy.ports
+        for direction, state in _breakers(port).items()
+        if state != "closed"
+    ]
+
+
+def _model(namespace: Namespace, clients: Iterable[ClientView], num_pinned: int) -> statuses.ModelStatus:
+    hierarchy = namespace.hierarchy
+    counts, stride = hierarchy.host.pool.counts(), hierarchy.host.region.slot_stride
+    values = MetricValues(hierarchy.metrics)
+    host = statuses.HostTierStatus(
+        slots=hierarchy.host.pool.num_slots,
+        bytes=namespace.size,
+        ready_bytes=counts.ready * stride,
+        pinned=num_pinned,
+        quotas=len(namespace.tiers.quotas),
+        **asdict(counts),
+    )
+    return statuses.ModelStatus(
+        model=name_of(namespace.fingerprint),
+        fingerprint=namespace.fingerprint.hex(),
+        block_size=namespace.blocks.block_size,
+        block_bytes=namespace.blocks.block_bytes,
+        clients=sum(client.fingerprint == namespace.fingerprint for client in clients),
+        l2=host,
+        tiers={
+            port.name: statuses.LowerTierStatus(
+                slots=values.of("kvtier_pool_slots", port.name), breakers=_breakers(port)
+            )
+            for port in hierarchy.ports
+        },
+        **dict(figures(hierarchy.metrics)),
+    )
+
+
+def _published(publisher: "Publisher") -> statuses.PublishedEvents:
+    counts = dict(publisher.counts)
+    return statuses.PublishedEvents(
+        publish=publisher.endpoint, replay=publisher.replay_endpoint, seq=publisher.seq, **counts
+    )
+
+
+def _client(client: ClientView) -> statuses.ClientStatus:
+    return statuses.ClientStatus(
+        pids=client.pids,
+        uid=client.uid,
+        connected=client.connected,
+        seconds=round(client.seconds, 3),
+        claims=client.claims,
+        leases=client.leases,
+        reservations=client.reservations,
+        model=None if client.fingerprint is None else name_of(client.fingerprint),
+    )
+
+
+def _breakers(port: TierPort) -> dict[str, str]:
+    return {direction: str(breaker.state) for direction, breaker in port.breakers.items()}

@@ -1,0 +1,5 @@
+"""Figures as people look at them: tables, the live page, Prometheus."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

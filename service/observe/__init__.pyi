@@ -1,0 +1,26 @@
+from . import statuses, summary
+from .dashboard import dashboard_routes
+from .figures import MetricValues, figures, version
+from .prometheus import labelled, text_of
+from .statuses import DaemonStatus, EngineStatus, RouterStatus
+from .summary import brief_time, counts, page, row
+from .top import watch
+
+__all__ = [
+    "DaemonStatus",
+    "EngineStatus",
+    "MetricValues",
+    "RouterStatus",
+    "brief_time",
+    "counts",
+    "dashboard_routes",
+    "figures",
+    "labelled",
+    "page",
+    "row",
+    "statuses",
+    "summary",
+    "text_of",
+    "version",
+    "watch",
+]

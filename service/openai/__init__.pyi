@@ -1,0 +1,21 @@
+from .bodies import ChatBody, CompletionBody, CompletionPrompt, RequestBody, json_object, parse
+from .chat_turns import chat_of
+from .errors import OpenAIError, busy, error_handlers, too_long, unknown_model
+from .prompts import Detokenizer, Prompts
+
+__all__ = [
+    "ChatBody",
+    "CompletionBody",
+    "CompletionPrompt",
+    "Detokenizer",
+    "OpenAIError",
+    "Prompts",
+    "RequestBody",
+    "busy",
+    "chat_of",
+    "error_handlers",
+    "json_object",
+    "parse",
+    "too_long",
+    "unknown_model",
+]

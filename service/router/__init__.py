@@ -1,0 +1,5 @@
+"""Sends each request to the replica that holds most of its prompt."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,5 @@
+"""HTTP plumbing: the server's loop, the client, and what every request must get past."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,13 @@
+from .guard import Guard, read_body
+from .http_client import HttpClient
+from .http_server import HttpServer, HttpSocket
+from .loop_file import LoopFile
+
+__all__ = [
+    "Guard",
+    "HttpClient",
+    "HttpServer",
+    "HttpSocket",
+    "LoopFile",
+    "read_body",
+]

@@ -1,0 +1,137 @@
+"""Each message's bytes, as version 1 of the protocol has them: two builds of it understand each other."""
+
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from kvtier.connector.daemon.frames import MAX_FRAME, FrameReader
+from kvtier.connector.daemon.handshake import (
+    Hello,
+    Join,
+    Joined,
+    Refused,
+    Welcome,
+    pack_handshake,
+    pack_handshake_reply,
+    unpack_handshake,
+    unpack_handshake_reply,
+)
+from kvtier.connector.daemon.messages import (
+    Abandon,
+    Ask,
+    Bye,
+    Cancel,
+    Check,
+    Computed,
+    Drain,
+    Ended,
+    Granted,
+    Holds,
+    Lookup,
+    News,
+    Release,
+    Renew,
+    Reply,
+    Reserve,
+    Reset,
+    Seal,
+    Take,
+    pack_found,
+    pack_grants,
+    pack_reply,
+    pack_request,
+    unpack_request,
+)
+from kvtier.tiers.hierarchy.cache_tiers import Attribution, Wanted
+from kvtier.tiers.tier import Outcome
+
+A, B, P, T = (letter * 32 for letter in (b"a", b"b", b"p", b"t"))  # two names, a parent, a tenant
+a, b, p, t = (each.hex() for each in (A, B, P, T))
+c, i = (b"c" * 16).hex(), (b"i" * 16).hex()
+header = "a6" + b"kvtier".hex() + "01"
+
+# Printed by the code of kvtier 0.1, each operation alone in request 1.
+OPERATIONS: Final = [
+    (Ask(7, P, 1, 16, [A, B]), f"6c0000009201919600 07 c420{p} 01 10 c440{a}{b}"),
+    (Renew([1, 2]), "080000009201919201 920102"),
+    (Cancel([3]), "070000009201919202 9103"),
+    (Take([4, 300]), "0a0000009201919203 9204cd012c"),
+    (Release([5]), "070000009201919204 9105"),
+    (
+        Reserve(9, [Wanted([A, B], P, T), Wanted([], P, T)]),
+        f"d50000009201919305 09 92 93c440{a}{b}c420{p}c420{t} 93c400c420{p}c420{t}",
+    ),
+    (Seal(9, 3, [b"\1\0\0\0", b"\2\0\0\0"]), "140000009201919406 09 03 92 c40401000000 c40402000000"),
+    (Abandon(9, Outcome.ABORTED), "0e0000009201919307 09 a761626f72746564"),
+    (Computed(512, 0.25), "110000009201919308 cd0200 cb3fd0000000000000"),
+    (Holds([A]), f"270000009201919209 c420{a}"),
+    (Lookup([A, B], 1.5), f"50000000920191930a c440{a}{b} cb3ff8000000000000"),
+    (Ended(b"c" * 16), f"17000000920191920b c410{c}"),
+    (Bye(), "05000000920191910c"),
+    (Reset(), "05000000920191910d"),
+    (Drain(2.0, True), "0f000000920191930e cb4000000000000000 c3"),
+    (Check(), "05000000920191910f"),
+]
+
+
+def body_of(frame: bytes) -> Any:
+    (body,) = FrameReader(MAX_FRAME).feed(frame)
+    return body
+
+
+@pytest.mark.parametrize(("operation", "frame"), OPERATIONS, ids=lambda each: type(each).__name__)
+def test_an_operation(operation: Any, frame: str) -> None:
+    assert pack_request(1, [operation]) == bytes.fromhex(frame)
+    assert unpack_request(body_of(bytes.fromhex(frame))) == (1, [operation])
+
+
+def test_several_operations_that_nobody_waits_for() -> None:
+    assert pack_request(0, [Renew([1]), Bye()]).hex() == "0900000092009292019101910c"
+
+
+def test_a_reply() -> None:
+    def column(*values: int) -> Any:
+        return np.array(values, np.int64)
+
+    found = Attribution(5, l1=1, l2=2, file=1, miss=1)
+    granted = pack_grants([Granted(column(0, 2), column(4, 5), column(1, 9)), None])
+    news = [
+        News(7, found, None, 0.0, column(3, 9), column(1, 2)),
+        News(8, Attribution(2, miss=2), Outcome.NO_SLOT, 0.5, column(), column()),
+    ]
+    reply = Reply(3, 2, [granted, b"\1\0", pack_found(found), True, ""], news)
+    columns = [(2, -1), (0, 2), (4, 5), (1, 9)]  # how many slots each has, then of all: index, slot, generation
+    packed = "".join("c410" + np.array(each, "<i8").tobytes().hex() for each in columns)
+    told = f"96 07 96050102010001 c0 cb{0:016x} c410{3:02x}{0:014x}{9:02x}{0:014x} c410{1:02x}{0:014x}{2:02x}{0:014x}"
+    nothing = "96 08 96020000000002 a7 6e6f5f736c6f74 cb3fe0000000000000 c400 c400"
+    expected = bytes.fromhex(f"b0000000 94 03 02 95 94{packed} c4020100 96050102010001 c3 a0 92 {told} {nothing}")
+    assert pack_reply(reply) == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "frame"),
+    [
+        (
+            Hello(b"f" * 32, 16, 4096, 1 << 34, reset=True),
+            f"98{header}a548656c6c6fc420{'66' * 32}10cd1000cf{1 << 34:016x}c3",
+        ),
+        (Join(b"c" * 16), f"94{header}a44a6f696ec410{c}"),
+        (
+            Welcome(b"c" * 16, b"i" * 16, 8, 4096, 3, True, 60.0),
+            f"9a{header}a757656c636f6d65c410{c}c410{i}08cd100003c3cb404e000000000000",
+        ),
+        (Joined(), f"93{header}a64a6f696e6564"),
+        (Refused("no room"), f"94{header}a752656675736564a76e6f20726f6f6d"),
+    ],
+    ids=lambda each: type(each).__name__,
+)  # fmt: skip
+def test_the_first_frame(said: Any, frame: str) -> None:
+    pack, unpack = (
+        (pack_handshake, unpack_handshake)
+        if isinstance(said, Hello | Join)
+        else (pack_handshake_reply, unpack_handshake_reply)
+    )
+    body = bytes.fromhex(frame)
+    assert pack(said) == len(body).to_bytes(4, "little") + body
+    assert unpack(body_of(pack(said))) == said

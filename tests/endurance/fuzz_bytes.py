@@ -1,0 +1,154 @@
+"""Parsers of bytes that a stranger's socket, Redis, disk or file holds, for fuzz_child.py: a value or a typed error."""
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+import numpy as np
+import xxhash
+from _trace import _parse
+
+from kvtier.connector.daemon.frames import MAX_FRAME, FrameReader
+from kvtier.connector.daemon.handshake import unpack_handshake, unpack_handshake_reply
+from kvtier.connector.daemon.messages import unpack_reply, unpack_request
+from kvtier.connector.plan import StepPlan
+from kvtier.service.archive.format import HEADER_BYTES, Header, Parser, decode_header
+from kvtier.service.events.prefix_index import PrefixIndex
+from kvtier.service.events.wire import decode_batch
+from kvtier.tiers.cipher import Encryption, key_id
+from kvtier.tiers.errors import FormatError
+from kvtier.tiers.file import slab
+from kvtier.tiers.file.slab_codec import codec_of
+from kvtier.tiers.redis.forms import ClearForm, EncryptedForm, RecordForm
+from kvtier.tiers.redis.stream import WireError
+from kvtier.tiers.redis.wire import Wire
+
+NAME: Final = b"n" * 32
+Target = Callable[[bytes], None]
+
+
+def frames(data: bytes) -> None:
+    """The daemon's socket, both ways, before and after the handshake."""
+    for unpack in (unpack_handshake, unpack_handshake_reply, unpack_request, unpack_reply):
+        try:
+            for body in FrameReader(MAX_FRAME).feed(len(data).to_bytes(4, "little") + data):
+                unpack(body)
+        except FormatError:
+            continue
+
+
+FORMS: Final[tuple[RecordForm, ...]] = (
+    ClearForm(b"f" * 32, 4096, 4),
+    ClearForm(b"f" * 32, 4096, 4, "a secret of the fuzzer's"),
+    EncryptedForm(b"f" * 32, 4096, 4, b"k" * 32),
+)
+
+
+def record(data: bytes) -> None:
+    """A value in Redis, in each of its forms."""
+    for form in FORMS:
+        head = data[: form.head_bytes].ljust(form.head_bytes, b"\0")
+        payload = data[form.head_bytes :][:4096].ljust(4096, b"\0")
+        form.decode(head, memoryview(bytearray(payload)), NAME, 7)
+
+
+def replies(data: bytes) -> None:
+    """What a Redis server answers: values into buffers, which stay where they are, and short replies."""
+    mine, other = socket.socketpair()
+    with mine:
+        with other:
+            other.sendall(data[1:])
+        wire = Wire(mine)
+        wire.begin(time.monotonic() + 5)
+        wire.num_expected = 9
+        around = bytearray(64 + 8 * 40)
+        buffers = [memoryview(around)[32 + 40 * i : 72 + 40 * i] for i in range(8)]
+        with suppress(WireError):
+            if data[:1] < b"\x40":
+                wire.all_are(b":1\r\n", 3)
+            elif data[:1] < b"\x80":
+                list(wire.values(8, buffers))
+            else:
+                wire.value(8, buffers[0])
+            for _ in range(4):
+                wire.reply()
+        assert not any(around[:32]), "written before the buffers"
+        assert not any(around[-32:]), "written behind the buffers"
+
+
+def superblock(data: bytes) -> None:
+    """A slab's first 8 KiB, as they came and with a checksum that is right."""
+    body = (slab.MAGIC + slab.VERSION.to_bytes(4, "little") + data)[:2040].ljust(2040, b"\0")
+    forged = body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+    for header in (data, forged.ljust(slab.HEADER_BYTES, b"\0")):
+        try:
+            found = slab.decode(header, "a slab")
+        except FormatError:
+            continue
+        slab.num_damaged(header)
+        assert slab.decode(slab.encode(found).ljust(slab.HEADER_BYTES, b"\0"), "again") == found
+        assert 0 < found.num_slots <= found.file_bytes
+        for slot in (0, found.num_slots - 1):
+            assert 0 <= found.row_offset(slot) < found.payload_offset(slot) < found.file_bytes
+
+
+def rows(data: bytes) -> None:
+    """Rows of a slab's table, in the clear and encrypted, as they came and with checksums that are right."""
+    for key in (None, b"k" * 32):
+        made_with = None if key is None else Encryption(key_id(key), bytes(16))
+        plan = slab.plan(b"f" * 32, 4096, 4, 1 << 20, made_with)
+        codec, size = codec_of(plan, key, "a slab"), plan.entry_bytes
+        dtype = slab.entry_dtype(4, is_encrypted=key is not None)
+        made = np.frombuffer(bytearray(data[: 8 * size].ljust(8 * size, b"\0")), dtype).copy()
+        slots = np.arange(8, dtype=np.int64)
+        for _ in range(2):
+            valid = slab.find_valid(made, slots, plan)
+            for each in codec.to_records(made[valid]):
+                assert len(each.chain_hash) == 32
+            slab.seal_rows(made, plan)
+
+
+def records(data: bytes) -> None:
+    """What follows an archive's header."""
+    header = Header(b"f" * 32, 64, 4, 3)
+    with suppress(FormatError):
+        for _, payload in Parser(header, bytes(HEADER_BYTES)).blocks(memoryview(data)):
+            assert len(payload) == header.slot_bytes
+
+
+def events(data: bytes) -> None:
+    """A batch of KV events, and what it does to an index."""
+    try:
+        batch = decode_batch(data)
+    except FormatError:
+        return
+    index = PrefixIndex(1)
+    for event in batch.events:
+        index.apply("w", event)
+    index.check()
+
+
+def raising(parse: Callable[[bytes], object]) -> Target:
+    """For parsers that return or raise."""
+
+    def target(data: bytes) -> None:
+        with suppress(FormatError):
+            parse(data)
+
+    return target
+
+
+TARGETS: Final[dict[str, Target]] = {
+    "frames": frames,
+    "record": record,
+    "replies": replies,
+    "superblock": superblock,
+    "rows": rows,
+    "events": events,
+    "plan": raising(StepPlan.decode),
+    "archive": raising(decode_header),
+    "records": records,
+    "trace": raising(_parse),
+}

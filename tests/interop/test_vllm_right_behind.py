@@ -1,0 +1,66 @@
+"""A prompt right behind itself, prefix caching off: what is being stored is waited for, not computed again."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
+
+from vllm_rig import engine, make_checkpoint, prompt, tiers
+
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.copies.engine_blocks import PartCopier
+
+pytestmark = pytest.mark.timeout(300)
+
+PROMPT = prompt(1, 200)  # six blocks can be loaded
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+def slow_stores(monkeypatch: pytest.MonkeyPatch, stage: str, seconds: float) -> None:
+    """Each store takes so long: its copy, or hashing what it copied."""
+    copy = PartCopier.copy
+
+    def copied(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
+        time.sleep(seconds if direction == "store" else 0.0)
+        return copy(self, direction, copies, cancelled)
+
+    def hashed(memory: memoryview) -> int:
+        time.sleep(seconds / 6)
+        return checksum(memory)
+
+    if stage == "copy":
+        monkeypatch.setattr(PartCopier, "copy", copied)
+    else:
+        monkeypatch.setattr("kvtier.tiers.hierarchy.stores.checksum", hashed)
+
+
+@pytest.mark.parametrize("stage", ["copy", "hash"])
+def test_a_prompt_right_behind_itself_is_loaded(stage: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.connector.vllm.scheduler._STORED_SOON", 60.0)
+    monkeypatch.setattr("kvtier.tiers.hierarchy.hierarchy._SEALING", 60.0)
+    slow_stores(monkeypatch, stage, 0.3)
+    with engine(model, tiers(), enable_prefix_caching=False) as vllm:
+        [first] = vllm.run([PROMPT], 1)
+        assert vllm.half.pending or not vllm.hierarchy.stores.sealing_queue.idle  # its blocks are not in L2 yet
+        [second] = vllm.run([PROMPT], 1)
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 192)
+        assert first.outputs[0].token_ids == second.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("stage", ["copy", "hash"])
+def test_a_store_that_takes_too_long_is_not_waited_for(
+    stage: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_stores(monkeypatch, stage, 3.0)
+    with engine(model, tiers(), enable_prefix_caching=False) as vllm:
+        [first] = vllm.run([PROMPT], 1)
+        [second] = vllm.run([PROMPT], 1)
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 0)
+        assert first.outputs[0].token_ids == second.outputs[0].token_ids

@@ -1,0 +1,171 @@
+"""Starts `python ARGUMENTS` as a fork of a process that has the imports behind it: a real process, without its seconds.
+
+torch and transformers take seconds to import, and a story that kills and starts processes would pay them each time.
+What a start has of its own: arguments, environment, directory, streams, and all that the process does from then on.
+What it shares: the hash seed and PYTHONPATH of the parent. The cluster's stories start each such verb by `python`.
+"""
+
+import atexit
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Final, Self
+
+_TIERS: Final = ("kvtier.tiers.file.store", "kvtier.tiers.file.doctor", "kvtier.tiers.redis.store",
+                 "kvtier.tiers.redis.doctor", "encodings.idna", "stringprep")  # fmt: skip
+_PAGES: Final = ("uvicorn.lifespan.on", "uvicorn.loops.asyncio", "anyio._backends._asyncio")
+SERVICES: Final = (
+    "kvtier.cli.serve_cli",
+    "kvtier.cli.route_cli",
+    "kvtier.service.node.daemon",
+    "kvtier.service.admin.http_app",
+    "kvtier.service.events.publisher",
+    "kvtier.service.router.app",
+    "fault_rig",
+    "service_rig",
+    *_TIERS,
+    *_PAGES,
+)
+"""What `kvtier serve`, `kvtier route` and the stories' own children import."""
+ENGINE: Final = (
+    "kvtier.cli.engine_cli",
+    "kvtier.service.engine.process",
+    "transformers.generation.utils",
+    "transformers.models.llama.modeling_llama",
+    "transformers.tokenization_utils_base",
+    *_TIERS,
+    *_PAGES,
+)
+"""What `kvtier engine` imports: torch and transformers."""
+
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_LONGEST: Final = 0.05  # seconds between two looks at a child
+_spent: dict[int, float] = {}  # CPU seconds by pid, of children that have ended
+
+
+def cpu_seconds() -> float:
+    """What the forks that were waited for took so far. They are no children of this process."""
+    return sum(_spent.values())
+
+
+class Forked:
+    """A started process, with those parts of `subprocess.Popen` that stories use. A pipe of it is text."""
+
+    def __init__(
+        self,
+        arguments: list[str],
+        modules: tuple[str, ...],
+        *,
+        env: Mapping[str, str],
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+    ) -> None:
+        """Start `python ARGUMENTS` by a fork of a parent that has imported the modules. Its stdin is empty."""
+        self.args = arguments
+        self.returncode: int | None = None
+        self.stdin: IO[str] | None = None
+        with open(os.devnull, "rb") as empty:
+            self.stdout, out = _stream(stdout, 1)
+            self.stderr, err = _stream(stderr, 2)
+            self._parent = _parent(modules)
+            try:
+                asked = {"start": arguments, "env": dict(env), "cwd": os.getcwd()}
+                self.pid: int = self._parent.ask(asked, [empty.fileno(), out, err])["pid"]
+            finally:
+                for given, descriptor in ((stdout, out), (stderr, err)):
+                    if given == subprocess.PIPE:
+                        os.close(descriptor)
+
+    def poll(self) -> int | None:
+        """The exit status, minus the signal's number for one that was killed; None while it runs."""
+        with self._parent.lock:
+            if self.returncode is None:
+                told = self._parent.ask({"wait": self.pid})
+                if told["status"] is not None:
+                    self.returncode = os.waitstatus_to_exitcode(told["status"])
+                    _spent[self.pid] = _spent.get(self.pid, 0.0) + told["seconds"]
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, once it has ended; subprocess.TimeoutExpired."""
+        end = None if timeout is None else time.monotonic() + timeout
+        pause = 0.001
+        while (status := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """To the process, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for pipe in (self.stdout, self.stderr):
+            if pipe is not None:
+                pipe.close()
+        self.wait()
+
+
+class _Parent:
+    """The process that forks; one request at a time."""
+
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        self.lock = threading.RLock()
+        self._asking, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        paths = os.pathsep.join((str(_ROOT), str(_ROOT / "tests" / "rigs")))
+        command = [sys.executable, str(Path(__file__).with_name("_fork_parent.py")), str(other.fileno()), *modules]
+        with other:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(other.fileno(),),
+            )
+        atexit.register(self.close)
+
+    def ask(self, request: dict[str, Any], descriptors: list[int] | None = None) -> dict[str, Any]:
+        """Its answer."""
+        with self.lock:
+            socket.send_fds(self._asking, [json.dumps(request).encode()], descriptors or [])
+            answer: dict[str, Any] = json.loads(self._asking.recv(1 << 16))
+            return answer
+
+    def close(self) -> None:
+        self._asking.close()
+        self._process.wait(60)
+
+
+@cache
+def _parent(modules: tuple[str, ...]) -> _Parent:
+    """One for each set of modules, as long as this process lives."""
+    return _Parent(modules)
+
+
+def _stream(given: int | IO[Any] | None, own: int) -> tuple[IO[str] | None, int]:
+    """Our end of a pipe if one is wanted, and the descriptor the child gets."""
+    if given == subprocess.PIPE:
+        reading, writing = os.pipe()
+        return open(reading, encoding="utf-8"), writing
+    if given is None:
+        return None, own
+    return None, given if isinstance(given, int) else given.fileno()

@@ -1,0 +1,140 @@
+"""What /status says: the keys that people's tools read, of a daemon, an engine and a router, and other builds' too."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from signal import SIGTERM
+from typing import Any, Final
+
+import httpx2
+import pytest
+from command_rig import kvtier
+from doubles import chain_of, wait_until
+from node_rig import free_port
+from router_rig import RawReplica, replicas, routed
+from server_rig import ServerThread, save_checkpoint
+from service_rig import DaemonProcess, attach, load, store
+
+from kvtier.service.observe import DaemonStatus, EngineStatus, RouterStatus, summary
+from kvtier.service.observe.statuses import StatusPart
+from kvtier.service.router import summary as router_summary
+from kvtier.tiers.errors import FormatError
+
+
+def listed(text: str) -> list[str]:
+    return text.split()
+
+
+FIGURES: Final = "lookups missed stored dropped evicted corrupted moved"
+# Read from /status of kvtier 0.1, before it had types. What a key counts has as many keys as have occurred.
+DAEMON: Final = listed(f"""
+    version pid uptime_s status degraded socket budget budget.bytes budget.given events
+    tier_captions tier_captions.name tier_captions.label tier_captions.shown tier_captions.medium tier_captions.lower
+    kv_events kv_events.publish kv_events.replay kv_events.seq kv_events.batches kv_events.events
+    models models.model models.fingerprint models.block_size models.block_bytes models.clients
+    models.l2 models.l2.slots models.l2.bytes models.l2.ready_bytes models.l2.pinned models.l2.quotas models.l2.free
+    models.l2.filling models.l2.ready models.l2.leased models.l2.quarantined models.l2.dirty
+    models.tiers models.tiers.file models.tiers.file.slots models.tiers.file.breakers
+    {" ".join(f"models.{key}" for key in FIGURES.split())}
+    clients clients.pids clients.uid clients.connected clients.seconds clients.claims clients.leases
+    clients.reservations clients.model
+""")
+ENGINE: Final = listed(f"""
+    version pid status model fingerprint block_size max_model_len
+    requests requests.live requests.capacity requests.waiting requests.loading requests.running outcomes refused
+    l1 l1.blocks l1.free tokens tokens.prompt_tokens tokens.computed_tokens tokens.generated_tokens cached_tokens
+    steps steps.done steps.failed preempted tiers
+    {" ".join(f"tiers.{key}" for key in FIGURES.split())}
+""")
+ROUTER: Final = listed("""
+    uptime_s block_size fingerprint
+    tier_captions tier_captions.name tier_captions.label tier_captions.shown tier_captions.medium tier_captions.lower
+    replicas replicas.name replicas.url replicas.state replicas.why replicas.load replicas.in_flight replicas.requests
+    replicas.errors replicas.events replicas.events.state replicas.events.seq replicas.events.gaps
+    replicas.events.lost replicas.events.age_s replicas.node_events replicas.blocks list list.errors list.why
+    decisions decisions.time decisions.prompt_blocks decisions.chosen decisions.reason decisions.scores
+    decisions.scores.name decisions.scores.cached decisions.scores.load decisions.scores.work
+    requests retries errors unknown_prompts
+    tokens tokens.prompt tokens.promised tokens.told_prompt tokens.told_cached tokens.told_tiers
+    indexed_blocks forgotten_blocks cpu_s
+""")
+
+
+def keys_of(value: Any, known: list[str], path: str = "") -> Iterator[str]:
+    """Every path of keys in a JSON value, in its order; not below those that have no keys in `known`: they count."""
+    if isinstance(value, list):
+        yield from keys_of(value[0], known, path) if value else ()
+    elif isinstance(value, dict) and (not path or any(each.startswith(path) for each in known)):
+        for key, inner in value.items():
+            yield f"{path}{key}"
+            yield from keys_of(inner, known, f"{path}{key}.")
+
+
+def test_a_daemons(home: Path, disk_dir: Path) -> None:
+    daemon = DaemonProcess(
+        home / "s",
+        host__size="1MiB",
+        file__path=str(disk_dir),
+        file__size="4MiB",
+        events__publish=f"tcp://127.0.0.1:{free_port()}",
+    )
+    tiers, chain = attach(home / "s"), chain_of(6)
+    store(tiers, chain)
+    assert load(tiers, chain) == 6
+
+    def told() -> Any:
+        return httpx2.get(f"http://{daemon.http}/status", timeout=60).json()
+
+    wait_until(lambda: "events" in told()["kv_events"])
+    page = told()
+    tiers.close()
+    assert daemon.end(SIGTERM) == 0
+    assert list(keys_of(page, DAEMON)) == DAEMON
+    # It is read as it was written, and shown.
+    assert DaemonStatus.parse(page).as_json() == page
+    assert "1 connected" in summary.page(DaemonStatus.parse(page))
+
+
+def test_an_engines(tmp_path: Path) -> None:
+    server = ServerThread(save_checkpoint(tmp_path))
+    page = server.status()
+    server.close()
+    assert list(keys_of(page, ENGINE)) == ENGINE
+    assert EngineStatus.parse(page).as_json() == page
+
+
+def test_a_routers() -> None:
+    with replicas(1) as (one,):
+        spec = f"{one.url},block_size=4,events=tcp://127.0.0.1:{free_port()}"
+        with routed(spec) as router:
+            assert router.complete().status_code == 200
+            page = router.status()
+    assert list(keys_of(page, ROUTER)) == ROUTER
+    assert RouterStatus.parse(page).as_json() == page
+    assert "1 of 1 replicas up" in router_summary.page(RouterStatus.parse(page))
+
+
+@pytest.mark.parametrize(
+    ("kind", "page", "why"),
+    [
+        (DaemonStatus, {"version": "0.0.9", "clients": []}, 'status of kvtier "0.0.9": pid: missing; run one'),
+        (RouterStatus, {"replicas": [{"state": 3}]}, "status of another kvtier: uptime_s: missing; run one"),
+        (DaemonStatus, {"version": {"a": "b\n" * 99}, "clients": None}, "status of kvtier "),
+    ],
+)
+def test_another_builds_is_one_line(kind: type[StatusPart], page: Any, why: str) -> None:
+    with pytest.raises(FormatError) as told:
+        kind.parse(page)
+    assert str(told.value).startswith(why)
+    assert "\n" not in str(told.value)
+    assert len(str(told.value)) < 300
+
+
+def test_a_command_that_meets_another_build() -> None:
+    other = RawReplica(lambda path, headers: None)
+    other.pages["/status"] = {"version": "0.0.9", "clients": [], "more": "than this one knows"}
+    try:
+        ended = kvtier("status", "--http", other.name)
+    finally:
+        other.close()
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == 'kvtier: status of kvtier "0.0.9": pid: missing; run one kvtier on both sides\n'

@@ -1,0 +1,215 @@
+"""Stories of the HTTP server that daemon, engine and router share: slow clients, two lengths, names of others."""
+
+import asyncio
+import contextlib
+import socket as sockets
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+from doubles import wait_until
+from http_rig import ServedDaemon, talk
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.responses import PlainTextResponse
+from starlette.types import Message, Scope
+
+from kvtier.service.admin.http_app import Pages
+from kvtier.service.web import http_server
+from kvtier.service.web.http_hosts import HostNames
+from kvtier.service.web.http_server import HttpSocket
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.errors import ConfigError
+
+HEAD = b"POST /admin/reset HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture
+def served(home: Path) -> Iterator[ServedDaemon]:
+    daemon = ServedDaemon(home / "s", host={"size": 1 << 20})
+    yield daemon
+    daemon.check()
+    daemon.close()
+
+
+def connected(served: ServedDaemon, opened: contextlib.ExitStack) -> sockets.socket:
+    host, _, port = served.http.rpartition(":")
+    return opened.enter_context(sockets.create_connection((host, int(port)), timeout=60))
+
+
+def asked(served: ServedDaemon, path: str, **headers: str) -> int:
+    """The status of a page asked for on a connection of its own."""
+    return httpx2.get(f"http://{served.http}{path}", headers=headers, timeout=60).status_code
+
+
+def hung_up(connection: sockets.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+# slow clients
+
+
+def test_pages_answer_beside_two_hundred_heads_that_drip(served: ServedDaemon) -> None:
+    with contextlib.ExitStack() as opened:
+        slow: list[sockets.socket] = []
+        for number in range(200):
+            slow.append(connected(served, opened))
+            for connection in slow:
+                with contextlib.suppress(OSError):  # it was the oldest, and had to go
+                    connection.sendall(b"G" if connection is slow[-1] else b"E")
+            if number % 20 == 19:
+                assert [asked(served, path) for path in ("/healthz", "/readyz", "/status")] == [200, 200, 200]
+        assert hung_up(slow[0])
+        # The youngest are still waited for: it is the oldest that go.
+        slow[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            slow[-1].recv(1)
+
+
+def test_a_head_has_one_deadline_however_it_drips(served: ServedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_HEAD", 0.3)
+    with contextlib.ExitStack() as opened:
+        connection = connected(served, opened)
+        connection.settimeout(0.02)
+        for letter in b"GET /healthz HTTP/1.1\r\nX: " + b"y" * 3000:
+            try:
+                connection.sendall(bytes([letter]))
+                assert connection.recv(1) == b""
+                break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+        else:
+            pytest.fail("it was waited for, byte after byte")
+
+
+def test_health_has_room_where_bodies_that_do_not_come_take_all_other(served: ServedDaemon) -> None:
+    with contextlib.ExitStack() as opened:
+        for _ in range(64):
+            connected(served, opened).sendall(HEAD + b"Content-Length: 9\r\n\r\n{")
+        wait_until(lambda: asked(served, "/status") == 503)
+        assert (asked(served, "/healthz"), asked(served, "/readyz")) == (200, 200)
+    wait_until(lambda: asked(served, "/status") == 200)
+
+
+def test_health_has_room_whatever_answers_nobody_reads() -> None:
+    # A server whose application answers at once; sixty-four requests are answered at a time, and some for health.
+    server = http_server.HttpServer(PlainTextResponse("well"), HttpSocket("127.0.0.1:0"))
+
+    async def unread(message: Message) -> None:
+        await asyncio.Event().wait()  # what a client does not read can't be written to its end
+
+    async def story() -> list[int]:
+        clients = [
+            asyncio.create_task(server._admit(scope(path), receive, unread))
+            for path in ["/status"] * 100 + ["/healthz", "/readyz"] * 20
+        ]
+        await asyncio.sleep(0)
+        told: list[int] = []
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                told.append(message["status"])
+
+        for path in ("/healthz", "/readyz", "/status"):
+            await server._admit(scope(path), receive, tell)
+        for client in clients:
+            client.cancel()
+        await asyncio.wait(clients)
+        await server._admit(scope("/status"), receive, tell)
+        return told
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    def scope(path: str) -> Scope:
+        return {"type": "http", "path": path, "method": "GET", "headers": [(b"host", b"localhost")]}
+
+    try:
+        assert asyncio.run(story()) == [200, 200, 503, 200]  # others wait, and have room once these have gone
+    finally:
+        server.stop()
+
+
+def test_who_asks_and_does_not_read_is_dropped(served: ServedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_HEAD", 0.3)
+    monkeypatch.setattr(http_server, "_IDLE", 0.3)
+    with contextlib.ExitStack() as opened:
+        for _ in range(70):
+            connection = connected(served, opened)
+            connection.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVBUF, 4096)
+            connection.sendall(b"GET /dashboard.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 60)
+        wait_until(lambda: not served.pages._server._server.server_state.connections)
+    assert asked(served, "/status") == 200
+
+
+# two lengths
+
+
+@pytest.mark.parametrize("length", [b"2", b"9", b"0"])
+def test_a_body_with_two_lengths_is_refused(served: ServedDaemon, length: bytes) -> None:
+    chunked = b"Transfer-Encoding: chunked\r\n"
+    body = b"d\r\n" + b'{"all": true}' + b"\r\n0\r\n\r\n"
+    assert talk(served.http, HEAD + chunked + b"Connection: close\r\n\r\n" + body, more=True).startswith(
+        b"HTTP/1.1 200"
+    )
+    smuggled = b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for headers in (chunked + b"Content-Length: " + length, b"Content-Length: " + length + b"\r\n" + chunked[:-2]):
+        answer = talk(served.http, HEAD + headers + b"\r\n\r\n" + body + smuggled, more=True)
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"a body has only one of them" in answer
+        assert answer.count(b"HTTP/1.1") == 1  # what follows is not read as another request
+
+
+# names of others
+
+
+def test_a_page_of_another_name_learns_nothing(served: ServedDaemon) -> None:
+    port = served.http.rpartition(":")[2]
+    for name in ("localhost", "127.0.0.1", "[::1]", "192.0.2.7", "node.localhost", "LOCALHOST.", sockets.gethostname()):
+        for host in (name, f"{name}:{port}"):
+            assert asked(served, "/status", host=host) == 200, host
+    for name in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "evil", "1.2.3"):
+        for host in (name, f"{name}:{port}"):
+            for path in ("/", "/status", "/metrics", "/summary", "/stream", "/daemon.js"):
+                assert asked(served, path, host=host) == 421, (host, path)
+    refused = httpx2.get(f"http://{served.http}/status", headers={"host": "evil.example:80"})
+    why = 'host "evil.example": not a name of this server; add it to [service] allowed_hosts'
+    assert refused.json() == {"error": why}
+    # Health checks come under any name, and a client of old has none.
+    assert asked(served, "/healthz", host="evil.example") == asked(served, "/readyz", host="evil.example") == 200
+    assert talk(served.http, b"GET /status HTTP/1.0\r\n\r\n", more=True).startswith(b"HTTP/1.1 200")
+
+
+def test_names_can_be_added(served: ServedDaemon) -> None:
+    for names, known in (((), False), (("node-a",), True), (("other", "NODE-A"), True), (("*",), True)):
+        pages = Pages(served.daemon, HttpSocket("127.0.0.1:0", names=names))
+        pages.start()
+        try:
+            answer = httpx2.get(f"http://{pages.address}/metrics", headers={"host": "node-a:9400"}, timeout=60)
+            assert answer.status_code == (200 if known else 421)
+        finally:
+            pages.stop()
+
+
+def test_the_option_is_a_list_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Config.load(service={"allowed_hosts": ["node-a", "b.example"]}).service.allowed_hosts == (
+        "node-a",
+        "b.example",
+    )
+    monkeypatch.setenv("KVTIER_ROUTER__ALLOWED_HOSTS", "router r.example")
+    assert Config.load().router.allowed_hosts == ("router", "r.example")
+    with pytest.raises(ConfigError, match=r"\[server\] allowed_hosts .*: not a list of names without a port"):
+        Config.load(server={"allowed_hosts": ["node-a:8000"]})
+
+
+@given(st.text(max_size=30))
+def test_no_text_is_taken_for_an_address_or_a_name_of_ours(text: str) -> None:
+    hosts, host = HostNames("127.0.0.1:9400"), f"{text}.example".encode("latin-1", "replace")
+    assert not hosts.admits("/status", host)
+    assert hosts.admits("/healthz", host)

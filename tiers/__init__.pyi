@@ -1,0 +1,68 @@
+from .breaker import Breaker
+from .checksum import checksum
+from .cipher import STAMP_BYTES, Encryption, NameCipher, RecordCipher, derive, key_id, load_key
+from .errors import ConfigError, FingerprintMismatch, FormatError, KVTierError, StoreLocked, TierUnavailable
+from .finding import Finding, Status, error, ok, warning
+from .kinds import L1, L2, MISS, TIERS, TierKind, lookup_results, lower_tiers, tier_captions
+from .metrics import Metrics, Series
+from .tier import (
+    BATCH_BYTES,
+    Announcer,
+    Announces,
+    BlockRecord,
+    BlockShape,
+    ChainHash,
+    Changes,
+    ConfiguredTier,
+    Direction,
+    Enumerates,
+    Locates,
+    Outcome,
+    Tier,
+)
+
+__all__ = [
+    "BATCH_BYTES",
+    "L1",
+    "L2",
+    "MISS",
+    "STAMP_BYTES",
+    "TIERS",
+    "Announcer",
+    "Announces",
+    "BlockRecord",
+    "BlockShape",
+    "Breaker",
+    "ChainHash",
+    "Changes",
+    "ConfigError",
+    "ConfiguredTier",
+    "Direction",
+    "Encryption",
+    "Enumerates",
+    "Finding",
+    "FingerprintMismatch",
+    "FormatError",
+    "KVTierError",
+    "Locates",
+    "Metrics",
+    "NameCipher",
+    "Outcome",
+    "RecordCipher",
+    "Series",
+    "Status",
+    "StoreLocked",
+    "Tier",
+    "TierKind",
+    "TierUnavailable",
+    "checksum",
+    "derive",
+    "error",
+    "key_id",
+    "load_key",
+    "lookup_results",
+    "lower_tiers",
+    "ok",
+    "tier_captions",
+    "warning",
+]

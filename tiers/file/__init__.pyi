@@ -1,0 +1,22 @@
+from . import slab
+from .file_io import PAGE, FileIO, write_all
+from .payload_io import Mode
+from .slab_budget import SLAB_NAME
+from .slab_check import ReportProgress, SlabCheck, check_slab
+from .slab_file import open_slab, release
+from .store import FileStore
+
+__all__ = [
+    "PAGE",
+    "SLAB_NAME",
+    "FileIO",
+    "FileStore",
+    "Mode",
+    "ReportProgress",
+    "SlabCheck",
+    "check_slab",
+    "open_slab",
+    "release",
+    "slab",
+    "write_all",
+]

@@ -1,0 +1,33 @@
+"""The slab tier from its section of the configuration: how to open it, and what the doctor looks at. A `TierModule`."""
+
+from kvtier.tiers import BlockShape, ConfiguredTier, Finding, load_key
+from kvtier.tiers.config import Config
+from kvtier.tiers.file.doctor import check_disk, check_key
+from kvtier.tiers.file.store import FileStore
+
+
+def configured(config: Config, fingerprint: bytes, shape: BlockShape) -> ConfiguredTier | None:
+    """None if [file] names no path. Raises ConfigError if [file] key_file holds no key."""
+    path = config.file.path
+    if path is None:
+        return None
+    key = load_key(config.file.key_file, "[file] key_file") if config.file.key_file else None
+
+    def open_slab() -> FileStore:
+        return FileStore.open(
+            path,
+            fingerprint,
+            slot_bytes=shape.block_bytes,
+            block_size=shape.block_size,
+            size=config.file.size,
+            mode=config.file.mode,
+            durable=config.file.durable,
+            key=key,
+        )
+
+    return ConfiguredTier(open_slab, config.file.deadline)
+
+
+def examine(config: Config) -> list[Finding]:
+    """The disk under [file] path, and the key. Some seconds; writes one file there and removes it."""
+    return [*check_disk(config.file), check_key(config.file)]

@@ -1,0 +1,34 @@
+from .cache_tiers import PENDING, Attribution, CacheTiers, Claim, Pending, Wanted, bring
+from .events import Event, EventSource, Removed, Stored, TierEvents, events_of
+from .evict import evict_everywhere
+from .hierarchy import Hierarchy
+from .inventory import HeldRun, held_runs, in_runs
+from .lower_tier import TierPort
+from .opening import lower_modules, open_hierarchy, open_ports
+from .rates import Rates
+
+__all__ = [
+    "PENDING",
+    "Attribution",
+    "CacheTiers",
+    "Claim",
+    "Event",
+    "EventSource",
+    "HeldRun",
+    "Hierarchy",
+    "Pending",
+    "Rates",
+    "Removed",
+    "Stored",
+    "TierEvents",
+    "TierPort",
+    "Wanted",
+    "bring",
+    "events_of",
+    "evict_everywhere",
+    "held_runs",
+    "in_runs",
+    "lower_modules",
+    "open_hierarchy",
+    "open_ports",
+]

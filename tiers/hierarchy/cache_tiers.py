@@ -1,0 +1,214 @@
+"""The contract of the tiers below L1, in this process or behind the node's daemon: claims, stores and upkeep.
+
+A claim is one request's question, and then the promise made to it: `ask` → `poll` until it is not PENDING → `take`, or
+`cancel` at any time. A store is `reserve` → the worker copies → `seal`, or `abandon`. `bring` is a claim for a caller
+that can wait.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, Metrics, Outcome
+from kvtier.tiers.host import HostRegion
+from kvtier.tiers.pool import Lease, Reservation
+
+_LOOK: Final = 0.05  # seconds `bring` waits for news before it looks at its deadline
+_REFUSED: Final = 0.01  # seconds before `bring` asks again after a refusal
+
+
+class Pending:
+    """The answer "ask again": blocks are still on their way and the deadline has not passed."""
+
+    def __repr__(self) -> str:
+        return "PENDING"
+
+
+PENDING: Final = Pending()
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Attribution:
+    """Where the blocks of one lookup were when first asked: `found["l2"]`, or any other tier of the table by its name.
+
+    `Attribution(4, l2=1, file=2, miss=1)`: AssertionError if the parts do not sum to `blocks`, KeyError for no tier.
+    """
+
+    blocks: int
+    miss: int
+    by_tier: Mapping[str, int] = field(hash=False)  # of the tiers that had any
+
+    def __init__(self, blocks: int, *, miss: int = 0, **by_tier: int) -> None:
+        object.__setattr__(self, "blocks", blocks)
+        object.__setattr__(self, "miss", miss)
+        object.__setattr__(self, "by_tier", {TIERS[name].name: count for name, count in by_tier.items() if count})
+        if sum(by_tier.values()) + miss != blocks:
+            raise AssertionError(f"attribution does not sum: {self}")
+
+    def __getitem__(self, tier: str) -> int:
+        """Blocks found in this tier; 0 if it had none."""
+        return self.by_tier.get(TIERS[tier].name, 0)
+
+    @property
+    def loadable(self) -> int:
+        """Blocks found below L1."""
+        return self.blocks - self.miss - self.by_tier.get(L1, 0)
+
+
+@dataclass(eq=False)
+class Claim:
+    """One request's question, and then the promise made to it. `ask` makes it; each implementation adds its own."""
+
+    hashes: list[ChainHash]
+    parent: ChainHash  # of hashes[0]
+    num_l1: int  # leading blocks that L1 holds: counted, not claimed
+    block_size: int  # tokens; 0: nobody could compute the blocks instead, so they are always worth loading
+    found: Attribution | None = None  # where the blocks were; None while a tier is still being asked
+    refusal: Outcome | None = None  # RECOMPUTE: final, computing is faster; NO_SLOT: for now, others have the room
+    good_until: float = 0.0  # on the monotonic clock: an answer that nothing is held may be asked for anew from then on
+    missing: Outcome | None = Outcome.ABSENT  # why the misses of `found` are misses; None: that is counted already
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Consecutive new blocks of one chain that a step wants to store."""
+
+    hashes: Sequence[ChainHash]
+    parent: ChainHash  # of hashes[0]
+    tenant: ChainHash  # whose blocks they are: the root of chains with their cache_salt
+
+
+class BlockClaims(Protocol):
+    """How a request comes to blocks. No method raises for a storage failure; only `wait_news` waits."""
+
+    def ask(self, hashes: Sequence[ChainHash], parent: ChainHash, num_l1: int = 0, *, block_size: int = 0) -> Claim:
+        """Ask where the blocks of a chain are, and claim those beyond the first `num_l1` that are worth loading."""
+
+    def poll(self, claim: Claim) -> int | Pending:
+        """How many blocks beyond `num_l1` are in L2, verified and leased; PENDING: more may come, ask again.
+
+        Polling renews the promise: one that nobody polls lapses after the lease deadline.
+        """
+
+    def take(self, claim: Claim) -> Lease:
+        """The lease of the promised blocks; empty if the promise lapsed. Release it when its copies have ended."""
+
+    def cancel(self, claim: Claim) -> None:
+        """The request went away. Idempotent."""
+
+    def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT) -> None:
+        """Count a request's blocks by where they were, and its misses for that reason: once per request."""
+
+    def wait_news(self, timeout: float) -> None:
+        """Wait until a claim moved on, at most `timeout` seconds: for a caller with nothing else to do."""
+
+
+class BlockStores(Protocol):
+    """How computed blocks come to L2. No method raises for a storage failure.
+
+    Only `reserve` may wait for an answer, once for a whole step and up to a deadline of its own.
+    """
+
+    def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
+        """L2 slots for all that a step stores: of each chain as many leading blocks as fit, None if not one does.
+
+        Blocks already held need no slot and are left out of the reservation.
+        """
+
+    def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
+        """The reservation's slots are filled: hash, publish and offer them to the lower tiers, in the background.
+
+        `records` are its blocks in order, their checksums ignored; `epoch` is that in which they were computed.
+        """
+
+    def abandon(self, reservation: Reservation, reason: Outcome) -> None:
+        """The store failed or was called off: its slots are free again, nothing became visible."""
+
+
+class TierUpkeep(Protocol):
+    """The tiers as a whole: their memory, their figures, their deadlines and their end.
+
+    No method raises for a storage failure. `locate` and `holds` may wait for an answer and are not for a scheduler's
+    thread; `drain`, `reset` and `close` wait.
+    """
+
+    metrics: Metrics
+
+    @property
+    def region(self) -> HostRegion | None:
+        """L2's memory. Another one after the daemon was restarted; None before it was ever reached."""
+
+    @property
+    def epoch(self) -> int:
+        """Counts resets: what was admitted before one is not stored after it."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in L2; 0 before the daemon was ever reached."""
+
+    @property
+    def has_lower(self) -> bool:
+        """Whether there is a tier below L2."""
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """A step prefilled `num_tokens` in `seconds`: what loading competes with."""
+
+    def locate(self, hashes: Sequence[ChainHash], timeout: float) -> Attribution:
+        """Where the blocks are, without a claim; waits up to `timeout` seconds for tiers that nodes share."""
+
+    def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
+        """Which of the blocks L2 holds, each by itself."""
+
+    def tick(self) -> None:
+        """Let deadlines pass; `ask` and `poll` do it too."""
+
+    def reset(self) -> None:
+        """Forget everything in every tier; stores and reads under way will not become visible."""
+
+    def drain(self, timeout: float, *, below: bool = True) -> bool:
+        """Wait until every store offered so far is found in L2 and, with `below`, written; False when time ran out."""
+
+    def stats(self) -> dict[str, float]:
+        """Every counter and gauge by its exposition name."""
+
+    def check(self) -> None:
+        """Raise AssertionError if a conservation law is broken."""
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Let go of everything. Idempotent."""
+
+
+class CacheTiers(BlockClaims, BlockStores, TierUpkeep, Protocol):
+    """The tiers below L1. Implemented by `Hierarchy` and by the daemon's client, `RemoteTiers`."""
+
+
+def bring(
+    tiers: BlockClaims,
+    hashes: Sequence[ChainHash],
+    parent: ChainHash,
+    deadline: float,
+    *,
+    block_size: int = 0,
+    cancelled: Callable[[], bool] = bool,
+) -> Lease | None:
+    """Have leading blocks of a chain in L2, verified, and lease them; waits until `deadline` (monotonic clock).
+
+    The lease is as long as the blocks that came in time, maybe empty. None: until the deadline other requests held all
+    that waiting requests may hold. `block_size` as in `ask`. Nothing is counted as a lookup. Once `cancelled` returns
+    True it waits no more; what has come by then is returned all the same, and is the caller's to release.
+    """
+    while True:
+        claim = tiers.ask(hashes, parent, block_size=block_size)
+        try:
+            while isinstance(tiers.poll(claim), Pending) and (left := deadline - time.monotonic()) > 0:
+                if cancelled():
+                    break
+                tiers.wait_news(min(left, _LOOK))
+            if claim.refusal is not Outcome.NO_SLOT:
+                return tiers.take(claim)
+        finally:
+            tiers.cancel(claim)  # taken, it has nothing left to give up
+        if cancelled() or (left := deadline - time.monotonic()) <= 0:
+            return None
+        time.sleep(min(left, _REFUSED))

@@ -1,0 +1,133 @@
+"""One claim while this process serves it, and the jobs it waits for: reads from lower tiers, checks of L2's bytes."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvtier.tiers import BlockRecord, ChainHash, Outcome, checksum
+from kvtier.tiers.hierarchy.cache_tiers import Claim
+from kvtier.tiers.hierarchy.lower_tier import TierPort
+from kvtier.tiers.hierarchy.shared_lookup import Question
+from kvtier.tiers.hierarchy.stores import SealJob
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.pool import Lease, Reservation
+
+
+@dataclass(eq=False)
+class LocalClaim(Claim):
+    """A claim on this process's tiers. First `Hierarchy` asks where the blocks are, then `Promoter` brings the run.
+
+    The run is the part of the chain that is worth loading. What L2 holds of it is leased at once; what a lower tier
+    holds is read into L2 and leased as it lands.
+    """
+
+    # while it is asked where the blocks are
+    questions: list[Question] = field(default_factory=list)  # asked of shared tiers, not read yet
+    asked_until: int = 0  # blocks, from the chain's start, that shared tiers were asked about
+    sealing: SealJob | None = None  # a store has filled the first block that no tier holds
+    patient_until: float = 0.0  # for such stores, on the monotonic clock
+
+    # while the run is promoted
+    run: list[ChainHash] = field(default_factory=list)
+    run_parent: ChainHash = b""  # of run[0]
+    end: int = 0  # of the run; shrinks when a block cannot be had
+    next: int = 0  # first block of the run that is neither leased nor on its way
+    num_held: int = 0  # leading blocks counted as held by waiting requests
+    deadline: float = 0.0
+    polled_at: float = 0.0
+    leases: list[Lease] = field(default_factory=list)
+    reads: "set[TierRead]" = field(default_factory=set)
+    checks: "set[HostCheck]" = field(default_factory=set)  # until they end, none of the blocks they look at is promised
+    done: bool = False  # the promise is settled: one lease, or none
+    told: bool = False  # a poll has returned the number
+    _position: dict[ChainHash, int] = field(default_factory=dict)
+
+    @property
+    def position(self) -> dict[ChainHash, int]:
+        """Where in the run each block is. Made when the first block has to be read."""
+        if not self._position:
+            self._position = {chain_hash: i for i, chain_hash in enumerate(self.run)}
+        return self._position
+
+
+class JobOwner(Protocol):
+    """Who starts the jobs and is told how they ended: the `Promoter`."""
+
+    host: HostTier
+    clock: Callable[[], float]
+
+    def landed(self, read: "TierRead", results: Sequence[BlockRecord | Outcome], *, late: bool) -> None:
+        """A read ended; `late`: after `gave_up`."""
+
+    def gave_up(self, read: "TierRead") -> None:
+        """A read hangs past its deadline."""
+
+    def checked(self, check: "HostCheck", num_whole: int, outcome: Outcome) -> None:
+        """So many leading blocks are those stored; `outcome` says why not the next one, OK if all are."""
+
+
+@dataclass(eq=False, slots=True)
+class TierRead:
+    """One read of consecutive blocks from a lower tier, their reserved slots, and all claims that wait for it.
+
+    Implements `Job`.
+    """
+
+    owner: JobOwner
+    port: TierPort
+    reservation: Reservation
+    positions: range  # into the reservation
+    deadline: float
+    waiters: set[LocalClaim] = field(default_factory=set)
+    hashes: list[ChainHash] = field(default_factory=list)  # the blocks being read
+
+    def __post_init__(self) -> None:
+        self.hashes = self.reservation.hashes[self.positions.start : self.positions.stop]
+
+    def run(self) -> Sequence[BlockRecord | Outcome]:
+        """Read them into their slots."""
+        self.deadline = self.owner.clock() + self.port.settings.deadline  # the wait in the queue had its own
+        slots = self.reservation.slots[self.positions.start : self.positions.stop].tolist()
+        region = self.owner.host.region
+        return self.port.read(self.hashes, [region.slot(slot) for slot in slots])
+
+    def end(self, result: Sequence[BlockRecord | Outcome] | Outcome, *, late: bool) -> None:
+        """Hand the results to whoever waits."""
+        results = [result] * len(self.positions) if isinstance(result, Outcome) else result
+        self.owner.landed(self, results, late=late)
+
+    def overdue(self) -> None:
+        """Nobody waits for them any more."""
+        self.port.failed("read")
+        self.owner.gave_up(self)
+
+
+@dataclass(eq=False, slots=True)
+class HostCheck:
+    """A check of consecutive blocks that L2 holds, under a lease of its own until its end. Implements `Job`."""
+
+    owner: JobOwner
+    claim: LocalClaim
+    first: int  # of its blocks, in the run
+    lease: Lease
+    deadline: float = math.inf  # memory only: it cannot hang
+
+    def run(self) -> tuple[int, Outcome]:
+        """Compare names and checksums, up to the first block that is not what was stored."""
+        host = self.owner.host
+        for num_whole, (slot, chain_hash) in enumerate(zip(self.lease.slots.tolist(), self.lease.hashes, strict=True)):
+            if self not in self.claim.checks:  # nobody waits for it any more
+                return num_whole, Outcome.ABORTED
+            record = host.records[slot]
+            if record is None or record.chain_hash != chain_hash or record.checksum != checksum(host.region.slot(slot)):
+                return num_whole, Outcome.CHECKSUM
+        return len(self.lease), Outcome.OK
+
+    def end(self, result: tuple[int, Outcome] | Outcome, *, late: bool) -> None:
+        """What was not checked is not promised."""
+        num_whole, outcome = (0, result) if isinstance(result, Outcome) else result
+        self.owner.checked(self, num_whole, outcome)
+
+    def overdue(self) -> None:
+        """Never told: there is no deadline."""

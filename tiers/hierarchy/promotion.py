@@ -1,0 +1,371 @@
+"""Promotion: blocks on their way from a lower tier to L2, read once however many requests wait for them."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Final
+
+from kvtier.tiers import BATCH_BYTES, L2, BlockRecord, ChainHash, Metrics, Outcome
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Pending
+from kvtier.tiers.hierarchy.io_queue import IoQueue
+from kvtier.tiers.hierarchy.local_claim import HostCheck, LocalClaim, TierRead
+from kvtier.tiers.hierarchy.lower_tier import TierPort
+from kvtier.tiers.hierarchy.news import NewsCondition
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.pool import Lease
+
+_FIRST_LEASE: Final = 256  # blocks looked for at once; twice as many while they are all there
+_MAX_CHECKS: Final = 1 << 16  # batches waiting to be looked at
+
+
+class Promoter:
+    """All promotions of one hierarchy: one read per block, windows of at most a quarter of L2 per request.
+
+    Lock: `lock` (the hierarchy's) is held around this bookkeeping; inside it the pool's, a port's, a queue's or a
+    tier's index lock may be taken, never the other way round; never held across I/O.
+    Law (`check`): every read under way is in the index, every waiter of a read knows it, at idle there is neither.
+    """
+
+    def __init__(
+        self,
+        host: HostTier,
+        ports: Sequence[TierPort],
+        lock: NewsCondition,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        lease_deadline: float,
+    ) -> None:
+        self.host = host
+        self._ports = ports
+        self._lock = lock
+        self._metrics = metrics
+        self.clock = clock
+        self._lease_deadline = lease_deadline
+        self._window = max(1, host.pool.num_slots // 4)
+        self._max_waiting = max(1, host.pool.num_slots // 2)
+        self._batch = max(1, BATCH_BYTES // host.region.slot_bytes)
+        self._reads: dict[ChainHash, TierRead] = {}
+        self._given_up: set[TierRead] = set()  # hang in their I/O; their slots are in quarantine
+        self._active: set[LocalClaim] = set()  # not yet taken or cancelled
+        self._held: Counter[ChainHash] = Counter()  # block → active requests that hold or wait for it
+        self._checking = IoQueue("verify", 1, _MAX_CHECKS, clock) if host.verify else None
+
+    # one claim's way
+
+    def start(self, claim: LocalClaim, run: list[ChainHash], parent: ChainHash, deadline: float) -> bool:
+        """Bring a run of consecutive blocks, of which waiting requests may hold half of L2 together.
+
+        The claim waits for `deadline` seconds at most. False, and no change, if other requests hold all of that now.
+        """
+        now = self.clock()
+        with self._lock:
+            room = self._max_waiting - len(self._held)
+            if room < len(run):
+                room = self._room_for(run)
+            if not room:
+                return False
+            claim.run, claim.run_parent, claim.end = run, parent, len(run)
+            claim.deadline, claim.polled_at = now + deadline, now
+            if room < claim.end:
+                self._shorten(claim, room, Outcome.NO_SLOT)
+            claim.num_held = claim.end
+            self._held.update(claim.run[: claim.end])
+            self._active.add(claim)
+            self._advance(claim)
+            return True
+
+    def poll(self, claim: LocalClaim) -> int | Pending:
+        """How many leading blocks are in L2, verified and leased; PENDING while more may come before the deadline."""
+        now = self.clock()
+        with self._lock:
+            claim.polled_at = now
+            if not claim.done and now >= claim.deadline:
+                self._settle_late(claim)
+            claim.told = claim.done
+            if not claim.done:
+                return PENDING
+            return len(claim.leases[0].hashes) if claim.leases else 0
+
+    def take(self, claim: LocalClaim) -> Lease | None:
+        """Hand over the lease of the promised blocks; None once that was done. The copy that follows releases it."""
+        with self._lock:
+            if not claim.done:
+                self._settle_late(claim)
+            self._leave(claim)
+            return claim.leases.pop() if claim.leases else None
+
+    def cancel(self, claim: LocalClaim) -> None:
+        """The request went away. Reads that others wait for go on; so does the I/O of the rest. Idempotent."""
+        with self._lock:
+            if claim in self._active or claim.leases:
+                self._leave(claim)
+                self._let_go(claim)
+
+    def tick(self) -> None:
+        """Reclaim promises nobody has asked about for `lease_deadline` seconds; no copy was submitted for them."""
+        if not self._active:
+            return
+        now = self.clock()
+        with self._lock:
+            for claim in [each for each in self._active if now - each.polled_at >= self._lease_deadline]:
+                self._metrics.missed(Outcome.TIMEOUT, claim.end)
+                self._let_go(claim)
+                claim.end = 0
+                self._leave(claim)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits or holds a promise, and no read is under way."""
+        is_checking = self._checking is not None and not self._checking.idle
+        return not (self._active or self._reads or self._given_up or is_checking)
+
+    def has_news(self) -> bool:
+        """Whether some request's answer is there and no poll has returned it yet. The caller holds the lock."""
+        return any(claim.done and not claim.told for claim in self._active)
+
+    def check(self) -> None:
+        """The bookkeeping law."""
+        with self._lock:
+            for chain_hash, read in self._reads.items():
+                if read in self._given_up or chain_hash not in read.hashes:
+                    raise AssertionError(f"the index of reads names one that does not read {chain_hash.hex()[:16]}")
+                if any(read not in waiter.reads for waiter in read.waiters):
+                    raise AssertionError("a waiter does not know its read")
+
+    def close(self, timeout: float) -> None:
+        """End the looks at L2's bytes: what waits for one is a miss."""
+        if self._checking is not None:
+            self._checking.close(timeout)
+
+    # what the I/O threads report
+
+    def landed(self, read: TierRead, results: Sequence[BlockRecord | Outcome], *, late: bool) -> None:
+        """A read ended: seal what is whole, lease it to every live waiter, give the rest back."""
+        pool = self.host.pool
+        with self._lock:
+            if late:
+                self._given_up.discard(read)
+                pool.settle(read.reservation, read.positions)
+                self._lock.notify_all()
+                return
+            for chain_hash in read.hashes:
+                del self._reads[chain_hash]
+            good, bad = self._sort(read, results)
+            with pool.seal(read.reservation, good):
+                if bad:
+                    pool.abandon(read.reservation, bad)
+                for waiter in read.waiters:
+                    waiter.reads.discard(read)
+                    self._deliver(waiter, read.hashes, results)
+                for waiter in read.waiters:
+                    self._advance(waiter)
+            read.waiters.clear()
+            self._lock.notify_all()
+
+    def gave_up(self, read: TierRead) -> None:
+        """A read hangs past its deadline: its waiters go on without it, its slots wait for it in quarantine."""
+        with self._lock:
+            self._given_up.add(read)
+            for chain_hash in read.hashes:
+                del self._reads[chain_hash]
+            self.host.pool.quarantine(read.reservation, read.positions)
+            results = [Outcome.TIMEOUT] * len(read.positions)
+            for waiter in read.waiters:
+                waiter.reads.discard(read)
+                self._deliver(waiter, read.hashes, results)
+            for waiter in read.waiters:
+                self._advance(waiter)
+            read.waiters.clear()
+            self._lock.notify_all()
+
+    def checked(self, check: HostCheck, num_whole: int, outcome: Outcome) -> None:
+        """Blocks of L2 were looked at: one that is not what was stored goes at once, and ends the run."""
+        claim, name = check.claim, check.lease.hashes[num_whole : num_whole + 1]
+        with self._lock:
+            if outcome is Outcome.CHECKSUM:
+                self._metrics.corrupted(L2, 1)
+                self.host.pool.evict(name)
+            check.lease.release()
+            if check in claim.checks:
+                claim.checks.discard(check)
+                if name:
+                    self._shorten(claim, check.first + num_whole, outcome)
+                self._advance(claim)
+
+    # bookkeeping, under the lock
+
+    def _room_for(self, hashes: list[ChainHash]) -> int:
+        """How many leading blocks one more request may hold; a block others hold as well takes no room."""
+        room = self._max_waiting - len(self._held)
+        for i, chain_hash in enumerate(hashes):
+            if chain_hash not in self._held:
+                if room <= 0:
+                    return i
+                room -= 1
+        return len(hashes)
+
+    def _leave(self, claim: LocalClaim) -> None:
+        """The request waits no more."""
+        if claim in self._active:
+            self._active.remove(claim)
+            held, hashes = self._held, claim.run[: claim.num_held]
+            counts = list(map(held.pop, hashes, repeat(0)))  # all of them at the speed of C
+            if sum(counts) > len(hashes):  # mostly nobody else holds any
+                held.update({h: count - 1 for h, count in zip(hashes, counts, strict=True) if count > 1})
+
+    def _let_go(self, claim: LocalClaim) -> None:
+        """Of everything that was on its way or leased."""
+        self._finish(claim)
+        for lease in claim.leases:
+            lease.release()
+        claim.leases = []
+
+    def _settle_late(self, claim: LocalClaim) -> None:
+        """Nobody waits any longer: promise what has arrived."""
+        self._shorten(claim, 0, Outcome.TIMEOUT, keep_arrived=True)
+        self._finish(claim)
+
+    def _sort(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> tuple[list[int], list[int]]:
+        good: list[int] = []
+        bad: list[int] = []
+        for position, result in zip(read.positions, results, strict=True):
+            if isinstance(result, BlockRecord):
+                self.host.records[int(read.reservation.slots[position])] = result
+                good.append(position)
+            else:
+                bad.append(position)
+        return good, bad
+
+    def _deliver(self, waiter: LocalClaim, hashes: list[ChainHash], results: Sequence[BlockRecord | Outcome]) -> None:
+        """Lease what landed to one waiter, up to its first hole; the run ends at the hole, finally for this request."""
+        position = waiter.position
+        first = next((i for i, chain_hash in enumerate(hashes) if chain_hash in position), len(hashes))
+        whole = next((i for i in range(first, len(hashes)) if not isinstance(results[i], BlockRecord)), len(hashes))
+        if wanted := [chain_hash for chain_hash in hashes[first:whole] if chain_hash in position]:
+            waiter.leases.append(self.host.pool.lease(wanted))
+        if whole < len(hashes) and hashes[whole] in position:
+            outcome = results[whole]
+            assert isinstance(outcome, Outcome)
+            self._shorten(waiter, position[hashes[whole]], outcome)
+
+    def _advance(self, claim: LocalClaim) -> None:
+        """Lease, join or launch until the window is full or the run ends; finish when nothing is on its way."""
+        on_the_way = sum(len(read.positions) for read in claim.reads)
+        size = _FIRST_LEASE
+        while not claim.done and claim.next < claim.end:
+            if on_the_way >= self._window:
+                return
+            start = claim.next
+            rest = claim.run[start : min(claim.end, start + self._window - on_the_way)]
+            lease = self.host.pool.lease(rest[:size])
+            if num_leased := len(lease.hashes):
+                claim.leases.append(lease)
+                claim.next += num_leased
+                if self._checking is not None:
+                    self._check(claim, start, lease.hashes, self._checking)
+                size = 2 * size if num_leased == size else _FIRST_LEASE
+            elif read := self._reads.get(rest[0]):
+                self._join(claim, read, rest)
+                on_the_way += len(read.positions)
+            else:
+                reason = self._launch(claim, rest[: self._missing_run(rest)])
+                on_the_way += claim.next - start
+                if reason:
+                    self._shorten(claim, claim.next, reason)
+        if not claim.reads and not claim.checks:
+            self._finish(claim)
+
+    def _check(self, claim: LocalClaim, start: int, hashes: list[ChainHash], queue: IoQueue) -> None:
+        """Have blocks of L2 looked at, from block `start` of the run."""
+        for first in range(0, len(hashes), self._batch):
+            check = HostCheck(self, claim, start + first, self.host.pool.lease(hashes[first : first + self._batch]))
+            claim.checks.add(check)
+            if not queue.submit(check):
+                check.lease.release()
+                claim.checks.discard(check)
+                self._shorten(claim, start + first, Outcome.QUEUE_FULL)
+                return
+
+    def _missing_run(self, hashes: list[ChainHash]) -> int:
+        """How many leading blocks L2 does not hold, in time of that order. It does not hold the first one."""
+        first, size = 1, 64  # the caller knows that the first one is missing
+        while first < len(hashes):
+            held = self.host.pool.holds(hashes[first : first + size])
+            if True in held:
+                return first + held.index(True)
+            first, size = first + size, 2 * size
+        return len(hashes)
+
+    def _join(self, claim: LocalClaim, read: TierRead, rest: list[ChainHash]) -> None:
+        read.waiters.add(claim)
+        claim.reads.add(read)
+        ahead = read.hashes[read.hashes.index(rest[0]) :]
+        claim.next += sum(1 for a, b in zip(ahead, rest, strict=False) if a == b)
+
+    def _launch(self, claim: LocalClaim, rest: list[ChainHash]) -> Outcome | None:
+        """Start reading the leading blocks of `rest` from the first tier that holds them, or say why not."""
+        pool = self.host.pool
+        port, held = next(((p, n) for p in self._ports if (n := p.lookup(rest))), (None, 0))
+        if port is None:
+            return Outcome.EVICTED
+        rest = rest[: next((i for i, h in enumerate(rest[:held]) if h in self._reads), held)]
+        parent = claim.run[claim.next - 1] if claim.next else claim.run_parent
+        after = claim.next + len(rest)
+        behind = [h for h in claim.run[after : after + 1] if pool.holds([h])[0]]
+        reservation = pool.reserve([*rest, *behind], parent)  # links the block behind the gap to its parent again
+        while reservation is None and len(rest) > 1:  # the head matters more than the tail
+            rest = rest[: len(rest) // 2]
+            reservation = pool.reserve(rest, parent)
+        if reservation is None:
+            return Outcome.NO_SLOT
+        run = next((i for i, index in enumerate(reservation.indices) if index != i), len(reservation.indices))
+        if run < len(reservation.indices):
+            pool.abandon(reservation, range(run, len(reservation.indices)))
+        if not run:  # somebody is storing the first one right now, or just has
+            return None if pool.lookup(rest[:1]) else Outcome.NO_SLOT
+        deadline = self.clock() + port.settings.deadline
+        for first in range(0, run, self._batch):
+            read = TierRead(self, port, reservation, range(first, min(run, first + self._batch)), deadline)
+            if not port.queue.submit(read, urgent=True):
+                pool.abandon(reservation, range(first, run))
+                return Outcome.QUEUE_FULL
+            self._reads.update(dict.fromkeys(read.hashes, read))
+            read.waiters.add(claim)
+            claim.reads.add(read)
+            claim.next += len(read.positions)
+        return None
+
+    def _shorten(self, claim: LocalClaim, end: int, reason: Outcome, *, keep_arrived: bool = False) -> None:
+        """The run ends at block `end` (or, with keep_arrived, where the arrived blocks end)."""
+        if keep_arrived:
+            end = self.host.pool.lookup(claim.run[: claim.end])
+            if self._checking is not None:  # what came meanwhile was not looked at
+                end = min([end, claim.next, *(check.first for check in claim.checks)])
+        if end < claim.end:
+            self._metrics.missed(reason, claim.end - end)
+            claim.end, claim.next = end, min(claim.next, end)
+            claim.checks = {check for check in claim.checks if check.first < end}
+            for read in [f for f in claim.reads if self._first_wanted(claim, f) >= end]:
+                read.waiters.discard(claim)  # it would bring nothing that can be used
+                claim.reads.discard(read)
+
+    @staticmethod
+    def _first_wanted(claim: LocalClaim, read: TierRead) -> int:
+        return next((i for h in read.hashes if (i := claim.position.get(h)) is not None), claim.end)
+
+    def _finish(self, claim: LocalClaim) -> None:
+        """Settle on the leading run that is leased, under one lease, and let go of everything beyond it."""
+        if claim.done:
+            return
+        claim.done = True
+        for read in claim.reads:
+            read.waiters.discard(claim)
+        claim.reads.clear()
+        claim.checks.clear()
+        if [len(lease.hashes) for lease in claim.leases] != [claim.end]:  # else one lease has all of it
+            lease = self.host.pool.lease(claim.run[: claim.end])
+            for partial in claim.leases:
+                partial.release()
+            claim.leases = [lease]
+            claim.end = len(lease)
+        self._lock.notify_all()

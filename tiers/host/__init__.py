@@ -1,0 +1,5 @@
+"""The memory of L2: one pinned, shareable region of slots."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,24 @@
+from .chain import TokenChain, Tokens, chain_hashes, is_named_by, pack_tokens, root_hash, token_array
+from .identity import ModelIdentity, config_digest
+from .key_schemes import VllmKeys, dynamo_local_hashes, dynamo_seed, dynamo_sequence_hashes, sglang_hashes
+from .shape import DTYPE_BYTES, KVLayout, KVShape
+
+__all__ = [
+    "DTYPE_BYTES",
+    "KVLayout",
+    "KVShape",
+    "ModelIdentity",
+    "TokenChain",
+    "Tokens",
+    "VllmKeys",
+    "chain_hashes",
+    "config_digest",
+    "dynamo_local_hashes",
+    "dynamo_seed",
+    "dynamo_sequence_hashes",
+    "is_named_by",
+    "pack_tokens",
+    "root_hash",
+    "sglang_hashes",
+    "token_array",
+]

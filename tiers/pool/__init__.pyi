@@ -1,0 +1,18 @@
+from .changes import ChangeLog
+from .index import Slots, Words, to_words
+from .lease import Lease, Reservation
+from .pool import SlotPool
+from .slots import FILLING, READY, SlotTable
+
+__all__ = [
+    "FILLING",
+    "READY",
+    "ChangeLog",
+    "Lease",
+    "Reservation",
+    "SlotPool",
+    "SlotTable",
+    "Slots",
+    "Words",
+    "to_words",
+]

@@ -1,0 +1,5 @@
+from .store import RedisStore
+
+__all__ = [
+    "RedisStore",
+]

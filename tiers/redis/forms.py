@@ -1,0 +1,212 @@
+"""The three forms of a block's record in Redis: in the clear, sealed by a secret, encrypted (docs/format.md)."""
+
+import hmac
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from typing import Final, Protocol
+
+import msgpack
+import numpy as np
+
+from kvtier.tiers import STAMP_BYTES, BlockRecord, ChainHash, Outcome, RecordCipher, checksum, derive, load_key
+from kvtier.tiers.config import RedisConfig
+
+VERSION: Final = 1
+_PREFIX_BYTES: Final = 4  # u32: length of the header behind it
+_HASH_BYTES: Final = 32
+_NAME_BYTES: Final = 8  # of a namespace's name, in keys
+_CHECKSUM_BYTES: Final = 8
+_MAC: Final = "sha256"
+_MAC_BYTES: Final = 32
+
+
+class RecordForm(Protocol):
+    """How the blocks of one model are named and written. Immutable; every record is `head_bytes` longer than a slot."""
+
+    name: str
+    """Sixteen hexadecimal digits that stand for the model, and for secret or key, in every key."""
+    head_bytes: int
+
+    def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
+        """What stands for each block in its key: 64 hexadecimal digits."""
+
+    def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
+        """The head, and what is stored behind it: the payload's own memory, or as many bytes that stand for it."""
+
+    def decode(self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int) -> BlockRecord | Outcome:
+        """The record, if head and payload are whole and this very block's; `payload` then holds the block's bytes.
+
+        KEY_MISMATCH if they are another block's, model's or version's; CHECKSUM if they are no record of ours,
+        and `payload` may then hold anything. A head counts only if writing its record anew gives the same bytes, so
+        nothing in it goes unchecked.
+        """
+
+
+def form_of(config: RedisConfig, fingerprint: bytes, slot_bytes: int, block_size: int) -> RecordForm:
+    """As [redis] secret or key_file ask. ConfigError if the key file cannot be used."""
+    if config.key_file is not None:
+        return EncryptedForm(fingerprint, slot_bytes, block_size, load_key(config.key_file, "[redis] key_file"))
+    secret = config.secret.get_secret_value() if config.secret is not None else None
+    return ClearForm(fingerprint, slot_bytes, block_size, secret)
+
+
+class ClearForm:
+    """Tokens and payload as they are. xxh3 seals the head, which tells accidents; a secret seals all, which tells
+    forgeries too: HMAC-SHA256 over head and payload, by a key made from the secret.
+    """
+
+    def __init__(self, fingerprint: bytes, slot_bytes: int, block_size: int, secret: str | None = None) -> None:
+        self._mac: hmac.HMAC | None = None
+        self._seal_bytes = _CHECKSUM_BYTES
+        self.name = fingerprint.hex()[: 2 * _NAME_BYTES]
+        if secret is not None:
+            self._mac = hmac.new(_derived(secret, b"kvtier redis record"), digestmod=_MAC)
+            self._seal_bytes = _MAC_BYTES
+            self.name = _derived(secret, b"kvtier redis namespace" + fingerprint).hex()[: 2 * _NAME_BYTES]
+        self._block_size = block_size
+        self._blank, self._at = _layout(
+            {
+                "version": VERSION,
+                "codec": "raw" if secret is None else "raw+hmac-sha256",
+                "fingerprint": fingerprint,
+                "epoch": bytes(8),
+                "chain_hash": bytes(_HASH_BYTES),
+                "parent": bytes(_HASH_BYTES),
+                "num_tokens": bytes(4),
+                "tokens": bytes(4 * block_size),
+                "payload_len": slot_bytes,
+                "xxh3": bytes(_CHECKSUM_BYTES),
+                "seal": bytes(self._seal_bytes),
+            }
+        )
+        self.head_bytes = len(self._blank)
+
+    def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
+        """The chain hashes."""
+        return [chain_hash.hex().encode() for chain_hash in hashes]
+
+    def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
+        """The payload is sent from where it lies."""
+        head = self._unsealed(record, epoch)
+        head[self._at["seal"]] = self._seal(head[: -self._seal_bytes], payload)
+        return bytes(head), payload
+
+    def decode(self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int) -> BlockRecord | Outcome:
+        at, seal = self._at, head[-self._seal_bytes :]
+        if not hmac.compare_digest(seal, self._seal(head[: -self._seal_bytes], payload)):
+            return Outcome.CHECKSUM
+        num_tokens = int.from_bytes(head[at["num_tokens"]], "little")
+        tokens = head[at["tokens"]][: 4 * num_tokens]
+        record = BlockRecord(chain_hash, head[at["parent"]], tokens, int.from_bytes(head[at["xxh3"]], "little"))
+        anew = self._unsealed(record, epoch)
+        anew[at["seal"]] = seal
+        if anew != head:
+            return Outcome.KEY_MISMATCH
+        return record if checksum(payload) == record.checksum else Outcome.CHECKSUM
+
+    def _unsealed(self, record: BlockRecord, epoch: int) -> bytearray:
+        """The head, with zeros for its seal."""
+        at, head = self._at, bytearray(self._blank)
+        head[at["epoch"]] = epoch.to_bytes(8, "little")
+        head[at["chain_hash"]] = record.chain_hash
+        head[at["parent"]] = record.parent
+        head[at["num_tokens"]] = (len(record.tokens) // 4).to_bytes(4, "little")
+        head[at["tokens"]] = record.tokens.ljust(4 * self._block_size, b"\0")
+        head[at["xxh3"]] = record.checksum.to_bytes(_CHECKSUM_BYTES, "little")
+        return head
+
+    def _seal(self, unsealed: bytes | bytearray, payload: memoryview) -> bytes:
+        if self._mac is None:
+            return checksum(memoryview(unsealed)).to_bytes(_CHECKSUM_BYTES, "little")
+        mac = self._mac.copy()
+        mac.update(unsealed)
+        mac.update(payload)  # lets go of the GIL
+        return mac.digest()
+
+
+class EncryptedForm:
+    """Tokens, payload and the blocks' names hidden by a key of KEY_BYTES; see `RecordCipher`.
+
+    Head and payload are sealed each by itself, for they lie apart: a payload is received into its slot and decrypted
+    there. What the head hides is associated with the payload, so the two cannot be parted.
+    """
+
+    def __init__(self, fingerprint: bytes, slot_bytes: int, block_size: int, key: bytes) -> None:
+        self._cipher = RecordCipher(key, b"kvtier redis record" + fingerprint)
+        self._name_key = derive(key, b"kvtier redis name" + fingerprint)
+        self.name = blake2b(key=self._name_key, digest_size=_NAME_BYTES).hexdigest()
+        self._slot_bytes = slot_bytes
+        self._block_size = block_size
+        hidden_bytes = _HASH_BYTES + 4 + 4 * block_size + _CHECKSUM_BYTES
+        self._blank, self._at = _layout(
+            {
+                "version": VERSION,
+                "codec": "aes-256-gcm",
+                "payload_len": slot_bytes,
+                "hidden": bytes(hidden_bytes + STAMP_BYTES),
+                "stamp": bytes(STAMP_BYTES),
+            }
+        )
+        self.head_bytes = len(self._blank)
+
+    def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
+        """Keyed digests: from a chain hash, who guesses the tokens could tell that he is right."""
+        key = self._name_key
+        return [blake2b(chain_hash, key=key, digest_size=32).hexdigest().encode() for chain_hash in hashes]
+
+    def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
+        """The payload is encrypted into memory of its own, for others may be reading it."""
+        hidden = self._cipher.seal(self._hidden(record), _named(b"head", record.chain_hash, epoch))
+        into = memoryview(np.empty(self._slot_bytes, np.uint8))
+        stamp = self._cipher.encrypt_into(payload, _named(b"payload", record.chain_hash, epoch, hidden), into)
+        return self._head(hidden, stamp), into
+
+    def decode(self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int) -> BlockRecord | Outcome:
+        """Decrypts `payload` where it lies."""
+        hidden, stamp = head[self._at["hidden"]], head[self._at["stamp"]]
+        fields = self._cipher.open(hidden, _named(b"head", chain_hash, epoch))
+        if fields is None or self._head(hidden, stamp) != head:
+            return Outcome.CHECKSUM
+        tokens = fields[_HASH_BYTES + 4 : -_CHECKSUM_BYTES]
+        num_tokens = int.from_bytes(fields[_HASH_BYTES : _HASH_BYTES + 4], "little")
+        xxh3 = int.from_bytes(fields[-_CHECKSUM_BYTES:], "little")
+        record = BlockRecord(chain_hash, fields[:_HASH_BYTES], tokens[: 4 * num_tokens], xxh3)
+        if self._hidden(record) != fields:
+            return Outcome.KEY_MISMATCH
+        if not self._cipher.decrypt_into(payload, stamp, _named(b"payload", chain_hash, epoch, hidden), payload):
+            return Outcome.CHECKSUM
+        return record if checksum(payload) == record.checksum else Outcome.CHECKSUM
+
+    def _hidden(self, record: BlockRecord) -> bytes:
+        num_tokens = (len(record.tokens) // 4).to_bytes(4, "little")
+        tokens = record.tokens.ljust(4 * self._block_size, b"\0")
+        return record.parent + num_tokens + tokens + record.checksum.to_bytes(_CHECKSUM_BYTES, "little")
+
+    def _head(self, hidden: bytes, stamp: bytes) -> bytes:
+        head = bytearray(self._blank)
+        head[self._at["hidden"]] = hidden
+        head[self._at["stamp"]] = stamp
+        return bytes(head)
+
+
+def _layout(fields: Mapping[str, int | str | bytes]) -> tuple[bytes, dict[str, slice]]:
+    """The head with zeros for what differs from block to block, and where in it each of its values lies.
+
+    All are of fixed width, so that no block needs msgpack again.
+    """
+    header = msgpack.packb(fields)
+    places, so_far = {}, {}
+    for name, value in fields.items():
+        so_far[name] = value
+        end = _PREFIX_BYTES + len(msgpack.packb(so_far))  # up to 15 fields, a map's own mark is one byte
+        places[name] = slice(end - len(value) if isinstance(value, bytes) else end, end)
+    return len(header).to_bytes(_PREFIX_BYTES, "little") + header, places
+
+
+def _named(part: bytes, chain_hash: ChainHash, epoch: int, hidden: bytes = b"") -> bytes:
+    """What one part of a record is called, for its cipher."""
+    return part.ljust(8, b"\0") + epoch.to_bytes(8, "little") + chain_hash + hidden
+
+
+def _derived(secret: str, purpose: bytes) -> bytes:
+    return hmac.digest(secret.encode("utf-8", "surrogatepass"), purpose, _MAC)
