@@ -20,7 +20,8 @@ from kvtier.tiers import ConfigError, FormatError
 
 _log = logging.getLogger(__name__)
 
-_HEARTBEAT: Final = 1000  # milliseconds; after three without one the publisher counts as gone
+# A publisher that is silent for a second is probed every second, and gone after three probes without an answer.
+_PROBES: Final = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 1, zmq.TCP_KEEPALIVE_INTVL: 1, zmq.TCP_KEEPALIVE_CNT: 3}
 _QUEUE: Final = 16  # batches that may wait to be read, of MAX_PAYLOAD each; more of them wait at the publisher
 _TURN: Final = 256  # batches read from one socket before the others are looked at …
 _TURN_TIME: Final = 0.1  # … and seconds, and what the batch takes that is then under way
@@ -170,8 +171,10 @@ class EventConsumer:
         socket.setsockopt(zmq.RCVHWM, _QUEUE)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD)  # more than that ends the connection
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT)
+        # The kernel's probes, not ZMQ's heartbeats. A full queue is not read, so heartbeats seem late and end the
+        # connection, and then libzmq 4.3.5 aborts the process (its issue 3937).
+        for option, value in _PROBES.items():
+            socket.setsockopt(option, value)
         return socket
 
     def _connect(self, socket: "zmq.Socket[bytes]", what: str, address: str) -> None:

@@ -201,7 +201,6 @@ def test_registering_imports_nothing_that_vllm_had_not() -> None:
     assert set(done.stdout.split()[:-1]) == {
         "kvtier",
         "kvtier.connector",
+        "kvtier.connector.vllm",
         "kvtier.connector.vllm.plugin",
-        "kvtier.tiers",
-        "kvtier.tiers.errors",
     }

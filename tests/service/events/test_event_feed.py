@@ -1,5 +1,7 @@
 """Publisher and consumer over real sockets: late, slow and cut-off readers end with the right index; vLLM's frames."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -393,6 +395,43 @@ def test_a_reader_that_does_not_read_blocks_nobody(monkeypatch: pytest.MonkeyPat
             numbers.append(int.from_bytes(slow.recv_multipart()[1], "big"))
         assert numbers == sorted(set(numbers))
         assert len(numbers) < publisher.seq  # it sees that some are missing
+
+
+FLOODED = """
+import threading, time, zmq
+from kvtier.service.events.consumer import EventConsumer
+from kvtier.service.events.wire import AllBlocksCleared, EventBatch, encode_batch
+
+payload = encode_batch(EventBatch(0.0, [AllBlocksCleared()] * 100_000))
+
+class Slow:
+    applied = 0
+    def apply(self, worker, event):
+        self.applied += 1
+        if self.applied % 100_000 == 1:
+            time.sleep(4)  # longer than a publisher may be silent, while its batches fill every queue
+    def drop(self, worker):
+        pass
+
+with zmq.Context() as context, context.socket(zmq.PUB) as out:
+    out.setsockopt(zmq.LINGER, 0)
+    port = out.bind_to_random_port("tcp://127.0.0.1")
+    sink = Slow()
+    with EventConsumer("w", sink, f"tcp://127.0.0.1:{port}"):
+        end, number = time.monotonic() + 10, 0
+        while time.monotonic() < end:
+            out.send_multipart([b"", number.to_bytes(8, "big"), payload])
+            number += 1
+            time.sleep(0.01)
+    print(sink.applied > 100_000)
+"""
+
+
+@pytest.mark.slow
+def test_a_reader_that_falls_behind_lives() -> None:
+    """libzmq aborts a process whose heartbeat is late while its queue is full."""
+    done = subprocess.run([sys.executable, "-c", FLOODED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
 def test_who_does_not_read_its_replay_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
