@@ -20,7 +20,7 @@ PATIENCE: Final = 100.0  # seconds until everybody has an answer again
 _PATH: Final = "/v1/chat/completions"
 _PAUSE: Final = 0.1  # seconds before a client asks on, or again
 _ANSWER: Final = 90.0  # seconds: one that waits longer was not told cleanly
-_CLEAN: Final = (429, 502, 503, 504)  # nobody could answer; a 500 would be a fault that reached an engine
+_CLEAN: Final = (408, 429, 502, 503, 504)  # nobody could answer; a 500 would be a fault that reached an engine
 HANG: Final = "left without a word"
 _SALTS: Final = itertools.count()  # no tenant comes back
 _TOLD: Final = {"role": "assistant"}
@@ -78,6 +78,12 @@ def conversations(model: Path, number: int, num_turns: int) -> list[list[Turn]]:
         told = list(threads.map(hold, range(number)))
     assert len({turn.answer for turns in told for turn in turns}) > number * num_turns // 2  # a mix-up would show
     return told
+
+
+async def _is_retrying(http: httpx2.AsyncClient) -> bool:
+    """Whether the router has asked another replica anew: what the first one stored of a request is found then."""
+    status = (await http.get("/status")).json()
+    return any(status["retries"].values())
 
 
 class Crowd:
@@ -163,7 +169,7 @@ class Crowd:
         if said.usage is not None:
             cached = said.usage["prompt_tokens_details"]["kvtier"]
             self.cached.update(cached)
-            if is_first and any(cached.values()):
+            if is_first and any(cached.values()) and not await _is_retrying(http):
                 self.faults.append(f"a new tenant was given {cached}")
         return said.is_whole or (leaves and said.trouble is None)
 

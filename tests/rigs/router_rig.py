@@ -27,9 +27,9 @@ MODEL = {"id": "m", "object": "model", "kvtier": {"block_size": 4, "fingerprint"
 Says = Callable[[str, dict[str, str]], bytes | Iterator[bytes] | None]
 
 
-def until(condition: Callable[[], object]) -> None:
+def until(condition: Callable[[], object], patience: float = PATIENCE) -> None:
     """Wait for it."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + patience
     while not condition():
         assert time.monotonic() < end, "it never came about"
         time.sleep(0.02)
