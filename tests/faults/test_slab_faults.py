@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from fault_rig import FaultyIO
+from slab_rig import verify
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import FingerprintMismatch, FormatError, TierUnavailable
@@ -125,7 +126,7 @@ def test_cut_short_while_open_is_a_miss_and_no_sigbus(slab_path: Path, mode: Mod
         # Stores may succeed (the file grows again) or not; nothing raises, nothing is served wrong.
         put(store, range(20, 30))
         get(store, range(30))
-        store.verify()
+        verify(store)
         store.check()
         store.close()
 
@@ -243,15 +244,15 @@ def test_the_record_of_one_block_under_anothers_key(slab_path: Path) -> None:
 
 def test_verify_names_what_is_bad(slab_path: Path) -> None:
     store = open_store(slab_path.parent)
-    assert store.verify().is_clean
+    assert verify(store).is_clean
     fd = os.open(slab_path, os.O_RDWR)
     os.pwrite(fd, b"x", store.superblock.payload_offset(3) + 100)
     os.pwrite(fd, bytes(64), store.superblock.row_offset(7))
     os.close(fd)
-    report = store.verify()
+    report = verify(store)
     assert (report.bad_payloads, report.bad_rows, report.unreadable) == ([hash_of(3)], [hash_of(7)], [])
     os.truncate(slab_path, store.superblock.payload_offset(15))
-    report = store.verify()
+    report = verify(store)
     assert not report.is_clean
     assert report.unreadable == [hash_of(key) for key in range(15, 20)]
     assert report.num_blocks == 20

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ClaimedExtent, ExtentMap, SlotRun
-from kvtier.tiers.file.file_io import FileIO, write_all
+from kvtier.tiers.file.file_io import CALL_BYTES, FileIO, write_all
 from kvtier.tiers.file.group_sync import GroupSync
-from kvtier.tiers.file.payload_io import CALL_BYTES, PayloadIO
-from kvtier.tiers.file.slab_codec import Codec, PlainCodec
+from kvtier.tiers.file.payload_io import PayloadIO
+from kvtier.tiers.file.slab_codec import Codec
 from kvtier.tiers.file.slab_space import FULL_ERRNOS, SlabFile, blank_rows, blank_slots, write_superblock
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class SlabWriter:
         self._blocks = blocks
         self._rows = rows
         self._lock = lock
-        self.codec: Codec = PlainCodec(file.superblock)
+        self.codec = Codec(file.superblock)
         self.sync: GroupSync | None = None  # set: durable
         self.next_seq = 1
 
@@ -194,12 +194,10 @@ class SlabWriter:
         stride = self._superblock.stride
         memory = memoryview(mmap.mmap(-1, len(claim.keep) * stride))
         buffers = [memory[i * stride : i * stride + self._superblock.slot_bytes] for i in range(len(claim.keep))]
+        offsets = [self._superblock.payload_offset(slot) for slot in claim.keep]
         try:
-            first = 0
-            for index, slot in enumerate(claim.keep, 1):  # adjacent ones in one call
-                if index == len(claim.keep) or claim.keep[index] != slot + 1:
-                    self._payload.read(self._superblock.payload_offset(claim.keep[first]), buffers[first:index])
-                    first = index
+            for run in self._payload.runs(offsets):
+                self._payload.read(offsets[run.start], buffers[run])
         except OSError:
             return ()  # a second chance is a favour; the extent goes all the same
         rows = self._rows[claim.keep]

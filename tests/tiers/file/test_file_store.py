@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 import pytest
+from slab_rig import verify
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import ConfigError, FingerprintMismatch, StoreLocked, TierUnavailable
@@ -132,7 +133,7 @@ def test_stored_blocks_come_back_now_and_after_a_restart(open_store: OpenStore, 
     store.write([record_of(20, slot_bytes)], [payload_of(20, slot_bytes)])
     # Host memory that is not aligned goes through a bounce buffer; order and gaps don't matter.
     assert get(store, [7, 3, 99, 4, 3], shift=16) == [Outcome.OK, Outcome.OK, Outcome.ABSENT, Outcome.OK, Outcome.OK]
-    assert store.verify().is_clean
+    assert verify(store).is_clean
     store.close()
     again = open_store(4 << 20, slot_bytes=slot_bytes, mode=mode)
     assert again.num_recovered == 21
@@ -322,7 +323,7 @@ def test_threads_reading_and_writing_under_eviction(open_store: OpenStore, mode:
         thread.join(60)
     assert not failures, failures
     store.check()
-    assert store.verify().is_clean
+    assert verify(store).is_clean
     held = store.stats()["slots_ready"]
     store.close()
     assert open_store(1 << 20, mode=mode).num_recovered == held

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from doubles import wait_until
 from fault_rig import FaultyIO
+from slab_rig import verify
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import StoreLocked, TierUnavailable
@@ -118,7 +119,7 @@ def test_models_that_come_later_get_their_share_of_one_that_is_open_and_full(
     assert first.stats()["slots"] == left
     assert "for another model's slab" in caplog.text
     for store in stores:
-        assert store.verify().is_clean
+        assert verify(store).is_clean
         assert store.probe("read")
         store.check()
         store.close()
@@ -159,7 +160,7 @@ def test_readers_and_writers_of_a_slab_that_gives_up_its_tail_notice_only_misses
         thread.start()
     for model in (1, 2, 3, 4):
         assert open_store(model).superblock.file_bytes >= SIZE // (model + 1) - (64 << 10)
-        first.verify()
+        verify(first)
         time.sleep(0.05)
     first.reset()
     time.sleep(0.05)
@@ -169,7 +170,7 @@ def test_readers_and_writers_of_a_slab_that_gives_up_its_tail_notice_only_misses
     assert failures == []
     assert taken(tmp_path) <= SIZE
     first.check()
-    assert first.verify().is_clean
+    assert verify(first).is_clean
     held = first.stats()["slots_ready"]
     first.close()
     assert open_store(0).num_recovered == held
@@ -358,7 +359,7 @@ def test_killed_at_every_write_of_a_cut(tmp_path: Path, when: str) -> None:
         assert get(store, range(kept)) == [Outcome.OK] * kept
         assert set(get(store, range(kept, had))) <= {Outcome.OK, Outcome.ABSENT}
         assert put(store, range(5000, 5008)) == [Outcome.OK] * 8
-        assert store.verify().is_clean
+        assert verify(store).is_clean
         store.check()
         store.close()
         shutil.rmtree(directory)
