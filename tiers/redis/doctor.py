@@ -5,12 +5,10 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from kvtier.tiers import ConfigError, Finding, error, load_key, ok, warning
 from kvtier.tiers.config import RedisConfig, show_size
-from kvtier.tiers.redis.options import Servers, parse
+from kvtier.tiers.redis.options import options_of, own_login, parse, text_of
 
 _ANSWER_SECONDS: Final = 2.0  # for one command; a doctor is more patient than a tier
 _SMALL_BYTES: Final = 64 << 20
@@ -33,7 +31,8 @@ def check_redis(config: RedisConfig) -> list[Finding]:
         return [error("redis", found, fix)]
     findings = _check_key(config)
     masters: dict[str, Options] = {}
-    for options in _options(config, servers):
+    shared = options_of(config, servers) | {"socket_timeout": _ANSWER_SECONDS}
+    for options in (shared | place for place in servers.places):
         name = f"redis {_place(options)}"
         with _answers(name, findings), redis.Redis(**options) as client:
             findings += _check_server(config, client, name)
@@ -54,23 +53,6 @@ def _check_key(config: RedisConfig) -> list[Finding]:
         found, _, fix = str(refused).partition("; ")
         return [error("redis", found, fix)]
     return []
-
-
-def _options(config: RedisConfig, servers: Servers) -> list[Options]:
-    """How to reach each of the servers; [redis] username and password are the master's if they are Sentinels."""
-    common = servers.common | {"socket_timeout": _ANSWER_SECONDS, "retry": Retry(NoBackoff(), 0)}
-    if config.mode == "sentinel":
-        common |= {name: value for name, value in servers.login.items() if name != "db"}
-    else:
-        common |= servers.login | _login(config)
-    if servers.path is not None:
-        return [common | {"unix_socket_path": servers.path}]
-    return [common | {"host": host, "port": port} for host, port in servers.addresses]
-
-
-def _login(config: RedisConfig) -> Options:
-    given = {"username": config.username, "password": config.password and config.password.get_secret_value()}
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _place(options: Options) -> str:
@@ -99,12 +81,12 @@ def _master(config: RedisConfig, client: UntypedClient, options: Options) -> Opt
     """How to reach the master that a Sentinel names."""
     address = _master_address(config, client)
     kept = {name: value for name, value in options.items() if name not in ("username", "password")}
-    return kept | _login(config) | {"host": address[0], "port": address[1]} if address else None
+    return kept | own_login(config) | {"host": address[0], "port": address[1]} if address else None
 
 
 def _master_address(config: RedisConfig, client: UntypedClient) -> tuple[str, int] | None:
     found = client.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", config.sentinel_name)
-    return (_text(found[0]), int(found[1])) if found else None
+    return (text_of(found[0]), int(found[1])) if found else None
 
 
 def _check_data(client: UntypedClient, name: str) -> Iterator[Finding]:
@@ -150,10 +132,6 @@ def _version(client: UntypedClient) -> str:
     if "valkey_version" in server:
         return f"Valkey {server['valkey_version']}"
     return f"Redis {server.get('redis_version', 'of unknown version')}"
-
-
-def _text(value: object) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 @contextmanager
