@@ -14,7 +14,8 @@ from typing import Final
 from kvtier.tiers import ConfigError, Finding, FormatError, error, key_id, load_key, ok, warning
 from kvtier.tiers.config import FileConfig, format_size, show_size
 from kvtier.tiers.file import slab
-from kvtier.tiers.file.file_io import PAGE, FileIO, read_all, write_all
+from kvtier.tiers.file.file_io import FileIO
+from kvtier.tiers.file.payload_io import PayloadIO
 from kvtier.tiers.file.slab_budget import SLAB_NAME
 
 _CALL_BYTES: Final = 4 << 20
@@ -158,32 +159,29 @@ def _measure(directory: Path, span: int) -> DiskRates:
     with ExitStack() as undo:
         fd, name = tempfile.mkstemp(prefix=".kvtier-doctor-", dir=directory)
         undo.callback(io.close, fd)
-        direct: int | None = None
         try:
-            direct = io.open(Path(name), os.O_RDWR | os.O_DIRECT)
-            undo.callback(io.close, direct)
-        except OSError:
-            pass  # refused there
+            payload = PayloadIO(io, Path(name), fd, slot_bytes=_CALL_BYTES, mode="direct")
         finally:
             os.unlink(name)  # before any byte is written, so that a kill leaves nothing
+        undo.callback(payload.close)
+        is_direct = payload.mode == "direct"  # not refused there
         io.allocate(fd, 0, span)
-        chosen = fd if direct is None else direct
 
         def write(buffer: memoryview, offset: int) -> None:
-            write_all(io, chosen, [buffer], offset, PAGE)
-            if direct is None:
+            payload.write(offset, [buffer])
+            if not is_direct:
                 io.sync(fd)
 
         def read(buffer: memoryview, offset: int) -> None:
-            if direct is None:
+            if not is_direct:
                 os.posix_fadvise(fd, offset, len(buffer), os.POSIX_FADV_DONTNEED)
-            read_all(io, chosen, [buffer], offset, PAGE)
+            payload.read(offset, [buffer])
 
         part = span // _NUM_THREADS
         write_rate, covered = _rate(write, part, part)
         io.sync(fd)
         read_rate, _ = _rate(read, part, min(covered, part))  # beyond that no data was written
-        return DiskRates(write_rate, read_rate, direct is not None)
+        return DiskRates(write_rate, read_rate, is_direct)
 
 
 def _rate(transfer: Callable[[memoryview, int], None], part: int, covered: int) -> tuple[float, int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
-from kvtier.tiers.redis.records import Keyspace
+from kvtier.tiers.redis.forms import Keyspace
 from kvtier.tiers.redis.stream import SendBuffer, WireError
 from kvtier.tiers.redis.wire import Head, RedisReply, Refusal, Wire
 

@@ -25,12 +25,11 @@ from kvtier.tiers.config import RedisConfig
 from kvtier.tiers.redis.batch import Batches, BlockResult, LaneWork
 from kvtier.tiers.redis.changes import RedisChanges
 from kvtier.tiers.redis.epoch import Epoch
-from kvtier.tiers.redis.forms import form_of
+from kvtier.tiers.redis.forms import Keyspace, form_of
 from kvtier.tiers.redis.lanes import Lane, Settle, command
 from kvtier.tiers.redis.names import Names
 from kvtier.tiers.redis.nodes import Nodes, nodes_of
 from kvtier.tiers.redis.options import MAX_VALUE, RedisClient, connect, judge, no_epoch, parse, survey
-from kvtier.tiers.redis.records import Keyspace
 from kvtier.tiers.redis.stream import WireError
 from kvtier.tiers.redis.wire import Refusal
 
