@@ -12,8 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import slab_rig
 from fault_rig import FaultyIO
-from slab_rig import verify
+from slab_rig import BLOCK_SIZE, SLOT, hash_of, payload_of, put, record_of, verify
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import FingerprintMismatch, FormatError, TierUnavailable
@@ -23,20 +24,8 @@ from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 FINGERPRINT = b"fault-tests".ljust(32, b".")
-SLOT, BLOCK_SIZE, SIZE = 4096, 4, 160 * 1024
+SIZE = 160 * 1024
 MISSES = {Outcome.ABSENT, Outcome.CHECKSUM, Outcome.EVICTED, Outcome.IO_ERROR, Outcome.KEY_MISMATCH}
-
-
-def hash_of(key: int) -> bytes:
-    return key.to_bytes(4, "big") * 8
-
-
-def payload_of(key: int) -> memoryview:
-    return memoryview(random.Random(key).randbytes(SLOT))
-
-
-def record_of(key: int) -> BlockRecord:
-    return BlockRecord(hash_of(key), hash_of(key + 1), key.to_bytes(4, "little") * 4, checksum(payload_of(key)))
 
 
 NUM_KEYS = 40
@@ -61,21 +50,10 @@ def open_store(directory: Path, io: FileIO | None = None, mode: Mode = "buffered
     )
 
 
-def put(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
-    return store.write([RECORDS[key] for key in keys], [PAYLOADS[key] for key in keys])
-
-
 def get(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
-    """Read blocks; whatever comes back as a record is exactly what was stored under that key (I1)."""
-    buffers = [memoryview(bytearray(SLOT)) for _ in keys]
-    results = store.read([hash_of(key) for key in keys], buffers)
-    for key, buffer, result in zip(keys, buffers, results, strict=True):
-        if isinstance(result, BlockRecord):
-            assert result == RECORDS[key]
-            assert buffer == PAYLOADS[key]
-        else:
-            assert result in MISSES
-    return [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
+    outcomes = slab_rig.get(store, keys)
+    assert set(outcomes) <= MISSES | {Outcome.OK}
+    return outcomes
 
 
 KEYS = range(20)

@@ -14,7 +14,8 @@ from typing import Protocol
 
 import numpy as np
 import pytest
-from slab_rig import verify
+import slab_rig
+from slab_rig import hash_of, payload_of, record_of, verify
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import ConfigError, FingerprintMismatch, StoreLocked, TierUnavailable
@@ -29,17 +30,11 @@ SLOT = 8192
 KEYS: list[bytes | None] = [None, bytes(range(32))]
 
 
-def hash_of(key: int) -> bytes:
-    return key.to_bytes(4, "big") * 8
-
-
-def payload_of(key: int, num_bytes: int = SLOT) -> memoryview:
-    return memoryview(np.random.default_rng(key).bytes(num_bytes))
-
-
-def record_of(key: int, num_bytes: int = SLOT) -> BlockRecord:
-    return BlockRecord(hash_of(key), hash_of(key - 1) if key else bytes(32), key.to_bytes(4, "little") * 4,
-                       checksum(payload_of(key, num_bytes)))  # fmt: skip
+def slots(count: int, num_bytes: int, shift: int = 0) -> list[memoryview]:
+    """Host slots as L2 has them: padded to pages and aligned, or `shift` bytes off."""
+    stride = slab.round_up(num_bytes, 4096)
+    region = memoryview(mmap.mmap(-1, (count + 1) * stride))
+    return [region[i * stride + shift : i * stride + shift + num_bytes] for i in range(count)]
 
 
 def put(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
@@ -50,25 +45,8 @@ def put(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
     return store.write([record_of(key, num_bytes) for key in keys], payloads)
 
 
-def slots(count: int, num_bytes: int, shift: int = 0) -> list[memoryview]:
-    """Host slots as L2 has them: padded to pages and aligned, or `shift` bytes off."""
-    stride = slab.round_up(num_bytes, 4096)
-    region = memoryview(mmap.mmap(-1, (count + 1) * stride))
-    return [region[i * stride + shift : i * stride + shift + num_bytes] for i in range(count)]
-
-
 def get(store: FileStore, keys: Sequence[int], shift: int = 0) -> list[Outcome]:
-    """Read blocks; what comes back as a record must be exactly what was stored under that key."""
-    num_bytes = store.superblock.slot_bytes
-    buffers = slots(len(keys), num_bytes, shift)
-    results = store.read([hash_of(key) for key in keys], buffers)
-    outcomes = []
-    for key, buffer, result in zip(keys, buffers, results, strict=True):
-        if isinstance(result, BlockRecord):
-            assert result == record_of(key, num_bytes)
-            assert buffer == payload_of(key, num_bytes)
-        outcomes.append(Outcome.OK if isinstance(result, BlockRecord) else result)
-    return outcomes
+    return slab_rig.get(store, keys, slots(len(keys), store.superblock.slot_bytes, shift))
 
 
 class Trace(FileIO):
@@ -184,7 +162,7 @@ def test_a_skipped_write_needs_an_entry_that_says_the_same(open_store: OpenStore
     assert put(store, range(4)) == [Outcome.OK] * 4
     assert store.stats()["slots_ready"] == before["slots_ready"] == 4
     # The same key with other bytes (another kernel, another batch): the new bytes replace the old.
-    other = payload_of(77)
+    other = payload_of(77, SLOT)
     record = BlockRecord(hash_of(2), hash_of(1), b"\2\0\0\0" * 4, checksum(other))
     assert store.write([record], [other]) == [Outcome.OK]
     buffer = slots(1, SLOT)
@@ -540,11 +518,11 @@ def test_wrong_arguments_are_the_callers_fault(open_store: OpenStore, disk_dir: 
     with pytest.raises(ValueError, match="one buffer of 8192 bytes per block"):
         store.read([hash_of(0)], [memoryview(bytearray(100))])
     with pytest.raises(ValueError, match="one buffer"):
-        store.write([record_of(0)], [])
+        store.write([record_of(0, SLOT)], [])
     with pytest.raises(ValueError, match="32 bytes"):
-        store.write([BlockRecord(b"short", bytes(32), b"", 0)], [payload_of(0)])
+        store.write([BlockRecord(b"short", bytes(32), b"", 0)], [payload_of(0, SLOT)])
     with pytest.raises(ValueError, match="at most 4 u32"):
-        store.write([BlockRecord(hash_of(0), bytes(32), bytes(20), 0)], [payload_of(0)])
+        store.write([BlockRecord(hash_of(0), bytes(32), bytes(20), 0)], [payload_of(0, SLOT)])
     with pytest.raises(ValueError, match="fingerprint must be 32 bytes"):
         FileStore.open(disk_dir, b"", slot_bytes=1, block_size=1, size=1 << 20)
 

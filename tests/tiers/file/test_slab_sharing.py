@@ -16,49 +16,20 @@ import numpy as np
 import pytest
 from doubles import wait_until
 from fault_rig import FaultyIO
-from slab_rig import verify
+from slab_rig import BLOCK_SIZE, SLOT, get, hash_of, put, verify
 
-from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import StoreLocked, TierUnavailable
 from kvtier.tiers.file import slab, slab_tail
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.slab_check import check_slab
 from kvtier.tiers.file.slab_tail import Calls
 from kvtier.tiers.file.store import FileStore
-from kvtier.tiers.tier import BlockRecord, Outcome
+from kvtier.tiers.tier import Outcome
 
-SLOT, BLOCK_SIZE, SIZE = 4096, 4, 1 << 20
+SIZE = 1 << 20
 MODELS = [f"model {n}".encode().ljust(32, b".") for n in range(5)]
 OpenStore = Callable[..., FileStore]
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-
-
-def hash_of(key: int) -> bytes:
-    return key.to_bytes(4, "big") * 8
-
-
-def payload_of(key: int) -> memoryview:
-    return memoryview(np.random.default_rng(key).bytes(SLOT))
-
-
-def record_of(key: int) -> BlockRecord:
-    return BlockRecord(hash_of(key), hash_of(key - 1) if key else bytes(32), key.to_bytes(4, "little") * 4,
-                       checksum(payload_of(key)))  # fmt: skip
-
-
-def put(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
-    return store.write([record_of(key) for key in keys], [payload_of(key) for key in keys])
-
-
-def get(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
-    """Read blocks; whatever comes back as a record is exactly what was stored under that key (I1)."""
-    buffers = [memoryview(bytearray(SLOT)) for _ in keys]
-    results = store.read([hash_of(key) for key in keys], buffers)
-    for key, buffer, result in zip(keys, buffers, results, strict=True):
-        if isinstance(result, BlockRecord):
-            assert result == record_of(key)
-            assert buffer == payload_of(key)
-    return [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
 
 
 def fill(store: FileStore) -> int:
