@@ -41,11 +41,7 @@ _OWN_WAYS: Final = (  # of decoding, beside one token after the other behind the
     "token_healing",
 )
 _WHOLE_PROMPT: Final = ("output_attentions", "output_hidden_states")
-_DYNAMIC: Final = (
-    None,
-    "dynamic",
-    "hybrid",
-)  # the cache that is made here; Gemma's checkpoints name the last
+_DYNAMIC: Final = (None, "dynamic", "hybrid")  # the cache that is made here; Gemma's checkpoints name the last
 
 
 @dataclass(slots=True)

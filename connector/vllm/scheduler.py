@@ -304,10 +304,8 @@ class SchedulerHalf:
     def _offer(self, row: TrackedRequest, num_scheduled: int, state: Any) -> None:
         """Plan stores of the blocks that a step fills."""
         request, size = row.request, self._plan.block_size
-        if row.stored is None:
-            row.stored = (
-                0  # also what vLLM found in its own cache: tiers that hold it take no copy, others may have lost it
-            )
+        if row.stored is None:  # what vLLM found in its own cache is offered too: tiers that hold it take no copy
+            row.stored = 0
         computed = request.num_computed_tokens + num_scheduled
         if computed // size > row.stored:
             self._store(row, computed, lambda: state.get_block_ids(row.request_id))

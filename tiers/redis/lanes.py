@@ -94,11 +94,7 @@ class Lane:
                 settle(position, self._verified(head, hashes[position], into[position]))
 
     def set(
-        self,
-        records: Sequence[BlockRecord],
-        payloads: Sequence[memoryview],
-        positions: Iterable[int],
-        settle: Settle,
+        self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], positions: Iterable[int], settle: Settle
     ) -> None:
         """Store blocks, in order, until one is refused."""
         groups = self._groups(positions)

@@ -130,9 +130,7 @@ class RedisStore:
         """Read each block into its buffer (slot_bytes each, writable) and verify it; see `Tier.read`."""
         require_buffers(len(hashes), into, self.space.slot_bytes)
         answers = self._batch(
-            hashes,
-            self._deadline(len(hashes)),
-            lambda lane, own, settle: lane.get(hashes, into, own, settle),
+            hashes, self._deadline(len(hashes)), lambda lane, own, settle: lane.get(hashes, into, own, settle)
         )
         results = [answer if isinstance(answer, BlockRecord | Outcome) else Outcome.IO_ERROR for answer in answers]
         self._names.add(h for h, result in zip(hashes, results, strict=True) if isinstance(result, BlockRecord))
@@ -160,9 +158,7 @@ class RedisStore:
         answers: Sequence[BlockResult | None] = [Outcome.UNSUPPORTED] * len(records)
         if not self._oversized:
             answers = self._batch(
-                hashes,
-                self._deadline(len(records)),
-                lambda lane, own, settle: lane.set(records, payloads, own, settle),
+                hashes, self._deadline(len(records)), lambda lane, own, settle: lane.set(records, payloads, own, settle)
             )
         outcomes = _cut([answer if isinstance(answer, Outcome) else Outcome.PARENT_FAILED for answer in answers])
         self._names.add(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK)
