@@ -64,6 +64,26 @@ class Trace(FileIO):
         super().sync(fd)
 
 
+class Interrupted(FileIO):
+    """Before the next transfer of `least` bytes something else happens, once."""
+
+    action: Callable[[], None] | None = None
+    least = 0
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._interrupt(buffers)
+        return super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._interrupt(buffers)
+        return super().pwritev(fd, buffers, offset)
+
+    def _interrupt(self, buffers: Sequence[memoryview]) -> None:
+        if self.action and buffers[0].nbytes >= self.least:
+            action, self.action = self.action, None
+            action()
+
+
 class OpenStore(Protocol):
     def __call__(self, size: int = ..., fingerprint: bytes = ..., slot_bytes: int = ..., mode: Mode = ...,
                  durable: bool = ..., io: FileIO | None = ...) -> FileStore: ...  # fmt: skip
@@ -230,16 +250,7 @@ def test_discard_and_reset_are_final(open_store: OpenStore) -> None:
 
 
 def test_a_reset_under_a_write_wins(open_store: OpenStore) -> None:
-    class ResetsDuringPayload(FileIO):
-        action: Callable[[], None] | None = None
-
-        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            action, self.action = self.action, None
-            if action:
-                action()
-            return super().pwritev(fd, buffers, offset)
-
-    io = ResetsDuringPayload()
+    io = Interrupted()
     store = open_store(io=io)
     put(store, range(4))
     io.action = store.reset
@@ -251,16 +262,7 @@ def test_a_reset_under_a_write_wins(open_store: OpenStore) -> None:
 
 
 def test_a_read_overtaken_by_eviction_says_so(open_store: OpenStore) -> None:
-    class EvictsDuringRead(FileIO):
-        action: Callable[[], None] | None = None
-
-        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            action, self.action = self.action, None
-            if action:
-                action()
-            return super().preadv(fd, buffers, offset)
-
-    io = EvictsDuringRead()
+    io = Interrupted()
     store = open_store(200_000, io=io)
     num_slots = store.superblock.num_slots
     put(store, range(num_slots))
@@ -561,21 +563,17 @@ def test_extents_are_filled_in_chain_order(open_store: OpenStore) -> None:
 def test_a_reset_beside_a_late_writer_forgets_what_was_there_before(open_store: OpenStore) -> None:
     """FAULTS 37: the extent the writer is in holds blocks of before; a restart must not bring them back."""
 
-    class HoldsPayloads(FileIO):
-        action: Callable[[], None] | None = None
-
-        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if self.action and buffers[0].nbytes >= SLOT:
-                action, self.action = self.action, None
-                action()
-                raise OSError(errno.EIO, "bad sector")
-            return super().pwritev(fd, buffers, offset)
-
-    io = HoldsPayloads()
+    io = Interrupted()
+    io.least = SLOT  # a payload, not an entry
     store = open_store(io=io)
     per_extent = store.superblock.slots_per_extent
     put(store, range(per_extent))
-    io.action = store.reset
+
+    def reset_and_fail() -> None:
+        store.reset()
+        raise OSError(errno.EIO, "bad sector")
+
+    io.action = reset_and_fail
     put(store, [0, 1000])  # enters the extent of block 0, then fails
     assert store.lookup([hash_of(0)]) == 0
     store.close()
