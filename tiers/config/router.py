@@ -8,25 +8,14 @@ from pydantic_settings import NoDecode
 
 from kvtier.tiers import L2, TIERS
 from kvtier.tiers.config.quantities import parse_time
-from kvtier.tiers.config.values import (
-    Address,
-    FileName,
-    HttpSection,
-    Time,
-    WholeNumber,
-    listed,
-    option,
-    require_both,
-)
+from kvtier.tiers.config.values import Address, FileName, HttpSection, Time, WholeNumber, listed, option, require_both
 
 MAX_BLOCKS: Final = 4_000_000  # 800 MB at some 200 bytes each (benchmarks/router_overhead.py), of KV some terabytes
 
 
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Replicas = Annotated[
-    tuple[str, ...],
-    NoDecode,
-    listed(".*", 'not a list of replicas; write one, as in ["http://127.0.0.1:8000"]'),
+    tuple[str, ...], NoDecode, listed(".*", 'not a list of replicas; write one, as in ["http://127.0.0.1:8000"]')
 ]
 
 

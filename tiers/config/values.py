@@ -108,8 +108,7 @@ KeyPrefix = Annotated[
 ]
 Address = Annotated[str, _text(_is_address, "not HOST:PORT; write it as in 127.0.0.1:9400")]
 ZmqEndpoint = Annotated[
-    str,
-    _text(_is_endpoint, "not an address of ZMQ's; write it as in ipc:///run/kvtier/events or tcp://127.0.0.1:5557"),
+    str, _text(_is_endpoint, "not an address of ZMQ's; write it as in ipc:///run/kvtier/events or tcp://127.0.0.1:5557")
 ]
 AllowedHosts = Annotated[
     tuple[str, ...],

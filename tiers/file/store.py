@@ -58,13 +58,11 @@ class FileStore:
         self._rows = read_rows(io, file.fd, file.superblock)
         self._blocks = ExtentMap(file.superblock.num_extents, file.superblock.slots_per_extent)
         self.announcer = SlabChanges(self._blocks, self._rows, self._lock, codec)
-        self._writer = SlabWriter(io, file, payload, self._blocks, self._rows, self._lock)
-        self._writer.codec = codec
+        sync = GroupSync(lambda: io.sync(file.fd)) if durable else None
+        self._writer = SlabWriter(io, file, payload, self._blocks, self._rows, self._lock, codec, sync)
         self._calls = Calls(self._release)
         self._inside = self._calls.enter
         self._tail = TailGiver(io, file, self._blocks, self._lock, self._calls)
-        if durable:
-            self._writer.sync = GroupSync(lambda: io.sync(file.fd))
         self._recover()
 
     @classmethod
