@@ -44,11 +44,12 @@ def check_disk(config: FileConfig) -> list[Finding]:
         fix = "choose another [file] path, or put a directory there"
         return [error("file tier", f'[file] path "{config.path}": not a directory', fix)]
     try:
-        findings = [_check_room(config, home)]
+        free = FileIO().free_bytes(home)
+        findings = [_check_room(config, free)]
         if not os.access(home, os.W_OK | os.X_OK):
             fix = f"let this user write in {home}, or choose another [file] path"
             return [*findings, error("disk rate", f'[file] path "{config.path}": no permission to write', fix)]
-        return findings + _judge(probe_disk(home, _room(home)), config)
+        return findings + _judge(probe_disk(home, free), config)
     except OSError as failed:
         found = f'[file] path "{config.path}": {failed.strerror or failed}'
         return [error("disk rate", found, "repair the disk, or choose another [file] path")]
@@ -92,22 +93,16 @@ def _nearest(path: Path) -> Path | None:
     return None
 
 
-def _check_room(config: FileConfig, home: Path) -> Finding:
+def _check_room(config: FileConfig, free: int) -> Finding:
     """Whether free space and existing slabs together hold [file] size, as checked at start."""
     assert config.path is not None
     slabs = _slabs(config.path)
     taken = sum(path.stat().st_size for path in slabs)
-    free = _room(home)
-    found = f"{show_size(free)} free, slabs take {show_size(taken)}"
-    found = f"{found}, [file] size {format_size(config.size)}"
+    found = f"{show_size(free)} free, slabs take {show_size(taken)}, [file] size {format_size(config.size)}"
     if config.size > free + taken:
         verdict = warning if slabs else error  # a start is refused only for the first slab of a directory
         return verdict("free space", found, "lower [file] size, or choose another [file] path")
     return ok("free space", found)
-
-
-def _room(home: Path) -> int:
-    return FileIO().free_bytes(home)
 
 
 def _judge(rates: DiskRates | None, config: FileConfig) -> list[Finding]:

@@ -1,6 +1,6 @@
 """What `kvtier doctor` asks of Redis or Valkey: reachable, of the mode configured, set up as a cache. No secrets."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -61,7 +61,7 @@ def _place(options: Options) -> str:
 
 def _check_server(config: RedisConfig, client: UntypedClient, name: str) -> Iterator[Finding]:
     """What is to be said of one server of [redis] url."""
-    mode = _info(client, "server").get("redis_mode", "standalone")
+    mode = client.info("server").get("redis_mode", "standalone")
     if mode != config.mode:
         yield error(name, f'it is {mode}, [redis] mode is "{config.mode}"', f'set [redis] mode = "{mode}"')
         return
@@ -91,8 +91,8 @@ def _master_address(config: RedisConfig, client: UntypedClient) -> tuple[str, in
 
 def _check_data(client: UntypedClient, name: str) -> Iterator[Finding]:
     """Role and memory of a server that holds blocks."""
-    version, memory = _version(client), _info(client, "memory")
-    if _info(client, "replication").get("role") == "slave":
+    version, memory = _version(client), client.info("memory")
+    if client.info("replication").get("role") == "slave":
         yield error(name, f"{version}, a replica, which refuses writes", "name its master in [redis] url")
         return
     limit, policy = int(memory.get("maxmemory", 0)), str(memory.get("maxmemory_policy", "unknown policy"))
@@ -123,12 +123,8 @@ def _check_cluster(client: UntypedClient, name: str) -> Iterator[Finding]:
         yield warning(name, found, f"`CONFIG SET cluster-require-full-coverage no`, {_KEEP}")
 
 
-def _info(client: UntypedClient, section: str) -> Mapping[str, Any]:
-    return dict(client.info(section))
-
-
 def _version(client: UntypedClient) -> str:
-    server = _info(client, "server")
+    server = client.info("server")
     if "valkey_version" in server:
         return f"Valkey {server['valkey_version']}"
     return f"Redis {server.get('redis_version', 'of unknown version')}"
