@@ -221,9 +221,9 @@ class SchedulerHalf:
     def pending(self) -> bool:
         """Whether an idle engine should keep stepping: copies are under way, or there are events to publish."""
         events = self._events
-        if events is not None and events.due:
+        if events is not None and events.source.waiting:
             return True
-        coming = bool(self._ops or self._tails) or (events is not None and events.coming)
+        coming = bool(self._ops or self._tails) or (events is not None and events.source.coming)
         return coming and time.monotonic() - self._reported_at < _PATIENCE
 
     def reset(self) -> None:

@@ -7,7 +7,6 @@ from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import NoDecode
 
 from kvtier.tiers import L2, TIERS
-from kvtier.tiers.config.quantities import parse_time
 from kvtier.tiers.config.values import Address, FileName, HttpSection, Time, WholeNumber, listed, option, require_both
 
 MAX_BLOCKS: Final = 4_000_000  # 800 MB at some 200 bytes each (benchmarks/router_overhead.py), of KV some terabytes
@@ -27,16 +26,14 @@ class RouterConfig(HttpSection):
     model: FileName | None = option(
         None, "directory of the tokenizer and chat template for prompts; none = ask replicas"
     )
-    tokenize_timeout: Time = option(
-        parse_time("200ms"), "longest a replica may take to say a prompt's tokens, if model is none"
-    )
+    tokenize_timeout: Time = option("200ms", "longest a replica may take to say a prompt's tokens, if model is none")
     replicas: _Replicas = option(
         (), "list of http[s]://HOST:PORT[,events=…][,replay=…][,node=…][,node_replay=…][,block_size=N][,addresses=all]"
     )
     replicas_file: FileName | None = option(
         None, "file with one more replica a line; a change is followed while running"
     )
-    resolve_interval: Time = option(parse_time("10s"), "time between two look-ups of names with addresses=all")
+    resolve_interval: Time = option("10s", "time between two look-ups of names with addresses=all")
     replica_token: SecretStr | None = option(None, "the API key replicas want; never logged")
     replica_ca: FileName | None = option(
         None, "file of the certificates https replicas are verified by; none = the system's"
@@ -59,13 +56,13 @@ class RouterConfig(HttpSection):
         ge=1,
         lt=2**31,
     )
-    probe_interval: Time = option(parse_time("250ms"), "between two looks at a replica")
-    probe_timeout: Time = option(parse_time("700ms"), "longest a look may take; more is late")
+    probe_interval: Time = option("250ms", "between two looks at a replica")
+    probe_timeout: Time = option("700ms", "longest a look may take; more is late")
     probe_failures: WholeNumber = option(3, "late looks in a row that mean it is down", ge=1, le=100)
-    connect_timeout: Time = option(parse_time("500ms"), "longest a connection may take to open")
-    first_byte_timeout: Time = option(parse_time("120s"), "longest an answer may take to begin")
-    stall_timeout: Time = option(parse_time("60s"), "longest a begun answer may pause")
-    request_timeout: Time = option(parse_time("600s"), "longest a request may take in all")
+    connect_timeout: Time = option("500ms", "longest a connection may take to open")
+    first_byte_timeout: Time = option("120s", "longest an answer may take to begin")
+    stall_timeout: Time = option("60s", "longest a begun answer may pause")
+    request_timeout: Time = option("600s", "longest a request may take in all")
 
     @property
     def weights(self) -> Mapping[str, float]:

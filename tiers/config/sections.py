@@ -4,7 +4,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from kvtier.tiers.config.quantities import format_size, parse_duration, parse_size, parse_time
+from kvtier.tiers.config.quantities import format_size
 from kvtier.tiers.config.values import (
     Address,
     ByteSize,
@@ -31,7 +31,7 @@ _SHORTEST_SECRET: Final = 16  # characters: who reads Redis may try shorter ones
 class HostConfig(Section):
     """L2: the host memory region."""
 
-    size: ByteSize = option(parse_size("1GiB"), "memory for L2")
+    size: ByteSize = option("1GiB", "memory for L2")
     shared: bool = option(False, "memfd other processes can map, instead of anonymous memory")
     huge_pages: bool = option(True, "ask the kernel for huge pages")
     pin: bool = option(True, "register the memory with CUDA, if there is a GPU")
@@ -44,7 +44,7 @@ class FileConfig(Section):
     """L3 file: the slabs in one directory."""
 
     path: Directory | None = option(None, "directory of the slabs; none = tier off")
-    size: ByteSize = option(parse_size("4GiB"), "hard bound on the directory's slabs together")
+    size: ByteSize = option("4GiB", "hard bound on the directory's slabs together")
     mode: Literal["auto", "direct", "buffered", "mmap"] = option(
         "auto", "how payloads are read and written: direct, buffered, mmap, or auto"
     )
@@ -52,7 +52,7 @@ class FileConfig(Section):
     key_file: FileName | None = option(
         None, "key that encrypts slabs and archives; none = a reader of a slab can reconstruct prompts"
     )
-    deadline: Time = option(parse_time("2s"), "longest one operation may take before it counts as a miss")
+    deadline: Time = option("2s", "longest one operation may take before it counts as a miss")
 
 
 class CacheConfig(Section):
@@ -66,8 +66,8 @@ class CacheConfig(Section):
     )
     admit_after: WholeNumber = option(1, "sightings before a block is stored", ge=1, le=1000)
     policy: Literal["lru", "s3fifo"] = option("lru", "what is evicted first")
-    store_queue: ByteSize = option(parse_size("256MiB"), "bytes waiting for L3; beyond it stores are dropped")
-    prefetch_deadline: Time = option(parse_time("2s"), "longest a request waits for L3; then it takes what is there")
+    store_queue: ByteSize = option("256MiB", "bytes waiting for L3; beyond it stores are dropped")
+    prefetch_deadline: Time = option("2s", "longest a request waits for L3; then it takes what is there")
     load_or_recompute: Literal["auto", "load", "recompute"] = option(
         "auto", "load a held block, recompute it, or auto: whichever measures faster"
     )
@@ -79,7 +79,7 @@ class CacheConfig(Section):
 class L1Config(Section):
     """L1: the engine's own pool of blocks on its device."""
 
-    size: ByteSize = option(parse_size("256MiB"), "memory for L1; give this or num_blocks")
+    size: ByteSize = option("256MiB", "memory for L1; give this or num_blocks")
     num_blocks: Annotated[WholeNumber, Field(ge=1, lt=2**31)] | None = option(None, "blocks in L1; give this or size")
     enable_prefix_caching: bool = option(True, "off: nothing is hashed, looked up or stored")
 
@@ -114,11 +114,11 @@ class RedisConfig(Section):
         None, "file with the key that encrypts what is stored, AES-256-GCM; instead of secret"
     )
     prefix: KeyPrefix = option("kvtier", "what every key begins with")
-    ttl: Lifetime = option(parse_duration("24h"), "how long a block nobody reads is kept")
-    connect_timeout: Time = option(parse_time("100ms"), "longest a connection may take to open")
-    deadline: Time = option(parse_time("250ms"), "longest a batch may take, besides its size over bandwidth")
-    bandwidth: ByteSize = option(parse_size("50MB"), "bytes per second a batch is given time for")
-    in_flight: ByteSize = option(parse_size("64MiB"), "bytes of requests and replies under way at once")
+    ttl: Lifetime = option("24h", "how long a block nobody reads is kept")
+    connect_timeout: Time = option("100ms", "longest a connection may take to open")
+    deadline: Time = option("250ms", "longest a batch may take, besides its size over bandwidth")
+    bandwidth: ByteSize = option("50MB", "bytes per second a batch is given time for")
+    in_flight: ByteSize = option("64MiB", "bytes of requests and replies under way at once")
 
     @model_validator(mode="after")
     def _one_seal(self) -> Self:
@@ -139,9 +139,7 @@ class ServiceConfig(HttpSection):
     socket: SocketPath | None = option(
         None, "Unix socket of `kvtier serve`; an engine given it uses that daemon's tiers"
     )
-    deadline: Time = option(
-        parse_time("250ms"), "longest an engine's step waits for the daemon; then it stores nothing"
-    )
+    deadline: Time = option("250ms", "longest an engine's step waits for the daemon; then it stores nothing")
     http: Address = option("127.0.0.1:9400", "address of the daemon's metrics, health and admin pages")
     token: SecretStr | None = option(None, "what admin requests must carry; never logged")
     default_quota: ByteSize | None = option(
@@ -160,7 +158,7 @@ class ServerConfig(HttpSection):
     max_waiting: WholeNumber = option(
         64, "requests that may wait for a seat; the next is told to come again, 429", ge=0, le=65536
     )
-    request_timeout: Time = option(parse_time("120s"), "longest a request may take, then it ends")
+    request_timeout: Time = option("120s", "longest a request may take, then it ends")
     max_num_seqs: WholeNumber = option(16, "requests computed at once", ge=1, le=4096)
     max_num_batched_tokens: WholeNumber = option(
         512, "tokens of a step; longer prompts are computed in pieces of this", ge=1, le=2**20
@@ -207,4 +205,4 @@ class BreakerConfig(Section):
     """When a failing tier is left alone, and for how long."""
 
     failures: WholeNumber = option(5, "failures in a row that detach a tier", ge=1, le=1000)
-    retry_after: Time = option(parse_time("1s"), "first wait before a detached tier is probed")
+    retry_after: Time = option("1s", "first wait before a detached tier is probed")

@@ -130,9 +130,9 @@ def option(default: Any, description: str, **bounds: Any) -> Any:
 
 
 class Section(BaseModel):
-    """Options that belong together."""
+    """Options that belong together. Defaults are written as a user would write them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=False, validate_default=True)
 
 
 class HttpSection(Section):
