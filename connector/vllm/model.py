@@ -109,7 +109,7 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
     If kernel blocks are smaller than vLLM's blocks, a block is several consecutive entries.
     """
     start = rank // plan.replicas * plan.part_bytes
-    num_blocks = _num_blocks(plan, kv_caches)
+    num_blocks = kv_caches[plan.layers[0]].nbytes // plan.layer_bytes[0]
     parts = list[BlockPart]()
     for number, name in enumerate(plan.layers):
         group = next(index for index, names in enumerate(plan.groups) if name in names)
@@ -127,11 +127,6 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
 def _split(tensor: torch.Tensor, dimension: int, *sizes: int) -> torch.Tensor:
     split: torch.Tensor = tensor.unflatten(dimension, sizes)  # type: ignore[no-untyped-call]
     return split
-
-
-def _num_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor]) -> int:
-    tensor = kv_caches[plan.layers[0]]
-    return tensor.numel() * tensor.itemsize // plan.layer_bytes[0]
 
 
 def _keys_and_values(tensor: torch.Tensor, content: str) -> Sequence[torch.Tensor]:

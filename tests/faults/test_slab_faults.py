@@ -30,7 +30,6 @@ MISSES = {Outcome.ABSENT, Outcome.CHECKSUM, Outcome.EVICTED, Outcome.IO_ERROR, O
 
 NUM_KEYS = 40
 PAYLOADS = [payload_of(key) for key in range(NUM_KEYS)]
-RECORDS = [record_of(key) for key in range(NUM_KEYS)]
 
 
 key: bytes | None = None  # of the slabs of the story that is being told
