@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import slab_rig
 from fault_rig import FaultyIO
-from slab_rig import BLOCK_SIZE, SLOT, hash_of, payload_of, put, record_of, verify
+from slab_rig import BLOCK_SIZE, SLOT, hash_of, payload_of, put, verify
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import FingerprintMismatch, FormatError, TierUnavailable
