@@ -8,16 +8,15 @@ Run it on an idle machine: a stream hands its work to a thread, which a crowded 
 
 import itertools
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
 import _report
 import numpy as np
 import torch
+from _busy import busy_thread
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies import BlockCopies, BlockPool, CopyStream, CudaCopyStream, HostCopyStream, block_bytes_view
@@ -156,29 +155,11 @@ def measure(block_bytes: int, device: str, rounds: int) -> Iterator[dict[str, ob
         pools.close()
 
 
-@contextmanager
-def busy_python() -> Iterator[None]:
-    """A pure-Python thread that never lets go of the GIL by itself, as an engine's scheduler at its worst."""
-    stop = threading.Event()
-
-    def spin() -> None:
-        while not stop.is_set():
-            sum(range(1000))
-
-    thread = threading.Thread(target=spin)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
 def measure_busy(rounds: int) -> float:
     """GB/s of 128 KiB loads beside a busy Python thread."""
     pools = Pools(128 * KIB, "cpu")
     try:
-        with busy_python():
+        with busy_thread():
             copies = {"kvtier": stream_copy(pools.stream, "load")}
             return gbps(pools, timings(pools, copies, rounds, "both")["kvtier"])
     finally:

@@ -14,13 +14,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from _busy import busy_thread
 from _report import Speed, Target, parser, progress, report
 from file_bandwidth import (
     FINGERPRINT,
     NUM_THREADS,
     RecordChain,
     Workload,
-    busy_thread,
     drop_caches,
     held_batches,
     read_batches,

@@ -18,11 +18,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from _busy import busy_thread
 from _report import Speed, Target, parser, progress, report
 
 from kvtier.tiers import BATCH_BYTES, BlockRecord, Outcome, checksum
@@ -162,26 +162,6 @@ def _fio(path: Path, what: str, block_bytes: int, depth: int, *more: str) -> flo
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     return float(job["write" if "write" in what else "read"]["bw_bytes"]) / 1e9
-
-
-@contextmanager
-def busy_thread() -> Iterator[None]:
-    """A Python thread that never gives the GIL up by itself."""
-    stop = threading.Event()
-
-    def spin() -> None:
-        count = 0
-        while not stop.is_set():
-            for _ in range(1000):
-                count += 1
-
-    thread = threading.Thread(target=spin)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 class DiskBench:

@@ -19,6 +19,9 @@ from .tier import (
     Locates,
     Outcome,
     Tier,
+    require_buffers,
+    require_records,
+    require_space,
 )
 
 __all__ = [
@@ -63,6 +66,9 @@ __all__ = [
     "lookup_results",
     "lower_tiers",
     "ok",
+    "require_buffers",
+    "require_records",
+    "require_space",
     "tier_captions",
     "warning",
 ]

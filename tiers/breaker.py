@@ -32,13 +32,8 @@ class Breaker:
         self._failures = 0
         self._backoff = 1.0
         self._opened_at = 0.0
-        self._state = BreakerState.CLOSED
+        self.state = BreakerState.CLOSED
         self.closed = True  # whether the tier may be used
-
-    @property
-    def state(self) -> BreakerState:
-        """Where the breaker stands."""
-        return self._state
 
     def success(self) -> None:
         """The storage answered an ordinary operation. Late answers do not close an open breaker: a probe does."""
@@ -49,7 +44,7 @@ class Breaker:
         """The storage failed or kept silent past a deadline."""
         with self._lock:
             self._failures += 1
-            if self._state is BreakerState.CLOSED and self._failures >= self._limit:
+            if self.state is BreakerState.CLOSED and self._failures >= self._limit:
                 self._open()
 
     def trip(self) -> None:
@@ -63,22 +58,22 @@ class Breaker:
             return False
         with self._lock:
             due = self._clock() - self._opened_at >= self._retry_after * self._backoff
-            if self._state is not BreakerState.OPEN or not due:
+            if self.state is not BreakerState.OPEN or not due:
                 return False
-            self._state = BreakerState.HALF_OPEN
+            self.state = BreakerState.HALF_OPEN
             return True
 
     def probed(self, answered: bool) -> None:
         """The probe's result: close, or open again for twice as long. Ignored where no probe is under way."""
         with self._lock:
-            if self._state is not BreakerState.HALF_OPEN:
+            if self.state is not BreakerState.HALF_OPEN:
                 return
             if answered:
-                self._state, self.closed, self._failures, self._backoff = BreakerState.CLOSED, True, 0, 1.0
+                self.state, self.closed, self._failures, self._backoff = BreakerState.CLOSED, True, 0, 1.0
             else:
                 self._backoff = min(2 * self._backoff, _MAX_BACKOFF)
                 self._open()
 
     def _open(self) -> None:
-        self._state, self.closed = BreakerState.OPEN, False
+        self.state, self.closed = BreakerState.OPEN, False
         self._opened_at = self._clock()

@@ -15,9 +15,12 @@ import stat
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvtier.tiers.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers import AEADCipherContext
 
 KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 12
@@ -129,7 +132,7 @@ class RecordCipher:
         return nonce + self._AESGCM(self._record_key(associated)).encrypt(nonce, plaintext, associated)
 
     def open(self, sealed: Buffer, associated: bytes) -> bytes | None:
-        """The plaintext of what `seal` or `seal_into` made; None where it is not authentic."""
+        """The plaintext of what `seal` made; None if it is not authentic."""
         if len(sealed) < STAMP_BYTES:
             return None
         try:
@@ -139,43 +142,22 @@ class RecordCipher:
         except self._InvalidTag:
             return None
 
-    def seal_into(self, plaintext: Buffer, associated: bytes, into: memoryview) -> None:
-        """As `seal`, into memory of `len(plaintext) + STAMP_BYTES` bytes."""
-        if len(into) != len(plaintext) + STAMP_BYTES:
-            raise ValueError(f"into has {len(into)} bytes, the sealed record {len(plaintext) + STAMP_BYTES}")
-        stamp = self.encrypt_into(plaintext, associated, into[NONCE_BYTES:-TAG_BYTES])
-        into[:NONCE_BYTES], into[-TAG_BYTES:] = stamp[:NONCE_BYTES], stamp[NONCE_BYTES:]
-
-    def open_into(self, sealed: Buffer, associated: bytes, into: memoryview) -> bool:
-        """As `open`, into memory of `len(sealed) - STAMP_BYTES` bytes.
-
-        False: not authentic. What lies in `into` is then rubbish, which nobody may be served.
-        """
-        if len(sealed) != len(into) + STAMP_BYTES:
-            return False
-        sealed = memoryview(sealed)
-        stamp = bytes(sealed[:NONCE_BYTES]) + bytes(sealed[-TAG_BYTES:])
-        return self.decrypt_into(sealed[NONCE_BYTES:-TAG_BYTES], stamp, associated, into)
-
     def encrypt_into(self, plaintext: Buffer, associated: bytes, into: memoryview) -> bytes:
         """Encrypt into memory of the same length (the plaintext's own, too); returns the stamp: nonce and tag."""
         nonce = os.urandom(NONCE_BYTES)
         context = self._Cipher(self._AES(self._record_key(associated)), self._GCM(nonce)).encryptor()
-        context.authenticate_additional_data(associated)
-        source = memoryview(plaintext)
-        for start in range(0, len(source), _SLICE):
-            context.update_into(source[start : start + _SLICE], into[start : start + _SLICE])
+        _pass_through(context, plaintext, associated, into)
         context.finalize()
         return nonce + context.tag
 
     def decrypt_into(self, ciphertext: Buffer, stamp: bytes, associated: bytes, into: memoryview) -> bool:
-        """Undo `encrypt_into`; `into` may be the ciphertext's own memory. False as of `open_into`."""
+        """Undo `encrypt_into`; `into` may be the ciphertext's own memory.
+
+        False: not authentic. What lies in `into` is then rubbish, which nobody may be served.
+        """
         nonce, tag = stamp[:NONCE_BYTES], stamp[NONCE_BYTES:]
         context = self._Cipher(self._AES(self._record_key(associated)), self._GCM(nonce, tag)).decryptor()
-        context.authenticate_additional_data(associated)
-        source = memoryview(ciphertext)
-        for start in range(0, len(source), _SLICE):
-            context.update_into(source[start : start + _SLICE], into[start : start + _SLICE])
+        _pass_through(context, ciphertext, associated, into)
         try:
             context.finalize()
         except self._InvalidTag:
@@ -184,6 +166,14 @@ class RecordCipher:
 
     def _record_key(self, associated: bytes) -> bytes:
         return blake2b(associated, key=self._key, person=_RECORD, digest_size=KEY_BYTES).digest()
+
+
+def _pass_through(context: "AEADCipherContext", source: Buffer, associated: bytes, into: memoryview) -> None:
+    """Encrypt or decrypt slice by slice."""
+    context.authenticate_additional_data(associated)
+    source = memoryview(source)
+    for start in range(0, len(source), _SLICE):
+        context.update_into(source[start : start + _SLICE], into[start : start + _SLICE])
 
 
 class NameCipher:

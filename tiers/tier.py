@@ -118,6 +118,27 @@ class Tier(Protocol):
         """Release files and locks once the last running operation has ended; returns at once; idempotent."""
 
 
+def require_space(fingerprint: bytes, slot_bytes: int, block_size: int) -> None:
+    """ValueError for blocks that no tier could hold."""
+    if len(fingerprint) != 32 or slot_bytes < 1 or block_size < 1:
+        raise ValueError("fingerprint must be 32 bytes; slot_bytes and block_size at least 1")
+
+
+def require_buffers(count: int, buffers: Sequence[memoryview], slot_bytes: int) -> None:
+    """ValueError unless each of `count` blocks has its buffer of `slot_bytes`."""
+    if len(buffers) != count or any(buffer.nbytes != slot_bytes for buffer in buffers):
+        raise ValueError(f"one buffer of {slot_bytes} bytes per block")
+
+
+def require_records(records: Sequence[BlockRecord], block_size: int) -> None:
+    """ValueError for a record that is none of blocks of `block_size` tokens."""
+    for record in records:
+        if len(record.chain_hash) != 32 or len(record.parent) != 32:
+            raise ValueError("chain_hash and parent must be 32 bytes")
+        if len(record.tokens) > 4 * block_size or len(record.tokens) % 4:
+            raise ValueError(f"tokens must be at most {block_size} u32")
+
+
 @dataclass(frozen=True, slots=True)
 class ConfiguredTier:
     """A tier below host memory as the configuration asks for it, not open yet."""

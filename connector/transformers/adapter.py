@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -17,12 +16,12 @@ try:
 except ImportError as error:
     raise ImportError("KVTier needs transformers 5.0 or newer: pip install 'kvtier[engine]'") from error
 
-from kvtier.connector import CopyOp, SchedulerSide, WorkerReport, open_tiers
+from kvtier.connector import open_tiers
 from kvtier.connector.models import identity_of, kv_shape, name_of
-from kvtier.tiers import L2, ConfigError, Outcome
+from kvtier.tiers import L2, BlockRecord, ConfigError, Outcome
 from kvtier.tiers.config import Config
-from kvtier.tiers.copies import BlockCopier, BlockCopies, CopyDirection
-from kvtier.tiers.hierarchy import bring
+from kvtier.tiers.copies import BlockCopier, BlockCopies
+from kvtier.tiers.hierarchy import CacheTiers, Wanted, bring
 from kvtier.tiers.naming import TokenChain, root_hash
 
 if int(_version.partition(".")[0]) < 5:
@@ -42,20 +41,16 @@ _OWN_WAYS: Final = (  # of decoding, beside one token after the other behind the
     "token_healing",
 )
 _WHOLE_PROMPT: Final = ("output_attentions", "output_hidden_states")
-_DYNAMIC: Final = (
-    None,
-    "dynamic",
-    "hybrid",
-)  # the cache that is made here; Gemma's checkpoints name the last
+_DYNAMIC: Final = (None, "dynamic", "hybrid")  # the cache that is made here; Gemma's checkpoints name the last
 
 
 @dataclass(slots=True)
 class _PromptRow:
-    """One sequence of a batch. Implements the scheduler side's `Request`."""
+    """One sequence of a batch."""
 
-    request_id: str
     chain: TokenChain
     num_tokens: int
+    epoch: int  # the tiers' before anything of it was computed
     num_loaded: int = 0  # blocks
 
 
@@ -75,9 +70,8 @@ class KVTier:
         self.model: Any = model  # its generate() is typed as a submodule
         self.num_cached_tokens = 0  # of the last `generate`: prompt tokens that were loaded, in every row
         self._config = config or Config.load()
-        self._ids = count()
         self._said: set[str] = set()
-        self._side: SchedulerSide | None = None
+        self._opened: CacheTiers | None = None
         cache = self._config.cache
         try:
             self._shape = kv_shape(model, cache.block_size)
@@ -89,7 +83,7 @@ class KVTier:
             return
         fingerprint = identity.fingerprint()
         self._root = root_hash(fingerprint, cache_salt=cache.cache_salt)
-        self._side = SchedulerSide(open_tiers(self._config, fingerprint, self._shape))
+        self._opened = open_tiers(self._config, fingerprint, self._shape)
 
     def generate(self, input_ids: torch.Tensor, **options: Any) -> Any:
         """`model.generate(input_ids, **options)`: loads what is known, computes the rest, keeps what is new."""
@@ -98,16 +92,13 @@ class KVTier:
             return self.model.generate(input_ids, **options)
         if _asked(self.model, options, "cache_implementation") is not None:
             options["cache_implementation"] = None  # generate() refuses it beside a cache, whichever it names
-        rows = self._admit(input_ids)
-        try:
-            cache = self._load(rows)
-            self.num_cached_tokens = min(row.num_loaded for row in rows) * self._shape.block_size
-            result = self.model.generate(input_ids, **{**options, "past_key_values": cache})
-            sequences = result if isinstance(result, torch.Tensor) else result.sequences
-            self._store(rows, sequences if self._config.cache.store_generated else input_ids, cache)
-            return result
-        finally:
-            self._finish(rows)
+        rows = self._rows(input_ids)
+        cache = self._load(rows)
+        self.num_cached_tokens = min(row.num_loaded for row in rows) * self._shape.block_size
+        result = self.model.generate(input_ids, **{**options, "past_key_values": cache})
+        sequences = result if isinstance(result, torch.Tensor) else result.sequences
+        self._store(rows, sequences if self._config.cache.store_generated else input_ids, cache)
+        return result
 
     def load(self, input_ids: torch.Tensor) -> tuple[DynamicCache, int]:
         """A cache with the leading tokens of every row ([rows, tokens]) that are known, and how many these are.
@@ -117,36 +108,27 @@ class KVTier:
         """
         if not self._can_hold(input_ids):
             return DynamicCache(), 0
-        rows = self._admit(input_ids)
-        try:
-            return self._load(rows), min(row.num_loaded for row in rows) * self._shape.block_size
-        finally:
-            self._finish(rows)
+        rows = self._rows(input_ids)
+        return self._load(rows), min(row.num_loaded for row in rows) * self._shape.block_size
 
     def store(self, input_ids: torch.Tensor, cache: DynamicCache) -> None:
         """Keep the KV of the tokens ([rows, tokens], from the first one on) that `cache` holds."""
-        if not self._can_hold(input_ids):
-            return
-        rows = self._admit(input_ids)
-        try:
-            self._store(rows, input_ids, cache)
-        finally:
-            self._finish(rows)
+        if self._can_hold(input_ids):
+            self._store(self._rows(input_ids), input_ids, cache)
 
     def stats(self) -> dict[str, float]:
         """Every counter and gauge of the tiers by its exposition name."""
-        return {} if self._side is None else self._side.tiers.stats()
+        return {} if self._opened is None else self._opened.stats()
 
     def drain(self, timeout: float = 30.0) -> bool:
         """Wait until everything stored so far is in the lowest tier; False when `timeout` seconds pass first."""
-        return self._side is None or self._side.tiers.drain(timeout)
+        return self._opened is None or self._opened.drain(timeout)
 
     def close(self) -> None:
         """Flush and close the tiers. Idempotent; later calls generate without them."""
-        side, self._side = self._side, None
-        if side is not None:
-            side.close()
-            side.tiers.close()
+        tiers, self._opened = self._opened, None
+        if tiers is not None:
+            tiers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -156,7 +138,7 @@ class KVTier:
 
     def _can_hold(self, input_ids: torch.Tensor, options: dict[str, Any] | None = None) -> bool:
         """Whether blocks can hold the KV of this call (None: no `generate`). If not, it is said once and counted."""
-        if self._side is None:
+        if self._opened is None:
             return False
         reason = _no_rows(self.model, input_ids)
         if reason is None and options is not None:
@@ -164,7 +146,7 @@ class KVTier:
         if reason is not None:
             self._say_once(f"nothing is loaded or kept of such a call: {reason}")
             num_blocks = input_ids.numel() // self._shape.block_size
-            self._side.tiers.metrics.missed(Outcome.UNSUPPORTED, num_blocks)
+            self._opened.metrics.missed(Outcome.UNSUPPORTED, num_blocks)
         return reason is None
 
     def _say_once(self, warning: str) -> None:
@@ -172,23 +154,18 @@ class KVTier:
             self._said.add(warning)
             _log.warning(warning)
 
-    def _admit(self, input_ids: torch.Tensor) -> list[_PromptRow]:
+    def _rows(self, input_ids: torch.Tensor) -> list[_PromptRow]:
         rows = []
         for tokens in input_ids.tolist():
             chain = TokenChain(self._root, self._shape.block_size, self._config.cache.hash)
             chain.extend(tokens)
-            rows.append(_PromptRow(str(next(self._ids)), chain, len(tokens)))
-            self._scheduler.admit(rows[-1])
+            rows.append(_PromptRow(chain, len(tokens), self._tiers.epoch))
         return rows
 
-    def _finish(self, rows: Sequence[_PromptRow]) -> None:
-        for row in rows:
-            self._scheduler.finished(row.request_id)
-
     @property
-    def _scheduler(self) -> SchedulerSide:
-        assert self._side is not None
-        return self._side
+    def _tiers(self) -> CacheTiers:
+        assert self._opened is not None
+        return self._opened
 
     def _load(self, rows: Sequence[_PromptRow]) -> DynamicCache:
         """What is known of every row, as far as all of them go."""
@@ -204,7 +181,7 @@ class KVTier:
 
     def _fetch(self, row: _PromptRow) -> torch.Tensor:
         """The row's leading known blocks, `[num_blocks, *block_shape]`, in memory of their own."""
-        tiers, deadline = self._scheduler.tiers, self._config.cache.prefetch_deadline
+        tiers, deadline = self._tiers, self._config.cache.prefetch_deadline
         size = self._shape.block_size
         usable = row.chain.hashes[: (row.num_tokens - 1) // size]  # at least the last token is computed
         tiers.count(tiers.locate(usable, deadline))
@@ -230,19 +207,30 @@ class KVTier:
         if not self._is_whole(cache, len(rows)):
             self._say_once("nothing is kept of a cache that dropped tokens or has another shape; let load() make it")
             num_blocks = len(rows) * num_tokens // self._shape.block_size
-            self._scheduler.tiers.metrics.dropped(L2, Outcome.UNSUPPORTED, num_blocks)
+            self._tiers.metrics.dropped(L2, Outcome.UNSUPPORTED, num_blocks)
             return
         for index, row in enumerate(rows):
             row.chain.extend(sequences[index, row.num_tokens : num_tokens].tolist())
             first, last = row.num_loaded, num_tokens // self._shape.block_size
-            if last <= first:
-                continue
-            self._scheduler.store(row.request_id, first, range(last - first))
-            if ops := self._scheduler.build_plan().stores:
-                self._copy("store", ops, self._blocks_of(cache, index, first, last))
-            else:
-                self._scheduler.update(WorkerReport())
-        self._scheduler.tiers.drain(_SEALED, below=False)  # the next call finds what this one computed
+            if last > first:
+                self._store_blocks(row, range(first, last), self._blocks_of(cache, index, first, last))
+        self._tiers.drain(_SEALED, below=False)  # the next call finds what this one computed
+
+    def _store_blocks(self, row: _PromptRow, run: range, blocks: torch.Tensor) -> None:
+        """Copy those of a row's blocks `run` that are not held yet to L2, and have them sealed."""
+        tiers, chain = self._tiers, row.chain
+        region = tiers.region  # before asking, as in `_fetch`
+        [reservation] = tiers.reserve([Wanted(chain.hashes[run.start : run.stop], chain.parent(run.start), chain.root)])
+        if reservation is None or not reservation.hashes:
+            return
+        pairs = BlockCopies(np.array(reservation.indices, np.int64), reservation.slots)
+        if region is None or region is not tiers.region or BlockCopier(blocks, region).copy("store", pairs):
+            tiers.abandon(reservation, Outcome.COPY_FAILED)
+            return
+        positions = [run[index] for index in reservation.indices]
+        records = [BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0) for i in positions]
+        tiers.metrics.moved(L2, "store", len(records) * region.slot_bytes, 0.0)
+        tiers.seal(reservation, records, row.epoch)
 
     def _is_whole(self, cache: DynamicCache, num_rows: int) -> bool:
         shape = (num_rows, self._shape.num_kv_heads, cache.get_seq_length(), self._shape.head_dim)
@@ -261,19 +249,6 @@ class KVTier:
                 tokens = tensor[index, :, first * size : last * size].transpose(0, 1)  # [tokens, heads, dim]
                 blocks[:, number, kv] = tokens.unflatten(0, (-1, size))
         return blocks
-
-    def _copy(self, direction: CopyDirection, ops: Sequence[CopyOp], blocks: torch.Tensor) -> bool:
-        """Copy between `blocks` and L2 slots, here and now; False where that failed."""
-        finished: list[int] = []
-        failed: list[int] = []
-        region = self._scheduler.tiers.region
-        for op in ops:
-            assert region is not None, "an op names slots of a region"
-            copier = BlockCopier(blocks, region)
-            pairs = BlockCopies(np.array(op.device_blocks, np.int64), np.array(op.host_slots, np.int64))
-            (failed if copier.copy(direction, pairs) else finished).append(op.op_id)
-        self._scheduler.update(WorkerReport(tuple(finished), tuple(failed)))
-        return not failed
 
 
 def _no_rows(model: Any, input_ids: torch.Tensor) -> str | None:

@@ -66,7 +66,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         cache = options.config.cache
         named = fingerprint(vllm_config, kv_cache_config, plan, cache)
         num_ranks = vllm_config.parallel_config.tensor_parallel_size
-        self._stats = KVTierStats.every(_STATS_EVERY)
+        self._stats = KVTierStats(period=_STATS_EVERY)
         parallel = vllm_config.parallel_config
         config = options.shared(parallel.data_parallel_rank, parallel.data_parallel_size)
         self._scheduler_half = SchedulerHalf(

@@ -37,7 +37,7 @@ class VllmEvents:
 
         `algorithm` is the one by which vLLM hashes blocks; None if names are kvtier's own.
         """
-        self._source = EventSource(hierarchy)
+        self.source = EventSource(hierarchy)
         self._hash = None if algorithm is None else get_hash_fn_by_name(algorithm)
         self._root = root
         self._roots: dict[ChainHash, None] = {}  # roots of other tenants and adapters, if names are kvtier's own
@@ -52,16 +52,6 @@ class VllmEvents:
                 "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
                 "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
             }
-
-    @property
-    def due(self) -> bool:
-        """Whether there are events to publish."""
-        return self._source.waiting
-
-    @property
-    def coming(self) -> bool:
-        """Whether there will be events once copies under way have ended."""
-        return self._source.coming
 
     def note(self, request: Any, chain: BlockChain, run: range) -> None:
         """Note that blocks `run` of a live request are going to be stored."""
@@ -79,7 +69,7 @@ class VllmEvents:
 
     def take(self) -> Iterator[BlockStored | BlockRemoved]:
         """Events since the last call."""
-        for event in self._source.take(MOST):
+        for event in self.source.take(MOST):
             if isinstance(event, Removed):
                 gone = [name for name in event.hashes if self._withheld.pop((event.tier, name), self) is self]
                 names = [self._external(name) for name in gone]

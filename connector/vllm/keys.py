@@ -38,9 +38,8 @@ class VllmChain:
         for name in theirs[len(self._hashes) :]:
             if self._lora is not None:
                 name = hashlib.sha256(self._lora + name).digest()
-            self._hashes.append(
-                name if len(name) == _DIGEST else name * 2
-            )  # 16 bytes of xxh3, doubled as in kvtier's own scheme
+            # 16 bytes of xxh3 are doubled, as in kvtier's own scheme
+            self._hashes.append(name if len(name) == _DIGEST else name * 2)
         return self._hashes
 
     def parent(self, block: int) -> ChainHash:

@@ -65,10 +65,7 @@ class SlotPlan:
 def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> SlotPlan:
     """The plan for a model. Raises ConfigError if its KV cannot be kept correctly."""
     _require_supported(vllm_config)
-    specs = dict[str, Any]()
-    for group in kv_cache_config.kv_cache_groups:
-        inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-        specs.update({name: inner[name] if inner else group.kv_cache_spec for name in group.layer_names})
+    specs = _specs(kv_cache_config)
     for name, spec in specs.items():
         _require_plain(name, spec)
     layers = tuple(sorted(specs, key=_index))
@@ -112,7 +109,7 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
     If kernel blocks are smaller than vLLM's blocks, a block is several consecutive entries.
     """
     start = rank // plan.replicas * plan.part_bytes
-    num_blocks = _num_blocks(plan, kv_caches)
+    num_blocks = kv_caches[plan.layers[0]].nbytes // plan.layer_bytes[0]
     parts = list[BlockPart]()
     for number, name in enumerate(plan.layers):
         group = next(index for index, names in enumerate(plan.groups) if name in names)
@@ -130,11 +127,6 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
 def _split(tensor: torch.Tensor, dimension: int, *sizes: int) -> torch.Tensor:
     split: torch.Tensor = tensor.unflatten(dimension, sizes)  # type: ignore[no-untyped-call]
     return split
-
-
-def _num_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor]) -> int:
-    tensor = kv_caches[plan.layers[0]]
-    return tensor.numel() * tensor.itemsize // plan.layer_bytes[0]
 
 
 def _keys_and_values(tensor: torch.Tensor, content: str) -> Sequence[torch.Tensor]:
@@ -162,7 +154,7 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
     """Everything the KV depends on: the checkpoint, and vLLM's settings for computing and storing it."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     path = checkpoint_path(model)
-    spec = _spec(kv_cache_config, plan.layers[0])
+    spec = _specs(kv_cache_config)[plan.layers[0]]
     dtype = str(model.dtype).removeprefix("torch.")
     native = "vllm-layer-head-token" if plan.content == "plain" else f"vllm-layer-head-token/{plan.content}"
     return ModelIdentity(
@@ -220,12 +212,13 @@ def checkpoint_path(model_config: Any) -> Path:
         raise ConfigError(f"model {model_config.model!r}: no local checkpoint to name blocks after ({error})") from None
 
 
-def _spec(kv_cache_config: Any, layer: str) -> Any:
+def _specs(kv_cache_config: Any) -> dict[str, Any]:
+    """The KV of each layer, by name."""
+    specs = dict[str, Any]()
     for group in kv_cache_config.kv_cache_groups:
-        if layer in group.layer_names:
-            inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-            return inner[layer] if inner else group.kv_cache_spec
-    raise KeyError(layer)
+        inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        specs.update({name: inner[name] if inner else group.kv_cache_spec for name in group.layer_names})
+    return specs
 
 
 def _index(name: str) -> int:

@@ -221,9 +221,9 @@ class SchedulerHalf:
     def pending(self) -> bool:
         """Whether an idle engine should keep stepping: copies are under way, or there are events to publish."""
         events = self._events
-        if events is not None and events.due:
+        if events is not None and events.source.waiting:
             return True
-        coming = bool(self._ops or self._tails) or (events is not None and events.coming)
+        coming = bool(self._ops or self._tails) or (events is not None and events.source.coming)
         return coming and time.monotonic() - self._reported_at < _PATIENCE
 
     def reset(self) -> None:
@@ -304,10 +304,8 @@ class SchedulerHalf:
     def _offer(self, row: TrackedRequest, num_scheduled: int, state: Any) -> None:
         """Plan stores of the blocks that a step fills."""
         request, size = row.request, self._plan.block_size
-        if row.stored is None:
-            row.stored = (
-                0  # also what vLLM found in its own cache: tiers that hold it take no copy, others may have lost it
-            )
+        if row.stored is None:  # what vLLM found in its own cache is offered too: tiers that hold it take no copy
+            row.stored = 0
         computed = request.num_computed_tokens + num_scheduled
         if computed // size > row.stored:
             self._store(row, computed, lambda: state.get_block_ids(row.request_id))

@@ -16,14 +16,9 @@ class KVTierStats(KVConnectorStats):
     """Samples by series: `data[name][labels joined by NUL]`, counters as differences, gauges as they are."""
 
     data: dict[str, dict[str, float]] = field(default_factory=dict)
-    period: float = 0.0
+    period: float = 0.0  # seconds between two reports of `since_last`
     before: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
     due: float = 0.0
-
-    @classmethod
-    def every(cls, seconds: float) -> "KVTierStats":
-        """Stats that remember the last reading; `since_last` returns the differences."""
-        return cls(period=seconds)
 
     def since_last(self, metrics: Metrics) -> "KVTierStats | None":
         """The differences since the last reading; None if none is due, or nothing changed."""

@@ -59,9 +59,8 @@ def native_identity(config: VllmConfig, spec: "OffloadingSpec", revision: str | 
         block_size=spec.config.cache.tokens_per_hash,
         layers=tuple(range(model.get_total_num_hidden_layers())),
         quantization=_plain((model.quantization, model.quantization_config)),
-        rope_factor=float(model.max_model_len)
-        if digest.startswith(_LENGTH_ROPE)
-        else None,  # vLLM derives it from that length
+        # vLLM derives the factor from that length
+        rope_factor=float(model.max_model_len) if digest.startswith(_LENGTH_ROPE) else None,
         tp_ranks=(0, parallel.tp_size),
         tp_size=parallel.tp_size,
         pp_stages=(0, parallel.pp_size),

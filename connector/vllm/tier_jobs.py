@@ -109,11 +109,6 @@ class TierJobs:
             ended, self._ended = self._ended, []
         return ended
 
-    @property
-    def idle(self) -> bool:
-        """Whether no job runs."""
-        return not self._live
-
     def drain(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for every job's end, then give up the rest: after it none uses their memory."""
         until = time.monotonic() + timeout

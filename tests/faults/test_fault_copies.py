@@ -56,7 +56,7 @@ class Witness(ManualCopyStream):
 
     def spoil_next(self) -> CopyEvent:
         """The driver reports a failure: some of the bytes may have been written."""
-        task = self._take()
+        task = self.take()
         target = self.bytes_of_l1 if task.direction == "load" else self.region.array
         into = task.copies.device_blocks if task.direction == "load" else task.copies.host_slots
         target[into, : self.bytes_of_l1.shape[1] // 2] = 0x5A

@@ -27,6 +27,7 @@ from doubles import (
 )
 from fault_rig import FINGERPRINT, PENDING, ask, drops, fetch, forget_l2, misses, over_slab, settle
 from manual_copies import ManualCopyStream
+from slab_rig import verify
 
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.worker import WorkerSide
@@ -148,7 +149,7 @@ def test_threads_that_write_one_key_with_different_bytes_leave_one_whole_value(t
     assert not wrong, wrong[:3]
     assert store_.stats()["slots_ready"] == 4  # one winner each
     store_.check()
-    assert store_.verify().is_clean
+    assert verify(store_).is_clean
     store_.close()
 
 

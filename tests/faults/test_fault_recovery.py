@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, payload_of, record_of
 from fault_rig import FINGERPRINT
+from slab_rig import verify
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.file.file_io import FileIO
@@ -114,7 +115,7 @@ def test_killed_at_every_write_of_a_recovery(tmp_path: Path, when: str) -> None:
         store.close()
         third = open_store(directory)  # and it left nothing to be done
         assert third.num_recovered == 20
-        assert third.verify().is_clean
+        assert verify(third).is_clean
         third.close()
         shutil.rmtree(directory)
     assert n >= 5  # the owner's pid, and each of the five losers

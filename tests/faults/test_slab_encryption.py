@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slab_rig import verify
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.cipher import key_id
@@ -309,7 +310,7 @@ def test_it_grows_and_shrinks_with_its_blocks(slab_path: Path) -> None:
     assert len(held) >= 20
     assert held[-1] == 99
     assert get(store, held) == [Outcome.OK] * len(held)
-    assert store.verify().is_clean
+    assert verify(store).is_clean
     store.check()
     store.close()
 

@@ -17,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvtier.tiers.file import slab
-from kvtier.tiers.file.slab_codec import PlainCodec
+from kvtier.tiers.file.slab_codec import Codec
 from kvtier.tiers.naming.key_schemes import sglang_hashes
 
 PAGE_SIZE: Final = 16
@@ -172,7 +172,7 @@ class Slab:
 
     def names(self) -> set[bytes]:
         """The names of all pages stored."""
-        return {record.chain_hash for record in PlainCodec(self.superblock).to_records(self._rows()[self._valid()])}
+        return {record.chain_hash for record in Codec(self.superblock).to_records(self._rows()[self._valid()])}
 
     def payload(self, name: bytes) -> NDArray[np.uint8]:
         """The bytes stored under a name."""
@@ -209,7 +209,7 @@ class Slab:
         return slot
 
     def _name(self, slot: int) -> bytes:
-        return PlainCodec(self.superblock).to_records(self._rows()[slot : slot + 1])[0].chain_hash
+        return Codec(self.superblock).to_records(self._rows()[slot : slot + 1])[0].chain_hash
 
 
 def names_of(prompts: Sequence[Sequence[int]]) -> set[bytes]:

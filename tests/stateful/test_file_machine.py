@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from slab_rig import verify
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.file.store import FileStore
@@ -151,7 +152,7 @@ class FileMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if self.store:
-            assert self.store.verify().is_clean
+            assert verify(self.store).is_clean
             self.store.close()
         shutil.rmtree(self.directory)
 

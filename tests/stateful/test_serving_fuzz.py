@@ -62,7 +62,7 @@ class FlakyStream(ManualCopyStream):
         if self._dice.random() > 0.1:
             self.complete_next()
             return
-        task = self._take()
+        task = self.take()
         rubbish = self._dice.randrange(256)
         if task.direction == "load":
             self._l1[task.copies.device_blocks] = rubbish

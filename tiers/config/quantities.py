@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Final
 
 _PREFIXES: Final = ("", "K", "M", "G", "T", "P")
@@ -14,17 +15,16 @@ _SIZE_UNITS: Final = {"B": 1} | {
 _TIME_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _QUANTITY: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _MAX_SIZE: Final = 2**50  # 1 PiB: beyond it, a slip of the finger
-_MAX_TIME: Final = 24 * 3600.0
-_MAX_DURATION: Final = 365 * 24 * 3600.0
+_DAY: Final = 24 * 3600.0
+_MAX_TIME: Final = _DAY
+_MAX_DURATION: Final = 365 * _DAY
 
 
 def parse_size(value: object) -> int:
     """Bytes in "4GiB" (2**30), "4GB" (10**9), "4096" or 4096. ValueError says what is wrong and what to write."""
     if isinstance(value, str):
-        number, unit = _quantity(value, "a size", 'write a number of bytes, or one with a unit, as in "4GiB"')
-        if unit and unit not in _SIZE_UNITS:
-            raise ValueError(f"no unit {unit!r}; use one of {', '.join(_SIZE_UNITS)}")
-        value = round(number * _SIZE_UNITS[unit or "B"])
+        fix = 'write a number of bytes, or one with a unit, as in "4GiB"'
+        value = round(_quantity(value, _SIZE_UNITS, "B", f"not a size; {fix}"))
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError('not a size; write a number of bytes, or a text such as "4GiB"')
     if not 0 < value <= _MAX_SIZE:
@@ -35,10 +35,8 @@ def parse_size(value: object) -> int:
 def parse_time(value: object) -> float:
     """Seconds in "50ms", "2s", "1.5" or 1.5. ValueError says what is wrong and what to write."""
     if isinstance(value, str):
-        number, unit = _quantity(value, "a time", 'write seconds, or a number with a unit, as in "50ms"')
-        if unit and unit not in _TIME_UNITS:
-            raise ValueError(f"no unit {unit!r}; use one of {', '.join(_TIME_UNITS)}")
-        value = number * _TIME_UNITS[unit or "s"]
+        fix = 'write seconds, or a number with a unit, as in "50ms"'
+        value = _quantity(value, _TIME_UNITS, "s", f"not a time; {fix}")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError('not a time; write seconds, or a text such as "50ms"')
     if not 0 < value <= _MAX_TIME:
@@ -49,7 +47,7 @@ def parse_time(value: object) -> float:
 def parse_duration(value: object) -> float:
     """Seconds, as `parse_time`, but up to a year and with the unit "d"; for what is kept, not waited for."""
     if isinstance(value, str) and value.strip().endswith("d"):
-        value = _quantity(value.strip()[:-1], "a time", 'write it as in "7d"')[0] * 24 * 3600
+        value = _quantity(value, {"d": _DAY}, "d", 'not a time; write it as in "7d"')
     if isinstance(value, str):
         return parse_time(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= _MAX_DURATION:
@@ -57,11 +55,15 @@ def parse_duration(value: object) -> float:
     return float(value)
 
 
-def _quantity(text: str, kind: str, fix: str) -> tuple[float, str]:
+def _quantity(text: str, units: Mapping[str, float], unit: str, why: str) -> float:
+    """A number and its unit, or `unit`, multiplied. ValueError with `why` for anything else."""
     matched = _QUANTITY.fullmatch(text)
     if matched is None or len(text) > 32:
-        raise ValueError(f"not {kind}; {fix}")
-    return float(matched[1]), matched[2]
+        raise ValueError(why)
+    unit = matched[2] or unit
+    if unit not in units:
+        raise ValueError(f"no unit {unit!r}; use one of {', '.join(units)}")
+    return float(matched[1]) * units[unit]
 
 
 def format_size(num_bytes: int) -> str:

@@ -2,10 +2,11 @@
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, PlainSerializer, SecretStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SecretStr, model_validator
 from pydantic_settings import NoDecode
 
 from kvtier.tiers.config.quantities import format_size, format_time, parse_duration, parse_size, parse_time
@@ -31,12 +32,6 @@ def _file(value: object) -> Path:
     return _path(value, "file", "leave the option out")
 
 
-def _salt(value: object) -> object:
-    if not isinstance(value, str) or not value:
-        raise ValueError("not a text of one character or more; leave the option out for none")
-    return value
-
-
 def _socket(value: object) -> object:
     path = _file(value)
     longest = 107  # bytes of sockaddr_un.sun_path, with its terminating zero 108
@@ -45,53 +40,38 @@ def _socket(value: object) -> object:
     return path
 
 
-def _key_prefix(value: object) -> object:
-    if not isinstance(value, str) or not re.fullmatch(r"[\w.:-]{1,64}", value, re.ASCII):
-        raise ValueError("not 1 to 64 letters, digits or any of ._:-; choose such a prefix")
-    return value
+def _text(fits: Callable[[str], object], why: str) -> BeforeValidator:
+    """Takes a text that `fits`; of any other value it says `why`."""
+
+    def checked(value: object) -> str:
+        if not isinstance(value, str) or not fits(value):
+            raise ValueError(why)
+        return value
+
+    return BeforeValidator(checked)
 
 
-def _address(value: object) -> object:
-    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    if not host or not port.isdecimal() or not int(port) <= 65535:
-        raise ValueError("not HOST:PORT; write it as in 127.0.0.1:9400")
-    return value
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and int(port) <= 65535
 
 
-def _endpoint(value: object) -> object:
-    scheme, _, rest = value.partition("://") if isinstance(value, str) else ("", "", "")
-    host, _, port = rest.rpartition(":")
-    is_tcp = scheme == "tcp" and host and port.isdecimal() and int(port) <= 65535
-    if not is_tcp and not (scheme == "ipc" and rest and "\0" not in rest):
-        raise ValueError("not an address of ZMQ's; write it as in ipc:///run/kvtier/events or tcp://127.0.0.1:5557")
-    return value
+def _is_endpoint(text: str) -> bool:
+    scheme, _, rest = text.partition("://")
+    return _is_address(rest) if scheme == "tcp" else scheme == "ipc" and bool(rest) and "\0" not in rest
 
 
-def _hosts(value: object) -> object:
-    """A file lists them, a variable has spaces between them."""
-    listed = value.split() if isinstance(value, str) else value
-    good = isinstance(listed, list | tuple) and all(
-        isinstance(one, str) and re.fullmatch(r"\*|[\w.-]{1,253}", one, re.ASCII) for one in listed
-    )
-    if not good or not isinstance(listed, list | tuple):
-        raise ValueError('not a list of names without a port; write one, as in ["node-a"]')
-    return tuple(listed)
+def listed(pattern: str, why: str) -> BeforeValidator:
+    """Takes texts of a pattern: a file lists them, a variable has spaces between them. Else it says `why`."""
+    fits = re.compile(pattern, re.ASCII | re.DOTALL).fullmatch
 
+    def checked(value: object) -> tuple[str, ...]:
+        texts = value.split() if isinstance(value, str) else value
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and fits(text) for text in texts):
+            raise ValueError(why)
+        return tuple(texts)
 
-def _topic(value: object) -> object:
-    if not isinstance(value, str) or not 1 <= len(value.encode()) <= 255:
-        raise ValueError("not a text of 1 to 255 bytes; leave the option out for the models' own")
-    return value
-
-
-def require_guard(http: str, allow_remote: bool, token: SecretStr | None) -> None:
-    """ValueError if other machines reach an address without leave, or without a token."""
-    if _is_local(http):
-        return
-    if not allow_remote:
-        require_local("http", http)
-    if token is None:
-        raise ValueError(f'http "{http}": other machines reach it; set a token')
+    return BeforeValidator(checked)
 
 
 def require_local(name: str, address: str) -> None:
@@ -118,9 +98,58 @@ Lifetime = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(for
 Directory = Annotated[Path, BeforeValidator(_directory)]
 FileName = Annotated[Path, BeforeValidator(_file)]
 SocketPath = Annotated[Path, BeforeValidator(_socket)]
-CacheSalt = Annotated[str, BeforeValidator(_salt)]
-KeyPrefix = Annotated[str, BeforeValidator(_key_prefix)]
-Address = Annotated[str, BeforeValidator(_address)]
-ZmqEndpoint = Annotated[str, BeforeValidator(_endpoint)]
-AllowedHosts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_hosts)]
-Topic = Annotated[str, BeforeValidator(_topic)]
+CacheSalt = Annotated[str, _text(bool, "not a text of one character or more; leave the option out for none")]
+KeyPrefix = Annotated[
+    str,
+    _text(
+        re.compile(r"[\w.:-]{1,64}", re.ASCII).fullmatch,
+        "not 1 to 64 letters, digits or any of ._:-; choose such a prefix",
+    ),
+]
+Address = Annotated[str, _text(_is_address, "not HOST:PORT; write it as in 127.0.0.1:9400")]
+ZmqEndpoint = Annotated[
+    str, _text(_is_endpoint, "not an address of ZMQ's; write it as in ipc:///run/kvtier/events or tcp://127.0.0.1:5557")
+]
+AllowedHosts = Annotated[
+    tuple[str, ...],
+    NoDecode,
+    listed(r"\*|[\w.-]{1,253}", 'not a list of names without a port; write one, as in ["node-a"]'),
+]
+Topic = Annotated[
+    str,
+    _text(
+        lambda text: 1 <= len(text.encode()) <= 255,
+        "not a text of 1 to 255 bytes; leave the option out for the models' own",
+    ),
+]
+
+
+def option(default: Any, description: str, **bounds: Any) -> Any:
+    """A field of a section: its default, what it means to a user, and the bounds of its values."""
+    return Field(default=default, description=description, **bounds)
+
+
+class Section(BaseModel):
+    """Options that belong together. Defaults are written as a user would write them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=False, validate_default=True)
+
+
+class HttpSection(Section):
+    """The options of whatever answers over HTTP: where, and who is let in."""
+
+    http: Address
+    token: SecretStr | None = None
+    allow_remote: bool = option(False, "let http be an address other machines reach; needs a token")
+    allowed_hosts: AllowedHosts = option(
+        (), "list of names its pages may be asked for under, besides its addresses; * = every one"
+    )
+
+    @model_validator(mode="after")
+    def _guarded(self) -> Self:
+        if not _is_local(self.http):
+            if not self.allow_remote:
+                require_local("http", self.http)
+            if self.token is None:
+                raise ValueError(f'http "{self.http}": other machines reach it; set a token')
+        return self

@@ -14,7 +14,8 @@ from typing import Final
 from kvtier.tiers import ConfigError, Finding, FormatError, error, key_id, load_key, ok, warning
 from kvtier.tiers.config import FileConfig, format_size, show_size
 from kvtier.tiers.file import slab
-from kvtier.tiers.file.file_io import PAGE, FileIO, read_all, write_all
+from kvtier.tiers.file.file_io import FileIO
+from kvtier.tiers.file.payload_io import PayloadIO
 from kvtier.tiers.file.slab_budget import SLAB_NAME
 
 _CALL_BYTES: Final = 4 << 20
@@ -43,11 +44,12 @@ def check_disk(config: FileConfig) -> list[Finding]:
         fix = "choose another [file] path, or put a directory there"
         return [error("file tier", f'[file] path "{config.path}": not a directory', fix)]
     try:
-        findings = [_check_room(config, home)]
+        free = FileIO().free_bytes(home)
+        findings = [_check_room(config, free)]
         if not os.access(home, os.W_OK | os.X_OK):
             fix = f"let this user write in {home}, or choose another [file] path"
             return [*findings, error("disk rate", f'[file] path "{config.path}": no permission to write', fix)]
-        return findings + _judge(probe_disk(home, _room(home)), config)
+        return findings + _judge(probe_disk(home, free), config)
     except OSError as failed:
         found = f'[file] path "{config.path}": {failed.strerror or failed}'
         return [error("disk rate", found, "repair the disk, or choose another [file] path")]
@@ -91,22 +93,16 @@ def _nearest(path: Path) -> Path | None:
     return None
 
 
-def _check_room(config: FileConfig, home: Path) -> Finding:
+def _check_room(config: FileConfig, free: int) -> Finding:
     """Whether free space and existing slabs together hold [file] size, as checked at start."""
     assert config.path is not None
     slabs = _slabs(config.path)
     taken = sum(path.stat().st_size for path in slabs)
-    free = _room(home)
-    found = f"{show_size(free)} free, slabs take {show_size(taken)}"
-    found = f"{found}, [file] size {format_size(config.size)}"
+    found = f"{show_size(free)} free, slabs take {show_size(taken)}, [file] size {format_size(config.size)}"
     if config.size > free + taken:
         verdict = warning if slabs else error  # a start is refused only for the first slab of a directory
         return verdict("free space", found, "lower [file] size, or choose another [file] path")
     return ok("free space", found)
-
-
-def _room(home: Path) -> int:
-    return FileIO().free_bytes(home)
 
 
 def _judge(rates: DiskRates | None, config: FileConfig) -> list[Finding]:
@@ -158,32 +154,29 @@ def _measure(directory: Path, span: int) -> DiskRates:
     with ExitStack() as undo:
         fd, name = tempfile.mkstemp(prefix=".kvtier-doctor-", dir=directory)
         undo.callback(io.close, fd)
-        direct: int | None = None
         try:
-            direct = io.open(Path(name), os.O_RDWR | os.O_DIRECT)
-            undo.callback(io.close, direct)
-        except OSError:
-            pass  # refused there
+            payload = PayloadIO(io, Path(name), fd, slot_bytes=_CALL_BYTES, mode="direct")
         finally:
             os.unlink(name)  # before any byte is written, so that a kill leaves nothing
+        undo.callback(payload.close)
+        is_direct = payload.mode == "direct"  # not refused there
         io.allocate(fd, 0, span)
-        chosen = fd if direct is None else direct
 
         def write(buffer: memoryview, offset: int) -> None:
-            write_all(io, chosen, [buffer], offset, PAGE)
-            if direct is None:
+            payload.write(offset, [buffer])
+            if not is_direct:
                 io.sync(fd)
 
         def read(buffer: memoryview, offset: int) -> None:
-            if direct is None:
+            if not is_direct:
                 os.posix_fadvise(fd, offset, len(buffer), os.POSIX_FADV_DONTNEED)
-            read_all(io, chosen, [buffer], offset, PAGE)
+            payload.read(offset, [buffer])
 
         part = span // _NUM_THREADS
         write_rate, covered = _rate(write, part, part)
         io.sync(fd)
         read_rate, _ = _rate(read, part, min(covered, part))  # beyond that no data was written
-        return DiskRates(write_rate, read_rate, direct is not None)
+        return DiskRates(write_rate, read_rate, is_direct)
 
 
 def _rate(transfer: Callable[[memoryview, int], None], part: int, covered: int) -> tuple[float, int]:

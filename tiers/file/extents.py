@@ -15,9 +15,7 @@ from kvtier.tiers import ChainHash
 from kvtier.tiers.pool import ChangeLog, Slots, Words, to_words
 
 MAX_OPEN: Final = 4  # extents being filled at once: as many chains stay adjacent while they are stored together
-_MAX_CHANCES: Final = (
-    64  # extents passed over per eviction because most of them was hit: bounds the time under the lock
-)
+_MAX_CHANCES: Final = 64  # extents passed over per eviction, as most of them was hit: bounds the time under the lock
 _KEEP_SHARE: Final = 4  # of an evicted extent at most a quarter is stored again
 
 

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -12,6 +13,7 @@ from typing import Final
 import numpy as np
 
 PAGE: Final = 4096  # alignment of addresses, lengths and offsets that every O_DIRECT file system accepts
+CALL_BYTES: Final = 8 << 20  # largest coalesced transfer
 IOV_MAX: Final = 1024  # iovecs one call may carry (Linux)
 _MAX_STALLS: Final = 16  # calls in a row that moved nothing before we give up
 
@@ -73,7 +75,7 @@ class FileIO:
         return os.pwritev(fd, buffers, offset)
 
 
-def read_all(io: FileIO, fd: int, buffers: Sequence[memoryview], offset: int, align: int = 1) -> None:
+def read_all(io: "FileIO | Mapping", fd: int, buffers: Sequence[memoryview], offset: int, align: int = 1) -> None:
     """Fill every buffer from `offset` on, or raise OSError (EIO if the file ends first)."""
     _transfer(io.preadv, fd, buffers, offset, align)
 
@@ -121,6 +123,18 @@ def address(buffer: memoryview) -> int:
     return data[0]
 
 
+class Scratch(threading.local):
+    """Page-aligned memory of each thread's own."""
+
+    _memory: mmap.mmap | None = None
+
+    def of(self, num_bytes: int) -> memoryview:
+        """At least so many bytes; the same ones at every call."""
+        if self._memory is None or len(self._memory) < num_bytes:
+            self._memory = mmap.mmap(-1, max(num_bytes, CALL_BYTES))
+        return memoryview(self._memory)
+
+
 class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
@@ -141,19 +155,18 @@ class Mapping:
     """A read-only mapping of a file whose reads fail with EFAULT if a plain copy would die of SIGBUS."""
 
     def __init__(self, fd: int, length: int) -> None:
-        self._fd = fd
         self._map = mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ)
         self._length = length
         self._base = address(memoryview(self._map))
 
-    def preadv(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Copy out of the mapping, like `os.preadv`; OSError (EFAULT) if the file no longer reaches."""
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Copy out of the mapping of `fd`, like `os.preadv`; OSError (EFAULT) if the file no longer reaches."""
         wanted = sum(buffer.nbytes for buffer in buffers)
         length = min(wanted, self._length - offset)
         if length <= 0:
             return 0
         # Ask for the rest of the run ahead of the copy: one large read instead of a fault per 16 pages.
-        os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
         local = (_IoVec * len(buffers))(*[_IoVec(address(buffer), buffer.nbytes) for buffer in buffers])
         remote = _IoVec(self._base + offset, length)
         moved: int = _process_vm_readv(os.getpid(), local, len(buffers), ctypes.byref(remote), 1, 0)

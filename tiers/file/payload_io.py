@@ -4,20 +4,18 @@ import errno
 import logging
 import mmap
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from kvtier.tiers.file.file_io import PAGE, FileIO, Mapping, read_all, write_all
+from kvtier.tiers.file.file_io import CALL_BYTES, PAGE, FileIO, Mapping, Scratch, read_all, write_all
 from kvtier.tiers.file.slab import round_up
 
 _log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "direct", "buffered", "mmap"]
 
-CALL_BYTES: Final = 8 << 20  # largest coalesced transfer
 _PROBE_BYTES: Final = 1 << 20
 _PROBE_SECONDS: Final = 0.1  # after this no further probe step is begun
 _WORTH: Final = 0.7  # O_DIRECT stays the choice unless buffered I/O is clearly faster
@@ -43,7 +41,7 @@ class PayloadIO:
         self._fd = table_fd
         self._own_fd: int | None = None
         self._mapping: Mapping | None = None
-        self._scratch = threading.local()
+        self._scratch = Scratch()
         if mode == "direct":
             try:
                 self._fd = self._own_fd = io.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_DIRECT)
@@ -52,6 +50,16 @@ class PayloadIO:
         elif mode == "mmap":
             self._mapping = Mapping(table_fd, io.size(table_fd))
         self._align = PAGE if self.mode == "direct" else 1
+
+    def runs(self, offsets: Sequence[int]) -> Iterator[slice]:
+        """Cuts slots, by their ascending offsets, into stretches that lie next to each other: one call for each."""
+        longest = max(1, CALL_BYTES // self.stride)
+        first = 0
+        for index in range(1, len(offsets) + 1):
+            is_next = index < len(offsets) and offsets[index] == offsets[index - 1] + self.stride
+            if not is_next or index - first == longest:
+                yield slice(first, index)
+                first = index
 
     def read(self, offset: int, into: Sequence[memoryview]) -> None:
         """Read adjacent slots from `offset` on, one per buffer; OSError leaves the buffers in any state."""
@@ -86,10 +94,7 @@ class PayloadIO:
 
     def _read(self, offset: int, into: Sequence[memoryview], bounce: bool) -> None:
         iovecs, late = self._iovecs(into, bounce)
-        if self._mapping is not None:
-            read_all(_Mapped(self._mapping), self._fd, iovecs, offset)
-        else:
-            read_all(self._io, self._fd, iovecs, offset, self._align)
+        read_all(self._mapping or self._io, self._fd, iovecs, offset, self._align)
         for scratch, place in late:
             place[:] = scratch[: place.nbytes]
 
@@ -114,7 +119,7 @@ class PayloadIO:
         whole = 0 if bounce else self.slot_bytes // self._align * self._align
         if whole == self.stride:
             return list(buffers), []
-        scratch = self._scratch_of(len(buffers) * self.stride)
+        scratch = self._scratch.of(len(buffers) * self.stride)
         iovecs: list[memoryview] = []
         copies: list[tuple[memoryview, memoryview]] = []
         for index, buffer in enumerate(buffers):
@@ -125,24 +130,6 @@ class PayloadIO:
             if whole < self.slot_bytes:
                 copies.append((spare[whole:], buffer[whole:]))
         return iovecs, copies
-
-    def _scratch_of(self, num_bytes: int) -> memoryview:
-        """This thread's page-aligned scratch memory."""
-        memory: mmap.mmap | None = getattr(self._scratch, "memory", None)
-        if memory is None or len(memory) < num_bytes:
-            memory = mmap.mmap(-1, max(num_bytes, CALL_BYTES))
-            self._scratch.memory = memory
-        return memoryview(memory)
-
-
-class _Mapped(FileIO):
-    """Reads that come out of the mapping instead of the file."""
-
-    def __init__(self, mapping: Mapping) -> None:
-        self._mapping = mapping
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return self._mapping.preadv(buffers, offset)
 
 
 def probe_mode(io: FileIO, directory: Path) -> Mode:

@@ -16,8 +16,7 @@ from kvtier.tiers import KVTierError, StoreLocked
 from kvtier.tiers.config import show_size
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.file_io import FileIO
-from kvtier.tiers.file.slab_existing import open_existing, read_header
-from kvtier.tiers.file.slab_space import SlabFile, ask_for_room, cut, read_rows
+from kvtier.tiers.file.slab_space import SlabFile, ask_for_room, cut, open_existing, read_header, read_rows
 
 _log = logging.getLogger(__name__)
 SLAB_NAME: Final = re.compile(r"[0-9a-f]{64}\.slab")

@@ -1,7 +1,7 @@
 """Reads everything a slab holds and compares it with what its entries say: fsck, by path and for any model."""
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +10,11 @@ import numpy as np
 
 from kvtier.tiers import ChainHash, TierUnavailable
 from kvtier.tiers.file import slab
-from kvtier.tiers.file.file_io import FileIO
-from kvtier.tiers.file.payload_io import CALL_BYTES, PayloadIO
+from kvtier.tiers.file.file_io import CALL_BYTES, FileIO
+from kvtier.tiers.file.payload_io import PayloadIO
 from kvtier.tiers.file.slab import Superblock
 from kvtier.tiers.file.slab_codec import Codec, codec_of, verified
-from kvtier.tiers.file.slab_existing import open_existing, read_header
-from kvtier.tiers.file.slab_space import SlabFile, blank_slots, read_rows, write_superblock
+from kvtier.tiers.file.slab_space import SlabFile, blank_slots, open_existing, read_header, read_rows, write_superblock
 
 ReportProgress = Callable[[int, int], None]
 """Told the payload bytes read so far and how many there are, after every few MiB."""
@@ -120,29 +119,15 @@ def check_payloads(
     buffers = [memory[start : start + slot_bytes] for start in range(0, len(memory) - stride + 1, stride)]
     bad: list[int] = []
     unreadable: list[int] = []
-    done = 0
-    for run in _runs(superblock, slots, len(buffers)):
-        readable = payload.read_each(superblock.payload_offset(run[0]), buffers[: len(run)])
-        part = rows[done : done + len(run)]
-        stored = zip(codec.to_records(part), codec.stamps(part), strict=True)
-        for slot, is_read, buffer, (record, stamp) in zip(run, readable, buffers, stored, strict=False):
+    offsets = [superblock.payload_offset(slot) for slot in slots]
+    for run in payload.runs(offsets):
+        readable = payload.read_each(offsets[run.start], buffers[: run.stop - run.start])
+        stored = zip(codec.to_records(rows[run]), codec.stamps(rows[run]), strict=True)
+        for slot, is_read, buffer, (record, stamp) in zip(slots[run], readable, buffers, stored, strict=False):
             if not is_read:
                 unreadable.append(slot)
             elif verified(codec, record, stamp, record.chain_hash, buffer) is not record:
                 bad.append(slot)
-        done += len(run)
         if progress:
-            progress(done * stride, len(slots) * stride)
+            progress(run.stop * stride, len(slots) * stride)
     return bad, unreadable
-
-
-def _runs(superblock: Superblock, slots: Sequence[int], longest: int) -> Iterator[Sequence[int]]:
-    """Slots whose payloads lie next to each other, at most `longest` together."""
-    first = 0
-    for index in range(1, len(slots) + 1):
-        is_next = index < len(slots) and superblock.payload_offset(slots[index]) == (
-            superblock.payload_offset(slots[index - 1]) + superblock.stride
-        )
-        if not is_next or index - first == longest:
-            yield slots[first:index]
-            first = index

@@ -3,16 +3,15 @@
 `docs/format.md` has both forms byte by byte. A `Codec` is chosen once, when a slab is opened.
 """
 
-import mmap
 import struct
-import threading
 from collections.abc import Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from kvtier.tiers import BlockRecord, ChainHash, NameCipher, Outcome, RecordCipher, checksum, key_id
 from kvtier.tiers.file import slab
+from kvtier.tiers.file.file_io import Scratch
 from kvtier.tiers.file.slab import Rows, Superblock
 from kvtier.tiers.pool import Slots
 
@@ -20,53 +19,32 @@ NO_CHECKSUM: Final = -1  # of a record whose entry is not authentic: no payload 
 _CHECKSUM: Final = struct.Struct("<Q")
 
 
-class Codec(Protocol):
-    """How one slab keeps its blocks. Thread-safe. `rows` are as they lie in memory: their names can be read."""
+class Codec:
+    """How one slab keeps its blocks: here, in the clear. Thread-safe.
 
-    def make_rows(self, slots: Sequence[int], records: Sequence[BlockRecord], stamps: Sequence[bytes]) -> Rows:
-        """Rows for records stored at slots; `seal_rows` makes them valid once seq and generation are set."""
-
-    def seal_rows(self, rows: Rows) -> Rows:
-        """Give every row its checksum; returns them as they go to the disk."""
-
-    def show_names(self, rows: Rows, which: Slots) -> None:
-        """Turn some rows, in place, from what was read from the disk into what lies in memory."""
-
-    def to_records(self, rows: Rows) -> list[BlockRecord]:
-        """The records that rows hold; without tokens and with NO_CHECKSUM if an entry is not authentic."""
-
-    def stamps(self, rows: Rows) -> list[bytes]:
-        """What `hide` gave for the rows' payloads."""
-
-    def hide(
-        self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]
-    ) -> tuple[Sequence[memoryview], list[bytes]]:
-        """Payloads as they go to the disk, good until this thread calls again, and what is needed to show them."""
-
-    def show(self, record: BlockRecord, stamp: bytes, payload: memoryview) -> bool:
-        """Turn a payload read from the disk, in place, into the block's bytes; False: it is not authentic."""
-
-
-class PlainCodec:
-    """Everything lies in the clear. Implements `Codec`."""
+    `rows` are as they lie in memory: their names can be read.
+    """
 
     def __init__(self, superblock: Superblock) -> None:
         self._superblock = superblock
 
     def make_rows(self, slots: Sequence[int], records: Sequence[BlockRecord], stamps: Sequence[bytes]) -> Rows:
+        """Rows for records stored at slots; `seal_rows` makes them valid once seq and generation are set."""
         rows = _named_rows(self._superblock, slots, records)
         rows["payload_checksum"] = [record.checksum for record in records]
         rows["tokens"] = _voids([record.tokens for record in records], 4 * self._superblock.block_size)
         return rows
 
     def seal_rows(self, rows: Rows) -> Rows:
+        """Give every row its checksum; returns them as they go to the disk."""
         slab.seal_rows(rows, self._superblock)
         return rows
 
     def show_names(self, rows: Rows, which: Slots) -> None:
-        """They lie in the clear already."""
+        """Turn some rows, in place, from what was read from the disk into what lies in memory."""
 
     def to_records(self, rows: Rows) -> list[BlockRecord]:
+        """The records that rows hold; without tokens and with NO_CHECKSUM if an entry is not authentic."""
         return [
             BlockRecord(chain_hash, parent, tokens[: 4 * num_tokens], checksum)
             for chain_hash, parent, tokens, num_tokens, checksum in zip(
@@ -80,30 +58,31 @@ class PlainCodec:
         ]
 
     def stamps(self, rows: Rows) -> list[bytes]:
-        """Nothing is needed."""
+        """What `hide` gave for the rows' payloads."""
         return [b""] * len(rows)
 
     def hide(
         self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]
     ) -> tuple[Sequence[memoryview], list[bytes]]:
+        """Payloads as they go to the disk, good until this thread calls again, and what is needed to show them."""
         return payloads, [b""] * len(payloads)
 
     def show(self, record: BlockRecord, stamp: bytes, payload: memoryview) -> bool:
-        """The checksum alone says."""
+        """Turn a payload read from the disk, in place, into the block's bytes; False: it is not authentic."""
         return True
 
 
-class SealedCodec:
-    """Payloads, tokens and names are hidden, and an entry or payload that is not authentic is told. A `Codec`."""
+class SealedCodec(Codec):
+    """Payloads, tokens and names are hidden, and an entry or payload that is not authentic is told."""
 
     def __init__(self, superblock: Superblock, key: bytes) -> None:
+        super().__init__(superblock)
         assert superblock.encryption is not None
         belongs_to = superblock.fingerprint + superblock.encryption.salt
-        self._superblock = superblock
         self._names = NameCipher(key, b"slab-names" + belongs_to)
         self._entries = RecordCipher(key, b"slab-entry" + belongs_to)
         self._payloads = RecordCipher(key, b"slab-payload" + belongs_to)
-        self._scratch = threading.local()
+        self._scratch = Scratch()
 
     def make_rows(self, slots: Sequence[int], records: Sequence[BlockRecord], stamps: Sequence[bytes]) -> Rows:
         """Each entry gets a nonce of its own."""
@@ -156,7 +135,7 @@ class SealedCodec:
     ) -> tuple[Sequence[memoryview], list[bytes]]:
         """Into this thread's page-aligned scratch memory, for direct I/O."""
         stride, slot_bytes = self._superblock.stride, self._superblock.slot_bytes
-        scratch = self._scratch_of(len(payloads) * stride)
+        scratch = self._scratch.of(len(payloads) * stride)
         hidden = [scratch[start : start + slot_bytes] for start in range(0, len(payloads) * stride, stride)]
         stamps = [
             self._payloads.encrypt_into(payload, record.chain_hash, place)
@@ -169,12 +148,6 @@ class SealedCodec:
             payload, stamp, record.chain_hash, payload
         )
 
-    def _scratch_of(self, num_bytes: int) -> memoryview:
-        memory: mmap.mmap | None = getattr(self._scratch, "memory", None)
-        if memory is None or len(memory) < num_bytes:
-            memory = self._scratch.memory = mmap.mmap(-1, num_bytes)
-        return memoryview(memory)
-
 
 def codec_of(superblock: Superblock, key: bytes | None, name: str) -> Codec:
     """How the slab of that superblock keeps its blocks; ConfigError if `key` is not the one it takes.
@@ -182,7 +155,7 @@ def codec_of(superblock: Superblock, key: bytes | None, name: str) -> Codec:
     A slab in the clear takes any: this is for who reads it as it is. Opened to be written, it is refused earlier.
     """
     if superblock.encryption is None:
-        return PlainCodec(superblock)
+        return Codec(superblock)
     slab.require_key(superblock, key_id(key) if key is not None else None, name)
     assert key is not None
     return SealedCodec(superblock, key)

@@ -15,8 +15,16 @@ from kvtier.tiers.file import slab
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.slab import Superblock
 from kvtier.tiers.file.slab_budget import SLAB_NAME, room_for
-from kvtier.tiers.file.slab_existing import open_existing, read_header
-from kvtier.tiers.file.slab_space import SlabFile, allocate, no_space, resize, write_owner, write_superblock
+from kvtier.tiers.file.slab_space import (
+    SlabFile,
+    allocate,
+    no_space,
+    open_existing,
+    read_header,
+    resize,
+    write_owner,
+    write_superblock,
+)
 
 _log = logging.getLogger(__name__)
 _DIRECTORY_LOCK_SECONDS: Final = 10.0

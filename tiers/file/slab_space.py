@@ -1,9 +1,10 @@
-"""What a slab takes of its disk: its entry table in bulk, its superblock, allocation, growing and shrinking."""
+"""A slab's file: opening one that is there, its superblock, its entry table in bulk, growing and shrinking."""
 
 import errno
 import logging
 import mmap
 import os
+import stat
 import struct
 import threading
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from kvtier.tiers import ConfigError, TierUnavailable
+from kvtier.tiers import ConfigError, FormatError, StoreLocked, TierUnavailable
 from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.file_io import PAGE, FileIO, read_all, write_all
@@ -37,6 +38,41 @@ class SlabFile:
     fd: int
     superblock: Superblock
     rewriting: threading.Lock = field(default_factory=threading.Lock, repr=False)  # held across the superblock's I/O
+
+
+def open_existing(io: FileIO, path: Path, wanted: Superblock | None = None, *, read_only: bool = False) -> SlabFile:
+    """Lock a slab and read its superblock; it stays as it is until both are known to be fine.
+
+    `wanted` None takes a slab of any model. Raises StoreLocked, FormatError, FingerprintMismatch or OSError.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise FormatError(f"{path}: not a regular file; it was left untouched: choose another [file] path")
+    fd = io.open(path, os.O_RDONLY if read_only else os.O_RDWR)
+    try:
+        header = read_header(io, fd)
+        if not io.lock(fd):
+            owner = int.from_bytes(header[slab.OWNER_OFFSET : slab.OWNER_OFFSET + 8], "little")
+            raise StoreLocked(f"{path}: in use by process {owner or 'unknown'}; stop it or choose another [file] path")
+        superblock = slab.decode(read_header(io, fd), str(path))  # read again: its owner may just have resized it
+        if wanted is not None:
+            slab.require_identity(superblock, wanted, str(path))
+        if io.size(fd) < superblock.file_bytes:
+            raise FormatError(
+                f"{path}: cut short, {io.size(fd)} bytes of {superblock.file_bytes}; it was left untouched: "
+                "restore it, or delete it to start anew"
+            )
+    except BaseException:
+        io.close(fd)
+        raise
+    return SlabFile(path, fd, superblock)
+
+
+def read_header(io: FileIO, fd: int) -> bytes:
+    """The superblock and its copy, or what there is of them."""
+    header = bytearray(min(slab.HEADER_BYTES, io.size(fd)))
+    if header:
+        read_all(io, fd, [memoryview(header)], 0)
+    return bytes(header)
 
 
 def write_owner(io: FileIO, fd: int, pid: int) -> None:

@@ -3,17 +3,16 @@
 import logging
 import mmap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ClaimedExtent, ExtentMap, SlotRun
-from kvtier.tiers.file.file_io import FileIO, write_all
-from kvtier.tiers.file.group_sync import GroupSync
-from kvtier.tiers.file.payload_io import CALL_BYTES, PayloadIO
-from kvtier.tiers.file.slab_codec import Codec, PlainCodec
+from kvtier.tiers.file.file_io import CALL_BYTES, FileIO, write_all
+from kvtier.tiers.file.payload_io import PayloadIO
+from kvtier.tiers.file.slab_codec import Codec
 from kvtier.tiers.file.slab_space import FULL_ERRNOS, SlabFile, blank_rows, blank_slots, write_superblock
 
 _log = logging.getLogger(__name__)
@@ -29,24 +28,22 @@ class _FilledRun:
     is_new: bool
 
 
+@dataclass(eq=False, slots=True)
 class SlabWriter:
     """Stores and forgets blocks of one open slab. Thread-safe: several threads write at once, each its own slots.
 
     `blocks` and `rows` (the entry table in memory) change only under `lock`, which is never held across I/O.
     """
 
-    def __init__(
-        self, io: FileIO, file: SlabFile, payload: PayloadIO, blocks: ExtentMap, rows: slab.Rows, lock: threading.Lock
-    ) -> None:
-        self._io = io
-        self._file = file
-        self._payload = payload
-        self._blocks = blocks
-        self._rows = rows
-        self._lock = lock
-        self.codec: Codec = PlainCodec(file.superblock)
-        self.sync: GroupSync | None = None  # set: durable
-        self.next_seq = 1
+    io: FileIO
+    file: SlabFile
+    payload: PayloadIO
+    blocks: ExtentMap
+    rows: slab.Rows
+    lock: threading.Lock
+    codec: Codec
+    sync: Callable[[], None] | None  # what makes earlier writes durable; None: they need not be
+    next_seq: int = 1
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
         """`FileStore.write`, its arguments checked."""
@@ -56,9 +53,9 @@ class SlabWriter:
         try:
             stored, failed = self._store(parts)
         finally:
-            with self._lock:
+            with self.lock:
                 for extent in [*entered, *(part.run.extent for part in parts)]:
-                    self._blocks.leave(extent)
+                    self.blocks.leave(extent)
         failure = failed or failure
         for position, outcome in zip(todo, stored, strict=False):
             outcomes[position] = outcome
@@ -70,17 +67,17 @@ class SlabWriter:
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
         """Forget blocks, on disk too; if the disk refuses, they are found again at the next start."""
-        with self._lock:
-            dropped = (self._blocks.drop(chain_hash) for chain_hash in hashes)
+        with self.lock:
+            dropped = (self.blocks.drop(chain_hash) for chain_hash in hashes)
             slots = [slot for slot in dropped if slot is not None]
         try:
-            blank_slots(self._io, self._file.fd, self._superblock, slots)
+            blank_slots(self.io, self.file.fd, self._superblock, slots)
         except OSError as error:
-            _log.warning("[file] %s: %s while forgetting %d blocks", self._file.path, error, len(slots))
+            _log.warning("[file] %s: %s while forgetting %d blocks", self.file.path, error, len(slots))
         finally:
-            with self._lock:
+            with self.lock:
                 for slot in slots:
-                    self._blocks.leave(slot // self._superblock.slots_per_extent)
+                    self.blocks.leave(slot // self._superblock.slots_per_extent)
 
     def reset(self) -> None:
         """Forget every block, on disk too; writes under way end as EPOCH.
@@ -88,22 +85,22 @@ class SlabWriter:
         One write, of a superblock that disowns whatever was stored before. If the disk refuses it, the slab's name
         goes instead: the next start must not find in it what was to be forgotten.
         """
-        with self._file.rewriting:
-            with self._lock:
-                self._blocks.clear()
-                old = self._file.superblock
-                self._file.superblock = replace(old, min_seq=self.next_seq, update=old.update + 1)
+        with self.file.rewriting:
+            with self.lock:
+                self.blocks.clear()
+                old = self.file.superblock
+                self.file.superblock = replace(old, min_seq=self.next_seq, update=old.update + 1)
             try:
-                write_superblock(self._io, self._file.fd, self._superblock)
+                write_superblock(self.io, self.file.fd, self._superblock)
             except OSError as error:
-                _log.warning("[file] %s: %s while forgetting every block; it was removed", self._file.path, error)
+                _log.warning("[file] %s: %s while forgetting every block; it was removed", self.file.path, error)
                 with suppress(OSError):
-                    self._file.path.unlink()
+                    self.file.path.unlink()
 
     @property
     def _superblock(self) -> slab.Superblock:
         """As it is now. A call that began before the slab's end went never meets the shorter one."""
-        return self._file.superblock
+        return self.file.superblock
 
     def _skip_held(self, records: Sequence[BlockRecord]) -> tuple[list[Outcome], set[int]]:
         """OK for a block whose stored entry says the same, ABORTED for a twin within the batch, else ABSENT.
@@ -114,19 +111,19 @@ class SlabWriter:
         outcomes = [Outcome.ABSENT] * len(records)
         differing: list[ChainHash] = []
         entered: set[int] = set()
-        with self._lock:
-            slots = [self._blocks.index.get(record.chain_hash, -1) for record in records]
+        with self.lock:
+            slots = [self.blocks.index.get(record.chain_hash, -1) for record in records]
             held = [position for position, slot in enumerate(slots) if slot >= 0]
-            stored = self.codec.to_records(self._rows[[slots[position] for position in held]]) if held else []
+            stored = self.codec.to_records(self.rows[[slots[position] for position in held]]) if held else []
             for position, entry in zip(held, stored, strict=True):
                 if entry == records[position]:
                     outcomes[position] = Outcome.OK
-                    self._blocks.touch(slots[position])
+                    self.blocks.touch(slots[position])
                     entered.add(slots[position] // self._superblock.slots_per_extent)
                 else:
                     differing.append(entry.chain_hash)
             for extent in entered:
-                self._blocks.enter(extent)
+                self.blocks.enter(extent)
         if differing:
             self.discard(differing)
         if len({record.chain_hash for record in records}) < len(records):
@@ -155,7 +152,7 @@ class SlabWriter:
                 parts.append(_FilledRun(run, records[part], payloads[part], is_new=True))
                 done += run.count
         except OSError as error:
-            _log.debug("[file] %s: %s while emptying an extent", self._file.path, error)
+            _log.debug("[file] %s: %s while emptying an extent", self.file.path, error)
             return parts, _outcome_of(error)
         return parts, Outcome.FULL
 
@@ -165,17 +162,17 @@ class SlabWriter:
         None: every extent is being written. OSError: an extent could not be emptied.
         """
         while True:
-            with self._lock:
-                run = self._blocks.take(hashes, parent)
-                claim = None if run else self._blocks.claim()
+            with self.lock:
+                run = self.blocks.take(hashes, parent)
+                claim = None if run else self.blocks.claim()
                 if claim is None:
-                    return run or self._blocks.take(hashes, None), None
+                    return run or self.blocks.take(hashes, None), None
             kept = self._empty(claim)
-            with self._lock:
-                if not self._blocks.opened(claim):
+            with self.lock:
+                if not self.blocks.opened(claim):
                     continue  # a reset took it back
-                again = self._blocks.take_in(claim.extent, claim.keep_hashes) if kept else None
-                run = self._blocks.take_in(claim.extent, hashes)
+                again = self.blocks.take_in(claim.extent, claim.keep_hashes) if kept else None
+                run = self.blocks.take_in(claim.extent, hashes)
             return run, _FilledRun(again, *kept, is_new=False) if again and kept else None
 
     def _empty(self, claim: ClaimedExtent) -> tuple[list[BlockRecord], list[memoryview]] | tuple[()]:
@@ -183,10 +180,10 @@ class SlabWriter:
         try:
             kept = self._read_kept(claim) if claim.keep else ()
             if claim.dirty:
-                blank_rows(self._io, self._file.fd, self._superblock, [claim.extent])
+                blank_rows(self.io, self.file.fd, self._superblock, [claim.extent])
         except OSError:
-            with self._lock:
-                self._blocks.unclaim(claim)
+            with self.lock:
+                self.blocks.unclaim(claim)
             raise
         return kept
 
@@ -194,15 +191,13 @@ class SlabWriter:
         stride = self._superblock.stride
         memory = memoryview(mmap.mmap(-1, len(claim.keep) * stride))
         buffers = [memory[i * stride : i * stride + self._superblock.slot_bytes] for i in range(len(claim.keep))]
+        offsets = [self._superblock.payload_offset(slot) for slot in claim.keep]
         try:
-            first = 0
-            for index, slot in enumerate(claim.keep, 1):  # adjacent ones in one call
-                if index == len(claim.keep) or claim.keep[index] != slot + 1:
-                    self._payload.read(self._superblock.payload_offset(claim.keep[first]), buffers[first:index])
-                    first = index
+            for run in self.payload.runs(offsets):
+                self.payload.read(offsets[run.start], buffers[run])
         except OSError:
             return ()  # a second chance is a favour; the extent goes all the same
-        rows = self._rows[claim.keep]
+        rows = self.rows[claim.keep]
         records = self.codec.to_records(rows)
         if not all(map(self.codec.show, records, self.codec.stamps(rows), buffers)):
             return ()  # sealed again, what is not authentic would become so
@@ -221,16 +216,16 @@ class SlabWriter:
             for group in self._adjacent(runs):
                 part = slice(len(stamps), len(stamps) + sum(run.count for run in group))
                 hidden, part_stamps = self.codec.hide(records[part], payloads[part])
-                self._payload.write(self._superblock.payload_offset(group[0].first), hidden)
+                self.payload.write(self._superblock.payload_offset(group[0].first), hidden)
                 done, stamps = [*done, *group], [*stamps, *part_stamps]
         except OSError as error:
-            _log.debug("[file] %s: %s while writing payloads", self._file.path, error)
+            _log.debug("[file] %s: %s while writing payloads", self.file.path, error)
             failure = _outcome_of(error)
         try:
             outcomes = self._commit(done, records[: len(stamps)], stamps)
             return [outcome for outcome, is_new in zip(outcomes, are_new, strict=False) if is_new], failure
         except OSError as error:
-            _log.debug("[file] %s: %s while writing entries", self._file.path, error)
+            _log.debug("[file] %s: %s while writing entries", self.file.path, error)
             return [], _outcome_of(error)
 
     def _commit(
@@ -243,11 +238,11 @@ class SlabWriter:
             self.sync()
         slots = [slot for run in runs for slot in run.slots]
         rows = self.codec.make_rows(slots, records, stamps)
-        with self._lock:
-            is_late = [run.epoch != self._blocks.epoch for run in runs for _ in run.slots]
+        with self.lock:
+            is_late = [run.epoch != self.blocks.epoch for run in runs for _ in run.slots]
             fresh = range(self.next_seq, self.next_seq + len(slots))
             rows["seq"] = [0 if late else seq for late, seq in zip(is_late, fresh, strict=True)]  # 0: never valid
-            rows["generation"] = [self._blocks.generations[slot] for slot in slots]
+            rows["generation"] = [self.blocks.generations[slot] for slot in slots]
             self.next_seq += len(slots)
         on_disk = self.codec.seal_rows(rows)
         done = 0
@@ -260,30 +255,30 @@ class SlabWriter:
                 self.sync()
         except OSError:
             with suppress(OSError):  # what is answered as not stored must not be found at the next start
-                blank_slots(self._io, self._file.fd, self._superblock, slots)
+                blank_slots(self.io, self.file.fd, self._superblock, slots)
             raise
         return self._publish(runs, records, rows)
 
     def _publish(self, runs: Sequence[SlotRun], records: Sequence[BlockRecord], rows: slab.Rows) -> list[Outcome]:
         outcomes: list[Outcome] = []
         twins: list[int] = []
-        with self._lock:
+        with self.lock:
             done = 0
             for run in runs:
                 part = slice(done, done + run.count)
                 done += run.count
-                if run.epoch != self._blocks.epoch:
+                if run.epoch != self.blocks.epoch:
                     outcomes += [Outcome.EPOCH] * run.count
                     continue
-                if self._blocks.is_retired(run.extent):
+                if self.blocks.is_retired(run.extent):
                     outcomes += [Outcome.EVICTED] * run.count
                     twins += run.slots
                     continue
-                self._rows[run.first : run.first + run.count] = rows[part]
-                twins += self._blocks.publish(run, [record.chain_hash for record in records[part]])
+                self.rows[run.first : run.first + run.count] = rows[part]
+                twins += self.blocks.publish(run, [record.chain_hash for record in records[part]])
                 outcomes += [Outcome.OK] * run.count
         if twins:
-            blank_slots(self._io, self._file.fd, self._superblock, twins)
+            blank_slots(self.io, self.file.fd, self._superblock, twins)
         return outcomes
 
     def _adjacent(self, runs: Sequence[SlotRun]) -> Iterator[list[SlotRun]]:
@@ -306,7 +301,7 @@ class SlabWriter:
             yield group
 
     def _write_rows(self, first: int, rows: slab.Rows) -> None:
-        write_all(self._io, self._file.fd, [slab.byte_view(rows)], self._superblock.row_offset(first))
+        write_all(self.io, self.file.fd, [slab.byte_view(rows)], self._superblock.row_offset(first))
 
 
 def _outcome_of(error: OSError) -> Outcome:

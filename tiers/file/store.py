@@ -4,20 +4,30 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
-from kvtier.tiers import BlockRecord, ChainHash, ConfigError, Direction, Encryption, Outcome, TierUnavailable
+from kvtier.tiers import (
+    BlockRecord,
+    ChainHash,
+    ConfigError,
+    Direction,
+    Encryption,
+    Outcome,
+    TierUnavailable,
+    require_buffers,
+    require_records,
+    require_space,
+)
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.group_sync import GroupSync
-from kvtier.tiers.file.payload_io import CALL_BYTES, Mode, PayloadIO, probe_mode
+from kvtier.tiers.file.payload_io import Mode, PayloadIO, probe_mode
 from kvtier.tiers.file.slab_changes import SlabChanges
-from kvtier.tiers.file.slab_check import ReportProgress, VerifyReport, check_payloads
 from kvtier.tiers.file.slab_codec import Codec, codec_of, verified
 from kvtier.tiers.file.slab_file import is_ours, open_slab, release
 from kvtier.tiers.file.slab_space import SlabFile, blank_slots, read_rows, write_owner
@@ -48,13 +58,11 @@ class FileStore:
         self._rows = read_rows(io, file.fd, file.superblock)
         self._blocks = ExtentMap(file.superblock.num_extents, file.superblock.slots_per_extent)
         self.announcer = SlabChanges(self._blocks, self._rows, self._lock, codec)
-        self._writer = SlabWriter(io, file, payload, self._blocks, self._rows, self._lock)
-        self._writer.codec = codec
+        sync = GroupSync(lambda: io.sync(file.fd)) if durable else None
+        self._writer = SlabWriter(io, file, payload, self._blocks, self._rows, self._lock, codec, sync)
         self._calls = Calls(self._release)
         self._inside = self._calls.enter
         self._tail = TailGiver(io, file, self._blocks, self._lock, self._calls)
-        if durable:
-            self._writer.sync = GroupSync(lambda: io.sync(file.fd))
         self._recover()
 
     @classmethod
@@ -77,8 +85,7 @@ class FileStore:
         ConfigError if the size cannot be had or the slab there takes another key; StoreLocked, FormatError and
         FingerprintMismatch; and TierUnavailable for anything the file system refuses.
         """
-        if len(fingerprint) != 32 or slot_bytes < 1 or block_size < 1:
-            raise ValueError("fingerprint must be 32 bytes; slot_bytes and block_size at least 1")
+        require_space(fingerprint, slot_bytes, block_size)
         encryption = Encryption.fresh(key) if key is not None else None
         wanted = slab.plan(fingerprint, slot_bytes, block_size, size, encryption)
         if not wanted.segments:
@@ -148,7 +155,7 @@ class FileStore:
 
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         """Read each block into its buffer (slot_bytes each, writable) and verify it; see `Tier.read`."""
-        self._require_buffers(len(hashes), into)
+        require_buffers(len(hashes), into, self.superblock.slot_bytes)
         results: list[BlockRecord | Outcome] = [Outcome.ABSENT] * len(hashes)
         with self._inside() as is_open:
             if not is_open:
@@ -156,13 +163,15 @@ class FileStore:
             with self._lock:
                 slots = [self._blocks.index.get(chain_hash, -1) for chain_hash in hashes]
                 generations = [self._blocks.generations[slot] if slot >= 0 else 0 for slot in slots]
-                found = [position for position, slot in enumerate(slots) if slot >= 0]
+                found = sorted((i for i, slot in enumerate(slots) if slot >= 0), key=slots.__getitem__)
                 rows = self._rows[[slots[position] for position in found]]
             stored = zip(self._codec.to_records(rows), self._codec.stamps(rows), strict=True)
             expected = dict(zip(found, stored, strict=True))
             lost: list[ChainHash] = []
-            for offset, positions in self._runs(slots, found):
-                readable = self._payload.read_each(offset, [into[position] for position in positions])
+            offsets = [self.superblock.payload_offset(slots[position]) for position in found]
+            for run in self._payload.runs(offsets):
+                positions = found[run]
+                readable = self._payload.read_each(offsets[run.start], [into[position] for position in positions])
                 if any(readable):  # the disk answers, but not for these: they would be promised again and again
                     lost += [hashes[p] for p, is_read in zip(positions, readable, strict=True) if not is_read]
                 for position, is_read in zip(positions, readable, strict=True):
@@ -175,22 +184,6 @@ class FileStore:
             if lost:
                 self._writer.discard(lost)
         return results
-
-    def _runs(self, slots: Sequence[int], found: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-        """(file offset, positions) of blocks that lie next to each other, at most CALL_BYTES together."""
-        superblock = self._file.superblock
-        stride = superblock.stride
-        run: list[int] = []
-        start = 0
-        for offset, position in sorted((superblock.payload_offset(slots[place]), place) for place in found):
-            if run and (offset != start + len(run) * stride or (len(run) + 1) * stride > CALL_BYTES):
-                yield start, run
-                run = []
-            if not run:
-                start = offset
-            run.append(position)
-        if run:
-            yield start, run
 
     def _settle(
         self,
@@ -229,13 +222,8 @@ class FileStore:
 
         After a failure the rest of the chain is PARENT_FAILED or FULL, unwritten: nobody could reach it.
         """
-        self._require_buffers(len(records), payloads)
-        block_size = self._file.superblock.block_size
-        for record in records:
-            if len(record.chain_hash) != 32 or len(record.parent) != 32:
-                raise ValueError("chain_hash and parent must be 32 bytes")
-            if len(record.tokens) > 4 * block_size or len(record.tokens) % 4:
-                raise ValueError(f"tokens must be at most {block_size} u32")
+        require_buffers(len(records), payloads, self.superblock.slot_bytes)
+        require_records(records, self.superblock.block_size)
         with self._inside() as is_open:
             if not is_open:
                 return [Outcome.CLOSED] * len(records)
@@ -274,26 +262,6 @@ class FileStore:
             slots = list(self._blocks.index.values())
             assert self._rows["chain_hash"][slots].tolist() == list(self._blocks.index), "the mirror names other blocks"
 
-    def verify(self, progress: ReportProgress | None = None) -> VerifyReport:
-        """Read the whole slab and compare it with what is believed of it; repairs nothing. For tools, when idle."""
-        with self._inside() as is_open:
-            if not is_open:
-                raise TierUnavailable(f"{self.path}: closed")
-            with self._lock:
-                held = {slot: chain_hash for chain_hash, slot in self._blocks.index.items()}
-                slots = sorted(held)
-                held_rows = self._rows[slots]
-            bad, unreadable = check_payloads(self._payload, self.superblock, slots, self._codec, held_rows, progress)
-            try:
-                with self._file.rewriting:  # the table stays as long as it is
-                    rows = read_rows(self._io, self._file.fd, self.superblock)
-                self._codec.show_names(rows, np.array(slots, np.int64))
-                bad_rows = [slot for slot in slots if rows[slot].tobytes() != self._rows[slot].tobytes()]
-            except OSError:
-                bad_rows = slots
-        names = ([held[slot] for slot in found] for found in (bad, bad_rows, unreadable))
-        return VerifyReport(self.superblock.num_slots, len(held), *names)
-
     def probe(self, direction: Direction) -> bool:
         """Whether the disk answers in that direction, and the slab at our path is still the one we hold."""
         with self._inside() as is_open:
@@ -331,7 +299,3 @@ class FileStore:
         others = [result for result in results if isinstance(result, Outcome) and result is not Outcome.OK]
         self._counts[f"{direction}_ok"] += len(results) - len(others)
         self._counts.update(f"{direction}_{other}" for other in others)
-
-    def _require_buffers(self, count: int, buffers: Sequence[memoryview]) -> None:
-        if len(buffers) != count or any(buffer.nbytes != self.superblock.slot_bytes for buffer in buffers):
-            raise ValueError(f"one buffer of {self.superblock.slot_bytes} bytes per block")

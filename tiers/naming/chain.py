@@ -23,10 +23,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash
-from kvtier.tiers.naming.identity import ModelIdentity, config_digest
-
-__all__ = ["BlockExtraKeys", "ChainHash", "ModelIdentity", "TokenChain", "Tokens", "chain_hashes", "config_digest"]
-__all__ += ["is_named_by", "pack_tokens", "root_hash", "token_array"]
 
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
 """Token ids, each in [0, 2**32). Lists, tuples, `array` and one-dimensional integer ndarrays are equally good."""

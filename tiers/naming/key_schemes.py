@@ -57,11 +57,6 @@ class VllmKeys:
     def __init__(self, seed: str | None = None) -> None:
         self.none_hash: Final = _cbor_digest(VLLM_DEFAULT_SEED if seed is None else seed)
 
-    @property
-    def scheme(self) -> str:
-        """For `ModelIdentity.hash_scheme`: the algorithm and what its chains begin with."""
-        return f"vllm-sha256_cbor-{self.none_hash.hex()}"
-
     def hashes(
         self, tokens: Tokens, block_size: int, extra_keys: Mapping[int, Sequence[CborItem]] | None = None
     ) -> list[bytes]:
@@ -79,11 +74,6 @@ class VllmKeys:
             parent = _cbor_digest((parent, words, extra.get(block) or None))
             hashes.append(parent)
         return hashes
-
-
-def vllm_event_hash(digest: bytes) -> int:
-    """How vLLM's KV events name a block: the last 8 bytes, big-endian, unsigned."""
-    return int.from_bytes(digest[-8:], "big")
 
 
 def _cbor_digest(item: CborItem) -> bytes:
@@ -120,32 +110,14 @@ def _cbor_head(major: int, value: int) -> bytes:
 
 # --- SGLang: SHA-256 of (prior digest ‖ tokens), without a prior for the first page ----------------------------------
 
-_SGLANG_NAMESPACE: Final = b"sglang-cache-namespace-v1"
 
-
-def sglang_prior(extra_key: str | None = None, cache_salt: str | None = None) -> bytes:
-    """What comes before the first page's tokens: nothing, or 32 bytes that stand for the key and the salt."""
-    if extra_key is None and cache_salt is None:
-        return b""
-    digest = hashlib.sha256(_SGLANG_NAMESPACE)
-    for text in (extra_key, cache_salt):
-        value = None if text is None else text.encode()
-        digest.update(b"\x00" if value is None else b"\x01" + struct.pack("<Q", len(value)) + value)
-    return digest.digest()
-
-
-def sglang_hashes(tokens: Tokens, page_size: int, prior: bytes = b"") -> list[bytes]:
-    """Hashes of the full pages, 32 bytes each; SGLang writes them as hex. `prior` from `sglang_prior`."""
-    hashes = []
+def sglang_hashes(tokens: Tokens, page_size: int) -> list[bytes]:
+    """Hashes of the full pages of a request without salt and extra key, 32 bytes each; SGLang writes them as hex."""
+    prior, hashes = b"", []
     for page in _packed_blocks(tokens, page_size):
         prior = hashlib.sha256(prior + page).digest()
         hashes.append(prior)
     return hashes
-
-
-def sglang_event_hash(digest: bytes) -> int:
-    """How SGLang's KV events name a page: the first 8 bytes, big-endian, signed."""
-    return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def _packed_blocks(tokens: Tokens, block_size: int) -> Iterator[bytes]:

@@ -1,16 +1,14 @@
 """What `kvtier doctor` asks of Redis or Valkey: reachable, of the mode configured, set up as a cache. No secrets."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from kvtier.tiers import ConfigError, Finding, error, load_key, ok, warning
 from kvtier.tiers.config import RedisConfig, show_size
-from kvtier.tiers.redis.options import Servers, parse
+from kvtier.tiers.redis.options import options_of, own_login, parse, text_of
 
 _ANSWER_SECONDS: Final = 2.0  # for one command; a doctor is more patient than a tier
 _SMALL_BYTES: Final = 64 << 20
@@ -33,7 +31,8 @@ def check_redis(config: RedisConfig) -> list[Finding]:
         return [error("redis", found, fix)]
     findings = _check_key(config)
     masters: dict[str, Options] = {}
-    for options in _options(config, servers):
+    shared = options_of(config, servers) | {"socket_timeout": _ANSWER_SECONDS}
+    for options in (shared | place for place in servers.places):
         name = f"redis {_place(options)}"
         with _answers(name, findings), redis.Redis(**options) as client:
             findings += _check_server(config, client, name)
@@ -56,30 +55,13 @@ def _check_key(config: RedisConfig) -> list[Finding]:
     return []
 
 
-def _options(config: RedisConfig, servers: Servers) -> list[Options]:
-    """How to reach each of the servers; [redis] username and password are the master's if they are Sentinels."""
-    common = servers.common | {"socket_timeout": _ANSWER_SECONDS, "retry": Retry(NoBackoff(), 0)}
-    if config.mode == "sentinel":
-        common |= {name: value for name, value in servers.login.items() if name != "db"}
-    else:
-        common |= servers.login | _login(config)
-    if servers.path is not None:
-        return [common | {"unix_socket_path": servers.path}]
-    return [common | {"host": host, "port": port} for host, port in servers.addresses]
-
-
-def _login(config: RedisConfig) -> Options:
-    given = {"username": config.username, "password": config.password and config.password.get_secret_value()}
-    return {name: value for name, value in given.items() if value is not None}
-
-
 def _place(options: Options) -> str:
     return str(options.get("unix_socket_path") or f"{options['host']}:{options['port']}")
 
 
 def _check_server(config: RedisConfig, client: UntypedClient, name: str) -> Iterator[Finding]:
     """What is to be said of one server of [redis] url."""
-    mode = _info(client, "server").get("redis_mode", "standalone")
+    mode = client.info("server").get("redis_mode", "standalone")
     if mode != config.mode:
         yield error(name, f'it is {mode}, [redis] mode is "{config.mode}"', f'set [redis] mode = "{mode}"')
         return
@@ -99,18 +81,18 @@ def _master(config: RedisConfig, client: UntypedClient, options: Options) -> Opt
     """How to reach the master that a Sentinel names."""
     address = _master_address(config, client)
     kept = {name: value for name, value in options.items() if name not in ("username", "password")}
-    return kept | _login(config) | {"host": address[0], "port": address[1]} if address else None
+    return kept | own_login(config) | {"host": address[0], "port": address[1]} if address else None
 
 
 def _master_address(config: RedisConfig, client: UntypedClient) -> tuple[str, int] | None:
     found = client.execute_command("SENTINEL GET-MASTER-ADDR-BY-NAME", config.sentinel_name)
-    return (_text(found[0]), int(found[1])) if found else None
+    return (text_of(found[0]), int(found[1])) if found else None
 
 
 def _check_data(client: UntypedClient, name: str) -> Iterator[Finding]:
     """Role and memory of a server that holds blocks."""
-    version, memory = _version(client), _info(client, "memory")
-    if _info(client, "replication").get("role") == "slave":
+    version, memory = _version(client), client.info("memory")
+    if client.info("replication").get("role") == "slave":
         yield error(name, f"{version}, a replica, which refuses writes", "name its master in [redis] url")
         return
     limit, policy = int(memory.get("maxmemory", 0)), str(memory.get("maxmemory_policy", "unknown policy"))
@@ -141,19 +123,11 @@ def _check_cluster(client: UntypedClient, name: str) -> Iterator[Finding]:
         yield warning(name, found, f"`CONFIG SET cluster-require-full-coverage no`, {_KEEP}")
 
 
-def _info(client: UntypedClient, section: str) -> Mapping[str, Any]:
-    return dict(client.info(section))
-
-
 def _version(client: UntypedClient) -> str:
-    server = _info(client, "server")
+    server = client.info("server")
     if "valkey_version" in server:
         return f"Valkey {server['valkey_version']}"
     return f"Redis {server.get('redis_version', 'of unknown version')}"
-
-
-def _text(value: object) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 @contextmanager

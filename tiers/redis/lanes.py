@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
-from kvtier.tiers.redis.records import Keyspace
+from kvtier.tiers.redis.forms import Keyspace
 from kvtier.tiers.redis.stream import SendBuffer, WireError
 from kvtier.tiers.redis.wire import Head, RedisReply, Refusal, Wire
 
@@ -68,15 +68,8 @@ class Lane:
 
     def exists(self, hashes: Sequence[ChainHash], positions: Iterable[int], settle: Settle) -> None:
         """Which blocks are there: True or False, or why there is no answer."""
-        positions = list(positions)
-        keys = self.space.keys((hashes[position] for position in positions), self.epoch)
-        self._send([command(b"EXISTS", key) for key in keys], len(keys))
-        for position in positions:
-            reply = self._reply()
-            if isinstance(reply, Refusal):
-                settle(position, refused(reply, writing=False))
-            else:
-                settle(position, reply == 1)
+        for position, reply in self._each(b"EXISTS", hashes, positions):
+            settle(position, refused(reply, writing=False) if isinstance(reply, Refusal) else reply == 1)
 
     def get(
         self, hashes: Sequence[ChainHash], into: Sequence[memoryview], positions: Iterable[int], settle: Settle
@@ -101,11 +94,7 @@ class Lane:
                 settle(position, self._verified(head, hashes[position], into[position]))
 
     def set(
-        self,
-        records: Sequence[BlockRecord],
-        payloads: Sequence[memoryview],
-        positions: Iterable[int],
-        settle: Settle,
+        self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], positions: Iterable[int], settle: Settle
     ) -> None:
         """Store blocks, in order, until one is refused."""
         groups = self._groups(positions)
@@ -124,14 +113,20 @@ class Lane:
 
     def unlink(self, hashes: Sequence[ChainHash], positions: Iterable[int], settle: Settle) -> None:
         """Delete blocks."""
-        positions = list(positions)
-        keys = self.space.keys((hashes[position] for position in positions), self.epoch)
-        self._send([command(b"UNLINK", key) for key in keys], len(keys))
-        for position in positions:
-            reply = self._reply()
+        for position, reply in self._each(b"UNLINK", hashes, positions):
             settle(position, refused(reply, writing=True) if isinstance(reply, Refusal) else Outcome.OK)
 
     # inside
+
+    def _each(
+        self, verb: bytes, hashes: Sequence[ChainHash], positions: Iterable[int]
+    ) -> Iterator[tuple[int, RedisReply]]:
+        """Positions, each with the reply to a command for its block alone."""
+        positions = list(positions)
+        keys = self.space.keys((hashes[position] for position in positions), self.epoch)
+        self._send([command(verb, key) for key in keys], len(keys))
+        for position in positions:
+            yield position, self._reply()
 
     def _groups(self, positions: Iterable[int]) -> deque[list[int]]:
         """Cut so that two are under way at once, or, of the largest blocks, one."""

@@ -70,39 +70,23 @@ class Endpoint:
         self._ask_breaker()
         pooled, generation = self._take(deadline)
         try:
-            wire = self._connected(pooled, deadline)
-            wire.begin(deadline)
-            yield wire
+            with self._lent(pooled, generation, deadline) as wire:
+                yield wire
         except WireError as error:
-            pooled.drop()
             self._count_failure(error.outcome)
             raise
-        except BaseException:
-            pooled.drop()
-            raise
-        else:
-            if self.breaker is not None:
-                self.breaker.success()
-        finally:
-            self._give_back(pooled, generation)
+        if self.breaker is not None:
+            self.breaker.success()
 
     def ping(self, seconds: float) -> bool:
         """Whether the server answers within `seconds`."""
         deadline = time.monotonic() + seconds
         try:
-            pooled, generation = self._take(deadline)
+            with self._lent(*self._take(deadline), deadline) as wire:
+                wire.send([b"*1\r\n$4\r\nPING\r\n"], 1)
+                return wire.reply() == b"PONG"
         except WireError:
             return False
-        try:
-            wire = self._connected(pooled, deadline)
-            wire.begin(deadline)
-            wire.send([b"*1\r\n$4\r\nPING\r\n"], 1)
-            return wire.reply() == b"PONG"
-        except WireError:
-            pooled.drop()
-            return False
-        finally:
-            self._give_back(pooled, generation)
 
     def drop_idle(self) -> None:
         """Close what is connected: behind the address may stand another server by now."""
@@ -155,6 +139,19 @@ class Endpoint:
                 if left <= 0:
                     raise WireError(Outcome.TIMEOUT, f"{self.name}: every connection is in use")
                 self._lock.wait(left)
+
+    @contextmanager
+    def _lent(self, pooled: _PooledConnection, generation: int, deadline: float) -> Iterator[Wire]:
+        """The connection, connected, until the block ends; closed if the block fails."""
+        try:
+            wire = self._connected(pooled, deadline)
+            wire.begin(deadline)
+            yield wire
+        except BaseException:
+            pooled.drop()
+            raise
+        finally:
+            self._give_back(pooled, generation)
 
     def _give_back(self, pooled: _PooledConnection, generation: int) -> None:
         if pooled.wire is not None and not pooled.wire.is_clean:

@@ -39,6 +39,13 @@ class Servers:
     login: dict[str, Any]  # as in the URL
     common: dict[str, Any]  # every client's arguments: timeouts, TLS
 
+    @property
+    def places(self) -> list[dict[str, Any]]:
+        """Where each is, as redis-py is told it."""
+        if self.path is not None:
+            return [{"unix_socket_path": self.path}]
+        return [{"host": host, "port": port} for host, port in self.addresses]
+
 
 def parse(config: RedisConfig) -> Servers:
     """The servers `url` names. ConfigError if it cannot be used."""
@@ -99,33 +106,36 @@ def _parse_one(url: str, default_port: int) -> dict[str, Any]:
     return part
 
 
+def own_login(config: RedisConfig) -> dict[str, Any]:
+    """What [redis] username and password add to a URL's login, or stand for: Sentinels' URLs hold their own."""
+    given = {"username": config.username, "password": config.password and config.password.get_secret_value()}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def options_of(config: RedisConfig, servers: Servers) -> dict[str, Any]:
+    """What redis-py connects with to any of the servers that `url` names, but for its place."""
+    options = servers.common | {"retry": Retry(NoBackoff(), 0)}
+    if config.mode == "sentinel":
+        return options | {name: value for name, value in servers.login.items() if name != "db"}
+    return options | servers.login | own_login(config)
+
+
 def connect(config: RedisConfig, servers: Servers) -> RedisClient:
     """A client that has reached them. ConfigError for what must be fixed, TierUnavailable if they don't answer."""
-    own = {"username": config.username, "password": config.password and config.password.get_secret_value()}
-    own = {name: value for name, value in own.items() if value is not None}
-    retry: Any = Retry(NoBackoff(), 0)
+    shared = options_of(config, servers)
     with _explained(config, servers):
         if config.mode == "cluster":
             nodes = [ClusterNode(host, port) for host, port in servers.addresses]
-            cluster = RedisCluster(startup_nodes=nodes, retry=retry, **servers.common, **(servers.login | own))
+            cluster = RedisCluster(startup_nodes=nodes, **shared)
             return cluster
-        if config.mode == "sentinel":  # the URL's login is the Sentinels', [redis] username and password the master's
-            login = {name: value for name, value in servers.login.items() if name != "db"}
-            sentinels = Sentinel(
-                list(servers.addresses),
-                sentinel_kwargs={**servers.common, **login, "retry": retry},
-                **servers.common,
-                **({"db": servers.login["db"]} if "db" in servers.login else {}),
-                **own,
-            )
+        if config.mode == "sentinel":
+            number = {name: value for name, value in servers.login.items() if name == "db"}
+            addresses = list(servers.addresses)
+            sentinels = Sentinel(addresses, sentinel_kwargs=shared, **servers.common, **number, **own_login(config))
             _require_name(sentinels, config.sentinel_name)
-            client: redis.Redis = sentinels.master_for(config.sentinel_name, retry=retry)
-        elif servers.path is not None:
-            common = {name: value for name, value in servers.common.items() if not name.startswith("ssl")}
-            client = redis.Redis(unix_socket_path=servers.path, retry=retry, **common, **(servers.login | own))
+            client: redis.Redis = sentinels.master_for(config.sentinel_name, retry=shared["retry"])
         else:
-            ((host, port),) = servers.addresses
-            client = redis.Redis(host, port, retry=retry, **servers.common, **(servers.login | own))
+            client = redis.Redis(**shared, **servers.places[0])
         client.ping()
         _require_mode(client, config.mode, servers.label)
         return client
@@ -135,7 +145,7 @@ def _require_name(sentinels: Sentinel, name: str) -> None:
     known: list[str] = []
     for sentinel in sentinels.sentinels:
         with suppress(redis.RedisError):
-            known += [_text(master) for master in sentinel.sentinel_masters()]
+            known += [text_of(master) for master in sentinel.sentinel_masters()]
     if known and name not in known:
         raise _bad("sentinel_name", name, f"the Sentinels know {', '.join(sorted(set(known)))}; write one of these")
 
@@ -212,7 +222,7 @@ def survey(client: redis.Redis) -> Survey:
     text: dict[str, str] = {}
     for pattern in ("maxmemory*", "proto-max-bulk-len", "cluster-require-full-coverage"):
         with suppress(*REDIS_ERRORS, OSError):
-            text |= {_text(name): _text(value) for name, value in client.config_get(pattern).items()}
+            text |= {text_of(name): text_of(value) for name, value in client.config_get(pattern).items()}
     max_value, max_memory = text.get("proto-max-bulk-len", ""), text.get("maxmemory", "")
     return Survey(
         int(max_value) if max_value.isdigit() else MAX_VALUE,
@@ -248,7 +258,8 @@ def judge(found: Survey, where: str, value_bytes: int, *, cluster: bool) -> list
     return warnings
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
+    """A reply of redis-py's, decoded or not."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 

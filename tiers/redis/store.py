@@ -11,17 +11,25 @@ from typing import Final
 import redis
 from redis.cluster import RedisCluster
 
-from kvtier.tiers import BlockRecord, ChainHash, ConfigError, Direction, Outcome
+from kvtier.tiers import (
+    BlockRecord,
+    ChainHash,
+    ConfigError,
+    Direction,
+    Outcome,
+    require_buffers,
+    require_records,
+    require_space,
+)
 from kvtier.tiers.config import RedisConfig
 from kvtier.tiers.redis.batch import Batches, BlockResult, LaneWork
 from kvtier.tiers.redis.changes import RedisChanges
 from kvtier.tiers.redis.epoch import Epoch
-from kvtier.tiers.redis.forms import form_of
+from kvtier.tiers.redis.forms import Keyspace, form_of
 from kvtier.tiers.redis.lanes import Lane, Settle, command
 from kvtier.tiers.redis.names import Names
 from kvtier.tiers.redis.nodes import Nodes, nodes_of
 from kvtier.tiers.redis.options import MAX_VALUE, RedisClient, connect, judge, no_epoch, parse, survey
-from kvtier.tiers.redis.records import Keyspace
 from kvtier.tiers.redis.stream import WireError
 from kvtier.tiers.redis.wire import Refusal
 
@@ -68,8 +76,7 @@ class RedisStore:
         Raises ConfigError for what the user has to fix: address, password, mode, certificate, too little memory.
         Raises TierUnavailable if no server answers in time: then it is right to try again later.
         """
-        if len(fingerprint) != 32 or slot_bytes < 1 or block_size < 1:
-            raise ValueError("fingerprint must be 32 bytes; slot_bytes and block_size at least 1")
+        require_space(fingerprint, slot_bytes, block_size)
         form = form_of(config, fingerprint, slot_bytes, block_size)
         space = Keyspace(config.prefix, form, slot_bytes, block_size)
         if space.value_bytes > config.in_flight:
@@ -121,11 +128,9 @@ class RedisStore:
 
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         """Read each block into its buffer (slot_bytes each, writable) and verify it; see `Tier.read`."""
-        self._require_buffers(len(hashes), into)
+        require_buffers(len(hashes), into, self.space.slot_bytes)
         answers = self._batch(
-            hashes,
-            self._deadline(len(hashes)),
-            lambda lane, own, settle: lane.get(hashes, into, own, settle),
+            hashes, self._deadline(len(hashes)), lambda lane, own, settle: lane.get(hashes, into, own, settle)
         )
         results = [answer if isinstance(answer, BlockRecord | Outcome) else Outcome.IO_ERROR for answer in answers]
         self._names.add(h for h, result in zip(hashes, results, strict=True) if isinstance(result, BlockRecord))
@@ -147,19 +152,13 @@ class RedisStore:
 
         After a failure the rest of the chain is PARENT_FAILED or FULL, though some of it may have been written.
         """
-        self._require_buffers(len(records), payloads)
-        for record in records:
-            if len(record.chain_hash) != 32 or len(record.parent) != 32:
-                raise ValueError("chain_hash and parent must be 32 bytes")
-            if len(record.tokens) > 4 * self.space.block_size or len(record.tokens) % 4:
-                raise ValueError(f"tokens must be at most {self.space.block_size} u32")
+        require_buffers(len(records), payloads, self.space.slot_bytes)
+        require_records(records, self.space.block_size)
         hashes = [record.chain_hash for record in records]
         answers: Sequence[BlockResult | None] = [Outcome.UNSUPPORTED] * len(records)
         if not self._oversized:
             answers = self._batch(
-                hashes,
-                self._deadline(len(records)),
-                lambda lane, own, settle: lane.set(records, payloads, own, settle),
+                hashes, self._deadline(len(records)), lambda lane, own, settle: lane.set(records, payloads, own, settle)
             )
         outcomes = _cut([answer if isinstance(answer, Outcome) else Outcome.PARENT_FAILED for answer in answers])
         self._names.add(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK)
@@ -252,10 +251,6 @@ class RedisStore:
         outcomes = [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
         with self._lock:
             self._counts.update(f"{verb}_{outcome}" for outcome in outcomes)
-
-    def _require_buffers(self, count: int, buffers: Sequence[memoryview]) -> None:
-        if len(buffers) != count or any(buffer.nbytes != self.space.slot_bytes for buffer in buffers):
-            raise ValueError(f"one buffer of {self.space.slot_bytes} bytes per block")
 
 
 def _exists(hashes: Sequence[ChainHash], lane: Lane, positions: list[int], settle: Settle) -> None:

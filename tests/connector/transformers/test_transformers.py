@@ -79,8 +79,8 @@ def open_tier(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]
     yield factory
     for kv in opened:
         assert kv.drain()
-        if kv._side is not None:
-            kv._side.tiers.check()
+        if kv._opened is not None:
+            kv._opened.check()
         kv.close()
         kv.close()
 
@@ -156,9 +156,8 @@ def test_the_test_can_fail_a_corrupt_block_changes_the_logits(open_tier: Open) -
 
     right = logits()
     assert torch.equal(right, logits())
-    assert kv._side is not None
-    assert kv._side.tiers.region is not None
-    kv._side.tiers.region.array[:, 1000:2000] ^= 0x10
+    assert kv._tiers.region is not None
+    kv._tiers.region.array[:, 1000:2000] ^= 0x10
     assert not torch.equal(right, logits())
 
 
@@ -369,14 +368,13 @@ def test_a_slow_disk_behind_the_daemon_does_not_cost_what_host_memory_has(
     tokens = ids(prompt(1, 90))
     config = Config.load(host={"size": "8MiB"}, cache=cache, service={"socket": str(tmp_path / "s")})
     with KVTier(model_of("llama"), config) as kv:
-        kv._scheduler.tiers._claims._patience = PATIENCE  # type: ignore[attr-defined]
+        kv._tiers._claims._patience = PATIENCE  # type: ignore[attr-defined]
         # Five blocks are in host memory and in the slab; the last two leave host memory, and the disk hangs.
         kv.generate(tokens, **GREEDY)
         assert kv.drain(PATIENCE)
         (namespace,) = daemon.daemon.call(daemon.daemon.namespaces)
-        [row] = kv._admit(tokens)
+        [row] = kv._rows(tokens)
         namespace.hierarchy.host.pool.evict(row.chain.hashes[3:])
-        kv._finish([row])
         (port,) = namespace.hierarchy.ports
         goes_on = threading.Event()
         assert port.tier is not None

@@ -72,7 +72,7 @@ def story() -> Iterator[Story]:
     for tier in (story.tier, story.second):
         tier.gate.set()
     story.jobs.close(10)
-    assert story.jobs.idle
+    assert not story.jobs._live
     story.jobs.check()
 
 
@@ -170,7 +170,7 @@ def test_stores_past_the_bound_are_refused_at_once_newest_first(story: Story) ->
     [refused] = story.jobs.finished()
     assert refused == EndedJob(3, [Outcome.QUEUE_FULL], 0.0)
     story.tier.gate.set()
-    wait_until(lambda: story.jobs.idle)
+    wait_until(lambda: not story.jobs._live)
     assert [job.outcomes for job in story.jobs.finished()] == [[Outcome.OK] * 3, [Outcome.OK, Outcome.QUEUE_FULL]]
     assert set(story.tier.blocks) == set(NAMES[:4])
     assert story.counted('kvtier_store_dropped_total{tier="file",reason="queue_full"}') == 2
@@ -200,7 +200,7 @@ def test_drain_gives_up_what_hangs_and_nothing_touches_memory_after_it(story: St
     story.load(1, 0, 1)
     story.store(2, 2)
     story.jobs.drain(0.05)
-    assert story.jobs.idle
+    assert not story.jobs._live
     assert {job.job_id for job in story.jobs.finished()} == {1, 2}
     before = [bytes(slot) for slot in story.slots]
     story.tier.gate.set()

@@ -235,10 +235,9 @@ def test_too_little_room(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     # What slabs take already counts as room.
     store = FileStore.open(disk_dir, bytes(32), slot_bytes=4096, block_size=4, size=32 << 20, mode="buffered")
     store.close()
-    monkeypatch.setattr(doctor_disk, "_room", lambda home: 1 << 20)
-    assert doctor_disk._check_room(disk(disk_dir, "32MiB"), disk_dir).status is OK
+    assert doctor_disk._check_room(disk(disk_dir, "32MiB"), 1 << 20).status is OK
     # Where a slab is there already, a start is not refused: it stays as it is.
-    assert doctor_disk._check_room(disk(disk_dir, "64MiB"), disk_dir).status is WARNING
+    assert doctor_disk._check_room(disk(disk_dir, "64MiB"), 1 << 20).status is WARNING
 
 
 def test_the_key_of_the_slabs(tmp_path: Path) -> None:

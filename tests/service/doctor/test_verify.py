@@ -15,35 +15,23 @@ import pytest
 import xxhash
 from command_rig import kvtier
 from rich.console import Console
+from slab_rig import BLOCK_SIZE, get, hash_of, put
 
 from kvtier.cli import checks_cli
 from kvtier.service.cli_options import Exit
 from kvtier.service.doctor.verify import find_slabs, verify_slab
-from kvtier.tiers.checksum import checksum
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.file import slab_check
+from kvtier.tiers.file import payload_io
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.slab import Superblock
 from kvtier.tiers.file.slab_check import check_slab
 from kvtier.tiers.file.store import FileStore
-from kvtier.tiers.tier import BlockRecord, Outcome
+from kvtier.tiers.tier import Outcome
 
 FINGERPRINT = b"verify-tests".ljust(32, b".")
-SLOT, BLOCK_SIZE, NUM_KEYS = 5000, 4, 60
+SLOT, NUM_KEYS = 5000, 60
 KEYS = range(NUM_KEYS)
-
-
-def hash_of(key: int) -> bytes:
-    return key.to_bytes(4, "big") * 8
-
-
-def payload_of(key: int) -> memoryview:
-    return memoryview(hashlib.shake_128(hash_of(key)).digest(SLOT))
-
-
-def record_of(key: int) -> BlockRecord:
-    return BlockRecord(hash_of(key), hash_of(key + 1), key.to_bytes(4, "little") * 4, checksum(payload_of(key)))
 
 
 def open_store(directory: Path, fingerprint: bytes = FINGERPRINT) -> FileStore:
@@ -53,10 +41,7 @@ def open_store(directory: Path, fingerprint: bytes = FINGERPRINT) -> FileStore:
 def served(directory: Path) -> list[int]:
     """Which keys a fresh opening serves, each with exactly its bytes."""
     store = open_store(directory)
-    buffers = [memoryview(bytearray(SLOT)) for _ in KEYS]
-    found = store.read([hash_of(key) for key in KEYS], buffers)
-    keys = [key for key, result in zip(KEYS, found, strict=True) if isinstance(result, BlockRecord)]
-    assert all(buffers[key] == payload_of(key) for key in keys)
+    keys = [key for key, outcome in zip(KEYS, get(store, KEYS), strict=True) if outcome is Outcome.OK]
     store.check()
     store.close()
     return keys
@@ -86,7 +71,7 @@ class Slab:
 @pytest.fixture
 def slab(disk_dir: Path) -> Slab:
     store = open_store(disk_dir)
-    assert set(store.write([record_of(key) for key in KEYS], [payload_of(key) for key in KEYS])) == {Outcome.OK}
+    assert set(put(store, KEYS)) == {Outcome.OK}
     store.close()
     return Slab(store.path, store.superblock)
 
@@ -198,7 +183,7 @@ def test_blocks_the_disk_does_not_give_are_named_each(slab: Slab) -> None:
 
 
 def test_progress_is_told_and_ends_at_all(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slab_check, "CALL_BYTES", 10 * slab.superblock.stride)
+    monkeypatch.setattr(payload_io, "CALL_BYTES", 10 * slab.superblock.stride)
     told: list[tuple[int, int]] = []
     verify_slab(slab.path, progress=lambda done, total: told.append((done, total)))
     total = NUM_KEYS * slab.superblock.stride
@@ -295,7 +280,7 @@ def test_an_encrypted_slab_needs_its_key(tmp_path: Path) -> None:
     key = bytes(range(32))
     store = FileStore.open(tmp_path, FINGERPRINT, slot_bytes=SLOT, block_size=BLOCK_SIZE, size=4 << 20,
                            mode="buffered", key=key)  # fmt: skip
-    assert set(store.write([record_of(key) for key in KEYS], [payload_of(key) for key in KEYS])) == {Outcome.OK}
+    assert set(put(store, KEYS)) == {Outcome.OK}
     store.close()
     slab = Slab(store.path, store.superblock)
     (tmp_path / "key").write_text(key.hex())

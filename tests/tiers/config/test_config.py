@@ -95,6 +95,7 @@ BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
     ({"cache": {"cache_salt": ""}}, '[cache] cache_salt "": not a text of one character or more; leave the option out for none'),
     ({"file": {"path": 3}}, "[file] path 3: not a directory's name; write one, or leave the option out to switch the tier off"),
     ({"file": {"deadline": "soon"}}, '[file] deadline "soon": not a time; write seconds, or a number with a unit, as in "50ms"'),
+    ({"redis": {"ttl": "7hd"}}, "[redis] ttl \"7hd\": no unit 'hd'; use one of d"),
     ({"file": {"deadline": float("nan")}}, '[file] deadline NaN: not a time; write seconds, or a text such as "50ms"'),
     ({"host": 3}, "[host] 3: not a section; write [host] with options under it"),
     # unknown unit

@@ -70,7 +70,7 @@ TWINS = {
 
 @pytest.fixture(params=list(TWINS))
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = Rig(*TWINS[request.param])  # type: ignore[arg-type]
+    rig = Rig(*TWINS[request.param])
     yield rig
     rig.stream.close(10 if request.param != "manual" else 0)
     rig.region.close()
@@ -78,7 +78,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 @pytest.fixture
 def manual() -> Iterator[Rig]:
-    rig = Rig(*TWINS["manual"])  # type: ignore[arg-type]
+    rig = Rig(*TWINS["manual"])
     yield rig
     rig.stream.close(0)
     rig.region.close()
@@ -275,7 +275,7 @@ def test_both_ways_of_copying_give_the_same_bytes(monkeypatch: pytest.MonkeyPatc
     results = []
     for allowed in (True, False):
         monkeypatch.setattr(memory, "can_copy_scattered", lambda allowed=allowed: allowed)
-        rig = Rig(*TWINS["manual"])  # type: ignore[arg-type]
+        rig = Rig(*TWINS["manual"])
         rig.fill_l1(list(range(NUM_BLOCKS)))
         order = np.random.default_rng(5).permutation(NUM_BLOCKS).tolist()
         rig.finish(
@@ -342,7 +342,7 @@ def test_a_kernel_error_fails_the_copy_and_spares_the_next(monkeypatch: pytest.M
     def fault(*addresses: object) -> None:
         raise OSError(14, "Bad address", "process_vm_readv")
 
-    rig = Rig(*TWINS["host"])  # type: ignore[arg-type]
+    rig = Rig(*TWINS["host"])
     with monkeypatch.context() as patch:
         patch.setattr(memory, "copy_scattered", fault)
         failed = rig.stream.load(pairs([0], [0]))
@@ -358,7 +358,7 @@ def test_a_bug_in_a_copy_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch
     def bug(*addresses: object) -> None:
         raise ZeroDivisionError("oops")
 
-    rig = Rig(*TWINS["host"])  # type: ignore[arg-type]
+    rig = Rig(*TWINS["host"])
     with monkeypatch.context() as patch:
         patch.setattr(memory, "copy_scattered", bug)
         failed = rig.stream.load(pairs([0], [0]))
@@ -372,7 +372,7 @@ def test_a_bug_in_a_copy_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch
 def test_loads_overtake_queued_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     gate, entered = threading.Event(), threading.Event()
-    rig = Rig(*TWINS["host"])  # type: ignore[arg-type]
+    rig = Rig(*TWINS["host"])
     assert isinstance(rig.stream, HostCopyStream)
     copier = rig.stream._copier
     real = copier.copy
@@ -404,7 +404,7 @@ def test_close_stops_a_large_copy_between_pieces(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(memory, "copy_scattered", slow)
     monkeypatch.setattr(memory, "pieces_per_call", lambda piece_bytes: 1)
-    rig = Rig(*TWINS["host"])  # type: ignore[arg-type]
+    rig = Rig(*TWINS["host"])
     event = rig.stream.store(pairs(list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS))))
     assert entered.wait(60)
     rig.stream.close(0)

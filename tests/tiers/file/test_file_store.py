@@ -14,6 +14,8 @@ from typing import Protocol
 
 import numpy as np
 import pytest
+import slab_rig
+from slab_rig import hash_of, payload_of, record_of, verify
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import ConfigError, FingerprintMismatch, StoreLocked, TierUnavailable
@@ -28,17 +30,11 @@ SLOT = 8192
 KEYS: list[bytes | None] = [None, bytes(range(32))]
 
 
-def hash_of(key: int) -> bytes:
-    return key.to_bytes(4, "big") * 8
-
-
-def payload_of(key: int, num_bytes: int = SLOT) -> memoryview:
-    return memoryview(np.random.default_rng(key).bytes(num_bytes))
-
-
-def record_of(key: int, num_bytes: int = SLOT) -> BlockRecord:
-    return BlockRecord(hash_of(key), hash_of(key - 1) if key else bytes(32), key.to_bytes(4, "little") * 4,
-                       checksum(payload_of(key, num_bytes)))  # fmt: skip
+def slots(count: int, num_bytes: int, shift: int = 0) -> list[memoryview]:
+    """Host slots as L2 has them: padded to pages and aligned, or `shift` bytes off."""
+    stride = slab.round_up(num_bytes, 4096)
+    region = memoryview(mmap.mmap(-1, (count + 1) * stride))
+    return [region[i * stride + shift : i * stride + shift + num_bytes] for i in range(count)]
 
 
 def put(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
@@ -49,25 +45,8 @@ def put(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
     return store.write([record_of(key, num_bytes) for key in keys], payloads)
 
 
-def slots(count: int, num_bytes: int, shift: int = 0) -> list[memoryview]:
-    """Host slots as L2 has them: padded to pages and aligned, or `shift` bytes off."""
-    stride = slab.round_up(num_bytes, 4096)
-    region = memoryview(mmap.mmap(-1, (count + 1) * stride))
-    return [region[i * stride + shift : i * stride + shift + num_bytes] for i in range(count)]
-
-
 def get(store: FileStore, keys: Sequence[int], shift: int = 0) -> list[Outcome]:
-    """Read blocks; what comes back as a record must be exactly what was stored under that key."""
-    num_bytes = store.superblock.slot_bytes
-    buffers = slots(len(keys), num_bytes, shift)
-    results = store.read([hash_of(key) for key in keys], buffers)
-    outcomes = []
-    for key, buffer, result in zip(keys, buffers, results, strict=True):
-        if isinstance(result, BlockRecord):
-            assert result == record_of(key, num_bytes)
-            assert buffer == payload_of(key, num_bytes)
-        outcomes.append(Outcome.OK if isinstance(result, BlockRecord) else result)
-    return outcomes
+    return slab_rig.get(store, keys, slots(len(keys), store.superblock.slot_bytes, shift))
 
 
 class Trace(FileIO):
@@ -83,6 +62,26 @@ class Trace(FileIO):
     def sync(self, fd: int) -> None:
         self.steps.append("sync")
         super().sync(fd)
+
+
+class Interrupted(FileIO):
+    """Before the next transfer of `least` bytes something else happens, once."""
+
+    action: Callable[[], None] | None = None
+    least = 0
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._interrupt(buffers)
+        return super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._interrupt(buffers)
+        return super().pwritev(fd, buffers, offset)
+
+    def _interrupt(self, buffers: Sequence[memoryview]) -> None:
+        if self.action and buffers[0].nbytes >= self.least:
+            action, self.action = self.action, None
+            action()
 
 
 class OpenStore(Protocol):
@@ -132,7 +131,7 @@ def test_stored_blocks_come_back_now_and_after_a_restart(open_store: OpenStore, 
     store.write([record_of(20, slot_bytes)], [payload_of(20, slot_bytes)])
     # Host memory that is not aligned goes through a bounce buffer; order and gaps don't matter.
     assert get(store, [7, 3, 99, 4, 3], shift=16) == [Outcome.OK, Outcome.OK, Outcome.ABSENT, Outcome.OK, Outcome.OK]
-    assert store.verify().is_clean
+    assert verify(store).is_clean
     store.close()
     again = open_store(4 << 20, slot_bytes=slot_bytes, mode=mode)
     assert again.num_recovered == 21
@@ -183,7 +182,7 @@ def test_a_skipped_write_needs_an_entry_that_says_the_same(open_store: OpenStore
     assert put(store, range(4)) == [Outcome.OK] * 4
     assert store.stats()["slots_ready"] == before["slots_ready"] == 4
     # The same key with other bytes (another kernel, another batch): the new bytes replace the old.
-    other = payload_of(77)
+    other = payload_of(77, SLOT)
     record = BlockRecord(hash_of(2), hash_of(1), b"\2\0\0\0" * 4, checksum(other))
     assert store.write([record], [other]) == [Outcome.OK]
     buffer = slots(1, SLOT)
@@ -251,16 +250,7 @@ def test_discard_and_reset_are_final(open_store: OpenStore) -> None:
 
 
 def test_a_reset_under_a_write_wins(open_store: OpenStore) -> None:
-    class ResetsDuringPayload(FileIO):
-        action: Callable[[], None] | None = None
-
-        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            action, self.action = self.action, None
-            if action:
-                action()
-            return super().pwritev(fd, buffers, offset)
-
-    io = ResetsDuringPayload()
+    io = Interrupted()
     store = open_store(io=io)
     put(store, range(4))
     io.action = store.reset
@@ -272,16 +262,7 @@ def test_a_reset_under_a_write_wins(open_store: OpenStore) -> None:
 
 
 def test_a_read_overtaken_by_eviction_says_so(open_store: OpenStore) -> None:
-    class EvictsDuringRead(FileIO):
-        action: Callable[[], None] | None = None
-
-        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            action, self.action = self.action, None
-            if action:
-                action()
-            return super().preadv(fd, buffers, offset)
-
-    io = EvictsDuringRead()
+    io = Interrupted()
     store = open_store(200_000, io=io)
     num_slots = store.superblock.num_slots
     put(store, range(num_slots))
@@ -322,7 +303,7 @@ def test_threads_reading_and_writing_under_eviction(open_store: OpenStore, mode:
         thread.join(60)
     assert not failures, failures
     store.check()
-    assert store.verify().is_clean
+    assert verify(store).is_clean
     held = store.stats()["slots_ready"]
     store.close()
     assert open_store(1 << 20, mode=mode).num_recovered == held
@@ -539,11 +520,11 @@ def test_wrong_arguments_are_the_callers_fault(open_store: OpenStore, disk_dir: 
     with pytest.raises(ValueError, match="one buffer of 8192 bytes per block"):
         store.read([hash_of(0)], [memoryview(bytearray(100))])
     with pytest.raises(ValueError, match="one buffer"):
-        store.write([record_of(0)], [])
+        store.write([record_of(0, SLOT)], [])
     with pytest.raises(ValueError, match="32 bytes"):
-        store.write([BlockRecord(b"short", bytes(32), b"", 0)], [payload_of(0)])
+        store.write([BlockRecord(b"short", bytes(32), b"", 0)], [payload_of(0, SLOT)])
     with pytest.raises(ValueError, match="at most 4 u32"):
-        store.write([BlockRecord(hash_of(0), bytes(32), bytes(20), 0)], [payload_of(0)])
+        store.write([BlockRecord(hash_of(0), bytes(32), bytes(20), 0)], [payload_of(0, SLOT)])
     with pytest.raises(ValueError, match="fingerprint must be 32 bytes"):
         FileStore.open(disk_dir, b"", slot_bytes=1, block_size=1, size=1 << 20)
 
@@ -582,21 +563,17 @@ def test_extents_are_filled_in_chain_order(open_store: OpenStore) -> None:
 def test_a_reset_beside_a_late_writer_forgets_what_was_there_before(open_store: OpenStore) -> None:
     """FAULTS 37: the extent the writer is in holds blocks of before; a restart must not bring them back."""
 
-    class HoldsPayloads(FileIO):
-        action: Callable[[], None] | None = None
-
-        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if self.action and buffers[0].nbytes >= SLOT:
-                action, self.action = self.action, None
-                action()
-                raise OSError(errno.EIO, "bad sector")
-            return super().pwritev(fd, buffers, offset)
-
-    io = HoldsPayloads()
+    io = Interrupted()
+    io.least = SLOT  # a payload, not an entry
     store = open_store(io=io)
     per_extent = store.superblock.slots_per_extent
     put(store, range(per_extent))
-    io.action = store.reset
+
+    def reset_and_fail() -> None:
+        store.reset()
+        raise OSError(errno.EIO, "bad sector")
+
+    io.action = reset_and_fail
     put(store, [0, 1000])  # enters the extent of block 0, then fails
     assert store.lookup([hash_of(0)]) == 0
     store.close()

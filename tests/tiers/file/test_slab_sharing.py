@@ -16,48 +16,20 @@ import numpy as np
 import pytest
 from doubles import wait_until
 from fault_rig import FaultyIO
+from slab_rig import BLOCK_SIZE, SLOT, get, hash_of, put, verify
 
-from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import StoreLocked, TierUnavailable
 from kvtier.tiers.file import slab, slab_tail
 from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.slab_check import check_slab
 from kvtier.tiers.file.slab_tail import Calls
 from kvtier.tiers.file.store import FileStore
-from kvtier.tiers.tier import BlockRecord, Outcome
+from kvtier.tiers.tier import Outcome
 
-SLOT, BLOCK_SIZE, SIZE = 4096, 4, 1 << 20
+SIZE = 1 << 20
 MODELS = [f"model {n}".encode().ljust(32, b".") for n in range(5)]
 OpenStore = Callable[..., FileStore]
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-
-
-def hash_of(key: int) -> bytes:
-    return key.to_bytes(4, "big") * 8
-
-
-def payload_of(key: int) -> memoryview:
-    return memoryview(np.random.default_rng(key).bytes(SLOT))
-
-
-def record_of(key: int) -> BlockRecord:
-    return BlockRecord(hash_of(key), hash_of(key - 1) if key else bytes(32), key.to_bytes(4, "little") * 4,
-                       checksum(payload_of(key)))  # fmt: skip
-
-
-def put(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
-    return store.write([record_of(key) for key in keys], [payload_of(key) for key in keys])
-
-
-def get(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
-    """Read blocks; whatever comes back as a record is exactly what was stored under that key (I1)."""
-    buffers = [memoryview(bytearray(SLOT)) for _ in keys]
-    results = store.read([hash_of(key) for key in keys], buffers)
-    for key, buffer, result in zip(keys, buffers, results, strict=True):
-        if isinstance(result, BlockRecord):
-            assert result == record_of(key)
-            assert buffer == payload_of(key)
-    return [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
 
 
 def fill(store: FileStore) -> int:
@@ -118,7 +90,7 @@ def test_models_that_come_later_get_their_share_of_one_that_is_open_and_full(
     assert first.stats()["slots"] == left
     assert "for another model's slab" in caplog.text
     for store in stores:
-        assert store.verify().is_clean
+        assert verify(store).is_clean
         assert store.probe("read")
         store.check()
         store.close()
@@ -159,7 +131,7 @@ def test_readers_and_writers_of_a_slab_that_gives_up_its_tail_notice_only_misses
         thread.start()
     for model in (1, 2, 3, 4):
         assert open_store(model).superblock.file_bytes >= SIZE // (model + 1) - (64 << 10)
-        first.verify()
+        verify(first)
         time.sleep(0.05)
     first.reset()
     time.sleep(0.05)
@@ -169,7 +141,7 @@ def test_readers_and_writers_of_a_slab_that_gives_up_its_tail_notice_only_misses
     assert failures == []
     assert taken(tmp_path) <= SIZE
     first.check()
-    assert first.verify().is_clean
+    assert verify(first).is_clean
     held = first.stats()["slots_ready"]
     first.close()
     assert open_store(0).num_recovered == held
@@ -358,7 +330,7 @@ def test_killed_at_every_write_of_a_cut(tmp_path: Path, when: str) -> None:
         assert get(store, range(kept)) == [Outcome.OK] * kept
         assert set(get(store, range(kept, had))) <= {Outcome.OK, Outcome.ABSENT}
         assert put(store, range(5000, 5008)) == [Outcome.OK] * 8
-        assert store.verify().is_clean
+        assert verify(store).is_clean
         store.check()
         store.close()
         shutil.rmtree(directory)

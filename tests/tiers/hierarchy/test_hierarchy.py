@@ -16,11 +16,13 @@ from doubles import (
     store,
     wait_until,
 )
+from fault_rig import drops, misses
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import PortSettings
 from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.tier import Outcome
 
 
@@ -34,6 +36,13 @@ class Stories:
         self.opened.append(hierarchy_of(*args, **kwargs))  # type: ignore[arg-type]
         return self.opened[-1]
 
+    def waiting(self, num_blocks: int, slots: int) -> tuple[MemoryTier, TokenChain, Hierarchy]:
+        """A chain that only the lower tier has, whose reads wait at its gate."""
+        tier, chain = MemoryTier(), chain_of(num_blocks)
+        tier.fill(chain)
+        tier.gate.clear()
+        return tier, chain, self.open(slots=slots, tier=tier)
+
 
 @pytest.fixture
 def stories() -> Iterator[Stories]:
@@ -43,14 +52,6 @@ def stories() -> Iterator[Stories]:
         assert hierarchy.drain(60)
         hierarchy.check()
         hierarchy.close()
-
-
-def drops(hierarchy: Hierarchy, tier: str, reason: Outcome) -> float:
-    return hierarchy.stats().get(f'kvtier_store_dropped_total{{tier="{tier}",reason="{reason}"}}', 0)
-
-
-def misses(hierarchy: Hierarchy, reason: Outcome) -> float:
-    return hierarchy.stats().get(f'kvtier_miss_total{{reason="{reason}"}}', 0)
 
 
 def test_a_sealed_block_is_found_and_an_unsealed_one_is_not(stories: Stories) -> None:
@@ -121,11 +122,7 @@ def test_a_hole_ends_the_run(stories: Stories) -> None:
 
 def test_sixty_four_requests_read_a_cold_prefix_once(stories: Stories) -> None:
     """FAULTS 40."""
-    tier = MemoryTier()
-    chain = chain_of(8)
-    tier.fill(chain)
-    tier.gate.clear()
-    hierarchy = stories.open(slots=1024, tier=tier)
+    tier, chain, hierarchy = stories.waiting(8, slots=1024)
     prefetches = [hierarchy.ask(chain.hashes, chain.root) for _ in range(64)]
     assert all(hierarchy.poll(p) is PENDING for p in prefetches)
     tier.gate.set()
@@ -136,11 +133,7 @@ def test_sixty_four_requests_read_a_cold_prefix_once(stories: Stories) -> None:
 
 
 def test_one_waiter_leaves_and_the_flight_goes_on_for_the_other(stories: Stories) -> None:
-    tier = MemoryTier()
-    chain = chain_of(4)
-    tier.fill(chain)
-    tier.gate.clear()
-    hierarchy = stories.open(slots=16, tier=tier)
+    tier, chain, hierarchy = stories.waiting(4, slots=16)
     leaver, stayer = (hierarchy.ask(chain.hashes, chain.root) for _ in range(2))
     hierarchy.cancel(leaver)
     tier.gate.set()
@@ -149,11 +142,7 @@ def test_one_waiter_leaves_and_the_flight_goes_on_for_the_other(stories: Stories
 
 
 def test_a_request_that_starts_inside_another_ones_flight_gets_its_part(stories: Stories) -> None:
-    tier = MemoryTier()
-    chain = chain_of(6)
-    tier.fill(chain)
-    tier.gate.clear()
-    hierarchy = stories.open(slots=64, tier=tier)
+    tier, chain, hierarchy = stories.waiting(6, slots=64)
     whole = hierarchy.ask(chain.hashes, chain.root)
     inner = hierarchy.ask(chain.hashes[2:5], chain.parent(2))  # blocks 0 and 1 it has in L1
     tier.read_fails[chain.hashes[1]] = Outcome.IO_ERROR  # a hole before its part is none of its business
@@ -327,11 +316,7 @@ def test_a_promise_nobody_asks_about_is_reclaimed_at_its_deadline(stories: Stori
 
 
 def test_a_long_prefix_comes_in_windows_of_a_quarter_of_l2(stories: Stories) -> None:
-    tier = MemoryTier()
-    chain = chain_of(8)
-    tier.fill(chain)
-    tier.gate.clear()
-    hierarchy = stories.open(slots=16, tier=tier)
+    tier, chain, hierarchy = stories.waiting(8, slots=16)
     prefetch = hierarchy.ask(chain.hashes, chain.root)
     assert hierarchy.host.pool.counts().filling == 4
     tier.gate.set()

@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.naming.chain import ModelIdentity, config_digest
+from kvtier.tiers.naming.identity import ModelIdentity, config_digest
 
 CONFIG: dict[str, object] = {
     "model_type": "llama",

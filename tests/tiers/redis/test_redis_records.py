@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.redis.forms import VERSION, ClearForm, EncryptedForm, RecordForm
-from kvtier.tiers.redis.records import Keyspace, format_epoch, parse_epoch
+from kvtier.tiers.redis.forms import VERSION, ClearForm, EncryptedForm, Keyspace, RecordForm, format_epoch, parse_epoch
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 MODEL, OTHER = bytes(range(32)), bytes(range(32, 64))

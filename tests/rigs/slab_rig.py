@@ -1,0 +1,65 @@
+"""What stories of the slab share: blocks whose bytes derive from their keys, and a whole read of an open slab."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.file.slab_check import VerifyReport, check_payloads
+from kvtier.tiers.file.slab_space import read_rows
+from kvtier.tiers.file.store import FileStore
+from kvtier.tiers.tier import BlockRecord, Outcome
+
+SLOT, BLOCK_SIZE = 4096, 4  # unless a story says otherwise
+
+
+def hash_of(key: int) -> bytes:
+    return key.to_bytes(4, "big") * 8
+
+
+def payload_of(key: int, num_bytes: int = SLOT) -> memoryview:
+    return memoryview(random.Random(key).randbytes(num_bytes))
+
+
+def record_of(key: int, num_bytes: int = SLOT) -> BlockRecord:
+    """Of the block behind the one of the key before."""
+    parent = hash_of(key - 1) if key else bytes(32)
+    return BlockRecord(hash_of(key), parent, key.to_bytes(4, "little") * 4, checksum(payload_of(key, num_bytes)))
+
+
+def put(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
+    size = store.superblock.slot_bytes
+    return store.write([record_of(key, size) for key in keys], [payload_of(key, size) for key in keys])
+
+
+def get(store: FileStore, keys: Sequence[int], into: Sequence[memoryview] | None = None) -> list[Outcome]:
+    """Read blocks; whatever comes back as a record is exactly what was stored under that key (I1)."""
+    size = store.superblock.slot_bytes
+    buffers = into or [memoryview(bytearray(size)) for _ in keys]
+    results = store.read([hash_of(key) for key in keys], buffers)
+    for key, buffer, result in zip(keys, buffers, results, strict=True):
+        if isinstance(result, BlockRecord):
+            assert result == record_of(key, size)
+            assert buffer == payload_of(key, size)
+    return [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
+
+
+def verify(store: FileStore) -> VerifyReport:
+    """Read the whole slab of an idle store and compare it with what the store believes of it; repairs nothing."""
+    with store._inside() as is_open:
+        assert is_open, "a closed store"
+        with store._lock:
+            held = {slot: chain_hash for chain_hash, slot in store._blocks.index.items()}
+            slots = sorted(held)
+            held_rows = store._rows[slots]
+        bad, unreadable = check_payloads(store._payload, store.superblock, slots, store._codec, held_rows)
+        try:
+            with store._file.rewriting:  # the table stays as long as it is
+                rows = read_rows(store._io, store._file.fd, store.superblock)
+            store._codec.show_names(rows, np.array(slots, np.int64))
+            bad_rows = [slot for slot in slots if rows[slot].tobytes() != store._rows[slot].tobytes()]
+        except OSError:
+            bad_rows = slots
+    names = ([held[slot] for slot in found] for found in (bad, bad_rows, unreadable))
+    return VerifyReport(store.superblock.num_slots, len(held), *names)
