@@ -25,5 +25,4 @@ def shown(value: object) -> str:
 
 
 def flat(text: str) -> str:
-    """The text on one line."""
     return " ".join(text.split())

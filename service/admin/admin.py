@@ -49,12 +49,10 @@ class Admin:
         return _pin(self._pins.pin(body.model, blocks, body.ttl, _PATIENCE))
 
     def unpin(self, body: UnpinBody) -> Json:
-        """Let go of one pin."""
         self._pins.unpin(body.pin)
         return {"unpinned": body.pin}
 
     def pins(self) -> Json:
-        """All pins."""
         return {"pins": [_pin(view) for view in self._pins.listing()]}
 
     def quota(self, body: QuotaBody) -> Json:

@@ -62,8 +62,6 @@ class Body(BaseModel):
 
 
 class ResetBody(Body):
-    """Forget all blocks of one model, or of `all`."""
-
     all: bool = False
 
     @model_validator(mode="after")
@@ -106,14 +104,10 @@ class BlocksBody(Body):
 
 
 class PinBody(BlocksBody):
-    """Keep blocks in host memory for `ttl`."""
-
     ttl: Lifetime
 
 
 class UnpinBody(BaseModel):
-    """Let go of one pin."""
-
     model_config = Body.model_config
 
     pin: Annotated[int, Field(ge=1, le=_MAX_NUMBER)]
@@ -136,8 +130,6 @@ class ExportBody(BlocksBody):
 
 
 class ImportBody(Body):
-    """Store the blocks of an archive."""
-
     file: DaemonFile
 
 

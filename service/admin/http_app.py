@@ -54,7 +54,6 @@ class Pages:
         self.address = self._server.address
 
     def start(self) -> None:
-        """Begin to serve."""
         self._server.start()
 
     def stop(self) -> None:
@@ -156,9 +155,8 @@ async def _readiness(daemon: Daemon) -> Response:
         namespaces = await _on_loop(daemon, daemon.namespaces)
     except TierUnavailable as error:
         return JSONResponse({"ready": False, "missing": [str(error)], "degraded": []}, 503)
-    return JSONResponse(
-        {"ready": True, "missing": [], "degraded": [each.as_json() for each in degraded_tiers(namespaces)]}
-    )
+    degraded = [each.as_json() for each in degraded_tiers(namespaces)]
+    return JSONResponse({"ready": True, "missing": [], "degraded": degraded})
 
 
 def _refused(request: Request, error: Exception) -> Response:

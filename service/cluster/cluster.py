@@ -50,7 +50,6 @@ class ClusterRecord:
 
     @property
     def is_up(self) -> bool:
-        """Whether any of its processes runs."""
         return any(member.process is not None and member.process.runs for member in self.members.values())
 
     def runs(self, name: str) -> bool:
@@ -79,7 +78,6 @@ class Cluster:
         self._file = self.state / "cluster.json"
 
     def log_of(self, name: str) -> Path:
-        """The log file of a service."""
         return self.state / "logs" / f"{name}.log"
 
     def up(self, topology: Topology, first_port: int, tell: Print, stopping: Event) -> bool:

@@ -46,7 +46,6 @@ class ServiceFile(_Entry):
     replace: dict[str, str] = {}
 
     def write(self) -> None:
-        """Write the file. Raises OSError."""
         text = Path(self.source).read_text(encoding="utf-8")
         for container, process in self.replace.items():
             text = text.replace(container, process)
@@ -72,8 +71,6 @@ class Service(_Entry):
 
 @dataclass(frozen=True, slots=True)
 class Placeholders:
-    """The values of the placeholders in an `x-kvtier`."""
-
     state: Path
     deploy: Path
     model: Path
@@ -88,9 +85,8 @@ class Placeholders:
                 return str(self.first_port + int(number))
             if name in ("state", "deploy", "model") and number is None:
                 return str(getattr(self, name))
-            raise ValueError(
-                f"{found[0]} is not a placeholder; known are {{state}}, {{deploy}}, {{model}} and {{port:0}}"
-            )
+            known = "{state}, {deploy}, {model} and {port:0}"
+            raise ValueError(f"{found[0]} is not a placeholder; known are {known}")
 
         return _PLACE.sub(value, text)
 
@@ -113,9 +109,8 @@ class Topology:
         for name, service in chosen.items():
             for other in service.after:
                 if other not in chosen:
-                    fix = (
-                        f"add --profile {entries[other].profiles[-1]}" if other in entries else "no such service exists"
-                    )
+                    is_known = other in entries
+                    fix = f"add --profile {entries[other].profiles[-1]}" if is_known else "no such service exists"
                     raise ConfigError(f'{file}: {name}: after "{other}": that service is not selected; {fix}')
         return cls({name: chosen[name] for name in _in_order(file, chosen)})
 
@@ -174,6 +169,5 @@ def _in_order(file: Path, services: Mapping[str, Service]) -> Iterator[str]:
     try:
         yield from TopologicalSorter({name: each.after for name, each in services.items()}).static_order()
     except CycleError as error:
-        raise ConfigError(
-            f"{file}: {' after '.join(error.args[1])}: they depend on each other; remove one dependency"
-        ) from None
+        circle = " after ".join(error.args[1])
+        raise ConfigError(f"{file}: {circle}: they depend on each other; remove one dependency") from None

@@ -61,7 +61,6 @@ else:
 
 
 def check_room(config: Config) -> Finding:
-    """Whether [host] size fits into the memory available."""
     size, available = config.host.size, available_bytes()
     found = f"{show_size(available)} available, [host] size {format_size(size)}"
     if size > available:
@@ -161,7 +160,6 @@ def check_gpu() -> Finding:
 
 
 def read_gpu(answer: dict[str, object]) -> Finding:
-    """The finding for the probe's answer."""
     names = answer.get("names")
     if "missing" in answer:
         return warning("GPU", "found, but CuPy is missing: memory is not pinned", "pip install 'kvtier[cuda]'")
@@ -176,6 +174,5 @@ def read_gpu(answer: dict[str, object]) -> Finding:
 
 
 def _may_lock_all() -> bool:
-    """Whether this process has CAP_IPC_LOCK."""
     matched = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     return bool(matched and int(matched[1], 16) >> _CAP_IPC_LOCK & 1)

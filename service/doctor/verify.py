@@ -28,7 +28,6 @@ class Verdict:
         return Exit.DEGRADED if self.check.is_repaired else Exit.FAILED
 
     def __str__(self) -> str:
-        """A short text."""
         if self.check is None:
             return "not checked"
         if self.check.is_clean:

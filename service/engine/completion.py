@@ -19,8 +19,6 @@ DONE: Final = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More text of one choice, its end, or both."""
-
     index: int
     text: str
     finish_reason: str | None
@@ -173,9 +171,8 @@ class OpenAICompletion:
         if update.cached is not None and update.index % self._wanted.num_choices == 0:
             for tier, num_tokens in update.cached.items():
                 self._usage.cached[tier] = self._usage.cached.get(tier, 0) + num_tokens
-        sent = (
-            "" if update.finish_reason is FinishReason.STOP else text.push(update.token_id)
-        )  # the stop token is no text
+        is_text = update.finish_reason is not FinishReason.STOP  # the stop token is none
+        sent = text.push(update.token_id) if is_text else ""
         if update.finish_reason is not None and not text.is_stopped:
             sent += text.end()
         if text.is_stopped:
@@ -190,7 +187,6 @@ class OpenAICompletion:
 
 
 def late() -> OpenAIError:
-    """The error of a request that missed its deadline."""
     message = "the answer was not there in time; ask for less, or raise [server] request_timeout"
     return OpenAIError(504, message, code="timeout", headers={"x-should-retry": "false"})
 

@@ -28,8 +28,6 @@ _PATIENCE: Final = 2  # failed steps in a row: after the first the engine tries 
 
 @dataclass(frozen=True, slots=True)
 class SequenceInput:
-    """One sequence to be computed."""
-
     prompt: NamedPrompt  # one object, shared by all choices of a prompt
     params: SamplingParams
 
@@ -178,7 +176,6 @@ class EngineLoop:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether `stop` was called: nothing more is taken."""
         return self._stop_at is not None
 
     @property

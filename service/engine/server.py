@@ -51,7 +51,6 @@ class Served:
 
 
 def make_app(served: Served) -> Starlette:
-    """The application."""
     guard = Guard(served.config.token)
     reading = asyncio.Semaphore(_READING)
 
@@ -80,9 +79,7 @@ def make_app(served: Served) -> Starlette:
             except TimeoutError:
                 raise late() from None
             try:
-                wanted = await run_in_threadpool(
-                    _wanted, served, body_type, data, deadline
-                )  # a thread cannot be cut short
+                wanted = await run_in_threadpool(_wanted, served, body_type, data, deadline)  # cannot be cut short
             finally:
                 reading.release()
             return await _answered(request, OpenAICompletion(wanted, form, served.loop))
@@ -148,7 +145,6 @@ def _wanted(
 
 
 def _params(loop: EngineLoop, body: CompletionBody | ChatBody, prompt: list[int]) -> dict[str, Any]:
-    """SamplingParams' fields for one prompt."""
     is_chat = isinstance(body, ChatBody)
     param = "messages" if is_chat else "prompt"
     if not prompt:

@@ -219,9 +219,8 @@ class EventConsumer:
         sockets = [self._monitor, self._subscriber, *([self._replay] if self._replay is not None else [])]
         for socket in sockets:
             poller.register(socket, zmq.POLLIN)
-        ready = dict(
-            poller.poll(int(1000 * min(_SILENCE, max(0.0, min(self._due, self._again_at) - time.monotonic()))) + 1)
-        )
+        seconds = min(_SILENCE, max(0.0, min(self._due, self._again_at) - time.monotonic()))
+        ready = dict(poller.poll(int(1000 * seconds) + 1))
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         return [socket for socket in sockets if socket in ready]

@@ -49,7 +49,6 @@ class _Worker:
         self.has_forgotten = False  # its oldest were dropped here: later events of them are no contradiction
 
     def key(self, name: int, sequence: int) -> int | None:
-        """The key of the name in `several`."""
         return name if name in self.several[sequence] else None
 
 
@@ -171,7 +170,6 @@ class PrefixIndex:
             return sum(1 for _ in takewhile(bits.__and__, map(self._masks.get, sequence_hashes, repeat(0))))
 
     def check(self) -> None:
-        """Raise AssertionError if the law is broken."""
         with self._lock:
             masks: Counter[int] = Counter()
             for worker in self._workers.values():

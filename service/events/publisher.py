@@ -323,13 +323,10 @@ class TierFeed:
         return any(source.waiting for source in self._sources)
 
     def close(self) -> None:
-        """The tiers are closed: nothing is held any more."""
         self._publisher.forget(self._fingerprint)
 
 
 class _Replay:
-    """What one subscriber is sent again."""
-
     def __init__(self, messages: Iterator[list[bytes]]) -> None:
         self._messages = messages
         self.advance()

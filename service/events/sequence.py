@@ -25,7 +25,6 @@ class NumberedBatch(NamedTuple):
 
     @property
     def frames(self) -> list[bytes]:
-        """Topic, sequence number, payload."""
         return [self.topic, self.seq.to_bytes(8, "big"), self.payload]
 
     @classmethod
@@ -78,7 +77,6 @@ class Sequencer:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether a replay is under way."""
         return self._asked is not None
 
     @property

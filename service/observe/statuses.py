@@ -96,8 +96,6 @@ class HostTierStatus(StatusPart):
 
 
 class LowerTierStatus(StatusPart):
-    """A tier below L2."""
-
     slots: Counts  # by state
     breakers: dict[str, str]  # by direction
 
@@ -140,8 +138,6 @@ class TierCaption(StatusPart):
 
 
 class DaemonStatus(StatusPart):
-    """A node's daemon."""
-
     version: str
     pid: int
     uptime_s: float
@@ -160,8 +156,6 @@ class DaemonStatus(StatusPart):
 
 
 class SequenceCounts(StatusPart):
-    """Sequences of an engine, by state."""
-
     live: int
     capacity: int
     waiting: int
@@ -177,23 +171,17 @@ class DeviceTierStatus(StatusPart):
 
 
 class TokenCounts(StatusPart):
-    """Tokens by what became of them."""
-
     prompt_tokens: int
     computed_tokens: int
     generated_tokens: int
 
 
 class StepCounts(StatusPart):
-    """Steps of an engine."""
-
     done: int
     failed: int
 
 
 class EngineStatus(StatusPart):
-    """An engine's server."""
-
     version: str
     pid: int
     status: str
@@ -216,8 +204,6 @@ class EngineStatus(StatusPart):
 
 
 class FeedStatus(StatusPart):
-    """How the events of one publisher stand."""
-
     state: str
     seq: int | None
     gaps: int
@@ -227,8 +213,6 @@ class FeedStatus(StatusPart):
 
 
 class ReplicaStatus(StatusPart):
-    """A replica as the router sees it."""
-
     name: str
     url: str
     state: str
@@ -243,8 +227,6 @@ class ReplicaStatus(StatusPart):
 
 
 class ReplicaListStatus(StatusPart):
-    """Whether the list of replicas could be followed."""
-
     errors: Counts
     why: str | None
 
@@ -259,8 +241,6 @@ class ReplicaScore(StatusPart):
 
 
 class RoutingDecision(StatusPart):
-    """Where a request went, and why."""
-
     time: float  # seconds since 1970
     prompt_blocks: int
     chosen: str | None
@@ -269,8 +249,6 @@ class RoutingDecision(StatusPart):
 
 
 class RoutedTokens(StatusPart):
-    """Tokens of prompts."""
-
     prompt: int
     promised: int  # of these, what the replica that answered held by the index
     told_prompt: int  # as the replicas' usage said
@@ -279,8 +257,6 @@ class RoutedTokens(StatusPart):
 
 
 class RouterStatus(StatusPart):
-    """A router."""
-
     uptime_s: float
     block_size: int | None
     fingerprint: str | None
@@ -299,5 +275,4 @@ class RouterStatus(StatusPart):
 
     @property
     def num_up(self) -> int:
-        """Replicas that take requests."""
         return sum(replica.state == "up" for replica in self.replicas)

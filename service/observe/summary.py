@@ -85,7 +85,6 @@ def _model(model: ModelStatus) -> Iterable[str]:
 
 
 def row(title: str, text: str) -> str:
-    """A line under a headline."""
     return f"  {title:<12} {text}"
 
 

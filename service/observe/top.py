@@ -70,7 +70,6 @@ def watch(look: Callable[[], DaemonStatus], interval: float, count: int, *, as_j
 
 
 def print_json(row: TopRow, number: int) -> None:
-    """One object a line."""
     print(json.dumps(row._asdict()), flush=True)
 
 
@@ -82,7 +81,6 @@ def print_line(row: TopRow, number: int) -> None:
 
 
 def row_of(before: DaemonStatus, after: DaemonStatus, seconds: float) -> TopRow:
-    """The row of two looks `seconds` apart."""
     changed = Totals(*(max(0, new - old) for old, new in zip(_totals(before), _totals(after), strict=True)))
     models = after.models
     size = sum(model.l2.bytes for model in models)

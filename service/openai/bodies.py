@@ -126,8 +126,6 @@ Content = Annotated[
 
 
 class Message(BaseModel):
-    """One turn of a chat."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -147,8 +145,6 @@ class Message(BaseModel):
 
 
 class CompletionPrompt(RequestBody):
-    """The prompts of a completion: texts, or token ids."""
-
     prompt: Prompt
 
     @property
@@ -160,8 +156,6 @@ class CompletionPrompt(RequestBody):
 
 
 class ChatPrompt(RequestBody):
-    """The messages of a chat."""
-
     messages: Annotated[
         list[Annotated[Message, BeforeValidator(_few_fields)]],
         Field(min_length=1, max_length=_MAX_LIST, fail_fast=True),
@@ -169,13 +163,10 @@ class ChatPrompt(RequestBody):
 
     @property
     def chat(self) -> Chat:
-        """The chat as the model's template gets it."""
         return Chat([message.turn for message in self.messages])
 
 
 class StreamOptions(BaseModel):
-    """What a stream sends besides the text."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     include_usage: bool | None = None
@@ -207,7 +198,6 @@ class Sampling(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @model_validator(mode="after")

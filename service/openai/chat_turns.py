@@ -19,23 +19,13 @@ Turn = dict[str, Any]
 """`role`, `content` (a text, or parts of type text), and what else that role may have."""
 
 _TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type: its field
-_REASONING: Final = (
-    "reasoning",
-    "reasoning_content",
-    "thinking",
-)  # names of the same field: a template reads one of them
-_ELSEWHERE: Final = (
-    "chat_template",
-    "truncate_prompt_tokens",
-    "mm_processor_kwargs",
-)  # fields that only the replica can apply
+_REASONING: Final = ("reasoning", "reasoning_content", "thinking")  # one field: a template reads one of the names
+_ELSEWHERE: Final = ("chat_template", "truncate_prompt_tokens", "mm_processor_kwargs")  # only the replica applies them
 _NOT_THEIRS: Final = frozenset(("chat_template", "tokenize", "messages", "tools", "conversation"))
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What a template is rendered with."""
-
     turns: Sequence[Turn]
     tools: list[dict[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)  # `chat_template_kwargs`, `documents`, …

@@ -39,13 +39,11 @@ class OpenAIError(KVTierError):
 
     @property
     def content(self) -> dict[str, Any]:
-        """The error as JSON."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def response(self) -> JSONResponse:
-        """The HTTP response with this error."""
         return JSONResponse(self.content, self.status, self.headers)
 
 
@@ -77,7 +75,6 @@ def busy(message: str) -> OpenAIError:
 
 
 def unknown_model(asked: str, served: str) -> OpenAIError:
-    """The error for a model that is not served here."""
     shown = asked if len(asked) <= 60 else f"{asked[:57]}..."
     return OpenAIError(404, f"model {shown!r}: not served here; use {served!r}", param="model", code="model_not_found")
 

@@ -28,12 +28,9 @@ from kvtier.tiers.config import RouterConfig
 MAX_BODY: Final = 32 << 20  # bytes of a request: a million token ids, or the 25 MB of audio that OpenAI accepts
 _MAX_REQUESTS: Final = 1024  # answered at once
 _GRACE: Final = 10  # seconds that answers under way may take at a stop
-_PATH: Final = re.compile(
-    rb"/v1(/(?!\.{1,2}(/|$))[\w.~:@-]+)+", re.ASCII
-)  # a proxy in front of a replica could read other paths differently
-_FOR_ONE: Final = frozenset(
-    ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-)  # an operator sends these to each replica itself
+# A proxy in front of a replica could read other paths differently.
+_PATH: Final = re.compile(rb"/v1(/(?!\.{1,2}(/|$))[\w.~:@-]+)+", re.ASCII)
+_FOR_ONE: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # an operator sends these to each replica
 _EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 

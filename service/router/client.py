@@ -31,8 +31,6 @@ _ENDS: Final = (b"\n\n\r\n", b"\r\n\r\n\r\n")  # how a chunk ends if an event en
 
 
 class Failure(StrEnum):
-    """Why a replica did not answer."""
-
     UNREACHABLE = "unreachable"  # no process listens there
     UNTRUSTED = "untrusted"  # no TLS, or a certificate that cannot be trusted
     BROKEN = "broken"  # it closed the connection before the end
@@ -43,8 +41,6 @@ class Failure(StrEnum):
 
 
 class ReplicaFailed(Exception):
-    """A replica did not answer, or not completely."""
-
     def __init__(self, failure: Failure, detail: str = "") -> None:
         super().__init__(f"{failure}{': ' if detail else ''}{detail}")
         self.failure = failure
@@ -95,9 +91,7 @@ class ReplicaClient:
             try:
                 connection, is_kept = await self._connection(deadlines.connect)
             except ReplicaFailed as error:
-                raise (
-                    lost or error
-                ) from None  # the replica hung up on the request, perhaps because of it, and is gone now
+                raise lost or error from None  # after `lost` the replica is gone, perhaps because of the request
             try:
                 connection.send(request, body)
                 return ReplicaAnswer(connection, await connection.head(due), due, deadlines.between)
@@ -117,7 +111,6 @@ class ReplicaClient:
             connection.give_up()
 
     def close(self) -> None:
-        """Close every connection, with or without a request."""
         self._on_lost = lambda: None
         for connection in list(self._open):
             connection.abort()
@@ -282,7 +275,6 @@ class _ReplicaConnection(asyncio.Protocol):
             self._fail(ReplicaFailed(self._on_timeout, "it does not answer other requests either"))
 
     def abort(self) -> None:
-        """Close at once. A waiting request fails."""
         self._is_released = True
         self._transport.abort()
 

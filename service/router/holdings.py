@@ -31,8 +31,6 @@ class Held:
 
 
 class FeedsState(NamedTuple):
-    """The state of one replica's events."""
-
     events: statuses.FeedStatus | None  # of its engine
     node_events: statuses.FeedStatus | None  # of its node's daemon
     blocks: dict[str, int]  # by medium
@@ -53,7 +51,6 @@ class FleetHoldings:
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks that any replica holds."""
         return 0 if self._index is None else self._index.num_blocks
 
     @property
@@ -134,7 +131,6 @@ class FleetHoldings:
         return Held(num_tokens // self._index.block_size, prefixes, frozenset(sure))
 
     def state(self, replica: str) -> FeedsState:
-        """The state of a replica's events."""
         publishers = self._publishers.get(replica, Publishers())
         blocks: dict[str, int] = {}
         for address in (publishers.events, publishers.node):

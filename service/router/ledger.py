@@ -27,7 +27,6 @@ class Decision(NamedTuple):
 
     @property
     def status(self) -> statuses.RoutingDecision:
-        """As the status has it."""
         return statuses.RoutingDecision(
             time=self.time,
             prompt_blocks=self.num_blocks,
@@ -55,7 +54,6 @@ class Ledger:
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def decided(self, choice: Choice, num_blocks: int) -> None:
-        """Record a decision for a prompt of `num_blocks` blocks."""
         if choice.name is not None:
             self.requests[choice.name, choice.reason] += 1
         self.decisions.append(Decision(time.time(), num_blocks, choice))

@@ -22,8 +22,6 @@ _CLOSE: Final = 1e-6  # blocks of work; sums in another order may differ by this
 
 
 class Reason(StrEnum):
-    """Why a replica was chosen, or why none was."""
-
     PREFIX = "prefix"  # it holds more of the prompt than any other
     NEARER = "nearer"  # its part of the prompt is in a faster tier: worth more, even if not longer
     LOAD = "load"  # another's blocks are worth as much or more, but this one has less to do
@@ -49,7 +47,6 @@ class Candidate:
 
     @property
     def can_take(self) -> bool:
-        """Whether a request may be sent to it."""
         return self.is_alive and self.load < self.limit
 
 
@@ -133,9 +130,7 @@ def sticky(replicas: Sequence[Candidate], session: bytes, *, spread: float = flo
     most = max(FEW, spread * (sum(able.values()) + 1) / len(able))
     ranks = {name: xxhash.xxh3_64_intdigest(session, xxhash.xxh3_64_intdigest(name.encode())) for name in able}
     ranked = sorted(able, key=ranks.__getitem__, reverse=True)
-    chosen = next(
-        name for name in ranked if able[name] < most
-    )  # always found: the replica with the fewest requests has less than the mean
+    chosen = next(name for name in ranked if able[name] < most)  # there is one: the fewest are less than the mean
     return Choice(chosen, Reason.SESSION if chosen == ranked[0] else Reason.LOAD, scores)
 
 

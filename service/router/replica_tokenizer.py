@@ -35,8 +35,6 @@ _VARIABLES: Final = ("documents", "reasoning_effort")
 
 @dataclass(slots=True)
 class _Page:
-    """Which of the pages one replica has."""
-
     has_render: bool = True
     is_there: bool = True
     num_late: int = 0

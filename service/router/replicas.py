@@ -33,8 +33,6 @@ _USUAL: Final = 8.0  # blocks of work in a request of unknown size
 
 
 class ReplicaState(StrEnum):
-    """The state of a replica."""
-
     JOINING = "joining"  # not probed yet, or not ready yet
     UP = "up"
     DOWN = "down"
@@ -54,7 +52,6 @@ class ReplicaProfile:
 
     @property
     def names(self) -> list[str]:
-        """The names of its models, sorted."""
         return sorted(str(model["id"]) for model in self.models)
 
     @classmethod

@@ -45,7 +45,6 @@ class ClientReply:
         return self._events is not None and self._events.is_done
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send the whole answer at once."""
         await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))], is_stream=False)
         await self._body(body, more=False)
 
@@ -69,7 +68,6 @@ class ClientReply:
         return True
 
     async def end(self) -> None:
-        """End the body."""
         await self._body(b"" if self._events is None else self._events.rest(), more=False)
 
     async def fail(self, error: OpenAIError | Relayed) -> None:
@@ -106,7 +104,6 @@ class WholeEvents:
 
     @property
     def has_rest(self) -> bool:
-        """Whether the beginning of an event is held back."""
         return bool(self._tail)
 
     def cut(self, piece: bytes) -> bytes:

@@ -63,7 +63,6 @@ class Router:
         self._following = asyncio.create_task(self.list.follow(self.fleet.change))
 
     async def stop(self) -> None:
-        """Stop all tasks, and close every connection."""
         self._following.cancel()
         await self.fleet.stop()
         await asyncio.to_thread(self.holdings.close)
@@ -81,7 +80,6 @@ class Router:
         await self._proxy.forward(request, reply)
 
     def status(self) -> RouterStatus:
-        """What /status says, now."""
         ledger = self.ledger
         return RouterStatus(
             uptime_s=time.time() - self._started,

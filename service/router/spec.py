@@ -57,7 +57,6 @@ class ReplicaSpec:
 
     @property
     def url(self) -> str:
-        """The replica's URL, without a slash at the end."""
         return f"http{'s' if self.is_tls else ''}://{self.name}"
 
     def at(self, address: str) -> "ReplicaSpec":

@@ -27,7 +27,6 @@ class HttpClient:
         )
 
     def get(self, path: str) -> Json:
-        """Get a page's JSON."""
         with self._answer("GET", path, None) as answer:
             return self._object(answer.read())
 
@@ -39,7 +38,6 @@ class HttpClient:
         return status
 
     def post(self, path: str, body: Mapping[str, Any]) -> Json:
-        """Run a verb, and return its JSON answer."""
         with self._answer("POST", path, body) as answer:
             return self._object(answer.read())
 
@@ -50,7 +48,6 @@ class HttpClient:
                 yield self._object(line.encode())
 
     def close(self) -> None:
-        """Close all connections."""
         self._client.close()
 
     @contextmanager
@@ -61,15 +58,11 @@ class HttpClient:
                     raise self._refusal(answer)
                 yield answer
         except (httpx2.ConnectError, httpx2.ConnectTimeout):
-            raise TierUnavailable(
-                f'[service] http "{self._address}": no answer; start `kvtier serve`, or give its --http HOST:PORT'
-            ) from None
+            raise self._unavailable("no answer; start `kvtier serve`, or give its --http HOST:PORT") from None
         except httpx2.TimeoutException:
-            raise TierUnavailable(
-                f'[service] http "{self._address}": no answer within {_ANSWER:g} s; see its log'
-            ) from None
+            raise self._unavailable(f"no answer within {_ANSWER:g} s; see its log") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
-            raise TierUnavailable(f'[service] http "{self._address}": {str(error) or type(error).__name__}') from None
+            raise self._unavailable(str(error) or type(error).__name__) from None
 
     def _refusal(self, answer: httpx2.Response) -> KVTierError:
         if answer.status_code == 401:
@@ -92,6 +85,9 @@ class HttpClient:
         if not isinstance(value, dict):
             raise self._not_a_daemon
         return value
+
+    def _unavailable(self, why: str) -> TierUnavailable:
+        return TierUnavailable(f'[service] http "{self._address}": {why}')
 
     @property
     def _not_a_daemon(self) -> FormatError:

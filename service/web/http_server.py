@@ -60,12 +60,10 @@ class HttpSocket:
 
     @property
     def address(self) -> str:
-        """The HOST:PORT in use."""
         host, port = self.socket.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
         self.socket.close()
 
 
@@ -113,7 +111,6 @@ class HttpServer:
         self._thread = threading.Thread(target=self._run, name="kvtier-http", daemon=True)
 
     def start(self) -> None:
-        """Start serving."""
         self._thread.start()
 
     def stop(self) -> None:
