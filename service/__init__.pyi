@@ -1,15 +1,11 @@
-from .cli_options import ConfigOption, Exit, JsonOption, log_to_stderr, needing, use_all_descriptors
+from .command_line import Exit, needing
 from .json_text import Json, flat, shown, writable
 
 __all__ = [
-    "ConfigOption",
     "Exit",
     "Json",
-    "JsonOption",
     "flat",
-    "log_to_stderr",
     "needing",
     "shown",
-    "use_all_descriptors",
     "writable",
 ]

@@ -1,15 +1,15 @@
 """`kvtier route`: the router on the command line."""
 
 import logging
-import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from kvtier.service import ConfigOption, log_to_stderr, needing, use_all_descriptors
+from kvtier.cli import serving
+from kvtier.cli.options import ConfigOption, HttpOption, given
+from kvtier.service import needing
 from kvtier.tiers.config import Config
 
 app = typer.Typer()
@@ -29,23 +29,17 @@ def route(
     replicas_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="More replicas, one a line; followed while it changes.")
     ] = None,
-    http: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where it answers; instead of the configured address.")
-    ] = None,
+    http: HttpOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Send OpenAI's requests to the replica that holds most of their prompt, until SIGTERM or Ctrl-C."""
-    options = {"replicas": replica, "replicas_file": replicas_file, "model": model, "http": http}
-    settings = Config.load(config, router={name: value for name, value in options.items() if value is not None})
-    log_to_stderr()
+    options = given(replicas=replica, replicas_file=replicas_file, model=model, http=http)
+    settings = Config.load(config, router=options)
+    serving.begin(_SWITCH)
     with needing("the router"):
         from kvtier.service.router import serve
     server = serve(settings.router, strict=settings.events.strict)
-    use_all_descriptors()
-    sys.setswitchinterval(_SWITCH)
     stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
+    serving.on_signal(stopping.set)
     server.start()
     num_replicas = len(settings.router.replicas)
     logging.getLogger(__name__).info("ready on %d replicas, http on %s", num_replicas, server.address)

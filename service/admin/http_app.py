@@ -30,7 +30,7 @@ from kvtier.service.admin.bodies import (
 )
 from kvtier.service.admin.transfers import RunningTransfer, Steps, Transfers
 from kvtier.service.node import Daemon, NotThere, Pins, degraded_tiers, exposition, status
-from kvtier.service.observe import dashboard_routes, page
+from kvtier.service.observe import EXPOSITION, dashboard_routes, page
 from kvtier.service.web import Guard, HttpServer, HttpSocket, read_body
 from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable
 
@@ -40,7 +40,6 @@ _log = logging.getLogger(__name__)
 
 _HEALTHY: Final = 1.0  # seconds the daemon's loop may take to answer
 _EXPIRY: Final = 0.25  # seconds between looks at the pins
-_EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Pages:
@@ -109,7 +108,7 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
         task.cancel()
 
     routes = [
-        get("/metrics", lambda: Response(exposition(daemon, pins), media_type=_EXPOSITION)),
+        get("/metrics", lambda: Response(exposition(daemon, pins), media_type=EXPOSITION)),
         _awaited("/healthz", lambda: _health(daemon)),
         _awaited("/readyz", lambda: _readiness(daemon)),
         get("/summary", lambda: PlainTextResponse(page(status(daemon, pins)))),

@@ -17,6 +17,7 @@ from kvtier.service.engine.completion import CHAT, TEXT, CompletionFormat, Compl
 from kvtier.service.engine.loop import EngineLoop, SequenceInput, stopping
 from kvtier.service.engine.status import exposition, model_entry, status
 from kvtier.service.engine.text import AnswerText
+from kvtier.service.observe import EXPOSITION
 from kvtier.service.openai import (
     ChatBody,
     CompletionBody,
@@ -35,7 +36,6 @@ _READING: Final = 4  # bodies tokenized at once: a tokenizer takes about 100 byt
 _SHORT_ANSWER: Final = 16  # OpenAI's default for max_tokens of a text completion
 _SEEDS: Final = 2**64
 _GONE: Final = 499  # what proxies log for a client that hung up
-_EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 T = TypeVar("T")
 
 
@@ -91,7 +91,7 @@ def make_app(served: Served) -> Starlette:
         post("/v1/chat/completions", ChatBody, CHAT),
         get("/v1/models", lambda: JSONResponse(_models(served)), guarded=True),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
-        get("/metrics", lambda: Response(exposition(served.loop), media_type=_EXPOSITION)),
+        get("/metrics", lambda: Response(exposition(served.loop), media_type=EXPOSITION)),
         get("/healthz", lambda: _health(served.loop)),
         get("/readyz", lambda: _readiness(served.loop)),
         get("/status", lambda: JSONResponse(status(served.loop, served.name).as_json())),

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvtier.service import Json
-from kvtier.service.observe import dashboard_routes
+from kvtier.service.observe import EXPOSITION, dashboard_routes
 from kvtier.service.openai import OpenAIError, error_handlers, unknown_model
 from kvtier.service.router import summary
 from kvtier.service.router.metrics import exposition
@@ -31,7 +31,6 @@ _GRACE: Final = 10  # seconds that answers under way may take at a stop
 # A proxy in front of a replica could read other paths differently.
 _PATH: Final = re.compile(rb"/v1(/(?!\.{1,2}(/|$))[\w.~:@-]+)+", re.ASCII)
 _FOR_ONE: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # an operator sends these to each replica
-_EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def serve(config: RouterConfig, *, strict: bool = False) -> HttpServer:
@@ -84,7 +83,7 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
         Route("/v1/{name:path}", _Forwarding(router, guard, any_path=True), methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
-        page("/metrics", lambda: Response(exposition(router), media_type=_EXPOSITION)),
+        page("/metrics", lambda: Response(exposition(router), media_type=EXPOSITION)),
         page("/healthz", lambda: JSONResponse({"status": "ok"})),
         page("/readyz", lambda: _readiness(router)),
         page("/summary", lambda: PlainTextResponse(summary.page(router.status()))),
