@@ -25,7 +25,7 @@ _MODULES: Final = {
         "generate": "Answer one prompt greedily with an engine in this process, and say which tier its KV came from.",
     },
     "checks_cli": {
-        "verify": "Read every block of slabs and compare it with its checksum. Status 0: clean, 1: damaged, 3: repaired.",
+        "verify": "Check every block of slabs against its checksum. Status 0: clean, 1: damaged, 3: repaired.",
         "doctor": "Check this machine against the configuration, with the fix. Status 0: well, 3: warnings, 1: errors.",
     },
     "serve_cli": {

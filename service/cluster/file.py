@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvtier.service import needing
+from kvtier.service import first_error, needing
 from kvtier.tiers import ConfigError
 
 BESIDE_US: Final = Path(__file__).parents[2] / "docker-compose.yml"  # this path holds in a checkout and in a wheel
@@ -148,9 +148,8 @@ def _service(place: str, data: object, places: Placeholders) -> Service:
         values["ports"] = [places.first_port + port for port in raw.ports]
         return Service.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        entry = ".".join(map(str, first["loc"])) or KEY
-        raise ConfigError(f"{place}: {entry}: {first['msg'].removeprefix('Value error, ')}; fix {KEY} there") from None
+        entry, why, *_ = first_error(error)
+        raise ConfigError(f"{place}: {entry or KEY}: {why}; fix {KEY} there") from None
     except ValueError as error:
         raise ConfigError(f"{place}: {error}") from None
 

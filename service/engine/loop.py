@@ -8,13 +8,13 @@ import time
 from collections import Counter, abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 from prometheus_client import Histogram
 
 from kvtier.engine import Engine, FinishReason, NamedPrompt, Output, RequestError, SamplingParams, Sequence
+from kvtier.service.events import TierFeed
 from kvtier.service.openai import OpenAIError, busy
-from kvtier.tiers import ChainHash
 
 _log = logging.getLogger(__name__)
 
@@ -40,16 +40,6 @@ class SequenceUpdate:
     token_id: int
     finish_reason: FinishReason | None
     cached: Mapping[str, int] | None  # only with the first token: prompt tokens by the tier they came from
-
-
-class Feed(Protocol):
-    """Publishes what the engine's tiers hold; `service.events.TierFeed` implements it. Never waits."""
-
-    def begin_at(self, root: ChainHash) -> None:
-        """Note that chains begin at this root."""
-
-    def pump(self) -> bool:
-        """Publish what is new. True if some is left."""
 
 
 class LiveRequest:
@@ -121,7 +111,7 @@ class EngineLoop:
     At most `max_num_seqs + max_waiting` sequences are live; a request beyond that is refused.
     """
 
-    def __init__(self, engine: Engine, max_waiting: int, feed: Feed | None = None) -> None:
+    def __init__(self, engine: Engine, max_waiting: int, feed: TierFeed | None = None) -> None:
         self.engine = engine
         self.fingerprint = engine.identity.fingerprint().hex()
         self._feed = feed

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kvtier.service import Json, flat, shown
+from kvtier.service import Json, first_error, shown
 from kvtier.tiers import FormatError
 
 Counts = dict[str, int]
@@ -27,9 +27,8 @@ class StatusPart(BaseModel):
         try:
             return cls.model_validate(page)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = ".".join(map(str, first["loc"]))
-            what = "missing" if first["type"] == "missing" else f"{shown(first['input'])}: {flat(first['msg'])}"
+            field, why, kind, value = first_error(error)
+            what = "missing" if kind == "missing" else f"{shown(value)}: {why}"
             who = f"kvtier {shown(page['version'])}" if "version" in page else "another kvtier"
             raise FormatError(f"status of {who}: {field}: {what}; run one kvtier on both sides") from None
 

@@ -1,8 +1,7 @@
 """Parses OpenAI request bodies: every field is typed and bounded, and every error names its field."""
 
-import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Final, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -16,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from kvtier.service import flat, shown, writable
+from kvtier.service import Json, first_error, object_in, shown, writable
 from kvtier.service.openai.chat_turns import Chat, Turn
 from kvtier.service.openai.errors import OpenAIError
 
@@ -253,40 +252,34 @@ class ChatBody(ChatPrompt, Sampling):
         return self
 
 
-def json_object(data: bytes) -> dict[str, Any]:
+def json_object(data: bytes) -> Json:
     """The JSON object in a body. Raises OpenAIError (400) if there is none."""
     try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise OpenAIError(400, f"body: not JSON ({flat(str(error))[:100]}); send an object", code="bad_json") from None
-    if not isinstance(values, dict):
-        raise OpenAIError(400, f"body {shown(values)}: not a JSON object; send one", code="bad_json")
-    return values
+        return object_in(data)
+    except ValueError as error:
+        raise OpenAIError(400, str(error), code="bad_json") from None
 
 
 def parse(body_type: type[B], data: bytes) -> B:
     """Parse a request's body. Raises OpenAIError (400), which names the field and what is wrong with it."""
     values = json_object(data)
     try:
-        _few_fields(values)
+        return body_type.model_validate(_few_fields(values))
+    except ValidationError as error:
+        raise _refused(error) from None
     except ValueError as error:
         raise OpenAIError(400, f"body: {error}", code="invalid_value") from None
-    try:
-        return body_type.model_validate(values)
-    except ValidationError as error:
-        raise _refused(error.errors(include_url=False)[0]) from None
 
 
-def _refused(error: Any) -> OpenAIError:
-    param = ".".join(str(part) for part in error["loc"] if not str(part).startswith("="))
-    param = json.dumps(param)[1:-1][:80]  # in any case one line of ASCII
-    why = str(error["ctx"]["error"]) if error["type"] == "value_error" else flat(error["msg"])
+def _refused(error: ValidationError) -> OpenAIError:
+    field, why, kind, value = first_error(error)
+    param = field[:80]
     if not param:
-        clash = why.partition(":")[0].partition(",")[0] if error["type"] == "value_error" else None
+        clash = why.partition(":")[0].partition(",")[0] if kind == "value_error" else None
         return OpenAIError(400, why, param=clash, code="invalid_value")
-    if error["type"] == "missing":
+    if kind == "missing":
         return OpenAIError(400, f"{param}: missing; it must be given", param=param, code="missing_required_parameter")
-    if error["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         return OpenAIError(400, f"{param}: unknown field; leave it out", param=param, code="unknown_parameter")
     code = "unsupported_parameter" if why.startswith("not supported") else "invalid_value"
-    return OpenAIError(400, f"{param} {shown(error['input'])}: {why}", param=param, code=code)
+    return OpenAIError(400, f"{param} {shown(value)}: {why}", param=param, code=code)
