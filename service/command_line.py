@@ -14,8 +14,6 @@ _EXTRAS: Final = {
 
 
 class Exit(IntEnum):
-    """The exit statuses of every verb."""
-
     OK = 0
     FAILED = 1
     USAGE = 2

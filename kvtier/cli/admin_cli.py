@@ -44,7 +44,6 @@ class CommandContext:
     as_json: bool
 
     def show(self, answer: Json, line: str) -> None:
-        """The answer as JSON if that is wanted, else a line for people."""
         print(json.dumps(answer) if self.as_json else line)
 
 
@@ -243,7 +242,6 @@ def _steps(client: "HttpClient", path: str, body: Json) -> Iterator[Json]:
 
 
 def _which_blocks(file: str | None, cache_salt: str | None, model: str | None) -> Json:
-    """The part of a body that says which blocks are meant."""
     body = _of_model(model)
     if file is not None:
         values = _read_list(file)

@@ -32,24 +32,16 @@ class Transfers:
             names = None
             if (selection := body.selection) is not None:
                 names, _ = await asyncio.to_thread(selection.names, namespace, _PATIENCE)
-            size = namespace.blocks.block_size
-            steps = export_blocks(
-                namespace.hierarchy,
-                namespace.fingerprint,
-                size,
-                body.file,
-                names,
-                force=body.force,
-                key=await self._key(),
-            )
+            what = namespace.hierarchy, namespace.fingerprint, namespace.blocks.block_size
+            steps = export_blocks(*what, body.file, names, force=body.force, key=await self._key())
             async with aclosing(steps):
                 async for progress in steps:
                     yield _shown(namespace, progress)
 
     async def import_(self, body: ImportBody) -> Steps:
         async with self._copying(), self._held_open(body.model) as namespace:
-            size, key = namespace.blocks.block_size, await self._key()
-            steps = import_blocks(namespace.hierarchy, namespace.fingerprint, size, body.file, key)
+            what = namespace.hierarchy, namespace.fingerprint, namespace.blocks.block_size
+            steps = import_blocks(*what, body.file, await self._key())
             try:
                 async with aclosing(steps):
                     async for progress in steps:

@@ -274,7 +274,6 @@ def _held_by(hierarchy: Hierarchy, hashes: Sequence[ChainHash]) -> list[list[boo
 
 
 def _held_below(hierarchy: Hierarchy, hashes: Sequence[ChainHash]) -> list[ChainHash]:
-    """Those of the blocks that a tier below L2 holds."""
     _, *below = _held_by(hierarchy, hashes)
     return [name for name, *where in zip(hashes, *below, strict=True) if any(where)]
 

@@ -71,9 +71,8 @@ def decode_header(data: bytes) -> Header:
 def encode_entry(header: Header, number: int, record: BlockRecord) -> bytes:
     """The bytes before the payload of block `number`, counted from 0."""
     num_tokens = len(record.tokens) // 4
-    fixed = _ENTRY.pack(
-        _BLOCK, num_tokens, number, header.slot_bytes, record.chain_hash, record.parent, record.checksum
-    )
+    block = record.chain_hash, record.parent, record.checksum
+    fixed = _ENTRY.pack(_BLOCK, num_tokens, number, header.slot_bytes, *block)
     return _summed(fixed + record.tokens.ljust(4 * header.block_size, b"\0"))
 
 

@@ -283,7 +283,6 @@ class _Start:
         raise KVTierError("\n".join([f"{name} {why}; the end of {log}:", *(f"  {line}" for line in lines)]))
 
     def _last_lines(self, name: str) -> list[str]:
-        """The last lines of its log since its last start."""
         text = self._cluster.log_of(name).read_bytes()[self._logged[name] :].decode(errors="replace")
         return text.splitlines()[-_LAST_LINES:]
 

@@ -115,7 +115,6 @@ class Topology:
         return cls({name: chosen[name] for name in _in_order(file, chosen)})
 
     def without(self, names: Sequence[str]) -> "Topology":
-        """A topology without these services and those that depend on them."""
         left: dict[str, Service] = {}
         for name, service in self.services.items():
             if name not in names and left.keys() >= set(service.after):
@@ -124,7 +123,6 @@ class Topology:
 
 
 def _entries(file: Path) -> dict[str, Any]:
-    """The `x-kvtier` of each service that has one."""
     with needing("a cluster"):
         import yaml
     try:

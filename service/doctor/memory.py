@@ -142,13 +142,11 @@ def has_gpu() -> bool:
 
 
 def check_gpu() -> Finding:
-    """Whether CuPy can use the GPU, and memory can be pinned for it."""
     if not has_gpu():
         return ok("GPU", "none; copies run on the CPU")
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _GPU], capture_output=True, text=True, timeout=_GPU_SECONDS, check=True
-        )
+        command = [sys.executable, "-P", "-c", _GPU]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_SECONDS, check=True)
         return read_gpu(json.loads(done.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         return error("GPU", f"the driver did not answer within {_GPU_SECONDS:.0f} s", "see `nvidia-smi` and `dmesg`")
@@ -164,9 +162,7 @@ def read_gpu(answer: dict[str, object]) -> Finding:
     if "missing" in answer:
         return warning("GPU", "found, but CuPy is missing: memory is not pinned", "pip install 'kvtier[cuda]'")
     if not isinstance(names, list) or not names:
-        return error(
-            "GPU", f"CuPy {answer.get('cupy')} finds no device", "install a CuPy for this driver's CUDA version"
-        )
+        return error("GPU", f"CuPy {answer.get('cupy')} finds no device", _OTHER_CUPY)
     found = f"{len(names)} × {names[0]}, CuPy {answer.get('cupy')}"
     if not answer.get("pinned"):
         return warning("GPU", f"{found}; memory cannot be pinned", "raise `ulimit -l`, or see `dmesg`")

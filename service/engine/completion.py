@@ -140,7 +140,6 @@ class OpenAICompletion:
         yield DONE
 
     def close(self) -> None:
-        """Abort what is still computed: the client reads no more. Idempotent."""
         if self._unfinished:
             self._loop.abort(self._live, list(self._unfinished))
             self._unfinished.clear()

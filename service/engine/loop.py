@@ -73,8 +73,6 @@ class LiveRequest:
 
 @dataclass(slots=True)
 class _LiveSequence:
-    """A sequence that the engine computes, or that waits in it."""
-
     request: LiveRequest
     index: int
     sequence: Sequence
@@ -161,7 +159,6 @@ class EngineLoop:
 
     @property
     def num_live(self) -> int:
-        """Sequences that wait or are computed."""
         return self._num_live
 
     @property
@@ -296,5 +293,4 @@ def _engine_error() -> OpenAIError:
 
 
 def stopping() -> OpenAIError:
-    """The error of a request that comes while the server stops."""
     return OpenAIError(503, "the server is stopping; ask another one", code="stopping")

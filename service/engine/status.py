@@ -84,9 +84,8 @@ def _own(loop: EngineLoop) -> Iterator[Metric]:
     yield counter("kvtier_engine_refused", "Requests refused, by status", dict(tally.refused), "status")
     yield counter("kvtier_engine_tokens", "Tokens by what became of them", {k: stats[k] for k in _TOKENS}, "kind")
     yield counter("kvtier_engine_cached_tokens", "Prompt tokens found cached, by tier", dict(tally.cached), "tier")
-    yield gauge(
-        "kvtier_engine_l1_blocks", "Blocks of L1", {"all": pool.num_blocks, "free": stats["free_blocks"]}, "state"
-    )
+    blocks = {"all": pool.num_blocks, "free": stats["free_blocks"]}
+    yield gauge("kvtier_engine_l1_blocks", "Blocks of L1", blocks, "state")
     yield counter("kvtier_engine_steps", "Steps computed", stats["steps"])
     yield counter("kvtier_engine_failed_steps", "Steps that raised", tally.failed_steps)
     yield counter("kvtier_engine_preempted", "Sequences preempted", stats["preempted"])

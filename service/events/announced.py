@@ -223,5 +223,4 @@ class _Lines:
 
 
 def _bits(tiers: int) -> Iterator[int]:
-    """The places of the bits that are set."""
     return (tier for tier in range(tiers.bit_length()) if tiers >> tier & 1)

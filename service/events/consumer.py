@@ -237,7 +237,6 @@ class EventConsumer:
         return max(self._replay_due, self._last_message_at + _SILENCE)
 
     def _take_notice(self) -> None:
-        """A connection was made, or broke."""
         event = recv_monitor_message(self._monitor)["event"]
         self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._hang_up(0.0)
@@ -274,7 +273,11 @@ class EventConsumer:
             except zmq.Again:
                 return
             self._last_message_at = time.monotonic()
-            batch = self._parsed(frames)
+            try:
+                batch = NumberedBatch.parse(frames)
+            except FormatError as error:
+                self._malformed(error)
+                continue
             if batch is not None:
                 self._do(self._sequencer.live(batch))
 
@@ -374,13 +377,6 @@ class EventConsumer:
         if self._refusal is None:
             self._refusal = why
             _log.warning("KV events of %s are not read: %s", self.worker, why)
-
-    def _parsed(self, frames: Sequence[bytes]) -> NumberedBatch | None:
-        try:
-            return NumberedBatch.parse(frames)
-        except FormatError as error:
-            self._malformed(error)
-            return None
 
     def _malformed(self, error: FormatError) -> None:
         self._counts["malformed"] += 1

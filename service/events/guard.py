@@ -84,9 +84,8 @@ def require_private(option: str, address: str) -> None:
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror}; make that directory, of mode 0700") from None
     if mode & _OTHERS:
-        raise ConfigError(
-            f"{where}: others can enter {path.parent}, and events hold prompts; chmod 700 it, or set allow_remote"
-        )
+        fix = "chmod 700 it, or set allow_remote"
+        raise ConfigError(f"{where}: others can enter {path.parent}, and events hold prompts; {fix}")
 
 
 def require_unused(option: str, address: str) -> None:

@@ -36,8 +36,6 @@ def prompt_hashes(
 
 
 class _Worker:
-    """What one worker announced of its blocks."""
-
     def __init__(self, slot: int, num_tiers: int) -> None:
         self.slot = slot
         self.shift = slot * num_tiers  # of its bits in a mask
@@ -107,7 +105,6 @@ class PrefixIndex:
             return list(self._workers)
 
     def holdings(self, worker: str) -> dict[str, int]:
-        """How many blocks a worker holds in each tier it has any in."""
         with self._lock:
             known = self._workers.get(worker)
             return {} if known is None else {m: n for m, n in zip(self._media, known.counts, strict=True) if n}

@@ -258,6 +258,5 @@ def _optional(value: Any, kind: type) -> Any:
     return value
 
 
-_POSITIONS: Final[dict[str, tuple[str, ...]]] = {
-    kind.__name__: tuple(field.name for field in fields(kind)) for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
-}
+_KINDS: Final = (BlockStored, BlockRemoved, AllBlocksCleared)
+_POSITIONS: Final = {kind.__name__: tuple(field.name for field in fields(kind)) for kind in _KINDS}

@@ -2,7 +2,7 @@ from . import statuses, summary
 from .dashboard import dashboard_routes
 from .figures import MetricValues, figures, version
 from .prometheus import EXPOSITION, counter, gauge, labelled, text_of
-from .statuses import DaemonStatus, EngineStatus, RouterStatus
+from .statuses import DaemonStatus, EngineStatus, ReplicaScore, RouterStatus
 from .summary import brief_time, counts, page, row
 from .top import watch
 
@@ -11,6 +11,7 @@ __all__ = [
     "DaemonStatus",
     "EngineStatus",
     "MetricValues",
+    "ReplicaScore",
     "RouterStatus",
     "brief_time",
     "counter",

@@ -17,7 +17,6 @@ Values = float | Mapping[Any, float]
 
 
 def text_of(families: Iterable[Metric]) -> str:
-    """The text format of these families."""
     return generate_latest(_Collected(list(families))).decode()
 
 
@@ -49,8 +48,6 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> 
 
 
 class _Collected(Collector):
-    """Hands out metrics that are there already."""
-
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
 

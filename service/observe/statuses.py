@@ -5,6 +5,7 @@ fields are the JSON keys that people's tools read: a field may be added, none ma
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -38,8 +39,6 @@ class StatusPart(BaseModel):
 
 
 class BlockFigures(StatusPart):
-    """What became of blocks since the start."""
-
     lookups: Counts  # blocks asked for, by the tier that had them; "miss" for none
     missed: Counts  # blocks not served, by reason
     stored: Counts  # blocks, by tier
@@ -230,13 +229,14 @@ class ReplicaListStatus(StatusPart):
     why: str | None
 
 
-class ReplicaScore(StatusPart):
+@dataclass(frozen=True, slots=True)  # no pydantic model: the policy makes one for every replica and request
+class ReplicaScore:
     """What spoke for and against one replica, in blocks."""
 
     name: str
-    cached: int
+    cached: int  # of the prompt, in any tier; 0 if it is not known for sure
     load: float
-    work: float | None  # None: it cannot take a request
+    work: float | None  # estimated work before the first token: least is best. None: it cannot take a request
 
 
 class RoutingDecision(StatusPart):
@@ -244,7 +244,7 @@ class RoutingDecision(StatusPart):
     prompt_blocks: int
     chosen: str | None
     reason: str
-    scores: list[ReplicaScore]
+    scores: Sequence[ReplicaScore]
 
 
 class RoutedTokens(StatusPart):

@@ -138,7 +138,6 @@ class Message(BaseModel):
 
     @property
     def turn(self) -> Turn:
-        """The message as a chat template gets it."""
         content = self.content if isinstance(self.content, str) else [part.model_dump() for part in self.content]
         return {"role": self.role, "content": content, **({} if self.name is None else {"name": self.name})}
 
@@ -148,7 +147,6 @@ class CompletionPrompt(RequestBody):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """Each prompt: a text, or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt

@@ -54,6 +54,15 @@ def chat_of(body: Mapping[str, Any]) -> Chat:
     )
 
 
+def template_variables(body: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables that a request sets: those `given` in `chat_template_kwargs`, and those in fields of their own."""
+    found, effort = dict(given), body.get("reasoning_effort")
+    found |= {name: body[name] for name in ("documents", "reasoning_effort") if body.get(name) not in (None, "auto")}
+    if effort is not None and "enable_thinking" not in found:
+        found["enable_thinking"] = effort != "none"
+    return found
+
+
 def join_texts(content: str | Sequence[Mapping[str, str]]) -> str:
     """A content as one text, with one line for each part."""
     return content if isinstance(content, str) else "\n".join(text for part in content if (text := part["text"]))
@@ -124,11 +133,7 @@ def _variables(body: Mapping[str, Any]) -> dict[str, Any]:
     given = body.get("chat_template_kwargs")
     if given is not None and (not isinstance(given, dict) or not _NOT_THEIRS.isdisjoint(given)):
         raise _unreadable("chat_template_kwargs", "not an object of a template's variables")
-    found, effort = dict(given or {}), body.get("reasoning_effort")
-    found |= {name: body[name] for name in ("documents", "reasoning_effort") if body.get(name) not in (None, "auto")}
-    if effort is not None and "enable_thinking" not in found:
-        found["enable_thinking"] = effort != "none"
-    return found
+    return template_variables(body, given or {})
 
 
 def _continues(value: object) -> str:

@@ -80,7 +80,6 @@ def unknown_model(asked: str, served: str) -> OpenAIError:
 
 
 def too_long(param: str, num_prompt: int, num_asked: int, room: int) -> OpenAIError:
-    """The error for a prompt and an answer that do not fit together."""
     asked = f"{param} has {num_prompt}, and the answer may have {num_asked}"
     message = f"This model's maximum context length is {room} tokens; {asked}: shorten one of them"
     return OpenAIError(400, message, param=param, code="context_length_exceeded")

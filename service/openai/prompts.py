@@ -74,7 +74,6 @@ class Prompts:
         return self._encode("prompt", text, add_special_tokens=add_special_tokens)
 
     def chat(self, chat: Chat) -> list[int]:
-        """The tokens of a chat, ready for the assistant's answer."""
         has_own = chat.tools is not None and "tool_use" in self._templates
         template = self._templates.get("tool_use" if has_own else "default")
         if template is None:
@@ -164,7 +163,6 @@ def _settings(directory: Path) -> dict[str, Any]:
 
 
 def _context(directory: Path) -> int | None:
-    """The model's context in tokens, if its configuration has it."""
     try:
         context = json.loads((directory / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -195,6 +193,5 @@ def _items(value: object) -> list[tuple[str, Any]]:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a special token, which is written as a text or as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None

@@ -23,8 +23,6 @@ _MOST: Final = 16_384  # leading blocks of a prompt to look up: more would block
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Which blocks of one prompt are held, and by whom."""
-
     num_blocks: int = 0  # whole blocks of the prompt
     prefixes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # replica → medium → blocks
     sure: frozenset[str] = frozenset()  # replicas whose events are up to date, so that their prefix can be believed
@@ -116,7 +114,6 @@ class FleetHoldings:
         return prompt_hashes(leading, self._index.block_size, lora_name, namespace)
 
     def of(self, num_tokens: int, names: Sequence[int]) -> Held:
-        """Who holds the blocks of a prompt with these `names`."""
         if self._index is None:
             return Held()
         found = self._index.matches(names)

@@ -104,7 +104,6 @@ class ReplicaList:
         self.why = why
 
     async def _look_up(self, host: str, port: int) -> None:
-        """Look up the addresses of a name, and take them in."""
         if (host, port) in self._asking:
             return
         self._asking.add((host, port))

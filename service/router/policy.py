@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
 import xxhash
 
+from kvtier.service.observe import ReplicaScore
 from kvtier.tiers import TIERS
 
 # The share of a block's compute that is saved if a tier holds it; benchmarks/ttft.py measures the cost of loading.
@@ -35,8 +36,6 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica as the router sees it now."""
-
     name: str
     prefix: Mapping[str, int]  # blocks of the prompt's longest prefix that it need not compute, by medium
     load: float  # blocks of work given to it and not finished
@@ -50,22 +49,13 @@ class Candidate:
         return self.is_alive and self.load < self.limit
 
 
-class Score(NamedTuple):
-    """How one replica scored, in blocks."""
-
-    name: str
-    cached: int  # of the prompt, in any tier; 0 if it is not sure
-    load: float
-    work: float | None  # estimated work before the first token: least is best. None: it cannot take a request
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Where a request goes, and why; `name` is None if no replica can take it."""
 
     name: str | None
     reason: Reason
-    scores: Sequence[Score]  # in the order of the candidates
+    scores: Sequence[ReplicaScore]  # in the order of the candidates
 
 
 def choose(
@@ -138,11 +128,12 @@ def _believed(replica: Candidate) -> Mapping[str, int]:
     return replica.prefix if replica.is_sure else {}
 
 
-def _score(replica: Candidate, work: float) -> Score:
-    return Score(replica.name, sum(_believed(replica).values()), replica.load, work if replica.can_take else None)
+def _score(replica: Candidate, work: float) -> ReplicaScore:
+    cached = sum(_believed(replica).values())
+    return ReplicaScore(replica.name, cached, replica.load, work if replica.can_take else None)
 
 
-def _no_choice(replicas: Sequence[Candidate], scores: Sequence[Score]) -> Choice:
+def _no_choice(replicas: Sequence[Candidate], scores: Sequence[ReplicaScore]) -> Choice:
     for replica in replicas:
         if replica.can_take:
             return Choice(replica.name, Reason.ONLY, scores)

@@ -29,8 +29,6 @@ NOT_ANSWERED: Final = _HOP | frozenset(b"content-length date server".split())
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A request to forward, and what is known of its prompt."""
-
     path: str
     headers: Headers  # to send to the replica
     body: bytes

@@ -41,7 +41,6 @@ class ClientReply:
 
     @property
     def is_done(self) -> bool:
-        """Whether the stream's own last event has passed."""
         return self._events is not None and self._events.is_done
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:

@@ -48,9 +48,8 @@ class Router:
         self.fleet = Fleet(self.list.specs, terms, self._joined, self.holdings.leave)
         self._prompts = None if config.model is None else Prompts.open(config.model)
         self.ledger = Ledger()
-        deadlines = Deadlines(
-            config.connect_timeout, config.first_byte_timeout, config.stall_timeout, config.request_timeout
-        )
+        first_byte, whole = config.first_byte_timeout, config.request_timeout
+        deadlines = Deadlines(config.connect_timeout, first_byte, config.stall_timeout, whole)
         self._proxy = Proxy(self.fleet, self.ledger, deadlines, config.weights)
         self._headers = terms.headers
         self._tokens = ReplicaTokenizer(config.tokenize_timeout, terms.headers) if config.model is None else None
@@ -88,7 +87,7 @@ class Router:
             tier_captions=[statuses.TierCaption.model_validate(each) for each in tier_captions()],
             replicas=[self._replica(replica) for replica in (*self.fleet.replicas, *self.fleet.leaving)],
             list=statuses.ReplicaListStatus(errors=dict(self.list.errors), why=self.list.why),
-            decisions=[decision.status for decision in reversed(ledger.decisions)],
+            decisions=list(reversed(ledger.decisions)),
             requests=_by_reason(ledger.requests),
             retries=dict(ledger.retries),
             errors=dict(ledger.errors),
@@ -122,10 +121,8 @@ class Router:
         )
 
     def _joined(self, replica: Replica, publishers: Publishers) -> None:
-        fingerprint = self.fleet.fingerprint
-        self.holdings.follow(
-            replica.name, publishers, self.fleet.block_size, None if fingerprint is None else bytes.fromhex(fingerprint)
-        )
+        fingerprint = None if self.fleet.fingerprint is None else bytes.fromhex(self.fleet.fingerprint)
+        self.holdings.follow(replica.name, publishers, self.fleet.block_size, fingerprint)
 
     async def _with_prompt(self, path: str, headers: Headers, body: bytes, arrived: float) -> RoutedRequest:
         """A request whose prompt is read. Raises OpenAIError if it must not reach a replica."""

@@ -91,9 +91,8 @@ class ReplicaSpec:
         if not (size.isascii() and size.isdecimal() and 1 <= int(size[:9]) <= 4096):
             raise _wrong(text, f'block_size "{size[:40]}" is not a number of tokens from 1 to 4096')
         if given.get("addresses", "all") != "all":
-            raise _wrong(
-                text, f'addresses "{given["addresses"][:40]}" is not all; write addresses=all, or leave it out'
-            )
+            shown = given["addresses"][:40]
+            raise _wrong(text, f'addresses "{shown}" is not all; write addresses=all, or leave it out')
         publishers = Publishers(*(given.get(name) for name in _EVENTS))
         block_size = int(size) if "block_size" in given else None
         return cls(host, port, publishers, block_size, is_tls, "addresses" in given)

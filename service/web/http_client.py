@@ -66,9 +66,8 @@ class HttpClient:
 
     def _refusal(self, answer: httpx2.Response) -> KVTierError:
         if answer.status_code == 401:
-            return ConfigError(
-                "[service] token: the daemon does not take it; give the daemon's, by --token or the file"
-            )
+            fix = "give the daemon's, by --token or the file"
+            return ConfigError(f"[service] token: the daemon does not take it; {fix}")
         why = self._object(answer.read()).get("error")
         if not isinstance(why, str):  # an engine's or a router's error
             return self._not_a_daemon

@@ -26,9 +26,8 @@ _GRACE: Final = 2  # seconds that requests may take to end at a stop
 _STOPPED: Final = 3.0  # seconds that the thread may take beyond that
 _CLOSE: Final = {"connection": "close"}
 _CROWDED: Final = JSONResponse({"error": "too many requests at once; try again later"}, 503, _CLOSE)
-_TWO_LENGTHS: Final = JSONResponse(
-    {"error": "content-length, transfer-encoding: a body has only one of them; send one"}, 400, _CLOSE
-)
+_ONE_LENGTH: Final = "content-length, transfer-encoding: a body has only one of them; send one"
+_TWO_LENGTHS: Final = JSONResponse({"error": _ONE_LENGTH}, 400, _CLOSE)
 
 
 class HttpSocket:
