@@ -1,11 +1,10 @@
 from .command_line import Exit, needing
-from .json_text import Json, first_error, flat, object_in, shown, writable
+from .json_text import Json, first_error, object_in, shown, writable
 
 __all__ = [
     "Exit",
     "Json",
     "first_error",
-    "flat",
     "needing",
     "object_in",
     "shown",

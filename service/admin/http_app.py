@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from threading import Event
 from typing import Any, Final, TypeVar
 
@@ -30,8 +30,8 @@ from kvtier.service.admin.bodies import (
 )
 from kvtier.service.admin.transfers import RunningTransfer, Steps, Transfers
 from kvtier.service.node import Daemon, NotThere, Pins, degraded_tiers, exposition, status
-from kvtier.service.observe import EXPOSITION, dashboard_routes, page
-from kvtier.service.web import Guard, HttpServer, HttpSocket, read_body
+from kvtier.service.observe import EXPOSITION, dashboard_routes, summary
+from kvtier.service.web import Guard, HttpServer, HttpSocket, page, read_body
 from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable
 
 T = TypeVar("T")
@@ -66,18 +66,8 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
     guard = Guard(daemon.config.service.token)
     admin, transfers = Admin(daemon, pins), Transfers(daemon)
 
-    def get(path: str, answer: Callable[[], Response]) -> Route:
-        def endpoint(request: Request) -> Response:  # no coroutine: Starlette calls it on a thread
-            return answer()
-
-        return Route(path, endpoint, methods=["GET"])
-
-    def ask(path: str, verb: Callable[[], Mapping[str, Any]]) -> Route:
-        async def endpoint(request: Request) -> Response:
-            guard.admit(request)
-            return JSONResponse(await run_in_threadpool(verb))
-
-        return Route(path, endpoint, methods=["GET"])
+    def get(path: str, answer: Callable[[], Response], guard: Guard | None = None) -> Route:
+        return page(path, lambda: run_in_threadpool(answer), guard)
 
     def do(path: str, body_type: type[BaseModel], verb: Callable[[Any], Mapping[str, Any]]) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -109,30 +99,23 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
 
     routes = [
         get("/metrics", lambda: Response(exposition(daemon, pins), media_type=EXPOSITION)),
-        _awaited("/healthz", lambda: _health(daemon)),
-        _awaited("/readyz", lambda: _readiness(daemon)),
-        get("/summary", lambda: PlainTextResponse(page(status(daemon, pins)))),
+        page("/healthz", lambda: _health(daemon)),
+        page("/readyz", lambda: _readiness(daemon)),
+        get("/summary", lambda: PlainTextResponse(summary.page(status(daemon, pins)))),
         get("/status", lambda: JSONResponse(status(daemon, pins).as_json())),
         *dashboard_routes(lambda: run_in_threadpool(lambda: status(daemon, pins).as_json()), stopping),
         do("/admin/reset", ResetBody, admin.reset),
         do("/admin/evict", BlocksBody, admin.evict),
         do("/admin/pin", PinBody, admin.pin),
         do("/admin/unpin", UnpinBody, admin.unpin),
-        ask("/admin/pins", admin.pins),
+        get("/admin/pins", lambda: JSONResponse(admin.pins()), guard),
         do("/admin/quota", QuotaBody, admin.quota),
-        ask("/admin/quotas", admin.quotas),
+        get("/admin/quotas", lambda: JSONResponse(admin.quotas()), guard),
         tell("/admin/export", ExportBody, transfers.export),
         tell("/admin/import", ImportBody, transfers.import_),
         tell("/admin/trace", TraceBody, transfers.trace),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=_HANDLERS)
-
-
-def _awaited(path: str, answer: Callable[[], Awaitable[Response]]) -> Route:
-    async def endpoint(request: Request) -> Response:
-        return await answer()
-
-    return Route(path, endpoint, methods=["GET"])
 
 
 async def _health(daemon: Daemon) -> Response:

@@ -120,7 +120,7 @@ class EngineLoop:
         self.stats: Mapping[str, int] = engine.stats  # as it was after the last turn
         self._changed = threading.Condition()
         self._inbox: list[LiveRequest | _Abort] = []  # bounded: requests by the capacity, each aborted at most once
-        self._num_live = 0
+        self.num_live = 0  # sequences that wait or are computed
         self._stop_at: float | None = None
         self._sequences: dict[str, _LiveSequence] = {}
         self._ids = map(str, itertools.count())
@@ -134,14 +134,14 @@ class EngineLoop:
         """Raise OpenAIError if there is no room, or the server stops. Callers ask before they prepare a request."""
         if self._stop_at is not None:
             raise stopping()
-        if self._num_live + num_sequences > self.capacity:
-            raise busy(f"{self._num_live} requests run or wait here, so there is no room; try again later")
+        if self.num_live + num_sequences > self.capacity:
+            raise busy(f"{self.num_live} requests run or wait here, so there is no room; try again later")
 
     def submit(self, request: LiveRequest) -> None:
         """Have a request computed. Raises OpenAIError if there is no room, or the server stops."""
         with self._changed:
             self.require_room(len(request.inputs))
-            self._num_live += len(request.inputs)
+            self.num_live += len(request.inputs)
             self._inbox.append(request)
             self._changed.notify()
 
@@ -156,10 +156,6 @@ class EngineLoop:
         with self._changed:
             self._stop_at = time.monotonic() + patience
             self._changed.notify()
-
-    @property
-    def num_live(self) -> int:
-        return self._num_live
 
     @property
     def is_stopping(self) -> bool:
@@ -187,7 +183,7 @@ class EngineLoop:
 
     def _goes_on(self) -> bool:
         stop_at = self._stop_at
-        return stop_at is None or (self._num_live > 0 and time.monotonic() < stop_at)
+        return stop_at is None or (self.num_live > 0 and time.monotonic() < stop_at)
 
     def _turn(self) -> None:
         self._turned = time.monotonic()
@@ -255,7 +251,7 @@ class EngineLoop:
         self.stats = self.engine.stats  # whoever learns of this end finds it in the figures
         self.tally.outcomes[outcome] += 1
         with self._changed:
-            self._num_live -= 1
+            self.num_live -= 1
 
     def _give_up(self, error: OpenAIError) -> None:
         with self._changed:

@@ -1,7 +1,7 @@
 """The OpenAI API of an engine: its routes, and what a request body asks of the engine."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -28,7 +28,7 @@ from kvtier.service.openai import (
     too_long,
     unknown_model,
 )
-from kvtier.service.web import Guard, read_body
+from kvtier.service.web import Guard, page, read_body
 from kvtier.tiers.config import ServerConfig
 
 MAX_BODY: Final = 8 << 20  # bytes
@@ -53,14 +53,6 @@ class Served:
 def make_app(served: Served) -> Starlette:
     guard = Guard(served.config.token)
     reading = asyncio.Semaphore(_READING)
-
-    def get(path: str, answer: Callable[[], Response], *, guarded: bool = False) -> Route:
-        async def endpoint(request: Request) -> Response:
-            if guarded:
-                guard.admit(request)
-            return answer()
-
-        return Route(path, endpoint, methods=["GET"])
 
     async def model(request: Request) -> Response:
         guard.admit(request)
@@ -89,12 +81,12 @@ def make_app(served: Served) -> Starlette:
     routes = [
         post("/v1/completions", CompletionBody, TEXT),
         post("/v1/chat/completions", ChatBody, CHAT),
-        get("/v1/models", lambda: JSONResponse(_models(served)), guarded=True),
+        page("/v1/models", lambda: JSONResponse(_models(served)), guard),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
-        get("/metrics", lambda: Response(exposition(served.loop), media_type=EXPOSITION)),
-        get("/healthz", lambda: _health(served.loop)),
-        get("/readyz", lambda: _readiness(served.loop)),
-        get("/status", lambda: JSONResponse(status(served.loop, served.name).as_json())),
+        page("/metrics", lambda: Response(exposition(served.loop), media_type=EXPOSITION)),
+        page("/healthz", lambda: _health(served.loop)),
+        page("/readyz", lambda: _readiness(served.loop)),
+        page("/status", lambda: JSONResponse(status(served.loop, served.name).as_json())),
     ]
     return Starlette(routes=routes, exception_handlers=error_handlers(served.loop.tally.refused))
 

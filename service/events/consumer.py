@@ -8,12 +8,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvtier.service.events.guard import CurveKeys
+from kvtier.service.events.prefix_index import PrefixIndex
 from kvtier.service.events.sequence import ForgetAll, NumberedBatch, Sequencer, Step
 from kvtier.service.events.wire import MAX_PAYLOAD, AllBlocksCleared, KVEvent, decode_batch, pieces
 from kvtier.tiers import ConfigError, FormatError
@@ -39,16 +40,6 @@ _REFUSED: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
 )
 _MONITORED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED[0] | _REFUSED[1] | _REFUSED[2]
-
-
-class Sink(Protocol):
-    """Where events go: a `PrefixIndex`. Thread-safe."""
-
-    def apply(self, worker: str, event: KVEvent) -> None:
-        """Apply what a worker announced."""
-
-    def drop(self, worker: str) -> None:
-        """Forget a worker and all it holds."""
 
 
 Standing: TypeAlias = Literal["live", "replaying", "stale", "refused"]
@@ -79,7 +70,7 @@ class EventConsumer:
     def __init__(
         self,
         worker: str,
-        sink: Sink,
+        sink: PrefixIndex,
         publish: str,
         replay: str | None = None,
         *,
@@ -157,12 +148,6 @@ class EventConsumer:
         self.stop()
         self._thread.join(timeout)
         return not self._thread.is_alive()
-
-    def __enter__(self) -> "EventConsumer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
         socket: zmq.Socket[bytes] = self._context.socket(kind)

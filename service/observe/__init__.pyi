@@ -3,7 +3,7 @@ from .dashboard import dashboard_routes
 from .figures import MetricValues, figures, version
 from .prometheus import EXPOSITION, counter, gauge, labelled, text_of
 from .statuses import DaemonStatus, EngineStatus, ReplicaScore, RouterStatus
-from .summary import brief_time, counts, page, row
+from .summary import brief_time, counts, row
 from .top import watch
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "figures",
     "gauge",
     "labelled",
-    "page",
     "row",
     "statuses",
     "summary",

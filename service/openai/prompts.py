@@ -61,11 +61,8 @@ class Prompts:
             raise ConfigError(f'--model "{directory}": its chat template cannot be read ({error}); fix it') from None
         return cls(tokenizer, templates, _context(directory))
 
-    def tokens(self, body: CompletionPrompt | ChatPrompt) -> list[int]:
-        """The tokens of the chat, or of the first prompt. Raises OpenAIError if it cannot be tokenized."""
-        return self.chat(body.chat) if isinstance(body, ChatPrompt) else self._encode("prompt", body.prompts[0])
-
     def all_tokens(self, body: CompletionPrompt | ChatPrompt) -> list[list[int]]:
+        """The tokens of the chat, or of every prompt. Raises OpenAIError if one cannot be tokenized."""
         if isinstance(body, ChatPrompt):
             return [self.chat(body.chat)]
         return [self._encode("prompt", prompt) for prompt in body.prompts]

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from threading import Event
 from typing import Final
 
@@ -22,7 +22,7 @@ from kvtier.service.router import summary
 from kvtier.service.router.metrics import exposition
 from kvtier.service.router.reply import ClientReply
 from kvtier.service.router.router import Router
-from kvtier.service.web import Guard, HttpServer, HttpSocket, read_body
+from kvtier.service.web import Guard, HttpServer, HttpSocket, page, read_body
 from kvtier.tiers.config import RouterConfig
 
 MAX_BODY: Final = 32 << 20  # bytes of a request: a million token ids, or the 25 MB of audio that OpenAI accepts
@@ -49,16 +49,6 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
     """
     guard = Guard(token)
 
-    def page(path: str, answer: Callable[[], Response]) -> Route:
-        async def endpoint(request: Request) -> Response:
-            return answer()
-
-        return Route(path, endpoint, methods=["GET"])
-
-    async def models(request: Request) -> Response:
-        guard.admit(request)
-        return JSONResponse({"object": "list", "data": router.fleet.models()})
-
     async def status() -> Json:
         return router.status().as_json()
 
@@ -81,7 +71,7 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
         Route("/v1/completions", _Forwarding(router, guard), methods=["POST"]),
         Route("/v1/chat/completions", _Forwarding(router, guard), methods=["POST"]),
         Route("/v1/{name:path}", _Forwarding(router, guard, any_path=True), methods=["POST"]),
-        Route("/v1/models", models, methods=["GET"]),
+        page("/v1/models", lambda: JSONResponse({"object": "list", "data": router.fleet.models()}), guard),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
         page("/metrics", lambda: Response(exposition(router), media_type=EXPOSITION)),
         page("/healthz", lambda: JSONResponse({"status": "ok"})),

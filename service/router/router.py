@@ -1,10 +1,12 @@
 """The router: reads each request's prompt, looks up who holds it, and has the proxy forward it."""
 
 import asyncio
+import ssl
 import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 from kvtier.service.events import CurveKeys
@@ -22,8 +24,7 @@ from kvtier.service.router.replicas import ProbeSettings, Replica
 from kvtier.service.router.reply import ClientReply
 from kvtier.service.router.sessions import session_of
 from kvtier.service.router.spec import Publishers
-from kvtier.service.router.tls import tls_context
-from kvtier.tiers import tier_captions
+from kvtier.tiers import ConfigError, tier_captions
 from kvtier.tiers.config import RouterConfig
 
 _BYTES: Final = 64  # bytes of a body that count as a block if the prompt is not known
@@ -185,8 +186,19 @@ def _terms(config: RouterConfig) -> ProbeSettings:
         headers,
         config.max_requests,
         config.probe_failures,
-        tls_context(config.replica_ca),
+        _tls(config.replica_ca),
     )
+
+
+def _tls(ca_file: Path | None) -> ssl.SSLContext:
+    """Verifies https replicas by `ca_file` alone, or by the system's authorities. ConfigError without certificates."""
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        why = error.strerror or str(error)
+        raise ConfigError(f'[router] replica_ca "{ca_file}": {why}; give a file of PEM certificates') from None
+    context.set_alpn_protocols(["http/1.1"])
+    return context
 
 
 def _by_reason(requests: Counter[tuple[str, str]]) -> dict[str, int]:
