@@ -3,7 +3,7 @@
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvtier.cli.options import ConfigOption, HttpOption, JsonOption, progress_bar, show
+from kvtier.cli.options import ConfigOption, HttpOption, JsonOption, given, progress_bar, show
 from kvtier.service import Exit, Json, needing
 from kvtier.service.observe import DaemonStatus, RouterStatus, summary, watch
 from kvtier.service.router import summary as router_summary
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 _MAX_INPUT: Final = 64 << 20  # bytes of a file of tokens
+_SIZES: Final = ("bytes", "size", "used")  # columns of tables
 
 BlocksOption = Annotated[
     str | None,
@@ -193,7 +194,7 @@ def import_file(
     file: Annotated[Path, typer.Argument(help="On the daemon's machine.")],
     model: ModelOption = None,
 ) -> None:
-    _transfer(context, "/admin/import", _of_model(model) | {"file": str(file.absolute())}, "imported")
+    _transfer(context, "/admin/import", given(model=model, file=str(file.absolute())), "imported")
 
 
 @command("trace")
@@ -203,7 +204,7 @@ def trace(
     duration: Annotated[str | None, typer.Option(help='As in "10min"; else until Ctrl-C.')] = None,
     model: ModelOption = None,
 ) -> None:
-    body = _of_model(model) | {"file": str(file.absolute())}
+    body = given(model=model, file=str(file.absolute()))
     if duration is not None:
         body["duration"] = _parsed("--duration", duration, parse_duration)
     last: Json = {}
@@ -242,17 +243,11 @@ def _steps(client: "HttpClient", path: str, body: Json) -> Iterator[Json]:
 
 
 def _which_blocks(file: str | None, cache_salt: str | None, model: str | None) -> Json:
-    body = _of_model(model)
+    body = given(model=model, cache_salt=cache_salt)
     if file is not None:
         values = _read_list(file)
         body["hashes" if values and isinstance(values[0], str) else "tokens"] = values
-    if cache_salt is not None:
-        body["cache_salt"] = cache_salt
     return body
-
-
-def _of_model(model: str | None) -> Json:
-    return {} if model is None else {"model": model}
 
 
 def _read_list(file: str) -> list[Any]:
@@ -283,9 +278,5 @@ def _parsed(option: str, text: str, parse: Callable[[object], Any]) -> Any:
 def _show_table(context: CommandContext, answer: Json, rows: list[Json], columns: tuple[str, ...]) -> None:
     table = Table(*(name.replace("_", " ") for name in columns))
     for row in rows:
-        table.add_row(*(_cell(name, row) for name in columns))
+        table.add_row(*(show_size(row[name]) if name in _SIZES else str(row[name]) for name in columns))
     show(answer, table, as_json=context.as_json)
-
-
-def _cell(name: str, row: Mapping[str, Any]) -> str:
-    return show_size(row[name]) if name in ("bytes", "size", "used") else str(row[name])

@@ -172,17 +172,17 @@ class OpenAICompletion:
                 self._usage.cached[tier] = self._usage.cached.get(tier, 0) + num_tokens
         is_text = update.finish_reason is not FinishReason.STOP  # the stop token is none
         sent = text.push(update.token_id) if is_text else ""
-        if update.finish_reason is not None and not text.is_stopped:
+        reason = update.finish_reason
+        if reason is not None and not text.is_stopped:
             sent += text.end()
         if text.is_stopped:
-            if update.finish_reason is None:
+            if reason is None:
                 self._loop.abort(self._live, [update.index], FinishReason.STOP)
-            self._unfinished.discard(update.index)
-            return sent, FinishReason.STOP.value
-        if update.finish_reason is not None:
-            self._unfinished.discard(update.index)
-            return sent, update.finish_reason.value
-        return sent, None
+            reason = FinishReason.STOP
+        if reason is None:
+            return sent, None
+        self._unfinished.discard(update.index)
+        return sent, reason.value
 
 
 def late() -> OpenAIError:

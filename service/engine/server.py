@@ -13,6 +13,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvtier.engine import SamplingParams
+from kvtier.service import Json
 from kvtier.service.engine.completion import CHAT, TEXT, CompletionFormat, CompletionRequest, OpenAICompletion, late
 from kvtier.service.engine.loop import EngineLoop, SequenceInput, stopping
 from kvtier.service.engine.status import exposition, model_entry, status
@@ -54,10 +55,13 @@ def make_app(served: Served) -> Starlette:
     guard = Guard(served.config.token)
     reading = asyncio.Semaphore(_READING)
 
+    def entry() -> Json:
+        return model_entry(served.loop, served.name, served.events)
+
     async def model(request: Request) -> Response:
         guard.admit(request)
         _require_model(served, request.path_params["name"])
-        return JSONResponse(model_entry(served.loop, served.name, served.events))
+        return JSONResponse(entry())
 
     def post(path: str, body_type: type[CompletionBody] | type[ChatBody], form: CompletionFormat) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -81,7 +85,7 @@ def make_app(served: Served) -> Starlette:
     routes = [
         post("/v1/completions", CompletionBody, TEXT),
         post("/v1/chat/completions", ChatBody, CHAT),
-        page("/v1/models", lambda: JSONResponse(_models(served)), guard),
+        page("/v1/models", lambda: JSONResponse({"object": "list", "data": [entry()]}), guard),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
         page("/metrics", lambda: Response(exposition(served.loop), media_type=EXPOSITION)),
         page("/healthz", lambda: _health(served.loop)),
@@ -89,10 +93,6 @@ def make_app(served: Served) -> Starlette:
         page("/status", lambda: JSONResponse(status(served.loop, served.name).as_json())),
     ]
     return Starlette(routes=routes, exception_handlers=error_handlers(served.loop.tally.refused))
-
-
-def _models(served: Served) -> dict[str, Any]:
-    return {"object": "list", "data": [model_entry(served.loop, served.name, served.events)]}
 
 
 def _require_model(served: Served, name: str) -> None:

@@ -229,11 +229,8 @@ class _ReplicaConnection(asyncio.Protocol):
         if self._failed is not None:
             raise self._failed
         self._is_released = False
-        pieces = [self._h11.send(request) or b"", body, b""]
-        if body:
-            pieces[1] = self._h11.send(h11.Data(data=body)) or b""
-        pieces[2] = self._h11.send(h11.EndOfMessage()) or b""
-        self._transport.writelines(pieces)
+        events = [request, *([h11.Data(data=body)] if body else []), h11.EndOfMessage()]
+        self._transport.writelines([self._h11.send(event) or b"" for event in events])
 
     async def head(self, due: float) -> h11.Response:
         while self._head is None:
@@ -293,13 +290,8 @@ class _ReplicaConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received_at = self._loop.time()
-        if (
-            self._shortcut is not None
-            and self._is_between
-            and not self._held
-            and _are_events(data)
-            and self._shortcut(data)
-        ):
+        may_pass = self._shortcut if self._is_between and not self._held else None
+        if may_pass is not None and _are_events(data) and may_pass(data):
             return
         self._feed(data)
         if self._num_held > _MAX_HELD and not self._is_paused:

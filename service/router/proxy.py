@@ -32,9 +32,9 @@ class RoutedRequest:
     path: str
     headers: Headers  # to send to the replica
     body: bytes
-    num_tokens: int  # tokens of the prompt; 0 if it could not be tokenized
-    held: Held  # who holds the prompt; its number of blocks is an estimate if there are no tokens
     arrived: float  # seconds on the event loop's clock
+    num_tokens: int = 0  # tokens of the prompt; 0 if it could not be tokenized
+    held: Held = field(default_factory=Held)  # its number of blocks is an estimate if there are no tokens
     session: bytes | None = None  # identifies the conversation; its turns stay together if nobody's blocks are known
 
 

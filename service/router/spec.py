@@ -117,15 +117,15 @@ def parse_replicas(texts: Sequence[str]) -> list[ReplicaSpec]:
 
 
 def _address(text: str, url: str) -> tuple[str, int, bool]:
+    wrong = _wrong(text, f"not http://HOST:PORT or https://HOST:PORT; write it like {_EXAMPLE}")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
-        host, port = None, None
-        parts = urlsplit("")
+        raise wrong from None
     is_bare = not (parts.username or parts.password or parts.query or parts.fragment or parts.path.strip("/"))
     if parts.scheme not in ("http", "https") or not host or not port or not is_bare:
-        raise _wrong(text, f"not http://HOST:PORT or https://HOST:PORT; write it like {_EXAMPLE}")
+        raise wrong
     return host, port, parts.scheme == "https"
 
 

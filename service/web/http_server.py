@@ -107,7 +107,8 @@ class HttpServer:
             timeout_graceful_shutdown=grace,
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._run, name="kvtier-http", daemon=True)
+        sockets = [listening.socket]
+        self._thread = threading.Thread(target=self._server.run, args=(sockets,), name="kvtier-http", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -162,9 +163,6 @@ class HttpServer:
             why = f'host "{name}": not a name of this server; add it to [{self._listening.section}] allowed_hosts'
             return JSONResponse({"error": why}, 421)
         return None
-
-    def _run(self) -> None:
-        self._server.run(sockets=[self._listening.socket])
 
 
 class _DeadlineProtocol(H11Protocol):
