@@ -28,13 +28,9 @@ _MODULES: Final = {
         "verify": "Check every block of slabs against its checksum. Status 0: clean, 1: damaged, 3: repaired.",
         "doctor": "Check this machine against the configuration, with the fix. Status 0: well, 3: warnings, 1: errors.",
     },
-    "serve_cli": {
+    "servers_cli": {
         "serve": "Serve host memory and the tiers below it to the engines of this node, until SIGTERM or Ctrl-C.",
-    },
-    "engine_cli": {
         "engine": "Answer OpenAI requests with an engine of its own, its KV in every tier, until SIGTERM or Ctrl-C.",
-    },
-    "route_cli": {
         "route": "Send OpenAI's requests to the replica that holds most of their prompt, until SIGTERM or Ctrl-C.",
     },
     "admin_cli": {

@@ -100,10 +100,12 @@ class RequestBody(BaseModel):
     stream: bool | None = None
 
 
-class TextPart(BaseModel):
-    """A part of a message. Only text is supported."""
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+class TextPart(_Strict):
+    """A part of a message. Only text is supported."""
 
     type: Literal["text"]
     text: Text
@@ -124,9 +126,7 @@ Content = Annotated[
 ]
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
+class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     name: Text | None = None
@@ -163,18 +163,14 @@ class ChatPrompt(RequestBody):
         return Chat([message.turn for message in self.messages])
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
+class StreamOptions(_Strict):
     include_usage: bool | None = None
     include_obfuscation: Ignored = None
     continuous_usage_stats: Off = None
 
 
-class Sampling(BaseModel):
+class Sampling(_Strict):
     """How to answer. Defaults are OpenAI's; `top_k`, `stop_token_ids` and `ignore_eos` are vLLM's."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     max_tokens: TokenLimit | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
@@ -207,7 +203,7 @@ class Sampling(BaseModel):
 class CompletionBody(CompletionPrompt, Sampling):
     """`POST /v1/completions`."""
 
-    model_config = Sampling.model_config
+    model_config = _Strict.model_config
 
     echo: Off = None
     suffix: Annotated[None, _must_be("")] = None
@@ -218,7 +214,7 @@ class CompletionBody(CompletionPrompt, Sampling):
 class ChatBody(ChatPrompt, Sampling):
     """`POST /v1/chat/completions`."""
 
-    model_config = Sampling.model_config
+    model_config = _Strict.model_config
 
     max_completion_tokens: TokenLimit | None = None
     logprobs: Off = None

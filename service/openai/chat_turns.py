@@ -48,9 +48,9 @@ def chat_of(body: Mapping[str, Any]) -> Chat:
         [_turn(message) for message in messages],
         None if tools is None else [_tool(tool) for tool in tools],
         _variables(body),
-        _flag(body, "add_generation_prompt", is_set=True),
+        body.get("add_generation_prompt") is None or bool(body["add_generation_prompt"]),
         _continues(body.get("continue_final_message")),
-        _flag(body, "add_special_tokens", is_set=False),
+        bool(body.get("add_special_tokens")),
     )
 
 
@@ -140,11 +140,6 @@ def _continues(value: object) -> str:
     if value is True:
         return "content"
     return value if isinstance(value, str) else ""
-
-
-def _flag(body: Mapping[str, Any], name: str, *, is_set: bool) -> bool:
-    value = body.get(name)
-    return is_set if value is None else bool(value)
 
 
 def _list(param: str, value: object) -> list[Any]:

@@ -107,7 +107,6 @@ class Router:
         )
 
     def _replica(self, replica: Replica) -> statuses.ReplicaStatus:
-        told = self.holdings.state(replica.name)
         return statuses.ReplicaStatus(
             name=replica.name,
             url=replica.spec.url,
@@ -117,9 +116,7 @@ class Router:
             in_flight=replica.in_flight,
             requests=replica.num_requests,
             errors=dict(replica.errors),
-            events=told.events,
-            node_events=told.node_events,
-            blocks=told.blocks,
+            **self.holdings.state(replica.name)._asdict(),
         )
 
     def _joined(self, replica: Replica, publishers: Publishers) -> None:

@@ -15,9 +15,7 @@ LOADS = {
     "config": {"pydantic"},
     "demo": {"pydantic"},
     "verify": {"pydantic", "numpy", "redis", "msgpack", "prometheus_client"},
-    "serve": {"pydantic", "numpy", "redis", "msgpack", "prometheus_client"},
-    "engine": {"pydantic"},
-    "route": {"pydantic"},
+    "serve": {"pydantic"},
     "status": {"pydantic"},
     "cluster": {"pydantic"},
 }
