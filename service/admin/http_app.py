@@ -15,19 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvtier.service.admin import bodies
 from kvtier.service.admin.admin import Admin
-from kvtier.service.admin.bodies import (
-    MAX_BODY,
-    BlocksBody,
-    ExportBody,
-    ImportBody,
-    PinBody,
-    QuotaBody,
-    ResetBody,
-    TraceBody,
-    UnpinBody,
-    parse,
-)
 from kvtier.service.admin.transfers import RunningTransfer, Steps, Transfers
 from kvtier.service.node import Daemon, NotThere, Pins, degraded_tiers, exposition, status
 from kvtier.service.observe import EXPOSITION, dashboard_routes, summary
@@ -72,7 +61,7 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
     def do(path: str, body_type: type[BaseModel], verb: Callable[[Any], Mapping[str, Any]]) -> Route:
         async def endpoint(request: Request) -> Response:
             guard.admit(request)
-            body = parse(body_type, await read_body(request, MAX_BODY))
+            body = bodies.parse(body_type, await read_body(request, bodies.MAX_BODY))
             return JSONResponse(await run_in_threadpool(verb, body))
 
         return Route(path, endpoint, methods=["POST"])
@@ -80,7 +69,8 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
     def tell(path: str, body_type: type[BaseModel], verb: Callable[[Any], Steps]) -> Route:
         async def endpoint(request: Request) -> Response:
             guard.admit(request)
-            running = RunningTransfer(verb(parse(body_type, await read_body(request, MAX_BODY))), stopping)
+            body = bodies.parse(body_type, await read_body(request, bodies.MAX_BODY))
+            running = RunningTransfer(verb(body), stopping)
             await running.begun()
             return StreamingResponse(running.lines(), media_type="application/x-ndjson")
 
@@ -104,16 +94,16 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
         get("/summary", lambda: PlainTextResponse(summary.page(status(daemon, pins)))),
         get("/status", lambda: JSONResponse(status(daemon, pins).as_json())),
         *dashboard_routes(lambda: run_in_threadpool(lambda: status(daemon, pins).as_json()), stopping),
-        do("/admin/reset", ResetBody, admin.reset),
-        do("/admin/evict", BlocksBody, admin.evict),
-        do("/admin/pin", PinBody, admin.pin),
-        do("/admin/unpin", UnpinBody, admin.unpin),
+        do("/admin/reset", bodies.ResetBody, admin.reset),
+        do("/admin/evict", bodies.BlocksBody, admin.evict),
+        do("/admin/pin", bodies.PinBody, admin.pin),
+        do("/admin/unpin", bodies.UnpinBody, admin.unpin),
         get("/admin/pins", lambda: JSONResponse(admin.pins()), guard),
-        do("/admin/quota", QuotaBody, admin.quota),
+        do("/admin/quota", bodies.QuotaBody, admin.quota),
         get("/admin/quotas", lambda: JSONResponse(admin.quotas()), guard),
-        tell("/admin/export", ExportBody, transfers.export),
-        tell("/admin/import", ImportBody, transfers.import_),
-        tell("/admin/trace", TraceBody, transfers.trace),
+        tell("/admin/export", bodies.ExportBody, transfers.export),
+        tell("/admin/import", bodies.ImportBody, transfers.import_),
+        tell("/admin/trace", bodies.TraceBody, transfers.trace),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=_HANDLERS)
 

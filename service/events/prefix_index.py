@@ -98,12 +98,6 @@ class PrefixIndex:
         """Different blocks that any worker holds."""
         return len(self._masks)
 
-    @property
-    def workers(self) -> list[str]:
-        """Those that hold blocks, or did and were not dropped since."""
-        with self._lock:
-            return list(self._workers)
-
     def holdings(self, worker: str) -> dict[str, int]:
         with self._lock:
             known = self._workers.get(worker)
