@@ -1,15 +1,12 @@
-from .cli_options import ConfigOption, Exit, JsonOption, log_to_stderr, needing, use_all_descriptors
-from .json_text import Json, flat, shown, writable
+from .command_line import Exit, needing
+from .json_text import Json, first_error, object_in, shown, writable
 
 __all__ = [
-    "ConfigOption",
     "Exit",
     "Json",
-    "JsonOption",
-    "flat",
-    "log_to_stderr",
+    "first_error",
     "needing",
+    "object_in",
     "shown",
-    "use_all_descriptors",
     "writable",
 ]

@@ -1,8 +1,10 @@
-"""JSON from outside at the service's edges: the type of an object, and text fit for one line of an error."""
+"""JSON from outside at the service's edges: an object, what is wrong with it, and text fit for one line of an error."""
 
 import itertools
 import json
 from typing import Any
+
+from pydantic import ValidationError
 
 Json = dict[str, Any]
 """A JSON object, whatever it holds."""
@@ -24,6 +26,27 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def object_in(data: bytes) -> Json:
+    """The JSON object in a request's body. ValueError says in one line what is there instead."""
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"body: not JSON ({flat(str(error))[:100]}); send an object") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"body {shown(values)}: not a JSON object; send one")
+    return values
+
+
+def first_error(error: ValidationError) -> tuple[str, str, str, object]:
+    """Of the first field that is wrong: its name in ASCII, what is wrong, the kind of error, and the value.
+
+    The tags of a union, which begin with =, are no part of the name.
+    """
+    first = error.errors(include_url=False)[0]
+    name = ".".join(str(part) for part in first["loc"] if not str(part).startswith("="))
+    why = str(first["ctx"]["error"]) if first["type"] == "value_error" else flat(first["msg"])
+    return json.dumps(name)[1:-1], why, first["type"], first["input"]
+
+
 def flat(text: str) -> str:
-    """The text on one line."""
     return " ".join(text.split())

@@ -3,19 +3,19 @@
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from pydantic import SecretStr
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvtier.service import ConfigOption, Exit, Json, JsonOption, needing
+from kvtier.cli.options import ConfigOption, HttpOption, JsonOption, given, progress_bar, show
+from kvtier.service import Exit, Json, needing
 from kvtier.service.observe import DaemonStatus, RouterStatus, summary, watch
 from kvtier.service.router import summary as router_summary
 from kvtier.tiers import ConfigError, KVTierError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 _MAX_INPUT: Final = 64 << 20  # bytes of a file of tokens
+_SIZES: Final = ("bytes", "size", "used")  # columns of tables
 
 BlocksOption = Annotated[
     str | None,
@@ -44,7 +45,6 @@ class CommandContext:
     as_json: bool
 
     def show(self, answer: Json, line: str) -> None:
-        """The answer as JSON if that is wanted, else a line for people."""
         print(json.dumps(answer) if self.as_json else line)
 
 
@@ -52,13 +52,12 @@ def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function of a `CommandContext` and options a command that has the daemon's options too."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        def run(http: str | None, token: str | None, config: Path | None, as_json: bool, **options: Any) -> None:
-            with _connected(http, token, config) as client:
-                function(CommandContext(client, as_json), **options)
+        def run(**options: Any) -> None:
+            with _connected(**{name: options.pop(name) for name in common}) as context:
+                function(context, **options)
 
-        own = list(inspect.signature(function).parameters.values())[1:]
-        parameters = [*own, *_COMMON]
-        run.__doc__ = function.__doc__
+        common = inspect.signature(_connected).parameters
+        parameters = [*list(inspect.signature(function).parameters.values())[1:], *common.values()]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         app.command(name)(run)
@@ -67,31 +66,30 @@ def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return register
 
 
-def _option(name: str, kind: Any, default: object) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-
-
-_COMMON: Final = (
-    _option(
-        "http",
-        Annotated[
-            str | None, typer.Option(metavar="HOST:PORT", help="The daemon's pages; instead of the configured address.")
-        ],
-        None,
-    ),
-    _option(
-        "token",
-        Annotated[str | None, typer.Option(help="What admin requests carry; instead of the configured token.")],
-        None,
-    ),
-    _option("config", ConfigOption, None),
-    _option("as_json", JsonOption, False),
-)
+@contextmanager
+def _connected(
+    http: HttpOption = None,
+    token: Annotated[
+        str | None, typer.Option(help="What admin requests carry; instead of the configured token.")
+    ] = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> Iterator[CommandContext]:
+    """The daemon that the options name. The options are those of every command."""
+    with needing("this command"):
+        from kvtier.service.web import HttpClient
+    settings = Config.load(config).service
+    if http is not None:
+        host, _, port = http.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f'--http "{http}": not HOST:PORT; write it as in 127.0.0.1:9400')
+    secret = settings.token if token is None else SecretStr(token)
+    with closing(HttpClient(http or settings.http, secret)) as client:
+        yield CommandContext(client, as_json)
 
 
 @command("status")
 def show_status(context: CommandContext) -> None:
-    """Show how the daemon is doing, or a router at --http. Status 0: well, 3: degraded, 1: it does not answer."""
     told = context.client.status("clients", "replicas")
     if "replicas" in told:
         router = RouterStatus.parse(told)
@@ -110,7 +108,6 @@ def show_top(
     interval: Annotated[str, typer.Option(help='Time between two looks, as in "2s".')] = "1s",
     count: Annotated[int, typer.Option(min=0, help="Looks to take; 0 goes on until Ctrl-C.")] = 0,
 ) -> None:
-    """Show what the daemon does, look after look: a table that moves on a terminal, a line each otherwise."""
     seconds = _parsed("--interval", interval, parse_time)
     watch(lambda: DaemonStatus.parse(context.client.status("clients")), seconds, count, as_json=context.as_json)
 
@@ -123,7 +120,6 @@ def pin(
     model: ModelOption = None,
     ttl: Annotated[str, typer.Option(help='How long they stay, as in "1h".')] = "1h",
 ) -> None:
-    """Keep the blocks of a prompt in host memory for a time; without blocks, list what is pinned."""
     if blocks is None:
         pins = context.client.get("/admin/pins")
         _show_table(context, pins, pins["pins"], ("pin", "model", "blocks", "bytes", "seconds_left"))
@@ -135,7 +131,6 @@ def pin(
 
 @command("unpin")
 def unpin(context: CommandContext, number: Annotated[int, typer.Argument(metavar="PIN", min=1)]) -> None:
-    """Let go of what a pin keeps."""
     context.show(context.client.post("/admin/unpin", {"pin": number}), f"pin {number} is gone")
 
 
@@ -146,7 +141,6 @@ def quota(
     size: Annotated[str | None, typer.Argument(help='What it may have, as in "4GiB".')] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Take its quota away.")] = False,
 ) -> None:
-    """Bound what a tenant has of each model's host memory; without a tenant, list the quotas."""
     if cache_salt is None:
         quotas = context.client.get("/admin/quotas")
         rows = [{**each, "used": sum(each["used"].values())} for each in quotas["quotas"]]
@@ -155,11 +149,10 @@ def quota(
     if (size is None) != remove:
         raise ConfigError(f'quota "{cache_salt}": give a size, as in 4GiB, or --remove')
     body: Json = {"cache_salt": cache_salt}
+    what = "has no quota any more"
     if size is not None:
         body["size"] = _parsed("SIZE", size, parse_size)
-    what = (
-        "has no quota any more" if size is None else f"may have {format_size(body['size'])} of each model's host memory"
-    )
+        what = f"may have {format_size(body['size'])} of each model's host memory"
     context.show(context.client.post("/admin/quota", body), f"{cache_salt} {what}")
 
 
@@ -171,7 +164,6 @@ def purge(
     model: ModelOption = None,
     everything: Annotated[bool, typer.Option("--all", help="All blocks of all models.")] = False,
 ) -> None:
-    """Forget blocks in every tier: a prompt's, a model's, or all."""
     if blocks is not None:
         answer = context.client.post("/admin/evict", _which_blocks(blocks, cache_salt, model))
         gone = ", ".join(f"{count} from {tier}" for tier, count in answer["evicted"].items())
@@ -192,7 +184,6 @@ def export_file(
     model: ModelOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
-    """Write a model's blocks, or a prompt's, to a file that `kvtier import` reads; the daemon goes on serving."""
     body = _which_blocks(blocks, cache_salt, model) | {"file": str(file.absolute()), "force": force}
     _transfer(context, "/admin/export", body, "exported")
 
@@ -203,8 +194,7 @@ def import_file(
     file: Annotated[Path, typer.Argument(help="On the daemon's machine.")],
     model: ModelOption = None,
 ) -> None:
-    """Store the blocks of a file that `kvtier export` wrote; each is verified first."""
-    _transfer(context, "/admin/import", _of_model(model) | {"file": str(file.absolute())}, "imported")
+    _transfer(context, "/admin/import", given(model=model, file=str(file.absolute())), "imported")
 
 
 @command("trace")
@@ -214,8 +204,7 @@ def trace(
     duration: Annotated[str | None, typer.Option(help='As in "10min"; else until Ctrl-C.')] = None,
     model: ModelOption = None,
 ) -> None:
-    """Record a model's lookups as JSON lines in Mooncake's form."""
-    body = _of_model(model) | {"file": str(file.absolute())}
+    body = given(model=model, file=str(file.absolute()))
     if duration is not None:
         body["duration"] = _parsed("--duration", duration, parse_duration)
     last: Json = {}
@@ -225,22 +214,14 @@ def trace(
     except KeyboardInterrupt:
         if not last:
             raise
-    context.show(
-        last, f"recorded {last['recorded']} lookups, {last['dropped']} dropped, {last['bytes']} bytes in {file}"
-    )
+    counts = f"{last['recorded']} lookups, {last['dropped']} dropped, {last['bytes']} bytes"
+    context.show(last, f"recorded {counts} in {file}")
 
 
 def _transfer(context: CommandContext, path: str, body: Json, done: str) -> None:
     last: Json = {}
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} blocks"),
-    )
-    console = Console(stderr=True)
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    done_of_all = TextColumn("{task.completed:.0f}/{task.total:.0f} blocks")
+    with progress_bar(TextColumn("{task.description}"), BarColumn(), done_of_all, TimeElapsedColumn()) as bar:
         task = bar.add_task(done, total=1)
         for last in _steps(context.client, path, body):
             if "planned" in last:
@@ -261,35 +242,12 @@ def _steps(client: "HttpClient", path: str, body: Json) -> Iterator[Json]:
         raise KVTierError("the daemon hung up before the end; was it stopped?")
 
 
-@contextmanager
-def _connected(http: str | None, token: str | None, config: Path | None) -> "Iterator[HttpClient]":
-    with needing("this command"):
-        from kvtier.service.web import HttpClient
-    settings = Config.load(config).service
-    if http is not None:
-        host, _, port = http.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError(f'--http "{http}": not HOST:PORT; write it as in 127.0.0.1:9400')
-    client = HttpClient(http or settings.http, SecretStr(token) if token is not None else settings.token)
-    try:
-        yield client
-    finally:
-        client.close()
-
-
 def _which_blocks(file: str | None, cache_salt: str | None, model: str | None) -> Json:
-    """The part of a body that says which blocks are meant."""
-    body = _of_model(model)
+    body = given(model=model, cache_salt=cache_salt)
     if file is not None:
         values = _read_list(file)
         body["hashes" if values and isinstance(values[0], str) else "tokens"] = values
-    if cache_salt is not None:
-        body["cache_salt"] = cache_salt
     return body
-
-
-def _of_model(model: str | None) -> Json:
-    return {} if model is None else {"model": model}
 
 
 def _read_list(file: str) -> list[Any]:
@@ -303,9 +261,8 @@ def _read_list(file: str) -> list[Any]:
     except OSError as error:
         raise ConfigError(f'--blocks "{file}": {error.strerror}; name a file that can be read') from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f'--blocks "{file}": not JSON ({error}); write a list of token ids or of block names'
-        ) from None
+        why = f"not JSON ({error}); write a list of token ids or of block names"
+        raise ConfigError(f'--blocks "{file}": {why}') from None
     if not isinstance(values, list):
         raise ConfigError(f'--blocks "{file}": not a list; write one of token ids or of block names')
     return values
@@ -319,14 +276,7 @@ def _parsed(option: str, text: str, parse: Callable[[object], Any]) -> Any:
 
 
 def _show_table(context: CommandContext, answer: Json, rows: list[Json], columns: tuple[str, ...]) -> None:
-    if context.as_json:
-        print(json.dumps(answer))
-        return
     table = Table(*(name.replace("_", " ") for name in columns))
     for row in rows:
-        table.add_row(*(_cell(name, row) for name in columns))
-    Console().print(table)
-
-
-def _cell(name: str, row: Mapping[str, Any]) -> str:
-    return show_size(row[name]) if name in ("bytes", "size", "used") else str(row[name])
+        table.add_row(*(show_size(row[name]) if name in _SIZES else str(row[name]) for name in columns))
+    show(answer, table, as_json=context.as_json)

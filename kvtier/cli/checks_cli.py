@@ -1,6 +1,5 @@
 """The verbs `kvtier verify` and `kvtier doctor`: arguments in, a table or JSON out."""
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -14,7 +13,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from kvtier.service import ConfigOption, Exit, JsonOption
+from kvtier.cli.options import ConfigOption, JsonOption, progress_bar, show
+from kvtier.service import Exit
 from kvtier.service.doctor import Verdict, examine, find_slabs, verify_slab, worst
 from kvtier.tiers import Finding, Status, load_key
 from kvtier.tiers.config import Config
@@ -31,7 +31,6 @@ def verify(
     repair: Annotated[bool, typer.Option("--repair", help="Drop entries found bad, and only those.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Read everything in slabs and compare it with its checksums. Status 0 clean, 1 damage found, 3 repaired."""
     loaded = Config.load(config)
     slabs = find_slabs(path, loaded)
     key = load_key(loaded.file.key_file, "[file] key_file") if loaded.file.key_file else None
@@ -39,19 +38,15 @@ def verify(
     for verdict in verdicts:
         if verdict.refused:
             print(f"kvtier: {verdict.refused}", file=sys.stderr)
-    if as_json:
-        print(json.dumps([verdict.as_json() for verdict in verdicts]))
-    else:
-        Console().print(_verdict_table(verdicts) if verdicts else "no slabs there")
+    table = _verdict_table(verdicts) if verdicts else "no slabs there"
+    show([verdict.as_json() for verdict in verdicts], table, as_json=as_json)
     raise typer.Exit(worst(verdicts))
 
 
 def _verify_all(slabs: Sequence[Path], repair: bool, key: bytes | None = None) -> list[Verdict]:
     """One slab after the other, with a bar on a terminal."""
-    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
-    with bar:
+    with progress_bar(*columns, TimeRemainingColumn()) as bar:
         return [verify_slab(slab, repair=repair, key=key, progress=_advance(bar, _short(slab))) for slab in slabs]
 
 
@@ -83,15 +78,11 @@ def _short(path: Path) -> str:
 
 @app.command()
 def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Check this machine against the configuration, with the fix. Status 0 all is well, 3 warnings, 1 errors."""
     loaded = Config.load(config)
     console = Console(stderr=True)
     with console.status("measuring…") if console.is_terminal else nullcontext():
         findings = examine(loaded)
-    if as_json:
-        print(json.dumps([asdict(finding) for finding in findings]))
-    else:
-        Console().print(_finding_table(findings))
+    show([asdict(finding) for finding in findings], _finding_table(findings), as_json=as_json)
     statuses = {finding.status for finding in findings}
     if Status.ERROR in statuses:
         raise typer.Exit(Exit.FAILED)

@@ -1,8 +1,6 @@
 """`kvtier cluster up | status | down`: the compose file's topology as plain processes of this machine."""
 
-import json
 import os
-import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +11,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.service import Exit, JsonOption
+from kvtier.cli import serving
+from kvtier.cli.options import JsonOption, show
+from kvtier.service import Exit
 from kvtier.service.cluster import BESIDE_US, FIRST_PORT, NUM_PORTS, Cluster, Placeholders, Topology, is_installed
 from kvtier.tiers import ConfigError, KVTierError
 
 app = typer.Typer()
-cluster = typer.Typer(name="cluster", no_args_is_help=True, help="A whole cluster on this machine, without containers.")
+cluster = typer.Typer(name="cluster", no_args_is_help=True)
 app.add_typer(cluster)
 
 _PROFILES: Final = ("cluster", "observability")  # of which the second is left out where its programs are missing
@@ -50,17 +50,15 @@ def up(
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f'--model "{model}": no config.json in it; name a checkpoint directory')
     if len(os.fsencode(state)) > _LONGEST:
-        raise ConfigError(
-            f'--state "{state}": longer than {_LONGEST} bytes, too long for sockets in it; choose another'
-        )
+        why = f"longer than {_LONGEST} bytes, too long for sockets in it"
+        raise ConfigError(f'--state "{state}": {why}; choose another')
     if "," in str(state):
         raise ConfigError(f'--state "{state}": a comma ends an option of the router\'s replicas; choose another')
     places = Placeholders(state, file.parent / "deploy", model.absolute() if model else state / "model", port)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     topology = _installed(Topology.read(file, places, profile or _PROFILES), profile is not None, console)
     stopping = Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
+    serving.on_signal(stopping.set)
     with console.status("starting"):
         is_new = Cluster(state).up(topology, port, lambda line: console.print(line, markup=False), stopping)
     console.print("up" if is_new else "it is up already", "· kvtier cluster status · kvtier cluster down")
@@ -70,15 +68,12 @@ def up(
 def status(state: StateOption = Path("kvtier-cluster"), as_json: JsonOption = False) -> None:
     """Show every service. Status 0: all are well, 3: one is not, 2: no cluster is up."""
     rows = Cluster(state).status()
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows]))
-    else:
-        table = Table("service", "state", "healthy", "pid", "address", "up")
-        for row in rows:
-            up_for = "" if row.uptime_s is None else f"{row.uptime_s:.0f} s"
-            pid = "" if row.pid is None else str(row.pid)
-            table.add_row(row.name, row.state, "yes" if row.healthy else "no", pid, row.address or "", up_for)
-        Console().print(table)
+    table = Table("service", "state", "healthy", "pid", "address", "up")
+    for row in rows:
+        up_for = "" if row.uptime_s is None else f"{row.uptime_s:.0f} s"
+        pid = "" if row.pid is None else str(row.pid)
+        table.add_row(row.name, row.state, "yes" if row.healthy else "no", pid, row.address or "", up_for)
+    show([asdict(row) for row in rows], table, as_json=as_json)
     if not all(row.healthy for row in rows):
         raise typer.Exit(Exit.DEGRADED)
 

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from kvtier.service import ConfigOption, JsonOption, needing
+from kvtier.cli.options import ConfigOption, ExactOption, JsonOption
+from kvtier.service import needing
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config import Config
 
@@ -19,7 +20,6 @@ def run_demo(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Prefill a long text once, then find it again in every tier, also after the process was killed."""
     with needing("the demo"):
         from kvtier.engine.demo import DemoOptions, demo  # torch and transformers take seconds to import
     raise typer.Exit(demo(DemoOptions(model=model, as_json=as_json)))
@@ -30,7 +30,6 @@ def save_model(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory to be made.")],
     if_missing: Annotated[bool, typer.Option("--if-missing", help="Leave a model that is there as it is.")] = False,
 ) -> None:
-    """Save a model to try things with: a Llama of 50 M random weights, a tokenizer trained on the Python manual."""
     if if_missing and (directory / "config.json").exists():
         return
     with needing("this"):
@@ -44,13 +43,10 @@ def run_generate(
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt; give this or --prompt-file.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A text file with the prompt.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 32,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="The same bits however the prompt was had; half as fast.")
-    ] = False,
+    exact: ExactOption = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer one prompt greedily with an engine in this process, and say which tier its KV came from."""
     settings = Config.load(config)
     text = _prompt(prompt, prompt_file)
     with needing("this"):

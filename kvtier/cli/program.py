@@ -32,12 +32,6 @@ def main() -> None:
     """Run the command line. A user's mistake ends as one line on stderr and status 2, another failure as status 1."""
     try:
         app()
-    except ConfigError as error:
-        sys.exit(_complain(str(error), Exit.USAGE))
     except KVTierError as error:
-        sys.exit(_complain(str(error), Exit.FAILED))
-
-
-def _complain(message: str, status: Exit) -> Exit:
-    print(f"kvtier: {message}", file=sys.stderr)
-    return status
+        print(f"kvtier: {error}", file=sys.stderr)
+        sys.exit(Exit.USAGE if isinstance(error, ConfigError) else Exit.FAILED)

@@ -14,70 +14,48 @@ class Verb(NamedTuple):
     help: str
 
 
-# In the order of `kvtier --help`. A test compares each help with the verb's own.
-VERBS: Final = {
-    "config": Verb(
-        "config_cli", "Show the configuration in force: defaults, then the file, then KVTIER_SECTION__OPTION variables."
-    ),
-    "demo": Verb(
-        "demo_cli", "Prefill a long text once, then find it again in every tier, also after the process was killed."
-    ),
-    "model": Verb(
-        "demo_cli",
-        "Save a model to try things with: a Llama of 50 M random weights, a tokenizer trained on the Python manual.",
-    ),
-    "generate": Verb(
-        "demo_cli", "Answer one prompt greedily with an engine in this process, and say which tier its KV came from."
-    ),
-    "verify": Verb(
-        "checks_cli",
-        "Read everything in slabs and compare it with its checksums. Status 0 clean, 1 damage found, 3 repaired.",
-    ),
-    "doctor": Verb(
-        "checks_cli",
-        "Check this machine against the configuration, with the fix. Status 0 all is well, 3 warnings, 1 errors.",
-    ),
-    "serve": Verb(
-        "serve_cli",
-        "Serve host memory and the tiers below it to the engines of this node, until SIGTERM or Ctrl-C.",
-    ),
-    "engine": Verb(
-        "engine_cli",
-        "Answer OpenAI requests with an engine of this process, its KV in every tier, until SIGTERM or Ctrl-C.",
-    ),
-    "route": Verb(
-        "route_cli", "Send OpenAI's requests to the replica that holds most of their prompt, until SIGTERM or Ctrl-C."
-    ),
-    "status": Verb(
-        "admin_cli",
-        "Show how the daemon is doing, or a router at --http. Status 0: well, 3: degraded, 1: it does not answer.",
-    ),
-    "top": Verb(
-        "admin_cli",
-        "Show what the daemon does, look after look: a table that moves on a terminal, a line each otherwise.",
-    ),
-    "pin": Verb(
-        "admin_cli", "Keep the blocks of a prompt in host memory for a time; without blocks, list what is pinned."
-    ),
-    "unpin": Verb("admin_cli", "Let go of what a pin keeps."),
-    "quota": Verb(
-        "admin_cli", "Bound what a tenant has of each model's host memory; without a tenant, list the quotas."
-    ),
-    "purge": Verb("admin_cli", "Forget blocks in every tier: a prompt's, a model's, or all."),
-    "export": Verb(
-        "admin_cli",
-        "Write a model's blocks, or a prompt's, to a file that `kvtier import` reads; the daemon goes on serving.",
-    ),
-    "import": Verb("admin_cli", "Store the blocks of a file that `kvtier export` wrote; each is verified first."),
-    "trace": Verb("admin_cli", "Record a model's lookups as JSON lines in Mooncake's form."),
-    "cluster": Verb("cluster_cli", "A whole cluster on this machine, without containers."),
+# Module → verb → help, in the order of `kvtier --help`: here, so that it need not import the modules.
+_MODULES: Final = {
+    "config_cli": {
+        "config": "Show the configuration in force: defaults, then the file, then KVTIER_SECTION__OPTION variables.",
+    },
+    "demo_cli": {
+        "demo": "Prefill a long text once, then find it again in every tier, also after the process was killed.",
+        "model": "Save a model to try: a Llama of 50 M random weights, a tokenizer trained on the Python manual.",
+        "generate": "Answer one prompt greedily with an engine in this process, and say which tier its KV came from.",
+    },
+    "checks_cli": {
+        "verify": "Check every block of slabs against its checksum. Status 0: clean, 1: damaged, 3: repaired.",
+        "doctor": "Check this machine against the configuration, with the fix. Status 0: well, 3: warnings, 1: errors.",
+    },
+    "servers_cli": {
+        "serve": "Serve host memory and the tiers below it to the engines of this node, until SIGTERM or Ctrl-C.",
+        "engine": "Answer OpenAI requests with an engine of its own, its KV in every tier, until SIGTERM or Ctrl-C.",
+        "route": "Send OpenAI's requests to the replica that holds most of their prompt, until SIGTERM or Ctrl-C.",
+    },
+    "admin_cli": {
+        "status": "Show how the daemon is doing, or a router at --http. Status 0: well, 3: degraded, 1: no answer.",
+        "top": "Show what the daemon does, look after look: a table that moves on a terminal, a line each otherwise.",
+        "pin": "Keep the blocks of a prompt in host memory for a time; without blocks, list what is pinned.",
+        "unpin": "Let go of what a pin keeps.",
+        "quota": "Bound what a tenant has of each model's host memory; without a tenant, list the quotas.",
+        "purge": "Forget blocks in every tier: a prompt's, a model's, or all.",
+        "export": "Write a model's blocks, or a prompt's, to a file for `kvtier import`; the daemon goes on serving.",
+        "import": "Store the blocks of a file that `kvtier export` wrote; each is verified first.",
+        "trace": "Record a model's lookups as JSON lines in Mooncake's form.",
+    },
+    "cluster_cli": {
+        "cluster": "A whole cluster on this machine, without containers.",
+    },
 }
+VERBS: Final = {name: Verb(module, text) for module, verbs in _MODULES.items() for name, text in verbs.items()}
 
 
 def load(name: str) -> TyperCommand | TyperGroup:
     """A verb as its module defines it: imports the module, and all that it needs. KeyError for none of ours."""
     module: Any = import_module(f"kvtier.cli.{VERBS[name].module}")
     verb: TyperCommand | TyperGroup = get_group(module.app).commands[name]  # type: ignore[assignment]
+    verb.help = VERBS[name].help
     return verb
 
 

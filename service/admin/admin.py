@@ -49,19 +49,19 @@ class Admin:
         return _pin(self._pins.pin(body.model, blocks, body.ttl, _PATIENCE))
 
     def unpin(self, body: UnpinBody) -> Json:
-        """Let go of one pin."""
         self._pins.unpin(body.pin)
         return {"unpinned": body.pin}
 
     def pins(self) -> Json:
-        """All pins."""
         return {"pins": [_pin(view) for view in self._pins.listing()]}
 
     def quota(self, body: QuotaBody) -> Json:
         """Give a tenant a quota in every model, also in those opened later; or take it away."""
         salt, size = body.cache_salt, body.size
         if size is None:
-            return self._remove_quota(salt)
+            for namespace in self._daemon.call(lambda: self._forget_quota(salt)):
+                namespace.tiers.quotas.remove(salt)
+            return {"removed": salt}
         namespaces = self._daemon.call(lambda: self._note_quota(salt, size))
         for namespace in namespaces:
             namespace.tiers.quotas.set(salt, size)
@@ -86,16 +86,11 @@ class Admin:
         limits[salt] = size
         return namespaces
 
-    def _remove_quota(self, salt: str) -> Json:
-        def forget() -> list[Namespace] | None:
-            return None if self._daemon.limits.pop(salt, None) is None else self._daemon.namespaces()
-
-        namespaces = self._daemon.call(forget)
-        if namespaces is None:
+    def _forget_quota(self, salt: str) -> list[Namespace]:
+        """On the loop's thread."""
+        if self._daemon.limits.pop(salt, None) is None:
             raise NotThere("cache_salt: this tenant has no quota; `kvtier quota` lists those that have")
-        for namespace in namespaces:
-            namespace.tiers.quotas.remove(salt)
-        return {"removed": salt}
+        return self._daemon.namespaces()
 
     def _open(self) -> list[Namespace]:
         return self._daemon.call(self._daemon.namespaces)

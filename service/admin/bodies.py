@@ -1,12 +1,11 @@
 """What admin requests may say: every field typed and bounded, every mistake one line with field, value and fix."""
 
-import json
 from pathlib import Path
-from typing import Annotated, Any, Final, Self, TypeVar
+from typing import Annotated, Final, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from kvtier.service import flat, shown, writable
+from kvtier.service import first_error, object_in, shown, writable
 from kvtier.service.node import BlockSelection
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config import ByteSize, Lifetime
@@ -62,8 +61,6 @@ class Body(BaseModel):
 
 
 class ResetBody(Body):
-    """Forget all blocks of one model, or of `all`."""
-
     all: bool = False
 
     @model_validator(mode="after")
@@ -106,14 +103,10 @@ class BlocksBody(Body):
 
 
 class PinBody(BlocksBody):
-    """Keep blocks in host memory for `ttl`."""
-
     ttl: Lifetime
 
 
 class UnpinBody(BaseModel):
-    """Let go of one pin."""
-
     model_config = Body.model_config
 
     pin: Annotated[int, Field(ge=1, le=_MAX_NUMBER)]
@@ -136,8 +129,6 @@ class ExportBody(BlocksBody):
 
 
 class ImportBody(Body):
-    """Store the blocks of an archive."""
-
     file: DaemonFile
 
 
@@ -151,25 +142,19 @@ class TraceBody(Body):
 def parse(body_type: type[B], data: bytes) -> B:
     """A request's body. ConfigError says what is wrong with it, in one line."""
     try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"body: not JSON ({flat(str(error))[:100]}); send an object") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"body {shown(values)}: not a JSON object; send one")
-    try:
-        return body_type.model_validate(values)
+        return body_type.model_validate(object_in(data))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ConfigError(_one_line(first, list(body_type.model_fields))) from None
+        raise ConfigError(_one_line(error, ", ".join(body_type.model_fields))) from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
-def _one_line(error: Any, known: list[str]) -> str:
-    field = json.dumps(".".join(str(part) for part in error["loc"]))[1:-1]  # whatever it is, one line of ASCII
-    why = str(error["ctx"]["error"]) if error["type"] == "value_error" else flat(error["msg"])
+def _one_line(error: ValidationError, known: str) -> str:
+    field, why, kind, value = first_error(error)
     if not field:
         return why
-    if error["type"] == "missing":
-        return f"{field}: missing; the fields are {', '.join(known)}"
-    if error["type"] == "extra_forbidden":
-        return f"{field[:60]} {shown(error['input'])}: unknown field; known are {', '.join(known)}"
-    return f"{field} {shown(error['input'])}: {why}"
+    if kind == "missing":
+        return f"{field}: missing; the fields are {known}"
+    if kind == "extra_forbidden":
+        return f"{field[:60]} {shown(value)}: unknown field; known are {known}"
+    return f"{field} {shown(value)}: {why}"

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from threading import Event
 from typing import Any, Final, TypeVar
 
@@ -15,23 +15,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvtier.service.admin import bodies
 from kvtier.service.admin.admin import Admin
-from kvtier.service.admin.bodies import (
-    MAX_BODY,
-    BlocksBody,
-    ExportBody,
-    ImportBody,
-    PinBody,
-    QuotaBody,
-    ResetBody,
-    TraceBody,
-    UnpinBody,
-    parse,
-)
 from kvtier.service.admin.transfers import RunningTransfer, Steps, Transfers
 from kvtier.service.node import Daemon, NotThere, Pins, degraded_tiers, exposition, status
-from kvtier.service.observe import dashboard_routes, page
-from kvtier.service.web import Guard, HttpServer, HttpSocket, read_body
+from kvtier.service.observe import EXPOSITION, dashboard_routes, summary
+from kvtier.service.web import Guard, HttpServer, HttpSocket, page, read_body
 from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable
 
 T = TypeVar("T")
@@ -40,7 +29,6 @@ _log = logging.getLogger(__name__)
 
 _HEALTHY: Final = 1.0  # seconds the daemon's loop may take to answer
 _EXPIRY: Final = 0.25  # seconds between looks at the pins
-_EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Pages:
@@ -54,7 +42,6 @@ class Pages:
         self.address = self._server.address
 
     def start(self) -> None:
-        """Begin to serve."""
         self._server.start()
 
     def stop(self) -> None:
@@ -68,23 +55,13 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
     guard = Guard(daemon.config.service.token)
     admin, transfers = Admin(daemon, pins), Transfers(daemon)
 
-    def get(path: str, answer: Callable[[], Response]) -> Route:
-        def endpoint(request: Request) -> Response:  # no coroutine: Starlette calls it on a thread
-            return answer()
-
-        return Route(path, endpoint, methods=["GET"])
-
-    def ask(path: str, verb: Callable[[], Mapping[str, Any]]) -> Route:
-        async def endpoint(request: Request) -> Response:
-            guard.admit(request)
-            return JSONResponse(await run_in_threadpool(verb))
-
-        return Route(path, endpoint, methods=["GET"])
+    def get(path: str, answer: Callable[[], Response], guard: Guard | None = None) -> Route:
+        return page(path, lambda: run_in_threadpool(answer), guard)
 
     def do(path: str, body_type: type[BaseModel], verb: Callable[[Any], Mapping[str, Any]]) -> Route:
         async def endpoint(request: Request) -> Response:
             guard.admit(request)
-            body = parse(body_type, await read_body(request, MAX_BODY))
+            body = bodies.parse(body_type, await read_body(request, bodies.MAX_BODY))
             return JSONResponse(await run_in_threadpool(verb, body))
 
         return Route(path, endpoint, methods=["POST"])
@@ -92,7 +69,8 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
     def tell(path: str, body_type: type[BaseModel], verb: Callable[[Any], Steps]) -> Route:
         async def endpoint(request: Request) -> Response:
             guard.admit(request)
-            running = RunningTransfer(verb(parse(body_type, await read_body(request, MAX_BODY))), stopping)
+            body = bodies.parse(body_type, await read_body(request, bodies.MAX_BODY))
+            running = RunningTransfer(verb(body), stopping)
             await running.begun()
             return StreamingResponse(running.lines(), media_type="application/x-ndjson")
 
@@ -110,31 +88,24 @@ def make_app(daemon: Daemon, pins: Pins, stopping: Event) -> Starlette:
         task.cancel()
 
     routes = [
-        get("/metrics", lambda: Response(exposition(daemon, pins), media_type=_EXPOSITION)),
-        _awaited("/healthz", lambda: _health(daemon)),
-        _awaited("/readyz", lambda: _readiness(daemon)),
-        get("/summary", lambda: PlainTextResponse(page(status(daemon, pins)))),
+        get("/metrics", lambda: Response(exposition(daemon, pins), media_type=EXPOSITION)),
+        page("/healthz", lambda: _health(daemon)),
+        page("/readyz", lambda: _readiness(daemon)),
+        get("/summary", lambda: PlainTextResponse(summary.page(status(daemon, pins)))),
         get("/status", lambda: JSONResponse(status(daemon, pins).as_json())),
         *dashboard_routes(lambda: run_in_threadpool(lambda: status(daemon, pins).as_json()), stopping),
-        do("/admin/reset", ResetBody, admin.reset),
-        do("/admin/evict", BlocksBody, admin.evict),
-        do("/admin/pin", PinBody, admin.pin),
-        do("/admin/unpin", UnpinBody, admin.unpin),
-        ask("/admin/pins", admin.pins),
-        do("/admin/quota", QuotaBody, admin.quota),
-        ask("/admin/quotas", admin.quotas),
-        tell("/admin/export", ExportBody, transfers.export),
-        tell("/admin/import", ImportBody, transfers.import_),
-        tell("/admin/trace", TraceBody, transfers.trace),
+        do("/admin/reset", bodies.ResetBody, admin.reset),
+        do("/admin/evict", bodies.BlocksBody, admin.evict),
+        do("/admin/pin", bodies.PinBody, admin.pin),
+        do("/admin/unpin", bodies.UnpinBody, admin.unpin),
+        get("/admin/pins", lambda: JSONResponse(admin.pins()), guard),
+        do("/admin/quota", bodies.QuotaBody, admin.quota),
+        get("/admin/quotas", lambda: JSONResponse(admin.quotas()), guard),
+        tell("/admin/export", bodies.ExportBody, transfers.export),
+        tell("/admin/import", bodies.ImportBody, transfers.import_),
+        tell("/admin/trace", bodies.TraceBody, transfers.trace),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=_HANDLERS)
-
-
-def _awaited(path: str, answer: Callable[[], Awaitable[Response]]) -> Route:
-    async def endpoint(request: Request) -> Response:
-        return await answer()
-
-    return Route(path, endpoint, methods=["GET"])
 
 
 async def _health(daemon: Daemon) -> Response:
@@ -156,9 +127,8 @@ async def _readiness(daemon: Daemon) -> Response:
         namespaces = await _on_loop(daemon, daemon.namespaces)
     except TierUnavailable as error:
         return JSONResponse({"ready": False, "missing": [str(error)], "degraded": []}, 503)
-    return JSONResponse(
-        {"ready": True, "missing": [], "degraded": [each.as_json() for each in degraded_tiers(namespaces)]}
-    )
+    degraded = [each.as_json() for each in degraded_tiers(namespaces)]
+    return JSONResponse({"ready": True, "missing": [], "degraded": degraded})
 
 
 def _refused(request: Request, error: Exception) -> Response:

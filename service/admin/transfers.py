@@ -28,30 +28,20 @@ class Transfers:
         self._is_copying = False
 
     async def export(self, body: ExportBody) -> Steps:
-        """See `archive.export_blocks`."""
         async with self._copying(), self._held_open(body.model) as namespace:
             names = None
             if (selection := body.selection) is not None:
                 names, _ = await asyncio.to_thread(selection.names, namespace, _PATIENCE)
-            size = namespace.blocks.block_size
-            steps = export_blocks(
-                namespace.hierarchy,
-                namespace.fingerprint,
-                size,
-                body.file,
-                names,
-                force=body.force,
-                key=await self._key(),
-            )
+            what = namespace.hierarchy, namespace.fingerprint, namespace.blocks.block_size
+            steps = export_blocks(*what, body.file, names, force=body.force, key=await self._key())
             async with aclosing(steps):
                 async for progress in steps:
                     yield _shown(namespace, progress)
 
     async def import_(self, body: ImportBody) -> Steps:
-        """See `archive.import_blocks`."""
         async with self._copying(), self._held_open(body.model) as namespace:
-            size, key = namespace.blocks.block_size, await self._key()
-            steps = import_blocks(namespace.hierarchy, namespace.fingerprint, size, body.file, key)
+            what = namespace.hierarchy, namespace.fingerprint, namespace.blocks.block_size
+            steps = import_blocks(*what, body.file, await self._key())
             try:
                 async with aclosing(steps):
                     async for progress in steps:
@@ -60,7 +50,6 @@ class Transfers:
                 await asyncio.to_thread(namespace.tiers.quotas.recount)
 
     async def trace(self, body: TraceBody) -> Steps:
-        """See `lookup_trace.TraceRecorder`."""
         async with self._held_open(body.model) as namespace:
             tiers = namespace.tiers
             if tiers.recorder is not None:
@@ -139,9 +128,8 @@ class RunningTransfer:
         try:
             self._task.result()
         except (KVTierError, asyncio.CancelledError) as error:
-            is_mistake = isinstance(
-                error, ConfigError | FormatError | FingerprintMismatch
-            )  # 400, had it been told at once
+            # status 400, had it been told at once
+            is_mistake = isinstance(error, ConfigError | FormatError | FingerprintMismatch)
             return {**self._latest, "error": str(error) or "the daemon is stopping", "mistake": is_mistake}
         return {**self._latest, "done": True}
 

@@ -57,11 +57,9 @@ class Export:
         self._corrupt: set[ChainHash] = set()  # found corrupt in L2, and read again from lower tiers
 
     def progress(self) -> ArchiveProgress:
-        """How far it has come."""
         return ArchiveProgress(self._num_blocks, self._header.num_blocks, self._num_bytes, dict(self._lost))
 
     async def begin(self) -> None:
-        """Write the header."""
         encoded = archive_format.encode_header(self._header)
         self._digest.update(encoded)
         await self._write([encoded])
@@ -81,7 +79,6 @@ class Export:
             yield self.progress()
 
     async def end(self) -> None:
-        """Write the trailer, sync the file, and close it."""
         await self._write([archive_format.encode_trailer(self._num_blocks, self._digest.digest())])
         await self._file.sync()
         await self._file.close()
@@ -172,7 +169,6 @@ class Import:
         self._lost_names: set[ChainHash] = set()
 
     def progress(self) -> ArchiveProgress:
-        """How far it has come."""
         return ArchiveProgress(self.num_blocks, self._num_planned, self._num_bytes, dict(self._lost))
 
     def store(self, data: memoryview) -> tuple[list[ChainHash], FormatError | None]:
@@ -269,7 +265,6 @@ class Import:
 
 
 def _held_anywhere(hierarchy: Hierarchy, hashes: Sequence[ChainHash]) -> list[bool]:
-    """Which of the blocks some tier holds."""
     return [any(where) for where in zip(*_held_by(hierarchy, hashes), strict=True)]
 
 
@@ -279,7 +274,6 @@ def _held_by(hierarchy: Hierarchy, hashes: Sequence[ChainHash]) -> list[list[boo
 
 
 def _held_below(hierarchy: Hierarchy, hashes: Sequence[ChainHash]) -> list[ChainHash]:
-    """Those of the blocks that a tier below L2 holds."""
     _, *below = _held_by(hierarchy, hashes)
     return [name for name, *where in zip(hashes, *below, strict=True) if any(where)]
 

@@ -42,12 +42,10 @@ class Header:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of a whole record."""
         return self.entry_bytes + self.slot_bytes
 
 
 def encode_header(header: Header) -> bytes:
-    """The archive's first HEADER_BYTES."""
     lock = header.encryption or Encryption(b"", b"")
     version = ENCRYPTED_VERSION if header.encryption else VERSION
     sizes = header.slot_bytes, header.block_size, header.num_blocks
@@ -73,9 +71,8 @@ def decode_header(data: bytes) -> Header:
 def encode_entry(header: Header, number: int, record: BlockRecord) -> bytes:
     """The bytes before the payload of block `number`, counted from 0."""
     num_tokens = len(record.tokens) // 4
-    fixed = _ENTRY.pack(
-        _BLOCK, num_tokens, number, header.slot_bytes, record.chain_hash, record.parent, record.checksum
-    )
+    block = record.chain_hash, record.parent, record.checksum
+    fixed = _ENTRY.pack(_BLOCK, num_tokens, number, header.slot_bytes, *block)
     return _summed(fixed + record.tokens.ljust(4 * header.block_size, b"\0"))
 
 
@@ -85,8 +82,6 @@ def encode_trailer(num_blocks: int, digest: bytes) -> bytes:
 
 
 class ArchiveCipher:
-    """Encrypts and decrypts the records of one archive."""
-
     def __init__(self, header: Header, key: bytes) -> None:
         assert header.encryption is not None
         belongs_to = header.fingerprint + header.encryption.salt
@@ -124,7 +119,6 @@ class Parser:
 
     @property
     def num_blocks(self) -> int:
-        """Whole blocks so far."""
         return len(self.names)
 
     def blocks(self, data: memoryview) -> Iterator[tuple[BlockRecord, memoryview]]:
@@ -155,7 +149,6 @@ class Parser:
             at += record_bytes
 
     def broken_off(self) -> FormatError:
-        """The error for a file that ends here."""
         return FormatError(f"breaks off after {self.num_blocks} whole blocks of {self.header.num_blocks}")
 
     def _opened(self, head: memoryview, payload: memoryview) -> BlockRecord | None:

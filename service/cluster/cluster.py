@@ -1,19 +1,21 @@
 """Starts, watches and stops a cluster of plain processes; its state is one directory."""
 
 import fcntl
-import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
 from threading import Event
-from typing import Any, Final
+from typing import Final, Literal
 
+from pydantic import BaseModel, ValidationError
+
+from kvtier.service import first_error
 from kvtier.service.cluster.file import Ready, Service, Topology
 from kvtier.service.cluster.process import Process, is_free, is_well, launch
 from kvtier.tiers import ConfigError, FormatError, KVTierError, StoreLocked
@@ -25,11 +27,9 @@ GRACE: Final = 40.0  # seconds from SIGTERM to SIGKILL, as in the compose file: 
 _PAUSE: Final = 0.1  # seconds between two polls of starting services
 _WARNING: Final = "warning: "
 _LAST_LINES: Final = 20  # lines shown of the log of a service that failed
-_VERSION: Final = 1
 
 
-@dataclass(frozen=True, slots=True)
-class StartedService:
+class StartedService(BaseModel):
     """What is recorded of a started service. `process` is None if it has ended, as a one-time job does."""
 
     process: Process | None
@@ -39,18 +39,17 @@ class StartedService:
     started: float  # Unix time
 
 
-@dataclass(slots=True)
-class ClusterRecord:
+class ClusterRecord(BaseModel):
     """The contents of `cluster.json`: services in the order of their start, and the directories that `down` removes."""
 
+    version: Literal[1] = 1
     first_port: int = 0
-    members: dict[str, StartedService] = field(default_factory=dict)
-    directories: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
+    members: dict[str, StartedService] = {}
+    directories: list[str] = []
+    kept: list[str] = []
 
     @property
     def is_up(self) -> bool:
-        """Whether any of its processes runs."""
         return any(member.process is not None and member.process.runs for member in self.members.values())
 
     def runs(self, name: str) -> bool:
@@ -79,7 +78,6 @@ class Cluster:
         self._file = self.state / "cluster.json"
 
     def log_of(self, name: str) -> Path:
-        """The log file of a service."""
         return self.state / "logs" / f"{name}.log"
 
     def up(self, topology: Topology, first_port: int, tell: Print, stopping: Event) -> bool:
@@ -149,11 +147,8 @@ class Cluster:
 
     def write(self, record: ClusterRecord) -> None:
         """Replace the record atomically: a reader sees the old one or the new one."""
-        data = {"version": _VERSION, **asdict(record)}
-        for name, member in record.members.items():
-            data["members"][name]["ready"] = member.ready.model_dump()
         draft = self._file.with_suffix(".new")
-        draft.write_text(json.dumps(data, indent=1), encoding="utf-8")
+        draft.write_text(record.model_dump_json(indent=1), encoding="utf-8")
         draft.replace(self._file)
 
     def _clear(self, record: ClusterRecord) -> None:
@@ -165,19 +160,15 @@ class Cluster:
 
     def _read(self) -> ClusterRecord:
         try:
-            data = json.loads(self._file.read_text(encoding="utf-8"))
-            if data.pop("version") != _VERSION:
-                raise ValueError("of another version")
-            data["members"] = {name: _started(each) for name, each in data["members"].items()}
-            return ClusterRecord(**data)
+            return ClusterRecord.model_validate_json(self._file.read_bytes())
         except FileNotFoundError:
             return ClusterRecord()
         except OSError as error:
             raise ConfigError(f'--state "{self.state}": {error.strerror}; name another directory') from None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise FormatError(
-                f"{self._file}: not a cluster's record ({error}); end its processes, and remove the file"
-            ) from None
+        except ValidationError as error:
+            field, why, *_ = first_error(error)
+            what = f"{self._file}: not a cluster's record ({field or 'file'}: {why})"
+            raise FormatError(f"{what}; end its processes, and remove the file") from None
 
     @contextmanager
     def _locked(self, *, make: bool = False) -> Iterator[None]:
@@ -194,9 +185,8 @@ class Cluster:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise StoreLocked(
-                    f'--state "{self.state}": another `kvtier cluster` is using it; wait until it ends'
-                ) from None
+                why = "another `kvtier cluster` is using it; wait until it ends"
+                raise StoreLocked(f'--state "{self.state}": {why}') from None
             try:
                 yield
             finally:
@@ -250,13 +240,13 @@ class _Start:
         try:
             process = launch(service.argv, service.env, log)
         except OSError as error:
-            raise KVTierError(
-                f"{name}: {service.argv[0]}: {error.strerror}; install it, or leave its profile out"
-            ) from None
-        found = Process.of(process.pid) or Process(
-            process.pid, ""
-        )  # it has ended already, and is not reaped before `poll` below
-        self._record.members[name] = StartedService(found, service.ready, service.after, service.address, time.time())
+            why = f"{service.argv[0]}: {error.strerror}; install it, or leave its profile out"
+            raise KVTierError(f"{name}: {why}") from None
+        # A process that has ended already is not reaped before `poll` below.
+        found = Process.of(process.pid) or Process(process.pid, "")
+        self._record.members[name] = StartedService(
+            process=found, ready=service.ready, after=service.after, address=service.address, started=time.time()
+        )
         self._started.append(name)
         self._cluster.write(self._record)
         self._starting[name] = (service, process, time.monotonic())
@@ -266,7 +256,7 @@ class _Start:
         waited = time.monotonic() - since
         status = process.poll()
         if status == 0 and service.ready.exits:
-            self._record.members[name] = replace(self._record.members[name], process=None)
+            self._record.members[name].process = None
             self._cluster.write(self._record)
             self._tell(f"{name} done after {waited:.1f} s")
             for line in self._last_lines(name):
@@ -293,7 +283,6 @@ class _Start:
         raise KVTierError("\n".join([f"{name} {why}; the end of {log}:", *(f"  {line}" for line in lines)]))
 
     def _last_lines(self, name: str) -> list[str]:
-        """The last lines of its log since its last start."""
         text = self._cluster.log_of(name).read_bytes()[self._logged[name] :].decode(errors="replace")
         return text.splitlines()[-_LAST_LINES:]
 
@@ -313,11 +302,6 @@ def _stop(name: str, member: StartedService) -> str | None:
         return None
     in_time = member.process.stop(GRACE)
     return f"{name} stopped" if in_time else f"{name} killed: it did not end within {GRACE:g} s"
-
-
-def _started(data: Mapping[str, Any]) -> StartedService:
-    process = None if data["process"] is None else Process(*data["process"])
-    return StartedService(**{**data, "process": process, "ready": Ready.model_validate(data["ready"])})
 
 
 def _status_of(name: str, member: StartedService) -> ServiceStatus:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvtier.service import needing
+from kvtier.service import first_error, needing
 from kvtier.tiers import ConfigError
 
 BESIDE_US: Final = Path(__file__).parents[2] / "docker-compose.yml"  # this path holds in a checkout and in a wheel
@@ -46,7 +46,6 @@ class ServiceFile(_Entry):
     replace: dict[str, str] = {}
 
     def write(self) -> None:
-        """Write the file. Raises OSError."""
         text = Path(self.source).read_text(encoding="utf-8")
         for container, process in self.replace.items():
             text = text.replace(container, process)
@@ -72,8 +71,6 @@ class Service(_Entry):
 
 @dataclass(frozen=True, slots=True)
 class Placeholders:
-    """The values of the placeholders in an `x-kvtier`."""
-
     state: Path
     deploy: Path
     model: Path
@@ -88,9 +85,8 @@ class Placeholders:
                 return str(self.first_port + int(number))
             if name in ("state", "deploy", "model") and number is None:
                 return str(getattr(self, name))
-            raise ValueError(
-                f"{found[0]} is not a placeholder; known are {{state}}, {{deploy}}, {{model}} and {{port:0}}"
-            )
+            known = "{state}, {deploy}, {model} and {port:0}"
+            raise ValueError(f"{found[0]} is not a placeholder; known are {known}")
 
         return _PLACE.sub(value, text)
 
@@ -113,14 +109,12 @@ class Topology:
         for name, service in chosen.items():
             for other in service.after:
                 if other not in chosen:
-                    fix = (
-                        f"add --profile {entries[other].profiles[-1]}" if other in entries else "no such service exists"
-                    )
+                    is_known = other in entries
+                    fix = f"add --profile {entries[other].profiles[-1]}" if is_known else "no such service exists"
                     raise ConfigError(f'{file}: {name}: after "{other}": that service is not selected; {fix}')
         return cls({name: chosen[name] for name in _in_order(file, chosen)})
 
     def without(self, names: Sequence[str]) -> "Topology":
-        """A topology without these services and those that depend on them."""
         left: dict[str, Service] = {}
         for name, service in self.services.items():
             if name not in names and left.keys() >= set(service.after):
@@ -129,7 +123,6 @@ class Topology:
 
 
 def _entries(file: Path) -> dict[str, Any]:
-    """The `x-kvtier` of each service that has one."""
     with needing("a cluster"):
         import yaml
     try:
@@ -153,9 +146,8 @@ def _service(place: str, data: object, places: Placeholders) -> Service:
         values["ports"] = [places.first_port + port for port in raw.ports]
         return Service.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        entry = ".".join(map(str, first["loc"])) or KEY
-        raise ConfigError(f"{place}: {entry}: {first['msg'].removeprefix('Value error, ')}; fix {KEY} there") from None
+        entry, why, *_ = first_error(error)
+        raise ConfigError(f"{place}: {entry or KEY}: {why}; fix {KEY} there") from None
     except ValueError as error:
         raise ConfigError(f"{place}: {error}") from None
 
@@ -174,6 +166,5 @@ def _in_order(file: Path, services: Mapping[str, Service]) -> Iterator[str]:
     try:
         yield from TopologicalSorter({name: each.after for name, each in services.items()}).static_order()
     except CycleError as error:
-        raise ConfigError(
-            f"{file}: {' after '.join(error.args[1])}: they depend on each other; remove one dependency"
-        ) from None
+        circle = " after ".join(error.args[1])
+        raise ConfigError(f"{file}: {circle}: they depend on each other; remove one dependency") from None

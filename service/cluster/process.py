@@ -41,7 +41,6 @@ class Process(NamedTuple):
 
     @property
     def runs(self) -> bool:
-        """Whether it still runs."""
         return Process.of(self.pid) == self
 
     def stop(self, grace: float) -> bool:
@@ -92,12 +91,10 @@ def program(argv: Sequence[str]) -> list[str]:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a program is installed."""
     return name == "kvtier" or shutil.which(name) is not None
 
 
 def is_free(port: int) -> bool:
-    """Whether a loopback port is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -105,7 +105,6 @@ def check_socket(config: ServiceConfig) -> Finding:
 
 
 def check_engines() -> Finding:
-    """Which engines are installed beside kvtier. None is imported."""
     found = []
     for name in _ENGINES:
         try:

@@ -61,7 +61,6 @@ else:
 
 
 def check_room(config: Config) -> Finding:
-    """Whether [host] size fits into the memory available."""
     size, available = config.host.size, available_bytes()
     found = f"{show_size(available)} available, [host] size {format_size(size)}"
     if size > available:
@@ -143,13 +142,11 @@ def has_gpu() -> bool:
 
 
 def check_gpu() -> Finding:
-    """Whether CuPy can use the GPU, and memory can be pinned for it."""
     if not has_gpu():
         return ok("GPU", "none; copies run on the CPU")
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _GPU], capture_output=True, text=True, timeout=_GPU_SECONDS, check=True
-        )
+        command = [sys.executable, "-P", "-c", _GPU]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_SECONDS, check=True)
         return read_gpu(json.loads(done.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         return error("GPU", f"the driver did not answer within {_GPU_SECONDS:.0f} s", "see `nvidia-smi` and `dmesg`")
@@ -161,14 +158,11 @@ def check_gpu() -> Finding:
 
 
 def read_gpu(answer: dict[str, object]) -> Finding:
-    """The finding for the probe's answer."""
     names = answer.get("names")
     if "missing" in answer:
         return warning("GPU", "found, but CuPy is missing: memory is not pinned", "pip install 'kvtier[cuda]'")
     if not isinstance(names, list) or not names:
-        return error(
-            "GPU", f"CuPy {answer.get('cupy')} finds no device", "install a CuPy for this driver's CUDA version"
-        )
+        return error("GPU", f"CuPy {answer.get('cupy')} finds no device", _OTHER_CUPY)
     found = f"{len(names)} × {names[0]}, CuPy {answer.get('cupy')}"
     if not answer.get("pinned"):
         return warning("GPU", f"{found}; memory cannot be pinned", "raise `ulimit -l`, or see `dmesg`")
@@ -176,6 +170,5 @@ def read_gpu(answer: dict[str, object]) -> Finding:
 
 
 def _may_lock_all() -> bool:
-    """Whether this process has CAP_IPC_LOCK."""
     matched = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     return bool(matched and int(matched[1], 16) >> _CAP_IPC_LOCK & 1)

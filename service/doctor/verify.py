@@ -19,33 +19,33 @@ class Verdict:
     refused: str = ""
 
     @property
-    def status(self) -> Exit:
-        """OK if clean, DEGRADED if repaired, FAILED if damaged or not checked."""
+    def state(self) -> str:
+        """One of refused, clean, repaired, damaged."""
         if self.check is None:
-            return Exit.FAILED
-        if self.check.is_clean:
-            return Exit.OK
-        return Exit.DEGRADED if self.check.is_repaired else Exit.FAILED
-
-    def __str__(self) -> str:
-        """A short text."""
-        if self.check is None:
-            return "not checked"
+            return "refused"
         if self.check.is_clean:
             return "clean"
-        header = f"{self.check.num_bad_headers} of 2 superblock copies damaged" if self.check.num_bad_headers else ""
-        state = "repaired" if self.check.is_repaired else "damaged: --repair drops what is bad"
-        return "; ".join(filter(None, (state, header)))
+        return "repaired" if self.check.is_repaired else "damaged"
+
+    @property
+    def status(self) -> Exit:
+        return {"clean": Exit.OK, "repaired": Exit.DEGRADED}.get(self.state, Exit.FAILED)
+
+    def __str__(self) -> str:
+        if self.check is None:
+            return "not checked"
+        hint = ": --repair drops what is bad" if self.state == "damaged" else ""
+        header = f"; {self.check.num_bad_headers} of 2 superblock copies damaged" if self.check.num_bad_headers else ""
+        return f"{self.state}{hint}{header}"
 
     def as_json(self) -> dict[str, object]:
         """The whole result as JSON; names of blocks are in hex."""
         if self.check is None:
-            return {"path": str(self.path), "status": "refused", "why": self.refused}
+            return {"path": str(self.path), "status": self.state, "why": self.refused}
         report, superblock = self.check.report, self.check.superblock
-        damaged = "repaired" if self.check.is_repaired else "damaged"
         return {
             "path": str(self.path),
-            "status": "clean" if self.check.is_clean else damaged,
+            "status": self.state,
             "fingerprint": superblock.fingerprint.hex(),
             "block_size": superblock.block_size,
             "slot_bytes": superblock.slot_bytes,

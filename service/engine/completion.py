@@ -19,8 +19,6 @@ DONE: Final = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More text of one choice, its end, or both."""
-
     index: int
     text: str
     finish_reason: str | None
@@ -142,7 +140,6 @@ class OpenAICompletion:
         yield DONE
 
     def close(self) -> None:
-        """Abort what is still computed: the client reads no more. Idempotent."""
         if self._unfinished:
             self._loop.abort(self._live, list(self._unfinished))
             self._unfinished.clear()
@@ -173,24 +170,22 @@ class OpenAICompletion:
         if update.cached is not None and update.index % self._wanted.num_choices == 0:
             for tier, num_tokens in update.cached.items():
                 self._usage.cached[tier] = self._usage.cached.get(tier, 0) + num_tokens
-        sent = (
-            "" if update.finish_reason is FinishReason.STOP else text.push(update.token_id)
-        )  # the stop token is no text
-        if update.finish_reason is not None and not text.is_stopped:
+        is_text = update.finish_reason is not FinishReason.STOP  # the stop token is none
+        sent = text.push(update.token_id) if is_text else ""
+        reason = update.finish_reason
+        if reason is not None and not text.is_stopped:
             sent += text.end()
         if text.is_stopped:
-            if update.finish_reason is None:
+            if reason is None:
                 self._loop.abort(self._live, [update.index], FinishReason.STOP)
-            self._unfinished.discard(update.index)
-            return sent, FinishReason.STOP.value
-        if update.finish_reason is not None:
-            self._unfinished.discard(update.index)
-            return sent, update.finish_reason.value
-        return sent, None
+            reason = FinishReason.STOP
+        if reason is None:
+            return sent, None
+        self._unfinished.discard(update.index)
+        return sent, reason.value
 
 
 def late() -> OpenAIError:
-    """The error of a request that missed its deadline."""
     message = "the answer was not there in time; ask for less, or raise [server] request_timeout"
     return OpenAIError(504, message, code="timeout", headers={"x-should-retry": "false"})
 

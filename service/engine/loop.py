@@ -8,13 +8,13 @@ import time
 from collections import Counter, abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 from prometheus_client import Histogram
 
 from kvtier.engine import Engine, FinishReason, NamedPrompt, Output, RequestError, SamplingParams, Sequence
+from kvtier.service.events import TierFeed
 from kvtier.service.openai import OpenAIError, busy
-from kvtier.tiers import ChainHash
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +28,6 @@ _PATIENCE: Final = 2  # failed steps in a row: after the first the engine tries 
 
 @dataclass(frozen=True, slots=True)
 class SequenceInput:
-    """One sequence to be computed."""
-
     prompt: NamedPrompt  # one object, shared by all choices of a prompt
     params: SamplingParams
 
@@ -42,16 +40,6 @@ class SequenceUpdate:
     token_id: int
     finish_reason: FinishReason | None
     cached: Mapping[str, int] | None  # only with the first token: prompt tokens by the tier they came from
-
-
-class Feed(Protocol):
-    """Publishes what the engine's tiers hold; `service.events.TierFeed` implements it. Never waits."""
-
-    def begin_at(self, root: ChainHash) -> None:
-        """Note that chains begin at this root."""
-
-    def pump(self) -> bool:
-        """Publish what is new. True if some is left."""
 
 
 class LiveRequest:
@@ -85,8 +73,6 @@ class LiveRequest:
 
 @dataclass(slots=True)
 class _LiveSequence:
-    """A sequence that the engine computes, or that waits in it."""
-
     request: LiveRequest
     index: int
     sequence: Sequence
@@ -123,7 +109,7 @@ class EngineLoop:
     At most `max_num_seqs + max_waiting` sequences are live; a request beyond that is refused.
     """
 
-    def __init__(self, engine: Engine, max_waiting: int, feed: Feed | None = None) -> None:
+    def __init__(self, engine: Engine, max_waiting: int, feed: TierFeed | None = None) -> None:
         self.engine = engine
         self.fingerprint = engine.identity.fingerprint().hex()
         self._feed = feed
@@ -134,7 +120,7 @@ class EngineLoop:
         self.stats: Mapping[str, int] = engine.stats  # as it was after the last turn
         self._changed = threading.Condition()
         self._inbox: list[LiveRequest | _Abort] = []  # bounded: requests by the capacity, each aborted at most once
-        self._num_live = 0
+        self.num_live = 0  # sequences that wait or are computed
         self._stop_at: float | None = None
         self._sequences: dict[str, _LiveSequence] = {}
         self._ids = map(str, itertools.count())
@@ -148,14 +134,14 @@ class EngineLoop:
         """Raise OpenAIError if there is no room, or the server stops. Callers ask before they prepare a request."""
         if self._stop_at is not None:
             raise stopping()
-        if self._num_live + num_sequences > self.capacity:
-            raise busy(f"{self._num_live} requests run or wait here, so there is no room; try again later")
+        if self.num_live + num_sequences > self.capacity:
+            raise busy(f"{self.num_live} requests run or wait here, so there is no room; try again later")
 
     def submit(self, request: LiveRequest) -> None:
         """Have a request computed. Raises OpenAIError if there is no room, or the server stops."""
         with self._changed:
             self.require_room(len(request.inputs))
-            self._num_live += len(request.inputs)
+            self.num_live += len(request.inputs)
             self._inbox.append(request)
             self._changed.notify()
 
@@ -172,13 +158,7 @@ class EngineLoop:
             self._changed.notify()
 
     @property
-    def num_live(self) -> int:
-        """Sequences that wait or are computed."""
-        return self._num_live
-
-    @property
     def is_stopping(self) -> bool:
-        """Whether `stop` was called: nothing more is taken."""
         return self._stop_at is not None
 
     @property
@@ -203,7 +183,7 @@ class EngineLoop:
 
     def _goes_on(self) -> bool:
         stop_at = self._stop_at
-        return stop_at is None or (self._num_live > 0 and time.monotonic() < stop_at)
+        return stop_at is None or (self.num_live > 0 and time.monotonic() < stop_at)
 
     def _turn(self) -> None:
         self._turned = time.monotonic()
@@ -271,7 +251,7 @@ class EngineLoop:
         self.stats = self.engine.stats  # whoever learns of this end finds it in the figures
         self.tally.outcomes[outcome] += 1
         with self._changed:
-            self._num_live -= 1
+            self.num_live -= 1
 
     def _give_up(self, error: OpenAIError) -> None:
         with self._changed:
@@ -309,5 +289,4 @@ def _engine_error() -> OpenAIError:
 
 
 def stopping() -> OpenAIError:
-    """The error of a request that comes while the server stops."""
     return OpenAIError(503, "the server is stopping; ask another one", code="stopping")

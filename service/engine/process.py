@@ -56,9 +56,8 @@ class EngineServer:
         self.loop = EngineLoop(self.engine, settings.max_waiting, self._feed)
         self.name = settings.name or name_of(model)
         app = make_app(Served(self.loop, prompts, self.name, settings, _events(self.publisher)))
-        self._http = HttpServer(
-            app, listening, max_requests=self.loop.capacity + _SPARE, crowded=_CROWDED, grace=_GRACE
-        )
+        room = self.loop.capacity + _SPARE
+        self._http = HttpServer(app, listening, max_requests=room, crowded=_CROWDED, grace=_GRACE)
         self.address = self._http.address
 
     def run(self) -> None:

@@ -1,7 +1,7 @@
 """The OpenAI API of an engine: its routes, and what a request body asks of the engine."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -13,10 +13,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvtier.engine import SamplingParams
+from kvtier.service import Json
 from kvtier.service.engine.completion import CHAT, TEXT, CompletionFormat, CompletionRequest, OpenAICompletion, late
 from kvtier.service.engine.loop import EngineLoop, SequenceInput, stopping
 from kvtier.service.engine.status import exposition, model_entry, status
 from kvtier.service.engine.text import AnswerText
+from kvtier.service.observe import EXPOSITION
 from kvtier.service.openai import (
     ChatBody,
     CompletionBody,
@@ -27,7 +29,7 @@ from kvtier.service.openai import (
     too_long,
     unknown_model,
 )
-from kvtier.service.web import Guard, read_body
+from kvtier.service.web import Guard, page, read_body
 from kvtier.tiers.config import ServerConfig
 
 MAX_BODY: Final = 8 << 20  # bytes
@@ -35,7 +37,6 @@ _READING: Final = 4  # bodies tokenized at once: a tokenizer takes about 100 byt
 _SHORT_ANSWER: Final = 16  # OpenAI's default for max_tokens of a text completion
 _SEEDS: Final = 2**64
 _GONE: Final = 499  # what proxies log for a client that hung up
-_EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 T = TypeVar("T")
 
 
@@ -51,22 +52,16 @@ class Served:
 
 
 def make_app(served: Served) -> Starlette:
-    """The application."""
     guard = Guard(served.config.token)
     reading = asyncio.Semaphore(_READING)
 
-    def get(path: str, answer: Callable[[], Response], *, guarded: bool = False) -> Route:
-        async def endpoint(request: Request) -> Response:
-            if guarded:
-                guard.admit(request)
-            return answer()
-
-        return Route(path, endpoint, methods=["GET"])
+    def entry() -> Json:
+        return model_entry(served.loop, served.name, served.events)
 
     async def model(request: Request) -> Response:
         guard.admit(request)
         _require_model(served, request.path_params["name"])
-        return JSONResponse(model_entry(served.loop, served.name, served.events))
+        return JSONResponse(entry())
 
     def post(path: str, body_type: type[CompletionBody] | type[ChatBody], form: CompletionFormat) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -80,9 +75,7 @@ def make_app(served: Served) -> Starlette:
             except TimeoutError:
                 raise late() from None
             try:
-                wanted = await run_in_threadpool(
-                    _wanted, served, body_type, data, deadline
-                )  # a thread cannot be cut short
+                wanted = await run_in_threadpool(_wanted, served, body_type, data, deadline)  # cannot be cut short
             finally:
                 reading.release()
             return await _answered(request, OpenAICompletion(wanted, form, served.loop))
@@ -92,18 +85,14 @@ def make_app(served: Served) -> Starlette:
     routes = [
         post("/v1/completions", CompletionBody, TEXT),
         post("/v1/chat/completions", ChatBody, CHAT),
-        get("/v1/models", lambda: JSONResponse(_models(served)), guarded=True),
+        page("/v1/models", lambda: JSONResponse({"object": "list", "data": [entry()]}), guard),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
-        get("/metrics", lambda: Response(exposition(served.loop), media_type=_EXPOSITION)),
-        get("/healthz", lambda: _health(served.loop)),
-        get("/readyz", lambda: _readiness(served.loop)),
-        get("/status", lambda: JSONResponse(status(served.loop, served.name).as_json())),
+        page("/metrics", lambda: Response(exposition(served.loop), media_type=EXPOSITION)),
+        page("/healthz", lambda: _health(served.loop)),
+        page("/readyz", lambda: _readiness(served.loop)),
+        page("/status", lambda: JSONResponse(status(served.loop, served.name).as_json())),
     ]
     return Starlette(routes=routes, exception_handlers=error_handlers(served.loop.tally.refused))
-
-
-def _models(served: Served) -> dict[str, Any]:
-    return {"object": "list", "data": [model_entry(served.loop, served.name, served.events)]}
 
 
 def _require_model(served: Served, name: str) -> None:
@@ -148,7 +137,6 @@ def _wanted(
 
 
 def _params(loop: EngineLoop, body: CompletionBody | ChatBody, prompt: list[int]) -> dict[str, Any]:
-    """SamplingParams' fields for one prompt."""
     is_chat = isinstance(body, ChatBody)
     param = "messages" if is_chat else "prompt"
     if not prompt:

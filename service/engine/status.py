@@ -5,13 +5,13 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 
 from kvtier.connector import LocalConnector
 from kvtier.service import Json
 from kvtier.service.engine.loop import EngineLoop
 from kvtier.service.events import namespace_of
-from kvtier.service.observe import EngineStatus, figures, labelled, statuses, text_of, version
+from kvtier.service.observe import EngineStatus, counter, figures, gauge, labelled, statuses, text_of, version
 from kvtier.tiers.naming import root_hash
 
 _STARTED: Final = int(time.time())
@@ -75,33 +75,17 @@ def exposition(loop: EngineLoop) -> str:
 
 
 def _own(loop: EngineLoop) -> Iterator[Metric]:
-    stats, tally = loop.stats, loop.tally
-    build = GaugeMetricFamily("kvtier_build_info", "The version in use", labels=["version"])
-    build.add_metric([version()], 1)
-    yield build
-    yield _gauge("kvtier_engine_requests", "Sequences by state", "state", {state: stats[state] for state in _STATES})
-    yield GaugeMetricFamily("kvtier_engine_live", "Sequences that wait or are computed", loop.num_live)
-    yield GaugeMetricFamily("kvtier_engine_capacity", "Sequences there is room for; more get status 429", loop.capacity)
-    yield _counter("kvtier_engine_ended", "Sequences by how they ended", "outcome", dict(tally.outcomes))
-    yield _counter("kvtier_engine_refused", "Requests refused, by status", "status", dict(tally.refused))
-    yield _counter("kvtier_engine_tokens", "Tokens by what became of them", "kind", {k: stats[k] for k in _TOKENS})
-    yield _counter("kvtier_engine_cached_tokens", "Prompt tokens found cached, by tier", "tier", dict(tally.cached))
-    blocks = {"all": loop.engine.pool.num_blocks, "free": stats["free_blocks"]}
-    yield _gauge("kvtier_engine_l1_blocks", "Blocks of L1", "state", blocks)
-    yield CounterMetricFamily("kvtier_engine_steps", "Steps computed", stats["steps"])
-    yield CounterMetricFamily("kvtier_engine_failed_steps", "Steps that raised", tally.failed_steps)
-    yield CounterMetricFamily("kvtier_engine_preempted", "Sequences preempted", stats["preempted"])
-
-
-def _gauge(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=[label])
-    for value, number in values.items():
-        family.add_metric([value], number)
-    return family
-
-
-def _counter(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=[label])
-    for value, number in values.items():
-        family.add_metric([value], number)
-    return family
+    stats, tally, pool = loop.stats, loop.tally, loop.engine.pool
+    yield gauge("kvtier_build_info", "The version in use", {version(): 1}, "version")
+    yield gauge("kvtier_engine_requests", "Sequences by state", {state: stats[state] for state in _STATES}, "state")
+    yield gauge("kvtier_engine_live", "Sequences that wait or are computed", loop.num_live)
+    yield gauge("kvtier_engine_capacity", "Sequences there is room for; more get status 429", loop.capacity)
+    yield counter("kvtier_engine_ended", "Sequences by how they ended", dict(tally.outcomes), "outcome")
+    yield counter("kvtier_engine_refused", "Requests refused, by status", dict(tally.refused), "status")
+    yield counter("kvtier_engine_tokens", "Tokens by what became of them", {k: stats[k] for k in _TOKENS}, "kind")
+    yield counter("kvtier_engine_cached_tokens", "Prompt tokens found cached, by tier", dict(tally.cached), "tier")
+    blocks = {"all": pool.num_blocks, "free": stats["free_blocks"]}
+    yield gauge("kvtier_engine_l1_blocks", "Blocks of L1", blocks, "state")
+    yield counter("kvtier_engine_steps", "Steps computed", stats["steps"])
+    yield counter("kvtier_engine_failed_steps", "Steps that raised", tally.failed_steps)
+    yield counter("kvtier_engine_preempted", "Sequences preempted", stats["preempted"])

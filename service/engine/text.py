@@ -15,11 +15,9 @@ class AnswerText:
         self._held = ""
 
     def push(self, token_id: int) -> str:
-        """The text that can be sent after one more token."""
         return self._release(self._detokenizer.push(token_id))
 
     def end(self) -> str:
-        """The rest of the text, once the last token was pushed."""
         ready = self._release(self._detokenizer.end())
         ready, self._held = ready + self._held, ""
         return ready

@@ -16,8 +16,6 @@ MAX_RUN: Final = 512  # blocks in one event
 
 @dataclass(slots=True)
 class _Block:
-    """One block that some tier holds."""
-
     parent: ChainHash
     tokens: bytes
     tiers: int = 0  # a bit for each that holds it
@@ -187,7 +185,6 @@ class _Lines:
         self._runs.append((tier, [(name, block)]))
 
     def removed(self, name: ChainHash, tier: int) -> None:
-        """A block is in a tier no more."""
         self._close(stored=True)
         self._gone.setdefault(tier, []).append(name)
 
@@ -226,5 +223,4 @@ class _Lines:
 
 
 def _bits(tiers: int) -> Iterator[int]:
-    """The places of the bits that are set."""
     return (tier for tier in range(tiers.bit_length()) if tiers >> tier & 1)

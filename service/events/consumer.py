@@ -8,12 +8,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvtier.service.events.guard import CurveKeys
+from kvtier.service.events.prefix_index import PrefixIndex
 from kvtier.service.events.sequence import ForgetAll, NumberedBatch, Sequencer, Step
 from kvtier.service.events.wire import MAX_PAYLOAD, AllBlocksCleared, KVEvent, decode_batch, pieces
 from kvtier.tiers import ConfigError, FormatError
@@ -39,16 +40,6 @@ _REFUSED: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
 )
 _MONITORED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED[0] | _REFUSED[1] | _REFUSED[2]
-
-
-class Sink(Protocol):
-    """Where events go: a `PrefixIndex`. Thread-safe."""
-
-    def apply(self, worker: str, event: KVEvent) -> None:
-        """Apply what a worker announced."""
-
-    def drop(self, worker: str) -> None:
-        """Forget a worker and all it holds."""
 
 
 Standing: TypeAlias = Literal["live", "replaying", "stale", "refused"]
@@ -79,7 +70,7 @@ class EventConsumer:
     def __init__(
         self,
         worker: str,
-        sink: Sink,
+        sink: PrefixIndex,
         publish: str,
         replay: str | None = None,
         *,
@@ -158,12 +149,6 @@ class EventConsumer:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def __enter__(self) -> "EventConsumer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.setsockopt(zmq.IPV6, 1)
@@ -219,9 +204,8 @@ class EventConsumer:
         sockets = [self._monitor, self._subscriber, *([self._replay] if self._replay is not None else [])]
         for socket in sockets:
             poller.register(socket, zmq.POLLIN)
-        ready = dict(
-            poller.poll(int(1000 * min(_SILENCE, max(0.0, min(self._due, self._again_at) - time.monotonic()))) + 1)
-        )
+        seconds = min(_SILENCE, max(0.0, min(self._due, self._again_at) - time.monotonic()))
+        ready = dict(poller.poll(int(1000 * seconds) + 1))
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         return [socket for socket in sockets if socket in ready]
@@ -238,7 +222,6 @@ class EventConsumer:
         return max(self._replay_due, self._last_message_at + _SILENCE)
 
     def _take_notice(self) -> None:
-        """A connection was made, or broke."""
         event = recv_monitor_message(self._monitor)["event"]
         self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._hang_up(0.0)
@@ -275,7 +258,11 @@ class EventConsumer:
             except zmq.Again:
                 return
             self._last_message_at = time.monotonic()
-            batch = self._parsed(frames)
+            try:
+                batch = NumberedBatch.parse(frames)
+            except FormatError as error:
+                self._malformed(error)
+                continue
             if batch is not None:
                 self._do(self._sequencer.live(batch))
 
@@ -375,13 +362,6 @@ class EventConsumer:
         if self._refusal is None:
             self._refusal = why
             _log.warning("KV events of %s are not read: %s", self.worker, why)
-
-    def _parsed(self, frames: Sequence[bytes]) -> NumberedBatch | None:
-        try:
-            return NumberedBatch.parse(frames)
-        except FormatError as error:
-            self._malformed(error)
-            return None
 
     def _malformed(self, error: FormatError) -> None:
         self._counts["malformed"] += 1

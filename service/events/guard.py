@@ -38,11 +38,9 @@ class CurveKeys:
         """
         if own is None or other is None:  # the configuration has both or none
             return None
-        if not zmq.has("curve"):
-            raise ConfigError(
-                f'[{section}] curve_key_file "{own}": this libzmq knows no CURVE; install pyzmq from a wheel'
-            )
         option = f'[{section}] curve_key_file "{own}"'
+        if not zmq.has("curve"):
+            raise ConfigError(f"{option}: this libzmq knows no CURVE; install pyzmq from a wheel")
         public, secret = _certificate(option, own)
         if secret is None:
             raise ConfigError(f"{option}: no secret key in it; name the file that ends with .key_secret")
@@ -86,9 +84,8 @@ def require_private(option: str, address: str) -> None:
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror}; make that directory, of mode 0700") from None
     if mode & _OTHERS:
-        raise ConfigError(
-            f"{where}: others can enter {path.parent}, and events hold prompts; chmod 700 it, or set allow_remote"
-        )
+        fix = "chmod 700 it, or set allow_remote"
+        raise ConfigError(f"{where}: others can enter {path.parent}, and events hold prompts; {fix}")
 
 
 def require_unused(option: str, address: str) -> None:

@@ -36,8 +36,6 @@ def prompt_hashes(
 
 
 class _Worker:
-    """What one worker announced of its blocks."""
-
     def __init__(self, slot: int, num_tiers: int) -> None:
         self.slot = slot
         self.shift = slot * num_tiers  # of its bits in a mask
@@ -49,7 +47,6 @@ class _Worker:
         self.has_forgotten = False  # its oldest were dropped here: later events of them are no contradiction
 
     def key(self, name: int, sequence: int) -> int | None:
-        """The key of the name in `several`."""
         return name if name in self.several[sequence] else None
 
 
@@ -101,14 +98,7 @@ class PrefixIndex:
         """Different blocks that any worker holds."""
         return len(self._masks)
 
-    @property
-    def workers(self) -> list[str]:
-        """Those that hold blocks, or did and were not dropped since."""
-        with self._lock:
-            return list(self._workers)
-
     def holdings(self, worker: str) -> dict[str, int]:
-        """How many blocks a worker holds in each tier it has any in."""
         with self._lock:
             known = self._workers.get(worker)
             return {} if known is None else {m: n for m, n in zip(self._media, known.counts, strict=True) if n}
@@ -171,7 +161,6 @@ class PrefixIndex:
             return sum(1 for _ in takewhile(bits.__and__, map(self._masks.get, sequence_hashes, repeat(0))))
 
     def check(self) -> None:
-        """Raise AssertionError if the law is broken."""
         with self._lock:
             masks: Counter[int] = Counter()
             for worker in self._workers.values():

@@ -279,7 +279,6 @@ class Publisher:
         return [self._batch(self.seq - len(parts) + i, *part) for i, part in enumerate(parts)]
 
     def _serve(self, client: bytes) -> None:
-        """Send on what this client is to get, as far as it takes it."""
         replay = self._replays[client]
         assert self._replay is not None
         for _ in range(_STEP):
@@ -323,13 +322,10 @@ class TierFeed:
         return any(source.waiting for source in self._sources)
 
     def close(self) -> None:
-        """The tiers are closed: nothing is held any more."""
         self._publisher.forget(self._fingerprint)
 
 
 class _Replay:
-    """What one subscriber is sent again."""
-
     def __init__(self, messages: Iterator[list[bytes]]) -> None:
         self._messages = messages
         self.advance()
@@ -341,12 +337,10 @@ class _Replay:
 
     @property
     def is_late(self) -> bool:
-        """Whether the subscriber has not taken a message for too long."""
         return time.monotonic() - self._moved > _REPLAY_DEADLINE
 
 
 def _parts(events: Sequence[KVEvent]) -> Iterator[list[KVEvent]]:
-    """The events in runs that are a batch each."""
     part: list[KVEvent] = []
     num_blocks = num_bytes = 0
     for event in events:

@@ -17,15 +17,12 @@ _REMEMBERED: Final = 1024  # batches applied last; another one of the same numbe
 
 
 class NumberedBatch(NamedTuple):
-    """One batch as it goes over the wire."""
-
     seq: int
     topic: bytes
     payload: bytes
 
     @property
     def frames(self) -> list[bytes]:
-        """Topic, sequence number, payload."""
         return [self.topic, self.seq.to_bytes(8, "big"), self.payload]
 
     @classmethod
@@ -78,7 +75,6 @@ class Sequencer:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether a replay is under way."""
         return self._asked is not None
 
     @property
@@ -101,7 +97,6 @@ class Sequencer:
         self.counts["replays"] += 1
 
     def live(self, batch: NumberedBatch) -> list[Step]:
-        """A batch has arrived as it was published."""
         if self.next is None and not self._can_replay:
             return self._begin_at(batch.seq, batch)
         if self.next is not None and batch.seq < self.next:
@@ -123,7 +118,6 @@ class Sequencer:
         return self._drain() or self._skip()
 
     def replayed(self, batch: NumberedBatch) -> list[Step]:
-        """A batch of the replay under way has arrived."""
         if self._asked is None:
             return []
         is_first, self._is_first = self._is_first, False
@@ -189,7 +183,6 @@ class Sequencer:
         return [ForgetAll(), *self._drain()]
 
     def _drain(self) -> list[Step]:
-        """Whatever follows now."""
         if self.next is None:
             return []
         steps: list[Step] = []

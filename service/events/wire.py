@@ -48,8 +48,6 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks are no longer in a tier."""
-
     block_hashes: Sequence[ExternalHash]
     medium: str | None
     group_idx: int | None = None
@@ -65,8 +63,6 @@ KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """What one publisher sends at one time."""
-
     ts: float
     events: Sequence[KVEvent]
     dp_rank: int | None = None
@@ -86,7 +82,6 @@ def namespace_of(root: ChainHash) -> str:
 
 
 def topic_of(fingerprint: bytes) -> str:
-    """The topic under which a model's events are published."""
     return f"kv@{fingerprint.hex()[:16]}"
 
 
@@ -263,6 +258,5 @@ def _optional(value: Any, kind: type) -> Any:
     return value
 
 
-_POSITIONS: Final[dict[str, tuple[str, ...]]] = {
-    kind.__name__: tuple(field.name for field in fields(kind)) for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
-}
+_KINDS: Final = (BlockStored, BlockRemoved, AllBlocksCleared)
+_POSITIONS: Final = {kind.__name__: tuple(field.name for field in fields(kind)) for kind in _KINDS}

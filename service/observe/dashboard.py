@@ -15,19 +15,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvtier.service import Json
+from kvtier.service.web import page
 from kvtier.tiers import KVTierError
 
 StatusSource = Callable[[], Awaitable[Json]]
 
-_FILES: Final = {
-    "index.html": "text/html",
-    "dashboard.css": "text/css",
-    "dashboard.js": "text/javascript",
-    "daemon.js": "text/javascript",
-    "router.js": "text/javascript",
-    "tiers.js": "text/javascript",
-    "draw.js": "text/javascript",
-}
+_TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -51,13 +44,10 @@ def dashboard_routes(status: StatusSource, stopping: Event) -> list[Route]:
     pages = resources.files("kvtier.service.observe") / "pages"
     watch = _Watch(status, stopping)
 
-    def file(name: str, media_type: str) -> Route:
-        content = (pages / name).read_bytes()
-
-        async def endpoint(request: Request) -> Response:
-            return Response(content, media_type=media_type, headers=_HEADERS)
-
-        return Route("/" if name == "index.html" else f"/{name}", endpoint, methods=["GET"])
+    def file(name: str, content: bytes) -> Route:
+        media_type = _TYPES[name.rpartition(".")[2]]
+        path = "/" if name == "index.html" else f"/{name}"
+        return page(path, lambda: Response(content, media_type=media_type, headers=_HEADERS))
 
     async def stream(request: Request) -> Response:
         if watch.num_watchers >= _MAX_WATCHERS:
@@ -65,7 +55,8 @@ def dashboard_routes(status: StatusSource, stopping: Event) -> list[Route]:
             return JSONResponse({"error": error}, 503, {"retry-after": "5"})
         return _WatchStream(watch)
 
-    return [*(file(*each) for each in _FILES.items()), Route("/stream", stream, methods=["GET"])]
+    files = [file(each.name, each.read_bytes()) for each in pages.iterdir()]
+    return [*files, Route("/stream", stream, methods=["GET"])]
 
 
 class _Watch:

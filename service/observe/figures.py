@@ -30,8 +30,6 @@ def figures(metrics: Metrics) -> BlockFigures:
 
 
 class MetricValues:
-    """A model's counters by their labels."""
-
     def __init__(self, metrics: Metrics) -> None:
         self._samples = list(metrics.samples())
 
@@ -40,7 +38,6 @@ class MetricValues:
         return {each.labels[0]: int(each.value) for each in self._samples if each.name == name and each.value}
 
     def by_both(self, name: str) -> dict[str, dict[str, int]]:
-        """By the first label, then by the second."""
         found = dict.fromkeys(each.labels[0] for each in self._samples if each.name == name and each.value)
         return {first: self.of(name, first) for first in found}
 

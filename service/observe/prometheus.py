@@ -1,19 +1,33 @@
 """Metrics in the text format that Prometheus scrapes."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvtier.tiers import Metrics
 
+EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
+"""The media type of the text format."""
+
+Values = float | Mapping[Any, float]
+"""One value; or one for each label, or for each tuple of labels."""
+
 
 def text_of(families: Iterable[Metric]) -> str:
-    """The text format of these families."""
-    registry = CollectorRegistry()
-    registry.register(_Collected(list(families)))
-    return generate_latest(registry).decode()
+    return generate_latest(_Collected(list(families))).decode()
+
+
+def counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
+    """A family of counters. `labels` are the labels' names."""
+    return _filled(CounterMetricFamily(name, help_text, labels=labels), values)
+
+
+def gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:
+    """A family of gauges. `labels` are the labels' names."""
+    return _filled(GaugeMetricFamily(name, help_text, labels=labels), values)
 
 
 def labelled(metrics: Mapping[str, Metrics]) -> list[Metric]:
@@ -27,9 +41,13 @@ def labelled(metrics: Mapping[str, Metrics]) -> list[Metric]:
     return list(families.values())
 
 
-class _Collected(Collector):
-    """Hands out metrics that are there already."""
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> Metric:
+    for key, value in sorted(values.items()) if isinstance(values, Mapping) else [((), values)]:
+        family.add_metric([key] if isinstance(key, str) else key, value)
+    return family
 
+
+class _Collected(Collector):
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
 

@@ -5,11 +5,12 @@ fields are the JSON keys that people's tools read: a field may be added, none ma
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kvtier.service import Json, flat, shown
+from kvtier.service import Json, first_error, shown
 from kvtier.tiers import FormatError
 
 Counts = dict[str, int]
@@ -27,9 +28,8 @@ class StatusPart(BaseModel):
         try:
             return cls.model_validate(page)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = ".".join(map(str, first["loc"]))
-            what = "missing" if first["type"] == "missing" else f"{shown(first['input'])}: {flat(first['msg'])}"
+            field, why, kind, value = first_error(error)
+            what = "missing" if kind == "missing" else f"{shown(value)}: {why}"
             who = f"kvtier {shown(page['version'])}" if "version" in page else "another kvtier"
             raise FormatError(f"status of {who}: {field}: {what}; run one kvtier on both sides") from None
 
@@ -39,8 +39,6 @@ class StatusPart(BaseModel):
 
 
 class BlockFigures(StatusPart):
-    """What became of blocks since the start."""
-
     lookups: Counts  # blocks asked for, by the tier that had them; "miss" for none
     missed: Counts  # blocks not served, by reason
     stored: Counts  # blocks, by tier
@@ -96,8 +94,6 @@ class HostTierStatus(StatusPart):
 
 
 class LowerTierStatus(StatusPart):
-    """A tier below L2."""
-
     slots: Counts  # by state
     breakers: dict[str, str]  # by direction
 
@@ -140,8 +136,6 @@ class TierCaption(StatusPart):
 
 
 class DaemonStatus(StatusPart):
-    """A node's daemon."""
-
     version: str
     pid: int
     uptime_s: float
@@ -160,8 +154,6 @@ class DaemonStatus(StatusPart):
 
 
 class SequenceCounts(StatusPart):
-    """Sequences of an engine, by state."""
-
     live: int
     capacity: int
     waiting: int
@@ -177,23 +169,17 @@ class DeviceTierStatus(StatusPart):
 
 
 class TokenCounts(StatusPart):
-    """Tokens by what became of them."""
-
     prompt_tokens: int
     computed_tokens: int
     generated_tokens: int
 
 
 class StepCounts(StatusPart):
-    """Steps of an engine."""
-
     done: int
     failed: int
 
 
 class EngineStatus(StatusPart):
-    """An engine's server."""
-
     version: str
     pid: int
     status: str
@@ -216,8 +202,6 @@ class EngineStatus(StatusPart):
 
 
 class FeedStatus(StatusPart):
-    """How the events of one publisher stand."""
-
     state: str
     seq: int | None
     gaps: int
@@ -227,8 +211,6 @@ class FeedStatus(StatusPart):
 
 
 class ReplicaStatus(StatusPart):
-    """A replica as the router sees it."""
-
     name: str
     url: str
     state: str
@@ -243,34 +225,29 @@ class ReplicaStatus(StatusPart):
 
 
 class ReplicaListStatus(StatusPart):
-    """Whether the list of replicas could be followed."""
-
     errors: Counts
     why: str | None
 
 
-class ReplicaScore(StatusPart):
+@dataclass(frozen=True, slots=True)  # no pydantic model: the policy makes one for every replica and request
+class ReplicaScore:
     """What spoke for and against one replica, in blocks."""
 
     name: str
-    cached: int
+    cached: int  # of the prompt, in any tier; 0 if it is not known for sure
     load: float
-    work: float | None  # None: it cannot take a request
+    work: float | None  # estimated work before the first token: least is best. None: it cannot take a request
 
 
 class RoutingDecision(StatusPart):
-    """Where a request went, and why."""
-
     time: float  # seconds since 1970
     prompt_blocks: int
     chosen: str | None
     reason: str
-    scores: list[ReplicaScore]
+    scores: Sequence[ReplicaScore]
 
 
 class RoutedTokens(StatusPart):
-    """Tokens of prompts."""
-
     prompt: int
     promised: int  # of these, what the replica that answered held by the index
     told_prompt: int  # as the replicas' usage said
@@ -279,8 +256,6 @@ class RoutedTokens(StatusPart):
 
 
 class RouterStatus(StatusPart):
-    """A router."""
-
     uptime_s: float
     block_size: int | None
     fingerprint: str | None
@@ -299,5 +274,4 @@ class RouterStatus(StatusPart):
 
     @property
     def num_up(self) -> int:
-        """Replicas that take requests."""
         return sum(replica.state == "up" for replica in self.replicas)

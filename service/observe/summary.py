@@ -8,6 +8,7 @@ from kvtier.tiers import L2, MISS, TIERS
 from kvtier.tiers.config import show_size
 
 _MAX_CLIENTS: Final = 64  # listed
+_STATES: Final = ("ready", "leased", "dirty", "filling", "quarantined", "free")  # of slots
 
 
 def page(status: DaemonStatus) -> str:
@@ -40,14 +41,8 @@ def _lines(status: DaemonStatus) -> Iterable[str]:
         yield _CLIENT.format("client pids", "model", "for", "claims", "leases", "filling")
         for client in clients[:_MAX_CLIENTS]:
             pids = ",".join(map(str, client.pids)) + ("" if client.connected else " (gone)")
-            yield _CLIENT.format(
-                pids or "-",
-                client.model or "-",
-                brief_time(client.seconds),
-                client.claims,
-                client.leases,
-                client.reservations,
-            )
+            held = client.claims, client.leases, client.reservations
+            yield _CLIENT.format(pids or "-", client.model or "-", brief_time(client.seconds), *held)
         if len(clients) > _MAX_CLIENTS:
             yield f"and {len(clients) - _MAX_CLIENTS} more"
 
@@ -61,14 +56,7 @@ def _model(model: ModelStatus) -> Iterable[str]:
         f"model {model.model}: blocks of {model.block_size} tokens in {show_size(model.block_bytes)}, "
         f"{_many(model.clients, 'client')}"
     )
-    states = {
-        "ready": l2.ready,
-        "leased": l2.leased,
-        "dirty": l2.dirty,
-        "filling": l2.filling,
-        "quarantined": l2.quarantined,
-        "free": l2.free,
-    }
+    states = {state: getattr(l2, state) for state in _STATES}
     yield row(TIERS[L2].label, f"{l2.slots} slots in {show_size(l2.bytes)}: {counts(states)}")
     if l2.pinned or l2.quotas:
         yield row("kept", f"{_many(l2.pinned, 'block')} pinned, {_many(l2.quotas, 'quota')}")
@@ -85,7 +73,6 @@ def _model(model: ModelStatus) -> Iterable[str]:
 
 
 def row(title: str, text: str) -> str:
-    """A line under a headline."""
     return f"  {title:<12} {text}"
 
 

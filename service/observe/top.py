@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -39,17 +39,6 @@ Show = Callable[[TopRow, int], None]
 """Shows a row; the number counts from 0."""
 
 
-class Totals(NamedTuple):
-    """What only ever grows, over all models; a model that was closed takes its part along."""
-
-    lookups: int
-    misses: int
-    stored: int
-    dropped: int
-    read: int
-    written: int
-
-
 def watch(look: Callable[[], DaemonStatus], interval: float, count: int, *, as_json: bool) -> None:
     """Look every `interval` seconds, `count` times or for ever, and show what changed; ends quietly on Ctrl-C."""
     console = Console()
@@ -70,48 +59,46 @@ def watch(look: Callable[[], DaemonStatus], interval: float, count: int, *, as_j
 
 
 def print_json(row: TopRow, number: int) -> None:
-    """One object a line."""
     print(json.dumps(row._asdict()), flush=True)
 
 
 def print_line(row: TopRow, number: int) -> None:
-    """One line, under a header now and then."""
     if number % _HEADER_EVERY == 0:
         print(_LINE.format(*TopRow._fields))
     print(_LINE.format(*row), flush=True)
 
 
 def row_of(before: DaemonStatus, after: DaemonStatus, seconds: float) -> TopRow:
-    """The row of two looks `seconds` apart."""
-    changed = Totals(*(max(0, new - old) for old, new in zip(_totals(before), _totals(after), strict=True)))
+    changed = _totals(after) - _totals(before)
     models = after.models
     size = sum(model.l2.bytes for model in models)
     used = sum(model.l2.ready_bytes for model in models)
-    found = {"hit": changed.lookups - changed.misses, "miss": changed.misses}
+    found = {"hit": changed["lookups"] - changed["misses"], "miss": changed["misses"]}
     return TopRow(
         sum(client.connected for client in after.clients),
         sum(model.l2.leased for model in models),
         f"{used / size:.0%}" if size else "-",
-        f"{changed.lookups / seconds:.0f}",
-        f"{hit_share(found):.1%}" if changed.lookups else "-",
-        f"{changed.stored / seconds:.0f}",
-        f"{changed.dropped / seconds:.0f}",
-        f"{show_size(changed.read / seconds, 1000)}/s",
-        f"{show_size(changed.written / seconds, 1000)}/s",
+        f"{changed['lookups'] / seconds:.0f}",
+        f"{hit_share(found):.1%}" if changed["lookups"] else "-",
+        f"{changed['stored'] / seconds:.0f}",
+        f"{changed['dropped'] / seconds:.0f}",
+        f"{show_size(changed['read'] / seconds, 1000)}/s",
+        f"{show_size(changed['written'] / seconds, 1000)}/s",
         after.status,
     )
 
 
-def _totals(status: DaemonStatus) -> Totals:
+def _totals(status: DaemonStatus) -> Counter[str]:
+    """What only ever grows, over all models; a model that was closed takes its part along."""
     models = status.models
     moved = [by_direction for model in models for by_direction in model.moved.values()]
-    return Totals(
-        sum(sum(model.lookups.values()) for model in models),
-        sum(model.lookups.get(MISS, 0) for model in models),
-        sum(model.stored.get(L2, 0) for model in models),
-        sum(sum(model.dropped.get(L2, {}).values()) for model in models),
-        sum(directions.get("read", 0) for directions in moved),
-        sum(directions.get("write", 0) for directions in moved),
+    return Counter(
+        lookups=sum(sum(model.lookups.values()) for model in models),
+        misses=sum(model.lookups.get(MISS, 0) for model in models),
+        stored=sum(model.stored.get(L2, 0) for model in models),
+        dropped=sum(sum(model.dropped.get(L2, {}).values()) for model in models),
+        read=sum(directions.get("read", 0) for directions in moved),
+        written=sum(directions.get("write", 0) for directions in moved),
     )
 
 

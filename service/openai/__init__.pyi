@@ -1,5 +1,5 @@
 from .bodies import ChatBody, CompletionBody, CompletionPrompt, RequestBody, json_object, parse
-from .chat_turns import chat_of
+from .chat_turns import chat_of, template_variables
 from .errors import OpenAIError, busy, error_handlers, too_long, unknown_model
 from .prompts import Detokenizer, Prompts
 
@@ -16,6 +16,7 @@ __all__ = [
     "error_handlers",
     "json_object",
     "parse",
+    "template_variables",
     "too_long",
     "unknown_model",
 ]

@@ -1,8 +1,7 @@
 """Parses OpenAI request bodies: every field is typed and bounded, and every error names its field."""
 
-import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Final, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -16,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from kvtier.service import flat, shown, writable
+from kvtier.service import Json, first_error, object_in, shown, writable
 from kvtier.service.openai.chat_turns import Chat, Turn
 from kvtier.service.openai.errors import OpenAIError
 
@@ -101,10 +100,12 @@ class RequestBody(BaseModel):
     stream: bool | None = None
 
 
-class TextPart(BaseModel):
-    """A part of a message. Only text is supported."""
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+class TextPart(_Strict):
+    """A part of a message. Only text is supported."""
 
     type: Literal["text"]
     text: Text
@@ -125,11 +126,7 @@ Content = Annotated[
 ]
 
 
-class Message(BaseModel):
-    """One turn of a chat."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
+class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     name: Text | None = None
@@ -141,27 +138,21 @@ class Message(BaseModel):
 
     @property
     def turn(self) -> Turn:
-        """The message as a chat template gets it."""
         content = self.content if isinstance(self.content, str) else [part.model_dump() for part in self.content]
         return {"role": self.role, "content": content, **({} if self.name is None else {"name": self.name})}
 
 
 class CompletionPrompt(RequestBody):
-    """The prompts of a completion: texts, or token ids."""
-
     prompt: Prompt
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """Each prompt: a text, or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt
 
 
 class ChatPrompt(RequestBody):
-    """The messages of a chat."""
-
     messages: Annotated[
         list[Annotated[Message, BeforeValidator(_few_fields)]],
         Field(min_length=1, max_length=_MAX_LIST, fail_fast=True),
@@ -169,24 +160,17 @@ class ChatPrompt(RequestBody):
 
     @property
     def chat(self) -> Chat:
-        """The chat as the model's template gets it."""
         return Chat([message.turn for message in self.messages])
 
 
-class StreamOptions(BaseModel):
-    """What a stream sends besides the text."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
+class StreamOptions(_Strict):
     include_usage: bool | None = None
     include_obfuscation: Ignored = None
     continuous_usage_stats: Off = None
 
 
-class Sampling(BaseModel):
+class Sampling(_Strict):
     """How to answer. Defaults are OpenAI's; `top_k`, `stop_token_ids` and `ignore_eos` are vLLM's."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     max_tokens: TokenLimit | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
@@ -207,7 +191,6 @@ class Sampling(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @model_validator(mode="after")
@@ -220,7 +203,7 @@ class Sampling(BaseModel):
 class CompletionBody(CompletionPrompt, Sampling):
     """`POST /v1/completions`."""
 
-    model_config = Sampling.model_config
+    model_config = _Strict.model_config
 
     echo: Off = None
     suffix: Annotated[None, _must_be("")] = None
@@ -231,7 +214,7 @@ class CompletionBody(CompletionPrompt, Sampling):
 class ChatBody(ChatPrompt, Sampling):
     """`POST /v1/chat/completions`."""
 
-    model_config = Sampling.model_config
+    model_config = _Strict.model_config
 
     max_completion_tokens: TokenLimit | None = None
     logprobs: Off = None
@@ -263,40 +246,34 @@ class ChatBody(ChatPrompt, Sampling):
         return self
 
 
-def json_object(data: bytes) -> dict[str, Any]:
+def json_object(data: bytes) -> Json:
     """The JSON object in a body. Raises OpenAIError (400) if there is none."""
     try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise OpenAIError(400, f"body: not JSON ({flat(str(error))[:100]}); send an object", code="bad_json") from None
-    if not isinstance(values, dict):
-        raise OpenAIError(400, f"body {shown(values)}: not a JSON object; send one", code="bad_json")
-    return values
+        return object_in(data)
+    except ValueError as error:
+        raise OpenAIError(400, str(error), code="bad_json") from None
 
 
 def parse(body_type: type[B], data: bytes) -> B:
     """Parse a request's body. Raises OpenAIError (400), which names the field and what is wrong with it."""
     values = json_object(data)
     try:
-        _few_fields(values)
+        return body_type.model_validate(_few_fields(values))
+    except ValidationError as error:
+        raise _refused(error) from None
     except ValueError as error:
         raise OpenAIError(400, f"body: {error}", code="invalid_value") from None
-    try:
-        return body_type.model_validate(values)
-    except ValidationError as error:
-        raise _refused(error.errors(include_url=False)[0]) from None
 
 
-def _refused(error: Any) -> OpenAIError:
-    param = ".".join(str(part) for part in error["loc"] if not str(part).startswith("="))
-    param = json.dumps(param)[1:-1][:80]  # in any case one line of ASCII
-    why = str(error["ctx"]["error"]) if error["type"] == "value_error" else flat(error["msg"])
+def _refused(error: ValidationError) -> OpenAIError:
+    field, why, kind, value = first_error(error)
+    param = field[:80]
     if not param:
-        clash = why.partition(":")[0].partition(",")[0] if error["type"] == "value_error" else None
+        clash = why.partition(":")[0].partition(",")[0] if kind == "value_error" else None
         return OpenAIError(400, why, param=clash, code="invalid_value")
-    if error["type"] == "missing":
+    if kind == "missing":
         return OpenAIError(400, f"{param}: missing; it must be given", param=param, code="missing_required_parameter")
-    if error["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         return OpenAIError(400, f"{param}: unknown field; leave it out", param=param, code="unknown_parameter")
     code = "unsupported_parameter" if why.startswith("not supported") else "invalid_value"
-    return OpenAIError(400, f"{param} {shown(error['input'])}: {why}", param=param, code=code)
+    return OpenAIError(400, f"{param} {shown(value)}: {why}", param=param, code=code)

@@ -24,7 +24,6 @@ _LONGEST: Final = 64 << 20  # characters of any text that a template makes; a re
 _MAX_BITS: Final = 4096  # bits of a number
 _MAX_INDENT: Final = 64
 _MARK: Final = "\ue000kvtier: the answer goes on here\ue000"  # private use characters, which appear in no text
-_PARAMETERS: Final = ("messages", "tools", "add_generation_prompt")
 
 
 class ChatTemplate:
@@ -54,9 +53,8 @@ class ChatTemplate:
         if chat.continues:
             _mark(turns[-1], chat.continues)
         variables = {**self._special_tokens, "documents": None, **chat.variables}
-        own = dict(
-            zip(_PARAMETERS, (turns, chat.tools, chat.add_generation_prompt and not chat.continues), strict=True)
-        )
+        adds_prompt = chat.add_generation_prompt and not chat.continues
+        own = {"messages": turns, "tools": chat.tools, "add_generation_prompt": adds_prompt}
         self._environment.begin()
         pieces, length = [], 0
         try:

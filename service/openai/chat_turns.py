@@ -19,23 +19,13 @@ Turn = dict[str, Any]
 """`role`, `content` (a text, or parts of type text), and what else that role may have."""
 
 _TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type: its field
-_REASONING: Final = (
-    "reasoning",
-    "reasoning_content",
-    "thinking",
-)  # names of the same field: a template reads one of them
-_ELSEWHERE: Final = (
-    "chat_template",
-    "truncate_prompt_tokens",
-    "mm_processor_kwargs",
-)  # fields that only the replica can apply
+_REASONING: Final = ("reasoning", "reasoning_content", "thinking")  # one field: a template reads one of the names
+_ELSEWHERE: Final = ("chat_template", "truncate_prompt_tokens", "mm_processor_kwargs")  # only the replica applies them
 _NOT_THEIRS: Final = frozenset(("chat_template", "tokenize", "messages", "tools", "conversation"))
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What a template is rendered with."""
-
     turns: Sequence[Turn]
     tools: list[dict[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)  # `chat_template_kwargs`, `documents`, …
@@ -58,10 +48,19 @@ def chat_of(body: Mapping[str, Any]) -> Chat:
         [_turn(message) for message in messages],
         None if tools is None else [_tool(tool) for tool in tools],
         _variables(body),
-        _flag(body, "add_generation_prompt", is_set=True),
+        body.get("add_generation_prompt") is None or bool(body["add_generation_prompt"]),
         _continues(body.get("continue_final_message")),
-        _flag(body, "add_special_tokens", is_set=False),
+        bool(body.get("add_special_tokens")),
     )
+
+
+def template_variables(body: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables that a request sets: those `given` in `chat_template_kwargs`, and those in fields of their own."""
+    found, effort = dict(given), body.get("reasoning_effort")
+    found |= {name: body[name] for name in ("documents", "reasoning_effort") if body.get(name) not in (None, "auto")}
+    if effort is not None and "enable_thinking" not in found:
+        found["enable_thinking"] = effort != "none"
+    return found
 
 
 def join_texts(content: str | Sequence[Mapping[str, str]]) -> str:
@@ -134,22 +133,13 @@ def _variables(body: Mapping[str, Any]) -> dict[str, Any]:
     given = body.get("chat_template_kwargs")
     if given is not None and (not isinstance(given, dict) or not _NOT_THEIRS.isdisjoint(given)):
         raise _unreadable("chat_template_kwargs", "not an object of a template's variables")
-    found, effort = dict(given or {}), body.get("reasoning_effort")
-    found |= {name: body[name] for name in ("documents", "reasoning_effort") if body.get(name) not in (None, "auto")}
-    if effort is not None and "enable_thinking" not in found:
-        found["enable_thinking"] = effort != "none"
-    return found
+    return template_variables(body, given or {})
 
 
 def _continues(value: object) -> str:
     if value is True:
         return "content"
     return value if isinstance(value, str) else ""
-
-
-def _flag(body: Mapping[str, Any], name: str, *, is_set: bool) -> bool:
-    value = body.get(name)
-    return is_set if value is None else bool(value)
 
 
 def _list(param: str, value: object) -> list[Any]:

@@ -39,13 +39,11 @@ class OpenAIError(KVTierError):
 
     @property
     def content(self) -> dict[str, Any]:
-        """The error as JSON."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def response(self) -> JSONResponse:
-        """The HTTP response with this error."""
         return JSONResponse(self.content, self.status, self.headers)
 
 
@@ -77,13 +75,11 @@ def busy(message: str) -> OpenAIError:
 
 
 def unknown_model(asked: str, served: str) -> OpenAIError:
-    """The error for a model that is not served here."""
     shown = asked if len(asked) <= 60 else f"{asked[:57]}..."
     return OpenAIError(404, f"model {shown!r}: not served here; use {served!r}", param="model", code="model_not_found")
 
 
 def too_long(param: str, num_prompt: int, num_asked: int, room: int) -> OpenAIError:
-    """The error for a prompt and an answer that do not fit together."""
     asked = f"{param} has {num_prompt}, and the answer may have {num_asked}"
     message = f"This model's maximum context length is {room} tokens; {asked}: shorten one of them"
     return OpenAIError(400, message, param=param, code="context_length_exceeded")

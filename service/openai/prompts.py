@@ -61,22 +61,16 @@ class Prompts:
             raise ConfigError(f'--model "{directory}": its chat template cannot be read ({error}); fix it') from None
         return cls(tokenizer, templates, _context(directory))
 
-    def tokens(self, body: CompletionPrompt | ChatPrompt) -> list[int]:
-        """The tokens of the chat, or of the first prompt. Raises OpenAIError if it cannot be tokenized."""
-        return self.chat(body.chat) if isinstance(body, ChatPrompt) else self._encode("prompt", body.prompts[0])
-
     def all_tokens(self, body: CompletionPrompt | ChatPrompt) -> list[list[int]]:
-        """The tokens of every prompt."""
+        """The tokens of the chat, or of every prompt. Raises OpenAIError if one cannot be tokenized."""
         if isinstance(body, ChatPrompt):
             return [self.chat(body.chat)]
         return [self._encode("prompt", prompt) for prompt in body.prompts]
 
     def text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a completion's prompt."""
         return self._encode("prompt", text, add_special_tokens=add_special_tokens)
 
     def chat(self, chat: Chat) -> list[int]:
-        """The tokens of a chat, ready for the assistant's answer."""
         has_own = chat.tools is not None and "tool_use" in self._templates
         template = self._templates.get("tool_use" if has_own else "default")
         if template is None:
@@ -87,18 +81,11 @@ class Prompts:
             text = template.render(chat, *limit)
         except TextTooLong as error:
             raise self._too_long("messages", int(error.args[0])) from None
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            ArithmeticError,
-        ) as error:  # raised by the model's template
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:  # by the template
             raise OpenAIError(400, f"messages: the model's template refuses them: {error}", param="messages") from None
         return self._encode("messages", text, add_special_tokens=chat.add_special_tokens)
 
     def detokenizer(self) -> "Detokenizer":
-        """A detokenizer for one answer."""
         return Detokenizer(self._tokenizer, self._silent)
 
     def _encode(self, param: str, prompt: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
@@ -129,9 +116,7 @@ class Detokenizer:
         """`silent` are special tokens, which have no text and are left out of decoding."""
         self._tokenizer = tokenizer
         self._silent = silent
-        self._ids: list[
-            int
-        ] = []  # tokens not returned yet, after the last returned ones: a decoder needs them as context
+        self._ids: list[int] = []  # not returned yet, after the last returned ones: a decoder needs these as context
         self._num_context = 0
         self._num_returned = 0  # characters of their text that were returned
 
@@ -175,7 +160,6 @@ def _settings(directory: Path) -> dict[str, Any]:
 
 
 def _context(directory: Path) -> int | None:
-    """The model's context in tokens, if its configuration has it."""
     try:
         context = json.loads((directory / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -188,9 +172,8 @@ def _template_sources(directory: Path, settings: Mapping[str, Any]) -> dict[str,
     path = directory / "chat_template.jinja"
     if path.is_file():
         others = (directory / "additional_chat_templates").glob("*.jinja")
-        return {"default": path.read_text(encoding="utf-8")} | {
-            other.stem: other.read_text(encoding="utf-8") for other in others
-        }
+        paths = {"default": path} | {other.stem: other for other in others}
+        return {name: each.read_text(encoding="utf-8") for name, each in paths.items()}
     template, of_processor = settings.get("chat_template"), directory / "chat_template.json"
     if template is None and of_processor.is_file():
         template = dict(_items(json.loads(of_processor.read_text(encoding="utf-8")))).get("chat_template")
@@ -207,6 +190,5 @@ def _items(value: object) -> list[tuple[str, Any]]:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a special token, which is written as a text or as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None

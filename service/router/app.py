@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from threading import Event
 from typing import Final
 
@@ -16,25 +16,21 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvtier.service import Json
-from kvtier.service.observe import dashboard_routes
+from kvtier.service.observe import EXPOSITION, dashboard_routes
 from kvtier.service.openai import OpenAIError, error_handlers, unknown_model
 from kvtier.service.router import summary
 from kvtier.service.router.metrics import exposition
 from kvtier.service.router.reply import ClientReply
 from kvtier.service.router.router import Router
-from kvtier.service.web import Guard, HttpServer, HttpSocket, read_body
+from kvtier.service.web import Guard, HttpServer, HttpSocket, page, read_body
 from kvtier.tiers.config import RouterConfig
 
 MAX_BODY: Final = 32 << 20  # bytes of a request: a million token ids, or the 25 MB of audio that OpenAI accepts
 _MAX_REQUESTS: Final = 1024  # answered at once
 _GRACE: Final = 10  # seconds that answers under way may take at a stop
-_PATH: Final = re.compile(
-    rb"/v1(/(?!\.{1,2}(/|$))[\w.~:@-]+)+", re.ASCII
-)  # a proxy in front of a replica could read other paths differently
-_FOR_ONE: Final = frozenset(
-    ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-)  # an operator sends these to each replica itself
-_EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
+# A proxy in front of a replica could read other paths differently.
+_PATH: Final = re.compile(rb"/v1(/(?!\.{1,2}(/|$))[\w.~:@-]+)+", re.ASCII)
+_FOR_ONE: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # an operator sends these to each replica
 
 
 def serve(config: RouterConfig, *, strict: bool = False) -> HttpServer:
@@ -52,16 +48,6 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
     Everybody may read the pages; `/v1/` needs the token. `stopping` ends the streams of the live page.
     """
     guard = Guard(token)
-
-    def page(path: str, answer: Callable[[], Response]) -> Route:
-        async def endpoint(request: Request) -> Response:
-            return answer()
-
-        return Route(path, endpoint, methods=["GET"])
-
-    async def models(request: Request) -> Response:
-        guard.admit(request)
-        return JSONResponse({"object": "list", "data": router.fleet.models()})
 
     async def status() -> Json:
         return router.status().as_json()
@@ -85,9 +71,9 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
         Route("/v1/completions", _Forwarding(router, guard), methods=["POST"]),
         Route("/v1/chat/completions", _Forwarding(router, guard), methods=["POST"]),
         Route("/v1/{name:path}", _Forwarding(router, guard, any_path=True), methods=["POST"]),
-        Route("/v1/models", models, methods=["GET"]),
+        page("/v1/models", lambda: JSONResponse({"object": "list", "data": router.fleet.models()}), guard),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
-        page("/metrics", lambda: Response(exposition(router), media_type=_EXPOSITION)),
+        page("/metrics", lambda: Response(exposition(router), media_type=EXPOSITION)),
         page("/healthz", lambda: JSONResponse({"status": "ok"})),
         page("/readyz", lambda: _readiness(router)),
         page("/summary", lambda: PlainTextResponse(summary.page(router.status()))),

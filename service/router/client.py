@@ -31,8 +31,6 @@ _ENDS: Final = (b"\n\n\r\n", b"\r\n\r\n\r\n")  # how a chunk ends if an event en
 
 
 class Failure(StrEnum):
-    """Why a replica did not answer."""
-
     UNREACHABLE = "unreachable"  # no process listens there
     UNTRUSTED = "untrusted"  # no TLS, or a certificate that cannot be trusted
     BROKEN = "broken"  # it closed the connection before the end
@@ -43,8 +41,6 @@ class Failure(StrEnum):
 
 
 class ReplicaFailed(Exception):
-    """A replica did not answer, or not completely."""
-
     def __init__(self, failure: Failure, detail: str = "") -> None:
         super().__init__(f"{failure}{': ' if detail else ''}{detail}")
         self.failure = failure
@@ -95,9 +91,7 @@ class ReplicaClient:
             try:
                 connection, is_kept = await self._connection(deadlines.connect)
             except ReplicaFailed as error:
-                raise (
-                    lost or error
-                ) from None  # the replica hung up on the request, perhaps because of it, and is gone now
+                raise lost or error from None  # after `lost` the replica is gone, perhaps because of the request
             try:
                 connection.send(request, body)
                 return ReplicaAnswer(connection, await connection.head(due), due, deadlines.between)
@@ -117,7 +111,6 @@ class ReplicaClient:
             connection.give_up()
 
     def close(self) -> None:
-        """Close every connection, with or without a request."""
         self._on_lost = lambda: None
         for connection in list(self._open):
             connection.abort()
@@ -236,11 +229,8 @@ class _ReplicaConnection(asyncio.Protocol):
         if self._failed is not None:
             raise self._failed
         self._is_released = False
-        pieces = [self._h11.send(request) or b"", body, b""]
-        if body:
-            pieces[1] = self._h11.send(h11.Data(data=body)) or b""
-        pieces[2] = self._h11.send(h11.EndOfMessage()) or b""
-        self._transport.writelines(pieces)
+        events = [request, *([h11.Data(data=body)] if body else []), h11.EndOfMessage()]
+        self._transport.writelines([self._h11.send(event) or b"" for event in events])
 
     async def head(self, due: float) -> h11.Response:
         while self._head is None:
@@ -282,7 +272,6 @@ class _ReplicaConnection(asyncio.Protocol):
             self._fail(ReplicaFailed(self._on_timeout, "it does not answer other requests either"))
 
     def abort(self) -> None:
-        """Close at once. A waiting request fails."""
         self._is_released = True
         self._transport.abort()
 
@@ -301,13 +290,8 @@ class _ReplicaConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received_at = self._loop.time()
-        if (
-            self._shortcut is not None
-            and self._is_between
-            and not self._held
-            and _are_events(data)
-            and self._shortcut(data)
-        ):
+        may_pass = self._shortcut if self._is_between and not self._held else None
+        if may_pass is not None and _are_events(data) and may_pass(data):
             return
         self._feed(data)
         if self._num_held > _MAX_HELD and not self._is_paused:

@@ -80,7 +80,6 @@ class Fleet:
             self._tasks[replica] = asyncio.create_task(replica.run())
 
     async def stop(self) -> None:
-        """Stop probing, and close every connection."""
         tasks = [*self._tasks.values(), *([] if self._tending is None else [self._tending])]
         for task in tasks:
             task.cancel()
@@ -107,7 +106,6 @@ class Fleet:
         self.replicas = [self._by_name[name] for name in wanted]
 
     def _drop_idle(self) -> None:
-        """Drop the leaving replicas that have no request left."""
         for replica in [each for each in self._leaving if not each.in_flight]:
             self._leaving.remove(replica)
             replica.client.close()

@@ -23,16 +23,12 @@ _MOST: Final = 16_384  # leading blocks of a prompt to look up: more would block
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Which blocks of one prompt are held, and by whom."""
-
     num_blocks: int = 0  # whole blocks of the prompt
     prefixes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # replica → medium → blocks
     sure: frozenset[str] = frozenset()  # replicas whose events are up to date, so that their prefix can be believed
 
 
 class FeedsState(NamedTuple):
-    """The state of one replica's events."""
-
     events: statuses.FeedStatus | None  # of its engine
     node_events: statuses.FeedStatus | None  # of its node's daemon
     blocks: dict[str, int]  # by medium
@@ -53,7 +49,6 @@ class FleetHoldings:
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks that any replica holds."""
         return 0 if self._index is None else self._index.num_blocks
 
     @property
@@ -119,7 +114,6 @@ class FleetHoldings:
         return prompt_hashes(leading, self._index.block_size, lora_name, namespace)
 
     def of(self, num_tokens: int, names: Sequence[int]) -> Held:
-        """Who holds the blocks of a prompt with these `names`."""
         if self._index is None:
             return Held()
         found = self._index.matches(names)
@@ -134,7 +128,6 @@ class FleetHoldings:
         return Held(num_tokens // self._index.block_size, prefixes, frozenset(sure))
 
     def state(self, replica: str) -> FeedsState:
-        """The state of a replica's events."""
         publishers = self._publishers.get(replica, Publishers())
         blocks: dict[str, int] = {}
         for address in (publishers.events, publishers.node):

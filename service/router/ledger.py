@@ -4,7 +4,7 @@ import re
 import time
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvtier.service.observe import statuses
 from kvtier.service.router.policy import Choice
@@ -16,25 +16,6 @@ _CACHED: Final = re.compile(rb'"cached_tokens":\s*(\d{1,12})\b')
 _TIERS: Final = re.compile(rb'"kvtier":\s*\{([^{}]{1,200})\}')
 _TIER: Final = re.compile(rb'"([^"\\]{1,32})":\s*(\d{1,12})\b')
 _PROMPT: Final = re.compile(rb'"prompt_tokens":\s*(\d{1,12})\b')
-
-
-class Decision(NamedTuple):
-    """One choice, when it was made and for how long a prompt."""
-
-    time: float  # seconds since 1970
-    num_blocks: int
-    choice: Choice
-
-    @property
-    def status(self) -> statuses.RoutingDecision:
-        """As the status has it."""
-        return statuses.RoutingDecision(
-            time=self.time,
-            prompt_blocks=self.num_blocks,
-            chosen=self.choice.name,
-            reason=self.choice.reason,
-            scores=[statuses.ReplicaScore(**score._asdict()) for score in self.choice.scores],
-        )
 
 
 @dataclass(slots=True)
@@ -52,13 +33,20 @@ class Ledger:
     told_cached_tokens: int = 0
     told_tiers: Counter[str] = field(default_factory=Counter)  # of these, by tier; only kvtier's engines report it
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by "tokenise", "score"
-    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    decisions: deque[statuses.RoutingDecision] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def decided(self, choice: Choice, num_blocks: int) -> None:
-        """Record a decision for a prompt of `num_blocks` blocks."""
         if choice.name is not None:
             self.requests[choice.name, choice.reason] += 1
-        self.decisions.append(Decision(time.time(), num_blocks, choice))
+        self.decisions.append(
+            statuses.RoutingDecision(
+                time=time.time(),
+                prompt_blocks=num_blocks,
+                chosen=choice.name,
+                reason=choice.reason,
+                scores=choice.scores,
+            )
+        )
 
     def read_usage(self, piece: bytes) -> None:
         """Count the usage in a piece of an answer, if there is one; the rest is not parsed."""

@@ -39,7 +39,7 @@ class ReplicaList:
         self._lines = self._seen = None if file is None else _read(file)
         self._given = parse_replicas([*texts, *(self._lines or ())])
         self._addresses: dict[tuple[str, int], tuple[str, ...]] = {}
-        self._asking: set[tuple[str, int]] = set()
+        self._lookups: dict[tuple[str, int], asyncio.Task[None]] = {}  # by name; ended, or under way
 
     @property
     def specs(self) -> list[ReplicaSpec]:
@@ -53,9 +53,9 @@ class ReplicaList:
 
     async def looked_up(self) -> list[ReplicaSpec]:
         """The specs after a first lookup of names; a lookup that takes too long is used later."""
-        names = {(spec.host, spec.port) for spec in self._given if spec.has_addresses}
-        if names:
-            await asyncio.wait([asyncio.create_task(self._look_up(*name)) for name in names], timeout=_FIRST)
+        self._look_up_all()
+        if self._lookups:
+            await asyncio.wait(self._lookups.values(), timeout=_FIRST)
         return self.specs
 
     async def follow(self, changed: Callable[[list[ReplicaSpec]], None]) -> None:
@@ -66,7 +66,6 @@ class ReplicaList:
         loop, told = asyncio.get_running_loop(), self.specs
         looking: asyncio.Task[None] | None = None
         looking_since = 0.0
-        tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         due = loop.time() + self._interval
         while True:
             await asyncio.sleep(min(_EVERY, self._interval))
@@ -76,9 +75,7 @@ class ReplicaList:
                 self._wrong(f'[router] replicas_file "{self._file}": not read within {_PATIENCE:g} s; check its disk')
             if loop.time() >= due:
                 due = loop.time() + self._interval
-                for name in {(spec.host, spec.port) for spec in self._given if spec.has_addresses}:
-                    if name not in tasks or tasks[name].done():
-                        tasks[name] = asyncio.create_task(self._look_up(*name))
+                self._look_up_all()
             if (specs := self.specs) != told:
                 told = specs
                 changed(specs)
@@ -103,11 +100,13 @@ class ReplicaList:
             _log.warning("%s; the list of replicas stays as it was", why)
         self.why = why
 
+    def _look_up_all(self) -> None:
+        """Begin to look up every name whose last lookup has ended."""
+        for name in {(spec.host, spec.port) for spec in self._given if spec.has_addresses}:
+            if name not in self._lookups or self._lookups[name].done():
+                self._lookups[name] = asyncio.create_task(self._look_up(*name))
+
     async def _look_up(self, host: str, port: int) -> None:
-        """Look up the addresses of a name, and take them in."""
-        if (host, port) in self._asking:
-            return
-        self._asking.add((host, port))
         try:
             infos = await _on_thread(host, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
             found = sorted({str(info[4][0]) for info in infos})
@@ -116,8 +115,6 @@ class ReplicaList:
             if self.errors["name"] == 1:
                 _log.warning("replica %s: its addresses cannot be looked up (%s)", host, error)
             return
-        finally:
-            self._asking.discard((host, port))
         self._addresses[host, port] = tuple(found[:_MAX_ADDRESSES])
 
 

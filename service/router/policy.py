@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
 import xxhash
 
+from kvtier.service.observe import ReplicaScore
 from kvtier.tiers import TIERS
 
 # The share of a block's compute that is saved if a tier holds it; benchmarks/ttft.py measures the cost of loading.
@@ -22,8 +23,6 @@ _CLOSE: Final = 1e-6  # blocks of work; sums in another order may differ by this
 
 
 class Reason(StrEnum):
-    """Why a replica was chosen, or why none was."""
-
     PREFIX = "prefix"  # it holds more of the prompt than any other
     NEARER = "nearer"  # its part of the prompt is in a faster tier: worth more, even if not longer
     LOAD = "load"  # another's blocks are worth as much or more, but this one has less to do
@@ -37,8 +36,6 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica as the router sees it now."""
-
     name: str
     prefix: Mapping[str, int]  # blocks of the prompt's longest prefix that it need not compute, by medium
     load: float  # blocks of work given to it and not finished
@@ -49,17 +46,7 @@ class Candidate:
 
     @property
     def can_take(self) -> bool:
-        """Whether a request may be sent to it."""
         return self.is_alive and self.load < self.limit
-
-
-class Score(NamedTuple):
-    """How one replica scored, in blocks."""
-
-    name: str
-    cached: int  # of the prompt, in any tier; 0 if it is not sure
-    load: float
-    work: float | None  # estimated work before the first token: least is best. None: it cannot take a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +55,7 @@ class Choice:
 
     name: str | None
     reason: Reason
-    scores: Sequence[Score]  # in the order of the candidates
+    scores: Sequence[ReplicaScore]  # in the order of the candidates
 
 
 def choose(
@@ -133,9 +120,7 @@ def sticky(replicas: Sequence[Candidate], session: bytes, *, spread: float = flo
     most = max(FEW, spread * (sum(able.values()) + 1) / len(able))
     ranks = {name: xxhash.xxh3_64_intdigest(session, xxhash.xxh3_64_intdigest(name.encode())) for name in able}
     ranked = sorted(able, key=ranks.__getitem__, reverse=True)
-    chosen = next(
-        name for name in ranked if able[name] < most
-    )  # always found: the replica with the fewest requests has less than the mean
+    chosen = next(name for name in ranked if able[name] < most)  # there is one: the fewest are less than the mean
     return Choice(chosen, Reason.SESSION if chosen == ranked[0] else Reason.LOAD, scores)
 
 
@@ -143,11 +128,12 @@ def _believed(replica: Candidate) -> Mapping[str, int]:
     return replica.prefix if replica.is_sure else {}
 
 
-def _score(replica: Candidate, work: float) -> Score:
-    return Score(replica.name, sum(_believed(replica).values()), replica.load, work if replica.can_take else None)
+def _score(replica: Candidate, work: float) -> ReplicaScore:
+    cached = sum(_believed(replica).values())
+    return ReplicaScore(replica.name, cached, replica.load, work if replica.can_take else None)
 
 
-def _no_choice(replicas: Sequence[Candidate], scores: Sequence[Score]) -> Choice:
+def _no_choice(replicas: Sequence[Candidate], scores: Sequence[ReplicaScore]) -> Choice:
     for replica in replicas:
         if replica.can_take:
             return Choice(replica.name, Reason.ONLY, scores)

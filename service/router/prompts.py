@@ -17,8 +17,6 @@ READ: Final = (CHAT, COMPLETION)  # paths whose prompts are read; all others are
 
 @dataclass(frozen=True, slots=True)
 class KnownPrompt:
-    """A prompt's tokens, or why there are none."""
-
     tokens: list[int]
     cache_salt: str | None = None
     unknown: str | None = None  # why there are no tokens: `unreadable`, or `no_tokenizer`
@@ -44,9 +42,8 @@ def _read(path: str, value: Mapping[str, Any], prompts: Prompts | None) -> Known
             return KnownPrompt(first, cache_salt)
         if prompts is None:
             return _no_tokenizer(cache_salt)
-        return KnownPrompt(
-            prompts.text(first, add_special_tokens=value.get("add_special_tokens") is not False), cache_salt
-        )
+        adds_special = value.get("add_special_tokens") is not False
+        return KnownPrompt(prompts.text(first, add_special_tokens=adds_special), cache_salt)
     except (ValidationError, OpenAIError):
         return KnownPrompt([], unknown="unreadable")
 

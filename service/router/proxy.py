@@ -29,21 +29,17 @@ NOT_ANSWERED: Final = _HOP | frozenset(b"content-length date server".split())
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A request to forward, and what is known of its prompt."""
-
     path: str
     headers: Headers  # to send to the replica
     body: bytes
-    num_tokens: int  # tokens of the prompt; 0 if it could not be tokenized
-    held: Held  # who holds the prompt; its number of blocks is an estimate if there are no tokens
     arrived: float  # seconds on the event loop's clock
+    num_tokens: int = 0  # tokens of the prompt; 0 if it could not be tokenized
+    held: Held = field(default_factory=Held)  # its number of blocks is an estimate if there are no tokens
     session: bytes | None = None  # identifies the conversation; its turns stay together if nobody's blocks are known
 
 
 @dataclass(slots=True)
 class _Tries:
-    """The failed tries of one request so far."""
-
     tried: set[str] = field(default_factory=set)
     num_failed: int = 0
     num_broken: int = 0
@@ -155,8 +151,6 @@ def _nobody(choice: Choice) -> OpenAIError:
 
 
 class _Attempt:
-    """One try of one request at one replica."""
-
     def __init__(self, replica: Replica, work: AssignedWork, ledger: Ledger, reply: ClientReply) -> None:
         self._replica, self._work, self._ledger, self._reply = replica, work, ledger, reply
 
@@ -169,10 +163,8 @@ class _Attempt:
             is_refusal = answer.status == 429 or answer.status >= 500
             # a body without a length that is not JSON is passed on as it comes: speech, for example
             is_open = is_stream or not (answer.header(b"content-length") or kind.startswith(b"application/json"))
-            has_begun = (
-                is_open and not is_refusal
-            )  # an open answer begins with its head, which engines send before they compute
-            first = await answer.first() if has_begun else await answer.read(_MAX_WHOLE)
+            # an open answer begins with its head, which engines send before they compute
+            first = await answer.first() if is_open and not is_refusal else await answer.read(_MAX_WHOLE)
             headers = [*passed(answer.headers, NOT_ANSWERED), (b"x-kvtier-replica", self._replica.name.encode())]
             if is_refusal:
                 return Relayed(answer.status, headers, first)

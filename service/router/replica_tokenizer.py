@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import xxhash
 
+from kvtier.service.openai import template_variables
 from kvtier.service.router.client import Deadlines, Headers, ReplicaFailed
 from kvtier.service.router.prompts import CHAT
 from kvtier.service.router.replicas import Replica, ReplicaState
@@ -30,15 +31,11 @@ _RENDER: Final = f"{CHAT}/render"
 _TOKENIZE: Final = "/tokenize"
 _FIELDS: Final = ("model", "prompt", "messages", "tools", "add_generation_prompt", "continue_final_message")
 _FLAGS: Final = ("add_special_tokens", "chat_template")
-_VARIABLES: Final = ("documents", "reasoning_effort")
 
 
 @dataclass(slots=True)
 class _Page:
-    """Which of the pages one replica has."""
-
     has_render: bool = True
-    is_there: bool = True
     num_late: int = 0
     until: float = 0.0  # monotonic time at which it is asked again
 
@@ -128,11 +125,8 @@ def _question(value: Mapping[str, Any]) -> dict[str, Any]:
     asked = {name: value[name] for name in (*_FIELDS, *_FLAGS) if value.get(name) is not None}
     if "messages" not in asked:
         return asked
-    given, effort = value.get("chat_template_kwargs"), value.get("reasoning_effort")
-    variables = dict(given) if isinstance(given, dict) else {}
-    if effort is not None and "enable_thinking" not in variables:
-        variables["enable_thinking"] = effort != "none"
-    variables |= {name: value[name] for name in _VARIABLES if value.get(name) not in (None, "auto")}
+    given = value.get("chat_template_kwargs")
+    variables = template_variables(value, given if isinstance(given, dict) else {})
     messages = asked["messages"] if isinstance(asked["messages"], list) else []
     return {**asked, "messages": [_renamed(message) for message in messages], "chat_template_kwargs": variables}
 

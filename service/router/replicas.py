@@ -33,8 +33,6 @@ _USUAL: Final = 8.0  # blocks of work in a request of unknown size
 
 
 class ReplicaState(StrEnum):
-    """The state of a replica."""
-
     JOINING = "joining"  # not probed yet, or not ready yet
     UP = "up"
     DOWN = "down"
@@ -54,7 +52,6 @@ class ReplicaProfile:
 
     @property
     def names(self) -> list[str]:
-        """The names of its models, sorted."""
         return sorted(str(model["id"]) for model in self.models)
 
     @classmethod
@@ -128,9 +125,8 @@ class Replica:
     ) -> None:
         """`judge` takes a replica in, or returns why a replica with that profile cannot be taken in."""
         self.spec = spec
-        self.client = ReplicaClient(
-            spec.host, spec.port, self._lost, terms.tls if spec.is_tls else None, spec.server_name
-        )
+        tls = terms.tls if spec.is_tls else None
+        self.client = ReplicaClient(spec.host, spec.port, self._lost, tls, spec.server_name)
         self.state = ReplicaState.JOINING
         self.why = "not heard of yet"
         self._since = time.monotonic()  # monotonic time of the last change of state
@@ -145,7 +141,7 @@ class Replica:
         self._probe: str | None = None  # the health page that this replica has, once known
         self._is_known = False  # nothing suggests that another process answers there now
         self._num_late = 0  # late probes in a row
-        self._alarm = asyncio.Event()
+        self._alarm = asyncio.Event()  # probe now
 
     @property
     def name(self) -> str:
@@ -217,14 +213,11 @@ class Replica:
         self.errors[failure] += 1
         if failure in (Failure.UNREACHABLE, Failure.BROKEN, Failure.UNTRUSTED) and self.state is ReplicaState.UP:
             self._become(ReplicaState.DOWN, f"a request failed: {failure}")
-        self._probe_now()
+        self._alarm.set()
 
     def _lost(self) -> None:
         """It closed a connection: the next process that listens there may be another."""
         self._is_known = False
-        self._probe_now()
-
-    def _probe_now(self) -> None:
         self._alarm.set()
 
     async def _is_ready(self) -> bool:

@@ -41,11 +41,9 @@ class ClientReply:
 
     @property
     def is_done(self) -> bool:
-        """Whether the stream's own last event has passed."""
         return self._events is not None and self._events.is_done
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send the whole answer at once."""
         await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))], is_stream=False)
         await self._body(body, more=False)
 
@@ -63,14 +61,13 @@ class ClientReply:
 
     def pass_on(self, chunks: bytes) -> bool:
         """Pass on chunks of whole events, as the replica sent them. False: the caller must `write` them."""
-        if self._events is None or self._events.has_rest or not self._pass_chunks(chunks):
+        if self._events is None or self._events.tail or not self._pass_chunks(chunks):
             return False
         self._events.is_done = chunks.endswith(_DONE_CHUNK)
         return True
 
     async def end(self) -> None:
-        """End the body."""
-        await self._body(b"" if self._events is None else self._events.rest(), more=False)
+        await self._body(b"" if self._events is None else self._events.tail, more=False)
 
     async def fail(self, error: OpenAIError | Relayed) -> None:
         """Report why there is no answer, or why it breaks off.
@@ -102,25 +99,16 @@ class WholeEvents:
 
     def __init__(self) -> None:
         self.is_done = False  # the stream's own last event has passed
-        self._tail = b""
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether the beginning of an event is held back."""
-        return bool(self._tail)
+        self.tail = b""  # bytes held back: the beginning of an event
 
     def cut(self, piece: bytes) -> bytes:
         """The part of the stream that can be passed on now."""
-        data = self._tail + piece if self._tail else piece
+        data = self.tail + piece if self.tail else piece
         if data.endswith(_ENDS):
-            self._tail, self.is_done = b"", data.endswith(_DONE)
+            self.tail, self.is_done = b"", data.endswith(_DONE)
             return data
         end = max((data.rfind(mark) + len(mark) for mark in _ENDS if mark in data), default=0)
         if not end and len(data) > _MAX_TAIL:
             end = len(data)
-        self._tail = data[end:]
+        self.tail = data[end:]
         return data[:end]
-
-    def rest(self) -> bytes:
-        """The bytes held back, once the replica has ended the stream."""
-        return self._tail

@@ -1,10 +1,13 @@
 """The router: reads each request's prompt, looks up who holds it, and has the proxy forward it."""
 
 import asyncio
+import ssl
 import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 from kvtier.service.events import CurveKeys
@@ -22,8 +25,7 @@ from kvtier.service.router.replicas import ProbeSettings, Replica
 from kvtier.service.router.reply import ClientReply
 from kvtier.service.router.sessions import session_of
 from kvtier.service.router.spec import Publishers
-from kvtier.service.router.tls import tls_context
-from kvtier.tiers import tier_captions
+from kvtier.tiers import ConfigError, tier_captions
 from kvtier.tiers.config import RouterConfig
 
 _BYTES: Final = 64  # bytes of a body that count as a block if the prompt is not known
@@ -48,9 +50,8 @@ class Router:
         self.fleet = Fleet(self.list.specs, terms, self._joined, self.holdings.leave)
         self._prompts = None if config.model is None else Prompts.open(config.model)
         self.ledger = Ledger()
-        deadlines = Deadlines(
-            config.connect_timeout, config.first_byte_timeout, config.stall_timeout, config.request_timeout
-        )
+        first_byte, whole = config.first_byte_timeout, config.request_timeout
+        deadlines = Deadlines(config.connect_timeout, first_byte, config.stall_timeout, whole)
         self._proxy = Proxy(self.fleet, self.ledger, deadlines, config.weights)
         self._headers = terms.headers
         self._tokens = ReplicaTokenizer(config.tokenize_timeout, terms.headers) if config.model is None else None
@@ -63,17 +64,16 @@ class Router:
         self._following = asyncio.create_task(self.list.follow(self.fleet.change))
 
     async def stop(self) -> None:
-        """Stop all tasks, and close every connection."""
         self._following.cancel()
         await self.fleet.stop()
         await asyncio.to_thread(self.holdings.close)
 
     async def answer(self, target: str, headers: Headers, body: bytes, reply: ClientReply) -> None:
         """Answer a client's request. `target` is its path; of a request that is forwarded unread, with the query."""
-        arrived = asyncio.get_running_loop().time()
+        sent = [*passed(headers, NOT_ASKED), *self._headers]
+        request = RoutedRequest(target, sent, body, asyncio.get_running_loop().time())
         try:
-            prepare = self._with_prompt if target in READ else self._unread
-            request = await prepare(target, headers, body, arrived)
+            request = await self._with_prompt(request) if target in READ else self._unread(request)
         except OpenAIError as error:
             self.ledger.errors[str(error.code)] += 1
             await reply.fail(error)
@@ -81,7 +81,6 @@ class Router:
         await self._proxy.forward(request, reply)
 
     def status(self) -> RouterStatus:
-        """What /status says, now."""
         ledger = self.ledger
         return RouterStatus(
             uptime_s=time.time() - self._started,
@@ -90,7 +89,7 @@ class Router:
             tier_captions=[statuses.TierCaption.model_validate(each) for each in tier_captions()],
             replicas=[self._replica(replica) for replica in (*self.fleet.replicas, *self.fleet.leaving)],
             list=statuses.ReplicaListStatus(errors=dict(self.list.errors), why=self.list.why),
-            decisions=[decision.status for decision in reversed(ledger.decisions)],
+            decisions=list(reversed(ledger.decisions)),
             requests=_by_reason(ledger.requests),
             retries=dict(ledger.retries),
             errors=dict(ledger.errors),
@@ -108,7 +107,6 @@ class Router:
         )
 
     def _replica(self, replica: Replica) -> statuses.ReplicaStatus:
-        told = self.holdings.state(replica.name)
         return statuses.ReplicaStatus(
             name=replica.name,
             url=replica.spec.url,
@@ -118,39 +116,34 @@ class Router:
             in_flight=replica.in_flight,
             requests=replica.num_requests,
             errors=dict(replica.errors),
-            events=told.events,
-            node_events=told.node_events,
-            blocks=told.blocks,
+            **self.holdings.state(replica.name)._asdict(),
         )
 
     def _joined(self, replica: Replica, publishers: Publishers) -> None:
-        fingerprint = self.fleet.fingerprint
-        self.holdings.follow(
-            replica.name, publishers, self.fleet.block_size, None if fingerprint is None else bytes.fromhex(fingerprint)
-        )
+        fingerprint = None if self.fleet.fingerprint is None else bytes.fromhex(self.fleet.fingerprint)
+        self.holdings.follow(replica.name, publishers, self.fleet.block_size, fingerprint)
 
-    async def _with_prompt(self, path: str, headers: Headers, body: bytes, arrived: float) -> RoutedRequest:
-        """A request whose prompt is read. Raises OpenAIError if it must not reach a replica."""
-        sent = [*passed(headers, NOT_ASKED), *self._headers]
-        if body.count(b",") >= _MAX_ITEMS:
-            return self._unknown("too_long", path, sent, body, arrived)
-        fields = json_object(body)
+    async def _with_prompt(self, request: RoutedRequest) -> RoutedRequest:
+        """The request with who holds its prompt. Raises OpenAIError if it must not reach a replica."""
+        if request.body.count(b",") >= _MAX_ITEMS:
+            return self._unknown("too_long", request)
+        fields = json_object(request.body)
         model, served = fields.get("model"), {str(model["id"]) for model in self.fleet.models()}
         if isinstance(model, str) and served and model not in served:
             raise unknown_model(model, ", ".join(sorted(served)))
         begun = time.perf_counter()
-        known = await self._known(path, fields, body)
+        known = await self._known(request.path, fields, request.body)
         self.ledger.seconds["tokenise"] += time.perf_counter() - begun
-        session = session_of(path, fields)
+        request = replace(request, session=session_of(request.path, fields))
         if known.unknown is not None:
-            return self._unknown(known.unknown, path, sent, body, arrived, session)
+            return self._unknown(known.unknown, request)
         begun, fleet = time.perf_counter(), self.fleet
         what = known.tokens, known.cache_salt, fleet.namespace, fleet.adapter(model)
         is_long = len(known.tokens) > _LONG
         names = await asyncio.to_thread(self.holdings.names, *what) if is_long else self.holdings.names(*what)
         held = self.holdings.of(len(known.tokens), names)
         self.ledger.seconds["score"] += time.perf_counter() - begun
-        return RoutedRequest(path, sent, body, len(known.tokens), held, arrived, session)
+        return replace(request, num_tokens=len(known.tokens), held=held)
 
     async def _known(self, path: str, fields: Mapping[str, Any], body: bytes) -> KnownPrompt:
         """The prompt, tokenized by the router's own tokenizer, or by a replica if it has none."""
@@ -160,25 +153,23 @@ class Router:
         tokens = await self._tokens.of(self.fleet.replicas, path, body, fields)
         return known if tokens is None else KnownPrompt(tokens, known.cache_salt)
 
-    async def _unread(self, target: str, headers: Headers, body: bytes, arrived: float) -> RoutedRequest:
+    def _unread(self, request: RoutedRequest) -> RoutedRequest:
         """A request that is forwarded unread: to the replica of its conversation, else to the least busy one."""
         self.ledger.untokenised["passed_on"] += 1
-        sent = [*passed(headers, NOT_ASKED), *self._headers]
-        kind = next((value for name, value in headers if name == b"content-type"), b"").lower()
+        body = request.body
+        kind = next((value for name, value in request.headers if name == b"content-type"), b"").lower()
         is_json = kind.startswith(b"application/json")
         session = None
         if is_json and body.count(b",") < _MAX_ITEMS:
             with suppress(OpenAIError):  # the replica reports whatever is wrong
-                session = session_of(target.partition("?")[0], json_object(body))
+                session = session_of(request.path.partition("?")[0], json_object(body))
         sure = frozenset(replica.name for replica in self.fleet.replicas) if session is None else frozenset[str]()
         held = Held(min(-(-len(body) // _BYTES), _MOST if is_json else _USUAL), {}, sure)
-        return RoutedRequest(target, sent, body, 0, held, arrived, session)
+        return replace(request, held=held, session=session)
 
-    def _unknown(
-        self, why: str, path: str, headers: Headers, body: bytes, arrived: float, session: bytes | None = None
-    ) -> RoutedRequest:
+    def _unknown(self, why: str, request: RoutedRequest) -> RoutedRequest:
         self.ledger.untokenised[why] += 1
-        return RoutedRequest(path, headers, body, 0, Held(-(-len(body) // _BYTES)), arrived, session)
+        return replace(request, held=Held(-(-len(request.body) // _BYTES)))
 
 
 def _terms(config: RouterConfig) -> ProbeSettings:
@@ -190,8 +181,19 @@ def _terms(config: RouterConfig) -> ProbeSettings:
         headers,
         config.max_requests,
         config.probe_failures,
-        tls_context(config.replica_ca),
+        _tls(config.replica_ca),
     )
+
+
+def _tls(ca_file: Path | None) -> ssl.SSLContext:
+    """Verifies https replicas by `ca_file` alone, or by the system's authorities. ConfigError without certificates."""
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        why = error.strerror or str(error)
+        raise ConfigError(f'[router] replica_ca "{ca_file}": {why}; give a file of PEM certificates') from None
+    context.set_alpn_protocols(["http/1.1"])
+    return context
 
 
 def _by_reason(requests: Counter[tuple[str, str]]) -> dict[str, int]:

@@ -6,15 +6,10 @@ from typing import Any, Final
 
 import xxhash
 
-_MAX_VALUES: Final = (
-    1024  # JSON values of a conversation's head that are hashed; later ones rarely differ between conversations
-)
+_MAX_VALUES: Final = 1024  # JSON values of a conversation's head that are hashed; later ones rarely differ
 _MAX_TEXT: Final = 64 << 10  # characters of one text that are hashed
-_TURNS: Final = {
-    "/v1/chat/completions": "messages",
-    "/v1/messages": "messages",
-    "/v1/responses": "input",
-}  # the field with the turns, by path
+# The field with the turns, by path.
+_TURNS: Final = {"/v1/chat/completions": "messages", "/v1/messages": "messages", "/v1/responses": "input"}
 _FIELDS: Final = ("model", "cache_salt", "system", "instructions")  # hashed besides the first turns
 
 

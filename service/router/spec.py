@@ -57,7 +57,6 @@ class ReplicaSpec:
 
     @property
     def url(self) -> str:
-        """The replica's URL, without a slash at the end."""
         return f"http{'s' if self.is_tls else ''}://{self.name}"
 
     def at(self, address: str) -> "ReplicaSpec":
@@ -92,9 +91,8 @@ class ReplicaSpec:
         if not (size.isascii() and size.isdecimal() and 1 <= int(size[:9]) <= 4096):
             raise _wrong(text, f'block_size "{size[:40]}" is not a number of tokens from 1 to 4096')
         if given.get("addresses", "all") != "all":
-            raise _wrong(
-                text, f'addresses "{given["addresses"][:40]}" is not all; write addresses=all, or leave it out'
-            )
+            shown = given["addresses"][:40]
+            raise _wrong(text, f'addresses "{shown}" is not all; write addresses=all, or leave it out')
         publishers = Publishers(*(given.get(name) for name in _EVENTS))
         block_size = int(size) if "block_size" in given else None
         return cls(host, port, publishers, block_size, is_tls, "addresses" in given)
@@ -119,15 +117,15 @@ def parse_replicas(texts: Sequence[str]) -> list[ReplicaSpec]:
 
 
 def _address(text: str, url: str) -> tuple[str, int, bool]:
+    wrong = _wrong(text, f"not http://HOST:PORT or https://HOST:PORT; write it like {_EXAMPLE}")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
-        host, port = None, None
-        parts = urlsplit("")
+        raise wrong from None
     is_bare = not (parts.username or parts.password or parts.query or parts.fragment or parts.path.strip("/"))
     if parts.scheme not in ("http", "https") or not host or not port or not is_bare:
-        raise _wrong(text, f"not http://HOST:PORT or https://HOST:PORT; write it like {_EXAMPLE}")
+        raise wrong
     return host, port, parts.scheme == "https"
 
 

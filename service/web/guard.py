@@ -11,10 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 _BODY: Final = 10.0  # seconds in which a request's body must arrive
 _LOOPBACK: Final = ("127.", "::1", "::ffff:127.")
-_FROM_A_PAGE: Final = {
-    "origin",
-    "sec-fetch-site",
-}  # headers of browsers, which may send some other types than JSON to any site
+_FROM_A_PAGE: Final = {"origin", "sec-fetch-site"}  # of browsers, which may send some other types to any site
 _LOCAL_NAMES: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 

@@ -27,7 +27,6 @@ class HttpClient:
         )
 
     def get(self, path: str) -> Json:
-        """Get a page's JSON."""
         with self._answer("GET", path, None) as answer:
             return self._object(answer.read())
 
@@ -39,7 +38,6 @@ class HttpClient:
         return status
 
     def post(self, path: str, body: Mapping[str, Any]) -> Json:
-        """Run a verb, and return its JSON answer."""
         with self._answer("POST", path, body) as answer:
             return self._object(answer.read())
 
@@ -50,7 +48,6 @@ class HttpClient:
                 yield self._object(line.encode())
 
     def close(self) -> None:
-        """Close all connections."""
         self._client.close()
 
     @contextmanager
@@ -61,21 +58,16 @@ class HttpClient:
                     raise self._refusal(answer)
                 yield answer
         except (httpx2.ConnectError, httpx2.ConnectTimeout):
-            raise TierUnavailable(
-                f'[service] http "{self._address}": no answer; start `kvtier serve`, or give its --http HOST:PORT'
-            ) from None
+            raise self._unavailable("no answer; start `kvtier serve`, or give its --http HOST:PORT") from None
         except httpx2.TimeoutException:
-            raise TierUnavailable(
-                f'[service] http "{self._address}": no answer within {_ANSWER:g} s; see its log'
-            ) from None
+            raise self._unavailable(f"no answer within {_ANSWER:g} s; see its log") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
-            raise TierUnavailable(f'[service] http "{self._address}": {str(error) or type(error).__name__}') from None
+            raise self._unavailable(str(error) or type(error).__name__) from None
 
     def _refusal(self, answer: httpx2.Response) -> KVTierError:
         if answer.status_code == 401:
-            return ConfigError(
-                "[service] token: the daemon does not take it; give the daemon's, by --token or the file"
-            )
+            fix = "give the daemon's, by --token or the file"
+            return ConfigError(f"[service] token: the daemon does not take it; {fix}")
         why = self._object(answer.read()).get("error")
         if not isinstance(why, str):  # an engine's or a router's error
             return self._not_a_daemon
@@ -92,6 +84,9 @@ class HttpClient:
         if not isinstance(value, dict):
             raise self._not_a_daemon
         return value
+
+    def _unavailable(self, why: str) -> TierUnavailable:
+        return TierUnavailable(f'[service] http "{self._address}": {why}')
 
     @property
     def _not_a_daemon(self) -> FormatError:

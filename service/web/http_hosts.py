@@ -31,7 +31,6 @@ class HostNames:
 
 
 def name_in(host: str) -> str:
-    """A Host header without its port."""
     name, _, port = host.rpartition(":")
     return name if port.isdecimal() and name else host
 

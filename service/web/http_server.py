@@ -26,9 +26,8 @@ _GRACE: Final = 2  # seconds that requests may take to end at a stop
 _STOPPED: Final = 3.0  # seconds that the thread may take beyond that
 _CLOSE: Final = {"connection": "close"}
 _CROWDED: Final = JSONResponse({"error": "too many requests at once; try again later"}, 503, _CLOSE)
-_TWO_LENGTHS: Final = JSONResponse(
-    {"error": "content-length, transfer-encoding: a body has only one of them; send one"}, 400, _CLOSE
-)
+_ONE_LENGTH: Final = "content-length, transfer-encoding: a body has only one of them; send one"
+_TWO_LENGTHS: Final = JSONResponse({"error": _ONE_LENGTH}, 400, _CLOSE)
 
 
 class HttpSocket:
@@ -60,12 +59,10 @@ class HttpSocket:
 
     @property
     def address(self) -> str:
-        """The HOST:PORT in use."""
         host, port = self.socket.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
         self.socket.close()
 
 
@@ -110,10 +107,10 @@ class HttpServer:
             timeout_graceful_shutdown=grace,
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._run, name="kvtier-http", daemon=True)
+        sockets = [listening.socket]
+        self._thread = threading.Thread(target=self._server.run, args=(sockets,), name="kvtier-http", daemon=True)
 
     def start(self) -> None:
-        """Start serving."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -166,9 +163,6 @@ class HttpServer:
             why = f'host "{name}": not a name of this server; add it to [{self._listening.section}] allowed_hosts'
             return JSONResponse({"error": why}, 421)
         return None
-
-    def _run(self) -> None:
-        self._server.run(sockets=[self._listening.socket])
 
 
 class _DeadlineProtocol(H11Protocol):

@@ -67,7 +67,6 @@ class LoopFile:
         return await self._do(self._file.readinto(buffer)) or 0
 
     async def sync(self) -> None:
-        """Wait until everything written is on the disk."""
         await self._do(asyncio.to_thread(os.fsync, self._file.fileno()))
 
     async def close(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import kvtier
 from kvtier import cli
-from kvtier.service.cli_options import Exit
+from kvtier.service.command_line import Exit
 from kvtier.tiers.errors import StoreLocked
 
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from node_rig import ROOT
 
-from kvtier.cli import serve_cli
+from kvtier.cli import servers_cli
 from kvtier.cli.verbs import load
 from kvtier.service.cluster.cluster import GRACE
 from kvtier.service.cluster.file import FIRST_PORT, Placeholders, Service, Topology
@@ -249,7 +249,7 @@ def test_whoever_is_stopped_has_the_time_it_takes() -> None:
             assert services()[name]["stop_grace_period"] == f"{GRACE:g}s", name
     last_bytes = server_process._GRACE + http_server._STOPPED
     assert server_process._DRAIN + last_bytes + server_process._STORES < GRACE
-    assert serve_cli._DRAIN < GRACE
+    assert servers_cli._DRAIN < GRACE
 
 
 def test_every_mounted_path_is_in_the_tree() -> None:

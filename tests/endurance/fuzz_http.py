@@ -88,7 +88,7 @@ def stream(data: bytes) -> None:
         size = 1 + rest[0] % 50
         told += cutter.cut(rest[:size])
         rest = rest[size:]
-    assert told + cutter.rest() == data
+    assert told + cutter.tail == data
 
 
 class _Pipe(asyncio.Transport):

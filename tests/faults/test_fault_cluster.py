@@ -20,8 +20,8 @@ from crowd_rig import Turn, conversations, crowd
 from http_rig import pester
 from redis_rig import NO_REDIS
 
-from kvtier.service.cli_options import Exit
 from kvtier.service.cluster.file import BESIDE_US, KEY
+from kvtier.service.command_line import Exit
 
 pytestmark = [
     pytest.mark.skipif(NO_REDIS is not None, reason=NO_REDIS or ""),

@@ -24,8 +24,7 @@ _TIERS: Final = ("kvtier.tiers.file.store", "kvtier.tiers.file.doctor", "kvtier.
                  "kvtier.tiers.redis.doctor", "encodings.idna", "stringprep")  # fmt: skip
 _PAGES: Final = ("uvicorn.lifespan.on", "uvicorn.loops.asyncio", "anyio._backends._asyncio")
 SERVICES: Final = (
-    "kvtier.cli.serve_cli",
-    "kvtier.cli.route_cli",
+    "kvtier.cli.servers_cli",
     "kvtier.service.node.daemon",
     "kvtier.service.admin.http_app",
     "kvtier.service.events.publisher",
@@ -37,7 +36,7 @@ SERVICES: Final = (
 )
 """What `kvtier serve`, `kvtier route` and the stories' own children import."""
 ENGINE: Final = (
-    "kvtier.cli.engine_cli",
+    "kvtier.cli.servers_cli",
     "kvtier.service.engine.process",
     "transformers.generation.utils",
     "transformers.models.llama.modeling_llama",

@@ -31,10 +31,10 @@ from kvtier import cli
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.service.cli_options import Exit
 from kvtier.service.cluster import cluster
 from kvtier.service.cluster.file import Placeholders, Topology
 from kvtier.service.cluster.process import Process, is_free
+from kvtier.service.command_line import Exit
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 

@@ -17,7 +17,7 @@ from openai import OpenAI
 from redis_rig import NO_REDIS
 from server_rig import MODEL, save_checkpoint
 
-from kvtier.service.cli_options import Exit
+from kvtier.service.command_line import Exit
 
 pytestmark = pytest.mark.skipif(NO_REDIS is not None, reason=NO_REDIS or "")
 

@@ -20,7 +20,7 @@ from redis_rig import NO_REDIS, cluster, standalone, wait_for, watched
 from service_rig import PATIENT
 
 from kvtier.cli import checks_cli
-from kvtier.service.cli_options import Exit
+from kvtier.service.command_line import Exit
 from kvtier.service.doctor import doctor
 from kvtier.service.doctor import memory as doctor_memory
 from kvtier.service.doctor.doctor import check_engines, check_hashes, check_socket

@@ -17,8 +17,8 @@ from command_rig import kvtier
 from rich.console import Console
 from slab_rig import BLOCK_SIZE, get, hash_of, put
 
-from kvtier.cli import checks_cli
-from kvtier.service.cli_options import Exit
+from kvtier.cli import checks_cli, options
+from kvtier.service.command_line import Exit
 from kvtier.service.doctor.verify import find_slabs, verify_slab
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
@@ -194,7 +194,7 @@ def test_progress_is_told_and_ends_at_all(slab: Slab, monkeypatch: pytest.Monkey
 def test_a_bar_is_drawn_on_a_terminal(
     slab: Slab, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks_cli, "Console", lambda stderr=False: Console(stderr=stderr, force_terminal=True))
+    monkeypatch.setattr(options, "Console", lambda stderr=False: Console(stderr=stderr, force_terminal=True))
     checks_cli._verify_all([slab.path], repair=False)
     shown = capfd.readouterr()
     assert "━" in shown.err
@@ -203,8 +203,8 @@ def test_a_bar_is_drawn_on_a_terminal(
 
 def test_a_slab_in_use_is_refused_with_the_pid(slab: Slab) -> None:
     store = open_store(slab.path.parent)
-    for options in ([], ["--repair"]):
-        done = run(str(slab.path), *options)
+    for repair in ([], ["--repair"]):
+        done = run(str(slab.path), *repair)
         assert done.returncode == Exit.FAILED
         assert len(done.stderr.splitlines()) == 1
         assert f"in use by process {os.getpid()};" in done.stderr

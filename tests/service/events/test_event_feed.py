@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 import zmq
@@ -64,7 +64,7 @@ def found(index: PrefixIndex, chain: TokenChain, worker: str = "w") -> dict[str,
 @contextmanager
 def reader(config: EventsConfig, index: PrefixIndex, topic: str | None = None) -> Iterator[EventConsumer]:
     assert config.publish is not None
-    with EventConsumer("w", index, config.publish, config.replay, topic=topic) as consumer:
+    with closing(EventConsumer("w", index, config.publish, config.replay, topic=topic)) as consumer:
         yield consumer
         index.check()
         assert not index.counts
@@ -399,6 +399,7 @@ def test_a_reader_that_does_not_read_blocks_nobody(monkeypatch: pytest.MonkeyPat
 
 FLOODED = """
 import threading, time, zmq
+from contextlib import closing
 from kvtier.service.events.consumer import EventConsumer
 from kvtier.service.events.wire import AllBlocksCleared, EventBatch, encode_batch
 
@@ -417,7 +418,7 @@ with zmq.Context() as context, context.socket(zmq.PUB) as out:
     out.setsockopt(zmq.LINGER, 0)
     port = out.bind_to_random_port("tcp://127.0.0.1")
     sink = Slow()
-    with EventConsumer("w", sink, f"tcp://127.0.0.1:{port}"):
+    with closing(EventConsumer("w", sink, f"tcp://127.0.0.1:{port}")):
         end, number = time.monotonic() + 10, 0
         while time.monotonic() < end:
             out.send_multipart([b"", number.to_bytes(8, "big"), payload])
@@ -528,7 +529,7 @@ def test_waiting_for_nobody_costs_nothing(has_replay: bool, monkeypatch: pytest.
             silent = addresses(publish=config.publish, replay=None)
             stack.enter_context(Publisher(silent))
         replay = config.replay if has_replay else None
-        consumer = stack.enter_context(EventConsumer("w", PrefixIndex(SIZE), config.publish, replay))
+        consumer = stack.enter_context(closing(EventConsumer("w", PrefixIndex(SIZE), config.publish, replay)))
         if not has_replay:
             until(lambda: consumer.state.counts.get("connections") == 1)
         turns: list[float] = []

@@ -2,7 +2,7 @@
 
 import os
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -65,13 +65,16 @@ def test_who_has_the_key_reads_and_nobody_else_does(keys: Path) -> None:
     at = config.publish, config.replay
     indexes = [PrefixIndex(SIZE) for _ in range(4)]
     wrong = (reads_as(keys, "stranger"), reads_as(keys, "reader", "stranger"), None)
-    with Publisher(config) as publisher, EventConsumer("w", indexes[0], *at, keys=reads_as(keys, "reader")) as reader:
+    with (
+        Publisher(config) as publisher,
+        closing(EventConsumer("w", indexes[0], *at, keys=reads_as(keys, "reader"))) as reader,
+    ):
         tell(publisher)
         until(lambda: indexes[0].holdings("w") == {"CPU": 10})  # told, or told again
         until(lambda: reader.state.state == "live")
         # somebody else's key, somebody else's publisher, no key at all
         for index, key in zip(indexes[1:], wrong, strict=True):
-            with EventConsumer("w", index, *at, keys=key) as other:
+            with closing(EventConsumer("w", index, *at, keys=key)) as other:
                 until(lambda other=other: other.state.state == "refused")  # type: ignore[misc]
                 assert "CURVE" in str(other.state.why)
                 assert other.state.counts["keys_refused"] >= 1
@@ -98,7 +101,7 @@ def test_who_has_the_key_reads_and_nobody_else_does(keys: Path) -> None:
 def test_a_reader_is_heard_once_its_key_is_made_known(keys: Path) -> None:
     config, index = guarded(keys), PrefixIndex(SIZE)
     assert config.publish is not None
-    with EventConsumer("w", index, config.publish, config.replay, keys=reads_as(keys, "stranger")) as reader:
+    with closing(EventConsumer("w", index, config.publish, config.replay, keys=reads_as(keys, "stranger"))) as reader:
         with Publisher(config):
             until(lambda: reader.state.counts.get("keys_refused", 0) >= 2)  # it goes on trying
         both = {"publish": config.publish, "replay": config.replay}
@@ -113,7 +116,7 @@ def test_a_publisher_without_keys_is_not_heard_by_who_has_some(keys: Path) -> No
     publish = f"tcp://127.0.0.1:{free_port()}"
     with Publisher(EventsConfig(publish=publish)) as publisher:
         index = PrefixIndex(SIZE)
-        with EventConsumer("w", index, publish, keys=reads_as(keys, "reader")) as reader:
+        with closing(EventConsumer("w", index, publish, keys=reads_as(keys, "reader"))) as reader:
             until(lambda: reader.state.state == "refused")
             tell(publisher)
             assert publisher.flush(60)
@@ -188,7 +191,7 @@ def test_a_socket_that_others_can_reach_is_refused(home: Path) -> None:
     home.chmod(0o700)
     with Publisher(EventsConfig(publish=address, replay=f"{address}-replay")) as publisher:
         index = PrefixIndex(SIZE)
-        with EventConsumer("w", index, address, f"{address}-replay"):
+        with closing(EventConsumer("w", index, address, f"{address}-replay")):
             tell(publisher)
             until(lambda: index.holdings("w") == {"CPU": 10})
         # a second one would take the address away without a word

@@ -68,10 +68,10 @@ def test_a_prefix_is_split_by_the_best_tier_of_each_block() -> None:
     assert index.holdings("a") == {"GPU": 1, "CPU": 3}
     index.apply("a", AllBlocksCleared())
     assert index.matches(hashes) == {"b": {"STORAGE": 1}}
-    assert index.workers == ["a", "b"]
+    assert list(index._workers) == ["a", "b"]
     index.drop("a")
     index.drop("b")
-    assert (index.num_blocks, index.workers, index.matches(hashes)) == (0, [], {})
+    assert (index.num_blocks, list(index._workers), index.matches(hashes)) == (0, [], {})
     # the next worker has nothing of theirs
     index.apply("c", stored([1], TOKENS[:4], medium="NVME"))
     assert index.matches(hashes) == {"c": {"STORAGE": 1}}
@@ -105,7 +105,7 @@ def test_tenants_adapters_and_images_are_not_confused() -> None:
     assert index.matches(prompt_hashes(TOKENS, SIZE, lora_name="ad1")) == {"lora": {"GPU": 2}}
     assert index.matches(prompt_hashes(TOKENS, SIZE, "ad1", "t1")) == {"both": {"GPU": 2}}
     assert index.num_blocks == 2 + 2 + 2 + 1 + 2  # only the block before the images is shared
-    for worker in index.workers:
+    for worker in list(index._workers):
         index.drop(worker)
     index.check()
 

@@ -1,0 +1,37 @@
+"""The options that several verbs have, and what verbs print: JSON, a table, a progress bar."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import Progress, ProgressColumn
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="TOML file; the environment overrides it.")
+]
+HttpOption = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Where it answers; instead of the configured address.")
+]
+ExactOption = Annotated[bool, typer.Option("--exact", help="The same bits however a prompt was had; half as fast.")]
+
+
+def given(**options: object) -> dict[str, object]:
+    """Those of the options that were given: they override the configuration."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def show(value: object, table: RenderableType, *, as_json: bool) -> None:
+    """Print what a verb found, for programs or for people."""
+    if as_json:
+        print(json.dumps(value))
+    else:
+        Console().print(table)
+
+
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """A bar on stderr while something runs; none if that is no terminal."""
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,0 +1,111 @@
+"""The verbs that serve until they are told to stop: `kvtier serve`, `engine` and `route`."""
+
+import logging
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+from threading import Event
+from typing import Annotated, Final
+
+import typer
+
+from kvtier.cli import serving
+from kvtier.cli.options import ConfigOption, ExactOption, HttpOption, given
+from kvtier.service import needing
+from kvtier.tiers import ConfigError, load_key
+from kvtier.tiers.config import Config, format_size
+
+app = typer.Typer()
+
+_log = logging.getLogger(__name__)
+
+# Seconds that a thread waits for the GIL beside a busy one. Python's 5 ms are a whole step of an engine that asks the
+# daemon, would be added to every token told, and are heard beside a thread that reads events.
+_DAEMON_SWITCH: Final = 0.0002
+_SWITCH: Final = 0.001
+_DRAIN: Final = 10.0  # seconds from a signal to the end of the daemon
+_REPLICA: Final = (
+    "http[s]://HOST:PORT[,events=…][,replay=…][,node=…][,node_replay=…][,block_size=N][,addresses=all]; once for each."
+)
+
+
+@app.command("serve")
+def serve(
+    config: ConfigOption = None,
+    socket: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Where engines connect; instead of the configured socket.")
+    ] = None,
+    http: HttpOption = None,
+) -> None:
+    settings = Config.load(config, service=given(socket=socket, http=http))
+    path = settings.service.socket
+    if path is None:
+        raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
+    if settings.file.key_file is not None:
+        load_key(settings.file.key_file, "[file] key_file")  # a wrong one is told now, not to the first engine
+    serving.begin(_DAEMON_SWITCH)
+    with needing("the daemon"):
+        from kvtier.service.admin import Pages
+        from kvtier.service.events import Publisher
+        from kvtier.service.node import Daemon
+        from kvtier.service.web import HttpSocket
+    listening = HttpSocket(settings.service.http, names=settings.service.allowed_hosts)
+    with Publisher(settings.events) if settings.events.publish is not None else nullcontext() as publisher:
+        daemon = Daemon(settings, path, publisher=publisher)
+        pages = Pages(daemon, listening)
+        serving.on_signal(daemon.stop)
+        pages.start()
+        size = format_size(settings.host.size)
+        _log.info("ready on %s, %s of host memory, http on %s", path, size, pages.address)
+        daemon.run()
+        pages.stop()
+        if not daemon.close(_DRAIN):
+            _log.warning("stores still waited after %g s: they are dropped", _DRAIN)
+
+
+@app.command("engine")
+def serve_engine(
+    model: Annotated[Path, typer.Option(metavar="DIR", help="A local checkpoint directory with its tokenizer.")],
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; instead of the directory's.")] = None,
+    http: HttpOption = None,
+    exact: ExactOption = False,
+    config: ConfigOption = None,
+) -> None:
+    settings = Config.load(config, server=given(name=name, http=http))
+    serving.begin(_SWITCH)
+    with needing("the engine"):
+        from kvtier.service.engine import EngineServer
+    server = EngineServer(model, settings, exact=exact)
+
+    def stop() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)  # who insists is obeyed at once
+        server.stop()
+
+    serving.on_signal(stop)
+    server.run()
+
+
+@app.command("route")
+def route(
+    replica: Annotated[list[str] | None, typer.Option(metavar="SPEC", help=_REPLICA)] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Whose tokenizer tells prompts apart; else replicas are asked.")
+    ] = None,
+    replicas_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="More replicas, one a line; followed while it changes.")
+    ] = None,
+    http: HttpOption = None,
+    config: ConfigOption = None,
+) -> None:
+    options = given(replicas=replica, replicas_file=replicas_file, model=model, http=http)
+    settings = Config.load(config, router=options)
+    serving.begin(_SWITCH)
+    with needing("the router"):
+        from kvtier.service.router import serve as serve_router
+    server, stopping = serve_router(settings.router, strict=settings.events.strict), Event()
+    serving.on_signal(stopping.set)
+    server.start()
+    _log.info("ready on %d replicas, http on %s", len(settings.router.replicas), server.address)
+    stopping.wait()
+    server.stop()

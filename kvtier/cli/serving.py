@@ -1,0 +1,31 @@
+"""What the verbs share that serve until they are told to stop."""
+
+import logging
+import resource
+import signal
+import sys
+from collections.abc import Callable
+
+
+class _LogLine(logging.Formatter):
+    """Formats a log record as one line; errors are marked."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        kind = "error: " if record.levelno >= logging.ERROR else ""
+        return f"kvtier: {kind}{super().format(record)}"
+
+
+def begin(switch_interval: float) -> None:
+    """Log to stderr from INFO on, allow as many open files as can be, and let a thread wait so long for the GIL."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_LogLine())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each client takes one or more
+    sys.setswitchinterval(switch_interval)
+
+
+def on_signal(stop: Callable[[], None]) -> None:
+    """Call `stop` at SIGTERM and at Ctrl-C."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop())
