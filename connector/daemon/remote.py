@@ -364,11 +364,12 @@ class RemoteTiers:
 
     def _released(self, link: Link, number: int, lease: Lease, leaked: bool) -> None:
         if leaked:
-            lease.disarm()
+            lease.on_release = None
             self._dropped.append(partial(self._let_go, link, number))
             return
         with self._lock:
-            if lease.disarm():
+            if lease.on_release is not None:
+                lease.on_release = None
                 self._let_go(link, number)
 
     def _let_go(self, link: Link, number: int) -> None:

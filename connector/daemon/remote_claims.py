@@ -193,6 +193,6 @@ def widened(found: Attribution, num_blocks: int) -> Attribution:
 
 def _empty() -> Lease:
     def released(lease: Lease, leaked: bool) -> None:
-        lease.disarm()
+        lease.on_release = None
 
     return Lease([], _NONE, _NONE, released)

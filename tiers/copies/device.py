@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvtier.tiers import BlockRecord, ChainHash, Changes
 from kvtier.tiers.host import memory
 from kvtier.tiers.naming import KVShape
-from kvtier.tiers.pool import FILLING, READY, Slots, SlotTable, to_words
+from kvtier.tiers.pool import FILLING, READY, Slots, SlotTable
 
 
 class BlockPool:
@@ -34,6 +34,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
         self._table = SlotTable(num_blocks, "lru")
+        self.tells = False  # whether somebody listens
         self._records: list[BlockRecord | None] = []  # of the named blocks, while somebody listens
         self._lock = threading.Lock()
         self.tensor = _zeros((num_blocks, *shape.block_shape), dtype, device)
@@ -93,8 +94,8 @@ class BlockPool:
             return
         with self._lock:
             self._require_refs(slots, "publish")
-            table, words = self._table, to_words(hashes)
-            held = table.index.find(words)
+            table = self._table
+            words, held = table.index.find(hashes)
             new = np.flatnonzero((held < 0) & (table.state[slots] == FILLING))
             if not len(new):
                 return
@@ -102,7 +103,7 @@ class BlockPool:
                 raise ValueError(f"publish: a hash comes twice among {len(hashes)}")
             held[new] = slots[new]
             before = np.empty_like(held)
-            before[0] = -1 if parent is None else table.index.find(to_words([parent]))[0]
+            before[0] = -1 if parent is None else table.index.find([parent])[1][0]
             before[1:] = held[:-1]
             for i in new.tolist() if records and self._records else ():
                 self._records[slots[i]] = records[i]
@@ -133,17 +134,12 @@ class BlockPool:
         with self._lock:
             self._table.reset()
 
-    @property
-    def tells(self) -> bool:
-        """Whether somebody listens."""
-        return bool(self._records)
-
     def listen(self) -> None:
         """Keep a log of the blocks that come and go, for one reader. ValueError if blocks have a name already."""
         with self._lock:
             if self._table.num_ready:
                 raise ValueError(f"listen: {self._table.num_ready} blocks have a name already")
-            self._records = [None] * self.num_blocks
+            self.tells, self._records = True, [None] * self.num_blocks
             self._table.listen()
 
     @property
@@ -165,7 +161,7 @@ class BlockPool:
         """Keep no log any more; returns what the reader knows."""
         with self._lock:
             log, self._table.changes = self._table.changes, None
-            self._records = []
+            self.tells, self._records = False, []
             if log is None:
                 return []
             log.cleared(self._table.index.words)
