@@ -15,9 +15,7 @@ from kvtier.tiers import BlockRecord, ChainHash
 class BlockAllocator(Protocol):
     """What the scheduler asks of L1; `tiers.device.BlockPool` is the real one."""
 
-    @property
-    def num_free_blocks(self) -> int:
-        """BlockAllocator `allocate` can hand out now."""
+    tells: bool  # whether `publish` wants records: somebody is told what L1 holds
 
     def lookup(self, hashes: list[ChainHash]) -> int:
         """Leading blocks held; no side effect."""
@@ -25,12 +23,8 @@ class BlockAllocator(Protocol):
     def match(self, hashes: list[ChainHash]) -> NDArray[Any]:
         """Ids of the leading blocks held, each with one reference more."""
 
-    def allocate(self, n: int) -> NDArray[Any] | None:
-        """`n` blocks with one reference each; None: no room."""
-
-    @property
-    def tells(self) -> bool:
-        """Whether `publish` wants records: somebody is told what L1 holds."""
+    def allocate(self, n: int, leaving: int = 0) -> NDArray[Any] | None:
+        """`n` blocks with one reference each; None: no room for them and `leaving` more."""
 
     def publish(
         self,

@@ -167,7 +167,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
         """Have a block for every token, preempting the latest request that is not in `chunks`. False: not this step."""
-        num_missing = self._config.num_blocks_of(sequence.num_tokens) - len(sequence.block_table)
+        num_missing = -(-sequence.num_tokens // self._config.block_size) - len(sequence.block_table)
         if not num_missing:
             return True
         scheduled = {chunk.sequence.request_id for chunk in chunks}
@@ -248,11 +248,9 @@ class Scheduler:
                 self._pool.free(matched)
                 return False
             num_external = answer
-        num_fresh = self._config.num_blocks_of(sequence.num_tokens) - len(matched)
+        num_fresh = -(-sequence.num_tokens // block_size) - len(matched)
         room_to_grow = len(self.running) + len(self.loading)  # a block for each, lest they preempt it at once
-        has_room = self._pool.num_free_blocks - num_fresh >= room_to_grow
-        fresh = self._pool.allocate(num_fresh) if has_room else None
-        if fresh is None:
+        if (fresh := self._pool.allocate(num_fresh, leaving=room_to_grow)) is None:
             self._pool.free(matched)
             return None
         sequence.block_table = matched + fresh.tolist()

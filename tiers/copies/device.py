@@ -61,17 +61,22 @@ class BlockPool:
             self._table.ref(block_ids)
             return block_ids
 
-    def allocate(self, n: int) -> NDArray[np.int64] | None:
+    def allocate(self, n: int, leaving: int = 0) -> NDArray[np.int64] | None:
         """Take `n` blocks, unnamed, with one reference each; all or nothing. None: fewer are free, nobody waits.
+
+        `leaving`: take none if fewer than so many would be left.
 
         ValueError, and nothing changes, if `n` is negative.
         """
         if n < 0:
             raise ValueError(f"allocate: {n} blocks; ask for 0 or more")
         with self._lock:
-            block_ids = self._table.take(n, spare_parents=False)
+            table = self._table
+            if n + leaving > table.num_free + table.num_ready - table.num_leased:
+                return None
+            block_ids = table.take(n, spare_parents=False)
             if block_ids is not None:
-                self._table.refs[block_ids] = 1
+                table.refs[block_ids] = 1
             return block_ids
 
     def publish(

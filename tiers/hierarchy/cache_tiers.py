@@ -38,22 +38,19 @@ class Attribution:
     blocks: int
     miss: int
     by_tier: Mapping[str, int] = field(hash=False)  # of the tiers that had any
+    loadable: int = field(compare=False, repr=False)  # blocks found below L1
 
     def __init__(self, blocks: int, *, miss: int = 0, **by_tier: int) -> None:
         object.__setattr__(self, "blocks", blocks)
         object.__setattr__(self, "miss", miss)
         object.__setattr__(self, "by_tier", {TIERS[name].name: count for name, count in by_tier.items() if count})
+        object.__setattr__(self, "loadable", blocks - miss - by_tier.get(L1, 0))
         if sum(by_tier.values()) + miss != blocks:
             raise AssertionError(f"attribution does not sum: {self}")
 
     def __getitem__(self, tier: str) -> int:
         """Blocks found in this tier; 0 if it had none."""
         return self.by_tier.get(TIERS[tier].name, 0)
-
-    @property
-    def loadable(self) -> int:
-        """Blocks found below L1."""
-        return self.blocks - self.miss - self.by_tier.get(L1, 0)
 
 
 @dataclass(eq=False)

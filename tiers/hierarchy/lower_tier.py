@@ -67,7 +67,7 @@ class TierPort:
         self._lock = Lock()  # guards what follows; innermost, never held across I/O
         self._closed = False
         self.epoch = 0  # counts resets: a write offered before one never lands after it
-        self._is_shared = False  # the tier `Locates`
+        self.is_shared = False  # the tier `Locates`
         self._shared_forgot_at = 0  # the last reset that a tier which nodes share was told of
         self._num_writing = 0  # writes under way that began in this epoch …
         self._num_stale = 0  # … and in an earlier one
@@ -91,7 +91,7 @@ class TierPort:
     @property
     def locates(self) -> bool:
         """Whether the tier holds blocks that only asking it would show, and answers now."""
-        return self._readable() is not None and self._is_shared
+        return self._readable() is not None and self.is_shared
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
         """`Locates.locate`, reported to the read breaker. Called on this port's threads."""
@@ -267,7 +267,7 @@ class TierPort:
                 if self._closed:
                     break
                 if forgot_at == self.epoch:
-                    self._is_shared = isinstance(tier, Locates)  # asked once: it costs more than a lookup
+                    self.is_shared = isinstance(tier, Locates)  # asked once: it costs more than a lookup
                     self.tier = tier
                     return
                 forgot_at = self.epoch

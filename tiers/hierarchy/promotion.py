@@ -112,6 +112,7 @@ class Promoter:
                 self._let_go(claim)
                 claim.end = 0
                 self._leave(claim)
+                self._lock.notify_all()
 
     @property
     def idle(self) -> bool:
@@ -191,6 +192,7 @@ class Promoter:
                 if name:
                     self._shorten(claim, check.first + num_whole, outcome)
                 self._advance(claim)
+                self._lock.notify_all()
 
     # bookkeeping, under the lock
 
@@ -296,9 +298,14 @@ class Promoter:
             first, size = first + size, 2 * size
         return len(hashes)
 
-    def _join(self, claim: LocalClaim, read: TierRead, rest: list[ChainHash]) -> None:
+    def _await(self, claim: LocalClaim, read: TierRead) -> None:
         read.waiters.add(claim)
         claim.reads.add(read)
+        if not claim.position:
+            claim.position = {chain_hash: i for i, chain_hash in enumerate(claim.run)}
+
+    def _join(self, claim: LocalClaim, read: TierRead, rest: list[ChainHash]) -> None:
+        self._await(claim, read)
         ahead = read.hashes[read.hashes.index(rest[0]) :]
         claim.next += sum(1 for a, b in zip(ahead, rest, strict=False) if a == b)
 
@@ -325,14 +332,15 @@ class Promoter:
             return None if pool.lookup(rest[:1]) else Outcome.NO_SLOT
         deadline = self.clock() + port.settings.deadline
         for first in range(0, run, self._batch):
-            read = TierRead(self, port, reservation, range(first, min(run, first + self._batch)), deadline)
+            positions = range(first, min(run, first + self._batch))
+            names = reservation.hashes[positions.start : positions.stop]
+            read = TierRead(self, port, reservation, positions, names, deadline)
             if not port.queue.submit(read, urgent=True):
                 pool.abandon(reservation, range(first, run))
                 return Outcome.QUEUE_FULL
-            self._reads.update(dict.fromkeys(read.hashes, read))
-            read.waiters.add(claim)
-            claim.reads.add(read)
-            claim.next += len(read.positions)
+            self._reads.update(dict.fromkeys(names, read))
+            self._await(claim, read)
+            claim.next += len(positions)
         return None
 
     def _shorten(self, claim: LocalClaim, end: int, reason: Outcome, *, keep_arrived: bool = False) -> None:
@@ -367,5 +375,4 @@ class Promoter:
             for partial in claim.leases:
                 partial.release()
             claim.leases = [lease]
-            claim.end = len(lease)
-        self._lock.notify_all()
+            claim.end = len(lease.hashes)
