@@ -100,7 +100,8 @@ class BlockPool:
         with self._lock:
             self._require_refs(slots, "publish")
             table = self._table
-            words, held = table.index.find(hashes)
+            words, held = table.index.find([*hashes, parent] if parent is not None else hashes)
+            held, parents = held[: len(hashes)], held[len(hashes) :]
             new = np.flatnonzero((held < 0) & (table.state[slots] == FILLING))
             if not len(new):
                 return
@@ -108,7 +109,7 @@ class BlockPool:
                 raise ValueError(f"publish: a hash comes twice among {len(hashes)}")
             held[new] = slots[new]
             before = np.empty_like(held)
-            before[0] = -1 if parent is None else table.index.find([parent])[1][0]
+            before[0] = -1 if parent is None else parents[0]
             before[1:] = held[:-1]
             for i in new.tolist() if records and self._records else ():
                 self._records[slots[i]] = records[i]

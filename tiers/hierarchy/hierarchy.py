@@ -165,7 +165,8 @@ class Hierarchy:
         self._ticked_at = now
         for port in self.ports:
             port.tick()
-        self.promoter.tick()
+        if self.promoter.active:
+            self.promoter.tick()
 
     def reset(self) -> None:
         """Forget everything in every tier; stores and reads under way will not become visible.

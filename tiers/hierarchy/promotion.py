@@ -46,7 +46,7 @@ class Promoter:
         self._batch = max(1, BATCH_BYTES // host.region.slot_bytes)
         self._reads: dict[ChainHash, TierRead] = {}
         self._given_up: set[TierRead] = set()  # hang in their I/O; their slots are in quarantine
-        self._active: set[LocalClaim] = set()  # not yet taken or cancelled
+        self.active: set[LocalClaim] = set()  # not yet taken or cancelled
         self._held: Counter[ChainHash] = Counter()  # block → active requests that hold or wait for it
         self._checking = IoQueue("verify", 1, _MAX_CHECKS, clock) if host.verify else None
 
@@ -70,7 +70,7 @@ class Promoter:
                 self._shorten(claim, room, Outcome.NO_SLOT)
             claim.num_held = claim.end
             self._held.update(claim.run[: claim.end])
-            self._active.add(claim)
+            self.active.add(claim)
             self._advance(claim)
             return True
 
@@ -97,17 +97,15 @@ class Promoter:
     def cancel(self, claim: LocalClaim) -> None:
         """The request went away. Reads that others wait for go on; so does the I/O of the rest. Idempotent."""
         with self._lock:
-            if claim in self._active or claim.leases:
+            if claim in self.active or claim.leases:
                 self._leave(claim)
                 self._let_go(claim)
 
     def tick(self) -> None:
         """Reclaim promises nobody has asked about for `lease_deadline` seconds; no copy was submitted for them."""
-        if not self._active:
-            return
         now = self.clock()
         with self._lock:
-            for claim in [each for each in self._active if now - each.polled_at >= self._lease_deadline]:
+            for claim in [each for each in self.active if now - each.polled_at >= self._lease_deadline]:
                 self._metrics.missed(Outcome.TIMEOUT, claim.end)
                 self._let_go(claim)
                 claim.end = 0
@@ -118,11 +116,11 @@ class Promoter:
     def idle(self) -> bool:
         """Whether no request waits or holds a promise, and no read is under way."""
         is_checking = self._checking is not None and not self._checking.idle
-        return not (self._active or self._reads or self._given_up or is_checking)
+        return not (self.active or self._reads or self._given_up or is_checking)
 
     def has_news(self) -> bool:
         """Whether some request's answer is there and no poll has returned it yet. The caller holds the lock."""
-        return any(claim.done and not claim.told for claim in self._active)
+        return any(claim.done and not claim.told for claim in self.active)
 
     def check(self) -> None:
         """The bookkeeping law."""
@@ -208,8 +206,8 @@ class Promoter:
 
     def _leave(self, claim: LocalClaim) -> None:
         """The request waits no more."""
-        if claim in self._active:
-            self._active.remove(claim)
+        if claim in self.active:
+            self.active.remove(claim)
             held, hashes = self._held, claim.run[: claim.num_held]
             counts = list(map(held.pop, hashes, repeat(0)))  # all of them at the speed of C
             if sum(counts) > len(hashes):  # mostly nobody else holds any

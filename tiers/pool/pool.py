@@ -82,9 +82,9 @@ class SlotPool:
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
-            words, held = self._table.index.find(hashes)
+            words, held, before = self._find(hashes, [parent])
             missing = np.flatnonzero(held < 0)
-            if not self._take_into(held, hashes, words, [0], self._slots([parent])):
+            if not self._take_into(held, hashes, words, [0], before):
                 return None
             return self._reservation(hashes, parent, held, missing)
 
@@ -97,9 +97,9 @@ class SlotPool:
             starts = list(accumulate((len(hashes) for hashes, _ in chains), initial=0))
             with self._lock:
                 self._settle_dropped()
-                words, held = self._table.index.find(names)
+                words, held, before = self._find(names, parents)
                 is_missing = held < 0
-                if self._take_into(held, names, words, starts[:-1], self._slots(parents)):
+                if self._take_into(held, names, words, starts[:-1], before):
                     return [
                         self._reservation(hashes, parent, held[a:b], np.flatnonzero(is_missing[a:b]))
                         for (hashes, parent), a, b in zip(chains, starts, starts[1:], strict=False)
@@ -280,12 +280,12 @@ class SlotPool:
         slots = self._table.find(hashes)
         return slots[slots >= 0]
 
-    def _slots(self, names: Sequence[ChainHash | None]) -> Slots:
-        """The slot of each block, ready or filling; -1 where there is none."""
-        slots = np.full(len(names), -1, np.int64)
-        if known := [i for i, name in enumerate(names) if name is not None]:
-            _, slots[known] = self._table.index.find([name for name in names if name is not None])
-        return slots
+    def _find(self, names: Sequence[ChainHash], parents: Sequence[ChainHash | None]) -> tuple[Words, Slots, Slots]:
+        """The names as words, and the slots of names and parents, ready or filling; -1 where there is none."""
+        words, slots = self._table.index.find([*names, *(parent for parent in parents if parent is not None)])
+        before = np.full(len(parents), -1, np.int64)
+        before[[parent is not None for parent in parents]] = slots[len(names) :]
+        return words[: len(names)], slots[: len(names)], before
 
     def _take_into(
         self, held: Slots, hashes: Sequence[ChainHash], words: Words, starts: list[int], parents: Slots

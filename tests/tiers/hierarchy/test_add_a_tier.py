@@ -15,7 +15,7 @@ from memory_tier import ROW, SHELVES
 from service_rig import attach, load, where
 from service_rig import store as store_remote
 
-from kvtier.connector.daemon.messages import pack_found, unpack_found
+from kvtier.connector.daemon.wire import pack_found, unpack_found
 from kvtier.engine.sequence import SamplingParams, Sequence
 from kvtier.service.doctor.doctor import examine
 from kvtier.service.events.announced import AnnouncedBlocks
