@@ -6,6 +6,7 @@ A client's frame is `[number, [operation, …]]`, an operation `[code, *fields]`
 
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgpack
@@ -149,7 +150,7 @@ def pack_grants(grants: Sequence[Granted | None]) -> list[bytes]:
 
 def unpack_grants(answer: Any, num_wanted: Sequence[int], num_slots: int) -> list[Granted | None]:
     """Inverse of `pack_grants`, for `Wanted` of so many hashes each and a region of `num_slots`."""
-    return decoded(lambda body: _grants(body, num_wanted, num_slots), answer)
+    return decoded(partial(_grants, num_wanted=num_wanted, num_slots=num_slots), answer)
 
 
 def _grants(answer: Any, num_wanted: Sequence[int], num_slots: int) -> list[Granted | None]:

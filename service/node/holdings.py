@@ -127,8 +127,8 @@ class Holdings:
         assert claim.found is not None
         del self.waiting[number]
         now = self._clock()
-        lease = self._hierarchy.promised(claim)
-        if promised and lease is not None:
+        lease = self._hierarchy.promised(claim) if promised else None
+        if lease is not None:
             self._renewed[number] = now
             slots, generations = lease.slots, lease.generations
         else:

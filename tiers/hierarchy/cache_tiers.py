@@ -8,6 +8,7 @@ that can wait.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Condition
 from typing import Final, Protocol
 
 from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, Metrics, Outcome
@@ -65,6 +66,27 @@ class Claim:
     refusal: Outcome | None = None  # RECOMPUTE: final, computing is faster; NO_SLOT: for now, others have the room
     good_until: float = 0.0  # on the monotonic clock: an answer that nothing is held may be asked for anew from then on
     missing: Outcome | None = Outcome.ABSENT  # why the misses of `found` are misses; None: that is counted already
+
+
+class NewsCondition(Condition):
+    """The lock of claims served in this process, and the news that one moved on.
+
+    It also tells watchers, which wait for something else than a lock: an event loop does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watchers: list[Callable[[], None]] = []
+
+    def watch(self, told: Callable[[], None]) -> None:
+        """Have `told` called at every step forward. It is called under the lock, so it may only make a note."""
+        self._watchers.append(told)
+
+    def notify_all(self) -> None:
+        """Wake every thread that waits, and tell every watcher."""
+        super().notify_all()
+        for told in self._watchers:
+            told()
 
 
 @dataclass(frozen=True, slots=True)

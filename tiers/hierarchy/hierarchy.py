@@ -8,10 +8,9 @@ from typing import Final
 import numpy as np
 
 from kvtier.tiers import L2, ChainHash, Metrics, Outcome
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Pending
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, NewsCondition, Pending
 from kvtier.tiers.hierarchy.local_claim import LocalClaim
 from kvtier.tiers.hierarchy.lower_tier import TierPort
-from kvtier.tiers.hierarchy.news import NewsCondition
 from kvtier.tiers.hierarchy.promotion import Promoter
 from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.hierarchy.settings import HierarchySettings

@@ -6,11 +6,10 @@ from itertools import repeat
 from typing import Final
 
 from kvtier.tiers import BATCH_BYTES, L2, BlockRecord, ChainHash, Metrics, Outcome
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Pending
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, NewsCondition, Pending
 from kvtier.tiers.hierarchy.io_queue import IoQueue
 from kvtier.tiers.hierarchy.local_claim import HostCheck, LocalClaim, TierRead
 from kvtier.tiers.hierarchy.lower_tier import TierPort
-from kvtier.tiers.hierarchy.news import NewsCondition
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import Lease
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.tiers import ChainHash, Outcome
+from kvtier.tiers.hierarchy.cache_tiers import NewsCondition
 from kvtier.tiers.hierarchy.lower_tier import TierPort
-from kvtier.tiers.hierarchy.news import NewsCondition
 
 _MOST: Final = 8192  # blocks in one question: a longer chain is asked about in pieces
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.tiers import L2, BlockRecord, ChainHash, Metrics, Outcome, checksum
-from kvtier.tiers.hierarchy.cache_tiers import Wanted
+from kvtier.tiers.hierarchy.cache_tiers import NewsCondition, Wanted
 from kvtier.tiers.hierarchy.demote import Demoter
 from kvtier.tiers.hierarchy.io_queue import IoQueue
 from kvtier.tiers.hierarchy.lower_tier import TierPort
-from kvtier.tiers.hierarchy.news import NewsCondition
 from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import Reservation
