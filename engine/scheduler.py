@@ -279,7 +279,7 @@ class Scheduler:
         sequence.num_loading = num_external * block_size
         if not sequence.num_preempted:
             sequence.num_l1_tokens = sequence.num_computed
-            sequence.found = self._connector.found(sequence.request_id)
+            sequence.found = self._connector.found(sequence.request_id) if num_external else None
             self.stats["prompt_tokens"] += sequence.num_prompt_tokens
             self.stats["l1_tokens"] += sequence.num_computed
         if self._config.enable_prefix_caching:

@@ -127,7 +127,7 @@ class Sequence:
         self.num_preempted = 0
         self.num_l1_tokens = 0  # cached tokens at the first admission, by where they were
         self.num_external_tokens = 0
-        self.found: Attribution | None = None  # where the tiers below L1 had its blocks then
+        self.found: Attribution | None = None  # where the tiers below L1 had its blocks then, if some were loaded
         self.num_generated = 0  # tokens of the answer so far
         self.arrived = time.monotonic()
         self.ttft: float | None = None  # seconds from arrival to the first token

@@ -242,8 +242,8 @@ class TierPort:
         if any(outcome in _FAILURES for outcome in outcomes):
             breaker.failure()
             self._show_breakers()
-        elif outcomes and self._clock() - began < self.settings.deadline:  # a late answer was counted by `failed`
-            breaker.success()
+        elif breaker.failures and outcomes and self._clock() - began < self.settings.deadline:
+            breaker.success()  # a late answer is none: `failed` has counted it
 
     def _attach(self, expected: tuple[type[Exception], ...]) -> Tier | None:
         """The tier, opened if it is not open. None, with one warning, where that fails."""
