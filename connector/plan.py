@@ -32,7 +32,10 @@ class CopyOp:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One scheduling step's copies. `region` names the L2 region the slots belong to (its inode, 0 if anonymous)."""
+    """One scheduling step's copies. `region` names the L2 region the slots belong to.
+
+    It is the region's inode: 0 if the region is anonymous, or there is nothing to copy.
+    """
 
     step: int
     region: int

@@ -92,8 +92,11 @@ class _StoringOp:
     def records(self) -> list[BlockRecord]:
         """Of the blocks that are copied; what they hold is hashed later."""
         assert self.reservation is not None
-        chain, positions = self.chain, [self.first_block + index for index in self.reservation.indices]
-        return [BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0) for i in positions]
+        held = self.reservation
+        return [
+            BlockRecord(name, parent or b"", self.chain.block_tokens(self.first_block + index), 0)
+            for name, parent, index in zip(held.hashes, held.parents, held.indices, strict=True)
+        ]
 
 
 class SchedulerSide:
@@ -162,8 +165,7 @@ class SchedulerSide:
         claim, known.claim = known.claim, None
         if claim is None:
             return 0
-        block_size = known.request.chain.block_size
-        num_blocks = num_external_tokens // block_size
+        num_blocks = num_external_tokens // claim.block_size
         if not num_blocks:
             self.tiers.cancel(claim)
             return 0
@@ -179,7 +181,7 @@ class SchedulerSide:
         op = CopyOp(next(self._op_ids), request_id, tuple(blocks), tuple(slots), tuple(generations), layerwise)
         self._loads[op.op_id] = _LoadingOp(op, known.asked, lease, time.monotonic())
         self._planned.append(op)
-        return len(slots) * block_size
+        return len(slots) * claim.block_size
 
     def forget_promises(self) -> None:
         """Let go of all that was promised and not allocated: behind a reset it would be old."""
@@ -213,6 +215,8 @@ class SchedulerSide:
         """This step's copies; everything said since the last plan."""
         stores = self._reserved() if self._wanted else []
         loads, self._planned = tuple(self._planned), []
+        if not (loads or stores):
+            return StepPlan(next(self._steps), 0)
         region = self.tiers.region
         region_id = 0 if region is None else region.region_id
         if loads and self._region_id != region_id:  # the daemon was restarted since: its old memory has what they load

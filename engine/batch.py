@@ -1,51 +1,10 @@
-"""What passes between the scheduler, the pool and the runner: blocks, and one step's chunks."""
+"""What passes between the scheduler and the runner: one step's chunks and copies."""
 
 import time
-from collections import abc
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-from numpy.typing import ArrayLike, NDArray
 
 from kvtier.connector import StepPlan
 from kvtier.engine.sequence import Sequence
-from kvtier.tiers import BlockRecord, ChainHash
-
-
-class BlockAllocator(Protocol):
-    """What the scheduler asks of L1; `tiers.device.BlockPool` is the real one."""
-
-    @property
-    def num_free_blocks(self) -> int:
-        """BlockAllocator `allocate` can hand out now."""
-
-    def lookup(self, hashes: list[ChainHash]) -> int:
-        """Leading blocks held; no side effect."""
-
-    def match(self, hashes: list[ChainHash]) -> NDArray[Any]:
-        """Ids of the leading blocks held, each with one reference more."""
-
-    def allocate(self, n: int) -> NDArray[Any] | None:
-        """`n` blocks with one reference each; None: no room."""
-
-    @property
-    def tells(self) -> bool:
-        """Whether `publish` wants records: somebody is told what L1 holds."""
-
-    def publish(
-        self,
-        block_ids: ArrayLike,
-        hashes: list[ChainHash],
-        parent: ChainHash | None,
-        records: abc.Sequence[BlockRecord] = (),
-    ) -> None:
-        """Name full blocks: from now on they are found."""
-
-    def hold(self, block_ids: ArrayLike) -> None:
-        """One reference more to each."""
-
-    def free(self, block_ids: ArrayLike) -> None:
-        """One reference less to each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """The engine's settings: one frozen object, checked where it is made."""
 
-import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -63,10 +62,6 @@ class EngineConfig:
         if num_blocks < 1:
             raise ConfigError(f"l1_bytes {self.l1_bytes}: one block of this model takes {block_bytes} bytes; raise it")
         return num_blocks
-
-    def num_blocks_of(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
-        return math.ceil(num_tokens / self.block_size)
 
 
 _CHOICES: Final = {

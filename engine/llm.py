@@ -234,10 +234,12 @@ class Engine:
     def drain(self, timeout: float) -> bool:
         """Wait until every copy under way has ended, at most `timeout` seconds: then only live requests hold blocks."""
         deadline = time.monotonic() + timeout
-        while self.scheduler.has_copies and time.monotonic() < deadline:
+        while is_copying := self.scheduler.has_copies:
+            if time.monotonic() >= deadline:
+                break
             self.scheduler.take_in(self.worker.poll())
             time.sleep(_POLL)
-        return not self.scheduler.has_copies
+        return not is_copying
 
     def close(self) -> None:
         """Abort what is live, drain copies in flight up to a deadline, close the connector. Idempotent."""

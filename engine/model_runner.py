@@ -224,7 +224,7 @@ class ModelRunner:
         spans, first = [], 0
         for chunk in chunks:
             last = first + chunk.end - chunk.start
-            table = chunk.sequence.block_table[: self._config.num_blocks_of(chunk.end)]
+            table = chunk.sequence.block_table[: -(-chunk.end // self._config.block_size)]
             blocks = torch.tensor(table, dtype=torch.int64, device=self._model.device)
             spans.append(_AttentionSpan(first, last, chunk.start, chunk.end, blocks))
             first = last

@@ -5,15 +5,19 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
 from operator import itemgetter
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvtier.connector import ConnectorUpdate, WorkerReport
-from kvtier.engine.batch import Batch, BlockAllocator, Chunk
+from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.offload import NoOffload, SchedulerConnector
+from kvtier.engine.offload import NoOffload
 from kvtier.engine.sequence import FinishReason, Output, SampledToken, Sequence, SequenceState
 from kvtier.tiers import ChainHash
 from kvtier.tiers.hierarchy import Pending
+
+if TYPE_CHECKING:
+    from kvtier.connector import SchedulerSide
+    from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
 
 _PREFILL: Final = 64  # tokens: a step of so many says how fast prefill is
 _LOOK_AHEAD: Final = 0.05  # seconds between lookups while no seat is free: they take milliseconds, but start fetching
@@ -31,8 +35,8 @@ class Scheduler:
     def __init__(
         self,
         config: EngineConfig,
-        pool: BlockAllocator,
-        connector: SchedulerConnector | None = None,
+        pool: "BlockPool",
+        connector: "SchedulerSide | NoOffload | None" = None,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.waiting: list[Sequence] = []  # by arrival
@@ -44,7 +48,7 @@ class Scheduler:
         self._token_budget = config.token_budget
         self._pool = pool
         self._offloads = connector is not None
-        self._connector: SchedulerConnector = NoOffload() if connector is None else connector
+        self._connector = NoOffload() if connector is None else connector
         self._eos_token_ids = eos_token_ids
         self._computing: dict[ChainHash, str] = {}  # block that is being computed or loaded → request that does it
         self._held: Counter[int] = Counter()  # block → stores under way that hold it
@@ -119,8 +123,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is; the next step's outputs tell it. False: there is no such request."""
-        sequence = self._live.get(request_id)
-        if sequence is None:
+        if (sequence := self._live.get(request_id)) is None:
             return False
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
@@ -167,8 +170,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
         """Have a block for every token, preempting the latest request that is not in `chunks`. False: not this step."""
-        num_missing = self._config.num_blocks_of(sequence.num_tokens) - len(sequence.block_table)
-        if not num_missing:
+        if not (num_missing := -(-sequence.num_tokens // self._config.block_size) - len(sequence.block_table)):
             return True
         scheduled = {chunk.sequence.request_id for chunk in chunks}
         while (blocks := self._pool.allocate(num_missing)) is None:
@@ -248,11 +250,9 @@ class Scheduler:
                 self._pool.free(matched)
                 return False
             num_external = answer
-        num_fresh = self._config.num_blocks_of(sequence.num_tokens) - len(matched)
+        num_fresh = -(-sequence.num_tokens // block_size) - len(matched)
         room_to_grow = len(self.running) + len(self.loading)  # a block for each, lest they preempt it at once
-        has_room = self._pool.num_free_blocks - num_fresh >= room_to_grow
-        fresh = self._pool.allocate(num_fresh) if has_room else None
-        if fresh is None:
+        if (fresh := self._pool.allocate(num_fresh, leaving=room_to_grow)) is None:
             self._pool.free(matched)
             return None
         sequence.block_table = matched + fresh.tolist()
@@ -279,7 +279,7 @@ class Scheduler:
         sequence.num_loading = num_external * block_size
         if not sequence.num_preempted:
             sequence.num_l1_tokens = sequence.num_computed
-            sequence.found = self._connector.found(sequence.request_id)
+            sequence.found = self._connector.found(sequence.request_id) if num_external else None
             self.stats["prompt_tokens"] += sequence.num_prompt_tokens
             self.stats["l1_tokens"] += sequence.num_computed
         if self._config.enable_prefix_caching:

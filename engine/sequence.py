@@ -103,7 +103,7 @@ class Output:
 
 
 class Sequence:
-    """A request's tokens and the blocks that hold their KV. `chain` names the prompt's, or nothing yet.
+    """A request's tokens and the blocks that hold their KV. `chain` names the prompt's.
 
     While it runs, its block table covers all of its tokens; num_named and num_stored only grow until it is preempted.
     """
@@ -127,12 +127,11 @@ class Sequence:
         self.num_preempted = 0
         self.num_l1_tokens = 0  # cached tokens at the first admission, by where they were
         self.num_external_tokens = 0
-        self.found: Attribution | None = None  # where the tiers below L1 had its blocks then
+        self.found: Attribution | None = None  # where the tiers below L1 had its blocks then, if some were loaded
+        self.num_generated = 0  # tokens of the answer so far
         self.arrived = time.monotonic()
-        self.first_token: float | None = None
+        self.ttft: float | None = None  # seconds from arrival to the first token
         self._chain = chain
-        if chain is not None and not chain.num_tokens:
-            chain.extend(prompt)
         # Chain hashes of its full blocks, which the chain itself extends; empty where nothing is cached.
         self.hashes: abc.Sequence[ChainHash] = () if chain is None else chain.hashes
 
@@ -163,25 +162,16 @@ class Sequence:
         return {TIERS[tier].label: num_tokens for tier, num_tokens in cached.items()}
 
     @property
-    def num_generated(self) -> int:
-        """The answer so far."""
-        return self.num_tokens - self.num_prompt_tokens
-
-    @property
     def generated(self) -> list[int]:
         """The answer so far, token by token."""
         return self.token_ids[self.num_prompt_tokens :]
 
-    @property
-    def ttft(self) -> float | None:
-        """Seconds from arrival to the first token; None before it."""
-        return None if self.first_token is None else self.first_token - self.arrived
-
     def append(self, token_id: int) -> None:
         """One more generated token; its KV is computed by the next step."""
-        if self.first_token is None:
-            self.first_token = time.monotonic()
+        if self.ttft is None:
+            self.ttft = time.monotonic() - self.arrived
         self.token_ids.append(token_id)
         self.num_tokens += 1
+        self.num_generated += 1
         if self._chain is not None:
             self._chain.extend((token_id,))

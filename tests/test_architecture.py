@@ -80,7 +80,6 @@ EXPLAINED: Final = {
     "kvtier/cli/demo_cli.py:kvtier.engine.demo.story": "torch and transformers take seconds to import",
     "kvtier/cli/demo_cli.py:kvtier.engine.demo.generation": "the same",
     "kvtier/cli/demo_cli.py:run_generate": "one parameter for each option of the command line",
-    "tiers/hierarchy/hierarchy.py:Hierarchy": "implements the three protocols of cache_tiers.py, on one lock",
     "connector/daemon/remote.py:RemoteTiers": "implements the same three, on one socket",
     "tiers/file/extents.py:ExtentMap": "an extent's whole life, to the end of its slab's tail, over one index",
     "tiers/pool/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",

@@ -29,7 +29,7 @@ class Breaker:
         self._retry_after = retry_after
         self._clock = clock
         self._lock = Lock()
-        self._failures = 0
+        self.failures = 0  # in a row
         self._backoff = 1.0
         self._opened_at = 0.0
         self.state = BreakerState.CLOSED
@@ -38,13 +38,13 @@ class Breaker:
     def success(self) -> None:
         """The storage answered an ordinary operation. Late answers do not close an open breaker: a probe does."""
         with self._lock:
-            self._failures = 0
+            self.failures = 0
 
     def failure(self) -> None:
         """The storage failed or kept silent past a deadline."""
         with self._lock:
-            self._failures += 1
-            if self.state is BreakerState.CLOSED and self._failures >= self._limit:
+            self.failures += 1
+            if self.state is BreakerState.CLOSED and self.failures >= self._limit:
                 self._open()
 
     def trip(self) -> None:
@@ -69,7 +69,7 @@ class Breaker:
             if self.state is not BreakerState.HALF_OPEN:
                 return
             if answered:
-                self.state, self.closed, self._failures, self._backoff = BreakerState.CLOSED, True, 0, 1.0
+                self.state, self.closed, self.failures, self._backoff = BreakerState.CLOSED, True, 0, 1.0
             else:
                 self._backoff = min(2 * self._backoff, _MAX_BACKOFF)
                 self._open()

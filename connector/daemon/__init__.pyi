@@ -1,9 +1,8 @@
-from . import handshake, messages
+from . import handshake, messages, wire
 from .attachment import join
-from .connection import Peer, is_trusted, peer_of
-from .frames import ID_BYTES, MAX_FRAME, MAX_HELLO, MAX_ITEMS, FrameReader, decoded, number
-from .handshake import Hello
+from .handshake import Hello, Peer, is_trusted, peer_of
 from .remote import RemoteTiers
+from .wire import ID_BYTES, MAX_FRAME, MAX_HELLO, MAX_ITEMS, FrameReader, decoded, number
 
 __all__ = [
     "ID_BYTES",
@@ -21,4 +20,5 @@ __all__ = [
     "messages",
     "number",
     "peer_of",
+    "wire",
 ]

@@ -1,17 +1,39 @@
-"""The first frame each way: a client says who it is and what it wants, the daemon lets it in or says why not.
+"""Who is at the other end, and the first frame each way: a client says what it wants, the daemon lets it in or not.
 
 A client's is a `Hello` or a `Join`, the daemon's a `Welcome`, `Joined` or `Refused`. The version stands
 before everything that may change with it.
 """
 
+import os
+import socket
+import struct
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from kvtier.connector.daemon.frames import ID_BYTES, decoded, flag, number, octets, pack_frame, seconds, text
+from kvtier.connector.daemon.wire import ID_BYTES, decoded, flag, number, octets, pack_frame, seconds, text
 from kvtier.tiers import FormatError
 
 VERSION: Final = 1
 _MAGIC: Final = "kvtier"
 _MAX_SLOTS: Final = 1 << 32
+_PEER: Final = struct.Struct("3i")
+
+
+class Peer(NamedTuple):
+    """Who is at the other end, as the kernel says."""
+
+    pid: int  # 0: it lives in a pid namespace this process does not see
+    uid: int
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """The process that connected; asked by a client, the one that listens."""
+    pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return Peer(pid, uid)
+
+
+def is_trusted(uid: int) -> bool:
+    """Whether a user may have this one's blocks, or serve them."""
+    return uid in (os.geteuid(), 0)
 
 
 class Hello(NamedTuple):

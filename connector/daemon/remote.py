@@ -5,12 +5,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
 from kvtier.connector.daemon.attachment import Attachment, Link
-from kvtier.connector.daemon.frames import MAX_HASHES, MAX_ITEMS
 from kvtier.connector.daemon.handshake import Hello
 from kvtier.connector.daemon.messages import (
     Abandon,
@@ -25,10 +25,9 @@ from kvtier.connector.daemon.messages import (
     Reserve,
     Reset,
     Seal,
-    unpack_found,
-    unpack_grants,
 )
 from kvtier.connector.daemon.remote_claims import ASK_AGAIN, RemoteClaim, RemoteClaims, widened
+from kvtier.connector.daemon.wire import MAX_HASHES, MAX_ITEMS, unpack_found, unpack_grants
 from kvtier.tiers import L2, BlockRecord, ChainHash, FormatError, Metrics, Outcome
 from kvtier.tiers.hierarchy import Attribution, Claim, Pending, Wanted
 from kvtier.tiers.host import HostRegion
@@ -77,8 +76,8 @@ class RemoteTiers:
         self._lock = Lock()
         self._waiting_call = Lock()  # the daemon does one operation that waits at a time for each client
         self._attachment = Attachment(path, hello, clock)
-        self._last_number = 0
-        self._claims = RemoteClaims(self._attachment, self.metrics, patience, clock, lambda: self._numbers(1))
+        self._numbers = count(1)  # of claims, reservations and requests; under the lock, so that several are in a row
+        self._claims = RemoteClaims(self._attachment, self.metrics, patience, clock, self._numbers)
         self._dropped: deque[Callable[[], None]] = deque()  # left by `__del__`, which may run anywhere
         self._closed = False
         self._attachment.start()
@@ -151,7 +150,7 @@ class RemoteTiers:
             return []
         heads = [Wanted(each.hashes[:MAX_ITEMS], each.parent, each.tenant) for each in wanted]
         with self._lock:
-            first = self._numbers(len(wanted))
+            first, *_ = [next(self._numbers) for _ in wanted]
         link, answers = self._call(Reserve(first, heads), self._deadline)
         with self._lock:
             grants = self._grants(link, heads, answers)
@@ -317,11 +316,6 @@ class RemoteTiers:
             self.metrics.dropped(L2, reason, len(reservation))
             self._give_back(reservation.link, Abandon(reservation.number, reason))
 
-    def _numbers(self, count: int) -> int:
-        first = self._last_number + 1
-        self._last_number += count
-        return first
-
     # calls, without the lock
 
     def _call(self, operation: Operation, timeout: float, *, alone: bool = False) -> tuple[Link | None, list[Any]]:
@@ -331,7 +325,7 @@ class RemoteTiers:
             link = self._attachment.link or self._pump()
             if link is None:
                 return None, []
-            number = self._numbers(1)
+            number = next(self._numbers)
             if alone:
                 self._attachment.send()
             self._attachment.send([operation], number)
@@ -364,11 +358,12 @@ class RemoteTiers:
 
     def _released(self, link: Link, number: int, lease: Lease, leaked: bool) -> None:
         if leaked:
-            lease.disarm()
+            lease.on_release = None
             self._dropped.append(partial(self._let_go, link, number))
             return
         with self._lock:
-            if lease.disarm():
+            if lease.on_release is not None:
+                lease.on_release = None
                 self._let_go(link, number)
 
     def _let_go(self, link: Link, number: int) -> None:

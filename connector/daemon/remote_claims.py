@@ -1,6 +1,6 @@
 """A client's claims at the daemon: asked in one message, answered by news, kept by being renewed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.connector.daemon.attachment import Attachment, Link
-from kvtier.connector.daemon.frames import MAX_HASHES
 from kvtier.connector.daemon.messages import Ask, Cancel, News, Release, Renew, Take
+from kvtier.connector.daemon.wire import MAX_HASHES
 from kvtier.tiers import FormatError, Metrics, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Pending
 from kvtier.tiers.pool import Lease
@@ -34,8 +34,8 @@ class RemoteClaim(Claim):
     answered: bool = False
     told: bool = False  # a poll has returned the number
     again: bool = False  # asked for the second time: the first answer was lost
-    slots: NDArray[np.int64] = field(default_factory=lambda: _NONE)
-    generations: NDArray[np.int64] = field(default_factory=lambda: _NONE)
+    slots: NDArray[np.int64] = field(default_factory=_NONE.copy)
+    generations: NDArray[np.int64] = field(default_factory=_NONE.copy)
 
 
 class RemoteClaims:
@@ -47,7 +47,7 @@ class RemoteClaims:
         metrics: Metrics,
         patience: float,
         clock: Callable[[], float],
-        numbers: Callable[[], int],
+        numbers: Iterator[int],
     ) -> None:
         """A claim without an answer for `patience` seconds is a miss. `numbers` gives each claim one of its own."""
         self._attachment = attachment
@@ -63,7 +63,7 @@ class RemoteClaims:
         if link is None or not claim.hashes:
             self._settle(claim)
             return
-        claim.number, claim.link = self._numbers(), link
+        claim.number, claim.link = next(self._numbers), link
         claim.asked_at = claim.renewed_at = self._clock()
         link.claims[claim.number] = claim
         hashes = claim.hashes[:MAX_HASHES]
@@ -188,11 +188,11 @@ class RemoteClaims:
 def widened(found: Attribution, num_blocks: int) -> Attribution:
     """The same for a longer chain, of whose head alone the daemon was asked."""
     more = num_blocks - found.blocks
-    return Attribution(num_blocks, miss=found.miss + more, **found.by_tier)
+    return found if not more else Attribution(num_blocks, miss=found.miss + more, **found.by_tier)
 
 
 def _empty() -> Lease:
     def released(lease: Lease, leaked: bool) -> None:
-        lease.disarm()
+        lease.on_release = None
 
     return Lease([], _NONE, _NONE, released)

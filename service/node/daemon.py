@@ -75,6 +75,7 @@ class Daemon:
         self._sessions: dict[bytes, Session] = {}
         self._waiting: dict[bytes, list[tuple[Session, Hello]]] = {}  # fingerprint being opened → who wants it
         self._openings: list[Opening] = []  # planned, one at a time is carried out
+        self._progressed = False  # some namespace has: set by any thread, read by the loop
         self._ticked = self._log_from = 0.0
         self._listener = Listener(path)
         self._accepts = False
@@ -291,15 +292,16 @@ class Daemon:
     def _note_progress(self, namespace: Namespace) -> None:
         """On any thread, under the hierarchy's lock: leave a note, wake the loop."""
         if not namespace.progressed:
-            namespace.progressed = True
+            namespace.progressed = self._progressed = True
             self.loop.wake()
 
     def _turn(self) -> float:
         """After every round: pass on what has come to pass; now and then let deadlines pass. Seconds to wait."""
         at = now()
         is_due = at - self._ticked >= _TICK
-        is_busy = any(each.waits for each in self._sessions.values())
-        for namespace in self._namespaces:
+        is_busy = any(each.holdings is not None and each.holdings.waiting for each in self._sessions.values())
+        progressed, self._progressed = self._progressed, False
+        for namespace in self._namespaces if progressed or is_due else ():
             progressed, namespace.progressed = namespace.progressed, False
             if progressed or is_due:
                 if is_due:

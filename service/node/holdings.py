@@ -5,7 +5,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from kvtier.connector.daemon import MAX_ITEMS, messages
+from kvtier.connector.daemon import MAX_ITEMS, messages, wire
 from kvtier.service.node.served_tiers import ServedTiers
 from kvtier.tiers import L2, BlockRecord, FormatError, Outcome
 from kvtier.tiers.hierarchy import Attribution, Claim, Pending
@@ -29,7 +29,7 @@ class Holdings:
     A number the client has no (more) thing of is passed over: both sides may let it go at the same time.
     Only what no client of ours would send is a FormatError.
 
-    `_on_…` serves the operation of that name (`messages.handlers_of`).
+    `_on_…` serves the operation of that name (`wire.handlers_of`).
     """
 
     def __init__(self, tiers: ServedTiers, lease_deadline: float, clock: Callable[[], float]) -> None:
@@ -39,20 +39,15 @@ class Holdings:
         self._clock = clock
         self._claims: dict[int, Claim] = {}
         self._renewed: dict[int, float] = {}  # claim answered → when the client last wanted it
-        self._waiting: dict[int, Claim] = {}  # those of the claims that have no answer yet
+        self.waiting: dict[int, Claim] = {}  # those of the claims that have no answer yet
         self._leases: dict[int, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
-        self._sealed: list[tuple[Reservation, messages.Seal]] = []  # not passed on yet
+        self.sealed: list[tuple[Reservation, messages.Seal]] = []  # not passed on yet
 
     @property
     def counts(self) -> HeldCounts:
         """How much there is."""
         return HeldCounts(len(self._claims), len(self._leases), len(self._reservations))
-
-    @property
-    def waits(self) -> bool:
-        """Whether some claim has no answer yet."""
-        return bool(self._waiting)
 
     def apply(self, operation: messages.Operation, news: list[messages.News]) -> Any:
         """Do it. Returns its answer as on the wire, None if it has none; `news` gets what is known at once."""
@@ -64,11 +59,11 @@ class Holdings:
 
     def news(self) -> list[messages.News]:
         """The claims that have an answer now and had none before."""
-        return [news for number in list(self._waiting) if (news := self._look(number)) is not None]
+        return [news for number in list(self.waiting) if (news := self._look(number)) is not None]
 
     def publish(self) -> None:
         """Pass on what was sealed: behind the answers, since hashing it takes the GIL while somebody waits for them."""
-        sealed, self._sealed = self._sealed, []
+        sealed, self.sealed = self.sealed, []
         for reservation, op in sealed:
             records = [
                 BlockRecord(chain_hash, parent or b"", tokens, 0)
@@ -121,7 +116,7 @@ class Holdings:
             raise FormatError(f"claim {op.claim} names a block twice")
         self.publish()  # what was sealed just before may be what is asked for
         claim = self._hierarchy.ask(op.hashes, op.parent, op.num_l1, block_size=op.block_size)
-        self._claims[op.claim] = self._waiting[op.claim] = claim
+        self._claims[op.claim] = self.waiting[op.claim] = claim
         return self._look(op.claim)
 
     def _look(self, number: int) -> messages.News | None:
@@ -130,10 +125,10 @@ class Holdings:
         if isinstance(promised, Pending):
             return None
         assert claim.found is not None
-        del self._waiting[number]
+        del self.waiting[number]
         now = self._clock()
-        lease = self._hierarchy.promised(claim)
-        if promised and lease is not None:
+        lease = self._hierarchy.promised(claim) if promised else None
+        if lease is not None:
             self._renewed[number] = now
             slots, generations = lease.slots, lease.generations
         else:
@@ -154,8 +149,8 @@ class Holdings:
     def _on_take(self, op: messages.Take) -> None:
         for number in op.claims:
             if number in self._renewed:
-                self._leases[number] = self._tiers.take(self._claims[number])
-                self._drop(number)
+                self._leases[number] = self._tiers.take(self._claims[number])  # nothing is left to cancel
+                self._forget(number)
 
     def _on_release(self, op: messages.Release) -> None:
         for number in op.leases:
@@ -163,10 +158,14 @@ class Holdings:
                 lease.release()
 
     def _drop(self, number: int) -> None:
-        if (claim := self._claims.pop(number, None)) is not None:
+        if (claim := self._claims.get(number)) is not None:
             self._hierarchy.cancel(claim)
-            self._waiting.pop(number, None)
-            self._renewed.pop(number, None)
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        del self._claims[number]
+        self.waiting.pop(number, None)
+        self._renewed.pop(number, None)
 
     # stores
 
@@ -177,7 +176,7 @@ class Holdings:
         if len(self._reservations) + len(op.wanted) > MAX_RESERVATIONS or not is_bounded:
             num_blocks = sum(len(each.hashes) for each in op.wanted)
             self._hierarchy.metrics.dropped(L2, Outcome.QUEUE_FULL, num_blocks)
-            return messages.pack_grants([None] * len(op.wanted))
+            return wire.pack_grants([None] * len(op.wanted))
         try:
             reservations = self._tiers.reserve(op.wanted)
         except ValueError as error:  # a name given twice; slots taken before it came are dropped, and so abandoned
@@ -185,7 +184,7 @@ class Holdings:
         for number, reservation in enumerate(reservations, op.first):
             if reservation is not None and len(reservation):
                 self._reservations[number] = reservation
-        return messages.pack_grants(
+        return wire.pack_grants(
             [
                 None
                 if each is None
@@ -200,7 +199,7 @@ class Holdings:
             return
         if len(op.tokens) != len(reservation):
             raise FormatError(f"seal: tokens of {len(op.tokens)} blocks, {len(reservation)} are reserved")
-        self._sealed.append((self._reservations.pop(op.reservation), op))
+        self.sealed.append((self._reservations.pop(op.reservation), op))
 
     def _on_abandon(self, op: messages.Abandon) -> None:
         if (reservation := self._reservations.pop(op.reservation, None)) is not None:
@@ -215,5 +214,5 @@ class Holdings:
         return bytes(self._hierarchy.holds(op.hashes))
 
 
-_HANDLERS: Final = messages.handlers_of(Holdings)
+_HANDLERS: Final = wire.handlers_of(Holdings)
 _NONE: Final = np.empty(0, np.int64)

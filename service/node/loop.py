@@ -110,6 +110,4 @@ def _settle(future: "Future[T]", function: Callable[[], T]) -> None:
             future.set_exception(error)
 
 
-def now() -> float:
-    """Seconds, monotonic."""
-    return time.monotonic()
+now: Final = time.monotonic  # the clock of the daemon, in seconds

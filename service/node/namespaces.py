@@ -57,11 +57,10 @@ class Namespace:
     members: set[NamespaceUser] = field(default_factory=set)
     idle_since: float = field(default_factory=now)
     progressed: bool = False  # some claim may have an answer: set by any thread, read by the loop
+    hierarchy: Hierarchy = field(init=False)  # behind the tiers
 
-    @property
-    def hierarchy(self) -> Hierarchy:
-        """The hierarchy behind the tiers."""
-        return self.tiers.hierarchy
+    def __post_init__(self) -> None:
+        self.hierarchy = self.tiers.hierarchy
 
     @property
     def is_shared(self) -> bool:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol
 
-from kvtier.connector.daemon import ID_BYTES, MAX_FRAME, MAX_HELLO, FrameReader, Hello, Peer, handshake, messages
+from kvtier.connector.daemon import ID_BYTES, MAX_FRAME, MAX_HELLO, FrameReader, Hello, Peer, handshake, messages, wire
 from kvtier.service.node.buffers import Buffers
 from kvtier.service.node.holdings import HeldCounts, Holdings
 from kvtier.service.node.loop import READABLE, WRITABLE, Loop, now
@@ -55,7 +55,7 @@ class Session:
     connected → said hello → welcomed → gone. If the connection ends without a `Bye`, its leases and filling slots stay
     until every process of the client has ended, since one of their copies may outlive the socket.
 
-    `_on_…` serves the operation of that name (`messages.handlers_of`); the others are for its `Holdings`.
+    `_on_…` serves the operation of that name (`wire.handlers_of`); the others are for its `Holdings`.
     """
 
     def __init__(self, daemon: SessionOwner, connection: socket.socket, peer: Peer) -> None:
@@ -70,6 +70,7 @@ class Session:
         self._socket: socket.socket | None = connection
         self._reader = FrameReader(MAX_HELLO)
         self._output = bytearray()
+        self._num_kept = 0  # bytes noted last: half sent or unread
         self._processes: dict[int, int] = {}  # pidfd → pid, of those that live
         self._over = False
         self._corked = False  # while a batch of frames is taken in
@@ -98,11 +99,6 @@ class Session:
     def holds_slots(self) -> bool:
         """Whether it has leases, or slots to fill."""
         return self.counts.leases > 0 or self.counts.reservations > 0
-
-    @property
-    def waits(self) -> bool:
-        """Whether some claim of its has no answer yet."""
-        return self.holdings is not None and self.holdings.waits
 
     # what the daemon calls
 
@@ -148,7 +144,7 @@ class Session:
         """Send the news there is: claims that were answered, an epoch that has changed."""
         if self.holdings is None or self.namespace is None or self._socket is None:
             return
-        news = self.holdings.news() if self.holdings.waits else []
+        news = self.holdings.news() if self.holdings.waiting else []
         if news or self._told_epoch != self.namespace.hierarchy.epoch:
             self._reply(0, [], news)
 
@@ -177,6 +173,7 @@ class Session:
         self._socket = None
         self._output.clear()
         self._reader = FrameReader(MAX_HELLO)
+        self._num_kept = 0
         self._daemon.buffers.note(self, 0)
         if self.holdings is not None:
             self.holdings.forgo()
@@ -246,7 +243,7 @@ class Session:
                 self.end_connection("error")
             self._corked = False
             self._flush()
-            if self.holdings is not None:
+            if self.holdings is not None and self.holdings.sealed:
                 self.holdings.publish()
             if len(data) < _RECEIVE:
                 return True  # a later byte makes the socket readable again
@@ -256,7 +253,7 @@ class Session:
         if self._socket is None:  # cut off by an earlier frame
             return
         if self.holdings is not None:
-            self._serve(*messages.unpack_request(body))
+            self._serve(*wire.unpack_request(body))
             return
         if self.said_hello:
             raise FormatError("a second frame before the first was answered")
@@ -295,9 +292,9 @@ class Session:
     def _on_lookup(self, op: messages.Lookup) -> "list[int] | _Waits":
         namespace = self._required_namespace
         if not namespace.is_shared:
-            return messages.pack_found(namespace.hierarchy.lookup(op.hashes))
+            return wire.pack_found(namespace.hierarchy.lookup(op.hashes))
         timeout = min(op.timeout, _MAX_WAIT)
-        return _Waits(lambda: messages.pack_found(namespace.hierarchy.locate(op.hashes, timeout)))
+        return _Waits(lambda: wire.pack_found(namespace.hierarchy.locate(op.hashes, timeout)))
 
     def _on_reset(self, op: messages.Reset) -> "_Waits":
         return _Waits(self._required_namespace.hierarchy.reset)
@@ -339,7 +336,7 @@ class Session:
     def _reply(self, request: int, answers: list[Any], news: list[messages.News]) -> None:
         assert self.namespace is not None
         epoch = self._told_epoch = self.namespace.hierarchy.epoch
-        self._send(messages.pack_reply(messages.Reply(request, epoch, answers, news)))
+        self._send(wire.pack_reply(messages.Reply(request, epoch, answers, news)))
 
     def joined(self) -> None:
         """The process at the other end is watched now, by the client it copies for."""
@@ -376,8 +373,10 @@ class Session:
         elif self._blocked != bool(self._output):
             self._blocked = bool(self._output)
             self._daemon.loop.change(self._socket.fileno(), READABLE | WRITABLE if self._blocked else READABLE)
-        if self._socket is not None:
-            self._daemon.buffers.note(self, self._reader.num_waiting + len(self._output))
+        num_kept = self._reader.num_waiting + len(self._output)
+        if num_kept or self._num_kept:  # both are 0 once it has hung up
+            self._num_kept = num_kept  # before anybody is cut off for it
+            self._daemon.buffers.note(self, num_kept)
 
 
 class _Waits(NamedTuple):
@@ -386,7 +385,7 @@ class _Waits(NamedTuple):
     work: Callable[[], Any]
 
 
-_HANDLERS: Final = messages.handlers_of(Session)
+_HANDLERS: Final = wire.handlers_of(Session)
 
 
 def _broken(check: Callable[[], None]) -> str:

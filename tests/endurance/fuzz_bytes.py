@@ -10,9 +10,8 @@ import numpy as np
 import xxhash
 from _trace import _parse
 
-from kvtier.connector.daemon.frames import MAX_FRAME, FrameReader
 from kvtier.connector.daemon.handshake import unpack_handshake, unpack_handshake_reply
-from kvtier.connector.daemon.messages import unpack_reply, unpack_request
+from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, unpack_reply, unpack_request
 from kvtier.connector.plan import StepPlan
 from kvtier.service.archive.format import HEADER_BYTES, Header, Parser, decode_header
 from kvtier.service.events.prefix_index import PrefixIndex

@@ -67,6 +67,7 @@ class Story:
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int = 1, **params: object) -> Live:
         chain = TokenChain(ROOT, BLOCK)
+        chain.extend(prompt)
         sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
         self.live[name] = Live(name, list(prompt), sampling, chain, len(self.live))
         self.scheduler.add(self.live[name])

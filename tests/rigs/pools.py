@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from kvtier.tiers.pool.pool import Reservation, SlotPool
+from kvtier.tiers.pool.lease import Reservation
+from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.tier import ChainHash
 
 PoolOf = Callable[..., SlotPool]

@@ -22,7 +22,8 @@ from hypothesis.stateful import (
 from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.hierarchy.events import TierEvents
 from kvtier.tiers.naming.shape import KVShape
-from kvtier.tiers.pool.pool import Lease, Reservation, SlotPool
+from kvtier.tiers.pool.lease import Lease, Reservation
+from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.tier import BlockRecord, ChainHash
 
 Path = tuple[int, ...]

@@ -135,7 +135,9 @@ class World:
             return
         salt = dice.choice([None, None, None, "a"])
         params = SamplingParams(max_tokens=dice.randrange(1, min(room - len(tokens), 20) + 1), ignore_eos=True)
-        self.live[name] = Live(name, list(tokens), params, TokenChain(ROOTS[salt], BLOCK_SIZE), self.num_added)
+        chain = TokenChain(ROOTS[salt], BLOCK_SIZE)
+        chain.extend(tokens)
+        self.live[name] = Live(name, list(tokens), params, chain, self.num_added)
         self.salts[name] = salt
         self.num_added += 1
         self.scheduler.add(self.live[name])

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvtier.tiers import BlockRecord, ChainHash, Changes
 from kvtier.tiers.host import memory
 from kvtier.tiers.naming import KVShape
-from kvtier.tiers.pool import FILLING, READY, Slots, SlotTable, to_words
+from kvtier.tiers.pool import FILLING, READY, Slots, SlotTable
 
 
 class BlockPool:
@@ -34,6 +34,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
         self._table = SlotTable(num_blocks, "lru")
+        self.tells = False  # whether somebody listens
         self._records: list[BlockRecord | None] = []  # of the named blocks, while somebody listens
         self._lock = threading.Lock()
         self.tensor = _zeros((num_blocks, *shape.block_shape), dtype, device)
@@ -60,17 +61,22 @@ class BlockPool:
             self._table.ref(block_ids)
             return block_ids
 
-    def allocate(self, n: int) -> NDArray[np.int64] | None:
+    def allocate(self, n: int, leaving: int = 0) -> NDArray[np.int64] | None:
         """Take `n` blocks, unnamed, with one reference each; all or nothing. None: fewer are free, nobody waits.
+
+        `leaving`: take none if fewer than so many would be left.
 
         ValueError, and nothing changes, if `n` is negative.
         """
         if n < 0:
             raise ValueError(f"allocate: {n} blocks; ask for 0 or more")
         with self._lock:
-            block_ids = self._table.take(n, spare_parents=False)
+            table = self._table
+            if n + leaving > table.num_free + table.num_ready - table.num_leased:
+                return None
+            block_ids = table.take(n, spare_parents=False)
             if block_ids is not None:
-                self._table.refs[block_ids] = 1
+                table.refs[block_ids] = 1
             return block_ids
 
     def publish(
@@ -93,8 +99,9 @@ class BlockPool:
             return
         with self._lock:
             self._require_refs(slots, "publish")
-            table, words = self._table, to_words(hashes)
-            held = table.index.find(words)
+            table = self._table
+            words, held = table.index.find([*hashes, parent] if parent is not None else hashes)
+            held, parents = held[: len(hashes)], held[len(hashes) :]
             new = np.flatnonzero((held < 0) & (table.state[slots] == FILLING))
             if not len(new):
                 return
@@ -102,7 +109,7 @@ class BlockPool:
                 raise ValueError(f"publish: a hash comes twice among {len(hashes)}")
             held[new] = slots[new]
             before = np.empty_like(held)
-            before[0] = -1 if parent is None else table.index.find(to_words([parent]))[0]
+            before[0] = -1 if parent is None else parents[0]
             before[1:] = held[:-1]
             for i in new.tolist() if records and self._records else ():
                 self._records[slots[i]] = records[i]
@@ -133,17 +140,12 @@ class BlockPool:
         with self._lock:
             self._table.reset()
 
-    @property
-    def tells(self) -> bool:
-        """Whether somebody listens."""
-        return bool(self._records)
-
     def listen(self) -> None:
         """Keep a log of the blocks that come and go, for one reader. ValueError if blocks have a name already."""
         with self._lock:
             if self._table.num_ready:
                 raise ValueError(f"listen: {self._table.num_ready} blocks have a name already")
-            self._records = [None] * self.num_blocks
+            self.tells, self._records = True, [None] * self.num_blocks
             self._table.listen()
 
     @property
@@ -165,7 +167,7 @@ class BlockPool:
         """Keep no log any more; returns what the reader knows."""
         with self._lock:
             log, self._table.changes = self._table.changes, None
-            self._records = []
+            self.tells, self._records = False, []
             if log is None:
                 return []
             log.cleared(self._table.index.words)

@@ -132,7 +132,7 @@ class HostCopyStream:
         self._queues: dict[CopyDirection, deque[CopyTask]] = {"load": deque(), "store": deque()}
         self._num_running = 0
         self._closed = False
-        self._cancelled = False
+        self._cancelled = threading.Event()
         self._threads = [
             threading.Thread(target=self._work, name=f"kvtier-copy-{i}", daemon=True) for i in range(num_threads)
         ]
@@ -159,7 +159,7 @@ class HostCopyStream:
             self._closed = True
         self.drain(timeout)
         with self._changed:
-            self._cancelled = True
+            self._cancelled.set()
             for queue in self._queues.values():
                 while queue:
                     queue.popleft().event.end(CANCELLED)
@@ -187,7 +187,7 @@ class HostCopyStream:
     def _work(self) -> None:
         while (task := self._take()) is not None:
             try:
-                error = task.run(self._copier, lambda: self._cancelled)
+                error = task.run(self._copier, self._cancelled.is_set)
             except Exception as failure:  # top of a worker loop: the thread must live on for the others
                 error = f"{type(failure).__name__}: {failure}"
             with self._changed:
@@ -198,7 +198,7 @@ class HostCopyStream:
     def _take(self) -> CopyTask | None:
         """Wait for a copy that may start; None once the stream is cancelled."""
         with self._changed:
-            while not self._cancelled:
+            while not self._cancelled.is_set():
                 for queue in (self._queues["load"], self._queues["store"]):
                     if queue and queue[0].ready():
                         self._num_running += 1

@@ -8,6 +8,7 @@ that can wait.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Condition
 from typing import Final, Protocol
 
 from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, Metrics, Outcome
@@ -38,22 +39,19 @@ class Attribution:
     blocks: int
     miss: int
     by_tier: Mapping[str, int] = field(hash=False)  # of the tiers that had any
+    loadable: int = field(compare=False, repr=False)  # blocks found below L1
 
     def __init__(self, blocks: int, *, miss: int = 0, **by_tier: int) -> None:
         object.__setattr__(self, "blocks", blocks)
         object.__setattr__(self, "miss", miss)
         object.__setattr__(self, "by_tier", {TIERS[name].name: count for name, count in by_tier.items() if count})
+        object.__setattr__(self, "loadable", blocks - miss - by_tier.get(L1, 0))
         if sum(by_tier.values()) + miss != blocks:
             raise AssertionError(f"attribution does not sum: {self}")
 
     def __getitem__(self, tier: str) -> int:
         """Blocks found in this tier; 0 if it had none."""
         return self.by_tier.get(TIERS[tier].name, 0)
-
-    @property
-    def loadable(self) -> int:
-        """Blocks found below L1."""
-        return self.blocks - self.miss - self.by_tier.get(L1, 0)
 
 
 @dataclass(eq=False)
@@ -68,6 +66,27 @@ class Claim:
     refusal: Outcome | None = None  # RECOMPUTE: final, computing is faster; NO_SLOT: for now, others have the room
     good_until: float = 0.0  # on the monotonic clock: an answer that nothing is held may be asked for anew from then on
     missing: Outcome | None = Outcome.ABSENT  # why the misses of `found` are misses; None: that is counted already
+
+
+class NewsCondition(Condition):
+    """The lock of claims served in this process, and the news that one moved on.
+
+    It also tells watchers, which wait for something else than a lock: an event loop does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watchers: list[Callable[[], None]] = []
+
+    def watch(self, told: Callable[[], None]) -> None:
+        """Have `told` called at every step forward. It is called under the lock, so it may only make a note."""
+        self._watchers.append(told)
+
+    def notify_all(self) -> None:
+        """Wake every thread that waits, and tell every watcher."""
+        super().notify_all()
+        for told in self._watchers:
+            told()
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ class _WriteJob:
 
     def run(self) -> list[Outcome]:
         self.deadline = self.demoter.clock() + self.demoter.port.settings.deadline
-        held = len(self.lease)  # shorter than asked if an eviction or a reset came before the lease
+        held = len(self.lease.hashes)  # shorter than asked if an eviction or a reset came before the lease
         outcomes = self.demoter.write(self.lease, self.epoch) if held else []
         return [*outcomes, *[Outcome.EVICTED] * (len(self.hashes) - held)]
 

@@ -7,18 +7,17 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.tiers import L2, BlockRecord, ChainHash, Metrics, Outcome
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Pending, Wanted
+from kvtier.tiers import L2, ChainHash, Metrics, Outcome
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, NewsCondition, Pending
 from kvtier.tiers.hierarchy.local_claim import LocalClaim
 from kvtier.tiers.hierarchy.lower_tier import TierPort
-from kvtier.tiers.hierarchy.news import NewsCondition
 from kvtier.tiers.hierarchy.promotion import Promoter
 from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.hierarchy.shared_lookup import Locator
 from kvtier.tiers.hierarchy.stores import StoreQueue
 from kvtier.tiers.host import HostRegion, HostTier
-from kvtier.tiers.pool import Lease, Reservation
+from kvtier.tiers.pool import Lease
 
 _TICK: Final = 0.001  # seconds between two looks at deadlines, however often they are asked for
 _ASK_AGAIN: Final = 0.05  # seconds an answer of a shared tier is good for: asking costs it a round trip
@@ -54,7 +53,10 @@ class Hierarchy:
         self.news = self._lock = NewsCondition()
         self.locator = Locator(ports, self.news, clock)
         self.promoter = Promoter(host, ports, self._lock, metrics, clock, settings.lease_deadline)
-        self.stores = StoreQueue(host, self.ports, self._lock, settings, metrics, clock)
+        self.stores = stores = StoreQueue(host, self.ports, self._lock, settings, metrics, clock)
+        # What `BlockStores` and `TierUpkeep` say of these is what their owners do.
+        self.reserve, self.seal, self.abandon, self.drain = stores.reserve, stores.seal, stores.abandon, stores.drain
+        self.holds = host.pool.holds
         self._clock = clock
         self._ticked_at = -math.inf
         self._num_dirty_dropped = 0  # of those the pool counts: shown as dropped already
@@ -119,22 +121,8 @@ class Hierarchy:
         Returns at once if a claim has an answer that no `poll` has reported yet, or an answer was not read.
         """
         with self._lock:
-            if not (self.promoter.has_news() or self.locator.has_news()):
+            if not (self.promoter.has_news() or self.locator.unread):
                 self._lock.wait(timeout)
-
-    # stores
-
-    def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
-        """See `BlockStores.reserve`; never waits here."""
-        return self.stores.reserve(wanted)
-
-    def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
-        """See `BlockStores.seal`. If `epoch` is older than the hierarchy's, nothing is published."""
-        self.stores.seal(reservation, records, epoch)
-
-    def abandon(self, reservation: Reservation, reason: Outcome) -> None:
-        """See `BlockStores.abandon`."""
-        self.stores.abandon(reservation, reason)
 
     # lookups without a claim
 
@@ -163,10 +151,6 @@ class Hierarchy:
                 return self.lookup(hashes)
             asked_until = known + max(len(question.hashes) for question in questions)
 
-    def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
-        """From L2's index."""
-        return self.host.pool.holds(hashes)
-
     # upkeep
 
     def computed(self, num_tokens: int, seconds: float) -> None:
@@ -180,7 +164,8 @@ class Hierarchy:
         self._ticked_at = now
         for port in self.ports:
             port.tick()
-        self.promoter.tick()
+        if self.promoter.active:
+            self.promoter.tick()
 
     def reset(self) -> None:
         """Forget everything in every tier; stores and reads under way will not become visible.
@@ -194,10 +179,6 @@ class Hierarchy:
             port.reset()
         with self._lock:
             self.host.pool.reset()  # again, for what was read meanwhile from tiers that had not forgotten yet
-
-    def drain(self, timeout: float, *, below: bool = True) -> bool:
-        """Wait until every store offered so far is found in L2 and, with `below`, written; False when time ran out."""
-        return self.stores.drain(timeout, below=below)
 
     def stats(self) -> dict[str, float]:
         """Every counter and gauge by its exposition name."""
@@ -262,9 +243,10 @@ class Hierarchy:
 
     def _look(self, claim: LocalClaim) -> None:
         """Ask the indexes. Where the run ends: wait for a store, ask shared tiers once; bring what is worth loading."""
+        is_sealing = bool(self.stores.unsealed)  # asked first: what is published meanwhile is found in neither place
         where = self._lookup(claim.hashes, claim.num_l1)
         claim.sealing = None
-        while where.miss and time.monotonic() < claim.patient_until:
+        while where.miss and is_sealing and time.monotonic() < claim.patient_until:
             first = claim.hashes[where.blocks - where.miss]
             claim.sealing = self.stores.sealing(first)
             if claim.sealing is not None:
@@ -273,7 +255,7 @@ class Hierarchy:
                 break
             where = self._lookup(claim.hashes, claim.num_l1)  # it was published between the two looks
         known = where.blocks - where.miss
-        if where.miss and known >= claim.asked_until:
+        if where.miss and known >= claim.asked_until and any(port.is_shared for port in self.ports):
             claim.questions = self.locator.ask(claim.hashes[known:])
             if claim.questions:
                 claim.asked_until = known + max(len(question.hashes) for question in claim.questions)
@@ -287,7 +269,7 @@ class Hierarchy:
     def _promote(self, claim: LocalClaim, where: Attribution, num_blocks: int) -> None:
         """Bring the blocks beyond `num_l1`, unless computing them is faster or other requests have all the room."""
         block_bytes = self.host.region.slot_bytes
-        below_l2 = {port.name: where[port.name] * block_bytes for port in self.ports}
+        below_l2 = {port.name: where.by_tier.get(port.name, 0) * block_bytes for port in self.ports}
         if claim.block_size and not self.rates.worth_loading(num_blocks * claim.block_size, below_l2):
             claim.refusal = Outcome.RECOMPUTE
             self.metrics.missed(Outcome.RECOMPUTE, num_blocks)

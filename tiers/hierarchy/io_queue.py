@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from threading import Condition, Lock, Thread
 from typing import Any, Protocol
 
@@ -33,16 +34,14 @@ class Job(Protocol):
         """It runs past its deadline: nobody waits for it any more; `end` still follows. Must not wait for I/O."""
 
 
+@dataclass(eq=False, slots=True)
 class _RunningJob:
     """A job on its thread. `lock` puts `overdue` and the job's end in order; it is taken before any other lock."""
 
-    __slots__ = ("is_late", "is_over", "job", "lock")
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.lock = Lock()
-        self.is_late = False
-        self.is_over = False
+    job: Job
+    lock: Lock = field(default_factory=Lock)
+    is_late: bool = False
+    is_over: bool = False
 
     def tell_overdue(self) -> None:
         """Once, unless it has ended meanwhile."""

@@ -41,14 +41,7 @@ class LocalClaim(Claim):
     checks: "set[HostCheck]" = field(default_factory=set)  # until they end, none of the blocks they look at is promised
     done: bool = False  # the promise is settled: one lease, or none
     told: bool = False  # a poll has returned the number
-    _position: dict[ChainHash, int] = field(default_factory=dict)
-
-    @property
-    def position(self) -> dict[ChainHash, int]:
-        """Where in the run each block is. Made when the first block has to be read."""
-        if not self._position:
-            self._position = {chain_hash: i for i, chain_hash in enumerate(self.run)}
-        return self._position
+    position: dict[ChainHash, int] = field(default_factory=dict)  # where in the run each block is, once one is read
 
 
 class JobOwner(Protocol):
@@ -78,12 +71,9 @@ class TierRead:
     port: TierPort
     reservation: Reservation
     positions: range  # into the reservation
+    hashes: list[ChainHash]  # there: the blocks being read
     deadline: float
     waiters: set[LocalClaim] = field(default_factory=set)
-    hashes: list[ChainHash] = field(default_factory=list)  # the blocks being read
-
-    def __post_init__(self) -> None:
-        self.hashes = self.reservation.hashes[self.positions.start : self.positions.stop]
 
     def run(self) -> Sequence[BlockRecord | Outcome]:
         """Read them into their slots."""

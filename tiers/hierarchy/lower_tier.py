@@ -1,6 +1,7 @@
 """A lower tier as the hierarchy sees it: its threads, its breakers, its measured rate; detaches and re-attaches."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ from kvtier.tiers import (
     TierUnavailable,
 )
 from kvtier.tiers.hierarchy.io_queue import IoQueue
-from kvtier.tiers.hierarchy.rates import BusyTime, Rates
+from kvtier.tiers.hierarchy.rates import Rates
 
 _log = logging.getLogger(__name__)
 
 _FAILURES: Final = frozenset({Outcome.IO_ERROR, Outcome.TIMEOUT})  # what a breaker counts
 _CORRUPTION: Final = frozenset({Outcome.CHECKSUM, Outcome.KEY_MISMATCH})
 _MAX_QUEUED: Final = 4096  # jobs per tier
+_MAX_SPANS: Final = 8  # reads in one sample, where reads follow each other without a pause
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class TierPort:
         self._lock = Lock()  # guards what follows; innermost, never held across I/O
         self._closed = False
         self.epoch = 0  # counts resets: a write offered before one never lands after it
-        self._is_shared = False  # the tier `Locates`
+        self.is_shared = False  # the tier `Locates`
         self._shared_forgot_at = 0  # the last reset that a tier which nodes share was told of
         self._num_writing = 0  # writes under way that began in this epoch …
         self._num_stale = 0  # … and in an earlier one
@@ -91,7 +93,7 @@ class TierPort:
     @property
     def locates(self) -> bool:
         """Whether the tier holds blocks that only asking it would show, and answers now."""
-        return self._readable() is not None and self._is_shared
+        return self._readable() is not None and self.is_shared
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
         """`Locates.locate`, reported to the read breaker. Called on this port's threads."""
@@ -240,8 +242,8 @@ class TierPort:
         if any(outcome in _FAILURES for outcome in outcomes):
             breaker.failure()
             self._show_breakers()
-        elif outcomes and self._clock() - began < self.settings.deadline:  # a late answer was counted by `failed`
-            breaker.success()
+        elif breaker.failures and outcomes and self._clock() - began < self.settings.deadline:
+            breaker.success()  # a late answer is none: `failed` has counted it
 
     def _attach(self, expected: tuple[type[Exception], ...]) -> Tier | None:
         """The tier, opened if it is not open. None, with one warning, where that fails."""
@@ -267,7 +269,7 @@ class TierPort:
                 if self._closed:
                     break
                 if forgot_at == self.epoch:
-                    self._is_shared = isinstance(tier, Locates)  # asked once: it costs more than a lookup
+                    self.is_shared = isinstance(tier, Locates)  # asked once: it costs more than a lookup
                     self.tier = tier
                     return
                 forgot_at = self.epoch
@@ -296,6 +298,46 @@ class TierPort:
     def _show_breakers(self) -> None:
         for direction, breaker in self.breakers.items():
             self._metrics.breaker(self.name, direction, not breaker.closed)
+
+
+class BusyTime:
+    """What reads of one tier that run side by side came to: their bytes, over the time in which at least one ran.
+
+    Threads that share a tier's bandwidth each see a part of it; timed one by one, the tier would look that much slower.
+    A read that brought nothing, or hangs, adds no time. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_running = 0
+        self._num_bytes = 0
+        self._spans: list[tuple[float, float]] = []  # of reads since the last sample
+        self._counted_until = -math.inf  # what ran before is in an earlier sample
+
+    def begin(self) -> None:
+        """A read starts; `end` must follow."""
+        with self._lock:
+            self._num_running += 1
+
+    def end(self, num_bytes: int, began: float, ended: float) -> tuple[int, float] | None:
+        """A read of `num_bytes` (0: it brought nothing) ran from `began` to `ended`, in seconds of one clock.
+
+        Returns a sample (bytes, seconds) as soon as nobody reads any more, or after eight reads.
+        """
+        with self._lock:
+            self._num_running -= 1
+            if num_bytes:
+                self._num_bytes += num_bytes
+                self._spans.append((began, ended))
+            if not self._spans or (self._num_running and len(self._spans) < _MAX_SPANS):
+                return None
+            seconds, at = 0.0, self._counted_until
+            for start, end in sorted(self._spans):
+                seconds += max(0.0, end - max(start, at))
+                at = max(at, end)
+            sample = self._num_bytes, seconds
+            self._num_bytes, self._spans, self._counted_until = 0, [], at
+            return sample
 
 
 _DIRECTIONS: Final[tuple[Direction, Direction]] = ("read", "write")

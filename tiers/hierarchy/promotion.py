@@ -6,11 +6,10 @@ from itertools import repeat
 from typing import Final
 
 from kvtier.tiers import BATCH_BYTES, L2, BlockRecord, ChainHash, Metrics, Outcome
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Pending
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, NewsCondition, Pending
 from kvtier.tiers.hierarchy.io_queue import IoQueue
 from kvtier.tiers.hierarchy.local_claim import HostCheck, LocalClaim, TierRead
 from kvtier.tiers.hierarchy.lower_tier import TierPort
-from kvtier.tiers.hierarchy.news import NewsCondition
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import Lease
 
@@ -46,7 +45,7 @@ class Promoter:
         self._batch = max(1, BATCH_BYTES // host.region.slot_bytes)
         self._reads: dict[ChainHash, TierRead] = {}
         self._given_up: set[TierRead] = set()  # hang in their I/O; their slots are in quarantine
-        self._active: set[LocalClaim] = set()  # not yet taken or cancelled
+        self.active: set[LocalClaim] = set()  # not yet taken or cancelled
         self._held: Counter[ChainHash] = Counter()  # block → active requests that hold or wait for it
         self._checking = IoQueue("verify", 1, _MAX_CHECKS, clock) if host.verify else None
 
@@ -70,7 +69,7 @@ class Promoter:
                 self._shorten(claim, room, Outcome.NO_SLOT)
             claim.num_held = claim.end
             self._held.update(claim.run[: claim.end])
-            self._active.add(claim)
+            self.active.add(claim)
             self._advance(claim)
             return True
 
@@ -97,31 +96,30 @@ class Promoter:
     def cancel(self, claim: LocalClaim) -> None:
         """The request went away. Reads that others wait for go on; so does the I/O of the rest. Idempotent."""
         with self._lock:
-            if claim in self._active or claim.leases:
+            if claim in self.active or claim.leases:
                 self._leave(claim)
                 self._let_go(claim)
 
     def tick(self) -> None:
         """Reclaim promises nobody has asked about for `lease_deadline` seconds; no copy was submitted for them."""
-        if not self._active:
-            return
         now = self.clock()
         with self._lock:
-            for claim in [each for each in self._active if now - each.polled_at >= self._lease_deadline]:
+            for claim in [each for each in self.active if now - each.polled_at >= self._lease_deadline]:
                 self._metrics.missed(Outcome.TIMEOUT, claim.end)
                 self._let_go(claim)
                 claim.end = 0
                 self._leave(claim)
+                self._lock.notify_all()
 
     @property
     def idle(self) -> bool:
         """Whether no request waits or holds a promise, and no read is under way."""
         is_checking = self._checking is not None and not self._checking.idle
-        return not (self._active or self._reads or self._given_up or is_checking)
+        return not (self.active or self._reads or self._given_up or is_checking)
 
     def has_news(self) -> bool:
         """Whether some request's answer is there and no poll has returned it yet. The caller holds the lock."""
-        return any(claim.done and not claim.told for claim in self._active)
+        return any(claim.done and not claim.told for claim in self.active)
 
     def check(self) -> None:
         """The bookkeeping law."""
@@ -191,6 +189,7 @@ class Promoter:
                 if name:
                     self._shorten(claim, check.first + num_whole, outcome)
                 self._advance(claim)
+                self._lock.notify_all()
 
     # bookkeeping, under the lock
 
@@ -206,8 +205,8 @@ class Promoter:
 
     def _leave(self, claim: LocalClaim) -> None:
         """The request waits no more."""
-        if claim in self._active:
-            self._active.remove(claim)
+        if claim in self.active:
+            self.active.remove(claim)
             held, hashes = self._held, claim.run[: claim.num_held]
             counts = list(map(held.pop, hashes, repeat(0)))  # all of them at the speed of C
             if sum(counts) > len(hashes):  # mostly nobody else holds any
@@ -296,9 +295,14 @@ class Promoter:
             first, size = first + size, 2 * size
         return len(hashes)
 
-    def _join(self, claim: LocalClaim, read: TierRead, rest: list[ChainHash]) -> None:
+    def _await(self, claim: LocalClaim, read: TierRead) -> None:
         read.waiters.add(claim)
         claim.reads.add(read)
+        if not claim.position:
+            claim.position = {chain_hash: i for i, chain_hash in enumerate(claim.run)}
+
+    def _join(self, claim: LocalClaim, read: TierRead, rest: list[ChainHash]) -> None:
+        self._await(claim, read)
         ahead = read.hashes[read.hashes.index(rest[0]) :]
         claim.next += sum(1 for a, b in zip(ahead, rest, strict=False) if a == b)
 
@@ -325,14 +329,15 @@ class Promoter:
             return None if pool.lookup(rest[:1]) else Outcome.NO_SLOT
         deadline = self.clock() + port.settings.deadline
         for first in range(0, run, self._batch):
-            read = TierRead(self, port, reservation, range(first, min(run, first + self._batch)), deadline)
+            positions = range(first, min(run, first + self._batch))
+            names = reservation.hashes[positions.start : positions.stop]
+            read = TierRead(self, port, reservation, positions, names, deadline)
             if not port.queue.submit(read, urgent=True):
                 pool.abandon(reservation, range(first, run))
                 return Outcome.QUEUE_FULL
-            self._reads.update(dict.fromkeys(read.hashes, read))
-            read.waiters.add(claim)
-            claim.reads.add(read)
-            claim.next += len(read.positions)
+            self._reads.update(dict.fromkeys(names, read))
+            self._await(claim, read)
+            claim.next += len(positions)
         return None
 
     def _shorten(self, claim: LocalClaim, end: int, reason: Outcome, *, keep_arrived: bool = False) -> None:
@@ -367,5 +372,4 @@ class Promoter:
             for partial in claim.leases:
                 partial.release()
             claim.leases = [lease]
-            claim.end = len(lease)
-        self._lock.notify_all()
+            claim.end = len(lease.hashes)

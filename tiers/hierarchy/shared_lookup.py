@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.tiers import ChainHash, Outcome
+from kvtier.tiers.hierarchy.cache_tiers import NewsCondition
 from kvtier.tiers.hierarchy.lower_tier import TierPort
-from kvtier.tiers.hierarchy.news import NewsCondition
 
 _MOST: Final = 8192  # blocks in one question: a longer chain is asked about in pieces
 
@@ -49,7 +49,7 @@ class Locator:
         self._news = news
         self._clock = clock
         self._open: dict[tuple[str, ChainHash], Question] = {}  # (tier, first block) → the question
-        self._unread: set[Question] = set()  # answered, and nobody has looked yet
+        self.unread: set[Question] = set()  # answered, and nobody has looked yet
 
     def ask(self, hashes: Sequence[ChainHash]) -> list[Question]:
         """Ask every shared tier that answers about these blocks, which no tier is known to hold."""
@@ -68,7 +68,7 @@ class Locator:
             question.done = True
             question.num_held = result if not isinstance(result, Outcome) else 0
             if question.num_asking > 0:
-                self._unread.add(question)
+                self.unread.add(question)
             if self._open.get((question.port.name, question.hashes[0])) is question:
                 del self._open[question.port.name, question.hashes[0]]
             self._news.notify_all()
@@ -78,11 +78,7 @@ class Locator:
         with self._news:
             for question in questions:
                 question.num_asking -= 1
-            self._unread.difference_update(questions)
-
-    def has_news(self) -> bool:
-        """Whether an answer is there that nobody has read. The caller holds the lock."""
-        return bool(self._unread)
+            self.unread.difference_update(questions)
 
     def check(self) -> None:
         """The bookkeeping law."""

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.tiers import L2, BlockRecord, ChainHash, Metrics, Outcome, checksum
-from kvtier.tiers.hierarchy.cache_tiers import Wanted
+from kvtier.tiers.hierarchy.cache_tiers import NewsCondition, Wanted
 from kvtier.tiers.hierarchy.demote import Demoter
 from kvtier.tiers.hierarchy.io_queue import IoQueue
 from kvtier.tiers.hierarchy.lower_tier import TierPort
-from kvtier.tiers.hierarchy.news import NewsCondition
 from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import Reservation
@@ -45,7 +44,7 @@ class StoreQueue:
         self._settings = settings
         self._metrics = metrics
         self._demoters = [Demoter(port, host, settings.store_queue, metrics, clock) for port in ports]
-        self._unsealed: dict[ChainHash, SealJob] = {}  # filled blocks that are not published yet
+        self.unsealed: dict[ChainHash, SealJob] = {}  # filled blocks that are not published yet
         self._sightings: OrderedDict[ChainHash, int] = OrderedDict()
         self._cleaning: set[ChainHash] = set()  # write-back: dirty blocks being written
 
@@ -63,7 +62,7 @@ class StoreQueue:
         """Publish and pass down, in the background."""
         job = SealJob(self, reservation, records, epoch)
         with self._lock:
-            self._unsealed.update(dict.fromkeys(reservation.hashes, job))
+            self.unsealed.update(dict.fromkeys(reservation.hashes, job))
         if not self.sealing_queue.submit(job):
             job.end(Outcome.CLOSED, late=False)
 
@@ -75,12 +74,12 @@ class StoreQueue:
     def sealing(self, chain_hash: ChainHash) -> "SealJob | None":
         """What is about to publish this block: once it is `done`, a lookup finds the block, or it will not come."""
         with self._lock:
-            if (job := self._unsealed.get(chain_hash)) is not None:
+            if (job := self.unsealed.get(chain_hash)) is not None:
                 job.awaited = True
             return job
 
-    def drain(self, timeout: float, *, below: bool) -> bool:
-        """Wait until every store offered so far is found in L2 and, with `below`, written."""
+    def drain(self, timeout: float, *, below: bool = True) -> bool:
+        """Wait until every store offered so far is found in L2 and, with `below`, written; False when time ran out."""
         if not below:
             return self.sealing_queue.drain(timeout)
         deadline = time.monotonic() + timeout
@@ -121,8 +120,8 @@ class StoreQueue:
         with self._lock:
             job.done = True
             for chain_hash in job.reservation.hashes:
-                if self._unsealed.get(chain_hash) is job:
-                    del self._unsealed[chain_hash]
+                if self.unsealed.get(chain_hash) is job:
+                    del self.unsealed[chain_hash]
             if job.awaited:
                 self._lock.notify_all()
 

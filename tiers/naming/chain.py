@@ -89,7 +89,7 @@ class TokenChain:
     changes it, by appending. One thread at a time.
     """
 
-    __slots__ = ("_extra", "_hash_frames", "_tokens", "block_size", "hashes", "root", "scheme")
+    __slots__ = ("_extra", "_hash_frames", "_tokens", "block_size", "hashes", "root", "scheme", "tenant")
 
     def __init__(
         self, root: ChainHash, block_size: int, scheme: str = "sha256", extra_keys: BlockExtraKeys | None = None
@@ -100,7 +100,7 @@ class TokenChain:
             raise ValueError(f"block_size {block_size}: must be at least 1")
         if scheme not in _SCHEMES:
             raise ValueError(f"scheme {scheme!r}: use one of {', '.join(_SCHEMES)}")
-        self.root = root
+        self.root = self.tenant = root  # whose blocks they are: it has the tenant's salt in it
         self.block_size = block_size
         self.scheme = scheme
         self.hashes: list[ChainHash] = []
@@ -110,11 +110,6 @@ class TokenChain:
 
     def __repr__(self) -> str:
         return f"TokenChain({self.num_tokens} tokens, {len(self.hashes)} full blocks of {self.block_size})"
-
-    @property
-    def tenant(self) -> ChainHash:
-        """Whose blocks they are: the root, which has the tenant's salt in it."""
-        return self.root
 
     @property
     def num_tokens(self) -> int:

@@ -51,8 +51,9 @@ class HashIndex:
         self._num_stashed = np.zeros(1 << bits, np.int32)  # per bucket
         self.num_names = 0
 
-    def find(self, words: Words) -> Slots:
-        """The slot of each name, -1 where there is none."""
+    def find(self, hashes: Sequence[ChainHash]) -> tuple[Words, Slots]:
+        """The names as words, and the slot of each, -1 where there is none. ValueError as `to_words`."""
+        words = to_words(hashes)
         mixed = words @ NAME_MIX
         buckets = (mixed >> self._shift).astype(np.int64)
         rows = self._buckets.take(buckets, 0)
@@ -62,13 +63,13 @@ class HashIndex:
         same = (self._names.take(slots, 0, mode="wrap") == words.take(at, 0)).view(np.uint32).reshape(-1) == _ALL_EQUAL
         same &= slots >= 0  # a tag of 0 matches empty entries
         if len(slots) == len(words) and same.all():
-            return slots
+            return words, slots
         found = np.full(len(words), -1, np.int64)
         found[at[same]] = slots[same]
         if self._stash:
             for i in np.flatnonzero((found < 0) & (self._num_stashed[buckets] > 0)).tolist():
                 found[i] = self._stash.get(words[i].tobytes(), -1)
-        return found
+        return words, found
 
     def add(self, words: Words, slots: Slots) -> bool:
         """Name slots that have no name. The names are not in the index; False, and no change, if one comes twice."""
@@ -119,7 +120,7 @@ class HashIndex:
         named = np.concatenate([np.flatnonzero(self._where >= 0), np.fromiter(self._stash.values(), np.int64)])
         assert self.num_names == len(named), f"{self.num_names} names for {len(named)} slots"
         assert np.count_nonzero(self._entries) == len(named) - len(self._stash), "entries left over"
-        assert (self.find(self._names[named]) == named).all(), "a name leads to another slot"
+        assert (self.find(self.names(named))[1] == named).all(), "a name leads to another slot"
         assert self._num_stashed.sum() == len(self._stash), "stash count"
         return named
 

@@ -56,25 +56,18 @@ class Reservation:
             self.on_end(self, True)
 
 
+@dataclass(eq=False, slots=True)
 class Lease:
     """Protection of blocks from eviction: while it lives, its slots keep their bytes. Made by `SlotPool`.
 
     `release` may be called any number of times, by any thread; a lease that is dropped instead counts as leaked.
     """
 
-    __slots__ = ("_on_release", "generations", "hashes", "slots")
-
-    def __init__(
-        self,
-        hashes: list[ChainHash],
-        slots: NDArray[np.int64],
-        generations: NDArray[np.int64],
-        on_release: "Callable[[Lease, bool], None]",
-    ) -> None:
-        self.hashes = hashes
-        self.slots = slots  # in chain order
-        self.generations = generations
-        self._on_release: Callable[[Lease, bool], None] | None = on_release
+    hashes: list[ChainHash]
+    slots: NDArray[np.int64]  # in chain order
+    generations: NDArray[np.int64]
+    # (itself, whether it was dropped). Whoever made the lease sets this to None, under a lock: then it is released.
+    on_release: "Callable[[Lease, bool], None] | None"
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -85,11 +78,11 @@ class Lease:
     @property
     def released(self) -> bool:
         """Whether the protection is over."""
-        return self._on_release is None
+        return self.on_release is None
 
     def release(self) -> None:
         """End the protection: the chain's tail becomes evictable before its head. Idempotent."""
-        if (on_release := self._on_release) is not None:
+        if (on_release := self.on_release) is not None:
             on_release(self, False)
 
     def __enter__(self) -> "Lease":
@@ -102,10 +95,5 @@ class Lease:
 
     def __del__(self) -> None:
         # An empty lease protects nothing; and nothing may wait for a lock here: the pool may be what was interrupted.
-        if (on_release := self._on_release) is not None and self.hashes and not sys.is_finalizing():
+        if (on_release := self.on_release) is not None and self.hashes and not sys.is_finalizing():
             on_release(self, True)
-
-    def disarm(self) -> bool:
-        """Mark it released. True for the first caller only; the pool calls this under its lock."""
-        armed, self._on_release = self._on_release is not None, None
-        return armed

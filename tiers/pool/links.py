@@ -1,6 +1,6 @@
 """ChainLinks: which resident block is whose parent, for slots of a pool."""
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,20 +8,6 @@ from numpy.typing import NDArray
 from kvtier.tiers.pool.index import Slots
 
 _ONE: Final = np.ones(1, np.int32)  # ufunc.at is 20 times faster when it need not cast
-
-
-class Chains(NamedTuple):
-    """Runs of consecutive blocks, one behind the other."""
-
-    starts: list[int]  # where each begins
-    parents: Slots  # the slot of the block before its first, -1 for none
-
-    def before(self, held: Slots) -> Slots:
-        """For each position, the slot of the block before it."""
-        before = np.empty_like(held)
-        before[1:] = held[:-1]
-        before[self.starts] = self.parents
-        return before
 
 
 class ChainLinks:

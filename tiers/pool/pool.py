@@ -10,14 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash, Changes
-from kvtier.tiers.pool.index import Slots, Words, to_words
+from kvtier.tiers.pool.index import Slots, Words
 from kvtier.tiers.pool.lease import Lease, PoolCounts, Reservation
-from kvtier.tiers.pool.links import Chains
 from kvtier.tiers.pool.slots import FILLING, QUARANTINED, READY, SlotTable
 
 T = TypeVar("T")
-
-__all__ = ["Lease", "PoolCounts", "Reservation", "SlotPool"]
 
 
 class SlotPool:
@@ -85,34 +82,29 @@ class SlotPool:
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
-            words = to_words(hashes)
-            held = self._table.index.find(words)
+            words, held, before = self._find(hashes, [parent])
             missing = np.flatnonzero(held < 0)
-            if not self._take_into(held, missing, words, Chains([0], self._slots([parent]))):
+            if not self._take_into(held, hashes, words, [0], before):
                 return None
-            parents = [parent, *hashes[:-1]]
-            return self._reservation(_pick(hashes, missing), missing.tolist(), held[missing], _pick(parents, missing))
+            return self._reservation(hashes, parent, held, missing)
 
     def reserve_each(self, chains: Sequence[tuple[Sequence[ChainHash], ChainHash | None]]) -> list[Reservation | None]:
         """`reserve` for several (hashes, parent), each all or nothing; in one pass where there is room for all."""
         names = [name for hashes, _ in chains for name in hashes]
         parents = [parent for _, parent in chains]
         distinct = set(names)
-        if len(chains) < 2 or len(distinct) < len(names) or not distinct.isdisjoint(parents):
-            return [self.reserve(hashes, parent) for hashes, parent in chains]  # each sees what the one before it took
-        starts = list(accumulate((len(hashes) for hashes, _ in chains), initial=0))
-        with self._lock:
-            self._settle_dropped()
-            words = to_words(names)
-            held = self._table.index.find(words)
-            missing = np.flatnonzero(held < 0)
-            is_missing = held < 0
-            if self._take_into(held, missing, words, Chains(starts[:-1], self._slots(parents))):
-                return [
-                    self._part(chain, held[a:b], is_missing[a:b])
-                    for chain, a, b in zip(chains, starts, starts[1:], strict=False)
-                ]
-        return [self.reserve(hashes, parent) for hashes, parent in chains]
+        if len(chains) > 1 and len(distinct) == len(names) and distinct.isdisjoint(parents):
+            starts = list(accumulate((len(hashes) for hashes, _ in chains), initial=0))
+            with self._lock:
+                self._settle_dropped()
+                words, held, before = self._find(names, parents)
+                is_missing = held < 0
+                if self._take_into(held, names, words, starts[:-1], before):
+                    return [
+                        self._reservation(hashes, parent, held[a:b], np.flatnonzero(is_missing[a:b]))
+                        for (hashes, parent), a, b in zip(chains, starts, starts[1:], strict=False)
+                    ]
+        return [self.reserve(hashes, parent) for hashes, parent in chains]  # each sees what the one before it took
 
     def seal(self, reservation: Reservation, positions: Sequence[int] | None = None) -> Lease:
         """Publish the reservation's blocks, at `positions` in its hashes or all still filling, and lease them.
@@ -189,7 +181,7 @@ class SlotPool:
         """
         with self._lock:
             self._settle_dropped()
-            table, slots = self._table, self._table.index.find(to_words(hashes)).tolist()
+            table, slots = self._table, self._table.index.find(hashes)[1].tolist()
             going: dict[int, None] = {}
             orphaned: Counter[int] = Counter()  # slot → its children that go
             for slot in slots:
@@ -288,30 +280,25 @@ class SlotPool:
         slots = self._table.find(hashes)
         return slots[slots >= 0]
 
-    def _slots(self, names: Sequence[ChainHash | None]) -> Slots:
-        """The slot of each block, ready or filling; -1 where there is none."""
-        slots = np.full(len(names), -1, np.int64)
-        if known := [i for i, name in enumerate(names) if name is not None]:
-            slots[known] = self._table.index.find(to_words([name for name in names if name is not None]))
-        return slots
+    def _find(self, names: Sequence[ChainHash], parents: Sequence[ChainHash | None]) -> tuple[Words, Slots, Slots]:
+        """The names as words, and the slots of names and parents, ready or filling; -1 where there is none."""
+        words, slots = self._table.index.find([*names, *(parent for parent in parents if parent is not None)])
+        before = np.full(len(parents), -1, np.int64)
+        before[[parent is not None for parent in parents]] = slots[len(names) :]
+        return words[: len(names)], slots[: len(names)], before
 
-    def _part(
-        self, chain: tuple[Sequence[ChainHash], ChainHash | None], slots: Slots, is_missing: NDArray[np.bool_]
-    ) -> Reservation:
-        hashes, parent = chain
-        missing = np.flatnonzero(is_missing)
-        parents = [parent, *hashes[:-1]]
-        return self._reservation(_pick(hashes, missing), missing.tolist(), slots[missing], _pick(parents, missing))
-
-    def _take_into(self, held: Slots, missing: Slots, words: Words, chains: Chains) -> bool:
-        """Take slots for the missing positions of `held`, name them and link them to their chain. False: no room."""
+    def _take_into(
+        self, held: Slots, hashes: Sequence[ChainHash], words: Words, starts: list[int], parents: Slots
+    ) -> bool:
+        """Take slots where `held` has none (-1), name them and link them to their chain. False: no room."""
+        missing = np.flatnonzero(held < 0)
         if not len(missing):
             return True
         table, links = self._table, self._table.links
         orphans = np.flatnonzero((held[:-1] < 0) & (held[1:] >= 0)) + 1  # held blocks whose parent comes back now
-        if len(chains.starts) > 1:
-            orphans = np.setdiff1d(orphans, chains.starts)
-        anchors = chains.before(held)[missing]
+        if len(starts) > 1:
+            orphans = np.setdiff1d(orphans, starts)
+        anchors = _before(held, starts, parents)[missing]
         anchors = anchors[anchors >= 0]
         if len(anchors):
             links.add_children(anchors)  # the blocks these hang on must not go to make room for them
@@ -322,10 +309,10 @@ class SlotPool:
                 table.idle.release_parents(anchors)
                 raise ValueError(f"reserve: a hash comes twice among {len(held)}")
             held[missing] = slots
-            links.link(slots, chains.before(held)[missing])
+            links.link(slots, _before(held, starts, parents)[missing])
             for i in orphans.tolist():
                 # It may just have been evicted, or its link may live: only its parent's index entry was missing.
-                if table.index.find(words[i : i + 1])[0] == held[i] and self._is_orphan(int(held[i])):
+                if table.index.find(hashes[i : i + 1])[1][0] == held[i] and self._is_orphan(int(held[i])):
                     links.link(held[i : i + 1], held[i - 1 : i])
         if len(anchors):
             table.idle.release_parents(anchors)
@@ -336,14 +323,17 @@ class SlotPool:
         return parent == self.num_slots or self._table.state[parent] not in (FILLING, READY)
 
     def _reservation(
-        self, names: list[ChainHash], indices: list[int], slots: Slots, parents: list[ChainHash | None]
+        self, hashes: Sequence[ChainHash], parent: ChainHash | None, held: Slots, missing: Slots
     ) -> Reservation:
+        """The slots taken for the blocks of a chain that were missing."""
+        names, parents = _pick(hashes, missing), _pick([parent, *hashes[:-1]], missing)
+        indices, slots = missing.tolist(), held[missing]
         generations = self._table.generation[slots]
         return Reservation(names, indices, slots, generations, parents, self._epoch, len(names), self._on_end)
 
     def _in_state(self, reservation: Reservation, positions: Sequence[int] | None, state: int) -> NDArray[np.intp]:
         """Those of the positions whose slot is still this reservation's, in `state` and not leased."""
-        at = np.arange(len(reservation)) if positions is None else np.unique(np.asarray(positions, np.intp))
+        at = np.arange(len(reservation.hashes)) if positions is None else np.unique(np.asarray(positions, np.intp))
         slots, table = reservation.slots[at], self._table
         own = (table.state[slots] == state) & (table.generation[slots] == reservation.generations[at])
         own &= table.refs[slots] == 0
@@ -369,7 +359,8 @@ class SlotPool:
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
-            if lease.disarm():
+            if lease.on_release is not None:
+                lease.on_release = None
                 self._table.unref(lease.slots)
 
     def _on_end(self, reservation: Reservation, dropped: bool) -> None:
@@ -391,9 +382,18 @@ class SlotPool:
             dropped = self._dropped.popleft()
             if isinstance(dropped, Reservation):
                 self._table.free(self._close(dropped, None))
-            elif dropped.disarm():
+            elif dropped.on_release is not None:
+                dropped.on_release = None
                 self.num_leaked += 1
                 self._table.unref(dropped.slots)
+
+
+def _before(held: Slots, starts: list[int], parents: Slots) -> Slots:
+    """For each position the slot of the block before it; chains begin at `starts`, behind `parents` (-1 for none)."""
+    before = np.empty_like(held)
+    before[1:] = held[:-1]
+    before[starts] = parents
+    return before
 
 
 def _pick(items: Sequence[T], at: NDArray[np.intp]) -> list[T]:

@@ -12,7 +12,7 @@ import numpy as np
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool.changes import ChangeLog
 from kvtier.tiers.pool.idle import IdleSlots
-from kvtier.tiers.pool.index import HashIndex, Slots, to_words
+from kvtier.tiers.pool.index import HashIndex, Slots
 from kvtier.tiers.pool.links import ChainLinks
 from kvtier.tiers.pool.policy import make_policy
 
@@ -53,13 +53,13 @@ class SlotTable:
 
     def find(self, hashes: Sequence[ChainHash]) -> Slots:
         """The ready slot of each block, -1 where there is none. ValueError where a hash is not 32 bytes."""
-        slots = self.index.find(to_words(hashes))
+        _, slots = self.index.find(hashes)
         ready = self.state[slots] == READY  # -1 is nobody's row: free
         return slots if ready.all() else np.where(ready, slots, -1)
 
     def find_run(self, hashes: Sequence[ChainHash]) -> Slots:
         """The slots of the leading ready blocks."""
-        slots = self.index.find(to_words(hashes))
+        _, slots = self.index.find(hashes)
         ready = self.state[slots] == READY
         return slots if ready.all() else slots[: int(ready.argmin())]
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.connector.daemon.frames import MAX_FRAME, MAX_HELLO, MAX_ITEMS, FrameReader, pack_frame
 from kvtier.connector.daemon.handshake import (
     VERSION,
     Hello,
@@ -43,6 +42,13 @@ from kvtier.connector.daemon.messages import (
     Reset,
     Seal,
     Take,
+)
+from kvtier.connector.daemon.wire import (
+    MAX_FRAME,
+    MAX_HELLO,
+    MAX_ITEMS,
+    FrameReader,
+    pack_frame,
     pack_grants,
     pack_reply,
     pack_request,

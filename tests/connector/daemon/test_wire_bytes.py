@@ -5,7 +5,6 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from kvtier.connector.daemon.frames import MAX_FRAME, FrameReader
 from kvtier.connector.daemon.handshake import (
     Hello,
     Join,
@@ -37,6 +36,10 @@ from kvtier.connector.daemon.messages import (
     Reset,
     Seal,
     Take,
+)
+from kvtier.connector.daemon.wire import (
+    MAX_FRAME,
+    FrameReader,
     pack_found,
     pack_grants,
     pack_reply,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.connector.daemon.messages import OPERATIONS, OperationRow, handlers_of
+from kvtier.connector.daemon.wire import OPERATIONS, OperationRow, handlers_of
 from kvtier.service.node.holdings import Holdings
 from kvtier.service.node.session import Session
 

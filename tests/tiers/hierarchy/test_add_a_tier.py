@@ -15,7 +15,7 @@ from memory_tier import ROW, SHELVES
 from service_rig import attach, load, where
 from service_rig import store as store_remote
 
-from kvtier.connector.daemon.messages import pack_found, unpack_found
+from kvtier.connector.daemon.wire import pack_found, unpack_found
 from kvtier.engine.sequence import SamplingParams, Sequence
 from kvtier.service.doctor.doctor import examine
 from kvtier.service.events.announced import AnnouncedBlocks
@@ -96,7 +96,7 @@ def test_what_was_found_in_it_is_said_to_clients_engines_and_routers() -> None:
     assert pack_found(found) == [9, 1, 2, 0, 0, 3, 3]
     assert unpack_found(pack_found(found)) == found
     # The engine tells in an answer's usage where the prompt's tokens came from.
-    request = Sequence("r", [0] * 40, SamplingParams(), chain_of(0), 0)
+    request = Sequence("r", [0] * 40, SamplingParams(), chain_of(8), 0)
     request.found, request.num_l1_tokens, request.num_external_tokens = found, BLOCK_SIZE, 5 * BLOCK_SIZE
     assert request.cached_tokens == {"L1": 4, "L2": 8, "file": 0, "redis": 0, "shelf": 12}
     # The router adds that up.

@@ -1,6 +1,7 @@
 """Stories of load or recompute: what is measured, what it decides, how a bad figure recovers."""
 
-from kvtier.tiers.hierarchy.rates import BusyTime, Rates
+from kvtier.tiers.hierarchy.lower_tier import BusyTime
+from kvtier.tiers.hierarchy.rates import Rates
 
 
 def test_unknown_rates_load_and_learn() -> None:

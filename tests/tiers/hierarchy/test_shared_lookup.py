@@ -249,7 +249,7 @@ def test_an_answer_nobody_wants_any_more_disturbs_nobody(bench: Bench) -> None:
     bench.shared.gate.set()
     assert bench.hierarchy.drain(60)
     assert bench.shared.reads == []
-    assert not bench.hierarchy.locator.has_news()  # or no `wait_news` would ever wait again
+    assert not bench.hierarchy.locator.unread  # or no `wait_news` would ever wait again
 
 
 def test_of_two_who_ask_the_same_one_may_go(bench: Bench) -> None:
@@ -260,10 +260,10 @@ def test_of_two_who_ask_the_same_one_may_go(bench: Bench) -> None:
     bench.tiers.cancel(gone)
     bench.tiers.cancel(gone)
     bench.shared.gate.set()
-    wait_until(bench.hierarchy.locator.has_news)
+    wait_until(lambda: bool(bench.hierarchy.locator.unread))
     assert bench.settled(stays) == 4
     assert bench.shared.questions == [4]
-    assert not bench.hierarchy.locator.has_news()
+    assert not bench.hierarchy.locator.unread
     bench.tiers.cancel(stays)
 
 
@@ -272,7 +272,7 @@ def test_a_question_that_finds_no_room_in_the_queue_is_no_news(bench: Bench, mon
     chain = chain_of(4)
     claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
     assert bench.tiers.poll(claim) == 0
-    assert not bench.hierarchy.locator.has_news()
+    assert not bench.hierarchy.locator.unread
 
 
 def test_lookup_waits_for_shared_tiers_up_to_its_timeout(bench: Bench) -> None:

@@ -6,7 +6,8 @@ import hashlib
 import pytest
 from pools import Chain, PoolOf, reserved, store
 
-from kvtier.tiers.pool.pool import PoolCounts, SlotPool
+from kvtier.tiers.pool.lease import PoolCounts
+from kvtier.tiers.pool.pool import SlotPool
 
 
 def test_nothing_unsealed_is_found(pool_of: PoolOf, chain: Chain, policy: str) -> None:
