@@ -74,6 +74,15 @@ def home() -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Path]:
+    """`python` and `kvtier` whose processes are forks; the model that `kvtier model` makes is tiny there."""
+    from fork_rig import ENGINE, warm_programs
+
+    with tempfile.TemporaryDirectory(prefix="kvw-") as directory:
+        yield warm_programs(Path(directory) / "bin", ENGINE)
+
+
 @pytest.fixture(autouse=True)
 def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A KVTIER_ variable of the developer's shell decides no test."""

@@ -6,8 +6,7 @@ import re
 import shutil
 import socket
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from _readme import BEGIN, CLAIMS, END, PERFORMANCE, README, SIX, figures, six
 from _stories import BEGIN as PRINTED
 from _stories import PAGES, script, shown, typed
-from fork_rig import ENGINE, warm_programs
 from service_rig import patient_options
 from tiny_models import config_of, plain, prompt
 from transformers import AutoModelForCausalLM
@@ -26,13 +24,6 @@ from kvtier import Config
 pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="module")
-def programs() -> Iterator[Path]:
-    """`python` and `kvtier`, as forks; the model that `kvtier model` makes is tiny."""
-    with tempfile.TemporaryDirectory(prefix="kvw-") as home:
-        yield warm_programs(Path(home) / "bin", ENGINE)
 
 
 @pytest.fixture(autouse=True)
