@@ -22,7 +22,7 @@ from block_client import BlockClient  # noqa: E402
 from crowd_rig import HANG, Crowd, conversations  # noqa: E402
 from endurance import options, origin, tell  # noqa: E402
 from growth import Samples  # noqa: E402
-from node_members import NodeUnderTest, Reviver, size_of  # noqa: E402
+from node_members import NodeUnderTest, Reviver, Start, by_python, size_of  # noqa: E402
 from soak_faults import ALWAYS, EARLY  # noqa: E402
 
 PERIOD: Final = 5.0  # seconds from one fault to the next
@@ -193,13 +193,15 @@ def line_of(report: Mapping[str, Any]) -> str:
     )
 
 
-def soak(seed: int, minutes: float, save: Path | None, home: Path, num_talks: int = 32) -> dict[str, Any]:
+def soak(
+    seed: int, minutes: float, save: Path | None, home: Path, num_talks: int = 32, start: Start = by_python
+) -> dict[str, Any]:
     """Make a model, compute what it answers, start a node and let faults loose on it; `save` has the figures so far."""
     from server_rig import save_checkpoint  # takes torch along
 
     model = save_checkpoint(home)
     talks = conversations(model, num_talks, 3)
-    node = NodeUnderTest(home / "node", model)
+    node = NodeUnderTest(home / "node", model, start)
     node.start()
     client = BlockClient(node.socket, node.model, seed)
     run = Soak(node, Crowd(node.url("router"), talks, num_clients=8, pause=2.0), client, seed, minutes)

@@ -42,7 +42,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 def test_every_tier_is_hit_and_every_answer_is_the_same(checkpoint: Checkpoint, tmp_path: Path, programs: Path) -> None:
     model = checkpoint()
-    command = [programs / "kvtier", "demo", "--model", model, "--json"]
+    command = [str(programs / "kvtier"), "demo", "--model", str(model), "--json"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     told = json.loads(result.stdout)
