@@ -29,6 +29,7 @@ PERIOD: Final = 5.0  # seconds from one fault to the next
 _SAMPLE: Final = 10.0  # seconds between two looks at the processes
 _REPORT: Final = 60.0  # seconds between two lines of progress
 _EXTRA: Final = 180.0  # seconds a short run may go on until every tier was hit
+_LEAST: Final = 3  # faults, however slow the machine is
 _IDLE: Final = 120.0  # seconds in which everybody must have let go of everything
 _TIERS: Final = ("l1", "l2", "file", "redis")  # that must have been hit
 
@@ -57,7 +58,11 @@ class Soak:
     def run(self, progress: Callable[[], None]) -> None:
         """A fault each period, until the time is over; a little longer where a tier was not hit yet."""
         sampled = reported = 0.0
-        while self.elapsed < self._seconds or (self._missing() and self.elapsed < self._seconds + _EXTRA):
+        while (
+            self.elapsed < self._seconds
+            or self.faults.total() < _LEAST
+            or (self._missing() and self.elapsed < self._seconds + _EXTRA)
+        ):
             due = (self.faults.total() + 1) * PERIOD
             is_early = self.elapsed < self._seconds / 3
             fault = self._dice.choice((*ALWAYS, *EARLY) if is_early else ALWAYS)

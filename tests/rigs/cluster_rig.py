@@ -16,7 +16,7 @@ import httpx2
 from command_rig import kvtier, kvtier_process
 from fork_rig import ENGINE, SERVICES, Forked
 
-from kvtier.service.cluster import cluster
+from kvtier.service.cluster import cluster, process
 from kvtier.service.cluster.cluster import Cluster, ServiceStatus
 from kvtier.service.cluster.file import NUM_PORTS
 from kvtier.service.cluster.process import Process, is_free, launch
@@ -38,10 +38,11 @@ class Running:
         self._by_python = {*by_python}
         self._pids: set[int] = set()
         self._started: list[subprocess.Popen[bytes] | Forked] = []
+        self.answer = 60.0  # seconds a health check may take: two are few on a busy machine
 
     def up(self, *options: str) -> "subprocess.CompletedProcess[str]":
         """On the main thread: the verb runs in this process."""
-        with patch.object(cluster, "launch", self._launch):
+        with patch.object(cluster, "launch", self._launch), patch.object(process, "_ANSWER", self.answer):
             done = kvtier("cluster", "up", *self._chosen(options), **self._variables)
         self._pids |= set(self.pids().values())
         return done
@@ -76,7 +77,8 @@ class Running:
 
     def status(self) -> dict[str, ServiceStatus]:
         """Of each service; the command's own status and JSON are asked for by `told`."""
-        return {row.name: row for row in Cluster(self.state).status()}
+        with patch.object(process, "_ANSWER", self.answer):
+            return {row.name: row for row in Cluster(self.state).status()}
 
     def states(self) -> dict[str, str]:
         return {name: row.state for name, row in self.status().items()}
@@ -87,7 +89,8 @@ class Running:
 
     def told(self) -> tuple[int, list[dict[str, Any]]]:
         """What `kvtier cluster status --json` says."""
-        done = kvtier("cluster", "status", "--state", str(self.state), "--json")
+        with patch.object(process, "_ANSWER", self.answer):
+            done = kvtier("cluster", "status", "--state", str(self.state), "--json")
         return done.returncode, json.loads(done.stdout)
 
     def pids(self) -> dict[str, int]:
@@ -116,8 +119,8 @@ class Running:
         """Take it down. Nothing may be left."""
         self._pids |= set(self.pids().values())
         assert Cluster(self.state).down(print, purge=True) or not self.state.exists()
-        for process in self._started:
-            process.wait(60)
+        for started in self._started:
+            started.wait(60)
         assert not [pid for pid in self._pids if Process.of(pid)], "down has left processes"
         assert not self.state.exists()
 
