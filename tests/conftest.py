@@ -102,7 +102,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long the soak lasts: `pytest tests/faults/test_fault_cluster.py -k soak --soak 3600`."""
-    parser.addoption("--soak", type=float, default=10.0, metavar="SECONDS", help="how long faults go on in the soak")
+    parser.addoption("--soak", type=float, default=0.0, metavar="SECONDS", help="how long faults go on in the soak")
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
