@@ -31,13 +31,19 @@ def script(page: str) -> str:
     return str(found)
 
 
-def typed(lines: str, home: Path, environment: Mapping[str, str], timeout: float = _TIMEOUT) -> list[str]:
+def typed(
+    lines: str,
+    home: Path,
+    environment: Mapping[str, str],
+    timeout: float = _TIMEOUT,
+    virtual_environment: Path = Path(sys.prefix),
+) -> list[str]:
     """What a shell in `home`, an empty folder that is made to look like a checkout, prints when one types `lines`.
 
     AssertionError where it ends badly; nothing it started in the foreground is left when the time is up.
     """
     for name, target in (
-        (".venv", Path(sys.prefix)),
+        (".venv", virtual_environment),
         ("docs", ROOT / "docs"),
         ("CONTRIBUTING.md", ROOT / "CONTRIBUTING.md"),
     ):

@@ -74,6 +74,15 @@ def home() -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Path]:
+    """`python` and `kvtier` whose processes are forks; the model that `kvtier model` makes is tiny there."""
+    from fork_rig import ENGINE, warm_programs
+
+    with tempfile.TemporaryDirectory(prefix="kvw-") as directory:
+        yield warm_programs(Path(directory) / "bin", ENGINE)
+
+
 @pytest.fixture(autouse=True)
 def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A KVTIER_ variable of the developer's shell decides no test."""
@@ -93,7 +102,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long the soak lasts: `pytest tests/faults/test_fault_cluster.py -k soak --soak 3600`."""
-    parser.addoption("--soak", type=float, default=30.0, metavar="SECONDS", help="how long faults go on in the soak")
+    parser.addoption("--soak", type=float, default=0.0, metavar="SECONDS", help="how long faults go on in the soak")
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:

@@ -6,7 +6,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,15 @@ from transformers import AutoModelForCausalLM
 
 from kvtier import Config
 
-pytestmark = pytest.mark.timeout(300)  # every run is a process that imports everything anew
+pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is run as printed says nothing of deadlines, and the machine may be busy."""
-    for name, value in patient_options().items():
+    """What is run as printed says nothing of deadlines and of L1's size, and the machine may be busy."""
+    for name, value in (patient_options() | {"l1__size": "64MiB"}).items():
         monkeypatch.setenv(f"KVTIER_{name.upper()}", value)
 
 
@@ -42,7 +41,13 @@ def examples(path: Path) -> list[str]:
 def environment() -> dict[str, str]:
     """Small tiers, and all the patience that what is printed does not speak of."""
     others = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-    options = patient_options() | {"host__size": "256MiB", "file__size": "256MiB", "service__deadline": "60s"}
+    options = patient_options() | {
+        "l1__size": "64MiB",
+        "host__size": "64MiB",
+        "file__size": "64MiB",
+        "service__deadline": "60s",
+        "cache__load_or_recompute": "load",  # of so small a model computing is always faster
+    }
     return others | {f"KVTIER_{name.upper()}": value for name, value in options.items()}
 
 
@@ -52,14 +57,14 @@ def is_taken(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_the_api_example_runs_as_printed(tmp_path: Path) -> None:
+def test_the_api_example_runs_as_printed(tmp_path: Path, programs: Path) -> None:
     example = examples(README)[0]
     auto: Any = AutoModelForCausalLM
     auto.from_config(config_of("llama")).save_pretrained(tmp_path / "path" / "to" / "checkpoint")
     (tmp_path / "example.py").write_text(example.replace('"4GiB"', '"64MiB"').replace('"1GiB"', '"64MiB"'))
     first, second = (
         subprocess.run(
-            [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+            [programs / "python", "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
         )
         for _ in range(2)
     )
@@ -85,14 +90,14 @@ def test_the_transformers_example_runs_as_printed(disk_dir: Path) -> None:
         assert kv.num_cached_tokens == num_cached
 
 
-def test_the_transformers_page_runs_as_printed(tmp_path: Path) -> None:
+def test_the_transformers_page_runs_as_printed(tmp_path: Path, programs: Path) -> None:
     auto: Any = AutoModelForCausalLM
     auto.from_config(config_of("llama")).save_pretrained(tmp_path / "path" / "to" / "checkpoint")
     page = "\n".join(examples(ROOT / "docs" / "transformers.md"))
     (tmp_path / "page.py").write_text(page.replace('"4GiB"', '"64MiB"').replace('"1GiB"', '"64MiB"'))
     for found in (0, 384):
         run = subprocess.run(
-            [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+            [programs / "python", "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
         )
         assert run.returncode == 0, run.stderr
         lines = run.stdout.splitlines()
@@ -105,13 +110,13 @@ def test_the_transformers_page_runs_as_printed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_nodes_and_a_cluster_run_as_printed(home: Path) -> None:
+def test_two_nodes_and_a_cluster_run_as_printed(home: Path, programs: Path) -> None:
     if shutil.which("redis-server") is None:
         pytest.skip("no redis-server here: install Debian's redis-server")
     if taken := [port for port in (7001, 7002, 7003, 9401, 9402) if is_taken(port)]:
         pytest.skip(f"ports {taken}, which docs/redis.md names, are somebody's")
     try:
-        lines = typed(script("redis.md"), home, environment(), 500)
+        lines = typed(script("redis.md"), home, environment(), 500, programs.parent)
     finally:
         for port in (7001, 7002, 7003):  # where it ended early
             subprocess.run(["redis-cli", "-p", str(port), "shutdown", "nosave"], capture_output=True, check=False)
@@ -126,17 +131,16 @@ def test_two_nodes_and_a_cluster_run_as_printed(home: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_cluster_whose_engines_die_runs_as_printed(home: Path) -> None:
+def test_a_cluster_whose_engines_die_runs_as_printed(home: Path, programs: Path) -> None:
     if shutil.which("redis-server") is None:
         pytest.skip("no redis-server here: install Debian's redis-server")
     if taken := [port for port in range(7400, 7500) if is_taken(port)]:
         pytest.skip(f"ports {taken}, of those docs/cluster.md names, are somebody's")
     try:
-        lines = typed(script("cluster.md"), home, environment(), 500)
+        lines = typed(script("cluster.md"), home, environment(), 500, programs.parent)
     finally:
         if (home / "kvtier-cluster").exists():  # where it ended early
-            command = [sys.executable, "-m", "kvtier.cli", "cluster", "down", "--purge"]
-            subprocess.run(command, cwd=home, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+            subprocess.run([programs / "kvtier", "cluster", "down", "--purge"], cwd=home, check=False)
     told = [
         re.match(r"(\w+): (\S+) had of (\d+) tokens: L1 (\d+) · L2 (\d+) · file (\d+) · redis (\d+)$", line)
         for line in lines

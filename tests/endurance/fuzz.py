@@ -50,11 +50,17 @@ def fuzz(target: str, seconds: float, seed: int, child: Path = _CHILD) -> Result
     return fuzz_together([target], seconds, seed, child)[target]
 
 
-def fuzz_together(targets: Sequence[str], seconds: float, seed: int, child: Path = _CHILD) -> dict[str, Result]:
-    """Have a child feed targets of one kind one after the other, each for so long: it instruments our code once."""
+def fuzz_together(
+    targets: Sequence[str], seconds: float, seed: int, child: Path = _CHILD, *, runs: int = -1
+) -> dict[str, Result]:
+    """Have a child feed targets of one kind one after the other: it instruments our code once.
+
+    Each is fed for so long, or so many inputs if that is less.
+    """
     with tempfile.TemporaryDirectory(prefix="kvtier-fuzz-") as home:
         limits = ["-max_len=4096", "-len_control=5", "-rss_limit_mb=1024", f"-timeout={_ONE_INPUT}"]
         limits += [f"-max_total_time={max(1, round(seconds))}", f"-seed={seed % 2**31 or 1}"]
+        limits += [f"-runs={runs}"]
         command = [sys.executable, str(child), ",".join(targets), *limits, f"-artifact_prefix={home}/"]
         patience = seconds * len(targets) + _SPARE
         try:

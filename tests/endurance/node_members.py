@@ -6,14 +6,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import httpx2
 from block_client import Model
+from fork_rig import Forked
 from node_rig import free_port
 from redis_rig import RedisServer
 from service_rig import environment, patient_options
@@ -44,13 +46,24 @@ class Size:
     threads: int
 
 
+Start = Callable[[Sequence[str], Mapping[str, str], IO[bytes]], "subprocess.Popen[bytes] | Forked"]
+
+
+def by_python(arguments: Sequence[str], variables: Mapping[str, str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
+    """Start `kvtier ARGUMENTS`."""
+    command = [sys.executable, "-c", "from kvtier.cli import main; main()", *arguments]
+    return subprocess.Popen(command, env=variables, stdout=log, stderr=log)
+
+
 class Member:
     """One process with one address, started again after it was killed; `life` counts its starts."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, ready: Callable[[], bool], **options: str) -> None:
+    def __init__(
+        self, start: Start, name: str, command: Sequence[str], log: Path, ready: Callable[[], bool], **options: str
+    ) -> None:
         self.name, self.log, self.life = name, log, 0
-        self._command, self._ready, self._options = command, ready, options
-        self._process: subprocess.Popen[bytes] | None = None
+        self._start, self._command, self._ready, self._options = start, command, ready, options
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._is_killed = False
 
     @property
@@ -62,10 +75,9 @@ class Member:
     def start(self) -> None:
         """Start it and wait until it is ready or a fault has killed it; RuntimeError for any other end."""
         variables = {"OMP_NUM_THREADS": "1", **environment(**self._options)}
-        command = [sys.executable, "-c", "from kvtier.cli import main; main()", *self._command]
         self._is_killed = False
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
+            self._process = self._start(self._command, variables, log)
         self.life += 1
         end = time.monotonic() + START
         while not self._ready():
@@ -104,8 +116,9 @@ class Member:
 class NodeUnderTest:
     """A daemon, two engines over it, Redis behind a proxy, and a router that reaches one of the engines by a proxy."""
 
-    def __init__(self, home: Path, model: Path) -> None:
+    def __init__(self, home: Path, model: Path, start: Start = by_python) -> None:
         self.home, self.socket, self.slabs = home, home / "kv.sock", home / "slabs"
+        self._start = start
         self.redis = RedisServer(_made(home / "redis"), ("--maxmemory", "48mb", "--maxmemory-policy", "allkeys-lru"))
         self.redis.start()
         self.line_to_redis = ToxicProxy(self.redis.port)
@@ -130,7 +143,8 @@ class NodeUnderTest:
     def _add(self, name: str, command: Sequence[str], **options: str) -> None:
         common = {} if name == "router" else _COMMON
         log = self.home / f"{name}.log"
-        self.members[name] = Member(name, command, log, lambda: self._answers(name), **{**common, **options})
+        ready = partial(self._answers, name)
+        self.members[name] = Member(self._start, name, command, log, ready, **{**common, **options})
 
     def start(self) -> None:
         """All of it, each as soon as the one before is ready."""

@@ -22,13 +22,14 @@ from block_client import BlockClient  # noqa: E402
 from crowd_rig import HANG, Crowd, conversations  # noqa: E402
 from endurance import options, origin, tell  # noqa: E402
 from growth import Samples  # noqa: E402
-from node_members import NodeUnderTest, Reviver, size_of  # noqa: E402
+from node_members import NodeUnderTest, Reviver, Start, by_python, size_of  # noqa: E402
 from soak_faults import ALWAYS, EARLY  # noqa: E402
 
 PERIOD: Final = 5.0  # seconds from one fault to the next
 _SAMPLE: Final = 10.0  # seconds between two looks at the processes
 _REPORT: Final = 60.0  # seconds between two lines of progress
 _EXTRA: Final = 180.0  # seconds a short run may go on until every tier was hit
+_LEAST: Final = 3  # faults, however slow the machine is
 _IDLE: Final = 120.0  # seconds in which everybody must have let go of everything
 _TIERS: Final = ("l1", "l2", "file", "redis")  # that must have been hit
 
@@ -57,7 +58,11 @@ class Soak:
     def run(self, progress: Callable[[], None]) -> None:
         """A fault each period, until the time is over; a little longer where a tier was not hit yet."""
         sampled = reported = 0.0
-        while self.elapsed < self._seconds or (self._missing() and self.elapsed < self._seconds + _EXTRA):
+        while (
+            self.elapsed < self._seconds
+            or self.faults.total() < _LEAST
+            or (self._missing() and self.elapsed < self._seconds + _EXTRA)
+        ):
             due = (self.faults.total() + 1) * PERIOD
             is_early = self.elapsed < self._seconds / 3
             fault = self._dice.choice((*ALWAYS, *EARLY) if is_early else ALWAYS)
@@ -193,13 +198,15 @@ def line_of(report: Mapping[str, Any]) -> str:
     )
 
 
-def soak(seed: int, minutes: float, save: Path | None, home: Path, num_talks: int = 32) -> dict[str, Any]:
+def soak(
+    seed: int, minutes: float, save: Path | None, home: Path, num_talks: int = 32, start: Start = by_python
+) -> dict[str, Any]:
     """Make a model, compute what it answers, start a node and let faults loose on it; `save` has the figures so far."""
     from server_rig import save_checkpoint  # takes torch along
 
     model = save_checkpoint(home)
     talks = conversations(model, num_talks, 3)
-    node = NodeUnderTest(home / "node", model)
+    node = NodeUnderTest(home / "node", model, start)
     node.start()
     client = BlockClient(node.socket, node.model, seed)
     run = Soak(node, Crowd(node.url("router"), talks, num_clients=8, pause=2.0), client, seed, minutes)

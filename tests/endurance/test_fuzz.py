@@ -7,10 +7,13 @@ import pytest
 
 pytest.importorskip("atheris", reason="no atheris for this Python or machine")
 
+RUNS = {"bytes": 5000, "http": 1500, "settings": 200}  # inputs for each parser: some half a second
+LONGEST = 60.0  # seconds for them, on a busy machine
+
 
 @pytest.mark.parametrize("kind", fuzz.KINDS)
 def test_any_bytes_are_a_value_or_a_typed_error(kind: str) -> None:
-    results = fuzz.fuzz_together(fuzz.KINDS[kind], 1, seed=1)
+    results = fuzz.fuzz_together(fuzz.KINDS[kind], LONGEST, seed=1, runs=RUNS[kind])
     assert [result.failure for result in results.values() if result.failure] == []
     assert {name: result.executions > 10 for name, result in results.items()} == dict.fromkeys(fuzz.KINDS[kind], True)
 
@@ -24,7 +27,7 @@ def test_among_several_targets_the_one_that_fails_is_found(tmp_path: Path) -> No
         "planted = types.SimpleNamespace(TARGETS={'frames': good, 'record': bad, 'replies': good})\n"
         "for name in sys.argv.pop(1).split(','):\n    fuzz_child.feed_in_a_fork(name, planted)\n"
     )
-    results = fuzz.fuzz_together(["frames", "record", "replies"], 1, 1, child)
+    results = fuzz.fuzz_together(["frames", "record", "replies"], LONGEST, 1, child, runs=RUNS["bytes"])
     assert [name for name, result in results.items() if result.failure] == ["record"]
     assert "planted" in results["record"].failure
     assert results["replies"].executions > 10

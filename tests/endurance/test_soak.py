@@ -2,14 +2,16 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import block_client
 import pytest
 from block_client import BlockClient, Model
 from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
 from endurance import tell
+from fork_rig import ENGINE, Forked
 from growth import Samples
 from node_members import Size
 from redis_rig import NO_REDIS
@@ -21,11 +23,16 @@ from kvtier.tiers.tier import ChainHash
 SIZE = 64 * SLOT_BYTES
 
 
+def by_fork(arguments: Sequence[str], variables: Mapping[str, str], log: IO[bytes]) -> Forked:
+    """Start `kvtier ARGUMENTS` without the seconds that torch takes to import."""
+    return Forked(["-m", "kvtier.cli", *arguments], ENGINE, env=variables, stdout=log, stderr=log)
+
+
 @pytest.mark.skipif(NO_REDIS is not None, reason=NO_REDIS or "")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_node_under_faults_is_right_and_hits_every_tier(home: Path) -> None:
-    report = soak(seed=11, minutes=0.3, save=None, home=home, num_talks=12)
+    report = soak(seed=11, minutes=0.3, save=None, home=home, num_talks=12, start=by_fork)
     for what in WRONG:
         assert not report[what], report[what]
     assert report["answers"] > 0

@@ -1,7 +1,7 @@
-"""The processes of test_transformers_process.py: forks of one that has imported everything, each gone by SIGKILL.
+"""A process of test_transformers_process.py: it answers one request, and is gone by SIGKILL.
 
-A line of JSON on stdin asks for one: `checkpoint`, `slab`, `dtype`, `verb` and `prompts` (a list of lists of tokens).
-It answers in one line of JSON; the line after says what it ended with. No fork comes before the one before has ended.
+The request is its argument, in JSON: `checkpoint`, `slab`, `dtype`, `verb` and `prompts` (a list of lists of tokens).
+It answers in one line of JSON.
 `generate` and `engine` answer by KVTier and by our engine: per prompt the new tokens and how many were found.
 `store`, `load` and `spoil` tell, per prompt, how many tokens were found and what their KV hashes to.
 """
@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -101,12 +100,4 @@ def be_killed(asked: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            try:
-                be_killed(json.loads(line))
-            finally:
-                traceback.print_exc()
-                os._exit(1)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    be_killed(json.loads(sys.argv[1]))

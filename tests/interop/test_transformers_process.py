@@ -3,13 +3,13 @@
 import json
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
+from fork_rig import ENGINE, Forked
 from service_rig import environment
 from tiny_models import plain, prompt
 
@@ -20,24 +20,11 @@ PROMPTS: Final = [prompt(1, 90), prompt(2, 75)]
 GREEDY: Final[dict[str, Any]] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-@pytest.fixture(scope="module")
-def parent() -> Iterator["subprocess.Popen[str]"]:
-    """A process that has imported everything, and forks. It has computed nothing: no thread is lost by a fork."""
-    variables = {**environment(), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, str(CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
-    ) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
 class Processes:
     """Each `run` is a process of its own, over the same checkpoint and the same slab."""
 
-    def __init__(self, parent: "subprocess.Popen[str]", checkpoint: Path, slab: Path, model: Any) -> None:
+    def __init__(self, checkpoint: Path, slab: Path, model: Any) -> None:
         self.model = model
-        self._parent = parent
         self._asked = {
             "checkpoint": str(checkpoint),
             "slab": str(slab),
@@ -46,12 +33,13 @@ class Processes:
 
     def run(self, verb: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
         """What the child replied before it was killed."""
-        assert self._parent.stdin is not None
-        assert self._parent.stdout is not None
-        self._parent.stdin.write(json.dumps({**self._asked, "verb": verb, "prompts": prompts}) + "\n")
-        self._parent.stdin.flush()
-        replies: list[dict[str, Any]] = json.loads(self._parent.stdout.readline())
-        assert int(self._parent.stdout.readline()) == -signal.SIGKILL
+        asked = json.dumps({**self._asked, "verb": verb, "prompts": prompts})
+        variables = {**environment(), "OMP_NUM_THREADS": "1"}
+        with Forked([str(CHILD), asked], ENGINE, env=variables, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            told = process.stdout.read()
+        assert process.returncode == -signal.SIGKILL
+        replies: list[dict[str, Any]] = json.loads(told)
         return replies
 
     def expected(self, tokens: list[int]) -> list[int]:
@@ -61,11 +49,11 @@ class Processes:
 
 
 @pytest.fixture
-def processes_of(parent: "subprocess.Popen[str]", tmp_path: Path, disk_dir: Path) -> Callable[..., Processes]:
+def processes_of(tmp_path: Path, disk_dir: Path) -> Callable[..., Processes]:
     def make(family: str, dtype: torch.dtype) -> Processes:
         model: Any = plain(family, dtype)
         model.save_pretrained(tmp_path / "model")
-        return Processes(parent, tmp_path / "model", disk_dir, model)
+        return Processes(tmp_path / "model", disk_dir, model)
 
     return make
 

@@ -7,38 +7,78 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import httpx2
 from command_rig import kvtier, kvtier_process
+from fork_rig import ENGINE, SERVICES, Forked
 
+from kvtier.service.cluster import cluster, process
 from kvtier.service.cluster.cluster import Cluster, ServiceStatus
 from kvtier.service.cluster.file import NUM_PORTS
-from kvtier.service.cluster.process import Process, is_free
+from kvtier.service.cluster.process import Process, is_free, launch
+from kvtier.tiers.config.config import child_environment
 
 PORTS: Final = {"router": 0, "engine-a": 1, "engine-b": 2, "node-a": 11, "node-b": 12}  # of kvtier's own file
 
 
 class Running:
-    """`kvtier cluster` with a state directory and ports of its own; `variables` as `section__option=value`."""
+    """`kvtier cluster` with a state directory and ports of its own; `variables` as `section__option=value`.
 
-    def __init__(self, state: Path, *options: str, **variables: str) -> None:
+    Services that are kvtier's own verbs are forks, but for the first of each verb in `by_python`.
+    """
+
+    def __init__(self, state: Path, *options: str, by_python: Sequence[str] = (), **variables: str) -> None:
         self.state = state
         self.port = free_range()
         self._options, self._variables = options, variables
+        self._by_python = {*by_python}
         self._pids: set[int] = set()
+        self._started: list[subprocess.Popen[bytes] | Forked] = []
+        self.answer = 60.0  # seconds a health check may take: two are few on a busy machine
 
     def up(self, *options: str) -> "subprocess.CompletedProcess[str]":
-        chosen = ("--state", str(self.state), "--port", str(self.port), *self._options, *options)
-        done = kvtier_process("cluster", "up", *chosen, **self._variables)
+        """On the main thread: the verb runs in this process."""
+        with patch.object(cluster, "launch", self._launch), patch.object(process, "_ANSWER", self.answer):
+            done = kvtier("cluster", "up", *self._chosen(options), **self._variables)
         self._pids |= set(self.pids().values())
         return done
 
+    def up_by_python(self, *options: str) -> "subprocess.CompletedProcess[str]":
+        """The same in a process of its own, and so are all services."""
+        done = kvtier_process("cluster", "up", *self._chosen(options), **self._variables)
+        self._pids |= set(self.pids().values())
+        return done
+
+    def _chosen(self, options: Sequence[str]) -> tuple[str, ...]:
+        return ("--state", str(self.state), "--port", str(self.port), *self._options, *options)
+
+    def _launch(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> "subprocess.Popen[bytes] | Forked":
+        """As `launch` of the product, which `up` calls."""
+        if argv[0] != "kvtier" or argv[1] in self._by_python:
+            self._by_python -= {*argv}
+            self._started.append(launch(argv, env, log))
+        else:
+            modules = ENGINE if "--model" in self._options else SERVICES
+            with log.open("ab") as output:
+                fork = Forked(
+                    ["-m", "kvtier.cli", *argv[1:]],
+                    modules,
+                    env=child_environment(env),
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            self._started.append(fork)
+        return self._started[-1]
+
     def status(self) -> dict[str, ServiceStatus]:
         """Of each service; the command's own status and JSON are asked for by `told`."""
-        return {row.name: row for row in Cluster(self.state).status()}
+        with patch.object(process, "_ANSWER", self.answer):
+            return {row.name: row for row in Cluster(self.state).status()}
 
     def states(self) -> dict[str, str]:
         return {name: row.state for name, row in self.status().items()}
@@ -49,7 +89,8 @@ class Running:
 
     def told(self) -> tuple[int, list[dict[str, Any]]]:
         """What `kvtier cluster status --json` says."""
-        done = kvtier("cluster", "status", "--state", str(self.state), "--json")
+        with patch.object(process, "_ANSWER", self.answer):
+            done = kvtier("cluster", "status", "--state", str(self.state), "--json")
         return done.returncode, json.loads(done.stdout)
 
     def pids(self) -> dict[str, int]:
@@ -78,6 +119,8 @@ class Running:
         """Take it down. Nothing may be left."""
         self._pids |= set(self.pids().values())
         assert Cluster(self.state).down(print, purge=True) or not self.state.exists()
+        for started in self._started:
+            started.wait(60)
         assert not [pid for pid in self._pids if Process.of(pid)], "down has left processes"
         assert not self.state.exists()
 

@@ -27,7 +27,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Put what this phase took on its report, which xdist carries to the process that prints.
 
-    A child's time counts once the child has been waited for; so does that of a fork of fork_rig's.
+    A child's time counts once the child has been waited for; so does that of a fork of fork_rig's. What a child leaves
+    running when it ends counts nowhere.
     """
     report = yield
     before, now = item.stash[_BEFORE], os.times()
@@ -42,7 +43,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def _of_forks() -> float:
-    """What forks of fork_rig's took, if a test has any; they are no children of this process."""
+    """What forks of fork_rig's and their parents took, if a test has any; they are no children of this process."""
     rig = sys.modules.get("fork_rig")
     return 0.0 if rig is None else float(rig.cpu_seconds())
 

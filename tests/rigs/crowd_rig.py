@@ -18,7 +18,7 @@ import httpx2
 NUM_CLIENTS: Final = 32
 PATIENCE: Final = 100.0  # seconds until everybody has an answer again
 _PATH: Final = "/v1/chat/completions"
-_PAUSE: Final = 0.1  # seconds before a client asks on, or again
+_PAUSE: Final = 0.5  # seconds before a client asks on, or again
 _ANSWER: Final = 90.0  # seconds: one that waits longer was not told cleanly
 _CLEAN: Final = (408, 429, 502, 503, 504)  # nobody could answer; a 500 would be a fault that reached an engine
 HANG: Final = "left without a word"

@@ -2,12 +2,14 @@
 
 torch and transformers take seconds to import, and a story that kills and starts processes would pay them each time.
 What a start has of its own: arguments, environment, directory, streams, and all that the process does from then on.
-What it shares: the hash seed and PYTHONPATH of the parent. The cluster's stories start each such verb by `python`.
+What it shares: the hash seed and PYTHONPATH of the parent. What other programs start is a fork, too, if they start it
+by the `python` or `kvtier` of a folder that `warm_programs` has made.
 """
 
 import atexit
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final, Self
@@ -37,23 +38,44 @@ SERVICES: Final = (
 """What `kvtier serve`, `kvtier route` and the stories' own children import."""
 ENGINE: Final = (
     "kvtier.cli.servers_cli",
+    "kvtier.cli.demo_cli",
     "kvtier.service.engine.process",
+    "kvtier.engine.demo.generation",
+    "kvtier.engine.demo.worker",
     "transformers.generation.utils",
     "transformers.models.llama.modeling_llama",
     "transformers.tokenization_utils_base",
-    *_TIERS,
-    *_PAGES,
+    "small_demo",
+    "openai.resources.chat.completions",
+    "openai.types.chat",
+    *SERVICES,
 )
-"""What `kvtier engine` imports: torch and transformers."""
+"""What `kvtier engine` and `kvtier demo` import besides, torch and transformers, and what clients of an engine do."""
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _LONGEST: Final = 0.05  # seconds between two looks at a child
-_spent: dict[int, float] = {}  # CPU seconds by pid, of children that have ended
+_ROOM: Final = 2048  # bytes for a fork's command line, as `ps` shows it
+_parents: "dict[tuple[str, ...], _Parent]" = {}  # by the modules they have imported
 
 
 def cpu_seconds() -> float:
-    """What the forks that were waited for took so far. They are no children of this process."""
-    return sum(_spent.values())
+    """What the parents and those of their forks that were waited for took so far. They are no children of ours."""
+    return sum(float(parent.ask({"spent": True})["seconds"]) for parent in _parents.values())
+
+
+def warm_programs(folder: Path, modules: tuple[str, ...]) -> Path:
+    """A new folder with `python`, `kvtier` and `activate`: what they start are forks, as those of `Forked`.
+
+    The folder's path is short, since a socket lies in it.
+    """
+    folder.mkdir(parents=True)
+    shim = Path(__file__).with_name("_fork_shim.py").read_text(encoding="utf-8")
+    for name in ("python", "kvtier"):
+        (folder / name).write_text(f"#!{sys.executable} -IS\n{shim}", encoding="utf-8")
+        (folder / name).chmod(0o755)
+    (folder / "activate").write_text(f"export PATH={shlex.quote(str(folder))}:$PATH\n", encoding="utf-8")
+    _parent(modules).ask({"listen": str(folder / "socket")})
+    return folder
 
 
 class Forked:
@@ -67,6 +89,7 @@ class Forked:
         env: Mapping[str, str],
         stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
+        start_new_session: bool = False,
     ) -> None:
         """Start `python ARGUMENTS` by a fork of a parent that has imported the modules. Its stdin is empty."""
         self.args = arguments
@@ -77,7 +100,7 @@ class Forked:
             self.stderr, err = _stream(stderr, 2)
             self._parent = _parent(modules)
             try:
-                asked = {"start": arguments, "env": dict(env), "cwd": os.getcwd()}
+                asked = {"start": arguments, "env": dict(env), "cwd": os.getcwd(), "session": start_new_session}
                 self.pid: int = self._parent.ask(asked, [empty.fileno(), out, err])["pid"]
             finally:
                 for given, descriptor in ((stdout, out), (stderr, err)):
@@ -91,7 +114,6 @@ class Forked:
                 told = self._parent.ask({"wait": self.pid})
                 if told["status"] is not None:
                     self.returncode = os.waitstatus_to_exitcode(told["status"])
-                    _spent[self.pid] = _spent.get(self.pid, 0.0) + told["seconds"]
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -131,7 +153,13 @@ class _Parent:
         self.lock = threading.RLock()
         self._asking, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         paths = os.pathsep.join((str(_ROOT), str(_ROOT / "tests" / "rigs")))
-        command = [sys.executable, str(Path(__file__).with_name("_fork_parent.py")), str(other.fileno()), *modules]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("_fork_parent.py")),
+            str(other.fileno()),
+            *modules,
+            _ROOM * " ",
+        ]
         with other:
             self._process = subprocess.Popen(
                 command,
@@ -154,10 +182,11 @@ class _Parent:
         self._process.wait(60)
 
 
-@cache
 def _parent(modules: tuple[str, ...]) -> _Parent:
     """One for each set of modules, as long as this process lives."""
-    return _Parent(modules)
+    if modules not in _parents:
+        _parents[modules] = _Parent(modules)
+    return _parents[modules]
 
 
 def _stream(given: int | IO[Any] | None, own: int) -> tuple[IO[str] | None, int]:

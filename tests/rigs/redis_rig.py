@@ -20,7 +20,7 @@ from toxic_proxy import ToxicProxy
 _MISSING: Final = [name for name in ("redis-server", "redis-cli", "openssl") if not shutil.which(name)]
 NO_REDIS: Final = f"{_MISSING[0]} is not installed (Debian: apt-get install redis-server openssl)" if _MISSING else None
 
-_PATIENCE: Final = 30.0  # seconds for anything to start or to agree
+_PATIENCE: Final = 60.0  # seconds for anything to start or to agree
 _NUM_SLOTS: Final = 16384
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from kvtier.engine.demo import worker
 
-pytestmark = pytest.mark.timeout(400)  # every run is two processes that import everything anew
+pytestmark = pytest.mark.timeout(400)
 
 Checkpoint = Callable[..., Path]
 
@@ -39,9 +40,10 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return make
 
 
-def test_every_tier_is_hit_and_every_answer_is_the_same(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_every_tier_is_hit_and_every_answer_is_the_same(checkpoint: Checkpoint, tmp_path: Path, programs: Path) -> None:
     model = checkpoint()
-    result = kvtier_process("demo", "--model", model, "--json", cwd=str(tmp_path))
+    command = [str(programs / "kvtier"), "demo", "--model", str(model), "--json"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     told = json.loads(result.stdout)
     assert told["identical"]
@@ -66,10 +68,15 @@ def test_every_tier_is_hit_and_every_answer_is_the_same(checkpoint: Checkpoint, 
     ],
 )
 def test_a_broken_checkpoint_is_one_line_and_status_2(
-    spoil: Callable[[Path], object], complaint: str, checkpoint: Checkpoint, tmp_path: Path
+    spoil: Callable[[Path], object],
+    complaint: str,
+    checkpoint: Checkpoint,
+    programs: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = checkpoint()
     spoil(model)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))  # of the engine's process
     result = kvtier("demo", "--model", model)
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("kvtier: ")
@@ -79,7 +86,8 @@ def test_a_broken_checkpoint_is_one_line_and_status_2(
 
 
 def test_a_context_too_short_for_a_document_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    result = kvtier("demo", "--model", checkpoint(context=300))
+    # by python, all of it: the engine's process opens the model, and says so
+    result = kvtier_process("demo", "--model", checkpoint(context=300))
     assert "a context of 300 tokens; the demo needs 456 or more" in result.stderr
     assert result.returncode == 2
 

@@ -4,15 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from command_rig import kvtier, kvtier_process
 from tiny_models import SIZES
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from kvtier.engine.demo import generation
+from kvtier.cli.verbs import VERBS
+from kvtier.engine.demo import generation, worker
 from kvtier.engine.demo.story import train_tokenizer
 
-pytestmark = pytest.mark.timeout(300)  # every command is a process that imports everything anew
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,14 @@ def test_a_model_is_not_saved_over_another(model: Path) -> None:
     before = sorted(model.iterdir())
     assert kvtier("model", model, "--if-missing").returncode == 0
     assert sorted(model.iterdir()) == before
+
+
+def test_the_model_has_the_size_that_its_help_says() -> None:
+    """The stories of README and the pages have a tiny one in its place."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(worker.demo_model())
+    assert 45e6 < sum(weights.numel() for weights in model.parameters()) < 55e6
+    assert "50 M random weights" in VERBS["model"].help
 
 
 def test_a_model_is_there_when_its_configuration_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import pytest
 import redis
 import yaml
 from cluster_rig import Running, free_range, wait_for
-from command_rig import kvtier, kvtier_process
+from command_rig import kvtier
 from node_rig import ROOT
 from redis_rig import NO_REDIS
 from service_rig import environment
@@ -38,7 +38,7 @@ from kvtier.service.command_line import Exit
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 
-pytestmark = pytest.mark.timeout(300)  # every command is a process that imports everything anew
+pytestmark = pytest.mark.timeout(300)
 
 SLEEPER = ["sh", "-c", "echo I am here; exec sleep 600"]
 
@@ -68,7 +68,7 @@ def page(*, after: tuple[str, ...] = (), port: int = 0, **more: Any) -> dict[str
 @pytest.mark.skipif(NO_REDIS is not None, reason=NO_REDIS or "")
 def test_valkey_and_two_daemons(home: Path) -> None:
     running = Running(home / "state", "--profile", "core")
-    up = running.up()
+    up = running.up_by_python()
     assert up.returncode == Exit.OK, up.stderr
     lines = up.stderr.splitlines()
     assert [line.split()[0] for line in lines[3:4]] == ["valkey-join"]  # after the three, before the daemons
@@ -103,8 +103,10 @@ def test_valkey_and_two_daemons(home: Path) -> None:
     wait_for(lambda: not running.unwell)
     # one that hangs is not dead, and not healthy
     os.kill(after["node-b"], signal.SIGSTOP)
+    patience, running.answer = running.answer, 1.0
     assert running.told()[0] == Exit.DEGRADED
     wait_for(lambda: running.unwell == ["node-b"])
+    running.answer = patience
     os.kill(after["node-b"], signal.SIGCONT)
     # one whose processes are all gone, as after a boot, begins anew and at another port, if that is wanted
     for pid in after.values():
@@ -303,17 +305,12 @@ def test_a_failure_takes_back_what_it_started(home: Path, file_of: Callable[[dic
     assert "make that directory" in rest[2]  # the daemon's own line
     assert running.pids() == {}
     # what went before stays: only the missing part was tried again
-    fixed = file_of({"good": good})
-    assert kvtier_up(running, fixed).returncode == Exit.OK
-    broken = file_of({"good": good, "bad": {"x-kvtier": bad}})
-    assert kvtier_up(running, broken).returncode == Exit.FAILED
+    file_of({"good": good})
+    assert running.up().returncode == Exit.OK
+    file_of({"good": good, "bad": {"x-kvtier": bad}})
+    assert running.up().returncode == Exit.FAILED
     assert running.states() == {"good": "running"}
     running.close()
-
-
-def kvtier_up(running: Running, file: str) -> "subprocess.CompletedProcess[str]":
-    arguments = ("--state", str(running.state), "--port", str(running.port), "--profile", "cluster", "--file", file)
-    return kvtier_process("cluster", "up", *arguments)
 
 
 def test_an_interrupted_up_leaves_nothing(home: Path, file_of: Callable[[dict[str, Any]], str]) -> None:

@@ -33,7 +33,8 @@ SMALL = {
 def running() -> Iterator[Running]:
     with tempfile.TemporaryDirectory(prefix="kvc-") as home:
         model = save_checkpoint(Path(home))
-        cluster = Running(Path(home) / "state", "--profile", "cluster", "--model", str(model), **SMALL)
+        verbs = ("serve", "engine", "route")  # one of each is started as `kvtier cluster` starts it
+        cluster = Running(Path(home) / "state", "--profile", "cluster", "--model", str(model), by_python=verbs, **SMALL)
         up = cluster.up()
         assert up.returncode == Exit.OK, up.stderr
         yield cluster

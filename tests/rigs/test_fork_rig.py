@@ -1,0 +1,96 @@
+"""Forks end, are told apart and are killed as processes of their own; so are those that other programs start."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fork_rig import Forked, cpu_seconds, warm_programs
+
+MODULES = ("json",)
+TELL = "import os, sys; print(os.getpid(), os.getsid(0), sys.argv, os.environ['WHO'], os.getcwd(), flush=True)"
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return warm_programs(tmp_path_factory.mktemp("f") / "bin", MODULES)
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def runs(pid: int) -> bool:
+    """Whether it runs: a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_fork_has_its_own_arguments_environment_session_and_end() -> None:
+    environment = {**os.environ, "WHO": "me"}
+    before = cpu_seconds()
+    with Forked(["-c", TELL, "a", "b"], MODULES, env=environment, stdout=subprocess.PIPE, start_new_session=True) as it:
+        assert it.stdout is not None
+        assert it.stdout.read() == f"{it.pid} {it.pid} ['-c', 'a', 'b'] me {os.getcwd()}\n"
+    assert it.returncode == 0
+    with Forked(["-c", "import sys; sys.exit(7)"], MODULES, env=environment) as other:
+        pass
+    assert other.returncode == 7
+    with Forked(["-c", "import time; time.sleep(600)"], MODULES, env=environment) as third:
+        until(lambda: b"time.sleep(600)" in Path(f"/proc/{third.pid}/cmdline").read_bytes())
+        third.kill()
+    assert third.returncode == -signal.SIGKILL
+    assert cpu_seconds() > before
+
+
+def test_a_program_starts_forks_by_their_names(programs: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(f"{TELL}\nprint(sys.executable, sys.stdin.read())\nsys.exit(3)")
+    script = f". {programs}/activate; printf hello | WHO=you python script.py one"
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.endswith(f" ['script.py', 'one'] you {tmp_path}")
+    assert second == f"{programs}/python hello"
+    told = subprocess.run([programs / "kvtier", "--version"], capture_output=True, text=True, timeout=60)
+    assert told.stdout.startswith("kvtier ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_what_was_started_ends_the_fork(programs: Path, number: signal.Signals) -> None:
+    command = [str(programs / "python"), "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shim:
+        assert shim.stdout is not None
+        fork = int(shim.stdout.readline())
+        assert fork != shim.pid
+        shim.send_signal(number)
+        assert shim.wait(60) == -number
+        until(lambda: not runs(fork))
+
+
+def test_a_fork_that_is_killed_is_seen_dead_by_who_started_it(programs: Path) -> None:
+    words = ["-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)", "the one to kill"]
+    with subprocess.Popen([programs / "python", *words], stdout=subprocess.PIPE, text=True) as shim:
+        assert shim.stdout is not None
+        fork = int(shim.stdout.readline())
+        assert Path(f"/proc/{fork}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")[-1] == b"the one to kill"
+        os.kill(fork, signal.SIGKILL)
+        assert shim.wait(60) == -signal.SIGKILL
+
+
+def test_the_rig_is_this_interpreter(programs: Path) -> None:
+    told = subprocess.run(
+        [programs / "python", "-c", "import sys; print(sys.version_info[:3])"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert told.stdout == f"{sys.version_info[:3]}\n"
