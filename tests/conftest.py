@@ -3,10 +3,13 @@
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -79,6 +82,17 @@ def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A KVTIER_ variable of the developer's shell decides no test."""
     for name in [name for name in os.environ if name.upper().startswith("KVTIER_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_are_read_once() -> Iterator[None]:
+    """A new HTTP client reads all authorities of the machine, 20 ms of CPU time; the suite makes a thousand clients."""
+    client: Any = sys.modules.get("httpcore2")  # whoever needs it was collected by now
+    if client is None:
+        yield
+        return
+    with patch.object(client, "default_ssl_context", cache(client.default_ssl_context)):
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:
