@@ -20,14 +20,17 @@ def ask(
     As with redis-cli, a password that the server does not want is none of the command's business.
     """
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout) as plain, _secured(plain, authority) as line:
-            with line.makefile("rb") as answers:
-                if password is not None:
-                    line.sendall(_packed("AUTH", password))
-                    with suppress(RedisError):
-                        _answer(answers)
-                line.sendall(_packed(*arguments))
-                return _answer(answers)
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout) as plain,
+            _secured(plain, authority) as line,
+            line.makefile("rb") as answers,
+        ):
+            if password is not None:
+                line.sendall(_packed("AUTH", password))
+                with suppress(RedisError):
+                    _answer(answers)
+            line.sendall(_packed(*arguments))
+            return _answer(answers)
     except OSError as error:
         raise RedisError(f"port {port}: {error}") from error
 

@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
