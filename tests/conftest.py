@@ -1,5 +1,6 @@
 """What tests share: chains of integers, payloads derived from their keys, a directory on a real disk."""
 
+import gc
 import hashlib
 import os
 import shutil
@@ -116,6 +117,11 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     if gpu and not _has_cuda():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of garbage looks through it any more, in this process or in a fork."""
+    gc.freeze()
 
 
 def _has_cuda() -> bool:
