@@ -251,6 +251,17 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+def replicated(master: RedisServer, replica: RedisServer) -> None:
+    """Wait until the replica has all that the master holds by now. WAIT would look at its own connection's writes."""
+
+    def offset(server: RedisServer, name: str) -> int:
+        lines = server.cli("INFO", "replication").decode().splitlines()
+        return next(int(line.partition(":")[2]) for line in lines if line.startswith(f"{name}:"))
+
+    wanted = offset(master, "master_repl_offset")
+    wait_for(lambda: offset(replica, "slave_repl_offset") >= wanted)
+
+
 def _join(nodes: Sequence[tuple[RedisServer, int]]) -> None:
     """What `redis-cli --cluster create` does, without its pauses. The first three are masters."""
     (first, first_bus), *others = nodes
