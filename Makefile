@@ -27,6 +27,9 @@ PYTEST_ARGS ?= -n auto --dist loadfile
 ENGINE_ARGS ?=
 DEMO_ARGS ?=
 
+# With bytecode kept, the second run of the tests compiles nothing: some ten seconds of each worker's CPU time.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
 STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 

@@ -1,12 +1,16 @@
 """What tests share: chains of integers, payloads derived from their keys, a directory on a real disk."""
 
+import gc
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -90,6 +94,17 @@ def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_are_read_once() -> Iterator[None]:
+    """A new HTTP client reads all authorities of the machine, 20 ms of CPU time; the suite makes a thousand clients."""
+    client: Any = sys.modules.get("httpcore2")  # whoever needs it was collected by now
+    if client is None:
+        yield
+        return
+    with patch.object(client, "default_ssl_context", cache(client.default_ssl_context)):
+        yield
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Examples have no deadline, and none is too slow to make: a machine may be busy. A fixture may serve many."""
     if config.pluginmanager.hasplugin("hypothesispytest"):  # environments of real engines do without
@@ -111,6 +126,11 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     if gpu and not _has_cuda():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of garbage looks through it any more, in this process or in a fork."""
+    gc.freeze()
 
 
 def _has_cuda() -> bool:

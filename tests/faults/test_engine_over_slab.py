@@ -248,8 +248,10 @@ def test_a_directory_that_cannot_be_used_costs_one_warning(house: House, caplog:
     assert same(engine.generate([tokens], KEEP)[0], expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-window"])
+# What a crowd does to blocks depends on the layout, not on the dtype: one dtype each. All of both are told of above.
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16"), ("mistral-window", "float32")]
+)
 def test_a_crowd_of_random_requests_with_aborts_preemption_and_tiny_tiers(
     house: House, family: str, dtype: str
 ) -> None:
@@ -258,7 +260,7 @@ def test_a_crowd_of_random_requests_with_aborts_preemption_and_tiny_tiers(
     shared = [prompt(100 + i, 80) for i in range(4)]
     prompts = [
         [*shared[rng.integers(4)][: 16 * rng.integers(1, 6)], *rng.integers(3, VOCAB, rng.integers(1, 40)).tolist()]
-        for _ in range(60)
+        for _ in range(40)
     ]
     expected = cache_off(family, dtype).generate(prompts, KEEP)
     for loading, preemption in (("async", "recompute"), ("layerwise", "offload")):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from doubles import chain_of, store, wait_until
 from fault_rig import drops, fetch, forget_l2, misses, settle
-from redis_rig import NO_REDIS, Certificate, Cluster, cluster, standalone, watched
+from redis_rig import NO_REDIS, Certificate, Cluster, cluster, replicated, standalone, watched
 from redis_stories import (
     CHAIN,
     FINGERPRINT,
@@ -86,8 +86,8 @@ def test_a_master_killed_is_misses_until_its_replica_takes_over() -> None:
         for node in (*nodes.masters, *nodes.replicas):
             node.cli("CONFIG", "SET", "cluster-node-timeout", "60000")
         hierarchy = stored(over_redis(nodes.url, mode="cluster"))
-        for master in nodes.masters:
-            master.cli("WAIT", "1", "5000")
+        for master, replica in zip(nodes.masters, nodes.replicas, strict=True):
+            replicated(master, replica)
         nodes.masters[1].kill()
         assert fetch(hierarchy, LONG) < 24  # what came is checked, the rest is computed
         assert hierarchy.drain(60)
@@ -118,7 +118,7 @@ def test_a_master_killed_in_a_cluster_without_replicas_costs_its_own_keys() -> N
 def test_sentinels_name_a_new_master_and_it_is_found_without_a_restart() -> None:
     with watched(password=SECRET) as group:
         hierarchy = stored(over_redis(group.url, mode="sentinel", sentinel_name=group.name, password=SECRET))
-        group.master.cli("WAIT", "1", "5000")
+        replicated(group.master, group.replica)
         group.master.kill()
         assert fetch(hierarchy, LONG) == 0
         fetches_all_again(hierarchy)

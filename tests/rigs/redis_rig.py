@@ -1,20 +1,19 @@
 """Real redis-servers on loopback ports: one alone, a cluster, a master with Sentinels; to be killed and restarted."""
 
-import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 from node_rig import free_port
+from redis_command import RedisError, ask
 from toxic_proxy import ToxicProxy
 
 _MISSING: Final = [name for name in ("redis-server", "redis-cli", "openssl") if not shutil.which(name)]
@@ -74,11 +73,8 @@ class RedisServer:
         return f"{'rediss' if self.tls else 'redis'}://127.0.0.1:{self.port}"
 
     def cli(self, *arguments: str, stdin: bytes | None = None) -> bytes:
-        """What `redis-cli` prints; with `stdin` it becomes the last argument (-x). Raises where Redis says an error."""
-        done = self._cli(self.port, *(["-x"] if stdin is not None else []), *arguments, stdin=stdin)
-        if done.returncode:
-            raise RuntimeError(f"redis-cli {arguments}: {(done.stdout + done.stderr).decode()}")
-        return done.stdout.removesuffix(b"\n")
+        """What `redis-cli` would print; `stdin` is the last argument (-x). RedisError if Redis says an error."""
+        return self._ask(self.port, *arguments, *([] if stdin is None else [stdin]))
 
     def value_of(self, key: str) -> bytes:
         """What a key holds, byte by byte."""
@@ -88,27 +84,22 @@ class RedisServer:
         """Every key it holds."""
         return sorted(self.cli("KEYS", "*").decode().split())
 
-    def _cli(self, port: int, *arguments: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
-        secure = ["--tls", "--cacert", str(self.tls.authority)] if self.tls else []
-        command = ["redis-cli", "-e", "-h", "127.0.0.1", "-p", str(port), *secure, *arguments]
-        secret = {"REDISCLI_AUTH": self.password} if self.password else {}
-        return subprocess.run(
-            command, input=stdin, capture_output=True, check=False, timeout=_PATIENCE, env={**os.environ, **secret}
-        )
+    def _ask(self, port: int, *arguments: str | bytes) -> bytes:
+        authority = self.tls.authority if self.tls else None
+        return ask(port, *arguments, password=self.password, authority=authority, timeout=_PATIENCE)
 
     def _answers(self, port: int) -> bool:
         deadline = time.monotonic() + _PATIENCE
         while time.monotonic() < deadline and self.process is not None and self.process.poll() is None:
-            with socket.socket() as probe:
-                listens = not probe.connect_ex(("127.0.0.1", port))
-            if listens and self._cli(port, "PING").returncode == 0 and self._is_ours(port):
-                return True
+            with suppress(RedisError):  # nobody listens yet
+                if self._is_ours(port):
+                    return True
             time.sleep(0.01)
         return False
 
     def _is_ours(self, port: int) -> bool:
         assert self.process is not None
-        return f"process_id:{self.process.pid}\r".encode() in self._cli(port, "INFO", "server").stdout
+        return f"process_id:{self.process.pid}\r".encode() in self._ask(port, "INFO", "server")
 
     def _arguments(self, port: int) -> list[str]:
         listen = ["--port", str(port)]
@@ -258,6 +249,17 @@ def wait_for(condition: Callable[[], object]) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError("the servers did not come to an agreement")
         time.sleep(0.02)
+
+
+def replicated(master: RedisServer, replica: RedisServer) -> None:
+    """Wait until the replica has all that the master holds by now. WAIT would look at its own connection's writes."""
+
+    def offset(server: RedisServer, name: str) -> int:
+        lines = server.cli("INFO", "replication").decode().splitlines()
+        return next(int(line.partition(":")[2]) for line in lines if line.startswith(f"{name}:"))
+
+    wanted = offset(master, "master_repl_offset")
+    wait_for(lambda: offset(replica, "slave_repl_offset") >= wanted)
 
 
 def _join(nodes: Sequence[tuple[RedisServer, int]]) -> None:

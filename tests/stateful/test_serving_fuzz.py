@@ -33,20 +33,25 @@ from kvtier.tiers.naming.shape import KVShape
 NUM_LAYERS = 4
 LAYER_BYTES = SLOT_BYTES // NUM_LAYERS
 TOKEN_BYTES = LAYER_BYTES // BLOCK_SIZE
+KV_BYTES = 16  # of a token in a layer that are looked at
 ROOTS = {salt: root_hash(b"f" * 32, cache_salt=salt) for salt in (None, "a")}
 NUM_REQUESTS = 25
 STALL = 60.0  # seconds without a computed token while requests live
 
 
-def digest(salt: str | None, tokens: list[int], layer: int) -> NDArray[np.uint8]:
-    """The KV of the last token: what any wrong token, order, tenant or layer changes."""
-    text = repr((salt, tokens, layer)).encode()
-    return np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint8)
+def kv_of(salt: str | None, tokens: list[int]) -> NDArray[np.uint8]:
+    """[token, layer, byte]: what any wrong token before it, order, tenant or layer changes."""
+    state = hashlib.blake2b(repr(salt).encode(), digest_size=NUM_LAYERS * KV_BYTES)
+    rows = []
+    for token in tokens:
+        state.update(token.to_bytes(2, "little"))
+        rows.append(state.digest())
+    return np.frombuffer(b"".join(rows), np.uint8).reshape(-1, NUM_LAYERS, KV_BYTES)
 
 
 def next_token(salt: str | None, tokens: list[int]) -> int:
     """What the model says: of few tokens, so that answers share blocks."""
-    return 1 + int(digest(salt, tokens, -1)[0]) % 7
+    return 1 + hashlib.blake2b(repr((salt, tokens)).encode()).digest()[0] % 7
 
 
 class FlakyStream(ManualCopyStream):
@@ -174,19 +179,19 @@ class World:
     def forward(self, batch: Batch) -> list[tuple[Chunk, tuple[int, int]]]:
         """Layer by layer: look at all KV before the chunk, write the chunk's own; where something wrong was seen."""
         wrong = []
+        places = self.l1.reshape(self.num_blocks, NUM_LAYERS, BLOCK_SIZE, TOKEN_BYTES)[..., :KV_BYTES]  # a view
+        seen = []
+        for chunk in batch.chunks:
+            positions, table = np.arange(chunk.end), np.array(chunk.sequence.block_table)
+            right = kv_of(self.salts[chunk.sequence.request_id], chunk.sequence.token_ids[: chunk.end])
+            seen.append((chunk, table[positions // BLOCK_SIZE], positions % BLOCK_SIZE, right))
         for layer in range(NUM_LAYERS if batch.chunks else 0):
             batch.arrived &= self.worker.wait_layer(layer)
-            for chunk in batch.chunks:
-                tokens, salt = chunk.sequence.token_ids, self.salts[chunk.sequence.request_id]
-                for position in range(chunk.end):
-                    block = chunk.sequence.block_table[position // BLOCK_SIZE]
-                    start = position % BLOCK_SIZE * TOKEN_BYTES
-                    right = digest(salt, tokens[: position + 1], layer)
-                    place = self.l1[block, layer, start : start + len(right)]
-                    if position >= chunk.start:
-                        place[:] = right
-                    elif not np.array_equal(place, right):
-                        wrong.append((chunk, (position, layer)))
+            for chunk, blocks, offsets, right in seen:
+                start = chunk.start
+                is_right = places[blocks[:start], layer, offsets[:start]] == right[:start, layer]
+                wrong += [(chunk, (int(position), layer)) for position in np.flatnonzero(~is_right.all(axis=1))]
+                places[blocks[start:], layer, offsets[start:]] = right[start:, layer]
         return wrong
 
     def disturb(self) -> None:

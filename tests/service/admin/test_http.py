@@ -1,6 +1,7 @@
 """Stories of the daemon's pages over real HTTP: what they say, who may ask, and what rubbish does to them (nothing)."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket as sockets
@@ -429,10 +430,12 @@ def test_who_says_nothing_is_hung_up_on(home: Path, monkeypatch: pytest.MonkeyPa
         host, _, port = served.http.rpartition(":")
         silent = [sockets.create_connection((host, int(port)), timeout=60) for _ in range(70)]
         for connection in silent[::2]:
-            connection.sendall(b"GET /healthz HTT")  # half a request is as good as none
+            with contextlib.suppress(ConnectionError):  # a busy machine: it was hung up on before
+                connection.sendall(b"GET /healthz HTT")  # half a request is as good as none
         for connection in silent:
-            while connection.recv(4096):  # those beyond the limit are told so, if they asked at all
-                pass
+            with contextlib.suppress(ConnectionError):
+                while connection.recv(4096):  # those beyond the limit are told so, if they asked at all
+                    pass
             connection.close()
         assert served.client.get("/healthz").status_code == 200
         # A body that does not come.

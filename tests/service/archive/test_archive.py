@@ -29,6 +29,7 @@ from doubles import (
     store,
 )
 from fault_rig import FINGERPRINT, fetch, forget_l2, over_slab, settle
+from fork_rig import SERVICES, Forked
 from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
 
@@ -533,9 +534,6 @@ def test_a_reset_ends_an_import(archive_of_12: Path) -> None:
 IMPORTER = """
 import asyncio, sys
 from pathlib import Path
-from threading import Event
-from types import SimpleNamespace
-sys.path[:0] = sys.argv[3:]
 from fault_rig import FINGERPRINT, over_slab
 from doubles import BLOCK_SIZE
 from kvtier.service.archive.archive import import_blocks
@@ -555,11 +553,8 @@ def test_an_importer_killed_leaves_only_whole_reachable_blocks(tmp_path: Path, a
     source = slab_of(tmp_path / "one", [chain := chain_of(60)])
     exported(source, tmp_path / "all")
     settle(source)
-    here = Path(__file__).resolve().parents[2]
-    arguments = [str(tmp_path / "two"), str(tmp_path / "all"), str(here / "rigs"), str(here.parent)]
-    with subprocess.Popen(
-        [sys.executable, "-c", IMPORTER.replace("KEY", repr(key)), *arguments], stdout=subprocess.PIPE, text=True
-    ) as child:
+    command = ["-c", IMPORTER.replace("KEY", repr(key)), str(tmp_path / "two"), str(tmp_path / "all")]
+    with Forked(command, SERVICES, env=os.environ, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if int(line) >= after:
