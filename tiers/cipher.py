@@ -193,5 +193,4 @@ class NameCipher:
         return self._cipher.encryptor().update(names)
 
     def show(self, hidden: bytes) -> bytes:
-        """Undo `hide`."""
         return self._cipher.decryptor().update(hidden)

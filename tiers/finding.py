@@ -23,15 +23,12 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    """All is well."""
     return Finding(check, Status.OK, found)
 
 
 def warning(check: str, found: str, fix: str) -> Finding:
-    """It works, but not as well as it could."""
     return Finding(check, Status.WARNING, found, fix)
 
 
 def error(check: str, found: str, fix: str) -> Finding:
-    """It does not work."""
     return Finding(check, Status.ERROR, found, fix)

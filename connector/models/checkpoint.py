@@ -24,7 +24,6 @@ _SLOW: Final = 5.0  # seconds between two log lines about a long read
 
 
 def name_of(path: Path) -> str:
-    """The common name of the model in a checkpoint directory."""
     path = path.resolve()
     if path.parent.name == "snapshots":  # models--OWNER--NAME/snapshots/COMMIT
         return path.parent.parent.name.removeprefix("models--").replace("--", "/")

@@ -114,14 +114,12 @@ class KVTierStorage(HiCacheStorage):
         return taken
 
     def exists(self, key: str) -> bool:
-        """Whether one page is held."""
         return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
         """None: pages go between SGLang's pool and the tiers only (`batch_get_v1`)."""
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:
-        """None for each key, like `get`."""
         return [None] * len(keys)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -135,7 +133,6 @@ class KVTierStorage(HiCacheStorage):
         return False
 
     def clear(self) -> None:
-        """Forget every page of this model in every tier."""
         if self._store is not None:
             self._store.tiers.reset()
 

@@ -113,13 +113,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """The tiers in which the tokens were found by the first lookup."""
         in_host, below = self._scheduler.found_in(request, num_external_tokens)
         sources = {CacheHitSource.HOST: in_host, CacheHitSource.DISK: below}
         return {source: count for source, count in sources.items() if count}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """The message to every worker: this step's copies."""
         return self._scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -134,7 +132,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the request. Its blocks are free at once, in every KV group."""
         self._scheduler.finished(request, block_ids)
         return False, None
 
@@ -143,7 +140,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.pending
 
     def reset_cache(self) -> bool:
-        """Drop every block from every tier below vLLM's own."""
         self._scheduler.reset()
         return True
 
@@ -155,7 +151,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
-        """Rebuild stats in another process; vLLM calls it."""
         return KVTierStats(data=data or {})
 
     @classmethod
@@ -166,13 +161,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: Mapping[int, list[object]],
     ) -> KVTierProm:
-        """kvtier's metrics in vLLM's own registry."""
         return KVTierProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # a worker's half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take this rank's KV tensors."""
         self._worker.register(kv_caches, get_tensor_model_parallel_rank())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -184,7 +177,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.start_load(_message(self._get_connector_metadata()))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Called when the compute reaches a layer."""
         self._worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
@@ -210,7 +202,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_invalid()
 
     def build_connector_worker_meta(self) -> CopyReports | None:
-        """Reports of ended copies, for the scheduler's half."""
         return self._worker.take_reports() if self._worker_half is not None else None
 
     @classmethod
@@ -221,7 +212,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     # both
 
     def take_events(self) -> Iterable[Any]:
-        """KV events of the tiers: which blocks entered or left host memory and storage."""
         return self._scheduler_half.take_events() if self._scheduler_half is not None else ()
 
     def shutdown(self) -> None:

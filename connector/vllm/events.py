@@ -68,7 +68,6 @@ class VllmEvents:
             _remember(self._keys, [name], one)
 
     def take(self) -> Iterator[BlockStored | BlockRemoved]:
-        """Events since the last call."""
         for event in self.source.take(MOST):
             if isinstance(event, Removed):
                 gone = [name for name in event.hashes if self._withheld.pop((event.tier, name), self) is self]

@@ -11,8 +11,6 @@ _DIGEST: Final = 32  # bytes of a name
 
 
 class VllmChain:
-    """A request's blocks under vLLM's hashes."""
-
     __slots__ = ("_hashes", "_lora", "_request", "block_size", "root", "tenant")
 
     def __init__(self, request: Any, root: ChainHash, block_size: int, lora: bytes | None) -> None:
@@ -26,7 +24,6 @@ class VllmChain:
         self.tenant = root if salt is None else root_hash(root, cache_salt=salt)
 
     def current(self) -> "VllmChain":
-        """The chain over all tokens the request has now."""
         return self
 
     @property
@@ -43,11 +40,9 @@ class VllmChain:
         return self._hashes
 
     def parent(self, block: int) -> ChainHash:
-        """The name before block `block`: the root for block 0."""
         return self.hashes[block - 1] if block else self.root
 
     def block_tokens(self, block: int) -> bytes:
-        """The tokens of a full block, u32 little-endian."""
         start = block * self.block_size
         return pack_tokens(self._request.all_token_ids[start : start + self.block_size])
 

@@ -45,8 +45,6 @@ class RegionHandle:
 
 @dataclass
 class StepMessage(KVConnectorMetadata):
-    """One step's message, from the scheduler to every worker."""
-
     region: RegionHandle | None  # None: the daemon was not reached yet, so nothing is planned
     plan: bytes  # `StepPlan`: loads, and stores of blocks this step fills
     tails: bytes  # `StepPlan`: stores of finished requests; made before the step's compute
@@ -64,11 +62,9 @@ class CopyReports(KVConnectorWorkerMetadata):
 
     @classmethod
     def of(cls, report: WorkerReport) -> "CopyReports":
-        """The report of one rank."""
         return cls({**dict.fromkeys(report.finished, (1, 0)), **dict.fromkeys(report.failed, (0, 1))})
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "CopyReports":
-        """The reports of both ranks together."""
         assert isinstance(other, CopyReports)
         ops = dict(self.ops)
         for op_id, (well, badly) in other.ops.items():

@@ -53,17 +53,14 @@ class SlotPlan:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of one rank's part."""
         return sum(self.layer_bytes)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one whole block."""
         return self.num_parts * self.part_bytes
 
 
 def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> SlotPlan:
-    """The plan for a model. Raises ConfigError if its KV cannot be kept correctly."""
     _require_supported(vllm_config)
     specs = _specs(kv_cache_config)
     for name, spec in specs.items():

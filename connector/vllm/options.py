@@ -21,8 +21,6 @@ _OWN: Final = {
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """The options of one connector."""
-
     config: Config
     keys: Keys = "vllm"
     layerwise: bool = False

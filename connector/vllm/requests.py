@@ -28,12 +28,10 @@ class TrackedRequest:
 
     @property
     def chain(self) -> BlockChain:
-        """Its blocks' names so far."""
         return self.keys.current()
 
     @property
     def num_tokens(self) -> int:
-        """Its tokens so far."""
         return int(self.request.num_tokens)
 
 
@@ -50,8 +48,6 @@ class WatchedOp:
 
 @dataclass(slots=True)
 class NextStep:
-    """What is collected for the next message."""
-
     lost: dict[str, tuple[int, ...]] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
     targets: set[int] = field(default_factory=set)  # blocks that loads write to, by vLLM's ids

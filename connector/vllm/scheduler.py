@@ -90,7 +90,6 @@ class SchedulerHalf:
         self._events = VllmEvents(self.side.tiers, root, groups, None if self._plan.canonical else algorithm)
 
     def take_events(self) -> list[Any]:
-        """vLLM's KV events: which blocks entered or left the tiers since the last call."""
         return list(self._events.take()) if self._events is not None else []
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

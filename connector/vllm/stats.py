@@ -35,7 +35,6 @@ class KVTierStats(KVConnectorStats):
         return KVTierStats(data=data) if data else None
 
     def reset(self) -> None:
-        """Drop the samples."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> "KVTierStats":
@@ -55,7 +54,6 @@ class KVTierStats(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """Whether nothing changed."""
         return not self.data
 
 
@@ -81,7 +79,6 @@ class KVTierProm(KVConnectorPromMetrics):
             self._families[family.name] = family, make(name=f"vllm:{family.name}", **options)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one engine's samples."""
         for name, series in transfer_stats_data.items():
             family, metric = self._families[name]
             for labels, value in series.items():

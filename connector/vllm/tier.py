@@ -138,7 +138,6 @@ class KVTierSecondaryTier(SecondaryTierManager):
         return results
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Nothing special for any request."""
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
@@ -146,13 +145,11 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self.jobs.drain(self._deadline)
 
     def shutdown(self) -> None:
-        """Drain and close the tiers; idempotent."""
         self.jobs.close(self._deadline)
         self._chunks.release()
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        """kvtier's metrics, for vLLM's own Prometheus registry."""
         return {
             f"vllm:{family.name}": (OffloadingCounterMetadata if family.is_counter else OffloadingGaugeMetadata)(
                 family.text, family.labels

@@ -159,7 +159,6 @@ class TierJobs:
                 self.settle(batch, [Outcome.TIMEOUT] * len(batch.positions))
 
     def is_live(self, batch: "_JobBatch") -> bool:
-        """Whether somebody still waits for it."""
         return batch in self._live
 
     def begin_copy(self, batch: "_JobBatch") -> bool:

@@ -51,7 +51,6 @@ class WorkerHalf:
         self._invalid: set[int] = set()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], rank: int) -> None:
-        """Take the rank's KV tensors, by layer name."""
         self._rank = rank
         self._blocks = engine_blocks(self._plan, kv_caches, rank)
 
@@ -103,7 +102,6 @@ class WorkerHalf:
             self._store(side, plan)
 
     def collect(self) -> None:
-        """Poll which copies have ended."""
         self._reports.append(WorkerReport((), tuple(self._refused)))
         self._refused = []
         if self._side is None:
@@ -135,7 +133,6 @@ class WorkerHalf:
         return received, failed
 
     def take_invalid(self) -> set[int]:
-        """Blocks whose load failed since the last call."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 

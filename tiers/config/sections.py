@@ -29,8 +29,6 @@ _SHORTEST_SECRET: Final = 16  # characters: who reads Redis may try shorter ones
 
 
 class HostConfig(Section):
-    """L2: the host memory region."""
-
     size: ByteSize = option("1GiB", "memory for L2")
     shared: bool = option(False, "memfd other processes can map, instead of anonymous memory")
     huge_pages: bool = option(True, "ask the kernel for huge pages")
@@ -41,8 +39,6 @@ class HostConfig(Section):
 
 
 class FileConfig(Section):
-    """L3 file: the slabs in one directory."""
-
     path: Directory | None = option(None, "directory of the slabs; none = tier off")
     size: ByteSize = option("4GiB", "hard bound on the directory's slabs together")
     mode: Literal["auto", "direct", "buffered", "mmap"] = option(
@@ -56,8 +52,6 @@ class FileConfig(Section):
 
 
 class CacheConfig(Section):
-    """What is cached, and under which names."""
-
     block_size: WholeNumber = option(16, "tokens in a block", ge=1, le=4096)
     hash: Literal["sha256", "xxh3"] = option("sha256", "chain hash: sha256, or xxh3 for a single trusted tenant")
     write_policy: Literal["write_through", "write_back"] = option(
@@ -77,8 +71,6 @@ class CacheConfig(Section):
 
 
 class L1Config(Section):
-    """L1: the engine's own pool of blocks on its device."""
-
     size: ByteSize = option("256MiB", "memory for L1; give this or num_blocks")
     num_blocks: Annotated[WholeNumber, Field(ge=1, lt=2**31)] | None = option(None, "blocks in L1; give this or size")
     enable_prefix_caching: bool = option(True, "off: nothing is hashed, looked up or stored")
@@ -93,8 +85,6 @@ class L1Config(Section):
 
 
 class RedisConfig(Section):
-    """L3 in Redis or Valkey: blocks that nodes share."""
-
     url: SecretStr | None = option(
         None,
         "redis://, rediss:// or unix://; several, separated by commas, for a cluster's nodes or Sentinels; "
@@ -202,7 +192,5 @@ class EventsConfig(Section):
 
 
 class BreakerConfig(Section):
-    """When a failing tier is left alone, and for how long."""
-
     failures: WholeNumber = option(5, "failures in a row that detach a tier", ge=1, le=1000)
     retry_after: Time = option("1s", "first wait before a detached tier is probed")

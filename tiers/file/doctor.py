@@ -28,8 +28,6 @@ _SLOW: Final = 0.5e9  # bytes per second; a local NVMe reads and writes several 
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """What the probe measured, in bytes per second."""
-
     write: float
     read: float
     is_direct: bool

@@ -38,7 +38,6 @@ class SlotRun:
 
     @property
     def slots(self) -> range:
-        """The run's slot numbers."""
         return range(self.first, self.first + self.count)
 
 
@@ -240,7 +239,6 @@ class ExtentMap:
         return twins
 
     def leave(self, extent: int) -> None:
-        """A writer is done with the extent."""
         self._busy[extent] -= 1
         self._settle(extent)
 
@@ -343,7 +341,6 @@ class ExtentMap:
         return {"ready": ready, "unused": unused, "holes": self.num_extents * self.per_extent - ready - unused}
 
     def check(self) -> None:
-        """Raise AssertionError if a law is broken; a full scan."""
         named = {slot: chain_hash for slot, chain_hash in enumerate(self._hash_of) if chain_hash is not None}
         assert named == {slot: chain_hash for chain_hash, slot in self.index.items()}, "index and slots disagree"
         live = [0] * self.num_extents

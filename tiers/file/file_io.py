@@ -30,11 +30,9 @@ class FileIO:
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
     def close(self, fd: int) -> None:
-        """Close `fd`, which also gives up its lock."""
         os.close(fd)
 
     def size(self, fd: int) -> int:
-        """Length of the file in bytes."""
         return os.fstat(fd).st_size
 
     def lock(self, fd: int) -> bool:
@@ -54,7 +52,6 @@ class FileIO:
         os.posix_fallocate(fd, offset, length)
 
     def truncate(self, fd: int, length: int) -> None:
-        """Cut the file to `length` bytes."""
         os.ftruncate(fd, length)
 
     def sync(self, fd: int) -> None:
@@ -124,8 +121,6 @@ def address(buffer: memoryview) -> int:
 
 
 class Scratch(threading.local):
-    """Page-aligned memory of each thread's own."""
-
     _memory: mmap.mmap | None = None
 
     def of(self, num_bytes: int) -> memoryview:
@@ -176,5 +171,4 @@ class Mapping:
         return moved
 
     def close(self) -> None:
-        """Unmap; idempotent."""
         self._map.close()

@@ -105,7 +105,6 @@ class PayloadIO:
         write_all(self._io, self._fd, iovecs, offset, self._align)
 
     def close(self) -> None:
-        """Give up the descriptor and the mapping; idempotent."""
         if self._mapping is not None:
             self._mapping.close()
         if self._own_fd is not None:

@@ -42,7 +42,6 @@ Rows = NDArray[np.void]
 
 
 def round_up(value: int, unit: int) -> int:
-    """The least multiple of `unit` that is not below `value`."""
     return -(-value // unit) * unit
 
 
@@ -97,32 +96,26 @@ class Superblock:
 
     @cached_property
     def row_dtype(self) -> np.dtype[Any]:
-        """One row of the table."""
         return entry_dtype(self.block_size, self.encryption is not None)
 
     @cached_property
     def entry_bytes(self) -> int:
-        """Bytes of one row of the table."""
         return self.row_dtype.itemsize
 
     @cached_property
     def extent_bytes(self) -> int:
-        """Bytes of one extent's payload."""
         return self.slots_per_extent * self.stride
 
     @cached_property
     def num_slots(self) -> int:
-        """Slots of all segments."""
         return sum(segment.num_slots for segment in self.segments)
 
     @cached_property
     def num_extents(self) -> int:
-        """Extents of all segments."""
         return self.num_slots // self.slots_per_extent
 
     @property
     def file_bytes(self) -> int:
-        """How long the file must be."""
         last = self.segments[-1]
         return last.payload_offset + last.num_slots * self.stride
 
@@ -133,7 +126,6 @@ class Superblock:
 
     @cached_property
     def table_offsets(self) -> list[int]:
-        """Where each extent's rows start."""
         step = self.slots_per_extent * self.entry_bytes
         return [
             segment.table_offset + index * step
@@ -143,7 +135,6 @@ class Superblock:
 
     @cached_property
     def payload_offsets(self) -> list[int]:
-        """Where each extent's payload starts."""
         return [
             segment.payload_offset + index * self.extent_bytes
             for segment in self.segments
@@ -151,12 +142,10 @@ class Superblock:
         ]
 
     def row_offset(self, slot: int) -> int:
-        """Where the slot's entry lies in the file."""
         extent, position = divmod(slot, self.slots_per_extent)
         return self.table_offsets[extent] + position * self.entry_bytes
 
     def payload_offset(self, slot: int) -> int:
-        """Where the slot's payload lies in the file."""
         extent, position = divmod(slot, self.slots_per_extent)
         return self.payload_offsets[extent] + position * self.stride
 
@@ -206,13 +195,11 @@ def plan(
 
 
 def smallest(slot_bytes: int, block_size: int, encryption: Encryption | None = None) -> int:
-    """Bytes of the smallest slab there is: one slot."""
     row_bytes = entry_dtype(block_size, encryption is not None).itemsize
     return HEADER_BYTES + round_up(row_bytes, PAGE) + round_up(slot_bytes, PAGE)
 
 
 def encode(superblock: Superblock) -> bytes:
-    """The 2,048 bytes of one superblock copy."""
     fixed = _FIXED.pack(
         MAGIC,
         ENCRYPTED_VERSION if superblock.encryption else VERSION,
@@ -373,5 +360,4 @@ def _row_checksums(rows: Rows, superblock: Superblock) -> list[int]:
 
 
 def byte_view(rows: Rows) -> memoryview:
-    """The rows' own bytes, writable if the rows are."""
     return memoryview(rows.view(np.uint8).reshape(-1))

@@ -26,8 +26,6 @@ _BACK_SOON: Final = 7 * 24 * 3600 * 10**9  # ns since its last use within which 
 
 @dataclass(slots=True)
 class Room:
-    """What a slab may have."""
-
     num_bytes: int
     share: int  # what it is entitled to: less is worth a warning
     others: int  # slabs there are beside it

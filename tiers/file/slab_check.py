@@ -32,7 +32,6 @@ class VerifyReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether every block is whole."""
         return not (self.bad_payloads or self.bad_rows or self.unreadable)
 
 
@@ -47,7 +46,6 @@ class SlabCheck:
 
     @property
     def is_clean(self) -> bool:
-        """Whether there was nothing to repair."""
         return self.report.is_clean and not self.num_bad_headers
 
 

@@ -32,7 +32,6 @@ _ANSWER_SECONDS: Final = 5.0  # that open slabs have to give up their tails; the
 
 
 def slab_path(directory: Path, fingerprint: bytes) -> Path:
-    """Where the slab of a fingerprint lies."""
     return directory / f"{fingerprint.hex()}.slab"
 
 

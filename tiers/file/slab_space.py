@@ -124,7 +124,6 @@ def blank_rows(io: FileIO, fd: int, superblock: Superblock, extents: list[int]) 
 
 
 def blank_slots(io: FileIO, fd: int, superblock: Superblock, slots: Sequence[int]) -> None:
-    """Make single slots' rows name nothing."""
     blank = memoryview(bytes(superblock.entry_bytes))
     for slot in slots:
         write_all(io, fd, [blank], superblock.row_offset(slot))
@@ -261,7 +260,6 @@ def allocate(io: FileIO, fd: int, path: Path, offset: int, length: int) -> None:
 
 
 def no_space(size: int, free: int) -> str:
-    """The message for a size the directory has no room for."""
     return (
         f'[file] size "{format_size(size)}": the directory has {show_size(free)} free; '
         "lower size or choose another path"

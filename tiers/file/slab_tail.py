@@ -99,7 +99,6 @@ class TailGiver:
         self._thread = threading.Thread(target=self._look, name="kvtier-file-tail", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
         self._thread.start()
 
     def stop(self) -> None:

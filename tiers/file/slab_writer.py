@@ -46,7 +46,6 @@ class SlabWriter:
     next_seq: int = 1
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
-        """`FileStore.write`, its arguments checked."""
         outcomes, entered = self._skip_held(records)
         todo = [position for position, outcome in enumerate(outcomes) if outcome is Outcome.ABSENT]
         parts, failure = self._reserve_all([records[i] for i in todo], [payloads[i] for i in todo])

@@ -130,7 +130,6 @@ class FileStore:
     # Lookup: the index alone.
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
-        """How many leading blocks of the chain are held."""
         with self._lock:
             index = self._blocks.index
             for count, chain_hash in enumerate(hashes):
@@ -139,13 +138,11 @@ class FileStore:
         return len(hashes)
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
-        """Which of the blocks are held, each by itself."""
         with self._lock:
             index = self._blocks.index
             return [chain_hash in index for chain_hash in hashes]
 
     def held(self) -> list[tuple[ChainHash, ChainHash]]:
-        """Name and parent of every block; see `Enumerates`."""
         with self._lock:
             names = list(self._blocks.index)
             parents = self._rows["parent"][list(self._blocks.index.values())]
@@ -154,7 +151,6 @@ class FileStore:
     # Reading.
 
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
-        """Read each block into its buffer (slot_bytes each, writable) and verify it; see `Tier.read`."""
         require_buffers(len(hashes), into, self.superblock.slot_bytes)
         results: list[BlockRecord | Outcome] = [Outcome.ABSENT] * len(hashes)
         with self._inside() as is_open:
@@ -233,13 +229,11 @@ class FileStore:
         return outcomes
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
-        """Forget blocks (found bad, or asked to)."""
         with self._inside() as is_open:
             if is_open:
                 self._writer.discard(hashes)
 
     def reset(self) -> None:
-        """Forget every block, on disk too; writes under way end as EPOCH."""
         with self._inside() as is_open:
             if is_open:
                 self._writer.reset()
@@ -254,7 +248,6 @@ class FileStore:
         return {**counts, "recovered": self.num_recovered, "slots": self.superblock.num_slots}
 
     def check(self) -> None:
-        """Raise AssertionError if index, slots and mirrored table disagree; a full scan, no I/O. For idle stores."""
         with self._lock:
             self._blocks.check()
             counts = self._blocks.counts()

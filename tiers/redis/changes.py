@@ -30,7 +30,6 @@ class RedisChanges:
     # what the store saw
 
     def seen(self, records: Iterable[BlockRecord]) -> None:
-        """These were written or read just now."""
         if not self._listens:
             return
         with self._lock:
@@ -58,7 +57,6 @@ class RedisChanges:
                     self._gone[chain_hash] = None
 
     def clear(self) -> None:
-        """Nothing is there any more."""
         with self._lock:
             self._cleared |= bool(self._told or self._gone)
             self._gone.update(dict.fromkeys(self._told))

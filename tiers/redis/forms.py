@@ -73,12 +73,10 @@ class Keyspace:
 
     @property
     def epoch_key(self) -> bytes:
-        """Where the namespace's epoch stands."""
         return self._stem + b"epoch"
 
     @property
     def probe_key(self) -> bytes:
-        """What a probe writes."""
         return self._stem + b"probe"
 
     def keys(self, hashes: Iterable[ChainHash], epoch: int) -> list[bytes]:
@@ -127,7 +125,6 @@ class ClearForm:
         self.head_bytes = len(self._blank)
 
     def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
-        """The chain hashes."""
         return [chain_hash.hex().encode() for chain_hash in hashes]
 
     def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:

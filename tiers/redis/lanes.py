@@ -38,7 +38,6 @@ def ask_epoch(space: Keyspace) -> bytes:
 
 
 def refused(refusal: Refusal, *, writing: bool) -> Outcome:
-    """What an error reply means for its block."""
     if refusal.code == "OOM":
         return Outcome.FULL
     if refusal.code == "WRONGTYPE":
@@ -112,7 +111,6 @@ class Lane:
                 settle(position, outcome)
 
     def unlink(self, hashes: Sequence[ChainHash], positions: Iterable[int], settle: Settle) -> None:
-        """Delete blocks."""
         for position, reply in self._each(b"UNLINK", hashes, positions):
             settle(position, refused(reply, writing=True) if isinstance(reply, Refusal) else Outcome.OK)
 

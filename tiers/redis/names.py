@@ -40,24 +40,20 @@ class Names:
             return [self._until.pop(chain_hash, None) is not None for chain_hash in hashes]
 
     def clear(self) -> None:
-        """Nothing is known any more."""
         with self._lock:
             self._until.clear()
 
     def leading(self, hashes: Sequence[ChainHash]) -> int:
-        """How many of the first ones are known."""
         with self._lock:
             now = self._clock()
             return next((i for i, h in enumerate(hashes) if self._until.get(h, 0.0) <= now), len(hashes))
 
     def known(self, hashes: Sequence[ChainHash]) -> list[bool]:
-        """Which are known, each by itself."""
         with self._lock:
             now = self._clock()
             return [self._until.get(chain_hash, 0.0) > now for chain_hash in hashes]
 
     def check(self) -> None:
-        """At most `limit`, in the order they expire."""
         with self._lock:
             assert len(self._until) <= self._limit, f"{len(self._until)} names"
             times = list(self._until.values())

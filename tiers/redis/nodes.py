@@ -61,7 +61,6 @@ class Endpoint:
 
     @property
     def usable(self) -> bool:
-        """Whether it is not being left alone."""
         return self.breaker is None or self.breaker.closed
 
     @contextmanager
@@ -79,7 +78,6 @@ class Endpoint:
             self.breaker.success()
 
     def ping(self, seconds: float) -> bool:
-        """Whether the server answers within `seconds`."""
         deadline = time.monotonic() + seconds
         try:
             with self._lent(*self._take(deadline), deadline) as wire:

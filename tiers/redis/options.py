@@ -259,7 +259,6 @@ def judge(found: Survey, where: str, value_bytes: int, *, cluster: bool) -> list
 
 
 def text_of(value: object) -> str:
-    """A reply of redis-py's, decoded or not."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 

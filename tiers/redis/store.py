@@ -96,15 +96,12 @@ class RedisStore:
     # Names: no I/O.
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
-        """How many leading blocks of the chain are known to be there."""
         return self._names.leading(hashes)
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
-        """Which of the blocks are known to be there, each by itself."""
         return self._names.known(hashes)
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        """Ask the servers how many leading blocks of the chain they hold; see `Locates.locate`."""
         deadline = self._deadline(0)
         found = 0
         while found < len(hashes):
@@ -127,7 +124,6 @@ class RedisStore:
     # Blocks.
 
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
-        """Read each block into its buffer (slot_bytes each, writable) and verify it; see `Tier.read`."""
         require_buffers(len(hashes), into, self.space.slot_bytes)
         answers = self._batch(
             hashes, self._deadline(len(hashes)), lambda lane, own, settle: lane.get(hashes, into, own, settle)
@@ -206,7 +202,6 @@ class RedisStore:
         return {**counts, "evicted": counts.get("read_evicted", 0), "names": len(self._names)}
 
     def check(self) -> None:
-        """Raise AssertionError if names or connections break their bounds. For idle stores."""
         self._names.check()
         for endpoint in self._batches.nodes.endpoints():
             endpoint.check()

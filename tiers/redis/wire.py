@@ -61,17 +61,14 @@ class Wire:
         self.num_expected = 0
 
     def begin(self, deadline: float) -> None:
-        """Before a batch."""
         self._deadline = deadline
 
     def send(self, parts: Sequence[SendBuffer], num_replies: int) -> None:
-        """Send commands that bring `num_replies` replies."""
         self.num_expected += num_replies
         self._stream.send(parts, self._deadline)
 
     @property
     def is_clean(self) -> bool:
-        """Whether every reply was read, and nothing beyond."""
         return not self.num_expected and self._start == self._end
 
     def is_quiet(self) -> bool:
