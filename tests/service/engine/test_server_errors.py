@@ -19,6 +19,7 @@ from server_rig import MODEL, ServerThread, client, save_checkpoint, serving
 from kvtier.service.engine import process as server_process
 from kvtier.service.openai.bodies import ChatBody, CompletionBody, parse
 from kvtier.service.openai.errors import OpenAIError
+from kvtier.service.web import guard
 
 TOKEN = "a secret nobody sees"
 USER = [{"role": "user", "content": "hi"}]
@@ -241,6 +242,7 @@ def test_a_token_is_asked_for_without_a_hint(model: Path) -> None:
 
 def test_too_many_requests_at_once_are_told_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process, "_SPARE", 0)
+    monkeypatch.setattr(guard, "_BODY", 600.0)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with serving(model, server={"max_num_seqs": 1, "max_waiting": 2}) as server:
         server.http.close()
@@ -248,7 +250,9 @@ def test_too_many_requests_at_once_are_told_so(model: Path, monkeypatch: pytest.
         slow = [socket.create_connection((host, int(port)), timeout=60) for _ in range(3)]
         for connection in slow:
             connection.sendall(head + b"Content-Length: 9\r\n\r\n{")
-        wait_until(lambda: httpx2.get(f"{server.url}/status", timeout=60).status_code == 503)
+        # Not before all are under way: of four connections without a request the one that waits longest is closed.
+        wait_until(lambda: server.server._http._num_requests == 3)
+        assert httpx2.get(f"{server.url}/status", timeout=60).status_code == 503
         answer = httpx2.get(f"{server.url}/v1/models", timeout=60)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
         # Health checks have room of their own.
