@@ -92,8 +92,8 @@ class SlotPool:
         """`reserve` for several (hashes, parent), each all or nothing; in one pass where there is room for all."""
         names = [name for hashes, _ in chains for name in hashes]
         parents = [parent for _, parent in chains]
-        distinct = set(names)
-        if len(chains) > 1 and len(distinct) == len(names) and distinct.isdisjoint(parents):
+        distinct, none_is_empty = set(names), all(hashes for hashes, _ in chains)
+        if len(chains) > 1 and none_is_empty and len(distinct) == len(names) and distinct.isdisjoint(parents):
             starts = list(accumulate((len(hashes) for hashes, _ in chains), initial=0))
             with self._lock:
                 self._settle_dropped()

@@ -32,6 +32,7 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.config.config import Config
+from kvtier.tiers.copies.block_copier import BlockCopier
 
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -329,6 +330,47 @@ def test_a_cache_computed_with_gradients_is_kept(open_tier: Open) -> None:
     cache, _ = kv.load(tokens)
     model(tokens, past_key_values=cache)
     kv.store(tokens, cache)
+    assert kv.load(tokens)[1] == 64
+
+
+def test_a_copy_that_fails_keeps_nothing_and_costs_no_slots(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    tokens = ids(prompt(1, 70))
+    kv = open_tier(model)
+    expected = model.generate(tokens, **GREEDY)
+    with monkeypatch.context() as broken:
+        broken.setattr(BlockCopier, "copy", lambda *_: "the copy failed")
+        assert torch.equal(kv.generate(tokens, **GREEDY), expected)
+    assert kv.stats()['kvtier_store_dropped_total{tier="l2",reason="copy_failed"}'] == 4
+    assert kv.load(tokens)[1] == 0
+    assert torch.equal(kv.generate(tokens, **GREEDY), expected)
+    with monkeypatch.context() as broken:
+        broken.setattr(BlockCopier, "copy", lambda *_: "the copy failed")
+        assert kv.load(tokens)[1] == 0
+    assert kv.stats()['kvtier_miss_total{reason="copy_failed"}'] == 4
+    assert kv.load(tokens)[1] == 64
+
+
+def test_what_was_computed_before_a_reset_is_not_kept_behind_it(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama")
+    tokens = ids(prompt(1, 70))
+    kv = open_tier(model)
+    assert kv._opened is not None
+    tiers, generate = kv._opened, model.generate
+
+    def reset_meanwhile(*arguments: Any, **options: Any) -> Any:
+        result = generate(*arguments, **options)
+        tiers.reset()
+        return result
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(model, "generate", reset_meanwhile)
+        kv.generate(tokens, **GREEDY)
+    assert kv.load(tokens)[1] == 0
+    assert kv.stats()['kvtier_store_dropped_total{tier="l2",reason="epoch"}'] == 4
+    kv.generate(tokens, **GREEDY)
     assert kv.load(tokens)[1] == 64
 
 

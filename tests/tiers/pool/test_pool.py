@@ -428,3 +428,19 @@ def test_a_block_that_two_requests_of_a_step_store_is_taken_once(chain: Chain, p
     assert (first.indices, second.indices) == ([0, 1], [2])
     pool.abandon(first)
     pool.abandon(second)
+
+
+def test_a_chain_without_blocks_among_what_a_step_stores_takes_nothing(chain: Chain, pool_of: PoolOf) -> None:
+    pool = pool_of(slots=8)
+    first, nothing, last = pool.reserve_each([(chain(1, 2), None), ([], None), (chain(3), chain(1, 2)[-1])])
+    assert first is not None
+    assert nothing is not None
+    assert last is not None
+    assert (first.indices, nothing.hashes, last.indices) == ([0, 1], [], [0])
+    before, at_the_end = pool.reserve_each([(chain(5, 6), None), ([], None)])
+    assert before is not None
+    assert at_the_end is not None
+    assert (before.indices, at_the_end.hashes) == ([0, 1], [])
+    for reservation in (first, last, before):
+        pool.abandon(reservation)
+    assert pool.check().free == 8
