@@ -126,7 +126,6 @@ def pack_request(request: int, operations: Sequence[Operation]) -> bytes:
 
 
 def unpack_request(body: Any) -> tuple[int, list[Operation]]:
-    """Inverse of `pack_request`."""
     return decoded(_request, body)
 
 
@@ -177,7 +176,6 @@ def pack_found(found: Attribution) -> list[int]:
 
 
 def unpack_found(found: Any) -> Attribution:
-    """Inverse of `pack_found`."""
     blocks, *counts, miss = numbers(found)
     if len(counts) != len(TIERS):
         raise FormatError(f"counts of {len(counts)} tiers, there are {len(TIERS)}: run one kvtier on both sides")
@@ -300,7 +298,6 @@ def pack_hashes(hashes: Sequence[ChainHash]) -> bytes:
 
 
 def unpack_hashes(data: Any) -> list[ChainHash]:
-    """Inverse of `pack_hashes`."""
     if not isinstance(data, bytes) or len(data) % _HASH_BYTES or len(data) > MAX_HASHES * _HASH_BYTES:
         raise FormatError(f"names: not {_HASH_BYTES} bytes for each of at most {MAX_HASHES}")
     hashes: list[ChainHash] = np.frombuffer(data, f"V{_HASH_BYTES}").tolist()
@@ -358,7 +355,6 @@ def octets(value: Any, length: int) -> bytes:
 
 
 def text(value: Any) -> str:
-    """A text."""
     if type(value) is not str:
         raise FormatError(f"not a text: {value!r:.40}")
     return value

@@ -47,8 +47,6 @@ _DOCUMENTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """The options of `kvtier demo`."""
-
     model: Path | None = None  # a checkpoint directory; None: a random Llama of some 50 M parameters
     as_json: bool = False
 

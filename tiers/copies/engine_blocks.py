@@ -34,7 +34,6 @@ class BlockPart:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the piece in one block."""
         return math.prod(self.tensor.shape[1:]) * self.tensor.itemsize
 
     def is_run(self) -> bool:
@@ -86,7 +85,6 @@ class EngineBlocks:
 
     @property
     def device(self) -> "torch.device":
-        """Where the parts are."""
         return self.parts[0].tensor.device
 
     def select(self, group: int, layers: tuple[int, int] | None) -> list[BlockPart]:

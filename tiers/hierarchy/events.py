@@ -75,7 +75,6 @@ class TierEvents:
 
     @property
     def waiting(self) -> bool:
-        """Whether there may be something to take."""
         return self._announcer.waiting
 
     def take(self, limit: int = MOST) -> list[Event]:

@@ -113,7 +113,6 @@ class Promoter:
 
     @property
     def idle(self) -> bool:
-        """Whether no request waits or holds a promise, and no read is under way."""
         is_checking = self._checking is not None and not self._checking.idle
         return not (self.active or self._reads or self._given_up or is_checking)
 
@@ -122,7 +121,6 @@ class Promoter:
         return any(claim.done and not claim.told for claim in self.active)
 
     def check(self) -> None:
-        """The bookkeeping law."""
         with self._lock:
             for chain_hash, read in self._reads.items():
                 if read in self._given_up or chain_hash not in read.hashes:
@@ -204,7 +202,6 @@ class Promoter:
         return len(hashes)
 
     def _leave(self, claim: LocalClaim) -> None:
-        """The request waits no more."""
         if claim in self.active:
             self.active.remove(claim)
             held, hashes = self._held, claim.run[: claim.num_held]

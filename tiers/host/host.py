@@ -210,7 +210,6 @@ class HostTier:
         return list(dict(pairs).items())
 
     def check(self) -> None:
-        """Raise AssertionError if the pool's conservation laws do not hold."""
         self.pool.check()
 
     def close(self) -> None:
