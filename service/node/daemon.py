@@ -249,7 +249,7 @@ class Daemon:
         self.counts["turned_away"] += 1
         with connection:
             try:
-                connection.send(handshake.pack_handshake_reply(handshake.Refused(why)))
+                connection.send(handshake.pack_handshake(handshake.Refused(why)))
             except OSError:
                 return
 

@@ -127,7 +127,7 @@ class Session:
         )
         try:
             # the first bytes: they all fit
-            socket.send_fds(self._socket, [handshake.pack_handshake_reply(welcome)], [region.fd])
+            socket.send_fds(self._socket, [handshake.pack_handshake(welcome)], [region.fd])
         except OSError:
             self.end_connection("died")
 
@@ -342,7 +342,7 @@ class Session:
     def _send_handshake_reply(self, reply: handshake.HandshakeReply) -> None:
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                self._socket.send(handshake.pack_handshake_reply(reply))
+                self._socket.send(handshake.pack_handshake(reply))
 
     def _send(self, frame: bytes) -> None:
         if self._socket is None:
