@@ -228,10 +228,6 @@ def _wanted(hashes: Any, parent: Any, tenant: Any) -> Wanted:
     return Wanted(unpack_hashes(hashes), octets(parent, 32), octets(tenant, 32))
 
 
-def _pack_wanted(wanted: Wanted) -> list[bytes]:
-    return [pack_hashes(wanted.hashes), wanted.parent, wanted.tenant]
-
-
 def _seal(reservation: Any, epoch: Any, tokens: Any) -> Seal:
     if type(tokens) is not list or not all(type(each) is bytes for each in tokens):
         raise FormatError("tokens are not a list of bytes")
@@ -256,7 +252,7 @@ OPERATIONS: Final = (
     OperationRow(
         5,
         Reserve,
-        lambda op: [op.first, [_pack_wanted(wanted) for wanted in op.wanted]],
+        lambda op: [op.first, [[pack_hashes(each.hashes), each.parent, each.tenant] for each in op.wanted]],
         lambda first, wanted: Reserve(number(first), [_wanted(*fields) for fields in wanted]),
     ),
     OperationRow(6, Seal, None, _seal),

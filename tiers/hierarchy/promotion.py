@@ -150,13 +150,7 @@ class Promoter:
             with pool.seal(read.reservation, good):
                 if bad:
                     pool.abandon(read.reservation, bad)
-                for waiter in read.waiters:
-                    waiter.reads.discard(read)
-                    self._deliver(waiter, read.hashes, results)
-                for waiter in read.waiters:
-                    self._advance(waiter)
-            read.waiters.clear()
-            self._lock.notify_all()
+                self._tell_waiters(read, results)
 
     def gave_up(self, read: TierRead) -> None:
         """A read hangs past its deadline: its waiters go on without it, its slots wait for it in quarantine."""
@@ -165,14 +159,7 @@ class Promoter:
             for chain_hash in read.hashes:
                 del self._reads[chain_hash]
             self.host.pool.quarantine(read.reservation, read.positions)
-            results = [Outcome.TIMEOUT] * len(read.positions)
-            for waiter in read.waiters:
-                waiter.reads.discard(read)
-                self._deliver(waiter, read.hashes, results)
-            for waiter in read.waiters:
-                self._advance(waiter)
-            read.waiters.clear()
-            self._lock.notify_all()
+            self._tell_waiters(read, [Outcome.TIMEOUT] * len(read.positions))
 
     def checked(self, check: HostCheck, num_whole: int, outcome: Outcome) -> None:
         """Blocks of L2 were looked at: one that is not what was stored goes at once, and ends the run."""
@@ -231,6 +218,15 @@ class Promoter:
             else:
                 bad.append(position)
         return good, bad
+
+    def _tell_waiters(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> None:
+        for waiter in read.waiters:
+            waiter.reads.discard(read)
+            self._deliver(waiter, read.hashes, results)
+        for waiter in read.waiters:
+            self._advance(waiter)
+        read.waiters.clear()
+        self._lock.notify_all()
 
     def _deliver(self, waiter: LocalClaim, hashes: list[ChainHash], results: Sequence[BlockRecord | Outcome]) -> None:
         """Lease what landed to one waiter, up to its first hole; the run ends at the hole, finally for this request."""
