@@ -36,10 +36,6 @@ class BlockPart:
     def num_bytes(self) -> int:
         return math.prod(self.tensor.shape[1:]) * self.tensor.itemsize
 
-    def is_run(self) -> bool:
-        """Whether the piece lies in one run of bytes in the engine too."""
-        return self.run_bytes() == self.num_bytes
-
     def run_bytes(self) -> int:
         """Length of the runs that the piece's bytes form in the engine."""
         run = self.tensor.itemsize

@@ -210,9 +210,6 @@ class HostTier:
             pairs += [(r.chain_hash, r.parent) for r, is_held in zip(batch, flags, strict=True) if is_held]
         return list(dict(pairs).items())
 
-    def check(self) -> None:
-        self.pool.check()
-
     def close(self) -> None:
         """Give the memory back; idempotent."""
         self.region.close()
