@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_COPY_DEADLINE: Final = (
-    30.0  # seconds a layer may wait for its load: memory to memory, so only a dead device takes longer
-)
+# Seconds a layer may wait for its load: memory to memory, so only a dead device takes longer.
+_COPY_DEADLINE: Final = 30.0
 
 
 class LocalConnector:

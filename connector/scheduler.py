@@ -50,8 +50,6 @@ class Request(Protocol):
 
 @dataclass(slots=True)
 class _ConnectedRequest:
-    """What is remembered of a live request."""
-
     request: Request
     epoch: int  # the tiers' at admission
     asked: int = 0  # blocks found in L1 at the last lookup

@@ -108,14 +108,12 @@ class Model:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
         generation = getattr(self.module, "generation_config", None)
         ids = getattr(generation, "eos_token_id", None)
         ids = self.config.eos_token_id if ids is None else ids
         return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
     def shape(self, block_size: int) -> KVShape:
-        """The shape of this model's KV blocks."""
         return kv_shape(self.module, block_size)
 
     def identity(self, config: EngineConfig) -> ModelIdentity:

@@ -94,7 +94,6 @@ class PackedAttention:
         scaling: float,
         window: int | None,
     ) -> torch.Tensor:
-        """See `model.Attention`."""
         if self._wait_layer is not None:
             self.arrived &= self._wait_layer(layer)
         self.kv.write(layer, self._slots, key, value)

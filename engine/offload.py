@@ -38,25 +38,21 @@ class NoCopies:
         """No copies."""
 
     def wait_layer(self, layer: int) -> bool:
-        """No loads: every layer is there."""
         return True
 
     def arrived(self) -> bool:
-        """No loads: all are there."""
         return True
 
     def start_store(self, plan: StepPlan) -> None:
         """No copies."""
 
     def poll(self) -> WorkerReport:
-        """No copies, no news."""
         return WorkerReport()
 
     def wait(self, timeout: float) -> None:
         """Nothing is ever under way."""
 
     def close(self, timeout: float) -> WorkerReport:
-        """Nothing to let go of."""
         return WorkerReport()
 
 
@@ -68,17 +64,14 @@ class NoOffload:
 
     @property
     def scheduler(self) -> "NoOffload":
-        """Itself."""
         return self
 
     def lookup(self, request: Request, num_computed_tokens: int) -> int | Pending:
-        """Nothing beyond L1."""
         return 0
 
     def allocated(
         self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, *, layerwise: bool = False
     ) -> int:
-        """Nothing was promised."""
         return 0
 
     def found(self, request_id: str) -> None:
@@ -88,11 +81,9 @@ class NoOffload:
         """Never called: the scheduler does not store without a connector."""
 
     def build_plan(self) -> StepPlan:
-        """No copies."""
         return _NO_PLAN
 
     def update(self, report: WorkerReport) -> ConnectorUpdate:
-        """No copies, no news."""
         return ConnectorUpdate()
 
     def finished(self, request_id: str) -> None:

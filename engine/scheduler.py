@@ -59,12 +59,10 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step has anything to do or to tell."""
         return bool(self.waiting or self.loading or self.running or self._ended)
 
     @property
     def has_copies(self) -> bool:
-        """Whether a copy under way holds blocks."""
         return bool(self.loading or self._held or self._orphans)
 
     def knows(self, request_id: str) -> bool:
@@ -72,7 +70,6 @@ class Scheduler:
         return request_id in self._orphans or request_id in self._live
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new request."""
         self._live[sequence.request_id] = sequence
         self.waiting.append(sequence)
 

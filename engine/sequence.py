@@ -77,8 +77,6 @@ class SequenceState(Enum):
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
-
     STOP = "stop"  # an end-of-sequence or stop token
     LENGTH = "length"  # max_tokens
     ABORT = "abort"
@@ -163,7 +161,6 @@ class Sequence:
 
     @property
     def generated(self) -> list[int]:
-        """The answer so far, token by token."""
         return self.token_ids[self.num_prompt_tokens :]
 
     def append(self, token_id: int) -> None:

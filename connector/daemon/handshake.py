@@ -78,36 +78,13 @@ Handshake: TypeAlias = Hello | Join
 HandshakeReply: TypeAlias = Welcome | Joined | Refused
 
 
-def pack_handshake(handshake: Handshake) -> bytes:
-    """A client's first frame."""
+def pack_handshake(handshake: Handshake | HandshakeReply) -> bytes:
     return pack_frame([_MAGIC, VERSION, type(handshake).__name__, *handshake])
 
 
+@decoded
 def unpack_handshake(body: Any) -> Handshake:
-    """Inverse of `pack_handshake`. FormatError names both versions if they differ."""
-    return decoded(_request, body)
-
-
-def pack_handshake_reply(reply: HandshakeReply) -> bytes:
-    """The daemon's first frame."""
-    return pack_frame([_MAGIC, VERSION, type(reply).__name__, *reply])
-
-
-def unpack_handshake_reply(body: Any) -> HandshakeReply:
-    """Inverse of `pack_handshake_reply`. FormatError names both versions if they differ."""
-    return decoded(_reply, body)
-
-
-def _header(body: Any) -> tuple[str, list[Any]]:
-    magic, version, kind, *fields = body
-    if magic != _MAGIC:
-        raise FormatError("not a handshake of kvtier")
-    if version != VERSION:
-        raise FormatError(f"protocol version {version!r:.20}, this side speaks {VERSION}: run one kvtier on both sides")
-    return text(kind), fields
-
-
-def _request(body: Any) -> Handshake:
+    """A client's first frame. FormatError names both versions if they differ."""
     kind, fields = _header(body)
     if kind == Join.__name__:
         (client,) = fields
@@ -123,7 +100,9 @@ def _request(body: Any) -> Handshake:
     return hello
 
 
-def _reply(body: Any) -> HandshakeReply:
+@decoded
+def unpack_handshake_reply(body: Any) -> HandshakeReply:
+    """The daemon's first frame. FormatError names both versions if they differ."""
     kind, fields = _header(body)
     if kind == Refused.__name__:
         (why,) = fields
@@ -142,3 +121,12 @@ def _reply(body: Any) -> HandshakeReply:
         flag(has_lower),
         seconds(lease_deadline),
     )
+
+
+def _header(body: Any) -> tuple[str, list[Any]]:
+    magic, version, kind, *fields = body
+    if magic != _MAGIC:
+        raise FormatError("not a handshake of kvtier")
+    if version != VERSION:
+        raise FormatError(f"protocol version {version!r:.20}, this side speaks {VERSION}: run one kvtier on both sides")
+    return text(kind), fields

@@ -42,8 +42,6 @@ _LOOK: Final = 0.02  # seconds between two looks, should another thread have rea
 
 @dataclass(eq=False)
 class RemoteReservation(Reservation):
-    """Slots of the daemon's."""
-
     number: int = 0
     link: Link | None = None
 
@@ -94,13 +92,11 @@ class RemoteTiers:
 
     @property
     def num_slots(self) -> int:
-        """Slots in L2."""
         region = self._attachment.region
         return region.num_slots if region is not None else 0
 
     @property
     def has_lower(self) -> bool:
-        """Whether the daemon has a tier below L2."""
         return self._attachment.has_lower
 
     @property
@@ -131,7 +127,6 @@ class RemoteTiers:
             return self._claims.take(claim, self._pump(), self._released)
 
     def cancel(self, claim: Claim) -> None:
-        """The daemon hears of it with the next message."""
         assert isinstance(claim, RemoteClaim)
         with self._lock:
             self._claims.cancel(claim)
@@ -185,13 +180,11 @@ class RemoteTiers:
             self.metrics.stored(L2, len(reservation))
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
-        """The daemon hears of it with the next message."""
         assert isinstance(reservation, RemoteReservation)
         with self._lock:
             self._abandon(reservation, reason)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """The daemon hears of it with the next message."""
         with self._lock:
             if (link := self._attachment.link) is not None:
                 self._attachment.later(link, Computed(num_tokens, seconds))

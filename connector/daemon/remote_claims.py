@@ -25,8 +25,6 @@ Released = Callable[[Link, int, Lease, bool], None]
 
 @dataclass(eq=False)
 class RemoteClaim(Claim):
-    """A claim at the daemon."""
-
     number: int = 0
     link: Link | None = None  # it was asked on; None where there was none
     asked_at: float = 0.0

@@ -6,8 +6,8 @@ A client's frame is `[number, [operation, …]]`, an operation `[code, *fields]`
 
 import struct
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from functools import wraps
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 import msgpack
 import numpy as np
@@ -38,6 +38,7 @@ from kvtier.connector.daemon.messages import (
 from kvtier.tiers import TIERS, ChainHash, FormatError, Outcome
 from kvtier.tiers.hierarchy import Attribution, Wanted
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_HELLO: Final = 4 << 10  # bytes of a frame from a client that has not said yet who it is
@@ -116,6 +117,21 @@ def _no_extension(code: int, data: bytes) -> None:
 # messages
 
 
+def decoded(decode: Callable[P, T]) -> Callable[P, T]:
+    """Decorator of what decodes a body: whatever is wrong with that is a FormatError."""
+
+    @wraps(decode)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return decode(*args, **kwargs)
+        except FormatError:
+            raise
+        except (ValueError, TypeError, LookupError, AssertionError) as error:
+            raise FormatError(f"not a message of this version: {error}") from None
+
+    return checked
+
+
 def pack_request(request: int, operations: Sequence[Operation]) -> bytes:
     """A client's frame. `request` is 0 if nobody waits for an answer."""
     packed = []
@@ -125,9 +141,13 @@ def pack_request(request: int, operations: Sequence[Operation]) -> bytes:
     return pack_frame([request, packed])
 
 
+@decoded
 def unpack_request(body: Any) -> tuple[int, list[Operation]]:
-    """Inverse of `pack_request`."""
-    return decoded(_request, body)
+    request, operations = body
+    codes = numbers([code for code, *_ in operations])
+    return number(request), [
+        _BY_CODE[code].unpack(*fields) for code, (_, *fields) in zip(codes, operations, strict=True)
+    ]
 
 
 def pack_reply(reply: Reply) -> bytes:
@@ -135,9 +155,13 @@ def pack_reply(reply: Reply) -> bytes:
     return pack_frame([reply.request, reply.epoch, reply.answers, [_pack_news(news) for news in reply.news]])
 
 
+@decoded
 def unpack_reply(body: Any) -> Reply:
     """Inverse of `pack_reply`; the answers stay as they are until the caller unpacks them."""
-    return decoded(_reply, body)
+    request, epoch, answers, news = body
+    if type(answers) is not list:
+        raise FormatError("answers are not a list")
+    return Reply(number(request), number(epoch), answers, [_unpack_news(*fields) for fields in news])
 
 
 def pack_grants(grants: Sequence[Granted | None]) -> list[bytes]:
@@ -148,12 +172,9 @@ def pack_grants(grants: Sequence[Granted | None]) -> list[bytes]:
     return [pack_numbers(column) for column in (counts, *columns)]
 
 
+@decoded
 def unpack_grants(answer: Any, num_wanted: Sequence[int], num_slots: int) -> list[Granted | None]:
     """Inverse of `pack_grants`, for `Wanted` of so many hashes each and a region of `num_slots`."""
-    return decoded(partial(_grants, num_wanted=num_wanted, num_slots=num_slots), answer)
-
-
-def _grants(answer: Any, num_wanted: Sequence[int], num_slots: int) -> list[Granted | None]:
     counts, *columns = answer
     how_many = (unpack_numbers(counts, 1 << 32, least=-1)).tolist()
     most = max(num_wanted, default=0)
@@ -177,26 +198,10 @@ def pack_found(found: Attribution) -> list[int]:
 
 
 def unpack_found(found: Any) -> Attribution:
-    """Inverse of `pack_found`."""
     blocks, *counts, miss = numbers(found)
     if len(counts) != len(TIERS):
         raise FormatError(f"counts of {len(counts)} tiers, there are {len(TIERS)}: run one kvtier on both sides")
     return Attribution(blocks, miss=miss, **dict(zip(TIERS, counts, strict=True)))
-
-
-def _request(body: Any) -> tuple[int, list[Operation]]:
-    request, operations = body
-    codes = numbers([code for code, *_ in operations])
-    return number(request), [
-        _BY_CODE[code].unpack(*fields) for code, (_, *fields) in zip(codes, operations, strict=True)
-    ]
-
-
-def _reply(body: Any) -> Reply:
-    request, epoch, answers, news = body
-    if type(answers) is not list:
-        raise FormatError("answers are not a list")
-    return Reply(number(request), number(epoch), answers, [_unpack_news(*fields) for fields in news])
 
 
 def _pack_news(news: News) -> list[Any]:
@@ -223,10 +228,6 @@ def _wanted(hashes: Any, parent: Any, tenant: Any) -> Wanted:
     return Wanted(unpack_hashes(hashes), octets(parent, 32), octets(tenant, 32))
 
 
-def _pack_wanted(wanted: Wanted) -> list[bytes]:
-    return [pack_hashes(wanted.hashes), wanted.parent, wanted.tenant]
-
-
 def _seal(reservation: Any, epoch: Any, tokens: Any) -> Seal:
     if type(tokens) is not list or not all(type(each) is bytes for each in tokens):
         raise FormatError("tokens are not a list of bytes")
@@ -251,7 +252,7 @@ OPERATIONS: Final = (
     OperationRow(
         5,
         Reserve,
-        lambda op: [op.first, [_pack_wanted(wanted) for wanted in op.wanted]],
+        lambda op: [op.first, [[pack_hashes(each.hashes), each.parent, each.tenant] for each in op.wanted]],
         lambda first, wanted: Reserve(number(first), [_wanted(*fields) for fields in wanted]),
     ),
     OperationRow(6, Seal, None, _seal),
@@ -284,23 +285,12 @@ def handlers_of(owner: type) -> dict[type[Operation], Callable[..., Any]]:
 # fields
 
 
-def decoded(decode: Callable[[Any], T], body: Any) -> T:
-    """`decode(body)`. Whatever is wrong with the body is a FormatError."""
-    try:
-        return decode(body)
-    except FormatError:
-        raise
-    except (ValueError, TypeError, LookupError, AssertionError) as error:
-        raise FormatError(f"not a message of this version: {error}") from None
-
-
 def pack_hashes(hashes: Sequence[ChainHash]) -> bytes:
     """Names back to back."""
     return b"".join(hashes)
 
 
 def unpack_hashes(data: Any) -> list[ChainHash]:
-    """Inverse of `pack_hashes`."""
     if not isinstance(data, bytes) or len(data) % _HASH_BYTES or len(data) > MAX_HASHES * _HASH_BYTES:
         raise FormatError(f"names: not {_HASH_BYTES} bytes for each of at most {MAX_HASHES}")
     hashes: list[ChainHash] = np.frombuffer(data, f"V{_HASH_BYTES}").tolist()
@@ -358,7 +348,6 @@ def octets(value: Any, length: int) -> bytes:
 
 
 def text(value: Any) -> str:
-    """A text."""
     if type(value) is not str:
         raise FormatError(f"not a text: {value!r:.40}")
     return value

@@ -22,7 +22,6 @@ DEADLINE = 120.0  # seconds
 
 
 def address(text: str) -> SplitResult:
-    """A server's URL."""
     url = urlsplit(text)
     if url.scheme != "http" or not url.hostname or not re.fullmatch(r".*:\d+", url.netloc):
         raise argparse.ArgumentTypeError(f"{text!r}: write it as in http://127.0.0.1:7400")

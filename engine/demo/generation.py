@@ -30,8 +30,6 @@ _STORE_DEADLINE: Final = 60.0  # seconds for computed blocks to reach the lowest
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """The options of `kvtier generate`."""
-
     model: Path
     text: str
     max_tokens: int = 32

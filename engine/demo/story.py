@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -47,8 +48,6 @@ _DOCUMENTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """The options of `kvtier demo`."""
-
     model: Path | None = None  # a checkpoint directory; None: a random Llama of some 50 M parameters
     as_json: bool = False
 
@@ -127,7 +126,7 @@ class _Story:
         self._references: dict[tuple[int, ...], dict[str, Any]] = {}  # prompt → the reply without kvtier
 
     def tell(self) -> list[StageResult]:
-        with _EngineProcess(self._home, self._options.model, self._progress) as child:
+        with closing(_EngineProcess(self._home, self._options.model, self._progress)) as child:
             length = min(_DOCUMENT_TOKENS, child.max_model_len - _ROOM)
             if length < _LEAST:
                 raise ConfigError(
@@ -137,7 +136,7 @@ class _Story:
             runs = [self._ask(child, stage) for stage in _BEFORE_THE_KILL]
             child.call("settle", {}, "writing to NVMe")
             child.kill()
-        with _EngineProcess(self._home, self._options.model, self._progress) as child:
+        with closing(_EngineProcess(self._home, self._options.model, self._progress)) as child:
             return runs + [self._ask(child, stage) for stage in _AFTER_THE_KILL]
 
     def _ask(self, child: "_EngineProcess", stage: Stage) -> StageResult:
@@ -230,12 +229,6 @@ class _EngineProcess:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             yield json.loads(line)
-
-    def __enter__(self) -> "_EngineProcess":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let the process end by itself, or kill it after a while."""

@@ -57,7 +57,6 @@ class DemoEngine:
 
     @property
     def connector(self) -> LocalConnector:
-        """The engine's connector."""
         assert isinstance(self.engine.connector, LocalConnector)
         return self.engine.connector
 

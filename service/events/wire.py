@@ -143,7 +143,7 @@ def decode_batch(payload: bytes | memoryview) -> EventBatch:
         body = msgpack.unpackb(payload, max_ext_len=0, strict_map_key=True, list_hook=counted, object_hook=counted)
     except (ValueError, msgpack.UnpackException) as error:
         raise FormatError(f"batch of {len(payload)} bytes: not msgpack within bounds ({error!s:.80})") from None
-    return decoded(_batch, body)
+    return _batch(body)
 
 
 def _counted() -> Callable[[Any], Any]:
@@ -167,6 +167,7 @@ def _as_map(event: KVEvent) -> dict[str, Any]:
     return named
 
 
+@decoded
 def _batch(body: Any) -> EventBatch:
     if type(body) is not list or not 2 <= len(body) <= 3:
         raise FormatError("batch: not an array of time, events and rank")

@@ -82,7 +82,6 @@ class Daemon:
         self._listen()
 
     def run(self) -> None:
-        """Serve until `stop`."""
         self.loop.run(self._turn)
 
     def stop(self) -> None:
@@ -166,7 +165,6 @@ class Daemon:
             session.welcome()
 
     def join(self, session: Session, client: bytes) -> None:
-        """Watch the session's peer for the client it names."""
         copies_for = self._sessions.get(client)
         if copies_for is None:
             session.refuse("no such client: it has ended, or the daemon was started anew")
@@ -179,13 +177,11 @@ class Daemon:
             session.joined()
 
     def copies_ended(self, session: Session, client: bytes) -> None:
-        """What an earlier connection of the same process still holds can go."""
         before = self._sessions.get(client)
         if before is not None and before is not session and before.peer == session.peer:
             before.end("replaced")
 
     def ended(self, session: Session) -> None:
-        """Nothing is left of it."""
         self._sessions.pop(session.client, None)
         namespace, session.namespace = session.namespace, None
         if namespace is not None:
@@ -253,7 +249,7 @@ class Daemon:
         self.counts["turned_away"] += 1
         with connection:
             try:
-                connection.send(handshake.pack_handshake_reply(handshake.Refused(why)))
+                connection.send(handshake.pack_handshake(handshake.Refused(why)))
             except OSError:
                 return
 

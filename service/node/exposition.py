@@ -3,13 +3,13 @@
 import time
 from collections.abc import Iterator
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 
 from kvtier.service.node.daemon import ClientView, Daemon
 from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.operator_access import name_of
 from kvtier.service.node.pins import Pins
-from kvtier.service.observe import labelled, text_of, version
+from kvtier.service.observe import counter, gauge, labelled, text_of, version
 
 
 def exposition(daemon: Daemon, pins: Pins) -> str:
@@ -20,27 +20,15 @@ def exposition(daemon: Daemon, pins: Pins) -> str:
 
 
 def _own(daemon: Daemon, namespaces: list[Namespace], clients: list[ClientView], pins: Pins) -> Iterator[Metric]:
-    build = GaugeMetricFamily("kvtier_build_info", "The version in use", labels=["version"])
-    build.add_metric([version()], 1)
-    yield build
-    yield GaugeMetricFamily("kvtier_uptime_seconds", "Since the daemon started", time.monotonic() - daemon.started)
-    yield GaugeMetricFamily("kvtier_clients", "Clients connected", sum(client.connected for client in clients))
+    yield gauge("kvtier_build_info", "The version in use", {version(): 1}, "version")
+    yield gauge("kvtier_uptime_seconds", "Since the daemon started", time.monotonic() - daemon.started)
+    yield gauge("kvtier_clients", "Clients connected", sum(client.connected for client in clients))
     dead = sum(not client.connected for client in clients)
-    yield GaugeMetricFamily("kvtier_dead_clients", "Clients gone whose processes may still copy", dead)
-    yield GaugeMetricFamily("kvtier_budget_bytes", "Host memory there is for all models", daemon.config.host.size)
-    sizes = GaugeMetricFamily("kvtier_host_bytes", "Host memory a model has", labels=["fingerprint"])
-    for namespace in namespaces:
-        sizes.add_metric([name_of(namespace.fingerprint)], namespace.size)
-    yield sizes
-    events = CounterMetricFamily("kvtier_client_events", "What became of clients and their leases", labels=["event"])
-    for event, count in sorted(dict(daemon.counts).items()):
-        events.add_metric([event], count)
-    yield events
-    told = CounterMetricFamily("kvtier_kv_events", "KV events published, in batches, and told again", labels=["event"])
-    for event, count in sorted(dict(daemon.publisher.counts if daemon.publisher is not None else {}).items()):
-        told.add_metric([event], count)
-    yield told
-    pinned = GaugeMetricFamily("kvtier_pinned_blocks", "Blocks kept by pins", labels=["fingerprint"])
-    for name, num_blocks in pins.blocks_by_model().items():
-        pinned.add_metric([name], num_blocks)
-    yield pinned
+    yield gauge("kvtier_dead_clients", "Clients gone whose processes may still copy", dead)
+    yield gauge("kvtier_budget_bytes", "Host memory there is for all models", daemon.config.host.size)
+    sizes = {name_of(namespace.fingerprint): namespace.size for namespace in namespaces}
+    yield gauge("kvtier_host_bytes", "Host memory a model has", sizes, "fingerprint")
+    yield counter("kvtier_client_events", "What became of clients and their leases", dict(daemon.counts), "event")
+    told = dict(daemon.publisher.counts) if daemon.publisher is not None else {}
+    yield counter("kvtier_kv_events", "KV events published, in batches, and told again", told, "event")
+    yield gauge("kvtier_pinned_blocks", "Blocks kept by pins", pins.blocks_by_model(), "fingerprint")

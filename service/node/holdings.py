@@ -16,8 +16,6 @@ MAX_RESERVATIONS: Final = 8192  # of one client, open at once
 
 
 class HeldCounts(NamedTuple):
-    """How much one client holds."""
-
     claims: int
     leases: int
     reservations: int
@@ -46,7 +44,6 @@ class Holdings:
 
     @property
     def counts(self) -> HeldCounts:
-        """How much there is."""
         return HeldCounts(len(self._claims), len(self._leases), len(self._reservations))
 
     def apply(self, operation: messages.Operation, news: list[messages.News]) -> Any:
@@ -82,7 +79,6 @@ class Holdings:
         return len(late)
 
     def may_lapse(self, now: float) -> bool:
-        """Whether `lapse` would find something."""
         return any(now - at >= self._lease_deadline for at in self._renewed.values())
 
     def forgo(self) -> None:

@@ -82,7 +82,6 @@ class TraceRecorder:
         return taken
 
     def counts(self) -> TraceCounts:
-        """What became of the lookups so far."""
         with self._lock:
             return TraceCounts(self._num_recorded, self._num_dropped, self._num_bytes)
 

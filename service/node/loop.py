@@ -41,7 +41,6 @@ class Loop:
         self._epoll.register(fd, events)
 
     def change(self, fd: int, events: int) -> None:
-        """Wait for other events of a watched file."""
         self._epoll.modify(fd, events)
 
     def forget(self, fd: int) -> None:

@@ -126,7 +126,6 @@ class Namespaces:
         return namespace
 
     def is_opening(self, fingerprint: bytes) -> bool:
-        """Whether it will be there soon."""
         return fingerprint in self._opening
 
     def plan(self, hello: Hello) -> Opening:
@@ -159,7 +158,6 @@ class Namespaces:
             self._open[fingerprint] = namespace
 
     def check(self) -> None:
-        """The budget's law."""
         assert self.used <= self.budget, f"{self.used} bytes of L2 given away, {self.budget} is the budget"
 
     def clear(self) -> list[Namespace]:

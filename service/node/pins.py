@@ -99,7 +99,6 @@ class Pins:
         return self._end_all(lambda pin: True)
 
     def listing(self) -> list[PinView]:
-        """All there are."""
         with self._lock:
             return [_view(pin, pin.namespace) for pin in self._pins.values() if pin.lease is not None and pin.namespace]
 

@@ -183,7 +183,6 @@ class _Tenant:
         return chain_hash in self._parents
 
     def names(self) -> list[ChainHash]:
-        """Of its blocks."""
         return list(self._parents)
 
     def keep(self, pool: SlotPool) -> None:

@@ -87,17 +87,14 @@ class Session:
 
     @property
     def connected(self) -> bool:
-        """Whether the socket is open."""
         return self._socket is not None
 
     @property
     def counts(self) -> HeldCounts:
-        """How much it holds."""
         return self.holdings.counts if self.holdings is not None else HeldCounts(0, 0, 0)
 
     @property
     def holds_slots(self) -> bool:
-        """Whether it has leases, or slots to fill."""
         return self.counts.leases > 0 or self.counts.reservations > 0
 
     # what the daemon calls
@@ -129,9 +126,8 @@ class Session:
             self._daemon.lease_deadline,
         )
         try:
-            socket.send_fds(
-                self._socket, [handshake.pack_handshake_reply(welcome)], [region.fd]
-            )  # the first bytes: they all fit
+            # the first bytes: they all fit
+            socket.send_fds(self._socket, [handshake.pack_handshake(welcome)], [region.fd])
         except OSError:
             self.end_connection("died")
 
@@ -346,7 +342,7 @@ class Session:
     def _send_handshake_reply(self, reply: handshake.HandshakeReply) -> None:
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                self._socket.send(handshake.pack_handshake_reply(reply))
+                self._socket.send(handshake.pack_handshake(reply))
 
     def _send(self, frame: bytes) -> None:
         if self._socket is None:

@@ -124,7 +124,9 @@ def test_usage_errors_are_status_2(
 
 def test_every_public_name_is_there() -> None:
     for name in kvtier.__all__:
-        assert getattr(kvtier, name) is not None
+        public = getattr(kvtier, name)
+        assert public is not None
+        assert not (public.__doc__ or name).startswith(name)  # a dataclass without one gets its signature
     assert {*dir(kvtier), "__version__"} == set(kvtier.__all__)
     with pytest.raises(AttributeError, match="attribute Nothing"):
         _ = kvtier.Nothing  # type: ignore[attr-defined]

@@ -118,7 +118,7 @@ def test_threads_share_one_hierarchy_over_a_failing_tier(write_policy: WritePoli
         num_resets = 0
         while not done.wait(0.02):
             hierarchy.promoter.check()
-            hierarchy.host.check()
+            hierarchy.host.pool.check()
             if num_resets < 5:
                 hierarchy.reset()
                 num_resets += 1

@@ -150,7 +150,6 @@ class BlockPool:
 
     @property
     def waiting(self) -> bool:
-        """Whether the reader may have something to learn."""
         log = self._table.changes
         return log is not None and log.waiting
 

@@ -34,12 +34,7 @@ class BlockPart:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the piece in one block."""
         return math.prod(self.tensor.shape[1:]) * self.tensor.itemsize
-
-    def is_run(self) -> bool:
-        """Whether the piece lies in one run of bytes in the engine too."""
-        return self.run_bytes() == self.num_bytes
 
     def run_bytes(self) -> int:
         """Length of the runs that the piece's bytes form in the engine."""
@@ -86,7 +81,6 @@ class EngineBlocks:
 
     @property
     def device(self) -> "torch.device":
-        """Where the parts are."""
         return self.parts[0].tensor.device
 
     def select(self, group: int, layers: tuple[int, int] | None) -> list[BlockPart]:

@@ -88,7 +88,6 @@ class Geometry:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer in one block."""
         return self.num_kv * self.num_tokens * self.num_heads * self.run_bytes
 
     def unit_bytes(self, canonical: int, slot_stride: int) -> int:

@@ -86,15 +86,12 @@ class HostEvent:
         return self._ended.wait(timeout)
 
     def end(self, error: str | None = None) -> None:
-        """Complete, or fail with `error`."""
         self.error = error
         self._ended.set()
 
 
 @dataclass(slots=True)
 class CopyTask:
-    """One call's copies, queued."""
-
     direction: CopyDirection
     copies: BlockCopies
     after: CopyEvent | None
@@ -117,14 +114,7 @@ class HostCopyStream:
     Lock: `_changed` guards the queues and counters; never held during a copy.
     """
 
-    def __init__(
-        self,
-        device: L1,
-        region: HostRegion,
-        num_threads: int = 1,
-        *,
-        max_queued: int = MAX_QUEUED,
-    ) -> None:
+    def __init__(self, device: L1, region: HostRegion, num_threads: int = 1, *, max_queued: int = MAX_QUEUED) -> None:
         """Start the threads. One keeps the order of each direction; more only pay with several memory channels."""
         self._copier = copier(device, region)
         self._max_queued = max_queued
@@ -209,7 +199,6 @@ class HostCopyStream:
 
 
 def copier(device: L1, region: HostRegion) -> BlockCopier | PartCopier:
-    """What copies between an L1 in host memory and a region."""
     return PartCopier(device, region) if isinstance(device, EngineBlocks) else BlockCopier(device, region)
 
 

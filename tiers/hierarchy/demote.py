@@ -89,7 +89,6 @@ class Demoter:
         return outcomes
 
     def settle(self, hashes: Sequence[ChainHash], outcomes: Sequence[Outcome], ended: BlocksEnded | None) -> None:
-        """Count what became of a batch."""
         good = [h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK]
         with self._lock:
             self._num_waiting -= len(hashes)

@@ -55,7 +55,8 @@ class EventSource:
     @property
     def coming(self) -> bool:
         """Whether stores or reads are under way that will end in events."""
-        return not all((self._hierarchy.drain(0, below=False), *(port.idle for port in self._ports)))
+        queues = [port.queue for port in self._hierarchy.ports]
+        return not all((self._hierarchy.drain(0, below=False), *(queue.idle for queue in queues)))
 
     def take(self, limit: int = MOST) -> list[Event]:
         """What happened since the last time; of each tier at most `limit` new blocks, the others with the next call."""
@@ -75,7 +76,6 @@ class TierEvents:
 
     @property
     def waiting(self) -> bool:
-        """Whether there may be something to take."""
         return self._announcer.waiting
 
     def take(self, limit: int = MOST) -> list[Event]:
@@ -96,10 +96,6 @@ class _PortEvents:
     def waiting(self) -> bool:
         tier = _announcer(self._port.tier)
         return tier is not self._followed or (tier is not None and tier.waiting)
-
-    @property
-    def idle(self) -> bool:
-        return self._port.queue.idle
 
     def take(self, limit: int) -> Iterator[Event]:
         tier, name = _announcer(self._port.tier), self._port.name

@@ -91,7 +91,6 @@ class IoQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing runs."""
         with self._lock:
             return not (self._urgent or self._normal or self._running)
 

@@ -76,19 +76,16 @@ class TierRead:
     waiters: set[LocalClaim] = field(default_factory=set)
 
     def run(self) -> Sequence[BlockRecord | Outcome]:
-        """Read them into their slots."""
         self.deadline = self.owner.clock() + self.port.settings.deadline  # the wait in the queue had its own
         slots = self.reservation.slots[self.positions.start : self.positions.stop].tolist()
         region = self.owner.host.region
         return self.port.read(self.hashes, [region.slot(slot) for slot in slots])
 
     def end(self, result: Sequence[BlockRecord | Outcome] | Outcome, *, late: bool) -> None:
-        """Hand the results to whoever waits."""
         results = [result] * len(self.positions) if isinstance(result, Outcome) else result
         self.owner.landed(self, results, late=late)
 
     def overdue(self) -> None:
-        """Nobody waits for them any more."""
         self.port.failed("read")
         self.owner.gave_up(self)
 

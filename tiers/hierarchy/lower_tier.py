@@ -200,7 +200,6 @@ class TierPort:
                 self._shared_forgot_at = epoch
 
     def check(self) -> None:
-        """The tier's conservation law."""
         tier = self.tier  # a probe may detach it meanwhile
         if tier is not None:
             tier.check()

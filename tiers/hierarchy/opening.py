@@ -4,14 +4,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Protocol, cast
 
-from kvtier.tiers import (
-    BlockShape,
-    ConfigError,
-    ConfiguredTier,
-    Finding,
-    Metrics,
-    lower_tiers,
-)
+from kvtier.tiers import BlockShape, ConfigError, ConfiguredTier, Finding, Metrics, lower_tiers
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import PortSettings, TierPort

@@ -113,7 +113,6 @@ class Promoter:
 
     @property
     def idle(self) -> bool:
-        """Whether no request waits or holds a promise, and no read is under way."""
         is_checking = self._checking is not None and not self._checking.idle
         return not (self.active or self._reads or self._given_up or is_checking)
 
@@ -122,7 +121,6 @@ class Promoter:
         return any(claim.done and not claim.told for claim in self.active)
 
     def check(self) -> None:
-        """The bookkeeping law."""
         with self._lock:
             for chain_hash, read in self._reads.items():
                 if read in self._given_up or chain_hash not in read.hashes:
@@ -152,13 +150,7 @@ class Promoter:
             with pool.seal(read.reservation, good):
                 if bad:
                     pool.abandon(read.reservation, bad)
-                for waiter in read.waiters:
-                    waiter.reads.discard(read)
-                    self._deliver(waiter, read.hashes, results)
-                for waiter in read.waiters:
-                    self._advance(waiter)
-            read.waiters.clear()
-            self._lock.notify_all()
+                self._tell_waiters(read, results)
 
     def gave_up(self, read: TierRead) -> None:
         """A read hangs past its deadline: its waiters go on without it, its slots wait for it in quarantine."""
@@ -167,14 +159,7 @@ class Promoter:
             for chain_hash in read.hashes:
                 del self._reads[chain_hash]
             self.host.pool.quarantine(read.reservation, read.positions)
-            results = [Outcome.TIMEOUT] * len(read.positions)
-            for waiter in read.waiters:
-                waiter.reads.discard(read)
-                self._deliver(waiter, read.hashes, results)
-            for waiter in read.waiters:
-                self._advance(waiter)
-            read.waiters.clear()
-            self._lock.notify_all()
+            self._tell_waiters(read, [Outcome.TIMEOUT] * len(read.positions))
 
     def checked(self, check: HostCheck, num_whole: int, outcome: Outcome) -> None:
         """Blocks of L2 were looked at: one that is not what was stored goes at once, and ends the run."""
@@ -204,7 +189,6 @@ class Promoter:
         return len(hashes)
 
     def _leave(self, claim: LocalClaim) -> None:
-        """The request waits no more."""
         if claim in self.active:
             self.active.remove(claim)
             held, hashes = self._held, claim.run[: claim.num_held]
@@ -234,6 +218,15 @@ class Promoter:
             else:
                 bad.append(position)
         return good, bad
+
+    def _tell_waiters(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> None:
+        for waiter in read.waiters:
+            waiter.reads.discard(read)
+            self._deliver(waiter, read.hashes, results)
+        for waiter in read.waiters:
+            self._advance(waiter)
+        read.waiters.clear()
+        self._lock.notify_all()
 
     def _deliver(self, waiter: LocalClaim, hashes: list[ChainHash], results: Sequence[BlockRecord | Outcome]) -> None:
         """Lease what landed to one waiter, up to its first hole; the run ends at the hole, finally for this request."""

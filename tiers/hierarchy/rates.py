@@ -30,7 +30,6 @@ class Rates:
                 self._bytes_per_second[tier] = _average(self._bytes_per_second.get(tier), num_bytes / seconds)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """The engine prefilled `num_tokens` in `seconds`."""
         if seconds > 0 and num_tokens > 0:
             with self._lock:
                 self._tokens_per_second = _average(self._tokens_per_second, num_tokens / seconds)

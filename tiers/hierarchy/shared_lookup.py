@@ -24,16 +24,13 @@ class Question:
     num_asking: int = 0  # who have not read the answer yet
 
     def run(self) -> int | Outcome:
-        """Ask, on an I/O thread."""
         return self.port.locate(self.hashes)
 
     def end(self, result: int | Outcome, *, late: bool) -> None:
-        """It is answered, or will not be asked."""
         if not late:
             self.owner.answered(self, result)
 
     def overdue(self) -> None:
-        """Nobody waits for it any more."""
         self.port.failed("read")
         self.owner.answered(self, Outcome.TIMEOUT)
 
@@ -81,13 +78,11 @@ class Locator:
             self.unread.difference_update(questions)
 
     def check(self) -> None:
-        """The bookkeeping law."""
         with self._news:
             if any(question.done for question in self._open.values()):
                 raise AssertionError("the index of questions names an answered one")
 
     def _joined(self, port: TierPort, hashes: Sequence[ChainHash]) -> Question | None:
-        """The question about these blocks that is open already, if there is one."""
         with self._news:
             question = self._open.get((port.name, hashes[0]))
             if question is None or question.hashes != list(hashes[: len(question.hashes)]):

@@ -67,7 +67,6 @@ class StoreQueue:
             job.end(Outcome.CLOSED, late=False)
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
-        """Free the slots."""
         self._metrics.dropped(L2, reason, len(reservation.hashes))
         self._host.pool.abandon(reservation)
 

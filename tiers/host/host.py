@@ -72,7 +72,8 @@ class HostRegion:
         if num_slots < 1 or slot_bytes < 1:
             raise ConfigError(f"[host] size holds {num_slots} slots of {slot_bytes} bytes: raise it to a block or more")
         size = num_slots * slot_stride(slot_bytes)
-        _require_memory(size)
+        if size > (available := available_bytes()):
+            raise _too_large(size, available)
         fd = _create_memfd(size) if shared else None
         try:
             region = cls(_map(size, fd, huge_pages), num_slots, slot_bytes, fd)
@@ -209,10 +210,6 @@ class HostTier:
             pairs += [(r.chain_hash, r.parent) for r, is_held in zip(batch, flags, strict=True) if is_held]
         return list(dict(pairs).items())
 
-    def check(self) -> None:
-        """Raise AssertionError if the pool's conservation laws do not hold."""
-        self.pool.check()
-
     def close(self) -> None:
         """Give the memory back; idempotent."""
         self.region.close()
@@ -244,12 +241,6 @@ def _meminfo() -> Iterator[tuple[str, int]]:
         name, _, value = line.partition(":")
         if value.endswith(" kB"):
             yield name, int(value[:-3]) * 1024
-
-
-def _require_memory(size: int) -> None:
-    available = available_bytes()
-    if size > available:
-        raise _too_large(size, available)
 
 
 def _too_large(size: int, available: int) -> ConfigError:

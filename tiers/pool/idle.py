@@ -8,7 +8,6 @@ from kvtier.tiers.pool.policy import EvictionPolicy, SlotQueue
 
 
 def no_slots() -> Slots:
-    """An empty batch."""
     return np.zeros(0, np.int64)
 
 
@@ -103,7 +102,6 @@ class IdleSlots:
         return slots[np.lexsort((np.where(deferred >= 0, deferred, ranks), group))]
 
     def reset(self) -> None:
-        """Forget every slot."""
         self._policy.reset()
         self._deferred.reset()
         self._parked[:] = False

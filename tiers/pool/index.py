@@ -108,7 +108,6 @@ class HashIndex:
         return self._names.take(slots, 0)
 
     def reset(self) -> None:
-        """Forget every name."""
         self._entries[:] = _EMPTY
         self._where[:] = -1
         self._stash.clear()

@@ -77,7 +77,6 @@ class Lease:
 
     @property
     def released(self) -> bool:
-        """Whether the protection is over."""
         return self.on_release is None
 
     def release(self) -> None:

@@ -73,7 +73,6 @@ class ChainLinks:
         return np.argsort(depths[:-1], kind="stable")
 
     def reset(self) -> None:
-        """Forget every link."""
         self.children[:] = 0
         self.parent[:] = self.nobody
         self._parent_generation[:] = 0

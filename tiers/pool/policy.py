@@ -105,7 +105,6 @@ class SlotQueue:
         return self._tickets[slots]
 
     def reset(self) -> None:
-        """Empty the queue."""
         self._tickets[:] = _NO_TICKET
         self._head = self._tail = _FIRST_TICKET
 
@@ -158,7 +157,6 @@ class Ghosts:
         self._size = self._now = num_slots
 
     def add(self, words: Words) -> None:
-        """Remember names."""
         tags = words @ NAME_MIX
         places = tags & self._mask
         self._tags[places] = tags
@@ -166,14 +164,12 @@ class Ghosts:
         self._now += len(tags)
 
     def holds(self, words: Words) -> NDArray[np.bool_]:
-        """Which names are remembered."""
         tags = words @ NAME_MIX
         places = tags & self._mask
         known: NDArray[np.bool_] = (self._tags[places] == tags) & (self._times[places] > self._now - self._size)
         return known
 
     def reset(self) -> None:
-        """Forget them all."""
         self._times[:] = 0
 
 
@@ -277,7 +273,6 @@ class S3FIFO:
         return np.where(self._in_use[slots], _NO_TICKET, ranks)
 
     def reset(self) -> None:
-        """Empty both queues and forget the ghosts."""
         self._small.reset()
         self._main.reset()
         self._num_small = 0

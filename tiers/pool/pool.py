@@ -325,7 +325,6 @@ class SlotPool:
     def _reservation(
         self, hashes: Sequence[ChainHash], parent: ChainHash | None, held: Slots, missing: Slots
     ) -> Reservation:
-        """The slots taken for the blocks of a chain that were missing."""
         names, parents = _pick(hashes, missing), _pick([parent, *hashes[:-1]], missing)
         indices, slots = missing.tolist(), held[missing]
         generations = self._table.generation[slots]

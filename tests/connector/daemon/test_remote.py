@@ -33,7 +33,7 @@ from service_rig import (
     where,
 )
 
-from kvtier.connector.daemon.handshake import Hello, Welcome, pack_handshake_reply, unpack_handshake
+from kvtier.connector.daemon.handshake import Hello, Welcome, pack_handshake, unpack_handshake
 from kvtier.connector.daemon.messages import Ask, Cancel, News, Operation, Reply
 from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_frame, pack_reply, unpack_request
@@ -78,7 +78,7 @@ class FakeDaemon:
                 assert self.welcomes.wait(PATIENCE)
                 welcome = Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 60.0)
                 assert self.region.fd is not None
-                sockets.send_fds(connection, [pack_handshake_reply(welcome)], [self.region.fd])
+                sockets.send_fds(connection, [pack_handshake(welcome)], [self.region.fd])
             if self.connection is not None:
                 self.connection.close()
             self.connection = connection
@@ -474,7 +474,7 @@ def test_slots_that_were_never_granted(path: Path, fake: Callable[..., FakeDaemo
         (pack_frame(["kvtier", 9, "Refused", "whatever"]), "protocol version 9, this side speaks 1: run one kvtier"),
         (pack_frame(["kvtier", 1, "Refused", "no room, lower it"]), "no room, lower it"),
         (
-            pack_handshake_reply(Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 1.0)),
+            pack_handshake(Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 1.0)),
             "a welcome without its region",
         ),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "frame of 1347703880 bytes"),

@@ -12,7 +12,6 @@ from kvtier.connector.daemon.handshake import (
     Refused,
     Welcome,
     pack_handshake,
-    pack_handshake_reply,
     unpack_handshake,
     unpack_handshake_reply,
 )
@@ -130,11 +129,7 @@ def test_a_reply() -> None:
     ids=lambda each: type(each).__name__,
 )  # fmt: skip
 def test_the_first_frame(said: Any, frame: str) -> None:
-    pack, unpack = (
-        (pack_handshake, unpack_handshake)
-        if isinstance(said, Hello | Join)
-        else (pack_handshake_reply, unpack_handshake_reply)
-    )
+    unpack = unpack_handshake if isinstance(said, Hello | Join) else unpack_handshake_reply
     body = bytes.fromhex(frame)
-    assert pack(said) == len(body).to_bytes(4, "little") + body
-    assert unpack(body_of(pack(said))) == said
+    assert pack_handshake(said) == len(body).to_bytes(4, "little") + body
+    assert unpack(body_of(pack_handshake(said))) == said

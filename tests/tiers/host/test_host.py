@@ -235,7 +235,7 @@ def test_the_tier_has_a_record_and_a_pool_slot_for_every_slot() -> None:
     assert reservation is not None
     assert sorted(reservation.slots.tolist()) == list(range(6))
     tier.pool.abandon(reservation)
-    tier.check()
+    tier.pool.check()
     tier.close()
 
 
