@@ -40,10 +40,10 @@ def object_in(data: bytes) -> Json:
 def first_error(error: ValidationError) -> tuple[str, str, str, object]:
     """Of the first field that is wrong: its name in ASCII, what is wrong, the kind of error, and the value.
 
-    The tags of a union, which begin with =, are no part of the name.
+    The tags of a union, which begin with =, are no part of the name. None comes first: a field has the union.
     """
     first = error.errors(include_url=False)[0]
-    name = ".".join(str(part) for part in first["loc"] if not str(part).startswith("="))
+    name = ".".join(str(part) for i, part in enumerate(first["loc"]) if not i or not str(part).startswith("="))
     why = str(first["ctx"]["error"]) if first["type"] == "value_error" else flat(first["msg"])
     return json.dumps(name)[1:-1], why, first["type"], first["input"]
 

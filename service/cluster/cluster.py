@@ -13,7 +13,7 @@ from subprocess import Popen
 from threading import Event
 from typing import Final, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvtier.service import first_error
 from kvtier.service.cluster.file import Ready, Service, Topology
@@ -29,7 +29,11 @@ _WARNING: Final = "warning: "
 _LAST_LINES: Final = 20  # lines shown of the log of a service that failed
 
 
-class StartedService(BaseModel):
+class _Recorded(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # another program's file is not ours: `down` removes what it names
+
+
+class StartedService(_Recorded):
     """What is recorded of a started service. `process` is None if it has ended, as a one-time job does."""
 
     process: Process | None
@@ -39,10 +43,10 @@ class StartedService(BaseModel):
     started: float  # Unix time
 
 
-class ClusterRecord(BaseModel):
+class ClusterRecord(_Recorded):
     """The contents of `cluster.json`: services in the order of their start, and the directories that `down` removes."""
 
-    version: Literal[1] = 1
+    version: Literal[1]
     first_port: int = 0
     members: dict[str, StartedService] = {}
     directories: list[str] = []
@@ -126,7 +130,7 @@ class Cluster:
             for directory in record.kept if purge else ():
                 shutil.rmtree(self.state / directory, ignore_errors=True)
             if any((self.state / kept).exists() for kept in record.kept):
-                self.write(ClusterRecord(kept=record.kept))
+                self.write(ClusterRecord(version=1, kept=record.kept))
             else:
                 self._file.unlink()
         return True
@@ -162,7 +166,7 @@ class Cluster:
         try:
             return ClusterRecord.model_validate_json(self._file.read_bytes())
         except FileNotFoundError:
-            return ClusterRecord()
+            return ClusterRecord(version=1)
         except OSError as error:
             raise ConfigError(f'--state "{self.state}": {error.strerror}; name another directory') from None
         except ValidationError as error:

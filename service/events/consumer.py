@@ -43,7 +43,10 @@ _MONITORED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _RE
 
 
 Standing: TypeAlias = Literal["live", "replaying", "stale", "refused"]
-"""stale: not connected, so what is known may be wrong; refused: its topic is of no model, or a key is wrong."""
+"""stale: not connected, or silent though asked, so what is known may be wrong.
+
+refused: its topic is of no model, or a key is wrong.
+"""
 
 
 class FeedState(NamedTuple):
@@ -88,6 +91,7 @@ class EventConsumer:
         self._sequencer = Sequencer(can_replay=replay is not None)
         self._counts: Counter[str] = Counter()
         self._connected = False
+        self._answers = True  # it was not silent when it was last asked for a replay
         self._applied_at: float | None = None
         self._last_message_at = self._since = time.monotonic()
         self._shown: Standing = "stale"
@@ -231,6 +235,7 @@ class EventConsumer:
             self._counts["keys_refused"] += 1
             self._refuse("the handshake failed: one side wants another CURVE key, or only one side has keys")
         if self._connected:  # and whoever is there may not be who was
+            self._answers = True
             self._counts["connections"] += 1
             self._refusal = None
             self._drop_queued()
@@ -257,7 +262,7 @@ class EventConsumer:
                 frames = socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            self._last_message_at = time.monotonic()
+            self._last_message_at, self._answers = time.monotonic(), True
             try:
                 batch = NumberedBatch.parse(frames)
             except FormatError as error:
@@ -272,6 +277,7 @@ class EventConsumer:
                 _, *frames = socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
+            self._answers = True
             try:
                 batch = NumberedBatch.parse(frames)
             except FormatError as error:
@@ -295,6 +301,7 @@ class EventConsumer:
             self._connect(self._subscriber, "events", self._publish_address)
         if self._replay is not None:
             if now >= self._replay_due:
+                self._answers = False  # it hangs, though its kernel answers TCP's probes
                 self._hang_up(_PAUSE)
             return
         first = self._sequencer.wants
@@ -374,7 +381,9 @@ class EventConsumer:
         shown: Standing = "stale"
         if self._refusal is not None:
             shown = "refused"
-        elif self._connected:
-            shown = "live" if self._sequencer.is_live else "replaying"
+        elif self._connected and not self._sequencer.is_live:
+            shown = "replaying"
+        elif self._connected and self._answers:
+            shown = "live"
         if shown != self._shown:
             self._shown, self._since = shown, time.monotonic()

@@ -306,6 +306,7 @@ def test_a_missing_package_is_named(home: Path, missing: str, command: str) -> N
         ("reset", "{}", "model, all: name a model, or say that all are meant"),
         ("reset", '{"all": "yes"}', 'all "yes": Input should be a valid boolean'),
         ("reset", '{"all": true, "aII": 1}', "aII 1: unknown field; known are model, all"),
+        ("reset", '{"all": true, "=all": 1}', "=all 1: unknown field; known are model, all"),
         (
             "reset",
             '{"model": "Zz"}',

@@ -36,7 +36,7 @@ from kvtier.service.cluster.file import Placeholders, Topology
 from kvtier.service.cluster.process import Process, is_free
 from kvtier.service.command_line import Exit
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.errors import ConfigError, FormatError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -405,6 +405,31 @@ def test_a_directory_with_other_things_is_left_alone(home: Path) -> None:
         cluster.Cluster(home).up(Topology({}), 7400, print, Event())
     assert not cluster.Cluster(home).down(print, purge=True)
     assert [path.name for path in home.iterdir()] == ["letter"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{}", "version: Field required"),
+        ('{"nodes": ["a", "b"]}', "version: Field required"),
+        ('{"version": 2, "members": {}}', "version: Input should be 1"),
+        ('{"version": 1, "directories": ["logs"], "nodes": 3}', "nodes: Extra inputs are not permitted"),
+        ("[]", "file: Input should be an object"),
+        ("{", "file: Invalid JSON"),
+    ],
+)
+def test_another_programs_file_of_that_name_is_left_alone(home: Path, text: str, why: str) -> None:
+    (home / "cluster.json").write_text(text)
+    (home / "logs").mkdir()
+    here = cluster.Cluster(home)
+    with pytest.raises(FormatError, match=f"not a cluster's record .{why}.*; end its processes, and remove the file"):
+        here.down(print, purge=True)
+    with pytest.raises(FormatError):
+        here.up(Topology({}), 7400, print, Event())
+    with pytest.raises(FormatError):
+        here.status()
+    assert (home / "cluster.json").read_text() == text
+    assert (home / "logs").is_dir()
 
 
 # one process

@@ -353,6 +353,31 @@ def test_a_silent_publisher_is_asked_whether_anything_was_missed(monkeypatch: py
         publisher._publish = out
 
 
+def test_a_publisher_that_hangs_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.service.events.consumer._SILENCE", 0.1)
+    monkeypatch.setattr("kvtier.service.events.consumer._REPLAY_DEADLINE", 0.2)
+    config = addresses()
+    assert config.publish is not None
+    assert config.replay is not None
+    with zmq.Context() as context, context.socket(zmq.PUB) as out, context.socket(zmq.ROUTER) as asked:
+        for socket, address in ((out, config.publish), (asked, config.replay)):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(address)
+
+        def answers() -> bool:
+            while asked.poll(0):
+                who, *_ = asked.recv_multipart()
+                asked.send_multipart([who, b"", b"", (-1).to_bytes(8, "big", signed=True), b""])  # there is no more
+            return consumer.state.state == "live"
+
+        with reader(config, PrefixIndex(SIZE)) as consumer:
+            until(answers)
+            until(lambda: consumer.state.state == "stale")  # connected all the time, and silent
+            assert not consumer.is_live
+            until(answers)
+            assert consumer.state.counts["connections"] == 1
+
+
 class Deaf:
     """A socket whose subscribers take nothing."""
 
