@@ -94,9 +94,11 @@ class Metrics:
             self._load_seconds.labels(tier).observe(seconds)
 
     def breaker(self, tier: str, direction: str, is_open: bool) -> None:
+        """Whether one direction of a tier is detached now."""
         self._breaker.labels(tier, direction).set(is_open)
 
     def pool(self, tier: str, state: str, num_slots: int) -> None:
+        """How many slots of a pool are in a state now."""
         self._slots.labels(tier, state).set(num_slots)
 
     def before_read(self, refresh: Callable[[], None]) -> None:
@@ -104,6 +106,7 @@ class Metrics:
         self._refresh.append(refresh)
 
     def text(self) -> str:
+        """The exposition format Prometheus scrapes."""
         self._refreshed()
         return generate_latest(self._registry).decode()
 
@@ -127,6 +130,7 @@ class Metrics:
         return list(self._families)
 
     def samples(self) -> Iterator[Series]:
+        """Every counter and gauge now."""
         self._refreshed()
         for family in self._registry.collect():
             for sample in family.samples:

@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvtier.cli.options import ConfigOption, HttpOption, JsonOption, given, progress_bar, show
+from kvtier.cli.options import ConfigOption, JsonOption, given, progress_bar, show
 from kvtier.service import Exit, Json, needing
 from kvtier.service.observe import DaemonStatus, RouterStatus, summary, watch
 from kvtier.service.router import summary as router_summary
@@ -68,7 +68,10 @@ def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 @contextmanager
 def _connected(
-    http: HttpOption = None,
+    http: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where the daemon's pages are; instead of the configured address."),
+    ] = None,
     token: Annotated[
         str | None, typer.Option(help="What admin requests carry; instead of the configured token.")
     ] = None,

@@ -44,8 +44,7 @@ def dashboard_routes(status: StatusSource, stopping: Event) -> list[Route]:
     pages = resources.files("kvtier.service.observe") / "pages"
     watch = _Watch(status, stopping)
 
-    def file(name: str, content: bytes) -> Route:
-        media_type = _TYPES[name.rpartition(".")[2]]
+    def file(name: str, content: bytes, media_type: str) -> Route:
         path = "/" if name == "index.html" else f"/{name}"
         return page(path, lambda: Response(content, media_type=media_type, headers=_HEADERS))
 
@@ -55,7 +54,8 @@ def dashboard_routes(status: StatusSource, stopping: Event) -> list[Route]:
             return JSONResponse({"error": error}, 503, {"retry-after": "5"})
         return _WatchStream(watch)
 
-    files = [file(each.name, each.read_bytes()) for each in pages.iterdir()]
+    types = {each: _TYPES.get(each.name.rpartition(".")[2]) for each in pages.iterdir()}
+    files = [file(each.name, each.read_bytes(), known) for each, known in types.items() if known is not None]
     return [*files, Route("/stream", stream, methods=["GET"])]
 
 

@@ -1,9 +1,11 @@
 """The command line: statuses, one line per mistake, `--json`, and that importing kvtier stays light."""
 
+import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
@@ -11,6 +13,7 @@ import kvtier
 from kvtier import cli
 from kvtier.service.command_line import Exit
 from kvtier.tiers.errors import StoreLocked
+from kvtier.tiers.tier import Announces, Enumerates, Locates, Tier
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -127,6 +130,13 @@ def test_every_public_name_is_there() -> None:
         public = getattr(kvtier, name)
         assert public is not None
         assert not (public.__doc__ or name).startswith(name)  # a dataclass without one gets its signature
+        for member, what in vars(public).items() if isinstance(public, type) else ():
+            contract = any(
+                hasattr(each, member) for each in (Tier, Announces, Enumerates, Locates)
+            )  # the protocols' docstrings
+            told = contract or inspect.getdoc(getattr(public, member))
+            is_ours = isinstance(what, FunctionType | property | classmethod)
+            assert told or not is_ours or member.startswith("_"), f"{name}.{member}"
     assert {*dir(kvtier), "__version__"} == set(kvtier.__all__)
     with pytest.raises(AttributeError, match="attribute Nothing"):
         _ = kvtier.Nothing  # type: ignore[attr-defined]

@@ -31,14 +31,17 @@ class KVShape:
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
+        """[num_layers, num_kv, block_size, num_kv_heads, head_dim]."""
         return (self.num_layers, self.num_kv, self.block_size, self.num_kv_heads, self.head_dim)
 
     @property
     def layer_bytes(self) -> int:
+        """Bytes of K and V of one layer in one block."""
         return self.num_kv * self.block_size * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of one whole block."""
         return self.num_layers * self.layer_bytes
 
 
