@@ -28,6 +28,8 @@ CLAIMS: Final = (
     ("slab: CPU s/GB besides the checksum", "file_bandwidth", "CPU"),
     ("slab reads beside a busy Python thread, GB/s", "file_bandwidth", "^read beside"),
     ("slab writes beside a busy Python thread, GB/s", "file_bandwidth", "^write beside"),
+    ("encrypted slab, writes: of the lesser of a slab in the clear and AES alone", "encryption", "^write"),
+    ("the same, cold reads", "encryption", "^cold read"),
     ("reopen a slab of 1,000,000 blocks, CPU s", "recovery", "CPU"),
     ("its index in memory, bytes a block", "recovery", "bytes"),
     ("Redis, GET into L2 slots, verified: × redis-py's pipeline with the copy", "redis_bandwidth", "^GET.*redis-py"),
