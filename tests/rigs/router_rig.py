@@ -182,6 +182,7 @@ class RoutedReplicas:
         headers = {} if token is None else {"authorization": f"Bearer {token.get_secret_value()}"}
         base = f"http://{self.server.address}"
         self.client = httpx2.Client(base_url=base, headers=headers, timeout=PATIENCE, trust_env=False)
+        self.client.get("/healthz")  # answered after the first look at the replicas
 
     def complete(self, prompt: object = "a prompt", **fields: object) -> httpx2.Response:
         return self.client.post("/v1/completions", json={"model": "m", "prompt": prompt, **fields})

@@ -289,6 +289,7 @@ def test_what_one_that_hangs_has_not_begun_another_answers(pair: Pair, monkeypat
 
 
 def test_one_that_is_not_ready_gets_nothing_new(pair: Pair, router: RoutedReplicas) -> None:
+    until(lambda: router.state(pair[0]) == "up")  # one that was never up would be joining, not draining
     pair[0].behave(ready=503)
     until(lambda: router.state(pair[0]) == "draining")
     assert {router.complete().headers["x-kvtier-replica"] for _ in range(3)} == {pair[1].name}
