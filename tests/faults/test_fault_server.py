@@ -38,14 +38,13 @@ def answers(server: ServerProcess) -> list[Any]:
         return list(clients.map(ask, PROMPTS))
 
 
-def broken_off(server: ServerProcess, prompt: str) -> str:
-    """What was streamed until the server was gone: the client is told, it does not take it for an end."""
-    text = ""
+def broken_off(server: ServerProcess, prompt: str, texts: dict[str, str]) -> None:
+    """Read into `texts` until the server is gone: the client is told, it does not take it for an end."""
     try:
         for chunk in server.client.completions.create(prompt=prompt, max_tokens=ENDLESS, stream=True, **ASK):
-            text += chunk.choices[0].text
+            texts[prompt] = texts.get(prompt, "") + chunk.choices[0].text
     except (openai.APIError, httpx2.HTTPError):
-        return text
+        return
     raise AssertionError("the stream ended as if it were whole")
 
 
@@ -57,16 +56,17 @@ def test_a_server_killed_amid_streams_leaves_its_blocks_to_the_next(model: Path)
     assert plain.end(SIGTERM) == 0
     with node() as daemon:
         first = served(model, daemon)
+        texts: dict[str, str] = {}
         with ThreadPoolExecutor(NUM_CLIENTS) as clients:
-            streams = [clients.submit(broken_off, first, prompt) for prompt in PROMPTS]
-            wait_for(lambda: num_generated(first) >= 20 * NUM_CLIENTS)
+            streams = [clients.submit(broken_off, first, prompt, texts) for prompt in PROMPTS]
+            wait_for(lambda: num_generated(first) >= 20 * NUM_CLIENTS and all(map(texts.get, PROMPTS)))
             first.process.kill()
-            texts = [each.result(60) for each in streams]
+            for stream in streams:
+                stream.result(60)
         first.end(SIGKILL)
-        assert all(texts)
-        assert all(
-            text.startswith(whole) or whole.startswith(text) for text, whole in zip(texts, expected, strict=True)
-        )
+        for prompt, whole in zip(PROMPTS, expected, strict=True):
+            sure = whole.rstrip("\ufffd")  # its last token may be a part of a character
+            assert texts[prompt].startswith(sure) or whole.startswith(texts[prompt])
         # Another engine of the node has the dead one's prompts, and says what any would have said.
         second = served(model, daemon)
         again = answers(second)
