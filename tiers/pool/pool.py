@@ -170,7 +170,7 @@ class SlotPool:
             self._table.use(self._ready(hashes))
 
     def evict(self, hashes: Sequence[ChainHash]) -> int:
-        """Drop these blocks, with children or without; returns how many went. A leased slot goes when its leases end."""
+        """Drop these blocks, with children or without; returns how many went. Leased slots go when their leases end."""
         with self._lock:
             self._settle_dropped()
             return self._table.drop(self._ready(hashes))
