@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from kvtier.connector import ConnectorUpdate, WorkerReport
-from kvtier.engine.admission import Admission, Admissible
+from kvtier.engine.admission import Admissible, Admission
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload
