@@ -1,19 +1,16 @@
 """Decides what each step computes: continuous batching over a paged pool, longest cached prefix first. No torch."""
 
 import time
-from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
-from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from kvtier.connector import ConnectorUpdate, WorkerReport
+from kvtier.engine.admission import Admissible, Admission, CachedBlocks
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload
 from kvtier.engine.sequence import FinishReason, Output, SampledToken, Sequence, SequenceState
-from kvtier.tiers import ChainHash
-from kvtier.tiers.hierarchy import Pending
 
 if TYPE_CHECKING:
     from kvtier.connector import SchedulerSide
@@ -21,7 +18,6 @@ if TYPE_CHECKING:
 
 _PREFILL: Final = 64  # tokens: a step of so many says how fast prefill is
 _LOOK_AHEAD: Final = 0.05  # seconds between lookups while no seat is free: they take milliseconds, but start fetching
-_WINDOW: Final = 16  # waiting requests that are looked up and ranked in one step
 
 
 class Scheduler:
@@ -39,7 +35,6 @@ class Scheduler:
         connector: "SchedulerSide | NoOffload | None" = None,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self.waiting: list[Sequence] = []  # by arrival
         self.loading: dict[str, Sequence] = {}
         self.running: list[Sequence] = []  # by admission
         self.stats: Counter[str] = Counter()
@@ -50,10 +45,12 @@ class Scheduler:
         self._offloads = connector is not None
         self._connector = NoOffload() if connector is None else connector
         self._eos_token_ids = eos_token_ids
-        self._computing: dict[ChainHash, str] = {}  # block that is being computed or loaded → request that does it
+        self._admission = Admission(config, pool, self._connector)
+        self.waiting = self._admission.waiting  # by arrival
         self._held: Counter[int] = Counter()  # block → stores under way that hold it
         self._draining: set[int] = set()  # blocks their request has let go, but a store still holds
         self._orphans: dict[str, list[int]] = {}  # aborted request → blocks its load is still writing to
+        self._copies: list[tuple[int, int]] = []  # this step's, within L1; the sources are referenced
         self._look_ahead_at = 0.0
         self._ended: list[Output] = []  # aborts not told yet
 
@@ -85,11 +82,12 @@ class Scheduler:
             if not chunk.sequence.num_loading:  # what a layerwise load has yet to confirm is stored a step later
                 self._store(chunk.sequence, self._cacheable(chunk.sequence, chunk.end))
         self.stats["steps"] += 1
-        return Batch(chunks, self._token_budget - budget, self._connector.build_plan())
+        return Batch(chunks, self._token_budget - budget, self._connector.build_plan(), self._copies)
 
     def postprocess(self, batch: Batch, samples: Iterable[SampledToken]) -> list[Output]:
         """Take in what the step computed; `samples` holds one for each chunk that samples, in order."""
         outputs, self._ended = self._ended, []
+        self._let_go_of_sources()
         if batch.num_tokens >= _PREFILL and not batch.plan.loads:  # a load's layers may have held the step up
             self._connector.computed(batch.num_tokens, time.perf_counter() - batch.started)
         left = iter(samples)
@@ -110,6 +108,7 @@ class Scheduler:
 
     def give_up(self, batch: Batch, *, stored: bool = False) -> None:
         """The step raised: nothing it computed counts, its requests wait again. `stored`: its stores were started."""
+        self._let_go_of_sources()
         if not stored:
             self.take_in(WorkerReport(failed=tuple(op.op_id for op in batch.plan.stores)))
         for chunk in batch.chunks:
@@ -191,8 +190,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.state = SequenceState.WAITING
-        sequence.num_passed_over = self._config.max_passed_over
-        insort(self.waiting, sequence, key=lambda sequence: sequence.order)
+        self._admission.put_back(sequence)
 
     # Admission: the longest cached prefix first, unless an earlier request was passed over too often.
 
@@ -204,85 +202,60 @@ class Scheduler:
         if budget <= 0 or not self.waiting or (num_seats <= 0 and now < self._look_ahead_at):
             return chunks, budget
         self._look_ahead_at = now + _LOOK_AHEAD
-        for sequence, usable, num_l1, num_external in self._rank():
+        for candidate in self._admission.rank():
             if num_seats <= 0 or not budget:
                 break
-            cached = self._allocate(sequence, usable, num_l1, num_external)
+            cached = self._allocate(candidate)
             if cached is None:
                 break  # nobody overtakes a request because it is large
             num_seats -= cached
-            if cached and sequence.state is SequenceState.RUNNING:
-                chunks.append(_chunk(sequence, budget))
+            if cached and candidate.sequence.state is SequenceState.RUNNING:
+                chunks.append(_chunk(candidate.sequence, budget))
                 budget -= chunks[-1].end - chunks[-1].start
         return chunks, budget
 
-    def _rank(self) -> list[tuple[Sequence, list[ChainHash], int, int]]:
-        """Waiting requests by admission: what each may find, how much of it L1 holds, tokens that can be loaded."""
-        ranked = []
-        for sequence in self.waiting[:_WINDOW]:
-            # at least its last token is always computed
-            usable = list(sequence.hashes[: (sequence.num_tokens - 1) // self._config.block_size])
-            num_l1 = self._pool.lookup(usable)
-            if num_l1 < len(usable) and usable[num_l1] in self._computing:
-                continue  # soon it is in L1
-            num_external = self._connector.lookup(sequence, num_l1 * self._config.block_size)
-            if isinstance(num_external, Pending):
-                continue
-            overdue = sequence.num_passed_over >= self._config.max_passed_over
-            cached = num_l1 * self._config.block_size + num_external
-            place = (not overdue, 0 if overdue else -cached, sequence.order)
-            ranked.append((place, (sequence, usable, num_l1, num_external)))
-        return [entry for _, entry in sorted(ranked, key=itemgetter(0))]
-
-    def _allocate(self, sequence: Sequence, usable: list[ChainHash], num_l1: int, num_external: int) -> bool | None:
+    def _allocate(self, candidate: Admissible) -> bool | None:
         """Give a waiting request its blocks and start its load. None: no room; False: ask again next step."""
-        block_size = self._config.block_size
-        if len(usable) > num_l1 and usable[num_l1] in self._computing:
-            return False  # by one admitted in this very step
-        # Nothing is named between the ranking and this: L1 holds no more than was found then.
-        matched: list[int] = self._pool.match(usable[:num_l1]).tolist() if num_l1 else []
-        if len(matched) != num_l1:  # an admission before this one took some of them
-            answer = self._connector.lookup(sequence, len(matched) * block_size)
-            if isinstance(answer, Pending):
-                self._pool.free(matched)
-                return False
-            num_external = answer
-        num_fresh = -(-sequence.num_tokens // block_size) - len(matched)
+        if (found := self._admission.hold(candidate)) is None:
+            return False
+        sequence, matched, source = candidate.sequence, found.matched, found.source
+        num_fresh = -(-sequence.num_tokens // self._config.block_size) - len(matched)
         room_to_grow = len(self.running) + len(self.loading)  # a block for each, lest they preempt it at once
         if (fresh := self._pool.allocate(num_fresh, leaving=room_to_grow)) is None:
             self._pool.free(matched)
+            if source is not None:
+                self._pool.free([source])
             return None
         sequence.block_table = matched + fresh.tolist()
-        self._seat(sequence, len(matched), min(num_external // block_size, len(usable) - len(matched)))
+        if source is not None:
+            self._copies.append((source, sequence.block_table[len(matched)]))
+        self._seat(sequence, found)
         return True
 
-    def _seat(self, sequence: Sequence, num_l1: int, num_external: int) -> None:
-        """A request with blocks leaves the queue; `num_l1` blocks are there, `num_external` are to be loaded."""
+    def _seat(self, sequence: Sequence, cached: CachedBlocks) -> None:
+        """A request with blocks leaves the queue; some are there, some are to be loaded."""
         block_size, layerwise = self._config.block_size, self._config.loading == "layerwise"
-        loading = self._connector.allocated(
-            sequence.request_id, sequence.block_table, num_external * block_size, layerwise=layerwise
+        num_l1 = len(cached.matched)
+        loading = self._connector.allocated(  # fewer than asked for where a promise lapsed
+            sequence.request_id, sequence.block_table, cached.num_external, layerwise=layerwise
         )
-        num_external = loading // block_size  # fewer than asked for where a promise lapsed
-        self.waiting.remove(sequence)
-        for other in self.waiting:
-            if other.order > sequence.order:
-                break
-            other.num_passed_over += 1
+        self._admission.admit(sequence)
         sequence.num_named = num_l1
         sequence.num_stored = 0
         self._store(sequence, num_l1)  # the tiers below may have lost or refused what L1 holds
-        sequence.num_stored = num_l1 + num_external
-        sequence.num_computed = num_l1 * block_size
-        sequence.num_loading = num_external * block_size
+        sequence.num_stored = num_l1 + loading // block_size
+        sequence.num_computed = num_l1 * block_size + cached.in_part
+        sequence.num_loading = loading
         if not sequence.num_preempted:
             sequence.num_l1_tokens = sequence.num_computed
-            sequence.found = self._connector.found(sequence.request_id) if num_external else None
+            if loading:
+                sequence.found = self._connector.found(sequence.request_id)
+                sequence.found_in_part = self._connector.found_in_part(sequence.request_id)
             self.stats["prompt_tokens"] += sequence.num_prompt_tokens
             self.stats["l1_tokens"] += sequence.num_computed
         if self._config.enable_prefix_caching:
-            for chain_hash in sequence.hashes[num_l1:]:
-                self._computing.setdefault(chain_hash, sequence.request_id)
-        if num_external and not layerwise:
+            self._admission.computes(sequence, num_l1)
+        if loading and not layerwise:
             sequence.state = SequenceState.LOADING
             self.loading[sequence.request_id] = sequence
         else:
@@ -339,10 +312,10 @@ class Scheduler:
             return
         hashes = list(sequence.hashes[start:end])
         parent = sequence.chain.parent(start) if start else None
-        records = sequence.records(start, end) if self._pool.tells else ()
+        records = sequence.records(start, end) if self._pool.wants_records else ()
         self._pool.publish(sequence.block_table[start:end], hashes, parent, records)
         sequence.num_named = end
-        self._forget(sequence, hashes)
+        self._admission.forget(sequence, hashes)
 
     def _store(self, sequence: Sequence, end: int) -> None:
         start = sequence.num_stored
@@ -373,22 +346,34 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         if sequence.num_loading and sequence.block_table:  # a copy is still writing: the blocks stay until it ends
             self._orphans[sequence.request_id], sequence.block_table = sequence.block_table, []
+        elif sequence.block_table and self._pool.partial_blocks:
+            self._keep_tail(sequence)
         self._release(sequence)
         del self._live[sequence.request_id]
         self._connector.finished(sequence.request_id)
         sequence.state = SequenceState.FINISHED
 
+    def _keep_tail(self, sequence: Sequence) -> None:
+        """The next turn of a conversation begins in this request's unfinished last block."""
+        num_kept = sequence.num_computed
+        if not self._config.store_generated:
+            num_kept = min(num_kept, sequence.num_prompt_tokens)
+        tail = sequence.chain.tail(num_kept) if num_kept // self._config.block_size == sequence.num_named else None
+        if tail is not None:
+            self._pool.retire_tail(sequence.block_table.pop(sequence.num_named), tail)
+
+    def _let_go_of_sources(self) -> None:
+        """The step's copies within L1 were made, or never will be."""
+        for source, _ in self._copies:  # two may have the same one
+            self._pool.free([source])
+        self._copies = []
+
     def _release(self, sequence: Sequence) -> None:
-        self._forget(sequence, sequence.hashes[sequence.num_named :])
+        self._admission.forget(sequence, sequence.hashes[sequence.num_named :])
         self._draining.update(block for block in sequence.block_table if block in self._held)
         self._pool.free(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = sequence.num_named = sequence.num_stored = sequence.num_loading = 0
-
-    def _forget(self, sequence: Sequence, hashes: Iterable[ChainHash]) -> None:
-        for chain_hash in hashes:
-            if self._computing.get(chain_hash) == sequence.request_id:
-                del self._computing[chain_hash]
 
 
 def _chunk(sequence: Sequence, budget: int) -> Chunk:
