@@ -1,4 +1,5 @@
 from .changes import ChangeLog
+from .child_index import MAX_CHILDREN, ChildIndex
 from .index import Slots, Words, to_words
 from .lease import Lease, Reservation
 from .pool import SlotPool
@@ -6,8 +7,10 @@ from .slots import FILLING, READY, SlotTable
 
 __all__ = [
     "FILLING",
+    "MAX_CHILDREN",
     "READY",
     "ChangeLog",
+    "ChildIndex",
     "Lease",
     "Reservation",
     "SlotPool",
