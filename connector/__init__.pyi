@@ -1,5 +1,6 @@
 from .local import LocalConnector
 from .opening import open_tiers
+from .partial import best_child
 from .plan import CopyOp, StepPlan, WorkerReport
 from .scheduler import BlockChain, ConnectorUpdate, Request, SchedulerSide
 from .worker import WorkerSide
@@ -14,5 +15,6 @@ __all__ = [
     "StepPlan",
     "WorkerReport",
     "WorkerSide",
+    "best_child",
     "open_tiers",
 ]
