@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import ChainHash, Outcome
+from kvtier.tiers import ChainHash, ChildBlock, Outcome
 from kvtier.tiers.hierarchy import Attribution, Wanted
 
 
@@ -139,6 +139,7 @@ class News(NamedTuple):
     good_for: float  # seconds before an answer that nothing is held can be another one
     slots: NDArray[np.int64]
     generations: NDArray[np.int64]
+    children: Sequence[ChildBlock] = ()  # as `Claim.children`
 
 
 class Reply(NamedTuple):

@@ -43,10 +43,12 @@ from kvtier.connector.daemon.messages import (
     Take,
 )
 from kvtier.connector.daemon.wire import (
+    MAX_CHILDREN_BYTES,
     MAX_FRAME,
     MAX_HELLO,
     MAX_ITEMS,
     FrameReader,
+    pack_found,
     pack_frame,
     pack_grants,
     pack_reply,
@@ -57,13 +59,14 @@ from kvtier.connector.daemon.wire import (
 )
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, Wanted
-from kvtier.tiers.tier import Outcome
+from kvtier.tiers.tier import ChildBlock, Outcome
 
 name = st.binary(min_size=32, max_size=32)
 names = st.lists(name, max_size=5)
 number = st.integers(0, 2**63 - 1)
 numbers = st.lists(number, max_size=5)
 time = st.floats(0, 1e6)
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=16).map(lambda ids: np.array(ids, "<u4").tobytes())
 operation = st.one_of(
     st.builds(lambda n, p, hashes: Ask(n, p, len(hashes) // 2, 16, hashes), number, name, names),
     st.builds(Renew, numbers),
@@ -71,7 +74,7 @@ operation = st.one_of(
     st.builds(Take, numbers),
     st.builds(Release, numbers),
     st.builds(Reserve, number, st.lists(st.builds(Wanted, names, name, name), max_size=3)),
-    st.builds(Seal, number, number, st.lists(st.binary(max_size=64), max_size=4)),
+    st.builds(Seal, number, number, st.lists(tokens, max_size=4)),
     st.builds(Abandon, number, st.sampled_from(Outcome)),
     st.builds(Computed, number, time),
     st.builds(Holds, names),
@@ -82,6 +85,7 @@ operation = st.one_of(
     st.builds(Drain, time, st.booleans()),
     st.just(Check()),
 )  # fmt: skip
+child = st.builds(ChildBlock, name, tokens.filter(bool))
 anything = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary(max_size=40)
     | st.text(max_size=9),
@@ -128,6 +132,58 @@ def test_replies_come_out_as_they_went_in() -> None:
     assert empty_grant is not None
     assert [len(each) for each in empty_grant] == [0, 0, 0]
     assert unpack_grants(pack_grants([None, None]), [1, 1], 6) == [None, None]
+
+
+@given(st.lists(child, max_size=8, unique_by=lambda each: each.chain_hash))
+def test_children_come_out_as_they_went_in(children: list[ChildBlock]) -> None:
+    told = News(7, Attribution(2, miss=2), None, 0.0, column(), column(), children)
+    (news,) = unpack_reply(body_of(pack_reply(Reply(0, 0, [], [told])))).news
+    assert news.children == children
+    assert all(isinstance(each, ChildBlock) for each in news.children)
+
+
+@pytest.mark.parametrize(
+    ("children", "why"),
+    [
+        (None, "not a list"),
+        ({}, "not a list"),
+        (b"", "not a list"),
+        ([[bytes([n]) * 32, b"\1\0\0\0"] for n in range(9)], "at most 8"),
+        ([[b"n" * 31, b"\1\0\0\0"]], "not 32 bytes"),
+        ([["n" * 32, b"\1\0\0\0"]], "not 32 bytes"),
+        ([[b"n" * 32, b"\1\0\0"]], "not the tokens of a block"),
+        ([[b"n" * 32, "text"]], "not the tokens of a block"),
+        ([[b"n" * 32, [1]]], "not the tokens of a block"),
+        ([[b"n" * 32, bytes(4 << 20) + bytes(4)]], "not the tokens of a block"),
+        ([[b"n" * 32, b""]], "no tokens"),
+        ([[b"n" * 32, b"\1\0\0\0"], [b"n" * 32, b"\2\0\0\0"]], "twice"),
+        ([[b"n" * 32]], "unpack"),
+        ([[b"n" * 32, b"\1\0\0\0", 1]], "unpack"),
+        ([7], "unpack"),
+    ],
+)  # fmt: skip
+def test_children_that_are_none(children: object, why: str) -> None:
+    """FAULTS 39."""
+    with pytest.raises(FormatError, match=why):
+        unpack_reply([0, 0, [], [[7, pack_found(Attribution(1, miss=1)), None, 0.0, b"", b"", children]]])
+
+
+def test_who_is_told_of_many_children_is_told_of_those_that_fit() -> None:
+    large, nothing = [ChildBlock(bytes([n]) * 32, bytes(16 << 10)) for n in range(8)], Attribution(1, miss=1)
+    news = [News(n, nothing, None, 0.0, column(), column(), large) for n in range(20)]
+    news[3:5] = [each._replace(children=large[:1]) for each in news[3:5]]
+    reply = unpack_reply(body_of(pack_reply(Reply(0, 0, [], news))))
+    assert [each.claim for each in reply.news] == list(range(20))  # told of all claims …
+    assert sum(len(each.children) for each in reply.news) * (16 << 10) <= MAX_CHILDREN_BYTES  # … not of all children
+    assert [len(each.children) for each in reply.news[:10]] == [8, 8, 8, 1, 1, 8, 8, 8, 8, 0]
+    without = unpack_reply(body_of(pack_reply(Reply(0, 0, [], news), room=0)))
+    assert not any(each.children for each in without.news)
+
+
+def test_a_seal_of_tokens_that_no_block_has() -> None:
+    for tokens in (b"\1\0\0", bytes(4 << 20) + bytes(4), "text", None):
+        with pytest.raises(FormatError, match="not the tokens of a block"):
+            unpack_request([0, [[6, 1, 1, [tokens]]]])
 
 
 @pytest.mark.parametrize(

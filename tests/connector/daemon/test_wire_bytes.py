@@ -1,4 +1,4 @@
-"""Each message's bytes, as version 1 of the protocol has them: two builds of it understand each other."""
+"""Each message's bytes, as version 2 of the protocol has them: two builds of it understand each other."""
 
 from typing import Any, Final
 
@@ -46,12 +46,12 @@ from kvtier.connector.daemon.wire import (
     unpack_request,
 )
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, Wanted
-from kvtier.tiers.tier import Outcome
+from kvtier.tiers.tier import ChildBlock, Outcome
 
 A, B, P, T = (letter * 32 for letter in (b"a", b"b", b"p", b"t"))  # two names, a parent, a tenant
 a, b, p, t = (each.hex() for each in (A, B, P, T))
 c, i = (b"c" * 16).hex(), (b"i" * 16).hex()
-header = "a6" + b"kvtier".hex() + "01"
+header = "a6" + b"kvtier".hex() + "02"
 
 # Printed by the code of kvtier 0.1, each operation alone in request 1.
 OPERATIONS: Final = [
@@ -98,16 +98,20 @@ def test_a_reply() -> None:
 
     found = Attribution(5, l1=1, l2=2, file=1, miss=1)
     granted = pack_grants([Granted(column(0, 2), column(4, 5), column(1, 9)), None])
+    followers = [ChildBlock(A, b"\1\0\0\0"), ChildBlock(B, b"\2\0\0\0" * 2)]
     news = [
-        News(7, found, None, 0.0, column(3, 9), column(1, 2)),
+        News(7, found, None, 0.0, column(3, 9), column(1, 2), followers),
         News(8, Attribution(2, miss=2), Outcome.NO_SLOT, 0.5, column(), column()),
     ]
     reply = Reply(3, 2, [granted, b"\1\0", pack_found(found), True, ""], news)
     columns = [(2, -1), (0, 2), (4, 5), (1, 9)]  # how many slots each has, then of all: index, slot, generation
     packed = "".join("c410" + np.array(each, "<i8").tobytes().hex() for each in columns)
-    told = f"96 07 96050102010001 c0 cb{0:016x} c410{3:02x}{0:014x}{9:02x}{0:014x} c410{1:02x}{0:014x}{2:02x}{0:014x}"
-    nothing = "96 08 96020000000002 a7 6e6f5f736c6f74 cb3fe0000000000000 c400 c400"
-    expected = bytes.fromhex(f"b0000000 94 03 02 95 94{packed} c4020100 96050102010001 c3 a0 92 {told} {nothing}")
+    told = f"97 07 96050102010001 c0 cb{0:016x} c410{3:02x}{0:014x}{9:02x}{0:014x} c410{1:02x}{0:014x}{2:02x}{0:014x}"
+    children = f"92 92c420{a}c40401000000 92c420{b}c4080200000002000000"
+    nothing = "97 08 96020000000002 a7 6e6f5f736c6f74 cb3fe0000000000000 c400 c400 90"
+    expected = bytes.fromhex(
+        f"08010000 94 03 02 95 94{packed} c4020100 96050102010001 c3 a0 92 {told} {children} {nothing}"
+    )
     assert pack_reply(reply) == expected
 
 
