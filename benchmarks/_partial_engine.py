@@ -2,11 +2,12 @@
 
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from _report import progress
@@ -22,6 +23,15 @@ _DRAIN: Final = 60.0  # seconds
 _LOADED: Final = 'kvtier_bytes_total{tier="l2",direction="load"}'
 
 
+class Asked(NamedTuple):
+    """What one prompt took."""
+
+    ttft_ms: float
+    cpu_ms: float  # of all threads, until the first token
+    cached: int  # tokens
+    copied: int  # blocks into L1
+
+
 class PartialArm:
     """One engine, with partial blocks or without."""
 
@@ -31,7 +41,12 @@ class PartialArm:
             file={"path": str(home), "size": "1GiB"},
             cache={"block_size": block_size, "partial_blocks": partial, "load_or_recompute": "load"},
         )
-        options = EngineConfig(block_size=block_size, num_blocks=4 * length // block_size, max_num_batched_tokens=1024)
+        options = EngineConfig(
+            block_size=block_size,
+            num_blocks=4 * length // block_size,
+            max_num_batched_tokens=1024,
+            partial_blocks=partial,
+        )
         self.engine = Engine(model, options, LocalConnector.connect(config))
         self.block_bytes = self.engine.shape.block_bytes
 
@@ -40,8 +55,8 @@ class PartialArm:
         assert self.engine.drain(_DRAIN)
         assert self.engine.connector.hierarchy.drain(_DRAIN)  # type: ignore[attr-defined]
 
-    def ask(self, prompt: Sequence[int], tier: str) -> tuple[float, int, int]:
-        """Ask while only `tier` and those below hold anything: TTFT in ms, tokens cached, blocks loaded."""
+    def ask(self, prompt: Sequence[int], tier: str) -> Asked:
+        """Ask while only `tier` and those below hold anything."""
         hierarchy = self.engine.connector.hierarchy  # type: ignore[attr-defined]
         self.settle()
         if tier != "l1":
@@ -49,11 +64,14 @@ class PartialArm:
         if tier == "file":
             hierarchy.host.pool.reset()
         before = hierarchy.stats().get(_LOADED, 0.0)
+        begun = time.process_time()
         [answer] = self.engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
+        cpu = time.process_time() - begun
         self.settle()
         loaded = int(hierarchy.stats().get(_LOADED, 0.0) - before) // self.block_bytes
         assert answer.ttft is not None
-        return answer.ttft * 1e3, answer.num_l1_tokens + answer.num_external_tokens, loaded
+        copied = loaded + (answer.num_l1_tokens % self.engine.config.block_size > 0)  # in L1 a part is one copy
+        return Asked(answer.ttft * 1e3, cpu * 1e3, answer.num_l1_tokens + answer.num_external_tokens, copied)
 
 
 @contextmanager
@@ -79,15 +97,16 @@ def timed(block_sizes: Sequence[int], *, length: int, rounds: int) -> list[dict[
         with _arms(model, block_size, length) as arms:
             for arm in arms.values():
                 arm.ask(_tokens(draw, 256), "l1")  # warm up
-            seen: dict[tuple[str, bool], list[tuple[float, int, int]]] = defaultdict(list)
+            seen: dict[tuple[str, bool], list[Asked]] = defaultdict(list)
             for number in range(rounds):
                 progress(f"engine, blocks of {block_size}, round {number + 1}/{rounds}")
                 for tier in TIERS:
                     _round(arms, draw, length, tier, seen)
         for (tier, partial), found in seen.items():
-            ms, cached, loaded = (statistics.median(column) for column in zip(*found, strict=True))
+            ms, cpu, cached, copied = (statistics.median(column) for column in zip(*found, strict=True))
             row: dict[str, object] = {"workload": "engine", "block": block_size, "partial": "on" if partial else "off"}
-            rows.append(row | {"tier": tier, "TTFT ms": ms, "tokens cached": cached, "copies a request": loaded})
+            row |= {"tier": tier, "TTFT ms": ms, "CPU ms": cpu, "tokens cached": cached}
+            rows.append(row | {"copies a request": copied})
     return rows
 
 
@@ -96,7 +115,7 @@ def _round(
     draw: np.random.Generator,
     length: int,
     tier: str,
-    seen: dict[tuple[str, bool], list[tuple[float, int, int]]],
+    seen: dict[tuple[str, bool], list[Asked]],
 ) -> None:
     """Both arms answer a fresh prompt and then, from a tier, one that parts from it. The order is drawn."""
     held = _tokens(draw, length)

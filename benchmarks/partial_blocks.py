@@ -177,7 +177,7 @@ def targets(rows: Sequence[Row], timings: Sequence[Row]) -> list[Target]:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Cached share and copies over the block size, a column for each workload."""
-    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    workloads = list(dict.fromkeys(str(row["workload"]) for row in rows))
     figure, axes = pyplot.subplots(
         2, len(workloads), figsize=(4.4 * len(workloads), 5), layout="constrained", squeeze=False
     )
@@ -224,7 +224,7 @@ def main() -> int:
         return 2
     rows = [row for workload, exchanges in workloads.items() for row in replayed(workload, exchanges)]
     sizes = BLOCK_SIZES[::4] if args.quick else BLOCK_SIZES
-    length, rounds = (640, 1) if args.quick else (2048, 5)
+    length, rounds = (512, 1) if args.quick else (2048, 3)
     timings = [] if args.no_engine else timed(sizes, length=length, rounds=rounds)
     if args.save:
         plot(rows, RESULTS / "partial_blocks.png")
