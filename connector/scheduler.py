@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from kvtier.connector.partial import NamedByTokens, PartialView, best_child, still_fits, tier_of_last
+from kvtier.connector.partial import PartialView, best_child, is_named_by_tokens, still_fits, tier_of_last
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Pending, Wanted
@@ -110,7 +110,7 @@ class SchedulerSide:
     """
 
     def __init__(self, tiers: CacheTiers, *, partial_blocks: bool = False) -> None:
-        """`partial_blocks`: the engine takes a promise that ends inside a block. Its chains must be `NamedByTokens`."""
+        """`partial_blocks`: the engine takes a promise that ends inside a block. Of `NamedByTokens` chains alone."""
         self.tiers = tiers
         self._partial_blocks = partial_blocks
         self._requests: dict[str, _ConnectedRequest] = {}
@@ -325,7 +325,7 @@ class SchedulerSide:
             self.tiers.count(claim.found, claim.missing)
             if claim.refusal is Outcome.NO_SLOT:
                 self.tiers.metrics.missed(Outcome.NO_SLOT, claim.found.loadable)
-        if claim.children and self._take_view(known, claim, least):
+        if self._partial_blocks and known.view is None and self._take_view(known, claim, least):
             return self._answer(known, least)
         if isinstance(promised, Pending):
             return None
@@ -345,9 +345,9 @@ class SchedulerSide:
     def _take_view(self, known: _ConnectedRequest, claim: Claim, least: int) -> bool:
         """Ask for the request's held blocks and the best of what follows them, instead of its own blocks alone."""
         chain = known.request.chain
-        if not self._partial_blocks or known.whole_only or known.view is not None or claim.refusal is not None:
+        if known.whole_only or claim.found is None or claim.refusal is not None or not is_named_by_tokens(chain):
             return False
-        if claim.found is None or not isinstance(chain, NamedByTokens):
+        if not claim.children:
             return False
         num_held = claim.found.blocks - claim.found.miss
         best = best_child(chain, claim.children, num_held, known.request.num_tokens - 1)
