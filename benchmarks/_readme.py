@@ -57,6 +57,16 @@ CLAIMS: Final = (
     ("the same, of one replica with all the memory", "routing", "^cached.*oracle"),
     ("time to first token, p50 and p99: round robin ÷ prefix-aware", "routing", "^TTFT.*round robin"),
     ("the same: the best other policy ÷ prefix-aware", "routing", "^TTFT.*best other"),
+    (
+        "share of tokens cached at blocks of 256, partial blocks and tails ÷ at 16 without",
+        "partial_blocks",
+        "^(chat|trace)",
+    ),
+    (
+        "the engine's time to first token, prompt parts inside a block: partial blocks on ÷ off",
+        "partial_blocks",
+        "^TTFT",
+    ),
     ("router: CPU ms of a request, whole and streamed, besides tokenising", "router_overhead", "^router"),
     ("router: CPU of a stream's piece that comes alone ÷ of a bare asyncio relay", "router_overhead", "bare relay"),
     ("prefix scoring of 32,768 tokens, CPU ms", "router_overhead", "^prefix scoring"),

@@ -27,6 +27,7 @@ except ImportError as error:
     raise ImportError(f"kvtier.connector.vllm needs vLLM 0.32 or 0.33 beside it ({error}); pip install vllm") from error
 
 from kvtier.connector import open_tiers
+from kvtier.connector.vllm.hashing import name_instead
 from kvtier.connector.vllm.messages import LAST_REPORTS, CopyReports, StepMessage
 from kvtier.connector.vllm.model import fingerprint, require_supported_version, slot_plan, why_none
 from kvtier.connector.vllm.options import VllmOptions, warn_of_policy
@@ -82,8 +83,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 "back a step whose load failed; start it with --no-async-scheduling"
             )
         self._scheduler_half.configure(layerwise=options.layerwise, waits=waits, keeps=reason is None, shares=shares)
+        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+        self._scheduler_half.name_instead = name_instead(algorithm, plan.block_size)
         if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
-            algorithm = vllm_config.cache_config.prefix_caching_hash_algo
             self._scheduler_half.tell(kv_cache_config.kv_cache_groups, algorithm)
         _log.info("kvtier keeps blocks of %d tokens, %d bytes each", plan.block_size, plan.block_bytes)
 

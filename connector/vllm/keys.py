@@ -1,22 +1,38 @@
 """Names the blocks of a vLLM request: by vLLM's own hashes, or by kvtier's chain over its tokens."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from kvtier.tiers import ChainHash
+import numpy as np
+
+from kvtier.tiers import ChainHash, ChildBlock
 from kvtier.tiers.naming import TokenChain, pack_tokens, root_hash
 
 _DIGEST: Final = 32  # bytes of a name
 
+NameInstead = Callable[[Any, int, Sequence[int]], bytes]
+"""What vLLM would call a request's block (by its number) if these were its tokens, all else being as it is."""
+
 
 class VllmChain:
-    __slots__ = ("_hashes", "_lora", "_request", "block_size", "root", "tenant")
+    __slots__ = ("_hashes", "_lora", "_name_instead", "_request", "block_size", "root", "tenant")
 
-    def __init__(self, request: Any, root: ChainHash, block_size: int, lora: bytes | None) -> None:
-        """`lora` identifies the adapter's weights: vLLM's hashes cover only its name and path."""
+    def __init__(
+        self,
+        request: Any,
+        root: ChainHash,
+        block_size: int,
+        lora: bytes | None,
+        name_instead: NameInstead | None = None,
+    ) -> None:
+        """`lora` identifies the adapter's weights: vLLM's hashes cover only its name and path.
+
+        Without `name_instead` no block counts as named by its tokens, so only whole blocks are ever reused.
+        """
         self._request = request
         self._lora = lora
+        self._name_instead = name_instead
         self._hashes: list[ChainHash] = []
         self.block_size = block_size
         self.root = root
@@ -32,19 +48,37 @@ class VllmChain:
         theirs: list[bytes] = self._request.block_hashes
         if self._lora is None and (not theirs or len(theirs[0]) == _DIGEST):
             return theirs
-        for name in theirs[len(self._hashes) :]:
-            if self._lora is not None:
-                name = hashlib.sha256(self._lora + name).digest()
-            # 16 bytes of xxh3 are doubled, as in kvtier's own scheme
-            self._hashes.append(name if len(name) == _DIGEST else name * 2)
+        self._hashes += map(self._ours, theirs[len(self._hashes) :])
         return self._hashes
 
     def parent(self, block: int) -> ChainHash:
         return self.hashes[block - 1] if block else self.root
 
     def block_tokens(self, block: int) -> bytes:
+        return self.next_tokens(block)
+
+    def next_tokens(self, block: int) -> bytes:
+        """The tokens of block `block`, full or not, u32 little-endian."""
         start = block * self.block_size
         return pack_tokens(self._request.all_token_ids[start : start + self.block_size])
+
+    def is_plain(self, child: ChildBlock, parent: ChainHash) -> bool:
+        """Whether a held block behind `parent` has the name that its tokens give it in this request.
+
+        The root is the parent of every tenant's and adapter's first block, and tokens say nothing of an image. So the
+        name has to agree, with this request's salt, adapter, images and embeddings for that block in it.
+        """
+        tokens = np.frombuffer(child.tokens, "<u4").tolist()
+        if self._name_instead is None or len(tokens) != self.block_size:
+            return False
+        block = 0 if parent == self.root else 1 + self.hashes.index(parent)
+        return self._ours(self._name_instead(self._request, block, tokens)) == child.chain_hash
+
+    def _ours(self, name: bytes) -> ChainHash:
+        """The name under which a block that vLLM calls so is kept."""
+        if self._lora is not None:
+            name = hashlib.sha256(self._lora + name).digest()
+        return name if len(name) == _DIGEST else name * 2  # 16 bytes of xxh3 are doubled, as in kvtier's own scheme
 
 
 class OwnChain:

@@ -11,7 +11,7 @@ from kvtier.connector import CopyOp, SchedulerSide, StepPlan, WorkerReport
 from kvtier.connector.daemon import RemoteTiers
 from kvtier.connector.models import revision_of
 from kvtier.connector.vllm.events import VllmEvents
-from kvtier.connector.vllm.keys import OwnChain, VllmChain
+from kvtier.connector.vllm.keys import NameInstead, OwnChain, VllmChain
 from kvtier.connector.vllm.messages import CopyReports, RegionHandle, StepMessage
 from kvtier.connector.vllm.model import SlotPlan
 from kvtier.connector.vllm.requests import NextStep, Tables, TrackedRequest, WatchedOp, handed_out
@@ -44,7 +44,8 @@ class SchedulerHalf:
         self, plan: SlotPlan, tiers: CacheTiers, cache: CacheConfig, root: bytes, num_blocks: int, num_ranks: int
     ) -> None:
         """`num_blocks` is vLLM's number of blocks. `root` is where kvtier's chains begin, and the parent of vLLM's."""
-        self.side = SchedulerSide(tiers)
+        # with several KV groups vLLM's own hits end with a block in every group, and so do ours
+        self.side = SchedulerSide(tiers, partial_blocks=cache.partial_blocks and len(plan.groups) == 1)
         self._plan = plan
         self._cache = cache
         self._root = root
@@ -66,6 +67,7 @@ class SchedulerHalf:
         self._tails: dict[int, Tables] = {}  # stores of requests that have ended, not planned yet, and their blocks
         self._reported_at = 0.0
         self._unnamed: set[str] = set()  # adapters that a word was said about
+        self.name_instead: NameInstead | None = None  # without it no part of a block that vLLM named is reused
 
     def configure(self, *, layerwise: bool, waits: bool, keeps: bool, shares: bool) -> None:
         """Set how requests are served.
@@ -119,16 +121,17 @@ class SchedulerHalf:
         if not num_external_tokens:
             self.side.allocated(row.request_id, (), 0)
             return
-        first, wanted = row.asked // self._plan.block_size, num_external_tokens // self._plan.block_size
+        size = self._plan.block_size
+        first, wanted = row.asked // size, -(-num_external_tokens // size)  # the last one is perhaps used in part
         row.tables = tables
         loading = self.side.allocated(
             row.request_id, range(first + wanted), num_external_tokens, layerwise=row.synchronous
         )
         if loading and not row.synchronous:
-            self._arriving[row.request_id] = set(row.chain.hashes[first : first + loading // self._plan.block_size])
+            self._arriving[row.request_id] = set(row.chain.hashes[first : first + loading // size])
         self._next.targets.update(self._physical(self._worker_blocks(tables, range(first, first + wanted))[0]))
         if loading < num_external_tokens:
-            arrives = first + loading // self._plan.block_size
+            arrives = first + loading // size
             self._next.lost[row.request_id] = self._worker_blocks(tables, range(arrives, first + wanted))[0]
             self.side.recompute(row.request_id)
             row.stored = min(row.stored or 0, first)
@@ -212,8 +215,12 @@ class SchedulerHalf:
 
     def found_in(self, request: Any, num_tokens: int) -> tuple[int, int]:
         """How many of the tokens to load were in host memory at the first lookup, and how many in lower tiers."""
-        found = self.side.found(request.request_id) if request.request_id in self._rows else None
-        in_host = min(num_tokens, (found[L2] if found else 0) * self._plan.block_size)
+        request_id, in_part = request.request_id, num_tokens % self._plan.block_size
+        if request_id not in self._rows:
+            return 0, num_tokens
+        found = self.side.found(request_id)
+        in_host = min(num_tokens - in_part, (found[L2] if found else 0) * self._plan.block_size)
+        in_host += in_part if self.side.found_in_part(request_id) == L2 else 0
         return in_host, num_tokens - in_host
 
     @property
@@ -241,12 +248,14 @@ class SchedulerHalf:
         """Whether the step waits for this load: it is short, or delays no other request.
 
         Never with several KV groups: block ids are then ambiguous, so vLLM could not be told of a failure. Never with
-        several steps in flight: the later ones would compute on a load that failed.
+        several steps in flight: the later ones would compute on a load that failed. Not layer by layer if it ends
+        inside a block: vLLM writes what it computes of a layer before it waits for that layer, and the load would
+        overwrite it.
         """
-        if not self._waits:
+        if not self._waits or (self._layerwise and num_tokens % self._plan.block_size):
             return False
         alone = self._was_idle and not self._next.targets
-        num_bytes = num_tokens // self._plan.block_size * self._plan.block_bytes
+        num_bytes = -(-num_tokens // self._plan.block_size) * self._plan.block_bytes
         return self._layerwise or num_bytes <= (_SHORT if alone else _TINY)
 
     def _is_stored_soon(self, row: TrackedRequest, now: float) -> bool:
@@ -266,8 +275,9 @@ class SchedulerHalf:
         """Whether the first block wanted is being loaded into L1 for another request, which vLLM will share."""
         if not (self._shares and self._arriving):
             return False
-        wanted = row.chain.hashes[row.asked // self._plan.block_size]
-        return any(wanted in hashes for hashes in self._arriving.values())
+        first = row.asked // self._plan.block_size
+        wanted = row.chain.hashes[first : first + 1]  # none if it is a prompt's unfinished last one
+        return bool(wanted) and any(wanted[0] in hashes for hashes in self._arriving.values())
 
     def _row(self, request: Any) -> TrackedRequest | None:
         """The state of a request; None if its KV has no name."""
@@ -283,7 +293,7 @@ class SchedulerHalf:
         if lora is not None and digest is None:
             return None
         if not self._plan.canonical:
-            return VllmChain(request, self._root, self._plan.block_size, digest)
+            return VllmChain(request, self._root, self._plan.block_size, digest, self.name_instead)
         if request.mm_features or request.prompt_embeds is not None:
             return None
         salt = request.cache_salt if request.cache_salt is not None else self._cache.cache_salt

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 
 PROMPTS = [prompt(1, 200), prompt(2, 96), prompt(3, 170)]
 BLOCKS = 6 + 2 + 5  # that can be loaded
+CACHED = 192 + 95 + 160  # tokens: the second prompt's third block is of use but for its last token
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +110,13 @@ def test_a_failed_load_is_computed_again(
         failing_loads["on"] = True
         assert vllm.text(PROMPTS) == right
         assert failing_loads["failed"] > 0
-        assert vllm.stats()['kvtier_miss_total{reason="copy_failed"}'] == BLOCKS
+        in_part = len(vllm.half._plan.groups) == 1  # then the second prompt's third block is loaded, too
+        assert vllm.stats()['kvtier_miss_total{reason="copy_failed"}'] == BLOCKS + in_part
         failing_loads["on"] = False
         vllm.forget_l1()
         outputs = vllm.run(PROMPTS)  # and what was computed on top of a failed load was not kept
         assert [list(output.outputs[0].token_ids) for output in outputs] == right
-        assert sum(output.num_cached_tokens for output in outputs) == BLOCKS * BLOCK
+        assert sum(output.num_cached_tokens for output in outputs) == (CACHED if in_part else BLOCKS * BLOCK)
 
 
 def test_by_the_policy_fail_the_request_ends_with_an_error(
@@ -190,7 +192,7 @@ def test_resetting_the_connector_forgets_every_tier(model: Path, expected: list[
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
         assert not any(output.num_cached_tokens for output in outputs)
         vllm.forget_l1()
-        assert sum(output.num_cached_tokens for output in vllm.run(PROMPTS)) == BLOCKS * BLOCK
+        assert sum(output.num_cached_tokens for output in vllm.run(PROMPTS)) == CACHED
 
 
 def test_a_shutdown_with_copies_in_flight_ends_them_and_keeps_what_they_stored(
@@ -215,7 +217,7 @@ def test_a_shutdown_with_copies_in_flight_ends_them_and_keeps_what_they_stored(
     with engine(model, tiers(tmp_path)) as again:
         outputs = again.run(PROMPTS)
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        assert sum(output.num_cached_tokens for output in outputs) == BLOCKS * BLOCK
+        assert sum(output.num_cached_tokens for output in outputs) == CACHED
 
 
 def test_a_worker_that_cannot_map_the_schedulers_memory_goes_on_without(
@@ -254,7 +256,7 @@ def test_a_worker_that_could_not_map_the_memory_tries_again(
         fill(vllm)
         outputs = vllm.run(PROMPTS)
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        assert sum(output.num_cached_tokens for output in outputs) == BLOCKS * BLOCK
+        assert sum(output.num_cached_tokens for output in outputs) == CACHED
         assert len(tries) == 2
 
 

@@ -21,6 +21,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 PROMPTS = [prompt(1, 200), prompt(2, 96), prompt(3, 70), prompt(4, 31)]
 BLOCKS = [6, 2, 2, 0]  # that can be loaded: full ones, and at least one token is computed
+# Where a prompt and its answer fill the block that the prompt ends in, all but the prompt's last token is of use.
+CACHED = [192, 95, 64, 30]
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "deepseek"])
@@ -33,7 +35,9 @@ def test_a_new_engine_finds_what_an_old_one_stored(family: str, models: dict[str
     with engine(models[family], tiers(tmp_path)) as second:
         outputs = second.run(PROMPTS)
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        assert [output.num_cached_tokens for output in outputs] == [blocks * BLOCK for blocks in BLOCKS]
+        several = len(second.half._plan.groups) > 1  # whole blocks only
+        cached = [blocks * BLOCK for blocks in BLOCKS] if several else CACHED
+        assert [output.num_cached_tokens for output in outputs] == cached
         assert second.found_in("file") == sum(BLOCKS)
         second.forget_l1()
         assert second.text(PROMPTS) == expected
@@ -123,7 +127,7 @@ def test_however_the_engine_is_set(name: str, models: dict[str, Path], tmp_path:
         before = vllm.found_in("l2")
         outputs = vllm.run(PROMPTS)
         assert vllm.found_in("l2") - before == sum(BLOCKS)
-        assert [output.num_cached_tokens for output in outputs] == [blocks * BLOCK for blocks in BLOCKS]
+        assert [output.num_cached_tokens for output in outputs] == CACHED
         if name != "bf16":  # one near tie may flip there: its KV is compared bit by bit below
             assert [list(output.outputs[0].token_ids) for output in outputs] == first
 
@@ -179,7 +183,7 @@ def test_layers_are_loaded_under_the_compute_of_those_before(models: dict[str, P
         vllm.forget_l1()
         outputs = vllm.run(PROMPTS)
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        assert [output.num_cached_tokens for output in outputs] == [blocks * BLOCK for blocks in BLOCKS]
+        assert [output.num_cached_tokens for output in outputs] == CACHED
 
 
 def test_tenants_with_different_salts_never_meet(models: dict[str, Path], tmp_path: Path) -> None:

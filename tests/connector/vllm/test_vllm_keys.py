@@ -1,5 +1,7 @@
 """Names for vLLM's blocks: its own hashes as they are, or our chain; held to vLLM's golden vectors."""
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from kvtier.connector.vllm.keys import OwnChain, VllmChain
 from kvtier.tiers.naming.chain import chain_hashes, pack_tokens, root_hash
 from kvtier.tiers.naming.key_schemes import VllmKeys
+from kvtier.tiers.tier import ChildBlock
 
 ROOT = b"r" * 32
 
@@ -68,3 +71,53 @@ def test_our_own_chain_is_every_engines(named: tuple[Any, Any, Any]) -> None:
     assert chain.current().hashes == chain_hashes(root, [1, 2, 3, 4], 2)
     request.all_token_ids += [6, 7]
     assert chain.current().hashes == chain_hashes(root, [1, 2, 3, 4, 5, 6], 2)
+
+
+def instead(request: Request, block: int, tokens: Sequence[int]) -> bytes:
+    """What vLLM would call a block with these tokens; its salt is part of the first one's name."""
+    parent = request.block_hashes[block - 1] if block else b""
+    salt = (request.cache_salt or "").encode() if not block else b""
+    return hashlib.sha256(parent + pack_tokens(tokens) + salt).digest()
+
+
+def named(tokens: list[int], salt: str | None = None) -> Request:
+    request = Request(tokens, cache_salt=salt)
+    for block in range(len(tokens) // 4):
+        request.block_hashes.append(instead(request, block, tokens[4 * block : 4 * block + 4]))
+    return request
+
+
+@pytest.mark.parametrize("lora", [None, b"adapter"])
+def test_a_child_is_known_by_the_name_it_would_have_in_this_request(lora: bytes | None) -> None:
+    asked, held = named([1, 2, 3, 4, 5, 6, 9]), named([1, 2, 3, 4, 5, 6, 7, 8])
+    chain, other = (VllmChain(request, ROOT, 4, lora, instead) for request in (asked, held))
+    child = ChildBlock(other.hashes[1], other.block_tokens(1))
+    # The unfinished block of the request begins as the held one does.
+    assert chain.next_tokens(1) == pack_tokens([5, 6, 9])
+    assert chain.is_plain(child, chain.parent(1))
+    # A name that other tokens, or something beside the tokens, made is no hit; nor is a tail, which vLLM never names.
+    assert not chain.is_plain(ChildBlock(child.chain_hash, pack_tokens([5, 6, 7, 9])), chain.parent(1))
+    assert not chain.is_plain(ChildBlock(child.chain_hash, pack_tokens([5, 6, 7])), chain.parent(1))
+    # Without vLLM's function nobody knows.
+    assert not VllmChain(asked, ROOT, 4, lora).is_plain(child, chain.parent(1))
+
+
+def test_the_first_blocks_of_tenants_and_adapters_are_told_apart() -> None:
+    """They have one parent, the root."""
+    chains = [
+        VllmChain(named([1, 2, 3, 4], salt), ROOT, 4, lora, instead)
+        for salt, lora in ((None, None), ("one", None), ("other", None), (None, b"adapter"), ("one", b"adapter"))
+    ]
+    children = [ChildBlock(chain.hashes[0], chain.block_tokens(0)) for chain in chains]
+    plain = [[chain.is_plain(child, chain.parent(0)) for child in children] for chain in chains]
+    assert plain == [[chain is other for other in chains] for chain in chains]
+
+
+def test_short_names_of_children_are_written_twice() -> None:
+    def short(request: Request, block: int, tokens: Sequence[int]) -> bytes:
+        return instead(request, block, tokens)[:16]
+
+    request = Request([1, 2, 3, 4])
+    chain = VllmChain(request, ROOT, 4, None, short)
+    tokens = pack_tokens([1, 2, 3, 9])
+    assert chain.is_plain(ChildBlock(short(request, 0, [1, 2, 3, 9]) * 2, tokens), ROOT)

@@ -1,0 +1,105 @@
+"""Stories of benchmarks/partial_blocks.py: what of a prompt counts as held, and which block size wins."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import partial_blocks
+import pytest
+from _chats import Exchange, chats, trace_exchanges
+from _prefix_reuse import CHILDREN, Reuse, replay
+from partial_blocks import BLOCK_SIZES, winner
+
+
+def said(prompt: list[int], answer: int = 1) -> Exchange:
+    """A prompt, and an answer of so many tokens of its own."""
+    symbols = [*prompt, *range(10_000, 10_000 + answer)]
+    return Exchange(symbols, 1, len(prompt), len(symbols) - 1, len(symbols))
+
+
+def cached(exchanges: list[Exchange], reuse: Reuse, block_size: int = 16) -> int:
+    return replay(exchanges, block_size, reuse).cached_tokens
+
+
+def test_a_prompt_that_parts_inside_a_block_has_the_tokens_before_it() -> None:
+    first = list(range(40))
+    parts = [*range(25), 99, *range(26, 40)]
+    # 40 tokens are two full blocks and a tail. The second prompt parts in the second block, at its token 9.
+    assert cached([said(first), said(parts)], Reuse.WHOLE) == 16
+    assert cached([said(first), said(parts)], Reuse.PARTIAL) == 25
+    # The same prompt again: its tail is of use only if it was kept, and its last token is always computed.
+    assert cached([said(first), said(first)], Reuse.PARTIAL) == 32
+    assert cached([said(first), said(first)], Reuse.TAILS) == 39
+
+
+def test_the_index_remembers_eight_children() -> None:
+    stem = list(range(16))
+    prompts = [said([*stem, *([number] * 20)]) for number in range(100, 101 + CHILDREN)]
+    # The first child was forgotten for the ninth: what follows the stem is then nowhere known.
+    again = said([*stem, *([100] * 10), 7, 7, 7])
+    done = replay([*prompts, again], 16, Reuse.PARTIAL)
+    before = replay(prompts, 16, Reuse.PARTIAL)
+    assert done.cached_tokens - before.cached_tokens == 16
+    assert done.ideal_tokens - before.ideal_tokens == 26
+
+
+def test_what_is_copied_and_named() -> None:
+    done = replay([said(list(range(40))), said([*range(25), *range(500, 540)])], 16, Reuse.PARTIAL)
+    # First two blocks are stored; then one whole block and a part of one are loaded, and three new ones stored.
+    assert (done.loads, done.stores, done.held_blocks) == (2, 5, 5)
+    assert replay([said(list(range(40)))], 16, Reuse.TAILS).stores == 3
+
+
+def test_a_trace_tells_next_turns_by_their_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 0, "input_length": 1100, "output_length": 51, "hash_ids": [1, 2, 3]},
+        {"timestamp": 1, "input_length": 1300, "output_length": 5, "hash_ids": [1, 2, 4]},
+        {"timestamp": 2, "input_length": 1120, "output_length": 5, "hash_ids": [1, 2, 5]},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first, turn, short = trace_exchanges(path, None)
+    # The last token of an answer has no KV. A prompt shorter than the first with its answer is no next turn of it.
+    assert (first.num_continued, turn.num_continued, short.num_continued) == (0, 1150, 0)
+    assert (turn.num_prompt, len(turn.tokens())) == (1300, 1304)
+    assert cached([first, turn], Reuse.TAILS, 256) == 1150
+    assert cached([first, turn], Reuse.WHOLE, 256) == 1024
+
+
+def test_chats_are_the_same_every_time() -> None:
+    made = chats(30)
+    assert [each.symbols for each in made] == [each.symbols for each in chats(30)]
+    assert len(made) == 30
+    # A tree that knows every child never finds less than an index that forgets; tails never cost a hit.
+    for block_size in BLOCK_SIZES:
+        off, on, tails = (replay(made, block_size, reuse) for reuse in Reuse)
+        assert off.cached_tokens <= on.cached_tokens <= on.ideal_tokens <= tails.ideal_tokens
+
+
+def rows_of(computed: dict[int, float], copied: dict[int, float]) -> list[dict[str, Any]]:
+    return [
+        {"workload": "chat", "block": size, "partial": "on", "computed a request": computed[size],
+         "tokens copied a request": copied[size], "copies a request": 1.0, "names hashed": 1, "index MB": 1.0}
+        for size in BLOCK_SIZES
+    ]  # fmt: skip
+
+
+def test_the_largest_block_size_without_a_price_wins() -> None:
+    even = dict.fromkeys(BLOCK_SIZES, 100.0)
+    assert winner(rows_of(even, even), Reuse.PARTIAL)[0] == 256
+    assert winner(rows_of(even | {256: 103.0}, even), Reuse.PARTIAL)[0] == 128
+    assert winner(rows_of(even, even | {128: 111.0, 256: 125.0}), Reuse.PARTIAL)[0] == 64
+
+
+def test_the_program_runs_without_a_trace(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("partial_blocks.TRACE", tmp_path / "none")
+    monkeypatch.setattr("sys.argv", ["partial_blocks.py", "--quick", "--json", "--no-engine"])
+    assert partial_blocks.main() == 0
+    told = capsys.readouterr()
+    assert "only chats are replayed" in told.err
+    results = json.loads(told.out)["results"]
+    assert {row["workload"] for row in results} == {"chat"}
+    assert len(results) == len(BLOCK_SIZES) * len(Reuse)
+    assert all(row["index MB"] > 0 and row["names hashed"] > 0 for row in results)
