@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE
 from threading import Timer
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pytest
 
@@ -46,10 +46,24 @@ def variables(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **more}
 
 
+class Answers(NamedTuple):
+    """What an engine in processes of its own answered, and what explains it: for a story that finds it wrong."""
+
+    text: list[list[int]]
+    cached: list[int]
+    counted: dict[str, float]  # of kvtier's, as vLLM had heard of it
+    log: str  # of all its processes
+
+    @property
+    def told(self) -> str:
+        series = "".join(f"{name} {value:g}\n" for name, value in sorted(self.counted.items()))
+        return f"{series}{self.log[-4000:]}"
+
+
 def run(
     model: Path, kvtier: dict[str, Any] | None, *, killed: Callable[[], object] | None = None, **options: Any
-) -> dict[str, Any]:
-    """What an engine in processes of its own answers; where `killed` is given, they get kill -9 once it holds."""
+) -> Answers:
+    """Ask an engine in processes of its own; where `killed` is given, they get kill -9 once it holds."""
     asked = {
         "model": str(model),
         "kvtier": kvtier,
@@ -82,9 +96,9 @@ def run(
                 os.killpg(child.pid, signal.SIGKILL)
         child.stdout.read()
         log.seek(0)
-        assert line, log.read()[-4000:]
-    reply: dict[str, Any] = json.loads(line)
-    return reply
+        said = log.read()
+        assert line, said[-4000:]
+    return Answers(**json.loads(line), log=said)
 
 
 def after(seconds: float) -> Callable[[], bool]:
@@ -102,11 +116,11 @@ def after(seconds: float) -> Callable[[], bool]:
 @pytest.mark.parametrize("options", [{}, TWO_RANKS], ids=["three processes", "two ranks"])
 def test_a_killed_vllm_leaves_its_prompts_to_the_next(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     first = run(model, tiers(tmp_path), killed=after(3), **options)
-    assert first["cached"] == [0, 0, 0]
+    assert first.cached == [0, 0, 0], first.told
     second = run(model, tiers(tmp_path), **options)
-    assert second == {"text": first["text"], "cached": CACHED}
+    assert (second.text, second.cached) == (first.text, CACHED), second.told
     if not options:
-        assert run(model, None)["text"] == first["text"]
+        assert run(model, None).text == first.text
 
 
 # --- over HTTP -------------------------------------------------------------------------------------------------------

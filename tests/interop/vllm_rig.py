@@ -187,6 +187,12 @@ class Engine:
         found: dict[str, float] = self.half.side.tiers.stats()
         return found
 
+    def reported(self) -> dict[str, float]:
+        """What vLLM's metrics have of kvtier's by now, but the zeros. vLLM hears of it once a second, in its steps."""
+        series = (each for each in self.llm.get_metrics() if each.name.startswith("vllm:kvtier_"))
+        values = {f"{each.name}{each.labels}": getattr(each, "value", 0.0) for each in series}
+        return {name: value for name, value in values.items() if value}
+
     def found_in(self, tier: str) -> int:
         """Blocks found in a tier so far, as attributed when first asked."""
         return int(self.stats()[f'kvtier_lookup_blocks_total{{tier="{tier}"}}'])
