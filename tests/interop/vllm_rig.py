@@ -173,11 +173,11 @@ class Engine:
                 break
             self.core.engine_core.step()
         assert not self.half._ops
-        assert self.half.side.tiers.drain(10)
+        assert self.half.side.tiers.drain(60)
 
     def until_attached(self) -> None:
         """The daemon that was started anew has been found."""
-        tiers, end = self.half.side.tiers, time.monotonic() + 20
+        tiers, end = self.half.side.tiers, time.monotonic() + 60
         while tiers.member is None:
             assert time.monotonic() < end
             time.sleep(0.05)
