@@ -172,9 +172,27 @@ class Attachment:
         self._former: list[Link] = []  # lost, and the daemon does not know yet that their copies have ended
         self._instance = b""
         self._retry, self._retry_at = _FIRST_RETRY, 0.0
+        self._welcomed_at = 0.0
         self._warned = False
         self._owes_reset = False
         self._closed = False
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block of this client's."""
+        return self._hello.block_size
+
+    @property
+    def connection(self) -> Connection | None:
+        """What the daemon speaks on next: the link's, or one it has not welcomed yet."""
+        if self.link is not None:
+            return self.link.connection
+        return self._connecting[0] if self._connecting is not None else None
+
+    @property
+    def attaching_since(self) -> float | None:
+        """When the hello was said that has no answer yet."""
+        return self._connecting[2] - _WELCOME if self._connecting is not None else None
 
     def start(self) -> None:
         """Attach, waiting for the daemon's answer; a daemon that is not there is a warning, and found later.
@@ -211,7 +229,12 @@ class Attachment:
             replies = [unpack_reply(body) for body in link.connection.receive()]
             if self._former:
                 self._say_ended(link)
-        except (OSError, FormatError) as error:
+        except OSError as error:
+            self.cut(error)
+            self._retry_at = self._welcomed_at + _FIRST_RETRY  # it may be there anew, long since: we said nothing
+            self._attach()
+            return []
+        except FormatError as error:
             self.cut(error)
             return []
         for reply in replies:
@@ -333,7 +356,7 @@ class Attachment:
         self.region, self._instance, self.has_lower = region, reply.instance, reply.has_lower
         self.link = Link(connection, reply, region, self.epoch - reply.epoch)
         self._owes_reset = False
-        self._retry = _FIRST_RETRY
+        self._retry, self._welcomed_at = _FIRST_RETRY, self._clock()
         if self._warned:
             _log.warning('[service] socket "%s": attached', self.path)
             self._warned = False

@@ -75,7 +75,7 @@ class RemoteTiers:
         self._waiting_call = Lock()  # the daemon does one operation that waits at a time for each client
         self._attachment = Attachment(path, hello, clock)
         self._numbers = count(1)  # of claims, reservations and requests; under the lock, so that several are in a row
-        self._claims = RemoteClaims(self._attachment, self.metrics, patience, clock, self._numbers, hello.block_size)
+        self._claims = RemoteClaims(self._attachment, self.metrics, patience, deadline, clock, self._numbers)
         self._dropped: deque[Callable[[], None]] = deque()  # left by `__del__`, which may run anywhere
         self._closed = False
         self._attachment.start()
@@ -211,14 +211,15 @@ class RemoteTiers:
     def wait_news(self, timeout: float) -> None:
         """Wait for the daemon to say something, unless it has said something no `poll` has returned."""
         with self._lock:
-            link = self._pump()
+            self._pump()
             self._attachment.send()
             if self._claims.has_news():
                 return
-        if link is None:
+            connection = self._attachment.connection
+        if connection is None:
             time.sleep(min(timeout, ASK_AGAIN))
         else:
-            link.connection.wait(timeout)
+            connection.wait(timeout)
 
     def tick(self) -> None:
         """Send what was left unsent, take in what has arrived, attach anew where it is time."""

@@ -44,30 +44,37 @@ class RemoteClaims:
         attachment: Attachment,
         metrics: Metrics,
         patience: float,
+        deadline: float,
         clock: Callable[[], float],
         numbers: Iterator[int],
-        block_size: int,
     ) -> None:
-        """A claim without an answer for `patience` seconds is a miss. `numbers` gives each claim one of its own."""
-        self._token_bytes = 4 * block_size  # that a block can have
+        """A claim without an answer for `patience` seconds is a miss, one that finds no link after `deadline` seconds.
+
+        `numbers` gives each claim one of its own.
+        """
+        self._token_bytes = 4 * attachment.block_size  # that a block can have
         self._attachment = attachment
         self._metrics = metrics
         self._patience = patience
+        self._deadline = deadline
         self._clock = clock
         self._numbers = numbers
 
-    def ask(self, claim: RemoteClaim, link: Link | None) -> None:
-        """Send the question, with all that was left unsent."""
+    def ask(self, claim: RemoteClaim, link: Link | None) -> bool:
+        """Send the question, with all that was left unsent. False while the welcome is due: `poll` sends it then."""
+        if link is None and claim.hashes and self._is_attaching():
+            return False
         if link is None:
             claim.missing = Outcome.BREAKER_OPEN
         if link is None or not claim.hashes:
             self._settle(claim)
-            return
+            return True
         claim.number, claim.link = next(self._numbers), link
         claim.asked_at = claim.renewed_at = self._clock()
         link.claims[claim.number] = claim
         hashes = claim.hashes[:MAX_HASHES]
         self._attachment.send([Ask(claim.number, claim.parent, claim.num_l1, claim.block_size, hashes)])
+        return True
 
     def poll(self, claim: RemoteClaim, link: Link | None) -> int | Pending:
         """What the daemon has said. A promise is good for half of its deadline since it was last renewed.
@@ -75,6 +82,8 @@ class RemoteClaims:
         One that was lost, with its link or because a step took longer than that, says nothing about the blocks: they
         are asked for anew, once.
         """
+        if claim.link is None and not claim.answered and not self.ask(claim, link):
+            return PENDING
         now = self._clock()
         if claim.answered and not len(claim.slots):
             claim.told = True
@@ -154,12 +163,17 @@ class RemoteClaims:
         claims = link.claims.values() if link is not None else ()
         return any(isinstance(claim, RemoteClaim) and claim.answered and not claim.told for claim in claims)
 
+    def _is_attaching(self) -> bool:
+        """Whether the daemon was said hello to a moment ago: then its answer is worth waiting for."""
+        since = self._attachment.attaching_since
+        return since is not None and self._clock() - since < self._deadline
+
     def _lost(self, claim: RemoteClaim, link: Link | None, reason: Outcome) -> int | Pending:
         """Ask once more, where there is somebody to ask; else nothing comes of it, for this reason."""
-        if link is None or claim.again:
+        if claim.again or (link is None and not self._is_attaching()):
             return self._given_up(claim, reason)
         self._withdraw(claim)
-        claim.slots = claim.generations = _NONE
+        claim.link, claim.slots, claim.generations = None, _NONE, _NONE
         claim.again, claim.answered, claim.told = True, False, False
         self.ask(claim, link)
         return PENDING

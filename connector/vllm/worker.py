@@ -41,6 +41,7 @@ class WorkerHalf:
         self._step: StepMessage | None = None
         self._stores = StepPlan(0, 0)
         self._spoiled = False  # a load this step's compute relied on has failed
+        self._late: set[int] = set()  # loads that a step was to wait for, and did not have in time
         self.memory: RegionHandle | None = None  # the scheduler's memory that this rank copies for, or last did
         self._unreachable: RegionHandle | None = None  # memory that could not be mapped,
         self._unreachable_until = 0.0  # and when to try it again
@@ -81,13 +82,13 @@ class WorkerHalf:
         self._loads |= {op.op_id: op for op in plan.loads}
         side.start_load(plan)
         if not self._layerwise and any(op.layerwise for op in plan.loads):
-            self._spoiled |= not side.wait_layer(len(self._plan.layers) - 1)
+            self._await(side, len(self._plan.layers) - 1)
         return None
 
     def wait_layer(self, name: str) -> None:
         """The compute reaches a layer: wait until this step's synchronous loads have filled it."""
         if self._layerwise and self._side is not None and any(op.layerwise for op in self._stores.loads):
-            self._spoiled |= not self._side.wait_layer(self._layer_numbers.get(name, 0))
+            self._await(self._side, self._layer_numbers.get(name, 0))
 
     def start_store(self, message: StepMessage) -> None:
         """The step's compute is issued: store the blocks it filled, unless a load it needed has failed."""
@@ -114,7 +115,17 @@ class WorkerHalf:
             raise RuntimeError(f"a load that a step needed has not ended in {_DEADLINE:.0f} s: memory is stuck")
         self._take_in(report)
 
+    def _await(self, side: WorkerSide, layer: int) -> None:
+        if not side.wait_layer(layer):
+            self._spoiled = True
+            self._late |= {op.op_id for op in self._stores.loads if op.layerwise}
+
     def _take_in(self, report: WorkerReport) -> None:
+        """What was late has failed even if it has come since: the step had computed without it."""
+        if late := self._late.intersection(report.finished):
+            in_time = tuple(op_id for op_id in report.finished if op_id not in late)
+            report = WorkerReport(in_time, (*report.failed, *late))
+        self._late.difference_update(report.failed)
         self._reports.append(report)
         for op_id in (*report.finished, *report.failed):
             op = self._loads.pop(op_id, None)

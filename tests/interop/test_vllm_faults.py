@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 from vllm_rig import BLOCK, Engine, engine, greedy, make_checkpoint, prompt, tiers
 
+from kvtier.connector.plan import StepPlan, WorkerReport
 from kvtier.connector.vllm.messages import RegionHandle
+from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.copies.engine_blocks import PartCopier
 from kvtier.tiers.errors import TierUnavailable
 
@@ -258,6 +261,37 @@ def test_a_worker_that_could_not_map_the_memory_tries_again(
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
         assert sum(output.num_cached_tokens for output in outputs) == CACHED
         assert len(tries) == 2
+
+
+def test_a_load_that_came_too_late_for_its_step_is_computed_again(
+    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was stopped for a while: the deadline passes, the step computes, and then the load ends well."""
+    computed = threading.Event()
+    copy, start_load, poll = PartCopier.copy, WorkerSide.start_load, WorkerSide.poll
+
+    def held(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
+        assert direction == "store" or computed.wait(60)
+        return copy(self, direction, copies, cancelled)
+
+    def late(self: WorkerSide, plan: StepPlan) -> None:
+        start_load(self, plan)
+        if not computed.is_set():
+            self._late_at = 0.0
+
+    def looked(self: WorkerSide) -> WorkerReport:
+        computed.set()
+        assert all(event.wait(60) for groups in self._loads.values() for _, event in groups)
+        return poll(self)
+
+    with engine(model, tiers()) as vllm:
+        fill(vllm)
+        monkeypatch.setattr(PartCopier, "copy", held)
+        monkeypatch.setattr(WorkerSide, "start_load", late)
+        monkeypatch.setattr(WorkerSide, "poll", looked)
+        assert vllm.text(PROMPTS) == expected
+        assert computed.is_set()
+        assert vllm.stats()['kvtier_miss_total{reason="copy_failed"}'] > 0
 
 
 def test_a_slab_that_is_cut_or_removed_under_us(model: Path, expected: list[list[int]], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE
 from threading import Timer
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pytest
 
@@ -22,6 +22,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import httpx
 import openai
+from slab_rig import num_on_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm_rig import BLOCK, VOCAB, make_checkpoint, prompt, tiers
@@ -32,6 +33,7 @@ HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parents[1]
 PROMPTS = [prompt(1, 200), prompt(2, 96), prompt(3, 170)]
 CACHED = [192, 95, 160]  # tokens: all but the last one of the second prompt's three blocks
+NUM_BLOCKS = sum(len(tokens) // BLOCK for tokens in PROMPTS)  # all are stored; the last token is always computed
 TWO_RANKS = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.3}
 
 
@@ -46,10 +48,24 @@ def variables(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **more}
 
 
+class Answers(NamedTuple):
+    """What an engine in processes of its own answered, and what explains it: for a story that finds it wrong."""
+
+    text: list[list[int]]
+    cached: list[int]
+    counted: dict[str, float]  # of kvtier's, as vLLM had heard of it
+    log: str  # of all its processes
+
+    @property
+    def told(self) -> str:
+        series = "".join(f"{name} {value:g}\n" for name, value in sorted(self.counted.items()))
+        return f"{series}{self.log[-4000:]}"
+
+
 def run(
     model: Path, kvtier: dict[str, Any] | None, *, killed: Callable[[], object] | None = None, **options: Any
-) -> dict[str, Any]:
-    """What an engine in processes of its own answers; where `killed` is given, they get kill -9 once it holds."""
+) -> Answers:
+    """Ask an engine in processes of its own; where `killed` is given, they get kill -9 once it holds."""
     asked = {
         "model": str(model),
         "kvtier": kvtier,
@@ -74,39 +90,29 @@ def run(
             child.stdin.write(json.dumps(asked))
             child.stdin.close()
             line = next((line for line in child.stdout if line.startswith("{")), "")
-            while killed is not None and line and not killed():
+            while killed is not None and line and child.poll() is None and not killed():
                 time.sleep(0.1)
         finally:
             too_late.cancel()
             if killed is not None or not line:
-                os.killpg(child.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it was too late
+                    os.killpg(child.pid, signal.SIGKILL)
         child.stdout.read()
         log.seek(0)
-        assert line, log.read()[-4000:]
-    reply: dict[str, Any] = json.loads(line)
-    return reply
-
-
-def after(seconds: float) -> Callable[[], bool]:
-    """Holds from then on: what was stored is on its way to the disk; nobody tells the engine to hurry."""
-    end: float | None = None
-
-    def holds() -> bool:
-        nonlocal end
-        end = time.monotonic() + seconds if end is None else end
-        return time.monotonic() >= end
-
-    return holds
+        said = log.read()
+        assert line, said[-4000:]
+    return Answers(**json.loads(line), log=said)
 
 
 @pytest.mark.parametrize("options", [{}, TWO_RANKS], ids=["three processes", "two ranks"])
 def test_a_killed_vllm_leaves_its_prompts_to_the_next(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    first = run(model, tiers(tmp_path), killed=after(3), **options)
-    assert first["cached"] == [0, 0, 0]
+    # An engine with nothing to do writes all it stored: nobody tells it to hurry.
+    first = run(model, tiers(tmp_path), killed=lambda: num_on_disk(tmp_path) == NUM_BLOCKS, **options)
+    assert first.cached == [0, 0, 0], first.told
     second = run(model, tiers(tmp_path), **options)
-    assert second == {"text": first["text"], "cached": CACHED}
+    assert (second.text, second.cached) == (first.text, CACHED), second.told
     if not options:
-        assert run(model, None)["text"] == first["text"]
+        assert run(model, None).text == first.text
 
 
 # --- over HTTP -------------------------------------------------------------------------------------------------------

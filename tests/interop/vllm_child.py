@@ -1,7 +1,7 @@
 """One vLLM in processes of its own, for test_vllm_processes.py: a JSON request on stdin, one line of JSON on stdout.
 
-{"model", "kvtier", "options", "prompts", "num_tokens", "stay"} → {"text", "cached"}; with `stay` it then waits to be
-killed, so that nothing of a clean shutdown happens.
+{"model", "kvtier", "options", "prompts", "num_tokens", "stay"} → {"text", "cached", "counted"}: the last are kvtier's
+series that are not 0. With `stay` it then waits to be killed, so that nothing of a clean shutdown happens.
 """
 
 import json
@@ -19,6 +19,7 @@ def main() -> None:
     reply = {
         "text": [list(output.outputs[0].token_ids) for output in outputs],
         "cached": [output.num_cached_tokens for output in outputs],
+        "counted": engine.reported(),
     }
     if asked["stay"]:
         print(json.dumps(reply), flush=True)

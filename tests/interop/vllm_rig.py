@@ -173,11 +173,11 @@ class Engine:
                 break
             self.core.engine_core.step()
         assert not self.half._ops
-        assert self.half.side.tiers.drain(10)
+        assert self.half.side.tiers.drain(60)
 
     def until_attached(self) -> None:
         """The daemon that was started anew has been found."""
-        tiers, end = self.half.side.tiers, time.monotonic() + 20
+        tiers, end = self.half.side.tiers, time.monotonic() + 60
         while tiers.member is None:
             assert time.monotonic() < end
             time.sleep(0.05)
@@ -186,6 +186,12 @@ class Engine:
     def stats(self) -> dict[str, float]:
         found: dict[str, float] = self.half.side.tiers.stats()
         return found
+
+    def reported(self) -> dict[str, float]:
+        """What vLLM's metrics have of kvtier's by now, but the zeros. vLLM hears of it once a second, in its steps."""
+        series = (each for each in self.llm.get_metrics() if each.name.startswith("vllm:kvtier_"))
+        values = {f"{each.name}{each.labels}": getattr(each, "value", 0.0) for each in series}
+        return {name: value for name, value in values.items() if value}
 
     def found_in(self, tier: str) -> int:
         """Blocks found in a tier so far, as attributed when first asked."""

@@ -63,9 +63,12 @@ class Node:
     @property
     def num_written(self) -> int:
         """Blocks its slabs have taken since it started."""
-        with urllib.request.urlopen(f"{self.http}/status", timeout=_START) as answer:
-            models = json.load(answer)["models"]
+        models = json.loads(self._status())["models"]
         return sum(model["stored"].get("file", 0) for model in models)
+
+    def told(self) -> str:
+        """Its status and the end of its log: for a story that finds something wrong."""
+        return f"{self._status()}\n{self.log.read_text()[-4000:]}"
 
     def start(self) -> None:
         """Start it and wait until it is ready."""
@@ -95,6 +98,11 @@ class Node:
         """Stop it if it runs; it must end well."""
         if self._process is not None and self._process.poll() is None:
             assert self.stop() == 0, self.log.read_text()
+
+    def _status(self) -> str:
+        with urllib.request.urlopen(f"{self.http}/status", timeout=_START) as answer:
+            status: str = answer.read().decode()
+        return status
 
 
 @contextmanager

@@ -1,13 +1,16 @@
-"""What stories of the slab share: blocks whose bytes derive from their keys, and a whole read of an open slab."""
+"""What stories of the slab share: blocks whose bytes derive from their keys, and reads of an open slab."""
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from kvtier.tiers.checksum import checksum
+from kvtier.tiers.file import slab
+from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.slab_check import VerifyReport, check_payloads
-from kvtier.tiers.file.slab_space import read_rows
+from kvtier.tiers.file.slab_space import read_header, read_rows
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
@@ -63,3 +66,13 @@ def verify(store: FileStore) -> VerifyReport:
             bad_rows = slots
     names = ([held[slot] for slot in found] for found in (bad, bad_rows, unreadable))
     return VerifyReport(store.superblock.num_slots, len(held), *names)
+
+
+def num_on_disk(directory: Path) -> int:
+    """Blocks in the slabs of another process, by their entries; nothing is locked."""
+    io, num_blocks = FileIO(), 0
+    for path in directory.glob("*.slab"):
+        with path.open("rb") as file:
+            superblock = slab.decode(read_header(io, file.fileno()), str(path))
+            num_blocks += int(np.count_nonzero(read_rows(io, file.fileno(), superblock)["state"] == slab.READY))
+    return num_blocks

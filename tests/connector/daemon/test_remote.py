@@ -89,6 +89,7 @@ class FakeDaemon:
         self.connection.sendall(frame)
 
     def close(self) -> None:
+        self.welcomes.set()
         self._listener.shutdown(sockets.SHUT_RDWR)
         self._thread.join(60)
         self._listener.close()
@@ -309,15 +310,63 @@ def test_an_answer_that_is_there_counts_however_late_it_is_looked_at(path: Path)
     daemon.close()
 
 
-def test_a_daemon_that_never_says_welcome_holds_up_nobody(path: Path, fake: Callable[..., FakeDaemon]) -> None:
-    tiers = attach(path)
+def test_a_daemon_that_never_says_welcome_costs_one_deadline(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+    clock, chain = FakeClock(), chain_of(2)
+    tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), PATIENCE, clock)
     daemon = fake(welcome=False)
-    wait_until(lambda: attached(tiers) or daemon.hellos)
-    started = time.monotonic()
+    clock.advance(0.2)
+    early = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    wait_until(lambda: bool(daemon.hellos))
+    clock.advance(0.2)
+    late = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    assert [tiers.poll(early), tiers.poll(late)] == [PENDING, PENDING]
+    clock.advance(0.06)  # the hello was said a deadline ago, whoever asked when
+    assert [tiers.poll(early), tiers.poll(late)] == [0, 0]
+    for claim in (early, late):
+        assert claim.found is not None
+        tiers.count(claim.found, claim.missing)
+    assert misses(tiers, Outcome.BREAKER_OPEN) == 4
     for _ in range(100):
-        assert where(tiers, chain_of(2)).miss == 2
-    assert time.monotonic() - started < PATIENCE / 2  # nor did any of them wait for it
+        claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+        assert tiers.poll(claim) == 0  # nor does anybody wait for it any more
     tiers.close()
+
+
+def test_a_question_waits_for_a_daemon_that_is_late(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+    """Its client was not welcomed when it started; the first request computed what the daemon had."""
+    clock, chain = FakeClock(), chain_of(4)
+    tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), PATIENCE, clock)
+    daemon = fake()
+    daemon.welcomes.clear()
+    clock.advance(0.2)
+    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    given_up = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    assert tiers.poll(claim) is PENDING
+    tiers.cancel(given_up)
+    daemon.welcomes.set()
+    wait_until(lambda: attached(tiers))
+    assert tiers.poll(claim) is PENDING  # now it is asked: claim number 1
+    daemon.say(news(1, 0, 1, 2, 3))
+    wait_until(lambda: tiers.poll(claim) == 4)
+    assert len(tiers.take(claim)) == 4
+    tiers.close(0.1)
+
+
+def test_a_daemon_started_anew_while_nobody_asked_has_the_first_answer(path: Path) -> None:
+    daemon, clock, chain = DaemonThread(path, host={"size": 1 << 20}), FakeClock(), chain_of(4)
+    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
+    tiers = RemoteTiers(path, hello, PATIENCE, clock)
+    daemon.close()
+    daemon = DaemonThread(path, host={"size": 1 << 20})
+    clock.advance(0.2)
+    claim, promised = ask(tiers, chain)
+    assert promised == 0
+    assert claim.found is not None
+    tiers.count(claim.found, claim.missing)
+    assert (misses(tiers, Outcome.ABSENT), misses(tiers, Outcome.BREAKER_OPEN)) == (4, 0)  # it was asked
+    tiers.close()
+    daemon.check()
+    daemon.close()
 
 
 def test_a_claim_without_an_answer_is_a_miss_in_the_end(path: Path, fake: Callable[..., FakeDaemon]) -> None:
