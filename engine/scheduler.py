@@ -221,10 +221,13 @@ class Scheduler:
         sequence, matched, source = candidate.sequence, found.matched, found.source
         num_fresh = -(-sequence.num_tokens // self._config.block_size) - len(matched)
         room_to_grow = len(self.running) + len(self.loading)  # a block for each, lest they preempt it at once
-        if (fresh := self._pool.allocate(num_fresh, leaving=room_to_grow)) is None:
+        fresh = self._pool.allocate(num_fresh, leaving=room_to_grow)
+        if fresh is None and source is not None:  # that block's own room may be what is missing, and for ever
+            self._pool.free([source])
+            source, found = None, found._replace(source=None, in_part=0)
+            fresh = self._pool.allocate(num_fresh, leaving=room_to_grow)
+        if fresh is None:
             self._pool.free(matched)
-            if source is not None:
-                self._pool.free([source])
             return None
         sequence.block_table = matched + fresh.tolist()
         if source is not None:

@@ -192,6 +192,17 @@ def test_switched_off_hits_are_whole_blocks(cold: Bits) -> None:
     end(engine)
 
 
+def test_a_request_that_needs_the_whole_pool_is_admitted_without_the_source(cold: Bits) -> None:
+    engine = engine_over(None, 16, num_blocks=4)
+    first = prompt(1, 60)
+    engine.generate([first], keep(1))
+    tokens = [*first[:10], *prompt(2, 50)]
+    engine.add_request(tokens, keep())
+    logits = [output.logits for _ in range(8) for output in engine.step()]  # it waited for ever for a fifth block
+    assert np.stack([row for row in logits if row is not None]).tobytes() == cold.of(tokens)
+    end(engine)
+
+
 def test_a_step_that_raises_before_it_computed_lets_go_of_the_source(cold: Bits) -> None:
     engine = engine_over(None, 64)
     first = prompt(1, 70)
