@@ -26,3 +26,7 @@ class Batch:
     plan: StepPlan
     started: float = field(default_factory=time.perf_counter)
     arrived: bool = True  # set by the runner: False where a layerwise load failed or was late
+
+    def blended(self) -> None:
+        """Segments were blended since the step began: what its tokens take is measured from here."""
+        self.started = time.perf_counter()

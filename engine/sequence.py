@@ -6,7 +6,7 @@ import time
 from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from kvtier.tiers import L1, L2, TIERS, BlockRecord, ChainHash, KVTierError
 from kvtier.tiers.hierarchy import Attribution
 from kvtier.tiers.naming import TokenChain
+
+if TYPE_CHECKING:
+    from kvtier.engine.reuse import SegmentReuse
 
 _SEED_RANGE: Final = 2**64
 
@@ -129,6 +132,11 @@ class Sequence:
         self.num_generated = 0  # tokens of the answer so far
         self.arrived = time.monotonic()
         self.ttft: float | None = None  # seconds from arrival to the first token
+        self.reuse: SegmentReuse | None = None  # the segments it reuses
+        self.is_segment = False  # a segment by itself, nobody's request
+        self.exact_tokens: int | None = None  # leading tokens whose KV is exact: more is never named; None: all of them
+        self.num_segment_tokens = 0  # of the prompt: taken from segments at the first admission
+        self.num_repaired_tokens = 0  # of these: computed anew
         self._chain = chain
         # Chain hashes of its full blocks, which the chain itself extends; empty where nothing is cached.
         self.hashes: abc.Sequence[ChainHash] = () if chain is None else chain.hashes
@@ -162,6 +170,10 @@ class Sequence:
     @property
     def generated(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    def exact_until(self, end: int) -> int:
+        """Of its first `end` tokens, how many have exact KV."""
+        return end if self.exact_tokens is None else min(end, self.exact_tokens)
 
     def append(self, token_id: int) -> None:
         """One more generated token; its KV is computed by the next step."""

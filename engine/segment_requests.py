@@ -1,0 +1,161 @@
+"""Segment reuse as the engine sees it: brings missing segments to L1, has requests blended, counts what came of it."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from kvtier.engine.batch import Batch
+from kvtier.engine.blend import Blender, BlendResult
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.model import Model
+from kvtier.engine.reuse import HeldSegment, SegmentReuse
+from kvtier.engine.rope_gate import require_rotatable
+from kvtier.engine.scheduler import Scheduler
+from kvtier.engine.segment import Repair, Segment, WantedReuse, checked_segments
+from kvtier.engine.sequence import NamedPrompt, Output, RequestError, SamplingParams, Sequence, SequenceState
+from kvtier.tiers.copies import BlockPool
+from kvtier.tiers.naming import TokenChain
+
+_BOUNDS: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of the histogram of deviations
+_ONE_TOKEN: Final = SamplingParams(max_tokens=1, ignore_eos=True)
+
+OUTCOMES: Final = ("held", "loaded", "computed", "lost", "short", "prefix")
+"""What became of segments: in L1 when asked for, loaded whole, (partly) computed alone; gone again from L1 when its
+request was admitted; too short; at the prompt's start, where it is an ordinary prefix."""
+
+
+class SegmentRequests:
+    """Segments of one engine's requests. ConfigError at the start if the model's KV cannot be moved.
+
+    A segment that L1 lacks becomes a request of its own, a child, which finds or computes ordinary prefix blocks.
+    """
+
+    def __init__(self, model: Model, pool: BlockPool, scheduler: Scheduler, config: EngineConfig) -> None:
+        self.stats: Counter[str] = Counter()
+        self.deviations: Counter[float] = Counter()  # requests by the upper bound of what was left unrepaired
+        self._model = model
+        self._pool = pool
+        self._scheduler = scheduler
+        self._config = config
+        self._blender = Blender(model, pool, require_rotatable(model.module))
+        self._children: dict[str, Sequence] = {}
+
+    def require(self, wanted: WantedReuse) -> None:
+        """Refuse what this model or mode cannot do."""
+        if self._config.exact:
+            raise RequestError('segments: their reuse is approximate, and this engine is "exact"; leave them out')
+        repair, num_layers = wanted.repair, self._model.num_layers
+        if repair.rule == "deviation" and repair.check_layer >= num_layers:
+            raise RequestError(
+                f"check_layer {repair.check_layer}: this model's layers are 0 to {num_layers - 1}; use a lower one"
+            )
+
+    def open(
+        self, request_id: str, prompt: NamedPrompt, wanted: WantedReuse, next_order: Callable[[], int]
+    ) -> SegmentReuse | None:
+        """What a new request is to reuse, its children queued; None: nothing. Call it before the request is queued."""
+        kept: list[HeldSegment] = []
+        children = []
+        for segment in wanted.segments:
+            chain = self._chain_of(prompt, segment)
+            if not segment.start or segment.end - segment.start < self._config.segment_min_tokens or not chain.hashes:
+                self.stats["segments_short" if segment.start else "segments_prefix"] += 1
+                continue
+            kept.append(HeldSegment(segment, tuple(chain.hashes)))
+            if self._pool.lookup(chain.hashes) == len(chain.hashes):
+                self.stats["segments_held"] += 1
+            else:
+                children.append(self._child(f"{request_id} segment {len(kept)}", prompt, segment, next_order()))
+        return SegmentReuse(wanted.repair, tuple(kept), self.stats, children) if kept else None
+
+    def advance(self) -> None:
+        """End the children that have all their blocks: the token that follows is nobody's."""
+        for child in [child for child in self._children.values() if child.state is SequenceState.RUNNING]:
+            if child.num_named >= child.num_prompt_tokens // self._config.block_size:
+                self._scheduler.abort(child.request_id)
+
+    def blend(self, batch: Batch) -> None:
+        """Blend the requests of a batch that are due: what is left of them is the last token, which the batch has."""
+        due = [chunk.sequence for chunk in batch.chunks if chunk.sequence.reuse and chunk.sequence.reuse.runs]
+        if not due:
+            return
+        for sequence, result in zip(due, self._blender.blend(due), strict=True):
+            self._count(sequence, result)
+            assert sequence.reuse is not None
+            sequence.reuse.let_go(self._pool)
+        batch.blended()
+
+    def takes(self, output: Output) -> bool:
+        """Whether an output is a child's, which nobody is told."""
+        child = self._children.get(output.request_id)
+        if child is None:
+            return False
+        if output.finish_reason is not None:
+            del self._children[output.request_id]
+            num_tokens = child.num_prompt_tokens - 1
+            ways = {"held": child.num_l1_tokens, "loaded": child.num_l1_tokens + child.num_external_tokens}
+            outcome = next((way for way, had in ways.items() if had >= num_tokens), "computed")
+            self.stats[f"segments_{outcome}"] += 1
+        return True
+
+    def abort(self, sequence: Sequence) -> None:
+        """End what a request waits for: whoever else wants the same segments has children of their own."""
+        for child in sequence.reuse.children if sequence.reuse else ():
+            if child.state is not SequenceState.FINISHED:
+                self._scheduler.abort(child.request_id)
+
+    def _child(self, name: str, prompt: NamedPrompt, segment: Segment, order: int) -> Sequence:
+        """Queue the segment alone: its full blocks, and one token more, since a last one is never loaded."""
+        size = self._config.block_size
+        num_tokens = (segment.end - segment.start) // size * size
+        tokens = prompt.token_ids[segment.start : segment.start + num_tokens]
+        tokens.append(prompt.token_ids[min(segment.start + num_tokens, segment.end - 1)])
+        assert prompt.chain is not None
+        chain = TokenChain(prompt.chain.root, size, self._config.hash_scheme)
+        chain.extend(tokens)
+        while self._scheduler.knows(name):
+            name += "'"
+        child = Sequence(name, tokens, _ONE_TOKEN, chain, order)
+        child.is_segment = True
+        self._children[name] = child
+        self._scheduler.add(child)
+        return child
+
+    def _chain_of(self, prompt: NamedPrompt, segment: Segment) -> TokenChain:
+        assert prompt.chain is not None
+        chain = TokenChain(prompt.chain.root, self._config.block_size, self._config.hash_scheme)
+        chain.extend(prompt.token_ids[segment.start : segment.end])
+        return chain
+
+    def _count(self, sequence: Sequence, result: BlendResult) -> None:
+        if not sequence.num_preempted:
+            sequence.num_segment_tokens, sequence.num_repaired_tokens = result.num_reused, result.num_repaired
+            self.stats["segment_tokens"] += result.num_reused
+            self.stats["repaired_tokens"] += result.num_repaired
+        self.stats["blends"] += 1
+        self.stats["blends_in_full"] += result.fell_back
+        self._scheduler.stats["computed_tokens"] += result.num_computed
+        if result.deviation is not None:
+            index = bisect_left(_BOUNDS, result.deviation)
+            self.deviations[_BOUNDS[index] if index < len(_BOUNDS) else float("inf")] += 1
+
+
+def wanted_reuse(
+    segments: "list[Segment] | tuple[Segment, ...] | None", repair: Repair | None, num_tokens: int, config: EngineConfig
+) -> WantedReuse | None:
+    """What a request asks for, checked; RequestError where segments are off."""
+    if not segments:
+        return None
+    if config.segments == "off":
+        raise RequestError('segments: this engine reuses none; set [cache] segments = "on", or leave them out')
+    chosen = repair or Repair(config.repair_rule, config.repair_share)
+    return WantedReuse(checked_segments(segments, num_tokens), chosen)
+
+
+def counted(segments: SegmentRequests | None) -> Mapping[str, int]:
+    """The figures of segment reuse; none where it is off."""
+    if segments is None:
+        return {}
+    names = ("segment_tokens", "repaired_tokens", "blends", "blends_in_full", *(f"segments_{way}" for way in OUTCOMES))
+    return {**dict.fromkeys(names, 0), **segments.stats}
