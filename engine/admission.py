@@ -42,6 +42,8 @@ class Admission:
         block_size = self._config.block_size
         ranked = []
         for sequence in self.waiting[:_WINDOW]:
+            if sequence.reuse is not None and sequence.reuse.is_waiting:
+                continue  # for its segments
             usable = list(sequence.hashes[: (sequence.num_tokens - 1) // block_size])
             num_l1 = self._pool.lookup(usable)
             if num_l1 < len(usable) and usable[num_l1] in self.computing:
@@ -84,8 +86,9 @@ class Admission:
         insort(self.waiting, sequence, key=lambda sequence: sequence.order)
 
     def computes(self, sequence: Sequence, first_block: int) -> None:
-        """Its blocks from there on are on their way: others wait for them."""
-        for chain_hash in sequence.hashes[first_block:]:
+        """Its blocks from there on are on their way: others wait for those that will have a name."""
+        end = sequence.exact_until(sequence.num_tokens) // self._config.block_size
+        for chain_hash in sequence.hashes[first_block:end]:
             self.computing.setdefault(chain_hash, sequence.request_id)
 
     def forget(self, sequence: Sequence, hashes: Iterable[ChainHash]) -> None:

@@ -74,9 +74,7 @@ class _Job:
 
     def result(self) -> BlendResult:
         num_computed = len(self.missing) + len(self.repaired)
-        return BlendResult(
-            len(self.candidates), len(self.repaired), num_computed, self.deviation, self.fell_back
-        )
+        return BlendResult(len(self.candidates), len(self.repaired), num_computed, self.deviation, self.fell_back)
 
 
 class Blender:
@@ -196,9 +194,7 @@ class Blender:
         slots = self._kv.slots(table, 0, job.sequence.num_tokens)[positions]
         num_blocks = int(positions[-1]) // self._block_size + 1
         blocks = torch.tensor(table[:num_blocks], dtype=torch.int64, device=self._device)
-        return BlendSpan(
-            torch.from_numpy(positions).to(self._device), torch.from_numpy(slots).to(self._device), blocks
-        )
+        return BlendSpan(torch.from_numpy(positions).to(self._device), torch.from_numpy(slots).to(self._device), blocks)
 
     def _run(self, rows: list[_Rows]) -> None:
         """Take all rows from their layer to where each of them stops, packed."""

@@ -62,8 +62,9 @@ class BlendAttention:
         for number, mask in enumerate(self._masks(span, window)):
             rows = slice(number * _ROWS, (number + 1) * _ROWS)
             end = mask.shape[1]
-            seen = (states[:, None, :end].expand(-1, grouped.shape[1], -1, -1) for states in (keys, values))
-            outs.append(scaled_dot_product_attention(grouped[:, :, rows], *seen, attn_mask=mask, scale=scaling))
+            key, value = (states[:, None, :end].expand(-1, grouped.shape[1], -1, -1) for states in (keys, values))
+            out = scaled_dot_product_attention(grouped[:, :, rows], key, value, attn_mask=mask, scale=scaling)
+            outs.append(out)
             if span.attended is not None:
                 _collect(span.attended, grouped[:, :, rows], keys[:, :end], mask, scaling)
         return torch.cat(outs, 2).flatten(0, 1)
@@ -73,7 +74,7 @@ class BlendAttention:
         if window not in span.masks:
             keys = torch.arange(span.length, device=span.positions.device)
             groups = []
-            for rows in span.positions.split(_ROWS):
+            for rows in torch.split(span.positions, _ROWS):
                 seen, places = keys[: int(rows[-1]) + 1], rows[:, None]
                 mask = seen <= places
                 groups.append(mask if window is None else mask & (seen > places - window))

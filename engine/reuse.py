@@ -38,13 +38,14 @@ class ReusedRun:
 
 @dataclass(slots=True)
 class SegmentReuse:
-    """What one request reuses. Belongs to its sequence; every block it holds is let go when the request releases its own.
+    """What one request reuses. The blocks of segments that it holds are let go when the request releases its own.
 
     waiting for `children` → blocks of segments held (`allocate`) → `settle` → blended, which clears `runs`.
     """
 
     repair: Repair
     wanted: tuple[HeldSegment, ...]
+    block_size: int
     stats: Counter[str]  # counts segments that were not in L1 when their request got its blocks
     children: list[Sequence] = field(default_factory=list)  # that bring missing segments to L1
     runs: list[ReusedRun] = field(default_factory=list)  # to be copied when the request is blended; then empty
@@ -71,7 +72,7 @@ class SegmentReuse:
             self.let_go(pool)
         return fresh
 
-    def settle(self, num_cached: int, num_tokens: int, block_size: int) -> int | None:
+    def settle(self, num_cached: int, num_tokens: int) -> int | None:
         """Decide what is reused behind `num_cached` tokens; returns where that begins, None if nothing is.
 
         The last token is never reused: it brings the next one.
@@ -81,7 +82,7 @@ class SegmentReuse:
             origin = wanted.segment.start
             self.stats["segments_lost"] += len(blocks) < len(wanted.hashes)
             start = max(origin, num_cached)
-            end = min(origin + len(blocks) * block_size, num_tokens - 1)
+            end = min(origin + len(blocks) * self.block_size, num_tokens - 1)
             if start < end:
                 self.runs.append(ReusedRun(start, end, origin, tuple(blocks)))
         return self.runs[0].start if self.runs else None
@@ -96,9 +97,7 @@ class SegmentReuse:
         self._held = [pool.match(wanted.hashes).tolist() for wanted in self.wanted]
 
 
-def take_blocks(
-    pool: "BlockPool", sequence: Sequence, num_blocks: int, leaving: int
-) -> NDArray[np.int64] | None:
+def take_blocks(pool: "BlockPool", sequence: Sequence, num_blocks: int, leaving: int) -> NDArray[np.int64] | None:
     """Blocks for a request that is admitted, as `BlockPool.allocate`."""
     if sequence.reuse is None:
         return pool.allocate(num_blocks, leaving=leaving)

@@ -38,9 +38,7 @@ def require_rotatable(module: PreTrainedModel) -> torch.Tensor:
     longest = getattr(module.config, "max_position_embeddings", None) or _FAR
     at_start = _keys_and_values(module, 0)
     for distance in sorted({min(_NEAR, longest), max(1, min(_FAR, longest - _NUM_TOKENS))}):
-        for layer, (here, there) in enumerate(
-            zip(at_start, _keys_and_values(module, distance), strict=True)
-        ):
+        for layer, (here, there) in enumerate(zip(at_start, _keys_and_values(module, distance), strict=True)):
             if trait := _difference(here, there, (distance, inv_freq), tolerance):
                 raise _refusal(kind, f"layer {layer} has {trait}")
     return inv_freq

@@ -10,6 +10,7 @@ from kvtier.engine.admission import Admissible, Admission
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload
+from kvtier.engine.reuse import take_blocks
 from kvtier.engine.sequence import FinishReason, Output, SampledToken, Sequence, SequenceState
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Scheduler:
         self.loading: dict[str, Sequence] = {}
         self.running: list[Sequence] = []  # by admission
         self.stats: Counter[str] = Counter()
+        self.segment_stats: Counter[str] = Counter()  # what the same came to of segments, which are nobody's requests
         self._live: dict[str, Sequence] = {}
         self._config = config
         self._token_budget = config.token_budget
@@ -125,7 +127,7 @@ class Scheduler:
         else:
             self.running.remove(sequence)
         self._end(sequence)
-        self.stats["aborted"] += 1
+        self._tally(sequence)["aborted"] += 1
         self._ended.append(Output(request_id, None, FinishReason.ABORT))
         return True
 
@@ -178,7 +180,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         if self._config.preemption == "offload":
-            self._store(sequence, sequence.num_computed // self._config.block_size)
+            self._store(sequence, sequence.exact_until(sequence.num_computed) // self._config.block_size)
         self._requeue(sequence)
         sequence.num_preempted += 1
         self.stats["preempted"] += 1
@@ -219,7 +221,7 @@ class Scheduler:
         sequence, block_size = candidate.sequence, self._config.block_size
         num_fresh = -(-sequence.num_tokens // block_size) - len(matched)
         room_to_grow = len(self.running) + len(self.loading)  # a block for each, lest they preempt it at once
-        if (fresh := self._pool.allocate(num_fresh, leaving=room_to_grow)) is None:
+        if (fresh := take_blocks(self._pool, sequence, num_fresh, room_to_grow)) is None:
             self._pool.free(matched)
             return None
         sequence.block_table = matched + fresh.tolist()
@@ -228,12 +230,15 @@ class Scheduler:
 
     def _seat(self, sequence: Sequence, num_l1: int, num_external: int) -> None:
         """A request with blocks leaves the queue; `num_l1` blocks are there, `num_external` are to be loaded."""
-        block_size, layerwise = self._config.block_size, self._config.loading == "layerwise"
+        block_size = self._config.block_size
+        layerwise = self._config.loading == "layerwise" and sequence.reuse is None  # a blend needs what is loaded
         loading = self._connector.allocated(
             sequence.request_id, sequence.block_table, num_external * block_size, layerwise=layerwise
         )
         num_external = loading // block_size  # fewer than asked for where a promise lapsed
         self._admission.admit(sequence)
+        if sequence.reuse is not None:
+            sequence.exact_tokens = sequence.reuse.settle((num_l1 + num_external) * block_size, sequence.num_tokens)
         sequence.num_named = num_l1
         sequence.num_stored = 0
         self._store(sequence, num_l1)  # the tiers below may have lost or refused what L1 holds
@@ -243,8 +248,8 @@ class Scheduler:
         if not sequence.num_preempted:
             sequence.num_l1_tokens = sequence.num_computed
             sequence.found = self._connector.found(sequence.request_id) if num_external else None
-            self.stats["prompt_tokens"] += sequence.num_prompt_tokens
-            self.stats["l1_tokens"] += sequence.num_computed
+            self._tally(sequence)["prompt_tokens"] += sequence.num_prompt_tokens
+            self._tally(sequence)["l1_tokens"] += sequence.num_computed
         if self._config.enable_prefix_caching:
             self._admission.computes(sequence, num_l1)
         if num_external and not layerwise:
@@ -280,7 +285,7 @@ class Scheduler:
     def _count_loaded(self, sequence: Sequence) -> None:
         if sequence.num_loading and not sequence.num_preempted:
             sequence.num_external_tokens = sequence.num_loading
-        self.stats["external_tokens"] += sequence.num_loading
+        self._tally(sequence)["external_tokens"] += sequence.num_loading
         sequence.num_loading = 0
 
     def _await_load(self, sequence: Sequence) -> None:
@@ -296,7 +301,7 @@ class Scheduler:
         """Full blocks among the first `end` tokens that may be found by others."""
         if not self._config.store_generated:
             end = min(end, sequence.num_prompt_tokens)
-        return end // self._config.block_size
+        return sequence.exact_until(end) // self._config.block_size
 
     def _name(self, sequence: Sequence) -> None:
         start, end = sequence.num_named, self._cacheable(sequence, sequence.num_computed)
@@ -321,7 +326,7 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, sample: SampledToken) -> Output:
         sequence.append(sample.token_id)
-        self.stats["generated_tokens"] += 1
+        self._tally(sequence)["generated_tokens"] += 1
         reason = None
         params = sequence.params
         ends = sample.token_id in self._eos_token_ids and not params.ignore_eos
@@ -332,7 +337,7 @@ class Scheduler:
         if reason is not None:
             self.running.remove(sequence)
             self._end(sequence)
-            self.stats["finished"] += 1
+            self._tally(sequence)["finished"] += 1
         return Output(sequence.request_id, sample.token_id, reason, sample.logits)
 
     def _end(self, sequence: Sequence) -> None:
@@ -345,13 +350,20 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self._admission.forget(sequence, sequence.hashes[sequence.num_named :])
+        if sequence.reuse is not None:
+            sequence.reuse.let_go(self._pool)
         self._draining.update(block for block in sequence.block_table if block in self._held)
         self._pool.free(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = sequence.num_named = sequence.num_stored = sequence.num_loading = 0
 
+    def _tally(self, sequence: Sequence) -> Counter[str]:
+        return self.segment_stats if sequence.is_segment else self.stats
+
 
 def _chunk(sequence: Sequence, budget: int) -> Chunk:
+    if sequence.reuse is not None and sequence.reuse.runs:  # all but the last token is the blend's
+        return Chunk(sequence, sequence.num_tokens - 1, sequence.num_tokens, samples=True)
     start = sequence.num_computed
     end = min(start + budget, sequence.num_tokens)
     return Chunk(sequence, start, end, samples=end == sequence.num_tokens)

@@ -2,6 +2,7 @@
 
 from collections import abc
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvtier.engine.config import REPAIR_RULES
 from kvtier.engine.sequence import RequestError
@@ -27,7 +28,7 @@ class Repair:
     rule: str = "deviation"
     share: float = 0.15
     check_layer: int = 1  # 1 … layers - 1; of the rule "deviation"
-    max_deviation: float = 1.0  # of what is left unrepaired, relative; above it the request is computed in full
+    max_deviation: float = 0.5  # of what is left unrepaired, relative; above it the request is computed in full
 
     def __post_init__(self) -> None:
         if self.rule not in REPAIR_RULES:
@@ -51,7 +52,7 @@ class WantedReuse:
 def checked_segments(segments: abc.Sequence[Segment], num_tokens: int) -> tuple[Segment, ...]:
     """The segments in order; RequestError if one is empty or out of range, or two overlap."""
     for segment in segments:
-        if not isinstance(segment, Segment) or not _is_whole(segment.start) or not _is_whole(segment.end):
+        if not _is_segment(segment):
             raise RequestError(f"segment {segment!r}: use Segment(start, end) with whole numbers")
         named = f"segment {segment.start} to {segment.end}"
         if segment.start < 0 or segment.end > num_tokens:
@@ -59,10 +60,14 @@ def checked_segments(segments: abc.Sequence[Segment], num_tokens: int) -> tuple[
         if segment.start >= segment.end:
             raise RequestError(f"{named}: it is empty; its end must be above its start")
     ordered = tuple(sorted(segments, key=lambda segment: segment.start))
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in pairwise(ordered):
         if after.start < before.end:
             raise RequestError(f"segments {before.start} to {before.end} and {after.start} to {after.end} overlap")
     return ordered
+
+
+def _is_segment(value: object) -> bool:
+    return isinstance(value, Segment) and _is_whole(value.start) and _is_whole(value.end)
 
 
 def _is_whole(value: object) -> bool:

@@ -1,8 +1,7 @@
 """Segment reuse as the engine sees it: brings missing segments to L1, has requests blended, counts what came of it."""
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, abc
 from typing import Final
 
 from kvtier.engine.batch import Batch
@@ -24,6 +23,14 @@ OUTCOMES: Final = ("held", "loaded", "computed", "lost", "short", "prefix")
 """What became of segments: in L1 when asked for, loaded whole, (partly) computed alone; gone again from L1 when its
 request was admitted; too short; at the prompt's start, where it is an ordinary prefix."""
 
+_COUNTED: Final = (
+    "segment_tokens",
+    "repaired_tokens",
+    "blends",
+    "blends_in_full",
+    *(f"segments_{way}" for way in OUTCOMES),
+)
+
 
 class SegmentRequests:
     """Segments of one engine's requests. ConfigError at the start if the model's KV cannot be moved.
@@ -41,18 +48,25 @@ class SegmentRequests:
         self._blender = Blender(model, pool, require_rotatable(model.module))
         self._children: dict[str, Sequence] = {}
 
-    def require(self, wanted: WantedReuse) -> None:
-        """Refuse what this model or mode cannot do."""
+    @property
+    def figures(self) -> abc.Mapping[str, int]:
+        """Counts since the start: tokens from segments, those of them computed anew, blends, segments by outcome."""
+        return {**dict.fromkeys(_COUNTED, 0), **self.stats}
+
+    def wanted(self, segments: abc.Sequence[Segment], repair: Repair | None, num_tokens: int) -> WantedReuse:
+        """What a request asks for; RequestError for what this model or mode cannot do."""
         if self._config.exact:
             raise RequestError('segments: their reuse is approximate, and this engine is "exact"; leave them out')
-        repair, num_layers = wanted.repair, self._model.num_layers
+        repair = repair or Repair(self._config.repair_rule, self._config.repair_share)
+        num_layers = self._model.num_layers
         if repair.rule == "deviation" and repair.check_layer >= num_layers:
             raise RequestError(
                 f"check_layer {repair.check_layer}: this model's layers are 0 to {num_layers - 1}; use a lower one"
             )
+        return WantedReuse(checked_segments(segments, num_tokens), repair)
 
     def open(
-        self, request_id: str, prompt: NamedPrompt, wanted: WantedReuse, next_order: Callable[[], int]
+        self, request_id: str, prompt: NamedPrompt, wanted: WantedReuse, order: abc.Iterator[int]
     ) -> SegmentReuse | None:
         """What a new request is to reuse, its children queued; None: nothing. Call it before the request is queued."""
         kept: list[HeldSegment] = []
@@ -66,8 +80,8 @@ class SegmentRequests:
             if self._pool.lookup(chain.hashes) == len(chain.hashes):
                 self.stats["segments_held"] += 1
             else:
-                children.append(self._child(f"{request_id} segment {len(kept)}", prompt, segment, next_order()))
-        return SegmentReuse(wanted.repair, tuple(kept), self.stats, children) if kept else None
+                children.append(self._child(f"{request_id} segment {len(kept)}", prompt, segment, next(order)))
+        return SegmentReuse(wanted.repair, tuple(kept), self._config.block_size, self.stats, children) if kept else None
 
     def advance(self) -> None:
         """End the children that have all their blocks: the token that follows is nobody's."""
@@ -142,20 +156,25 @@ class SegmentRequests:
 
 
 def wanted_reuse(
-    segments: "list[Segment] | tuple[Segment, ...] | None", repair: Repair | None, num_tokens: int, config: EngineConfig
+    segments: abc.Sequence[Segment], repair: Repair | None, num_tokens: int, reuse: SegmentRequests | None
 ) -> WantedReuse | None:
-    """What a request asks for, checked; RequestError where segments are off."""
+    """What a request asks for, checked; None: nothing. `reuse` is the engine's, None where segments are off."""
     if not segments:
         return None
-    if config.segments == "off":
+    if reuse is None:
         raise RequestError('segments: this engine reuses none; set [cache] segments = "on", or leave them out')
-    chosen = repair or Repair(config.repair_rule, config.repair_share)
-    return WantedReuse(checked_segments(segments, num_tokens), chosen)
+    return reuse.wanted(segments, repair, num_tokens)
 
 
-def counted(segments: SegmentRequests | None) -> Mapping[str, int]:
-    """The figures of segment reuse; none where it is off."""
+def wanted_by_each(
+    segments: abc.Sequence[abc.Sequence[Segment]] | None,
+    repair: Repair | None,
+    prompts: abc.Sequence[abc.Sequence[int]],
+    reuse: SegmentRequests | None,
+) -> list[WantedReuse | None]:
+    """The same for several requests, of which each has a list of segments."""
     if segments is None:
-        return {}
-    names = ("segment_tokens", "repaired_tokens", "blends", "blends_in_full", *(f"segments_{way}" for way in OUTCOMES))
-    return {**dict.fromkeys(names, 0), **segments.stats}
+        return [None] * len(prompts)
+    if len(segments) != len(prompts):
+        raise RequestError(f"segments of {len(segments)} prompts for {len(prompts)}: give one list each")
+    return [wanted_reuse(one, repair, len(prompt), reuse) for one, prompt in zip(segments, prompts, strict=True)]

@@ -59,8 +59,15 @@ def test_partial_rotary_passes() -> None:
 
 
 def _phi3() -> Any:
-    scaling = {"rope_type": "longrope", "long_factor": [2.0] * 8, "short_factor": [1.0] * 8, **THETA, **SHORT}
-    return tiny(transformers.Phi3Config(**LONG, **SHORT, pad_token_id=0, rope_parameters=scaling))
+    scaling: dict[str, Any] = {
+        "rope_type": "longrope",
+        "long_factor": [2.0] * 8,
+        "short_factor": [1.0] * 8,
+        **THETA,
+        **SHORT,
+    }
+    sizes: dict[str, Any] = {**LONG, **SHORT}
+    return tiny(transformers.Phi3Config(**sizes, pad_token_id=0, rope_parameters=scaling))
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
