@@ -4,7 +4,7 @@ The layers run over ever fewer rows. Before the check layer a request computes a
 K and V with the copied ones, keeps the rows that differ most, and those that were not copied, and goes on with these.
 """
 
-from collections.abc import Sequence as Listed
+from collections import abc
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from kvtier.engine.blend_attention import BlendAttention, BlendSpan
 from kvtier.engine.model import Model
 from kvtier.engine.model_runner import PagedKV
-from kvtier.engine.reuse import ReusedRun
+from kvtier.engine.reuse import ReusedPart, SegmentReuse
 from kvtier.engine.rope import PIECE, rotated
-from kvtier.engine.segment import Repair
 from kvtier.engine.selection import Positions, borders_of, drawn, first_of, highest
 from kvtier.engine.sequence import Sequence
 from kvtier.tiers.copies import BlockPool
@@ -37,7 +36,7 @@ class BlendResult:
 
 
 @dataclass(slots=True)
-class _Rows:
+class _BlendRows:
     """Rows of one request on their way through the layers."""
 
     span: BlendSpan
@@ -47,25 +46,24 @@ class _Rows:
     until: int
 
 
-class _Job:
+class _BlendJob:
     """One request of a blend."""
 
-    def __init__(self, sequence: Sequence) -> None:
-        assert sequence.reuse is not None
+    def __init__(self, sequence: Sequence, reuse: SegmentReuse) -> None:
         self.sequence = sequence
-        self.repair: Repair = sequence.reuse.repair
-        self.runs: list[ReusedRun] = sequence.reuse.runs
+        self.repair = reuse.repair
+        self.parts = reuse.parts
         self.first, self.end = sequence.num_computed, sequence.num_tokens - 1  # the last token is the next step's
         reused = np.zeros(sequence.num_tokens, bool)
-        for run in self.runs:
-            reused[run.start : run.end] = True
+        for part in self.parts:
+            reused[part.start : part.end] = True
         self.candidates: Positions = np.flatnonzero(reused)
         missing = np.flatnonzero(~reused[: self.end])
         self.missing: Positions = missing[missing >= self.first]
         self.repaired: Positions = self.candidates[:0]
         self.deviation: float | None = None
         self.fell_back = False
-        self.rows: _Rows | None = None  # behind the check, if there was one
+        self.rows: _BlendRows | None = None  # behind the check, if there was one
 
     @property
     def is_checked(self) -> bool:
@@ -91,12 +89,12 @@ class Blender:
         self._inv_freq = inv_freq
 
     @torch.inference_mode()
-    def blend(self, sequences: Listed[Sequence]) -> list[BlendResult]:
+    def blend(self, due: abc.Sequence[tuple[Sequence, SegmentReuse]]) -> list[BlendResult]:
         """Fill the KV of all their tokens but the last, each as its `reuse` says; all of them in the same passes."""
-        jobs = [_Job(sequence) for sequence in sequences]
+        jobs = [_BlendJob(sequence, reuse) for sequence, reuse in due]
         for job in jobs:
-            for run in job.runs:
-                self._copy(run, job.sequence.block_table)
+            for part in job.parts:
+                self._copy(part, job.sequence.block_table)
         self._check([job for job in jobs if job.is_checked])
         self._question([job for job in jobs if job.repair.rule == "question" and 0 < job.repair.share < 1])
         rows = []
@@ -112,20 +110,20 @@ class Blender:
         self._run(rows)
         return [job.result() for job in jobs]
 
-    def _copy(self, run: ReusedRun, table: list[int]) -> None:
-        """A run's KV into the request's own blocks, its keys rotated from the segment's places to the request's."""
-        blocks = torch.tensor(run.blocks, device=self._device)
+    def _copy(self, part: ReusedPart, table: list[int]) -> None:
+        """A part's KV into the request's own blocks, its keys rotated from the segment's places to the request's."""
+        blocks = torch.tensor(part.blocks, device=self._device)
         own = torch.tensor(table, device=self._device)
         size = self._block_size
-        for start in range(run.start, run.end, PIECE):
-            there = torch.arange(start, min(start + PIECE, run.end), device=self._device)
-            here = there - run.origin
+        for start in range(part.start, part.end, PIECE):
+            there = torch.arange(start, min(start + PIECE, part.end), device=self._device)
+            here = there - part.origin
             block, offset, own_block, own_offset = blocks[here // size], here % size, own[there // size], there % size
             keys = self._tensor[block, :, 0, offset]
-            self._tensor[own_block, :, 0, own_offset] = rotated(keys, run.origin, self._inv_freq)
+            self._tensor[own_block, :, 0, own_offset] = rotated(keys, part.origin, self._inv_freq)
             self._tensor[own_block, :, 1, own_offset] = self._tensor[block, :, 1, offset]
 
-    def _check(self, jobs: list[_Job]) -> None:
+    def _check(self, jobs: list[_BlendJob]) -> None:
         """Compute all rows up to the check layer, compare there, and keep those that go on."""
         for job in jobs:
             job.rows = self._rows(job, np.arange(job.first, job.end))
@@ -141,7 +139,7 @@ class Blender:
                 job.repaired, job.fell_back = job.candidates, True
             self._narrow(job, np.union1d(job.missing, job.repaired))
 
-    def _deviations(self, job: _Job, rows: _Rows) -> NDArray[np.float64]:
+    def _deviations(self, job: _BlendJob, rows: _BlendRows) -> NDArray[np.float64]:
         """How far each reused token's K and V are from computed ones, squared, relative to the reused ones' mean."""
         layer = job.repair.check_layer
         candidates = torch.from_numpy(job.candidates).to(self._device)
@@ -155,7 +153,7 @@ class Blender:
         squares: NDArray[np.float64] = (total / 2).double().cpu().numpy()
         return squares
 
-    def _narrow(self, job: _Job, chosen: Positions) -> None:
+    def _narrow(self, job: _BlendJob, chosen: Positions) -> None:
         """Only the chosen positions go on from the check layer."""
         before = job.rows
         assert before is not None
@@ -165,15 +163,19 @@ class Blender:
         kept = torch.from_numpy(chosen - job.first).to(self._device)
         cos, sin = before.turns
         span = self._span(job, chosen)
-        job.rows = _Rows(span, before.states[kept], (cos[:, kept], sin[:, kept]), before.layer, self._num_layers)
+        job.rows = _BlendRows(span, before.states[kept], (cos[:, kept], sin[:, kept]), before.layer, self._num_layers)
 
-    def _question(self, jobs: list[_Job]) -> None:
-        """Let what stands behind the last segment look at the copied KV; what it attends to most is computed anew."""
+    def _question(self, jobs: list[_BlendJob]) -> None:
+        """Let what stands behind the last segment look at the copied KV; what it attends to most is computed anew.
+
+        What was not copied is computed for it, too, once over the copies, and once more when they are repaired.
+        """
         asking = []
         for job in jobs:
-            rows = self._rows(job, np.arange(job.runs[-1].end, job.end + 1))
+            rows = self._rows(job, np.append(job.missing, job.end))
             rows.until = self._num_layers
             rows.span.attended = torch.zeros(rows.span.length, device=self._device)
+            rows.span.asking_from = job.parts[-1].end
             asking.append((job, rows))
         self._run([rows for _, rows in asking])
         for job, rows in asking:
@@ -181,22 +183,22 @@ class Blender:
             scores = rows.span.attended.double().cpu().numpy()
             job.repaired = highest(job.candidates, scores[job.candidates], job.repair.share)
 
-    def _rows(self, job: _Job, positions: Positions) -> _Rows:
+    def _rows(self, job: _BlendJob, positions: Positions) -> _BlendRows:
         """These positions before the first layer."""
         span = self._span(job, positions)
         token_ids = torch.tensor([job.sequence.token_ids[place] for place in positions.tolist()], device=self._device)
         states = self._decoder.embed_tokens(token_ids)
         turns = self._decoder.rotary_emb(states[None], span.positions[None])
-        return _Rows(span, states, turns, 0, 0)
+        return _BlendRows(span, states, turns, 0, 0)
 
-    def _span(self, job: _Job, positions: Positions) -> BlendSpan:
+    def _span(self, job: _BlendJob, positions: Positions) -> BlendSpan:
         table = job.sequence.block_table
         slots = self._kv.slots(table, 0, job.sequence.num_tokens)[positions]
         num_blocks = int(positions[-1]) // self._block_size + 1
         blocks = torch.tensor(table[:num_blocks], dtype=torch.int64, device=self._device)
         return BlendSpan(torch.from_numpy(positions).to(self._device), torch.from_numpy(slots).to(self._device), blocks)
 
-    def _run(self, rows: list[_Rows]) -> None:
+    def _run(self, rows: list[_BlendRows]) -> None:
         """Take all rows from their layer to where each of them stops, packed."""
         for number in range(self._num_layers):
             active = [each for each in rows if each.layer == number < each.until]
@@ -219,7 +221,7 @@ class Blender:
                 each.states, each.layer = part, number + 1
 
 
-def _chosen(job: _Job) -> Positions:
+def _chosen(job: _BlendJob) -> Positions:
     """What rules choose that look at no KV; nothing and everything are such rules, too."""
     share = job.repair.share
     if share in (0, 1):
@@ -227,7 +229,7 @@ def _chosen(job: _Job) -> Positions:
     if job.repair.rule == "random":
         return drawn(job.candidates, share)
     choose = first_of if job.repair.rule == "first" else borders_of
-    return choose([np.arange(run.start, run.end) for run in job.runs], share)
+    return choose([np.arange(part.start, part.end) for part in job.parts], share)
 
 
 def _keys_and_values(

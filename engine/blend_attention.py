@@ -19,7 +19,8 @@ class BlendSpan:
     slots: torch.Tensor  # where their K goes
     blocks: torch.Tensor
     masks: dict[int | None, list[torch.Tensor]] = field(default_factory=dict)  # by window, one for each group of rows
-    attended: torch.Tensor | None = None  # where wanted: the attention that every key gets, over heads, rows and layers
+    attended: torch.Tensor | None = None  # where wanted: the attention every key gets, over heads, layers and rows
+    asking_from: int = 0  # … from this position on
 
     @property
     def length(self) -> int:
@@ -66,7 +67,8 @@ class BlendAttention:
             out = scaled_dot_product_attention(grouped[:, :, rows], key, value, attn_mask=mask, scale=scaling)
             outs.append(out)
             if span.attended is not None:
-                _collect(span.attended, grouped[:, :, rows], keys[:, :end], mask, scaling)
+                asking = span.positions[rows] >= span.asking_from
+                _collect(span.attended, grouped[:, :, rows][:, :, asking], keys[:, :end], mask[asking], scaling)
         return torch.cat(outs, 2).flatten(0, 1)
 
     def _masks(self, span: BlendSpan, window: int | None) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ class HeldSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class ReusedRun:
+class ReusedPart:
     """Tokens `start … end` of a request, copied from `blocks`, whose first token stands at `origin` of the request."""
 
     start: int
@@ -40,7 +40,7 @@ class ReusedRun:
 class SegmentReuse:
     """What one request reuses. The blocks of segments that it holds are let go when the request releases its own.
 
-    waiting for `children` → blocks of segments held (`allocate`) → `settle` → blended, which clears `runs`.
+    waiting for `children` → blocks of segments held (`allocate`) → `settle` → blended, which clears `parts`.
     """
 
     repair: Repair
@@ -48,7 +48,7 @@ class SegmentReuse:
     block_size: int
     stats: Counter[str]  # counts segments that were not in L1 when their request got its blocks
     children: list[Sequence] = field(default_factory=list)  # that bring missing segments to L1
-    runs: list[ReusedRun] = field(default_factory=list)  # to be copied when the request is blended; then empty
+    parts: list[ReusedPart] = field(default_factory=list)  # to be copied when the request is blended; then empty
     _held: list[list[int]] = field(default_factory=list)
 
     @property
@@ -56,6 +56,11 @@ class SegmentReuse:
         """Whether segments are still being loaded or computed."""
         self.children = [child for child in self.children if child.state is not SequenceState.FINISHED]
         return bool(self.children)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether anything is to be copied."""
+        return bool(self.parts)
 
     def allocate(self, pool: "BlockPool", num_blocks: int, leaving: int) -> NDArray[np.int64] | None:
         """The request's own blocks, as `BlockPool.allocate`, while those of its segments are held.
@@ -77,28 +82,21 @@ class SegmentReuse:
 
         The last token is never reused: it brings the next one.
         """
-        self.runs = []
+        self.parts = []
         for wanted, blocks in zip(self.wanted, self._held, strict=True):
             origin = wanted.segment.start
             self.stats["segments_lost"] += len(blocks) < len(wanted.hashes)
             start = max(origin, num_cached)
             end = min(origin + len(blocks) * self.block_size, num_tokens - 1)
             if start < end:
-                self.runs.append(ReusedRun(start, end, origin, tuple(blocks)))
-        return self.runs[0].start if self.runs else None
+                self.parts.append(ReusedPart(start, end, origin, tuple(blocks)))
+        return self.parts[0].start if self.parts else None
 
     def let_go(self, pool: "BlockPool") -> None:
         """Give the segments' blocks back: they were copied, or are not going to be."""
-        held, self._held, self.runs = self._held, [], []
+        held, self._held, self.parts = self._held, [], []
         for blocks in held:
             pool.free(blocks)
 
     def _hold(self, pool: "BlockPool") -> None:
         self._held = [pool.match(wanted.hashes).tolist() for wanted in self.wanted]
-
-
-def take_blocks(pool: "BlockPool", sequence: Sequence, num_blocks: int, leaving: int) -> NDArray[np.int64] | None:
-    """Blocks for a request that is admitted, as `BlockPool.allocate`."""
-    if sequence.reuse is None:
-        return pool.allocate(num_blocks, leaving=leaving)
-    return sequence.reuse.allocate(pool, num_blocks, leaving)

@@ -10,7 +10,6 @@ from kvtier.engine.admission import Admissible, Admission
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload
-from kvtier.engine.reuse import take_blocks
 from kvtier.engine.sequence import FinishReason, Output, SampledToken, Sequence, SequenceState
 
 if TYPE_CHECKING:
@@ -221,7 +220,11 @@ class Scheduler:
         sequence, block_size = candidate.sequence, self._config.block_size
         num_fresh = -(-sequence.num_tokens // block_size) - len(matched)
         room_to_grow = len(self.running) + len(self.loading)  # a block for each, lest they preempt it at once
-        if (fresh := take_blocks(self._pool, sequence, num_fresh, room_to_grow)) is None:
+        if sequence.reuse is None:
+            fresh = self._pool.allocate(num_fresh, leaving=room_to_grow)
+        else:
+            fresh = sequence.reuse.allocate(self._pool, num_fresh, room_to_grow)
+        if fresh is None:
             self._pool.free(matched)
             return None
         sequence.block_table = matched + fresh.tolist()
@@ -362,7 +365,7 @@ class Scheduler:
 
 
 def _chunk(sequence: Sequence, budget: int) -> Chunk:
-    if sequence.reuse is not None and sequence.reuse.runs:  # all but the last token is the blend's
+    if sequence.reuse is not None and sequence.reuse.is_due:  # all but the last token is the blend's
         return Chunk(sequence, sequence.num_tokens - 1, sequence.num_tokens, samples=True)
     start = sequence.num_computed
     end = min(start + budget, sequence.num_tokens)

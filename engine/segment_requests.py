@@ -91,13 +91,13 @@ class SegmentRequests:
 
     def blend(self, batch: Batch) -> None:
         """Blend the requests of a batch that are due: what is left of them is the last token, which the batch has."""
-        due = [chunk.sequence for chunk in batch.chunks if chunk.sequence.reuse and chunk.sequence.reuse.runs]
+        sequences = [chunk.sequence for chunk in batch.chunks]
+        due = [(one, one.reuse) for one in sequences if isinstance(one.reuse, SegmentReuse) and one.reuse.is_due]
         if not due:
             return
-        for sequence, result in zip(due, self._blender.blend(due), strict=True):
+        for (sequence, reuse), result in zip(due, self._blender.blend(due), strict=True):
             self._count(sequence, result)
-            assert sequence.reuse is not None
-            sequence.reuse.let_go(self._pool)
+            reuse.let_go(self._pool)
         batch.blended()
 
     def takes(self, output: Output) -> bool:
@@ -115,7 +115,7 @@ class SegmentRequests:
 
     def abort(self, sequence: Sequence) -> None:
         """End what a request waits for: whoever else wants the same segments has children of their own."""
-        for child in sequence.reuse.children if sequence.reuse else ():
+        for child in sequence.reuse.children if isinstance(sequence.reuse, SegmentReuse) else ():
             if child.state is not SequenceState.FINISHED:
                 self._scheduler.abort(child.request_id)
 

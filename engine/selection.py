@@ -24,18 +24,18 @@ def drawn(candidates: Positions, share: float) -> Positions:
     return np.sort(generator.choice(candidates, _count(share, len(candidates)), replace=False))
 
 
-def first_of(runs: Iterable[Positions], share: float) -> Positions:
-    """The share of every run that it begins with."""
-    return np.concatenate([run[: _count(share, len(run))] for run in runs])
+def first_of(parts: Iterable[Positions], share: float) -> Positions:
+    """The share of every part that it begins with."""
+    return np.concatenate([part[: _count(share, len(part))] for part in parts])
 
 
-def borders_of(runs: Iterable[Positions], share: float) -> Positions:
-    """The share of every run, half of it at its beginning and half at its end."""
-    return np.concatenate([_both_ends(run, _count(share, len(run))) for run in runs])
+def borders_of(parts: Iterable[Positions], share: float) -> Positions:
+    """The share of every part, half of it at its beginning and half at its end."""
+    return np.concatenate([_both_ends(part, _count(share, len(part))) for part in parts])
 
 
-def _both_ends(run: Positions, number: int) -> Positions:
-    return np.concatenate([run[: number - number // 2], run[len(run) - number // 2 :]])
+def _both_ends(part: Positions, number: int) -> Positions:
+    return np.concatenate([part[: number - number // 2], part[len(part) - number // 2 :]])
 
 
 def _count(share: float, number: int) -> int:

@@ -17,6 +17,7 @@ from kvtier.engine.blend import Blender, BlendResult
 from kvtier.engine.completion import Completion
 from kvtier.engine.config import REPAIR_RULES, EngineConfig
 from kvtier.engine.llm import Engine
+from kvtier.engine.reuse import SegmentReuse
 from kvtier.engine.segment import Repair, Segment
 from kvtier.engine.sequence import FinishReason, RequestError, SamplingParams
 from kvtier.engine.sequence import Sequence as Live
@@ -121,7 +122,7 @@ def test_several_requests_are_blended_in_one_batch(make: Make, monkeypatch: pyte
     batches = []
     blend = Blender.blend
 
-    def noted(self: Blender, due: Sequence[Live]) -> list[BlendResult]:
+    def noted(self: Blender, due: Sequence[tuple[Live, SegmentReuse]]) -> list[BlendResult]:
         batches.append(len(due))
         return blend(self, due)
 
@@ -178,7 +179,6 @@ def test_preemption_by_offload_puts_nothing_approximate_away(make: Make) -> None
     found = engine.generate([[*tokens, seed] for seed in range(6)], params, segments=[segments] * 6)
     assert engine.stats["preempted"] > 0
     settled(engine)
-    held = engine.connector.hierarchy.host.pool  # type: ignore[attr-defined]
     # Whoever was preempted may have been computed in full since. What can be found is exact, whoever stored it.
     engine.pool.reset()
     for seed, each in enumerate(found):
