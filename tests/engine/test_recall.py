@@ -18,7 +18,7 @@ from kvtier.tiers.config.config import Config
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 SEGMENTS = [Segment(place * LENGTH, (place + 1) * LENGTH) for place in range(NUM_DOCUMENTS)]
 UNREPAIRED = Repair(share=0.0)
-QUESTIONS = 240
+QUESTIONS = 160
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_repair_restores_what_reuse_costs(questions: list[Asked], dtype: str) ->
 
 
 def test_documents_read_back_from_every_tier(questions: list[Asked], disk_dir: Path) -> None:
-    some = questions[:160]
+    some = questions[:80]
     engine = opened(disk_dir)
     full = recall(engine, some, None)
     engine.precompute([document for each in some for document in each.documents])
