@@ -37,8 +37,9 @@ class BlendResult:
 
 @dataclass(slots=True)
 class _BlendRows:
-    """Rows of one request on their way through the layers."""
+    """Rows of one request on their way through the layers; at most as many as a step computes."""
 
+    positions: Positions
     span: BlendSpan
     states: torch.Tensor  # [rows, hidden], before `layer`
     turns: tuple[torch.Tensor, torch.Tensor]  # cos and sin of their positions, [1, rows, rotated dimensions]
@@ -63,7 +64,8 @@ class _BlendJob:
         self.repaired: Positions = self.candidates[:0]
         self.deviation: float | None = None
         self.fell_back = False
-        self.rows: _BlendRows | None = None  # behind the check, if there was one
+        self.attended: torch.Tensor | None = None  # what each key gets of the question's attention
+        self.rows: list[_BlendRows] | None = None  # behind the check, if there was one
 
     @property
     def is_checked(self) -> bool:
@@ -78,7 +80,8 @@ class _BlendJob:
 class Blender:
     """Blends over one model and its L1 pool. Writes the requests' own blocks alone."""
 
-    def __init__(self, model: Model, pool: BlockPool, inv_freq: torch.Tensor) -> None:
+    def __init__(self, model: Model, pool: BlockPool, inv_freq: torch.Tensor, max_rows: int) -> None:
+        """`max_rows` go through a layer at once: that bounds the memory a long prompt takes."""
         decoder: Any = model.module.model
         self._decoder = decoder
         self._device = model.device
@@ -87,6 +90,7 @@ class Blender:
         self._kv = PagedKV(pool.tensor)
         self._block_size = pool.shape.block_size
         self._inv_freq = inv_freq
+        self._max_rows = max_rows
 
     @torch.inference_mode()
     def blend(self, due: abc.Sequence[tuple[Sequence, SegmentReuse]]) -> list[BlendResult]:
@@ -102,11 +106,8 @@ class Blender:
             if job.rows is None:
                 if job.repair.rule != "question" or job.repair.share in (0, 1):
                     job.repaired = _chosen(job)
-                chosen = np.union1d(job.missing, job.repaired)
-                job.rows = self._rows(job, chosen) if len(chosen) else None
-            if job.rows is not None:
-                job.rows.until = self._num_layers
-                rows.append(job.rows)
+                job.rows = self._rows(job, np.union1d(job.missing, job.repaired), self._num_layers)
+            rows += job.rows
         self._run(rows)
         return [job.result() for job in jobs]
 
@@ -126,25 +127,25 @@ class Blender:
     def _check(self, jobs: list[_BlendJob]) -> None:
         """Compute all rows up to the check layer, compare there, and keep those that go on."""
         for job in jobs:
-            job.rows = self._rows(job, np.arange(job.first, job.end))
-            job.rows.until = job.repair.check_layer
-        self._run([job.rows for job in jobs if job.rows is not None])
+            job.rows = self._rows(job, np.arange(job.first, job.end), job.repair.check_layer)
+        self._run([rows for job in jobs for rows in job.rows or ()])
         for job in jobs:
-            assert job.rows is not None
-            squares = self._deviations(job, job.rows)
+            squares = self._deviations(job)
             job.repaired = highest(job.candidates, squares, job.repair.share)
             left = squares[~np.isin(job.candidates, job.repaired)]
             job.deviation = float(np.sqrt(left.mean())) if len(left) else 0.0
             if job.deviation > job.repair.max_deviation:
                 job.repaired, job.fell_back = job.candidates, True
-            self._narrow(job, np.union1d(job.missing, job.repaired))
+            job.rows = self._narrowed(job, np.union1d(job.missing, job.repaired))
 
-    def _deviations(self, job: _BlendJob, rows: _BlendRows) -> NDArray[np.float64]:
+    def _deviations(self, job: _BlendJob) -> NDArray[np.float64]:
         """How far each reused token's K and V are from computed ones, squared, relative to the reused ones' mean."""
         layer = job.repair.check_layer
         candidates = torch.from_numpy(job.candidates).to(self._device)
-        computed = _keys_and_values(self._decoder.layers[layer], rows.states, rows.turns)
-        copied = self._kv.gather(layer, rows.span.blocks, job.end)
+        rows = job.rows or []
+        parts = [_keys_and_values(self._decoder.layers[layer], each.states, each.turns) for each in rows]
+        computed = [torch.cat(states) for states in zip(*parts, strict=True)]
+        copied = self._kv.gather(layer, rows[-1].span.blocks, job.end)
         total = torch.zeros(len(candidates), device=self._device)
         for new, old in zip(computed, copied, strict=True):
             kept = old[candidates].float()
@@ -153,17 +154,18 @@ class Blender:
         squares: NDArray[np.float64] = (total / 2).double().cpu().numpy()
         return squares
 
-    def _narrow(self, job: _BlendJob, chosen: Positions) -> None:
-        """Only the chosen positions go on from the check layer."""
-        before = job.rows
-        assert before is not None
-        if not len(chosen):
-            job.rows = None
-            return
-        kept = torch.from_numpy(chosen - job.first).to(self._device)
-        cos, sin = before.turns
-        span = self._span(job, chosen)
-        job.rows = _BlendRows(span, before.states[kept], (cos[:, kept], sin[:, kept]), before.layer, self._num_layers)
+    def _narrowed(self, job: _BlendJob, chosen: Positions) -> list[_BlendRows]:
+        """Only the chosen positions, from the check layer on."""
+        narrowed = []
+        for rows in job.rows or ():
+            places = np.flatnonzero(np.isin(rows.positions, chosen))
+            if not len(places):
+                continue
+            kept, positions = torch.from_numpy(places).to(self._device), rows.positions[places]
+            cos, sin = (each[:, kept] for each in rows.turns)
+            span = self._span(job, positions)
+            narrowed.append(_BlendRows(positions, span, rows.states[kept], (cos, sin), rows.layer, self._num_layers))
+        return narrowed
 
     def _question(self, jobs: list[_BlendJob]) -> None:
         """Let what stands behind the last segment look at the copied KV; what it attends to most is computed anew.
@@ -172,24 +174,29 @@ class Blender:
         """
         asking = []
         for job in jobs:
-            rows = self._rows(job, np.append(job.missing, job.end))
-            rows.until = self._num_layers
-            rows.span.attended = torch.zeros(rows.span.length, device=self._device)
-            rows.span.asking_from = job.parts[-1].end
-            asking.append((job, rows))
-        self._run([rows for _, rows in asking])
-        for job, rows in asking:
-            assert rows.span.attended is not None
-            scores = rows.span.attended.double().cpu().numpy()
+            attended = torch.zeros(job.end + 1, device=self._device)
+            rows = self._rows(job, np.append(job.missing, job.end), self._num_layers)
+            for each in rows:
+                each.span.attended, each.span.asking_from = attended, job.parts[-1].end
+            asking += rows
+            job.attended = attended
+        self._run(asking)
+        for job in jobs:
+            assert job.attended is not None
+            scores = job.attended.double().cpu().numpy()
             job.repaired = highest(job.candidates, scores[job.candidates], job.repair.share)
 
-    def _rows(self, job: _BlendJob, positions: Positions) -> _BlendRows:
-        """These positions before the first layer."""
-        span = self._span(job, positions)
-        token_ids = torch.tensor([job.sequence.token_ids[place] for place in positions.tolist()], device=self._device)
-        states = self._decoder.embed_tokens(token_ids)
-        turns = self._decoder.rotary_emb(states[None], span.positions[None])
-        return _BlendRows(span, states, turns, 0, 0)
+    def _rows(self, job: _BlendJob, positions: Positions, until: int) -> list[_BlendRows]:
+        """These positions before the first layer, on their way to `until`."""
+        rows = []
+        for start in range(0, len(positions), self._max_rows):
+            some = positions[start : start + self._max_rows]
+            span = self._span(job, some)
+            token_ids = torch.tensor([job.sequence.token_ids[place] for place in some.tolist()], device=self._device)
+            states = self._decoder.embed_tokens(token_ids)
+            turns = self._decoder.rotary_emb(states[None], span.positions[None])
+            rows.append(_BlendRows(some, span, states, turns, 0, until))
+        return rows
 
     def _span(self, job: _BlendJob, positions: Positions) -> BlendSpan:
         table = job.sequence.block_table
@@ -199,26 +206,35 @@ class Blender:
         return BlendSpan(torch.from_numpy(positions).to(self._device), torch.from_numpy(slots).to(self._device), blocks)
 
     def _run(self, rows: list[_BlendRows]) -> None:
-        """Take all rows from their layer to where each of them stops, packed."""
+        """Take all rows from their layer to where each of them stops, packed; a request's own in order."""
         for number in range(self._num_layers):
-            active = [each for each in rows if each.layer == number < each.until]
-            if not active:
-                continue
-            spans = [each.span for each in active]
-            cos = torch.cat([each.turns[0] for each in active], 1)
-            sin = torch.cat([each.turns[1] for each in active], 1)
-            states = self._decoder.layers[number](
-                torch.cat([each.states for each in active])[None],
-                attention_mask=None,
-                position_ids=torch.cat([span.positions for span in spans])[None],
-                past_key_values=None,
-                use_cache=False,
-                position_embeddings=(cos, sin),
-                paged=BlendAttention(self._kv, spans),
-            )
-            parts = states[0].split([len(span.positions) for span in spans])
-            for each, part in zip(active, parts, strict=True):
-                each.states, each.layer = part, number + 1
+            pack: list[_BlendRows] = []
+            for each in rows:
+                if not each.layer == number < each.until:
+                    continue
+                if pack and sum(len(other.positions) for other in pack) + len(each.positions) > self._max_rows:
+                    self._run_layer(number, pack)
+                    pack = []
+                pack.append(each)
+            if pack:
+                self._run_layer(number, pack)
+
+    def _run_layer(self, number: int, pack: list[_BlendRows]) -> None:
+        spans = [each.span for each in pack]
+        states = self._decoder.layers[number](
+            torch.cat([each.states for each in pack])[None],
+            attention_mask=None,
+            position_ids=torch.cat([span.positions for span in spans])[None],
+            past_key_values=None,
+            use_cache=False,
+            position_embeddings=tuple(
+                torch.cat(turns, 1) for turns in zip(*(each.turns for each in pack), strict=True)
+            ),
+            paged=BlendAttention(self._kv, spans),
+        )
+        parts = states[0].split([len(each.positions) for each in pack])
+        for each, part in zip(pack, parts, strict=True):
+            each.states, each.layer = part, number + 1
 
 
 def _chosen(job: _BlendJob) -> Positions:

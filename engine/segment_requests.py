@@ -45,7 +45,7 @@ class SegmentRequests:
         self._pool = pool
         self._scheduler = scheduler
         self._config = config
-        self._blender = Blender(model, pool, require_rotatable(model.module))
+        self._blender = Blender(model, pool, require_rotatable(model.module), config.token_budget)
         self._children: dict[str, Sequence] = {}
 
     @property

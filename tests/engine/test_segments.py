@@ -136,6 +136,24 @@ def test_several_requests_are_blended_in_one_batch(make: Make, monkeypatch: pyte
         assert np.allclose(one.logits, other.logits, atol=1e-4)
 
 
+@pytest.mark.parametrize("rule", ["deviation", "question"])
+def test_a_blend_takes_no_more_rows_at_once_than_a_step(make: Make, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    repair = Repair(rule, max_deviation=9)
+    expected = answer(make(**ON, max_num_batched_tokens=512), repair)
+    taken = []
+    run_layer = Blender._run_layer
+
+    def noted(self: Blender, number: int, pack: list[Any]) -> None:
+        taken.append(sum(len(rows.positions) for rows in pack))
+        run_layer(self, number, pack)
+
+    monkeypatch.setattr(Blender, "_run_layer", noted)
+    found = answer(make(**ON, max_num_batched_tokens=24), repair)
+    assert 0 < max(taken) <= 24
+    assert found.num_repaired_tokens == expected.num_repaired_tokens
+    assert np.allclose(found.logits[0], expected.logits[0], atol=1e-3)
+
+
 def test_rules_and_check_layers_mix_in_one_batch(make: Make) -> None:
     repairs = [replace(UNBOUND, check_layer=2), Repair("question"), Repair("first"), Repair(share=0.0), UNBOUND]
     expected = [answer(make(**ON), repair, ONE).logits for repair in repairs]
@@ -408,7 +426,9 @@ def test_bad_input_is_one_clear_error_and_nothing_is_admitted(make: Make, what: 
 
 def test_segments_are_refused_where_they_are_off_or_the_engine_is_exact(make: Make) -> None:
     with pytest.raises(RequestError, match=r'this engine reuses none; set \[cache\] segments = "on"'):
-        make().add_request(PROMPT, GREEDY, segments=SEGMENTS)
+        (off := make()).add_request(PROMPT, GREEDY, segments=SEGMENTS)
+    assert off.segments is None
+    assert not [name for name in off.stats if "segment" in name]  # nothing is paid
     exact = make(exact=True, exact_rows=64, **ON)
     with pytest.raises(RequestError, match='their reuse is approximate, and this engine is "exact"'):
         exact.generate([PROMPT], GREEDY, segments=[SEGMENTS])
