@@ -12,7 +12,15 @@ from kvtier.engine.reuse import HeldSegment, SegmentReuse
 from kvtier.engine.rope_gate import require_rotatable
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.segment import Repair, Segment, WantedReuse, checked_segments
-from kvtier.engine.sequence import NamedPrompt, Output, RequestError, SamplingParams, Sequence, SequenceState
+from kvtier.engine.sequence import (
+    FinishReason,
+    NamedPrompt,
+    Output,
+    RequestError,
+    SamplingParams,
+    Sequence,
+    SequenceState,
+)
 from kvtier.tiers.copies import BlockPool
 from kvtier.tiers.naming import TokenChain
 
@@ -57,6 +65,8 @@ class SegmentRequests:
         """What a request asks for; RequestError for what this model or mode cannot do."""
         if self._config.exact:
             raise RequestError('segments: their reuse is approximate, and this engine is "exact"; leave them out')
+        if not isinstance(repair, Repair | None):
+            raise RequestError(f"repair {repair!r}: use Repair(rule, share)")
         repair = repair or Repair(self._config.repair_rule, self._config.repair_share)
         num_layers = self._model.num_layers
         if repair.rule == "deviation" and repair.check_layer >= num_layers:
@@ -87,6 +97,7 @@ class SegmentRequests:
         """End the children that have all their blocks: the token that follows is nobody's."""
         for child in [child for child in self._children.values() if child.state is SequenceState.RUNNING]:
             if child.num_named >= child.num_prompt_tokens // self._config.block_size:
+                self._count_child(child)
                 self._scheduler.abort(child.request_id)
 
     def blend(self, batch: Batch) -> None:
@@ -107,10 +118,8 @@ class SegmentRequests:
             return False
         if output.finish_reason is not None:
             del self._children[output.request_id]
-            num_tokens = child.num_prompt_tokens - 1
-            ways = {"held": child.num_l1_tokens, "loaded": child.num_l1_tokens + child.num_external_tokens}
-            outcome = next((way for way, had in ways.items() if had >= num_tokens), "computed")
-            self.stats[f"segments_{outcome}"] += 1
+            if output.finish_reason is not FinishReason.ABORT:
+                self._count_child(child)
         return True
 
     def abort(self, sequence: Sequence) -> None:
@@ -141,6 +150,12 @@ class SegmentRequests:
         chain = TokenChain(prompt.chain.root, self._config.block_size, self._config.hash_scheme)
         chain.extend(prompt.token_ids[segment.start : segment.end])
         return chain
+
+    def _count_child(self, child: Sequence) -> None:
+        num_tokens = child.num_prompt_tokens - 1
+        had = {"held": child.num_l1_tokens, "loaded": child.num_l1_tokens + child.num_external_tokens}
+        outcome = next((way for way, number in had.items() if number >= num_tokens), "computed")
+        self.stats[f"segments_{outcome}"] += 1
 
     def _count(self, sequence: Sequence, result: BlendResult) -> None:
         if not sequence.num_preempted:

@@ -367,6 +367,7 @@ def test_an_abort_ends_what_its_request_waits_for(make: Make) -> None:
         assert engine.pool.num_free_blocks == engine.pool.num_blocks
         engine.pool.reset()
     assert engine.stats["aborted"] == 4
+    assert engine.stats["segments_computed"] == 3  # by the first answer alone
 
 
 def test_a_blend_that_raises_is_made_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,6 +410,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "rule": (lambda: {"segments": SEGMENTS, "repair": Repair("best")}, "repair rule 'best': use one of deviation,"),
     "layer": (lambda: {"segments": SEGMENTS, "repair": Repair(check_layer=3)}, "check_layer 3: this model's layers"),
     "layer 0": (lambda: {"segments": SEGMENTS, "repair": Repair(check_layer=0)}, "check_layer 0: use a whole number"),
+    "repair": (lambda: {"segments": SEGMENTS, "repair": 0.15}, r"repair 0\.15: use Repair"),
     "bound": (lambda: {"segments": SEGMENTS, "repair": Repair(max_deviation=-1)}, "max_deviation -1"),
 }
 
