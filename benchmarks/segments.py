@@ -160,7 +160,7 @@ def main() -> int:
     has_model = (FIXTURE / "recall-llama-bf16").is_dir()
     right = recall([NOTHING, EVERYTHING, *every], 40 if args.quick else 200) if has_model else {}
     timed = [(rule, share) for rule in ("deviation", "question", "first") for share in shares]
-    measured = cost([NOTHING, *timed], 1 if args.quick else 5, small=args.quick)
+    measured = cost([NOTHING, *timed], 1 if args.quick else 3, small=args.quick)
     rows: list[dict[str, object]] = []
     for arm in (EVERYTHING, NOTHING, *every):
         row: dict[str, object] = {"rule": arm[0] if 0 < arm[1] < 1 else "", "computed anew": f"{arm[1]:.0%}"}

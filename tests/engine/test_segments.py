@@ -456,3 +456,52 @@ def test_the_deviation_left_is_counted(make: Make) -> None:
     answer(engine, Repair("first"))  # does not measure it
     assert engine.segments is not None
     assert sum(engine.segments.deviations.values()) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("options", [{}, {"preemption": "offload"}, {"loading": "layerwise"}], ids=str)
+def test_a_random_crowd_ends_and_leaks_nothing(make: Make, seed: int, options: dict[str, str]) -> None:
+    """Requests with and without segments come, are aborted and preempted, while L1 forgets: all end, all laws hold."""
+    rng = np.random.default_rng(seed)
+    engine = make(tiers=True, **{**ON, "num_blocks": 24, "max_num_seqs": 4, **options})
+    live: set[str] = set()
+    exact: dict[str, list[int]] = {}  # requests whose answers must be those of a full prefill, with their texts so far
+    lengths: dict[str, int] = {}
+
+    def turn() -> None:
+        told = engine.step()
+        assert {output.request_id for output in told} <= live
+        for output in told:
+            if output.token_id is not None and output.request_id in exact:
+                exact[output.request_id].append(output.token_id)
+        live.difference_update(output.request_id for output in told if output.finish_reason is not None)
+
+    for _ in range(60):
+        if rng.random() < 0.4:
+            chosen = [DOCUMENTS[index] for index in rng.permutation(3)[: rng.integers(1, 4)]]
+            tokens, segments = asked(chosen, lead=int(rng.integers(0, 20)))
+            kept = [segment for segment in segments if rng.random() < 0.8]
+            repair = Repair(str(rng.choice(REPAIR_RULES)), float(rng.choice([0.0, 0.3, 1.0])), max_deviation=9)
+            params = SamplingParams(max_tokens=int(rng.integers(1, 30)), ignore_eos=True)
+            live.add(name := engine.add_request(tokens, params, segments=kept, repair=repair))
+            if not kept or repair.share == 1:
+                exact[name], lengths[name] = tokens, len(tokens)
+        if live and rng.random() < 0.1:
+            engine.abort(str(rng.choice(sorted(live))))
+        if rng.random() < 0.1:
+            engine.pool.reset()
+        turn()
+    num_steps = 0
+    while engine.has_unfinished:
+        turn()
+        num_steps += 1
+        assert num_steps < 20_000, "no progress"
+    assert not live
+    assert exact
+    for name, text in exact.items():
+        expected = plain_logits(plain("llama"), text[:-1]).argmax(-1).tolist()
+        assert text[lengths[name] :] == expected[lengths[name] - 1 :]
+    assert engine.segments is not None
+    assert not engine.segments._children
+    assert not engine.scheduler._admission.computing
+    assert engine.stats["blends"] > 0
