@@ -131,10 +131,11 @@ def cost(arms: list[Arm], num_rounds: int, *, small: bool) -> dict[Arm, list[tup
     return measured
 
 
-def plot(right: dict[Arm, float], ratios: dict[Arm, float], path: Path) -> None:
-    """Accuracy over the share, one line a rule, and beside it the CPU time of a full prefill that each takes."""
-    figure, (left, beside) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for axes, values in ((left, right), (beside, ratios)):
+def plot(right: dict[Arm, float], cpu: dict[Arm, float], ttft: dict[Arm, float], path: Path) -> None:
+    """Over the share that is computed anew, one line a rule: right answers, CPU time and TTFT of a full prefill's."""
+    figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    labels = ("right answers", "CPU time ÷ full prefill", "TTFT ÷ full prefill")
+    for axes, values, label in zip(panels, (right, cpu, ttft), labels, strict=True):
         for rule in RULES:
             arms = [arm for arm in values if arm[0] == rule and arm not in (NOTHING, EVERYTHING)]
             if arms:  # not every rule is timed
@@ -142,12 +143,12 @@ def plot(right: dict[Arm, float], ratios: dict[Arm, float], path: Path) -> None:
                 axes.plot(*zip(*drawn, strict=True), marker="o", markersize=3, label=rule)
         axes.axhline(values.get(EVERYTHING, 1.0), color="grey", linewidth=0.8, linestyle="--")
         axes.set_xlabel("share of reused tokens computed anew")
-    left.set_ylabel("right answers")
-    left.set_title("recall model; dashed: full prefill", fontsize=10)
-    beside.set_ylabel("CPU time ÷ full prefill")
-    beside.set_title("57 M parameters, 3,165 tokens", fontsize=10)
-    beside.set_ylim(bottom=0)
-    left.legend(fontsize=8)
+        axes.set_ylabel(label)
+        axes.set_title("57 M parameters, 3,165 tokens" if values is not right else "recall model", fontsize=10)
+        if values is not right:
+            axes.set_ylim(bottom=0)
+    panels[0].legend(fontsize=8)
+    figure.suptitle("Documents reused at other places; dashed: full prefill", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
@@ -171,6 +172,7 @@ def main() -> int:
             row |= {"CPU s": cpu, "CPU, of full": of_full, "TTFT, of full": ttft}
         rows.append(row)
     ratios = {arm: statistics.median(ratio for _, ratio, _ in values) for arm, values in measured.items()}
+    waits = {arm: statistics.median(ratio for _, _, ratio in values) for arm, values in measured.items()}
     targets = [Target("blend with 15 % repaired by deviation: CPU over a full prefill", 0.5, ratios[DEFAULT])]
     if right:
         full = right[EVERYTHING]
@@ -179,7 +181,7 @@ def main() -> int:
             Target("recall without repair over full: the ruler measures", 0.8, right[NOTHING] / full),
         ]
     if args.save:
-        plot(right, ratios, RESULTS / "segments.png")
+        plot(right, ratios, waits, RESULTS / "segments.png")
     return report("segments", rows, targets, args.json, args.save)
 
 
