@@ -13,6 +13,9 @@ from kvtier.tiers import ChainHash, ChildBlock
 from kvtier.tiers.hierarchy import Pending
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvtier.connector import SchedulerSide
     from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
 
@@ -53,6 +56,8 @@ class Admission:
         block_size = self._config.block_size
         ranked = []
         for sequence in self.waiting[:_WINDOW]:
+            if sequence.reuse is not None and sequence.reuse.is_waiting:
+                continue  # for its segments
             usable = list(sequence.hashes[: (sequence.num_tokens - 1) // block_size])
             num_l1 = self._pool.lookup(usable)
             if num_l1 < len(usable) and usable[num_l1] in self.computing:
@@ -99,6 +104,12 @@ class Admission:
         children = self._pool.children(sequence.chain.parent(num_l1))
         return best_child(sequence.chain, children, num_l1, sequence.num_tokens - 1) if children else None
 
+    def allocate(self, sequence: Sequence, num_blocks: int, leaving: int) -> "NDArray[np.int64] | None":
+        """As `BlockPool.allocate`; the blocks of segments that the request reuses are held from then on."""
+        if sequence.reuse is not None:
+            return sequence.reuse.allocate(self._pool, num_blocks, leaving)
+        return self._pool.allocate(num_blocks, leaving=leaving)
+
     def admit(self, sequence: Sequence) -> None:
         """It leaves the queue; who came earlier was passed over."""
         self.waiting.remove(sequence)
@@ -113,8 +124,9 @@ class Admission:
         insort(self.waiting, sequence, key=lambda sequence: sequence.order)
 
     def computes(self, sequence: Sequence, first_block: int) -> None:
-        """Its blocks from there on are on their way: others wait for them."""
-        for chain_hash in sequence.hashes[first_block:]:
+        """Its blocks from there on are on their way: others wait for those that will have a name."""
+        end = sequence.exact_until(sequence.num_tokens) // self._config.block_size
+        for chain_hash in sequence.hashes[first_block:end]:
             self.computing.setdefault(chain_hash, sequence.request_id)
 
     def forget(self, sequence: Sequence, hashes: Iterable[ChainHash]) -> None:

@@ -27,3 +27,7 @@ class Batch:
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks of L1, source and target, before it computes
     started: float = field(default_factory=time.perf_counter)
     arrived: bool = True  # set by the runner: False where a layerwise load failed or was late
+
+    def blended(self) -> None:
+        """Segments were blended since the step began: what its tokens take is measured from here."""
+        self.started = time.perf_counter()

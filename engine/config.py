@@ -5,6 +5,7 @@ from typing import Final, Literal
 
 from kvtier.tiers import ConfigError
 
+REPAIR_RULES: Final = ("deviation", "question", "first", "borders", "random")  # which reused tokens are computed anew
 TILE: Final = 16  # tokens: the absolute attention tile of `exact` mode
 
 
@@ -34,9 +35,13 @@ class EngineConfig:
     hash_scheme: Literal["sha256", "xxh3"] = "sha256"
     epoch: int = 0
     cache_salt: str | None = None  # of requests that bring none of their own
+    segments: Literal["off", "on"] = "off"  # on: a prompt's segments may reuse KV from another place, approximately
+    segment_min_tokens: int = 32  # shorter segments are computed
+    repair_share: float = 0.15  # of reused tokens, for requests that bring no `Repair`
+    repair_rule: str = "deviation"
 
     def __post_init__(self) -> None:
-        for field in ("block_size", "l1_bytes", "max_num_seqs", "max_num_batched_tokens", "exact_rows"):
+        for field in _POSITIVE:
             _at_least(field, getattr(self, field), 1)
         for field in ("num_blocks", "max_model_len"):
             if getattr(self, field) is not None:
@@ -46,6 +51,10 @@ class EngineConfig:
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
                 raise ConfigError(f"{field} {getattr(self, field)!r}: use one of {', '.join(choices)}")
+        if not 0 <= self.repair_share <= 1:
+            raise ConfigError(f"repair_share {self.repair_share!r}: use a number from 0 to 1")
+        if self.segments == "on" and not self.enable_prefix_caching:
+            raise ConfigError('segments "on": they are found by name, and enable_prefix_caching is off; switch it on')
         if self.token_budget < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_seqs {self.max_num_seqs}: more than the {self.token_budget} tokens of a step; "
@@ -65,7 +74,17 @@ class EngineConfig:
         return num_blocks
 
 
+_POSITIVE: Final = (
+    "block_size",
+    "l1_bytes",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "exact_rows",
+    "segment_min_tokens",
+)
 _CHOICES: Final = {
+    "segments": ("off", "on"),
+    "repair_rule": REPAIR_RULES,
     "preemption": ("recompute", "offload"),
     "loading": ("async", "layerwise"),
     "hash_scheme": ("sha256", "xxh3"),

@@ -4,29 +4,22 @@ import itertools
 import time
 from collections import abc, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from transformers import PretrainedConfig
 
+from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_runner import ModelRunner
 from kvtier.engine.offload import EngineConnector, NoOffload
 from kvtier.engine.prompts import checked_tokens, is_text
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.sequence import (
-    FinishReason,
-    NamedPrompt,
-    Output,
-    RequestError,
-    SamplingParams,
-    Sequence,
-    SequenceState,
-)
+from kvtier.engine.segment import Repair, Segment, WantedReuse
+from kvtier.engine.segment_requests import SegmentRequests, wanted_by_each, wanted_reuse
+from kvtier.engine.sequence import NamedPrompt, Output, RequestError, SamplingParams, Sequence, SequenceState
 from kvtier.tiers import ConfigError
 from kvtier.tiers.copies import BlockPool
 from kvtier.tiers.naming import ModelIdentity, TokenChain, root_hash
@@ -42,20 +35,6 @@ _COUNTED: Final = (
 
 Connect = Callable[[ModelIdentity, BlockPool], EngineConnector]
 """Makes the connector once the model and its pool are known."""
-
-
-@dataclass(slots=True)
-class Completion:
-    """A finished answer."""
-
-    request_id: str
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    logits: list[NDArray[np.float32]] = field(default_factory=list, repr=False)  # one row per token, if asked for
-    num_prompt_tokens: int = 0
-    num_l1_tokens: int = 0  # of the prompt: found in L1
-    num_external_tokens: int = 0  # of the prompt: loaded from the tiers below
-    ttft: float | None = None  # seconds from arrival to the first token
 
 
 class Engine:
@@ -87,6 +66,9 @@ class Engine:
         scheduler_side = None if connect is None else self.connector.scheduler
         self.scheduler = Scheduler(self.config, self.pool, scheduler_side, model.eos_token_ids)
         self.runner = ModelRunner(model, self.pool.tensor, self.config, self.worker.wait_layer)
+        self.segments = (
+            None if self.config.segments == "off" else SegmentRequests(model, self.pool, self.scheduler, self.config)
+        )
         self._fingerprint = self.identity.fingerprint()
         self._ids = itertools.count()
         self._order = itertools.count()
@@ -136,11 +118,14 @@ class Engine:
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        segments: abc.Sequence[Segment] = (),
+        repair: Repair | None = None,
     ) -> str:
         """Queue a prompt (token ids) and return its id. Requests of different `cache_salt` share no KV.
 
-        A `NamedPrompt` has its salt in it. RequestError: empty prompt, token id out of range, more context
-        than the model or L1 has, id in use.
+        A `NamedPrompt` has its salt in it. Of `segments` the KV may come from another place: approximate, see `Repair`.
+        RequestError: empty prompt, token id out of range, more context than the model or L1 has, id in use, segments
+        that overlap or cannot be reused.
         """
         params = params or SamplingParams()
         if isinstance(prompt, NamedPrompt):
@@ -152,7 +137,8 @@ class Engine:
             raise RequestError(f"request_id {request_id!r}: use a string of Unicode characters")
         if request_id is not None and self._knows(request_id):
             raise RequestError(f"request id {request_id!r}: a live request has it; choose another")
-        return self._queue(prompt, params, request_id).request_id
+        wanted = wanted_reuse(segments, repair, len(prompt.token_ids), self.segments)
+        return self._queue(prompt, params, request_id, wanted).request_id
 
     def step(self) -> list[Output]:
         """Compute one batch; what it brought, one entry per request that got a token or ended. Empty: all wait."""
@@ -166,19 +152,29 @@ class Engine:
         params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str | None = None,
+        segments: abc.Sequence[abc.Sequence[Segment]] | None = None,
+        repair: Repair | None = None,
     ) -> list[Completion]:
-        """Answer all prompts, in their order. RequestError before anything is computed if one cannot be served."""
+        """Answer all prompts, in their order; `segments` has a list for each.
+
+        RequestError before anything is computed if one cannot be served.
+        """
         chosen = [params or SamplingParams()] * len(prompts) if not isinstance(params, abc.Sequence) else list(params)
         if len(chosen) != len(prompts):
             raise RequestError(f"{len(chosen)} sampling parameters for {len(prompts)} prompts: give one, or one each")
         checked = [self._checked(prompt, one) for prompt, one in zip(prompts, chosen, strict=True)]
+        wanted = wanted_by_each(segments, repair, checked, self.segments)
         named = [self._named(prompt, cache_salt) for prompt in checked]
-        requests = [self._open(prompt, one) for prompt, one in zip(named, chosen, strict=True)]
+        requests = [self._open(*one) for one in zip(named, chosen, wanted, strict=True)]
         try:
             return [self._complete(request) for request in requests]
         finally:
             for request in [each for each in requests if each.request_id in self._inboxes]:  # a step raised
                 self._leave(request)
+
+    def precompute(self, texts: abc.Sequence[ArrayLike], *, cache_salt: str | None = None) -> None:
+        """Compute texts (token ids) that are going to be segments, each alone: ordinary blocks, in every tier."""
+        self.generate(texts, SamplingParams(max_tokens=1, ignore_eos=True), cache_salt=cache_salt)
 
     def stream(
         self, prompt: ArrayLike, params: SamplingParams | None = None, *, cache_salt: str | None = None
@@ -200,6 +196,8 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request now; its last output says so. False: no such request is live."""
+        if self.segments is not None and request_id in self._requests:
+            self.segments.abort(self._requests[request_id])
         return self.scheduler.abort(request_id)
 
     def reset_cache(self) -> None:
@@ -227,6 +225,7 @@ class Engine:
         return {
             **dict.fromkeys(_COUNTED, 0),
             **scheduler.stats,
+            **(self.segments.figures if self.segments is not None else {}),
             "waiting": len(scheduler.waiting),
             "loading": len(scheduler.loading),
             "running": len(scheduler.running),
@@ -249,7 +248,7 @@ class Engine:
             return
         self._closed = True
         for request_id in list(self._requests):
-            self.scheduler.abort(request_id)
+            self.abort(request_id)
         self.scheduler.take_in(self.worker.close(_CLOSE_DEADLINE))
         self.connector.close()
 
@@ -260,6 +259,8 @@ class Engine:
         self.close()
 
     def _step(self) -> list[Output]:
+        if self.segments is not None:
+            self.segments.advance()
         batch = self.scheduler.schedule(self.worker.poll())  # admits what L1, L2 and L3 already hold
         stored = False
         logits = None
@@ -268,6 +269,8 @@ class Engine:
                 self.worker.start_load(batch.plan)  # h2d on the load stream
             if batch.copies:
                 self.pool.copy(batch.copies)  # d2d in the compute's own stream
+            if self.segments is not None:
+                self.segments.blend(batch)
             if batch.chunks:
                 logits = self.runner.run(batch)  # each layer waits for its own load
             else:
@@ -324,17 +327,27 @@ class Engine:
     def _knows(self, request_id: str) -> bool:
         return request_id in self._requests or self.scheduler.knows(request_id)
 
-    def _queue(self, prompt: NamedPrompt, params: SamplingParams, request_id: str | None = None) -> Sequence:
+    def _queue(
+        self,
+        prompt: NamedPrompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        wanted: WantedReuse | None = None,
+    ) -> Sequence:
         """Queue a prompt that is this request's own; under the next free number if it brings no id."""
         if request_id is None:
             request_id = next(name for name in map(str, self._ids) if not self._knows(name))
+        reuse = None
+        if self.segments is not None and wanted is not None:
+            reuse = self.segments.open(request_id, prompt, wanted, self._order)
         request = Sequence(request_id, prompt.token_ids, params, prompt.chain, next(self._order))
+        request.reuse = reuse
         self.scheduler.add(request)
         self._requests[request_id] = request
         return request
 
-    def _open(self, prompt: NamedPrompt, params: SamplingParams) -> Sequence:
-        request = self._queue(prompt, params)
+    def _open(self, prompt: NamedPrompt, params: SamplingParams, wanted: WantedReuse | None = None) -> Sequence:
+        request = self._queue(prompt, params, wanted=wanted)
         self._inboxes[request.request_id] = deque()
         return request
 
@@ -367,15 +380,15 @@ class Engine:
             if output.logits is not None:
                 completion.logits.append(output.logits)
             completion.finish_reason = output.finish_reason
-        completion.num_l1_tokens = request.num_l1_tokens
-        completion.num_external_tokens = request.num_external_tokens
-        completion.ttft = request.ttft
+        completion.account(request)
         return completion
 
     def _deliver(self, outputs: list[Output]) -> list[Output]:
         """Sort outputs into the inboxes of their requests; the rest is returned."""
         rest = []
         for output in outputs:
+            if self.segments is not None and self.segments.takes(output):
+                continue
             if output.finish_reason is not None:
                 self._requests.pop(output.request_id, None)
             inbox = self._inboxes.get(output.request_id)

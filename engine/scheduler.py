@@ -38,6 +38,7 @@ class Scheduler:
         self.loading: dict[str, Sequence] = {}
         self.running: list[Sequence] = []  # by admission
         self.stats: Counter[str] = Counter()
+        self.segment_stats: Counter[str] = Counter()  # what the same came to of segments, which are nobody's requests
         self._live: dict[str, Sequence] = {}
         self._config = config
         self._token_budget = config.token_budget
@@ -128,7 +129,7 @@ class Scheduler:
         else:
             self.running.remove(sequence)
         self._end(sequence)
-        self.stats["aborted"] += 1
+        self._tally(sequence)["aborted"] += 1
         self._ended.append(Output(request_id, None, FinishReason.ABORT))
         return True
 
@@ -181,7 +182,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         if self._config.preemption == "offload":
-            self._store(sequence, sequence.num_computed // self._config.block_size)
+            self._store(sequence, sequence.exact_until(sequence.num_computed) // self._config.block_size)
         self._requeue(sequence)
         sequence.num_preempted += 1
         self.stats["preempted"] += 1
@@ -221,11 +222,11 @@ class Scheduler:
         sequence, matched, source = candidate.sequence, found.matched, found.source
         num_fresh = -(-sequence.num_tokens // self._config.block_size) - len(matched)
         room_to_grow = len(self.running) + len(self.loading)  # a block for each, lest they preempt it at once
-        fresh = self._pool.allocate(num_fresh, leaving=room_to_grow)
+        fresh = self._admission.allocate(sequence, num_fresh, room_to_grow)
         if fresh is None and source is not None:  # that block's own room may be what is missing, and for ever
             self._pool.free([source])
             source, found = None, found._replace(source=None, in_part=0)
-            fresh = self._pool.allocate(num_fresh, leaving=room_to_grow)
+            fresh = self._admission.allocate(sequence, num_fresh, room_to_grow)
         if fresh is None:
             self._pool.free(matched)
             return None
@@ -237,12 +238,16 @@ class Scheduler:
 
     def _seat(self, sequence: Sequence, cached: CachedBlocks) -> None:
         """A request with blocks leaves the queue; some are there, some are to be loaded."""
-        block_size, layerwise = self._config.block_size, self._config.loading == "layerwise"
-        num_l1 = len(cached.matched)
+        block_size, num_l1 = self._config.block_size, len(cached.matched)
+        layerwise = self._config.loading == "layerwise" and sequence.reuse is None  # a blend needs what is loaded
         loading = self._connector.allocated(  # fewer than asked for where a promise lapsed
             sequence.request_id, sequence.block_table, cached.num_external, layerwise=layerwise
         )
         self._admission.admit(sequence)
+        if sequence.reuse is not None:
+            sequence.exact_tokens = sequence.reuse.settle(
+                num_l1 * block_size + cached.in_part + loading, sequence.num_tokens
+            )
         sequence.num_named = num_l1
         sequence.num_stored = 0
         self._store(sequence, num_l1)  # the tiers below may have lost or refused what L1 holds
@@ -254,8 +259,8 @@ class Scheduler:
             if loading:
                 sequence.found = self._connector.found(sequence.request_id)
                 sequence.found_in_part = self._connector.found_in_part(sequence.request_id)
-            self.stats["prompt_tokens"] += sequence.num_prompt_tokens
-            self.stats["l1_tokens"] += sequence.num_computed
+            self._tally(sequence)["prompt_tokens"] += sequence.num_prompt_tokens
+            self._tally(sequence)["l1_tokens"] += sequence.num_computed
         if self._config.enable_prefix_caching:
             self._admission.computes(sequence, num_l1)
         if loading and not layerwise:
@@ -291,7 +296,7 @@ class Scheduler:
     def _count_loaded(self, sequence: Sequence) -> None:
         if sequence.num_loading and not sequence.num_preempted:
             sequence.num_external_tokens = sequence.num_loading
-        self.stats["external_tokens"] += sequence.num_loading
+        self._tally(sequence)["external_tokens"] += sequence.num_loading
         sequence.num_loading = 0
 
     def _await_load(self, sequence: Sequence) -> None:
@@ -307,7 +312,7 @@ class Scheduler:
         """Full blocks among the first `end` tokens that may be found by others."""
         if not self._config.store_generated:
             end = min(end, sequence.num_prompt_tokens)
-        return end // self._config.block_size
+        return sequence.exact_until(end) // self._config.block_size
 
     def _name(self, sequence: Sequence) -> None:
         start, end = sequence.num_named, self._cacheable(sequence, sequence.num_computed)
@@ -332,7 +337,7 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, sample: SampledToken) -> Output:
         sequence.append(sample.token_id)
-        self.stats["generated_tokens"] += 1
+        self._tally(sequence)["generated_tokens"] += 1
         reason = None
         params = sequence.params
         ends = sample.token_id in self._eos_token_ids and not params.ignore_eos
@@ -343,7 +348,7 @@ class Scheduler:
         if reason is not None:
             self.running.remove(sequence)
             self._end(sequence)
-            self.stats["finished"] += 1
+            self._tally(sequence)["finished"] += 1
         return Output(sequence.request_id, sample.token_id, reason, sample.logits)
 
     def _end(self, sequence: Sequence) -> None:
@@ -358,7 +363,7 @@ class Scheduler:
 
     def _keep_tail(self, sequence: Sequence) -> None:
         """The next turn of a conversation begins in this request's unfinished last block."""
-        num_kept = sequence.num_computed
+        num_kept = sequence.exact_until(sequence.num_computed)
         if not self._config.store_generated:
             num_kept = min(num_kept, sequence.num_prompt_tokens)
         tail = sequence.chain.tail(num_kept) if num_kept // self._config.block_size == sequence.num_named else None
@@ -373,13 +378,20 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self._admission.forget(sequence, sequence.hashes[sequence.num_named :])
+        if sequence.reuse is not None:
+            sequence.reuse.let_go(self._pool)
         self._draining.update(block for block in sequence.block_table if block in self._held)
         self._pool.free(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = sequence.num_named = sequence.num_stored = sequence.num_loading = 0
 
+    def _tally(self, sequence: Sequence) -> Counter[str]:
+        return self.segment_stats if sequence.is_segment else self.stats
+
 
 def _chunk(sequence: Sequence, budget: int) -> Chunk:
+    if sequence.reuse is not None and sequence.reuse.is_due:  # all but the last token is the blend's
+        return Chunk(sequence, sequence.num_tokens - 1, sequence.num_tokens, samples=True)
     start = sequence.num_computed
     end = min(start + budget, sequence.num_tokens)
     return Chunk(sequence, start, end, samples=end == sequence.num_tokens)

@@ -6,7 +6,7 @@ import time
 from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from kvtier.tiers import L1, L2, TIERS, BlockRecord, ChainHash, KVTierError
 from kvtier.tiers.hierarchy import Attribution
 from kvtier.tiers.naming import TokenChain
+
+if TYPE_CHECKING:
+    from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
 
 _SEED_RANGE: Final = 2**64
 
@@ -100,6 +103,27 @@ class Output:
     logits: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)  # [vocab], if asked for
 
 
+class Reuse(Protocol):
+    """KV that a sequence takes from elsewhere than its own prefix, as the scheduler sees it: `SegmentReuse`."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether what it reuses is still being loaded or computed: it is not admitted yet."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be blended: in the next step that has it, which computes its last token behind that."""
+
+    def allocate(self, pool: "BlockPool", num_blocks: int, leaving: int) -> NDArray[np.int64] | None:
+        """The sequence's own blocks, as `BlockPool.allocate`; holds what it is going to copy until `let_go`."""
+
+    def settle(self, num_cached: int, num_tokens: int) -> int | None:
+        """Decide what is reused behind `num_cached` tokens; returns where that begins, None if nothing is."""
+
+    def let_go(self, pool: "BlockPool") -> None:
+        """Give back what it holds. Idempotent."""
+
+
 class Sequence:
     """A request's tokens and the blocks that hold their KV. `chain` names the prompt's.
 
@@ -130,6 +154,11 @@ class Sequence:
         self.num_generated = 0  # tokens of the answer so far
         self.arrived = time.monotonic()
         self.ttft: float | None = None  # seconds from arrival to the first token
+        self.reuse: Reuse | None = None  # of segments
+        self.is_segment = False  # a segment by itself, nobody's request
+        self.exact_tokens: int | None = None  # leading tokens whose KV is exact: more is never named; None: all of them
+        self.num_segment_tokens = 0  # of the prompt: taken from segments at the first admission
+        self.num_repaired_tokens = 0  # of these: computed anew
         self._chain = chain
         # Chain hashes of its full blocks, which the chain itself extends; empty where nothing is cached.
         self.hashes: abc.Sequence[ChainHash] = () if chain is None else chain.hashes
@@ -166,6 +195,10 @@ class Sequence:
     @property
     def generated(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    def exact_until(self, end: int) -> int:
+        """Of its first `end` tokens, how many have exact KV."""
+        return end if self.exact_tokens is None else min(end, self.exact_tokens)
 
     def append(self, token_id: int) -> None:
         """One more generated token; its KV is computed by the next step."""

@@ -1,5 +1,15 @@
 from .connector import LocalConnector, SchedulerSide, StepPlan, WorkerSide
-from .engine import Completion, Engine, EngineConfig, Output, RequestError, SamplingParams, open_engine
+from .engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    Output,
+    Repair,
+    RequestError,
+    SamplingParams,
+    Segment,
+    open_engine,
+)
 from .tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, Metrics, StoreLocked, TierUnavailable
 from .tiers.config import Config
 from .tiers.file import FileStore
@@ -26,9 +36,11 @@ __all__ = [
     "Metrics",
     "ModelIdentity",
     "Output",
+    "Repair",
     "RequestError",
     "SamplingParams",
     "SchedulerSide",
+    "Segment",
     "SlotPool",
     "StepPlan",
     "StoreLocked",

@@ -5,8 +5,9 @@ import pytest
 from numpy.typing import NDArray
 from tiny_models import FAMILIES, config_of, plain, plain_logits, prompt
 
+from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.llm import Completion, Engine
+from kvtier.engine.llm import Engine
 from kvtier.engine.sequence import SamplingParams
 
 KEEP = SamplingParams(max_tokens=3, ignore_eos=True, keep_logits=True)

@@ -15,8 +15,9 @@ from tiny_models import config_of, prompt
 
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.worker import WorkerSide
+from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.llm import Completion, Engine
+from kvtier.engine.llm import Engine
 from kvtier.engine.sequence import FinishReason, SamplingParams, SequenceState
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies.device import BlockPool

@@ -11,9 +11,11 @@ import torch
 from tiny_models import config_of, prompt
 
 from kvtier.connector.local import LocalConnector
+from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.llm import Completion, Engine
+from kvtier.engine.llm import Engine
 from kvtier.engine.model import Model
+from kvtier.engine.segment import Repair, Segment
 from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies import cuda_transfer
@@ -152,3 +154,20 @@ def test_exact_mode_gives_the_same_bits_however_a_prompt_is_cut(disk_dir: Path) 
         [answer] = engine.generate([tokens], GREEDY)
         assert answer.num_external_tokens == 64
         assert same(answer, expected)
+
+
+@pytest.mark.parametrize("rule", ["deviation", "question"])
+def test_segments_are_blended_on_the_device(rule: str) -> None:
+    """Repairing everything is a full prefill; a share is computed, and what is copied is what the CPU copies."""
+    model = model_of("llama", "float32")
+    documents = [prompt(1, 64), prompt(2, 53)]
+    tokens = [*prompt(3, 5), *documents[0], *documents[1], *prompt(4, 9)]
+    segments = [Segment(5, 69), Segment(69, 122)]
+    with Engine(model, EngineConfig(block_size=BLOCK, num_blocks=128)) as plain:
+        [full] = plain.generate([tokens], GREEDY)
+    with Engine(model, EngineConfig(block_size=BLOCK, num_blocks=128, segments="on")) as engine:
+        [whole] = engine.generate([tokens], GREEDY, segments=[segments], repair=Repair(rule, 1.0))
+        assert np.allclose(whole.logits[0], full.logits[0], atol=1e-2)
+        [some] = engine.generate([tokens], GREEDY, segments=[segments], repair=Repair(rule, 0.25, max_deviation=9))
+        assert (some.num_segment_tokens, some.num_repaired_tokens) == (112, 28)
+        assert engine.stats["segments_held"] == 2

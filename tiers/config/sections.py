@@ -69,6 +69,14 @@ class CacheConfig(Section):
         True, "reuse the leading tokens that a prompt shares with a held block; off: whole blocks only"
     )
     store_generated: bool = option(True, "store answers too, for the next turn of a conversation")
+    segments: Literal["off", "on"] = option(
+        "off", "on: requests may name segments, whose KV is reused at another place: approximate, kvtier's engine only"
+    )
+    segment_min_tokens: WholeNumber = option(32, "tokens of the shortest segment that is reused", ge=1, lt=2**31)
+    repair_share: float = option(0.15, "share of reused tokens that are computed anew", ge=0, le=1)
+    repair_rule: Literal["deviation", "question", "first", "borders", "random"] = option(
+        "deviation", "which reused tokens are computed anew"
+    )
     cache_salt: CacheSalt | None = option(None, "isolates a tenant: other salt, no hit")
     epoch: WholeNumber = option(0, "raise it to invalidate everything stored before", ge=0, lt=2**63)
 

@@ -67,7 +67,7 @@ def entry_dtype(block_size: int, is_encrypted: bool = False) -> np.dtype[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SlabSegment:
     """A run of the file: an entry table of `capacity` rows, then `num_slots` payload slots (whole extents)."""
 
     table_offset: int
@@ -84,7 +84,7 @@ class Superblock:
     slot_bytes: int
     block_size: int
     slots_per_extent: int
-    segments: tuple[Segment, ...]
+    segments: tuple[SlabSegment, ...]
     min_seq: int = 1  # rows of lower seq were forgotten by a reset
     update: int = 1  # grows with every rewrite; of two good copies the higher is the newer
     encryption: Encryption | None = None  # None: blocks lie in the clear
@@ -155,7 +155,7 @@ class Superblock:
         Growing fills the last segment up to its table's capacity and then appends a segment; shrinking cuts whole
         extents off the end. `segments` is empty if not even one extent fits.
         """
-        kept: list[Segment] = []
+        kept: list[SlabSegment] = []
         for index, segment in enumerate(self.segments):
             is_last = index == len(self.segments) - 1
             most = segment.capacity if is_last else segment.num_slots
@@ -172,7 +172,7 @@ class Superblock:
             resized = replace(resized, segments=(*kept, added))
         return resized
 
-    def _segment(self, offset: int, num_bytes: int) -> Segment | None:
+    def _segment(self, offset: int, num_bytes: int) -> SlabSegment | None:
         """The largest new segment that starts at `offset`; None if not one extent fits."""
         rows_bytes = self.slots_per_extent * self.entry_bytes
         extents = max(0, num_bytes) // (rows_bytes + self.extent_bytes)
@@ -180,7 +180,7 @@ class Superblock:
             extents -= 1
         num_slots = extents * self.slots_per_extent
         payload = offset + round_up(extents * rows_bytes, PAGE)
-        return Segment(offset, payload, num_slots, num_slots) if extents else None
+        return SlabSegment(offset, payload, num_slots, num_slots) if extents else None
 
 
 def plan(
@@ -276,7 +276,7 @@ def _decode_copy(copy: bytes) -> Superblock | None:
         return None
     if not 0 < block_size <= _MAX_BLOCK_TOKENS or not slot_bytes or not 0 < min_seq < _MAX_SEQ:
         return None
-    segments = tuple(Segment(*_SEGMENT.unpack_from(copy, _FIXED.size + i * _SEGMENT.size)) for i in range(count))
+    segments = tuple(SlabSegment(*_SEGMENT.unpack_from(copy, _FIXED.size + i * _SEGMENT.size)) for i in range(count))
     lock = Encryption(*_ENCRYPTION.unpack_from(copy, _ENCRYPTION_OFFSET)) if version == ENCRYPTED_VERSION else None
     found = Superblock(fingerprint, slot_bytes, block_size, per_extent, segments, min_seq, update, lock)
     return found if (found.stride, found.entry_bytes) == (stride, entry_bytes) and _fits(found) else None

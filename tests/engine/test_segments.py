@@ -1,0 +1,507 @@
+"""Stories of reused segments: what is copied, computed anew and named; who waits for what; what is refused."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_engines import GREEDY, KEEP, Make, end, settled
+from tiny_models import config_of, plain, plain_logits, prompt
+
+from kvtier.connector.local import LocalConnector
+from kvtier.engine.blend import Blender, BlendResult
+from kvtier.engine.completion import Completion
+from kvtier.engine.config import REPAIR_RULES, EngineConfig
+from kvtier.engine.llm import Engine
+from kvtier.engine.reuse import SegmentReuse
+from kvtier.engine.segment import Repair, Segment
+from kvtier.engine.sequence import FinishReason, RequestError, SamplingParams
+from kvtier.engine.sequence import Sequence as Live
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.naming.chain import TokenChain, root_hash
+
+ON: dict[str, Any] = {"segments": "on", "segment_min_tokens": 16, "num_blocks": 128}
+DOCUMENTS = [prompt(seed, length) for seed, length in ((1, 48), (2, 37), (3, 64))]
+QUESTION = prompt(9, 11)
+
+
+def asked(documents: list[list[int]], lead: int = 5) -> tuple[list[int], list[Segment]]:
+    """A prompt of a few tokens, these documents and the question; where the documents lie in it."""
+    tokens, segments = prompt(8, lead), []
+    for document in documents:
+        segments.append(Segment(len(tokens), len(tokens) + len(document)))
+        tokens = tokens + document
+    return tokens + QUESTION, segments
+
+
+PROMPT, SEGMENTS = asked(DOCUMENTS)
+ONE = SamplingParams(max_tokens=1, keep_logits=True)
+REUSED = 48 + 32 + 64  # full blocks of 16
+UNBOUND = Repair(max_deviation=9)  # K and V of random weights depend much on what stands before
+
+
+def answer(engine: Engine, repair: Repair | None = None, params: SamplingParams = KEEP) -> Completion:
+    return engine.generate([PROMPT], params, segments=[SEGMENTS], repair=repair or UNBOUND)[0]
+
+
+def names_of(engine: Engine, tokens: list[int], salt: str | None = None) -> list[bytes]:
+    chain = TokenChain(root_hash(engine.identity.fingerprint(), cache_salt=salt), engine.config.block_size)
+    chain.extend(tokens)
+    return chain.hashes
+
+
+# what is computed
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-mixed", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("rule", ["deviation", "question"])
+def test_repairing_everything_is_a_full_prefill(make: Make, family: str, rule: str) -> None:
+    engine = make(family, **ON)
+    found = answer(engine, Repair(rule, share=1.0))
+    full = plain_logits(plain(family), PROMPT + found.token_ids[:-1])[len(PROMPT) - 1 :]
+    assert (found.num_segment_tokens, found.num_repaired_tokens) == (REUSED, REUSED)
+    assert np.abs(np.stack(found.logits) - full.numpy()).max() <= 1e-5 * float(full.abs().max())
+
+
+def test_above_its_bound_a_deviation_means_a_full_prefill(make: Make) -> None:
+    engine = make(**ON)
+    found = answer(engine, Repair(share=0.1, max_deviation=0.0))
+    full = plain_logits(plain("llama"), PROMPT + found.token_ids[:-1])[len(PROMPT) - 1 :]
+    assert np.abs(np.stack(found.logits) - full.numpy()).max() <= 1e-5 * float(full.abs().max())
+    assert engine.stats["blends_in_full"] == 1
+    assert found.num_repaired_tokens == found.num_segment_tokens == REUSED
+
+
+def test_copied_keys_are_those_of_the_segment_moved(make: Make) -> None:
+    """Unrepaired: layer 0 depends on token and place alone, so there the copy is what a full prefill computes."""
+    kv = []
+    for engine, segments in ((make(**ON), SEGMENTS), (make(num_blocks=128), [])):
+        name = engine.add_request(
+            PROMPT, SamplingParams(max_tokens=2, ignore_eos=True), segments=segments, repair=Repair(share=0.0)
+        )
+        while not engine.request(name).num_generated:
+            engine.step()
+        kv.append(engine.pool.tensor[engine.request(name).block_table])
+        while engine.has_unfinished:
+            engine.step()
+    places = torch.tensor([place for segment in SEGMENTS for place in range(segment.start, segment.end)])
+    copied, computed = (blocks[places // 16, :, :, places % 16] for blocks in kv)
+    assert torch.allclose(copied[:, 0], computed[:, 0], atol=1e-4)
+    assert not torch.allclose(copied[:, 1], computed[:, 1], atol=1e-1)  # which is why it is repaired
+
+
+@pytest.mark.parametrize("rule", REPAIR_RULES)
+def test_a_rule_repairs_its_share(make: Make, rule: str) -> None:
+    found = answer(make(**ON), Repair(rule, share=0.25, max_deviation=9))
+    assert found.num_segment_tokens == REUSED
+    assert abs(found.num_repaired_tokens - REUSED / 4) <= 1
+    assert found.num_l1_tokens == found.num_external_tokens == 0
+
+
+def test_repair_comes_closer_to_a_full_prefill(make: Make) -> None:
+    def error(share: float) -> float:
+        found = answer(make(**ON), Repair(share=share, max_deviation=9), ONE)
+        full = plain_logits(plain("llama"), PROMPT)[-1].numpy()
+        return float(np.abs(found.logits[0] - full).max())
+
+    errors = [error(share) for share in (0.0, 0.5, 1.0)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-4 < errors[0]
+
+
+def test_several_requests_are_blended_in_one_batch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = [DOCUMENTS, DOCUMENTS[::-1], DOCUMENTS[1:]]
+    prompts, segments = zip(*[asked(each, lead) for each, lead in zip(orders, (5, 21, 3), strict=True)], strict=True)
+    alone = make(**ON)
+    apart = [alone.generate([one], KEEP, segments=[own])[0] for one, own in zip(prompts, segments, strict=True)]
+    batches = []
+    blend = Blender.blend
+
+    def noted(self: Blender, due: Sequence[tuple[Live, SegmentReuse]]) -> list[BlendResult]:
+        batches.append(len(due))
+        return blend(self, due)
+
+    monkeypatch.setattr(Blender, "blend", noted)
+    engine = make(**ON)
+    engine.precompute(DOCUMENTS)
+    together = engine.generate(prompts, KEEP, segments=segments)
+    assert batches == [3]
+    for one, other in zip(together, apart, strict=True):
+        assert one.token_ids == other.token_ids
+        assert np.allclose(one.logits, other.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["deviation", "question"])
+def test_a_blend_takes_no_more_rows_at_once_than_a_step(make: Make, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    repair = Repair(rule, max_deviation=9)
+    expected = answer(make(**ON, max_num_batched_tokens=512), repair)
+    taken = []
+    run_layer = Blender._run_layer
+
+    def noted(self: Blender, number: int, pack: list[Any]) -> None:
+        taken.append(sum(len(rows.positions) for rows in pack))
+        run_layer(self, number, pack)
+
+    monkeypatch.setattr(Blender, "_run_layer", noted)
+    found = answer(make(**ON, max_num_batched_tokens=24), repair)
+    assert 0 < max(taken) <= 24
+    assert found.num_repaired_tokens == expected.num_repaired_tokens
+    assert np.allclose(found.logits[0], expected.logits[0], atol=1e-3)
+
+
+def test_rules_and_check_layers_mix_in_one_batch(make: Make) -> None:
+    repairs = [replace(UNBOUND, check_layer=2), Repair("question"), Repair("first"), Repair(share=0.0), UNBOUND]
+    expected = [answer(make(**ON), repair, ONE).logits for repair in repairs]
+    engine = make(**ON)
+    engine.precompute(DOCUMENTS)
+    names = [engine.add_request(PROMPT, ONE, segments=SEGMENTS, repair=repair) for repair in repairs]
+    told = {output.request_id: output.logits for output in engine.step()}
+    for name, logits in zip(names, expected, strict=True):
+        assert np.allclose(told[name], logits[0], atol=1e-4)  # type: ignore[arg-type]
+
+
+# what is named
+
+
+def test_nothing_behind_the_exact_prefix_is_named_or_stored(make: Make) -> None:
+    engine = make(tiers=True, **ON)
+    tokens, segments = asked(DOCUMENTS, lead=40)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    [found] = engine.generate([tokens], params, segments=[segments])
+    settled(engine)
+    named = names_of(engine, tokens + found.token_ids)
+    held = engine.connector.hierarchy.host.pool  # type: ignore[attr-defined]
+    assert engine.pool.lookup(named) == 2  # of 40 tokens in front of the first segment
+    assert [engine.pool.lookup([name]) for name in named[2:]] == [0] * (len(named) - 2)
+    assert held.holds(named) == [True] * 2 + [False] * (len(named) - 2)
+    for document in DOCUMENTS:  # ordinary blocks under the ordinary root
+        own = names_of(engine, document)
+        assert engine.pool.lookup(own) == len(own)
+        assert all(held.holds(own))
+    [again] = engine.generate([tokens], KEEP)
+    assert (again.num_l1_tokens, again.num_segment_tokens) == (32, 0)
+    full = plain_logits(plain("llama"), tokens + again.token_ids[:-1])[len(tokens) - 1 :]
+    assert np.allclose(np.stack(again.logits), full.numpy(), atol=1e-4)
+
+
+def test_preemption_by_offload_puts_nothing_approximate_away(make: Make) -> None:
+    # Six answers of 200 tokens do not fit: some are preempted, and go on.
+    engine = make(tiers=True, preemption="offload", **{**ON, "num_blocks": 40})
+    tokens, segments = asked(DOCUMENTS[:1], lead=16)
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    found = engine.generate([[*tokens, seed] for seed in range(6)], params, segments=[segments] * 6)
+    assert engine.stats["preempted"] > 0
+    settled(engine)
+    # Whoever was preempted may have been computed in full since. What can be found is exact, whoever stored it.
+    engine.pool.reset()
+    for seed, each in enumerate(found):
+        assert len(each.token_ids) == 100
+        whole = [*tokens, seed, *each.token_ids]
+        [again] = engine.generate([whole], ONE)
+        assert np.allclose(again.logits[0], plain_logits(plain("llama"), whole)[-1].numpy(), atol=1e-3)
+
+
+def test_a_segment_at_the_start_is_an_ordinary_prefix(make: Make) -> None:
+    engine = make(**ON)
+    tokens, segments = DOCUMENTS[0] + DOCUMENTS[2] + QUESTION, [Segment(0, 48), Segment(48, 112)]
+    engine.precompute(DOCUMENTS)
+    [found] = engine.generate([tokens], GREEDY, segments=[segments])
+    assert (found.num_l1_tokens, found.num_segment_tokens) == (48, 64)
+    assert engine.stats["segments_prefix"] == 1
+
+
+def test_others_do_not_wait_for_blocks_a_blend_will_never_name(make: Make) -> None:
+    engine = make(**ON)
+    engine.precompute(DOCUMENTS)
+    engine.add_request(PROMPT, SamplingParams(max_tokens=50, ignore_eos=True), segments=SEGMENTS)
+    engine.step()
+    [exact] = engine.generate([PROMPT], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert engine.stats["running"] == 1  # the blended one still answers
+    assert exact.num_segment_tokens == 0
+    while engine.has_unfinished:
+        engine.step()
+
+
+# where segments come from
+
+
+def test_an_absent_segment_is_computed_alone_and_held_from_then_on(make: Make) -> None:
+    engine = make(**ON)
+    first = answer(engine)
+    assert engine.stats["segments_computed"] == 3
+    second = answer(engine)
+    assert engine.stats["segments_held"] == 3
+    assert first.token_ids == second.token_ids
+    assert np.allclose(first.logits, second.logits, atol=1e-4)
+    # Children are nobody's requests.
+    assert (engine.stats["finished"], engine.stats["aborted"]) == (2, 0)
+    assert engine.stats["prompt_tokens"] == 2 * len(PROMPT)
+    assert engine.stats["generated_tokens"] == 16
+    assert engine.stats["segment_tokens"] == 2 * REUSED
+    assert engine.stats["repaired_tokens"] == 2 * round(0.15 * REUSED)
+
+
+def test_two_requests_share_what_the_first_one_computes(make: Make) -> None:
+    engine = make(**ON)
+    found = engine.generate([PROMPT, [*PROMPT, 7]], GREEDY, segments=[SEGMENTS, SEGMENTS])
+    assert [each.num_segment_tokens for each in found] == [REUSED] * 2
+    assert engine.stats["segments_computed"] == 3
+    assert engine.stats["segments_held"] == 3  # by the time it was their turn
+
+
+def test_segments_come_back_from_l2(make: Make) -> None:
+    engine = make(tiers=True, **ON)
+    first = answer(engine)
+    settled(engine)
+    engine.pool.reset()
+    second = answer(engine)
+    assert engine.stats["segments_loaded"] == 3
+    assert second.num_external_tokens == 0  # never among cached tokens
+    assert np.array_equal(first.token_ids, second.token_ids)
+
+
+def over_slab(directory: Path, **cache: Any) -> Engine:
+    section = {"load_or_recompute": "load", "prefetch_deadline": "60s", **cache}
+    config = Config.load(
+        host={"size": "4MiB"}, file={"path": str(directory), "size": "64MiB", "deadline": "60s"}, cache=section
+    )
+    settings = EngineConfig(max_num_batched_tokens=64, max_num_seqs=8, **ON)
+    return Engine.from_config(config_of("llama"), settings, LocalConnector.connect(config))
+
+
+def test_segments_come_back_from_the_slab_after_a_restart(disk_dir: Path) -> None:
+    engine = over_slab(disk_dir)
+    first = answer(engine)
+    settled(engine)
+    end(engine)
+    engine = over_slab(disk_dir)
+    second = answer(engine)
+    assert engine.stats["segments_loaded"] == 3
+    assert first.token_ids == second.token_ids
+    end(engine)
+
+
+def test_a_corrupt_segment_is_computed(disk_dir: Path) -> None:
+    engine = over_slab(disk_dir)
+    first = answer(engine)
+    settled(engine)
+    end(engine)
+    [slab] = disk_dir.glob("*.slab")
+    data = bytearray(slab.read_bytes())
+    data[len(data) // 8 :: 64] = bytes(byte ^ 1 for byte in data[len(data) // 8 :: 64])
+    slab.write_bytes(data)
+    engine = over_slab(disk_dir)
+    second = answer(engine)
+    assert engine.stats["segments_loaded"] + engine.stats["segments_computed"] == 3
+    assert engine.stats["segments_computed"] > 0
+    assert first.token_ids == second.token_ids
+    end(engine)
+
+
+def test_a_late_segment_is_computed(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = over_slab(disk_dir)
+    first = answer(engine)
+    settled(engine)
+    end(engine)
+    engine = over_slab(disk_dir, prefetch_deadline="0.2s")
+    (port,) = engine.connector.hierarchy.ports  # type: ignore[attr-defined]
+    goes_on = threading.Event()
+    read = port.tier.read
+    monkeypatch.setattr(port.tier, "read", lambda *args: (goes_on.wait(60), read(*args))[1])
+    second = answer(engine)
+    goes_on.set()
+    assert engine.stats["segments_computed"] == 3
+    assert first.token_ids == second.token_ids
+    end(engine)
+
+
+def test_salts_separate_segments(make: Make) -> None:
+    engine = make(**ON)
+    engine.precompute(DOCUMENTS, cache_salt="a")
+    engine.generate([PROMPT], GREEDY, segments=[SEGMENTS], cache_salt="b")
+    assert engine.stats["segments_computed"] == 3
+    engine.generate([PROMPT], GREEDY, segments=[SEGMENTS], cache_salt="a")
+    assert engine.stats["segments_held"] == 3
+
+
+def test_without_room_for_segments_their_tokens_are_computed(make: Make) -> None:
+    # 11 blocks for 165 tokens and a few of an answer: nothing else fits beside them.
+    engine = make(**{**ON, "num_blocks": 12})
+    found = answer(engine, Repair("first"))
+    assert engine.stats["segments_lost"] > 0
+    full = plain_logits(plain("llama"), PROMPT + found.token_ids[:-1])[len(PROMPT) - 1 :]
+    if not found.num_segment_tokens:
+        assert np.allclose(np.stack(found.logits), full.numpy(), atol=1e-4)
+    assert found.num_segment_tokens < REUSED
+
+
+def test_short_segments_are_computed(make: Make) -> None:
+    engine = make(**{**ON, "segment_min_tokens": 40})
+    found = answer(engine)
+    assert found.num_segment_tokens == 48 + 64
+    assert engine.stats["segments_short"] == 1
+
+
+# what goes wrong
+
+
+def test_an_abort_ends_what_its_request_waits_for(make: Make) -> None:
+    engine = make(tiers=True, **ON)
+    answer(engine)
+    settled(engine)
+    engine.pool.reset()
+    for num_steps in range(4):  # waiting, loading, blended
+        name = engine.add_request(PROMPT, GREEDY, segments=SEGMENTS)
+        told = [output for _ in range(num_steps) for output in engine.step()]
+        assert engine.abort(name)
+        while engine.has_unfinished:
+            told += engine.step()
+        assert told[-1].finish_reason is FinishReason.ABORT
+        assert {output.request_id for output in told} == {name}
+        engine.drain(60)
+        assert engine.pool.num_free_blocks == engine.pool.num_blocks
+        engine.pool.reset()
+    assert engine.stats["aborted"] == 4
+    assert engine.stats["segments_computed"] == 3  # by the first answer alone
+
+
+def test_a_blend_that_raises_is_made_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = answer(make(**ON)).token_ids
+    engine = make(**ON)
+    engine.precompute(DOCUMENTS)
+    name = engine.add_request(PROMPT, KEEP, segments=SEGMENTS, repair=UNBOUND)
+    with monkeypatch.context() as patch:
+        patch.setattr(Blender, "_copy", _raise)
+        with pytest.raises(MemoryError):
+            engine.step()
+    assert engine.pool.num_free_blocks == engine.pool.num_blocks
+    told = []
+    while engine.has_unfinished:
+        told += [output.token_id for output in engine.step() if output.request_id == name]
+    assert told == expected
+
+
+def _raise(*_: object) -> None:
+    raise MemoryError
+
+
+BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "overlap": (
+        lambda: {"segments": [Segment(10, 50), Segment(49, 90)]},
+        "segments 10 to 50 and 49 to 90 overlap",
+    ),
+    "empty": (lambda: {"segments": [Segment(20, 20)]}, "segment 20 to 20: it is empty"),
+    "backward": (lambda: {"segments": [Segment(20, 10)]}, "segment 20 to 10: it is empty"),
+    "beyond": (lambda: {"segments": [Segment(20, 500)]}, "segment 20 to 500: not within the 165 tokens"),
+    "before": (lambda: {"segments": [Segment(-1, 20)]}, "segment -1 to 20: not within"),
+    "no segment": (lambda: {"segments": [(3, 20)]}, r"segment \(3, 20\): use Segment"),
+    "no number": (lambda: {"segments": [Segment(3.0, 20)]}, "use Segment"),  # type: ignore[arg-type]
+    "share": (
+        lambda: {"segments": SEGMENTS, "repair": Repair(share=1.5)},
+        "repair share 1.5: use a number from 0 to 1",
+    ),
+    "negative share": (lambda: {"segments": SEGMENTS, "repair": Repair(share=-0.1)}, "repair share -0.1"),
+    "no share": (lambda: {"segments": SEGMENTS, "repair": Repair(share=float("nan"))}, "repair share nan"),
+    "rule": (lambda: {"segments": SEGMENTS, "repair": Repair("best")}, "repair rule 'best': use one of deviation,"),
+    "layer": (lambda: {"segments": SEGMENTS, "repair": Repair(check_layer=3)}, "check_layer 3: this model's layers"),
+    "layer 0": (lambda: {"segments": SEGMENTS, "repair": Repair(check_layer=0)}, "check_layer 0: use a whole number"),
+    "repair": (lambda: {"segments": SEGMENTS, "repair": 0.15}, r"repair 0\.15: use Repair"),
+    "bound": (lambda: {"segments": SEGMENTS, "repair": Repair(max_deviation=-1)}, "max_deviation -1"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_one_clear_error_and_nothing_is_admitted(make: Make, what: str) -> None:
+    engine = make(**ON)
+    given, message = BAD[what]
+    with pytest.raises(RequestError, match=message):
+        engine.add_request(PROMPT, GREEDY, request_id="mine", **given())
+    assert not engine.has_unfinished
+    assert not engine.scheduler.knows("mine")
+    assert answer(engine).num_segment_tokens == REUSED
+
+
+def test_segments_are_refused_where_they_are_off_or_the_engine_is_exact(make: Make) -> None:
+    with pytest.raises(RequestError, match=r'this engine reuses none; set \[cache\] segments = "on"'):
+        (off := make()).add_request(PROMPT, GREEDY, segments=SEGMENTS)
+    assert off.segments is None
+    assert not [name for name in off.stats if "segment" in name]  # nothing is paid
+    exact = make(exact=True, exact_rows=64, **ON)
+    with pytest.raises(RequestError, match='their reuse is approximate, and this engine is "exact"'):
+        exact.generate([PROMPT], GREEDY, segments=[SEGMENTS])
+    with pytest.raises(RequestError, match="segments of 1 prompts for 2: give one list each"):
+        make(**ON).generate([PROMPT, PROMPT], GREEDY, segments=[SEGMENTS])
+    assert not exact.has_unfinished
+
+
+def test_settings_that_do_not_fit_are_refused(make: Make) -> None:
+    with pytest.raises(ConfigError, match="they are found by name, and enable_prefix_caching is off"):
+        make(segments="on", enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match=r"repair_share 1\.5: use a number from 0 to 1"):
+        EngineConfig(repair_share=1.5)
+    with pytest.raises(ConfigError, match="repair_rule 'best': use one of deviation"):
+        EngineConfig(repair_rule="best")
+    with pytest.raises(ConfigError, match="segments 'yes': use one of off, on"):
+        EngineConfig(segments="yes")  # type: ignore[arg-type]
+
+
+def test_the_deviation_left_is_counted(make: Make) -> None:
+    engine = make(**ON)
+    answer(engine)
+    answer(engine, Repair("first"))  # does not measure it
+    assert engine.segments is not None
+    assert sum(engine.segments.deviations.values()) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("options", [{}, {"preemption": "offload"}, {"loading": "layerwise"}], ids=str)
+def test_a_random_crowd_ends_and_leaks_nothing(make: Make, seed: int, options: dict[str, str]) -> None:
+    """Requests with and without segments come, are aborted and preempted, while L1 forgets: all end, all laws hold."""
+    rng = np.random.default_rng(seed)
+    engine = make(tiers=True, **{**ON, "num_blocks": 24, "max_num_seqs": 4, **options})
+    live: set[str] = set()
+    exact: dict[str, list[int]] = {}  # requests whose answers must be those of a full prefill, with their texts so far
+    lengths: dict[str, int] = {}
+
+    def turn() -> None:
+        told = engine.step()
+        assert {output.request_id for output in told} <= live
+        for output in told:
+            if output.token_id is not None and output.request_id in exact:
+                exact[output.request_id].append(output.token_id)
+        live.difference_update(output.request_id for output in told if output.finish_reason is not None)
+
+    for _ in range(60):
+        if rng.random() < 0.4:
+            chosen = [DOCUMENTS[index] for index in rng.permutation(3)[: rng.integers(1, 4)]]
+            tokens, segments = asked(chosen, lead=int(rng.integers(0, 20)))
+            kept = [segment for segment in segments if rng.random() < 0.8]
+            repair = Repair(str(rng.choice(REPAIR_RULES)), float(rng.choice([0.0, 0.3, 1.0])), max_deviation=9)
+            params = SamplingParams(max_tokens=int(rng.integers(1, 30)), ignore_eos=True)
+            live.add(name := engine.add_request(tokens, params, segments=kept, repair=repair))
+            if not kept or repair.share == 1:
+                exact[name], lengths[name] = tokens, len(tokens)
+        if live and rng.random() < 0.1:
+            engine.abort(str(rng.choice(sorted(live))))
+        if rng.random() < 0.1:
+            engine.pool.reset()
+        turn()
+    num_steps = 0
+    while engine.has_unfinished:
+        turn()
+        num_steps += 1
+        assert num_steps < 20_000, "no progress"
+    assert not live
+    assert exact
+    for name, text in exact.items():
+        expected = plain_logits(plain("llama"), text[:-1]).argmax(-1).tolist()
+        assert text[lengths[name] :] == expected[lengths[name] - 1 :]
+    assert engine.segments is not None
+    assert not engine.segments._children
+    assert not engine.scheduler._admission.computing
+    assert engine.stats["blends"] > 0
