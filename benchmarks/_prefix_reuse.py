@@ -10,7 +10,7 @@ from _chats import Exchange
 CHILDREN: Final = 8  # that tiers/pool/child_index.py remembers of one block, at most
 
 
-class Reuse(Enum):
+class PrefixReuse(Enum):
     """What a prompt can use of the block in which it parts from what is held."""
 
     WHOLE = "off"  # nothing
@@ -87,7 +87,7 @@ class RememberedChildren:
         return (block, *symbols[max(0, block * self._size - 8) : block * self._size])
 
 
-def replay(exchanges: Sequence[Exchange], block_size: int, reuse: Reuse) -> Replayed:
+def replay(exchanges: Sequence[Exchange], block_size: int, reuse: PrefixReuse) -> Replayed:
     """Ask for every prompt, one after another, and store what it computes."""
     whole, any_length, done = PrefixTree(), PrefixTree(), Replayed()
     children = RememberedChildren(block_size) if all(one.unit == 1 for one in exchanges) else None
@@ -96,9 +96,9 @@ def replay(exchanges: Sequence[Exchange], block_size: int, reuse: Reuse) -> Repl
         held = max(whole.longest(exchange), exchange.num_continued // block_size * block_size)
         num_whole = min(held, usable) // block_size
         cached = ideal = num_whole * block_size
-        if reuse is not Reuse.WHOLE:
+        if reuse is not PrefixReuse.WHOLE:
             longest = held
-            if reuse is Reuse.TAILS:
+            if reuse is PrefixReuse.TAILS:
                 longest = max(longest, any_length.longest(exchange), exchange.num_continued)
             cached = ideal = min(longest, usable, (num_whole + 1) * block_size)
             if children is not None:
@@ -106,7 +106,7 @@ def replay(exchanges: Sequence[Exchange], block_size: int, reuse: Reuse) -> Repl
                 cached = min(num_whole * block_size + part, usable)
         num_full, tail = divmod(exchange.num_held, block_size)
         new = range(held // block_size, num_full)
-        keeps_tail = reuse is Reuse.TAILS and bool(tail)
+        keeps_tail = reuse is PrefixReuse.TAILS and bool(tail)
         done.num_requests += 1
         done.prompt_tokens += exchange.num_prompt
         done.cached_tokens += cached
@@ -115,9 +115,9 @@ def replay(exchanges: Sequence[Exchange], block_size: int, reuse: Reuse) -> Repl
         done.stores += len(new) + keeps_tail
         done.held_blocks += len(new)
         whole.add(exchange, num_full * block_size)
-        if reuse is Reuse.TAILS:
+        if reuse is PrefixReuse.TAILS:
             any_length.add(exchange, exchange.num_held)
-        if children is not None and reuse is not Reuse.WHOLE:
+        if children is not None and reuse is not PrefixReuse.WHOLE:
             for block in new:
                 children.add(exchange.symbols, block, block_size)
             if keeps_tail:

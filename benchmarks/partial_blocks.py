@@ -27,7 +27,7 @@ import recovery
 import torch
 from _chats import Exchange, chats, trace_exchanges
 from _partial_engine import timed
-from _prefix_reuse import Replayed, Reuse, replay
+from _prefix_reuse import PrefixReuse, Replayed, replay
 from _report import RESULTS, Target, parser, progress, report
 
 from kvtier.tiers import KVTierError
@@ -101,13 +101,13 @@ def replayed(workload: str, exchanges: Sequence[Exchange]) -> list[Row]:
     for block_size in BLOCK_SIZES:
         progress(f"{workload}, blocks of {block_size}")
         names, cpu = hashing(exchanges, block_size)
-        for reuse in Reuse:
+        for reuse in PrefixReuse:
             done = replay(exchanges, block_size, reuse)
             rows.append(row_of(workload, block_size, reuse, done) | {"names hashed": names, "hashing CPU s": cpu})
     return rows
 
 
-def row_of(workload: str, block_size: int, reuse: Reuse, done: Replayed) -> Row:
+def row_of(workload: str, block_size: int, reuse: PrefixReuse, done: Replayed) -> Row:
     per = done.num_requests
     copies = (done.loads + done.stores) / per
     return {
@@ -124,7 +124,7 @@ def row_of(workload: str, block_size: int, reuse: Reuse, done: Replayed) -> Row:
     }
 
 
-def winner(rows: Sequence[Row], reuse: Reuse) -> tuple[int, str]:
+def winner(rows: Sequence[Row], reuse: PrefixReuse) -> tuple[int, str]:
     """The largest block size that is next to the best in every workload, and why it is that one."""
     chosen = [row for row in rows if row["partial"] == reuse.value]
     workloads = sorted({row["workload"] for row in chosen})
@@ -165,8 +165,8 @@ def targets(rows: Sequence[Row], timings: Sequence[Row]) -> list[Target]:
     at = {(row["workload"], row["block"], row["partial"]): row for row in rows}
     found = []
     for workload in dict.fromkeys(row["workload"] for row in rows):
-        best = at[workload, BLOCK_SIZES[0], Reuse.WHOLE.value]["cached %"]
-        kept = at[workload, BLOCK_SIZES[-1], Reuse.TAILS.value]["cached %"]
+        best = at[workload, BLOCK_SIZES[0], PrefixReuse.WHOLE.value]["cached %"]
+        kept = at[workload, BLOCK_SIZES[-1], PrefixReuse.TAILS.value]["cached %"]
         found.append(Target(f"{workload}: cached at 256 with partial blocks over 16 without", 1.0, kept / best, False))
     ttft = {(row["block"], row["tier"], row["partial"]): row["TTFT ms"] for row in timings}
     for block_size, tier in dict.fromkeys((row["block"], row["tier"]) for row in timings):
@@ -181,7 +181,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure, axes = pyplot.subplots(
         2, len(workloads), figsize=(4.4 * len(workloads), 5), layout="constrained", squeeze=False
     )
-    styles = {Reuse.WHOLE: "o:", Reuse.PARTIAL: "s--", Reuse.TAILS: "D-"}
+    styles = {PrefixReuse.WHOLE: "o:", PrefixReuse.PARTIAL: "s--", PrefixReuse.TAILS: "D-"}
     for place, workload in enumerate(workloads):
         for line, (column, label) in enumerate((("cached %", "prompt tokens cached, %"), ("copies a request",) * 2)):
             axis = axes[line][place]
@@ -228,11 +228,11 @@ def main() -> int:
     timings = [] if args.no_engine else timed(sizes, length=length, rounds=rounds)
     if args.save:
         plot(rows, RESULTS / "partial_blocks.png")
-    conclusions = {reuse.value: winner(rows, reuse) for reuse in Reuse}
+    conclusions = {reuse.value: winner(rows, reuse) for reuse in PrefixReuse}
     setup: Mapping[str, object] = {
         **{f"{workload} requests": len(exchanges) for workload, exchanges in workloads.items()},
         **{f"winner, partial blocks {name}": size for name, (size, _) in conclusions.items()},
-        "why": conclusions[Reuse.TAILS.value][1],
+        "why": conclusions[PrefixReuse.TAILS.value][1],
     }
     if not args.json:
         for _, reason in conclusions.values():

@@ -7,7 +7,7 @@ from typing import Any
 import partial_blocks
 import pytest
 from _chats import Exchange, chats, trace_exchanges
-from _prefix_reuse import CHILDREN, Reuse, replay
+from _prefix_reuse import CHILDREN, PrefixReuse, replay
 from partial_blocks import BLOCK_SIZES, winner
 
 
@@ -17,7 +17,7 @@ def said(prompt: list[int], answer: int = 1) -> Exchange:
     return Exchange(symbols, 1, len(prompt), len(symbols) - 1, len(symbols))
 
 
-def cached(exchanges: list[Exchange], reuse: Reuse, block_size: int = 16) -> int:
+def cached(exchanges: list[Exchange], reuse: PrefixReuse, block_size: int = 16) -> int:
     return replay(exchanges, block_size, reuse).cached_tokens
 
 
@@ -25,11 +25,11 @@ def test_a_prompt_that_parts_inside_a_block_has_the_tokens_before_it() -> None:
     first = list(range(40))
     parts = [*range(25), 99, *range(26, 40)]
     # 40 tokens are two full blocks and a tail. The second prompt parts in the second block, at its token 9.
-    assert cached([said(first), said(parts)], Reuse.WHOLE) == 16
-    assert cached([said(first), said(parts)], Reuse.PARTIAL) == 25
+    assert cached([said(first), said(parts)], PrefixReuse.WHOLE) == 16
+    assert cached([said(first), said(parts)], PrefixReuse.PARTIAL) == 25
     # The same prompt again: its tail is of use only if it was kept, and its last token is always computed.
-    assert cached([said(first), said(first)], Reuse.PARTIAL) == 32
-    assert cached([said(first), said(first)], Reuse.TAILS) == 39
+    assert cached([said(first), said(first)], PrefixReuse.PARTIAL) == 32
+    assert cached([said(first), said(first)], PrefixReuse.TAILS) == 39
 
 
 def test_the_index_remembers_eight_children() -> None:
@@ -37,17 +37,17 @@ def test_the_index_remembers_eight_children() -> None:
     prompts = [said([*stem, *([number] * 20)]) for number in range(100, 101 + CHILDREN)]
     # The first child was forgotten for the ninth: what follows the stem is then nowhere known.
     again = said([*stem, *([100] * 10), 7, 7, 7])
-    done = replay([*prompts, again], 16, Reuse.PARTIAL)
-    before = replay(prompts, 16, Reuse.PARTIAL)
+    done = replay([*prompts, again], 16, PrefixReuse.PARTIAL)
+    before = replay(prompts, 16, PrefixReuse.PARTIAL)
     assert done.cached_tokens - before.cached_tokens == 16
     assert done.ideal_tokens - before.ideal_tokens == 26
 
 
 def test_what_is_copied_and_named() -> None:
-    done = replay([said(list(range(40))), said([*range(25), *range(500, 540)])], 16, Reuse.PARTIAL)
+    done = replay([said(list(range(40))), said([*range(25), *range(500, 540)])], 16, PrefixReuse.PARTIAL)
     # First two blocks are stored; then one whole block and a part of one are loaded, and three new ones stored.
     assert (done.loads, done.stores, done.held_blocks) == (2, 5, 5)
-    assert replay([said(list(range(40)))], 16, Reuse.TAILS).stores == 3
+    assert replay([said(list(range(40)))], 16, PrefixReuse.TAILS).stores == 3
 
 
 def test_a_trace_tells_next_turns_by_their_blocks(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_a_trace_tells_next_turns_by_their_blocks(tmp_path: Path) -> None:
     # The last token of an answer has no KV. A prompt shorter than the first with its answer is no next turn of it.
     assert (first.num_continued, turn.num_continued, short.num_continued) == (0, 1150, 0)
     assert (turn.num_prompt, len(turn.tokens())) == (1300, 1304)
-    assert cached([first, turn], Reuse.TAILS, 256) == 1150
-    assert cached([first, turn], Reuse.WHOLE, 256) == 1024
+    assert cached([first, turn], PrefixReuse.TAILS, 256) == 1150
+    assert cached([first, turn], PrefixReuse.WHOLE, 256) == 1024
 
 
 def test_chats_are_the_same_every_time() -> None:
@@ -72,7 +72,7 @@ def test_chats_are_the_same_every_time() -> None:
     assert len(made) == 30
     # A tree that knows every child never finds less than an index that forgets; tails never cost a hit.
     for block_size in BLOCK_SIZES:
-        off, on, tails = (replay(made, block_size, reuse) for reuse in Reuse)
+        off, on, tails = (replay(made, block_size, reuse) for reuse in PrefixReuse)
         assert off.cached_tokens <= on.cached_tokens <= on.ideal_tokens <= tails.ideal_tokens
 
 
@@ -86,9 +86,9 @@ def rows_of(computed: dict[int, float], copied: dict[int, float]) -> list[dict[s
 
 def test_the_largest_block_size_without_a_price_wins() -> None:
     even = dict.fromkeys(BLOCK_SIZES, 100.0)
-    assert winner(rows_of(even, even), Reuse.PARTIAL)[0] == 256
-    assert winner(rows_of(even | {256: 103.0}, even), Reuse.PARTIAL)[0] == 128
-    assert winner(rows_of(even, even | {128: 111.0, 256: 125.0}), Reuse.PARTIAL)[0] == 64
+    assert winner(rows_of(even, even), PrefixReuse.PARTIAL)[0] == 256
+    assert winner(rows_of(even | {256: 103.0}, even), PrefixReuse.PARTIAL)[0] == 128
+    assert winner(rows_of(even, even | {128: 111.0, 256: 125.0}), PrefixReuse.PARTIAL)[0] == 64
 
 
 def test_the_program_runs_without_a_trace(
@@ -101,5 +101,5 @@ def test_the_program_runs_without_a_trace(
     assert "only chats are replayed" in told.err
     results = json.loads(told.out)["results"]
     assert {row["workload"] for row in results} == {"chat"}
-    assert len(results) == len(BLOCK_SIZES) * len(Reuse)
+    assert len(results) == len(BLOCK_SIZES) * len(PrefixReuse)
     assert all(row["index MB"] > 0 and row["names hashed"] > 0 for row in results)

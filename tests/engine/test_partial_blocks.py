@@ -12,8 +12,9 @@ from small_engines import end, settled
 from tiny_models import config_of, prompt
 
 from kvtier.connector.local import LocalConnector
+from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.llm import Completion, Engine
+from kvtier.engine.llm import Engine
 from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.config.config import Config
 
