@@ -104,6 +104,7 @@ def run(
     return Answers(**json.loads(line), log=said)
 
 
+@pytest.mark.timeout(700)  # three starts of three processes each: `run` gives each 200 seconds
 @pytest.mark.parametrize("options", [{}, TWO_RANKS], ids=["three processes", "two ranks"])
 def test_a_killed_vllm_leaves_its_prompts_to_the_next(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     # An engine with nothing to do writes all it stored: nobody tells it to hurry.
