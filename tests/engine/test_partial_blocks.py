@@ -60,6 +60,11 @@ def engine_over(home: Path | None, block_size: int, family: str = "llama", **opt
     return Engine.from_config(config_of(family), config, LocalConnector.connect(Config(**sections)))
 
 
+def run_out(engine: Engine) -> None:
+    while engine.has_unfinished:
+        engine.step()
+
+
 def forget(engine: Engine, down_to: str) -> None:
     """Drop the tiers above this one."""
     settled(engine)
@@ -121,14 +126,12 @@ def test_usage_says_where_each_token_came_from(tmp_path: Path) -> None:
     tokens = [*first[:40], *prompt(2, 20)]
     name = engine.add_request(tokens, keep(1))
     request = engine.request(name)
-    while engine.has_unfinished:
-        engine.step()
+    run_out(engine)
     assert request.cached_tokens == {"L1": 16, "L2": 0, "file": 24, "redis": 0}
     forget(engine, "L2")
     name = engine.add_request(tokens[:41], keep(1))
     request = engine.request(name)
-    while engine.has_unfinished:
-        engine.step()
+    run_out(engine)
     assert request.cached_tokens == {"L1": 0, "L2": 40, "file": 0, "redis": 0}
     stats = engine.stats
     assert stats["prompt_tokens"] == 64 + 25 + 60 + 41
@@ -259,7 +262,7 @@ def test_requests_that_share_prefixes_get_the_bits_of_an_engine_without_a_cache(
     cold: Bits,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    size = {"num_blocks": -(-170 // block_size) + 2} if tight else {}
+    size: dict[str, Any] = {"num_blocks": -(-170 // block_size) + 2} if tight else {}
     home = tmp_path_factory.mktemp("slab")
     engine = engine_over(home, block_size, loading=loading, preemption=preemption, **size)
     for tier, batch, aborts in rounds:
