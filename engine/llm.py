@@ -6,7 +6,7 @@ from collections import abc, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,6 +16,7 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_runner import ModelRunner
 from kvtier.engine.offload import EngineConnector, NoOffload
+from kvtier.engine.prompts import checked_tokens, is_text
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.sequence import (
     FinishReason,
@@ -146,7 +147,7 @@ class Engine:
             prompt = NamedPrompt(prompt.token_ids.copy(), None if prompt.chain is None else prompt.chain.copy())
         else:
             prompt = self._named(self._checked(prompt, params), cache_salt)
-        if request_id is not None and not _is_text(request_id):
+        if request_id is not None and not is_text(request_id):
             raise RequestError(f"request_id {request_id!r}: use a string of Unicode characters")
         if request_id is not None and self._knows(request_id):
             raise RequestError(f"request id {request_id!r}: a live request has it; choose another")
@@ -295,21 +296,9 @@ class Engine:
         """The prompt as a list of token ids; RequestError says what is wrong with it."""
         if self._closed:
             raise RequestError("the engine is closed; make a new one")
-        try:
-            tokens: NDArray[Any] = np.asarray(prompt)
-        except ValueError as error:
-            raise RequestError("the prompt is not one list; give a list of token ids") from error
-        if tokens.size == 0:
-            raise RequestError("the prompt is empty; give at least one token id")
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise RequestError(f"the prompt is a {tokens.ndim}-dimensional {tokens.dtype}; give a list of token ids")
-        vocab_size = self.model.vocab_size
-        if (bad := np.flatnonzero((tokens < 0) | (tokens >= vocab_size))).size:
-            token, position = int(tokens[bad[0]]), int(bad[0])
-            raise RequestError(f"token id {token} at position {position}: this model's are 0 to {vocab_size - 1}")
-        self._require_room(tokens.size, params)
-        listed: list[int] = tokens.tolist()
-        return listed
+        tokens = checked_tokens(prompt, self.model.vocab_size)
+        self._require_room(len(tokens), params)
+        return tokens
 
     def _require_room(self, num_tokens: int, params: SamplingParams) -> None:
         room = min(self.max_model_len, self.pool.num_blocks * self.config.block_size)
@@ -320,7 +309,7 @@ class Engine:
 
     def _named(self, token_ids: list[int], cache_salt: str | None) -> NamedPrompt:
         cache_salt = self.config.cache_salt if cache_salt is None else cache_salt
-        if cache_salt is not None and not _is_text(cache_salt):
+        if cache_salt is not None and not is_text(cache_salt):
             raise RequestError(f"cache_salt {cache_salt!r}: use a string of Unicode characters")
         if not self.config.enable_prefix_caching:
             return NamedPrompt(token_ids, None)
@@ -392,8 +381,3 @@ class Engine:
             else:
                 inbox.append(output)
         return rest
-
-
-def _is_text(value: object) -> bool:
-    """A string that can be encoded, which one with lone surrogates cannot."""
-    return isinstance(value, str) and value.encode(errors="replace").decode() == value

@@ -1,19 +1,16 @@
 """Decides what each step computes: continuous batching over a paged pool, longest cached prefix first. No torch."""
 
 import time
-from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
-from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from kvtier.connector import ConnectorUpdate, WorkerReport
+from kvtier.engine.admission import Admissible, Admission
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload
 from kvtier.engine.sequence import FinishReason, Output, SampledToken, Sequence, SequenceState
-from kvtier.tiers import ChainHash
-from kvtier.tiers.hierarchy import Pending
 
 if TYPE_CHECKING:
     from kvtier.connector import SchedulerSide
@@ -21,7 +18,6 @@ if TYPE_CHECKING:
 
 _PREFILL: Final = 64  # tokens: a step of so many says how fast prefill is
 _LOOK_AHEAD: Final = 0.05  # seconds between lookups while no seat is free: they take milliseconds, but start fetching
-_WINDOW: Final = 16  # waiting requests that are looked up and ranked in one step
 
 
 class Scheduler:
@@ -39,7 +35,6 @@ class Scheduler:
         connector: "SchedulerSide | NoOffload | None" = None,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self.waiting: list[Sequence] = []  # by arrival
         self.loading: dict[str, Sequence] = {}
         self.running: list[Sequence] = []  # by admission
         self.stats: Counter[str] = Counter()
@@ -50,7 +45,8 @@ class Scheduler:
         self._offloads = connector is not None
         self._connector = NoOffload() if connector is None else connector
         self._eos_token_ids = eos_token_ids
-        self._computing: dict[ChainHash, str] = {}  # block that is being computed or loaded → request that does it
+        self._admission = Admission(config, pool, self._connector)
+        self.waiting = self._admission.waiting  # by arrival
         self._held: Counter[int] = Counter()  # block → stores under way that hold it
         self._draining: set[int] = set()  # blocks their request has let go, but a store still holds
         self._orphans: dict[str, list[int]] = {}  # aborted request → blocks its load is still writing to
@@ -191,8 +187,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.state = SequenceState.WAITING
-        sequence.num_passed_over = self._config.max_passed_over
-        insort(self.waiting, sequence, key=lambda sequence: sequence.order)
+        self._admission.put_back(sequence)
 
     # Admission: the longest cached prefix first, unless an earlier request was passed over too often.
 
@@ -204,56 +199,31 @@ class Scheduler:
         if budget <= 0 or not self.waiting or (num_seats <= 0 and now < self._look_ahead_at):
             return chunks, budget
         self._look_ahead_at = now + _LOOK_AHEAD
-        for sequence, usable, num_l1, num_external in self._rank():
+        for candidate in self._admission.rank():
             if num_seats <= 0 or not budget:
                 break
-            cached = self._allocate(sequence, usable, num_l1, num_external)
+            cached = self._allocate(candidate)
             if cached is None:
                 break  # nobody overtakes a request because it is large
             num_seats -= cached
-            if cached and sequence.state is SequenceState.RUNNING:
-                chunks.append(_chunk(sequence, budget))
+            if cached and candidate.sequence.state is SequenceState.RUNNING:
+                chunks.append(_chunk(candidate.sequence, budget))
                 budget -= chunks[-1].end - chunks[-1].start
         return chunks, budget
 
-    def _rank(self) -> list[tuple[Sequence, list[ChainHash], int, int]]:
-        """Waiting requests by admission: what each may find, how much of it L1 holds, tokens that can be loaded."""
-        ranked = []
-        for sequence in self.waiting[:_WINDOW]:
-            # at least its last token is always computed
-            usable = list(sequence.hashes[: (sequence.num_tokens - 1) // self._config.block_size])
-            num_l1 = self._pool.lookup(usable)
-            if num_l1 < len(usable) and usable[num_l1] in self._computing:
-                continue  # soon it is in L1
-            num_external = self._connector.lookup(sequence, num_l1 * self._config.block_size)
-            if isinstance(num_external, Pending):
-                continue
-            overdue = sequence.num_passed_over >= self._config.max_passed_over
-            cached = num_l1 * self._config.block_size + num_external
-            place = (not overdue, 0 if overdue else -cached, sequence.order)
-            ranked.append((place, (sequence, usable, num_l1, num_external)))
-        return [entry for _, entry in sorted(ranked, key=itemgetter(0))]
-
-    def _allocate(self, sequence: Sequence, usable: list[ChainHash], num_l1: int, num_external: int) -> bool | None:
+    def _allocate(self, candidate: Admissible) -> bool | None:
         """Give a waiting request its blocks and start its load. None: no room; False: ask again next step."""
-        block_size = self._config.block_size
-        if len(usable) > num_l1 and usable[num_l1] in self._computing:
-            return False  # by one admitted in this very step
-        # Nothing is named between the ranking and this: L1 holds no more than was found then.
-        matched: list[int] = self._pool.match(usable[:num_l1]).tolist() if num_l1 else []
-        if len(matched) != num_l1:  # an admission before this one took some of them
-            answer = self._connector.lookup(sequence, len(matched) * block_size)
-            if isinstance(answer, Pending):
-                self._pool.free(matched)
-                return False
-            num_external = answer
+        if (found := self._admission.hold(candidate)) is None:
+            return False
+        matched, num_external = found
+        sequence, block_size = candidate.sequence, self._config.block_size
         num_fresh = -(-sequence.num_tokens // block_size) - len(matched)
         room_to_grow = len(self.running) + len(self.loading)  # a block for each, lest they preempt it at once
         if (fresh := self._pool.allocate(num_fresh, leaving=room_to_grow)) is None:
             self._pool.free(matched)
             return None
         sequence.block_table = matched + fresh.tolist()
-        self._seat(sequence, len(matched), min(num_external // block_size, len(usable) - len(matched)))
+        self._seat(sequence, len(matched), min(num_external // block_size, len(candidate.usable) - len(matched)))
         return True
 
     def _seat(self, sequence: Sequence, num_l1: int, num_external: int) -> None:
@@ -263,11 +233,7 @@ class Scheduler:
             sequence.request_id, sequence.block_table, num_external * block_size, layerwise=layerwise
         )
         num_external = loading // block_size  # fewer than asked for where a promise lapsed
-        self.waiting.remove(sequence)
-        for other in self.waiting:
-            if other.order > sequence.order:
-                break
-            other.num_passed_over += 1
+        self._admission.admit(sequence)
         sequence.num_named = num_l1
         sequence.num_stored = 0
         self._store(sequence, num_l1)  # the tiers below may have lost or refused what L1 holds
@@ -280,8 +246,7 @@ class Scheduler:
             self.stats["prompt_tokens"] += sequence.num_prompt_tokens
             self.stats["l1_tokens"] += sequence.num_computed
         if self._config.enable_prefix_caching:
-            for chain_hash in sequence.hashes[num_l1:]:
-                self._computing.setdefault(chain_hash, sequence.request_id)
+            self._admission.computes(sequence, num_l1)
         if num_external and not layerwise:
             sequence.state = SequenceState.LOADING
             self.loading[sequence.request_id] = sequence
@@ -342,7 +307,7 @@ class Scheduler:
         records = sequence.records(start, end) if self._pool.tells else ()
         self._pool.publish(sequence.block_table[start:end], hashes, parent, records)
         sequence.num_named = end
-        self._forget(sequence, hashes)
+        self._admission.forget(sequence, hashes)
 
     def _store(self, sequence: Sequence, end: int) -> None:
         start = sequence.num_stored
@@ -379,16 +344,11 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
 
     def _release(self, sequence: Sequence) -> None:
-        self._forget(sequence, sequence.hashes[sequence.num_named :])
+        self._admission.forget(sequence, sequence.hashes[sequence.num_named :])
         self._draining.update(block for block in sequence.block_table if block in self._held)
         self._pool.free(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = sequence.num_named = sequence.num_stored = sequence.num_loading = 0
-
-    def _forget(self, sequence: Sequence, hashes: Iterable[ChainHash]) -> None:
-        for chain_hash in hashes:
-            if self._computing.get(chain_hash) == sequence.request_id:
-                del self._computing[chain_hash]
 
 
 def _chunk(sequence: Sequence, budget: int) -> Chunk:

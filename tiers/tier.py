@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Literal, Protocol, runtime_checkable
+from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 ChainHash = bytes
 """32 bytes naming a block and everything before it (`chain.py`). Never truncated."""
@@ -49,6 +49,13 @@ class BlockRecord:
     parent: ChainHash
     tokens: bytes  # u32 little-endian, one per token
     checksum: int  # xxh3-64 of the payload (`checksum.py`)
+
+
+class ChildBlock(NamedTuple):
+    """A held block by what a partial hit needs: a request may share its leading tokens with it."""
+
+    chain_hash: ChainHash
+    tokens: bytes  # u32 little-endian, as hashed; fewer than a block's if it is a tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +171,14 @@ class Enumerates(Protocol):
 
     def held(self) -> list[tuple[ChainHash, ChainHash]]:
         """Name and parent of every block, in no particular order. No I/O, but time for every block."""
+
+
+@runtime_checkable
+class TellsChildren(Protocol):
+    """A tier that knows which blocks it holds behind a block: one of them may begin as a request's next block does."""
+
+    def children(self, parent: ChainHash, limit: int) -> list[ChildBlock]:
+        """Up to `limit` held blocks whose parent has this name. Index-only, without I/O; it may leave some out."""
 
 
 class Announcer(Protocol):

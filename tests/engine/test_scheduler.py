@@ -99,7 +99,7 @@ class Story:
         assert not self.scheduler.has_unfinished
         assert not self.scheduler.has_copies
         assert self.pool.num_free_blocks == self.pool.num_blocks
-        assert not self.scheduler._computing, "a hash is still claimed"
+        assert not self.scheduler._admission.computing, "a hash is still claimed"
         self.pool.check()
 
     def _note(self, outputs: list[Output]) -> None:

@@ -128,7 +128,7 @@ def make() -> Iterator[Make]:
         engine.close()
         engine.pool.check()
         assert engine.pool.num_free_blocks == engine.pool.num_blocks
-        assert engine.scheduler._computing == {}
+        assert engine.scheduler._admission.computing == {}
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,9 @@ class CacheConfig(Section):
     load_or_recompute: Literal["auto", "load", "recompute"] = option(
         "auto", "load a held block, recompute it, or auto: whichever measures faster"
     )
+    partial_blocks: bool = option(
+        True, "reuse the leading tokens that a prompt shares with a held block; off: whole blocks only"
+    )
     store_generated: bool = option(True, "store answers too, for the next turn of a conversation")
     cache_salt: CacheSalt | None = option(None, "isolates a tenant: other salt, no hit")
     epoch: WholeNumber = option(0, "raise it to invalidate everything stored before", ge=0, lt=2**63)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from threading import Condition
 from typing import Final, Protocol
 
-from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, Metrics, Outcome
+from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, ChildBlock, Metrics, Outcome
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Lease, Reservation
 
@@ -66,6 +66,9 @@ class Claim:
     refusal: Outcome | None = None  # RECOMPUTE: final, computing is faster; NO_SLOT: for now, others have the room
     good_until: float = 0.0  # on the monotonic clock: an answer that nothing is held may be asked for anew from then on
     missing: Outcome | None = Outcome.ABSENT  # why the misses of `found` are misses; None: that is counted already
+    # Set together with `found`: up to eight blocks, held by L2 or the slab, that follow the last block found (`parent`,
+    # if there is none) and are not the next one asked for. Held when looked at, not promised: ask for them to have one.
+    children: Sequence[ChildBlock] = ()
 
 
 class NewsCondition(Condition):

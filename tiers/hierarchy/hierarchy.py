@@ -194,6 +194,7 @@ class Hierarchy:
         queues_idle = self.stores.sealing_queue.idle and all(port.queue.idle for port in self.ports)
         idle = queues_idle and self.promoter.idle  # asked before counting: what ends in between is no leak
         counts = self.host.pool.check()
+        self.host.check()
         for port in self.ports:
             port.check()
         if idle and not in_use and (counts.leased or counts.filling or counts.quarantined):

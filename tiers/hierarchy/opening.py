@@ -52,7 +52,12 @@ def open_hierarchy(config: Config, fingerprint: bytes, shape: BlockShape, *, lea
         shared=config.host.shared,
         huge_pages=config.host.huge_pages,
     )
-    host = HostTier(region, policy=config.cache.policy, verify=config.host.verify == "always")
+    host = HostTier(
+        region,
+        policy=config.cache.policy,
+        verify=config.host.verify == "always",
+        partial_blocks=config.cache.partial_blocks,
+    )
     try:
         if config.host.pin:
             region.pin()

@@ -209,15 +209,12 @@ class Promoter:
         self._finish(claim)
 
     def _sort(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> tuple[list[int], list[int]]:
-        good: list[int] = []
-        bad: list[int] = []
-        for position, result in zip(read.positions, results, strict=True):
-            if isinstance(result, BlockRecord):
-                self.host.records[int(read.reservation.slots[position])] = result
-                good.append(position)
-            else:
-                bad.append(position)
-        return good, bad
+        records = {
+            at: result for at, result in zip(read.positions, results, strict=True) if type(result) is BlockRecord
+        }
+        good = list(records)
+        self.host.describe(read.reservation.slots[good], list(records.values()))
+        return good, [position for position in read.positions if position not in records]
 
     def _tell_waiters(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> None:
         for waiter in read.waiters:

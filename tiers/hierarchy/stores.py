@@ -106,8 +106,7 @@ class StoreQueue:
         with self._lock:
             if job.epoch != self.epoch or self.closed:
                 return Outcome.EPOCH if job.epoch != self.epoch else Outcome.CLOSED
-            for slot, record in zip(slots, hashed, strict=True):
-                self._host.records[slot] = record
+            self._host.describe(reservation.slots, hashed)
             lease = self._host.pool.seal(reservation)
         with lease:
             self._metrics.stored(L2, len(hashed))

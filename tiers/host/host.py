@@ -6,17 +6,17 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import BlockRecord, ChainHash, ConfigError
+from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError
 from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.host import memory
-from kvtier.tiers.pool import SlotPool
+from kvtier.tiers.pool import ChildIndex, SlotPool, Slots, to_words
 
 logger = logging.getLogger(__name__)
 
@@ -187,12 +187,47 @@ class HostRegion:
 class HostTier:
     """L2: the region's bytes, the pool that names its slots, and what is known of the block in each slot."""
 
-    def __init__(self, region: HostRegion, *, policy: str = "lru", verify: bool = False) -> None:
-        """Take the region over; `policy` is the pool's. `verify`: no block is promised before its bytes were hashed."""
+    def __init__(
+        self, region: HostRegion, *, policy: str = "lru", verify: bool = False, partial_blocks: bool = True
+    ) -> None:
+        """Take the region over; `policy` is the pool's. `verify`: no block is promised before its bytes were hashed.
+
+        Without `partial_blocks` it knows of no block's children.
+        """
         self.verify = verify
         self.region = region
         self.pool = SlotPool(region.num_slots, policy=policy)
         self.records: list[BlockRecord | None] = [None] * region.num_slots
+        self._child_index = ChildIndex(region.num_slots) if partial_blocks else None
+        self._indexing = threading.Lock()  # held while blocks are entered there; finding them takes none
+
+    def describe(self, slots: Slots, records: Sequence[BlockRecord]) -> None:
+        """Say what lies in filled slots, just before they are sealed."""
+        places = slots.tolist()
+        for slot, record in zip(places, records, strict=True):
+            self.records[slot] = record
+        if self._child_index is not None and len(places):
+            parents = to_words([record.parent for record in records])
+            with self._indexing:
+                self._child_index.add(parents, slots)
+
+    def children(self, parent: ChainHash, limit: int) -> list[ChildBlock]:
+        """Up to `limit` blocks held now whose parent has this name, each once; it may leave some out."""
+        if self._child_index is None:
+            return []
+        known = {}
+        for slot in self._child_index.find(parent):
+            record = self.records[slot]  # maybe of a block that has left, or is not sealed yet
+            if record is not None and record.parent == parent:
+                known[record.chain_hash] = record.tokens
+        held = self.pool.holds(list(known)) if known else []
+        return [ChildBlock(*block) for block, is_held in zip(known.items(), held, strict=True) if is_held][:limit]
+
+    def check(self) -> None:
+        """Raise AssertionError where the index of children contradicts itself. A full scan."""
+        if self._child_index is not None:
+            with self._indexing:
+                self._child_index.check()
 
     def parent_of(self, chain_hash: ChainHash) -> ChainHash | None:
         """The name of the block before this one; None if it is not held."""

@@ -1,4 +1,5 @@
 from .changes import ChangeLog
+from .child_index import ChildIndex
 from .index import Slots, Words, to_words
 from .lease import Lease, Reservation
 from .pool import SlotPool
@@ -8,6 +9,7 @@ __all__ = [
     "FILLING",
     "READY",
     "ChangeLog",
+    "ChildIndex",
     "Lease",
     "Reservation",
     "SlotPool",

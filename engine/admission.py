@@ -1,0 +1,95 @@
+"""Who is admitted next, over what is cached: the longest cached prefix first, within an aging bound. No torch."""
+
+from bisect import insort
+from collections.abc import Iterable
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.offload import NoOffload
+from kvtier.engine.sequence import Sequence
+from kvtier.tiers import ChainHash
+from kvtier.tiers.hierarchy import Pending
+
+if TYPE_CHECKING:
+    from kvtier.connector import SchedulerSide
+    from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
+
+_WINDOW: Final = 16  # waiting requests that are looked up and ranked in one step
+
+
+class Admissible(NamedTuple):
+    """A waiting request, and what was found of it."""
+
+    sequence: Sequence
+    usable: list[ChainHash]  # its blocks that may be found: at least its last token is always computed
+    num_l1: int  # leading blocks of those that L1 holds
+    num_external: int  # tokens beyond them that can be loaded
+
+
+class Admission:
+    """The requests that wait, and which blocks the others are computing: those are soon in L1."""
+
+    def __init__(self, config: EngineConfig, pool: "BlockPool", connector: "SchedulerSide | NoOffload") -> None:
+        self.waiting: list[Sequence] = []  # by arrival
+        self.computing: dict[ChainHash, str] = {}  # block that is being computed or loaded → request that does it
+        self._config = config
+        self._pool = pool
+        self._connector = connector
+
+    def rank(self) -> list[Admissible]:
+        """Those who can be admitted, in the order in which they should be."""
+        block_size = self._config.block_size
+        ranked = []
+        for sequence in self.waiting[:_WINDOW]:
+            usable = list(sequence.hashes[: (sequence.num_tokens - 1) // block_size])
+            num_l1 = self._pool.lookup(usable)
+            if num_l1 < len(usable) and usable[num_l1] in self.computing:
+                continue  # soon it is in L1
+            num_external = self._connector.lookup(sequence, num_l1 * block_size)
+            if isinstance(num_external, Pending):
+                continue
+            overdue = sequence.num_passed_over >= self._config.max_passed_over
+            cached = num_l1 * block_size + num_external
+            place = (not overdue, 0 if overdue else -cached, sequence.order)
+            ranked.append((place, Admissible(sequence, usable, num_l1, num_external)))
+        return [candidate for _, candidate in sorted(ranked, key=itemgetter(0))]
+
+    def hold(self, candidate: Admissible) -> tuple[list[int], int] | None:
+        """Its blocks of L1, referenced, and how many tokens beyond them can be loaded. None: ask again next step."""
+        sequence, usable, num_l1, num_external = candidate
+        if len(usable) > num_l1 and usable[num_l1] in self.computing:
+            return None  # by one admitted in this very step
+        # Nothing is named between the ranking and this: L1 holds no more than was found then.
+        matched: list[int] = self._pool.match(usable[:num_l1]).tolist() if num_l1 else []
+        if len(matched) != num_l1:  # an admission before this one took some of them
+            answer = self._connector.lookup(sequence, len(matched) * self._config.block_size)
+            if isinstance(answer, Pending):
+                self._pool.free(matched)
+                return None
+            num_external = answer
+        return matched, num_external
+
+    def admit(self, sequence: Sequence) -> None:
+        """It leaves the queue; who came earlier was passed over."""
+        self.waiting.remove(sequence)
+        for other in self.waiting:
+            if other.order > sequence.order:
+                break
+            other.num_passed_over += 1
+
+    def put_back(self, sequence: Sequence) -> None:
+        """It waits again, in its old place, and nobody overtakes it this time."""
+        sequence.num_passed_over = self._config.max_passed_over
+        insort(self.waiting, sequence, key=lambda sequence: sequence.order)
+
+    def computes(self, sequence: Sequence, first_block: int) -> None:
+        """Its blocks from there on are on their way: others wait for them."""
+        for chain_hash in sequence.hashes[first_block:]:
+            self.computing.setdefault(chain_hash, sequence.request_id)
+
+    def forget(self, sequence: Sequence, hashes: Iterable[ChainHash]) -> None:
+        """These blocks of it are in L1 now, or will not be."""
+        for chain_hash in hashes:
+            if self.computing.get(chain_hash) == sequence.request_id:
+                del self.computing[chain_hash]

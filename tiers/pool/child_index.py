@@ -1,0 +1,97 @@
+"""ChildIndex: which slots may hold blocks whose parent has a given name. A hint: its owner verifies each slot."""
+
+import struct
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers import ChainHash
+from kvtier.tiers.pool.index import HASH_BYTES, NAME_MIX, Slots, Words
+
+MAX_CHILDREN: Final = 8  # slots told of one parent at most: a bucket's entries
+_SLOTS_PER_BUCKET: Final = 4  # half of its entries: of blocks with a parent of their own one in a hundred is forgotten
+_FEW: Final = 8  # slots that are entered one by one faster than all at once
+_EMPTY: Final = np.uint32(0)
+_HIGH: Final = np.uint64(32)
+_MASK: Final = (1 << 64) - 1
+_PARENT: Final = struct.Struct("=4Q")
+_MIX: Final[list[int]] = NAME_MIX.tolist()
+
+
+class ChildIndex:
+    """Parent's name → slots, 12 bytes a slot. It takes no lock: one thread changes it at a time, `find` may race.
+
+    A bucket, half a cache line, has eight entries of slot + 1. A full one forgets an entry for each that comes, so a
+    parent is told with eight slots at most. Nobody has to say that a block left: its slot's entry goes when the slot
+    is entered again. So what `find` answers are candidates, also of other parents in the same bucket.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._num_buckets = max(1, -(-num_slots // _SLOTS_PER_BUCKET))
+        self._entries = np.zeros(self._num_buckets * MAX_CHILDREN, np.uint32)
+        self._buckets = self._entries.reshape(-1, MAX_CHILDREN)
+        self._where = np.zeros(num_slots, np.uint32)  # a slot's entry, if that is still its own
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes."""
+        return self._entries.nbytes + self._where.nbytes
+
+    def find(self, parent: ChainHash) -> list[int]:
+        """Up to eight distinct slots; the blocks in some of them may have another parent, or be gone."""
+        if len(parent) != HASH_BYTES:
+            return []
+        row: list[int] = self._buckets[self._bucket_of(*_PARENT.unpack(parent))].tolist()
+        return [entry - 1 for entry in row if entry]
+
+    def add(self, parents: Words, slots: Slots) -> None:
+        """Enter distinct slots under their blocks' parents; what was known of these slots is forgotten."""
+        if len(slots) <= _FEW:
+            for words, slot in zip(parents.tolist(), slots.tolist(), strict=True):
+                self._add_one(self._bucket_of(*words), slot)
+            return
+        self.remove(slots)
+        buckets = ((((parents @ NAME_MIX) >> _HIGH) * np.uint64(self._num_buckets)) >> _HIGH).astype(np.int64)
+        while len(slots):
+            places = buckets * MAX_CHILDREN + (self._buckets.take(buckets, 0) == _EMPTY).argmax(1)
+            is_full = self._entries.take(places) != _EMPTY  # argmax pointed at the first entry
+            if is_full.any():
+                places[is_full] = (buckets * MAX_CHILDREN + slots % MAX_CHILDREN)[is_full]
+            entries = (slots + 1).astype(np.uint32)
+            self._entries[places] = entries
+            self._where[slots] = places
+            lost = (self._entries.take(places) != entries) & ~is_full  # two chose the same entry
+            buckets, slots = buckets[lost], slots[lost]
+
+    def remove(self, slots: Slots) -> None:
+        """Forget these slots, entered or not."""
+        where = self._where.take(slots)
+        is_own = self._entries.take(where) == (slots + 1)
+        self._entries[where[is_own]] = _EMPTY
+
+    def reset(self) -> None:
+        """Forget every slot."""
+        self._entries[:] = _EMPTY
+
+    def check(self) -> None:
+        """Raise AssertionError unless each entry is of another slot, in range, that knows where it is. A full scan."""
+        places = np.flatnonzero(self._entries)
+        slots = self._entries[places].astype(np.int64) - 1
+        assert (slots < self.num_slots).all(), "an entry of a slot out of range"
+        assert (self._where[slots] == places).all(), "a slot has two entries, or does not know its own"
+
+    def _bucket_of(self, a: int, b: int, c: int, d: int) -> int:
+        mixed = (a * _MIX[0] + b * _MIX[1] + c * _MIX[2] + d * _MIX[3]) & _MASK
+        return ((mixed >> 32) * self._num_buckets) >> 32
+
+    def _add_one(self, bucket: int, slot: int) -> None:
+        entries: NDArray[np.uint32] = self._entries
+        before = self._where[slot]
+        if entries[before] == slot + 1:
+            entries[before] = 0
+        row: list[int] = self._buckets[bucket].tolist()
+        place = bucket * MAX_CHILDREN + (row.index(0) if 0 in row else slot % MAX_CHILDREN)
+        entries[place] = slot + 1
+        self._where[slot] = place
