@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
+from kvtier.connector.partial import NamedByTokens, PartialView, best_child, still_fits, tier_of_last
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Pending, Wanted
@@ -54,7 +55,10 @@ class _ConnectedRequest:
     epoch: int  # the tiers' at admission
     asked: int = 0  # blocks found in L1 at the last lookup
     claim: Claim | None = None
+    view: PartialView | None = None  # what the claim is of, if not of its own blocks alone
     found: Attribution | None = None  # where its blocks were when first asked
+    found_in_part: str | None = None  # the tier that had the view's last block
+    whole_only: bool = False  # no view any more: one was refused
     recompute: bool = False  # decided once: loading is slower, or has failed
 
 
@@ -105,8 +109,10 @@ class SchedulerSide:
     the step's one round trip, and only if there is something to store.
     """
 
-    def __init__(self, tiers: CacheTiers) -> None:
+    def __init__(self, tiers: CacheTiers, *, partial_blocks: bool = False) -> None:
+        """`partial_blocks`: the engine takes a promise that ends inside a block. Its chains must be `NamedByTokens`."""
         self.tiers = tiers
+        self._partial_blocks = partial_blocks
         self._requests: dict[str, _ConnectedRequest] = {}
         self._op_ids = count(1)
         self._steps = count(1)
@@ -121,26 +127,28 @@ class SchedulerSide:
         """Know a request that is only going to store. `lookup` does this too. Idempotent."""
         self._requests.setdefault(request.request_id, _ConnectedRequest(request, self.tiers.epoch))
 
-    def lookup(self, request: Request, num_computed_tokens: int) -> int | Pending:
+    def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0) -> int | Pending:
         """How many tokens beyond the `num_computed_tokens` in L1 can be loaded, or PENDING: ask again next step.
 
         A number is a promise: those blocks are in L2, verified and leased. The first call may start a prefetch, later
-        ones renew its lease. The last token of a request is never promised.
+        ones renew its lease. The last token of a request is never promised. With `partial_blocks` the promise may end
+        inside a block, if that is more than the `in_part` tokens which L1 has of the next block.
         """
         chain = request.chain
         block_size = chain.block_size
         in_l1 = num_computed_tokens // block_size
         if (known := self._requests.get(request.request_id)) is None:
             known = self._requests[request.request_id] = _ConnectedRequest(request, self.tiers.epoch)
-        if known.claim is not None and in_l1 < known.claim.num_l1:  # L1 lost blocks meanwhile: ask for those too
+        if known.claim is not None and not still_fits(known.claim, known.view, in_l1):
             self._cancel(known)
-        if known.claim is None and not known.recompute:
-            # where every block is that may be promised, and a claim on what is worth loading
-            usable = min(len(chain.hashes), (request.num_tokens - 1) // block_size)
-            num_l1 = min(in_l1, usable)
-            known.claim = self.tiers.ask(chain.hashes[:usable], chain.parent(0), num_l1, block_size=block_size)
         known.asked = in_l1
-        return PENDING if (found := self._answer(known)) is None else max(0, found - in_l1) * block_size
+        if known.claim is None and not known.recompute:
+            self._ask(known)
+        least = in_l1 * block_size + in_part
+        covered = self._answer(known, least)
+        if covered is None:
+            return PENDING
+        return covered - in_l1 * block_size if covered > least else 0
 
     def is_storing(self, hashes: Sequence[ChainHash]) -> bool:
         """Whether some of these blocks are on their way to L2: once the worker has reported it, a lookup finds them."""
@@ -160,10 +168,14 @@ class SchedulerSide:
         only lets go of what was promised.
         """
         known = self._requests[request_id]
-        claim, known.claim = known.claim, None
+        claim, view = known.claim, known.view
+        known.claim = known.view = None
         if claim is None:
             return 0
-        num_blocks = num_external_tokens // claim.block_size
+        size = claim.block_size
+        if view is not None:  # loaded whole, the last block is the request's only up to where they part
+            num_external_tokens = min(num_external_tokens, view.num_tokens - known.asked * size)
+        num_blocks = -(-num_external_tokens // size) if view is not None else num_external_tokens // size
         if not num_blocks:
             self.tiers.cancel(claim)
             return 0
@@ -174,12 +186,14 @@ class SchedulerSide:
         if not slots or region is None:
             lease.release()
             return 0
+        if view is not None and known.asked + len(slots) > view.num_own:
+            known.found_in_part = tier_of_last(claim.found, known.found)
         self._region_id = region.region_id
         blocks = [int(block) for block in block_ids[known.asked : known.asked + len(slots)]]
         op = CopyOp(next(self._op_ids), request_id, tuple(blocks), tuple(slots), tuple(generations), layerwise)
         self._loads[op.op_id] = _LoadingOp(op, known.asked, lease, time.monotonic())
         self._planned.append(op)
-        return len(slots) * claim.block_size
+        return min(num_external_tokens, len(slots) * size)
 
     def forget_promises(self) -> None:
         """Let go of all that was promised and not allocated: behind a reset it would be old."""
@@ -193,6 +207,10 @@ class SchedulerSide:
     def found(self, request_id: str) -> Attribution | None:
         """Where the blocks of a live request were when it was first looked up."""
         return self._requests[request_id].found
+
+    def found_in_part(self, request_id: str) -> str | None:
+        """The tier that had the block of which a live request was promised a part; None: it was promised none."""
+        return self._requests[request_id].found_in_part
 
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> int:
         """Blocks `first_block…` of the request's table became full in this step; copy those not held yet to L2.
@@ -285,8 +303,19 @@ class SchedulerSide:
         if (region := self.tiers.region) is not None:
             self.tiers.metrics.moved(L2, direction, num_blocks * region.slot_bytes, seconds)
 
-    def _answer(self, known: _ConnectedRequest) -> int | None:
-        """How many leading blocks L1 and the promise cover, 0 for no promise; None: not known yet."""
+    def _ask(self, known: _ConnectedRequest) -> None:
+        """Where every block is that may be promised, and a claim on what is worth loading."""
+        chain = known.request.chain
+        usable = min(len(chain.hashes), (known.request.num_tokens - 1) // chain.block_size)
+        hashes, num_l1 = chain.hashes[:usable], min(known.asked, usable)
+        known.claim = self.tiers.ask(hashes, chain.parent(0), num_l1, block_size=chain.block_size)
+
+    def _answer(self, known: _ConnectedRequest, least: int) -> int | None:
+        """How many leading tokens L1 and the promise cover, 0 for no promise; None: not known yet.
+
+        Where a block that is held begins as the request's next one does, and so brings it more than `least` tokens, the
+        promise becomes one of that block, too.
+        """
         claim = known.claim
         if claim is None:
             return 0
@@ -296,16 +325,42 @@ class SchedulerSide:
             self.tiers.count(claim.found, claim.missing)
             if claim.refusal is Outcome.NO_SLOT:
                 self.tiers.metrics.missed(Outcome.NO_SLOT, claim.found.loadable)
+        if claim.children and self._take_view(known, claim, least):
+            return self._answer(known, least)
         if isinstance(promised, Pending):
             return None
+        if known.view is not None and claim.refusal is not None:
+            known.whole_only = True
+            self._cancel(known)
+            self._ask(known)
+            return self._answer(known, least)
         known.recompute |= claim.refusal is Outcome.RECOMPUTE
         is_empty = claim.refusal is not None or (claim.found is not None and not claim.found.loadable)
+        covered = claim.num_l1 + promised
+        tokens = covered * claim.block_size if known.view is None else known.view.covered(covered)
         if is_empty and time.monotonic() >= claim.good_until:  # what ended in failure is final; this may be asked anew
             self._cancel(known)
-        return claim.num_l1 + promised
+        return tokens
+
+    def _take_view(self, known: _ConnectedRequest, claim: Claim, least: int) -> bool:
+        """Ask for the request's held blocks and the best of what follows them, instead of its own blocks alone."""
+        chain = known.request.chain
+        if not self._partial_blocks or known.whole_only or known.view is not None or claim.refusal is not None:
+            return False
+        if claim.found is None or not isinstance(chain, NamedByTokens):
+            return False
+        num_held = claim.found.blocks - claim.found.miss
+        best = best_child(chain, claim.children, num_held, known.request.num_tokens - 1)
+        if best is None or num_held * chain.block_size + best[1] <= least:
+            claim.children = ()  # looked at once
+            return False
+        self.tiers.cancel(claim)
+        known.view = view = PartialView([*chain.hashes[:num_held], best[0].chain_hash], best[1], chain.block_size)
+        known.claim = self.tiers.ask(view.hashes, chain.parent(0), claim.num_l1, block_size=chain.block_size)
+        return True
 
     def _cancel(self, known: _ConnectedRequest) -> None:
-        claim, known.claim = known.claim, None
+        claim, known.claim, known.view = known.claim, None, None
         if claim is not None:
             self.tiers.cancel(claim)
 

@@ -1,83 +1,14 @@
 """Stories of the two connector sides together: promised, loaded, stored, aborted, failed; the test ends the copies."""
 
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-import numpy as np
 import pytest
-from doubles import BLOCK_SIZE, SLOT_BYTES, FakeClock, MemoryTier, chain_of, hierarchy_of, payload_of, store, wait_until
-from manual_copies import ManualCopyStream
+from connector_rig import NUM_LAYERS, Bench, Request, request_of
+from doubles import BLOCK_SIZE, FakeClock, MemoryTier, chain_of, payload_of, store, wait_until
 
-from kvtier.connector.plan import StepPlan
-from kvtier.connector.scheduler import ConnectorUpdate, SchedulerSide
-from kvtier.connector.worker import WorkerSide
+from kvtier.connector.scheduler import ConnectorUpdate
 from kvtier.tiers.copies.transfer import CopyEvent
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
-from kvtier.tiers.hierarchy.rates import LoadPolicy
-from kvtier.tiers.hierarchy.settings import HierarchySettings
-from kvtier.tiers.naming.chain import TokenChain
-
-NUM_LAYERS = 4
-LAYER_BYTES = SLOT_BYTES // NUM_LAYERS
-
-
-@dataclass
-class Request:
-    request_id: str
-    chain: TokenChain
-    num_tokens: int
-
-
-def request_of(num_blocks: int, name: str = "a", first_token: int = 0) -> Request:
-    """A prompt of `num_blocks` full blocks and one token more."""
-    return Request(name, chain_of(num_blocks, first_token), num_blocks * BLOCK_SIZE + 1)
-
-
-class Bench:
-    """A hierarchy, an L1 of sixteen blocks in numpy, both sides, and a stream the test completes."""
-
-    def __init__(
-        self,
-        tier: MemoryTier | None = None,
-        clock: FakeClock | None = None,
-        slots: int = 32,
-        load_policy: LoadPolicy = "load",
-    ) -> None:
-        settings = HierarchySettings(prefetch_deadline=0.5)
-        self.tier = tier
-        self.hierarchy = hierarchy_of(slots, tier, settings, clock or time.monotonic, load_policy=load_policy)
-        self.l1 = np.zeros((16, NUM_LAYERS, LAYER_BYTES), np.uint8)
-        self.stream = ManualCopyStream(self.l1, self.hierarchy.host.region)
-        self.scheduler = SchedulerSide(self.hierarchy)
-        self.worker = WorkerSide(self.stream, NUM_LAYERS, LAYER_BYTES, deadline=0.01)
-
-    def step(self) -> StepPlan:
-        """One scheduling step: the plan crosses as bytes, as it would between processes."""
-        plan = StepPlan.decode(self.scheduler.build_plan().encode())
-        self.worker.start_load(plan)
-        self.worker.start_store(plan)
-        return plan
-
-    def update(self) -> ConnectorUpdate:
-        return self.scheduler.update(self.worker.poll())
-
-    def compute(self, request: Request, first: int, block_ids: list[int]) -> None:
-        """What the engine's forward does: fill L1 blocks with the KV of their tokens."""
-        for i, block in enumerate(block_ids):
-            self.l1[block] = np.frombuffer(payload_of(request.chain.hashes[first + i]), np.uint8).reshape(
-                NUM_LAYERS, -1
-            )
-
-    def close(self) -> None:
-        self.scheduler.update(self.worker.close(0.01))
-        self.scheduler.close()
-        assert self.hierarchy.drain(60)
-        self.hierarchy.check()
-        counts = self.hierarchy.host.pool.counts()
-        assert (counts.leased, counts.filling, counts.quarantined) == (0, 0, 0)
-        assert self.hierarchy.host.pool.num_leaked == 0
-        self.hierarchy.close()
 
 
 @pytest.fixture

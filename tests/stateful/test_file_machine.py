@@ -29,9 +29,14 @@ def payload_of(key: int) -> memoryview:
     return memoryview(np.random.default_rng(key).bytes(SLOT))
 
 
+def parent_of(key: int) -> int:
+    """Several blocks follow one, so that each is among the others' children."""
+    return 1000 + key % 20
+
+
 PAYLOADS = [payload_of(key) for key in range(100)]
 RECORDS = [
-    BlockRecord(hash_of(key), hash_of(key + 1000), bytes([key, 0, 0, 0]) * 2, checksum(PAYLOADS[key]))
+    BlockRecord(hash_of(key), hash_of(parent_of(key)), bytes([key, 0, 0, 0]) * 2, checksum(PAYLOADS[key]))
     for key in range(100)
 ]
 
@@ -98,6 +103,15 @@ class FileMachine(RuleBasedStateMachine):
         self.now.discard([hash_of(key) for key in keys])
         assert not any(self.now.holds([hash_of(key) for key in keys]))
         self.stored.difference_update(keys)
+
+    @rule(key=KEYS)
+    def ask_for_children(self, key: int) -> None:
+        """The index may forget a block, but what it tells is held, once, and follows that parent."""
+        told = self.now.children(hash_of(parent_of(key)), 8)
+        family = {RECORDS[n].chain_hash: RECORDS[n].tokens for n in range(key % 20, 100, 20)}
+        assert dict(told).items() <= family.items()
+        assert len(dict(told)) == len(told)
+        assert all(self.now.holds([child.chain_hash for child in told]))
 
     @rule()
     def reset(self) -> None:

@@ -301,6 +301,10 @@ class ExtentMap:
         for by_slot in (self._hash_of, self._hits, self.generations):
             del by_slot[num_slots:]
 
+    def holds_block(self, slot: int) -> bool:
+        """Whether a block can be found in this slot, which may lie in an end that is gone."""
+        return slot < len(self._hash_of) and self._hash_of[slot] is not None
+
     def words(self, slots: Slots) -> Words:
         """The names of the blocks in these slots, each of which holds one."""
         return to_words([name for slot in slots.tolist() if (name := self._hash_of[slot]) is not None])

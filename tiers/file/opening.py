@@ -23,6 +23,7 @@ def configured(config: Config, fingerprint: bytes, shape: BlockShape) -> Configu
             mode=config.file.mode,
             durable=config.file.durable,
             key=key,
+            partial_blocks=config.cache.partial_blocks,
         )
 
     return ConfiguredTier(open_slab, config.file.deadline)

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ClaimedExtent, ExtentMap, SlotRun
 from kvtier.tiers.file.file_io import CALL_BYTES, FileIO, write_all
 from kvtier.tiers.file.payload_io import PayloadIO
+from kvtier.tiers.file.slab_children import SlabChildren
 from kvtier.tiers.file.slab_codec import Codec
 from kvtier.tiers.file.slab_space import FULL_ERRNOS, SlabFile, blank_rows, blank_slots, write_superblock
 
@@ -42,6 +45,7 @@ class SlabWriter:
     rows: slab.Rows
     lock: threading.Lock
     codec: Codec
+    children: SlabChildren
     sync: Callable[[], None] | None  # what makes earlier writes durable; None: they need not be
     next_seq: int = 1
 
@@ -261,6 +265,7 @@ class SlabWriter:
     def _publish(self, runs: Sequence[SlotRun], records: Sequence[BlockRecord], rows: slab.Rows) -> list[Outcome]:
         outcomes: list[Outcome] = []
         twins: list[int] = []
+        stored: list[int] = []
         with self.lock:
             done = 0
             for run in runs:
@@ -275,7 +280,9 @@ class SlabWriter:
                     continue
                 self.rows[run.first : run.first + run.count] = rows[part]
                 twins += self.blocks.publish(run, [record.chain_hash for record in records[part]])
+                stored += run.slots
                 outcomes += [Outcome.OK] * run.count
+            self.children.stored(np.array(stored, np.int64))
         if twins:
             blank_slots(self.io, self.file.fd, self._superblock, twins)
         return outcomes

@@ -13,6 +13,7 @@ import numpy as np
 from kvtier.tiers import (
     BlockRecord,
     ChainHash,
+    ChildBlock,
     ConfigError,
     Direction,
     Encryption,
@@ -28,11 +29,13 @@ from kvtier.tiers.file.file_io import FileIO
 from kvtier.tiers.file.group_sync import GroupSync
 from kvtier.tiers.file.payload_io import Mode, PayloadIO, probe_mode
 from kvtier.tiers.file.slab_changes import SlabChanges
+from kvtier.tiers.file.slab_children import SlabChildren
 from kvtier.tiers.file.slab_codec import Codec, codec_of, verified
 from kvtier.tiers.file.slab_file import is_ours, open_slab, release
 from kvtier.tiers.file.slab_space import SlabFile, blank_slots, read_rows, write_owner
 from kvtier.tiers.file.slab_tail import Calls, TailGiver
 from kvtier.tiers.file.slab_writer import SlabWriter
+from kvtier.tiers.pool import ChildIndex
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +48,9 @@ class FileStore:
     guards index and mirror; it is never held across I/O, so a read that an eviction overtook finds out afterwards.
     """
 
-    def __init__(self, io: FileIO, file: SlabFile, payload: PayloadIO, codec: Codec, *, durable: bool) -> None:
+    def __init__(
+        self, io: FileIO, file: SlabFile, payload: PayloadIO, codec: Codec, *, durable: bool, partial_blocks: bool
+    ) -> None:
         """Recover an open slab's index by one pass over its table. Use `FileStore.open`; raises OSError."""
         self.path = file.path
         self.num_recovered = 0
@@ -58,8 +63,10 @@ class FileStore:
         self._rows = read_rows(io, file.fd, file.superblock)
         self._blocks = ExtentMap(file.superblock.num_extents, file.superblock.slots_per_extent)
         self.announcer = SlabChanges(self._blocks, self._rows, self._lock, codec)
+        index = ChildIndex(len(self._rows)) if partial_blocks else None
+        self._children = SlabChildren(self._blocks, self._rows, self._lock, codec, index)
         sync = GroupSync(lambda: io.sync(file.fd)) if durable else None
-        self._writer = SlabWriter(io, file, payload, self._blocks, self._rows, self._lock, codec, sync)
+        self._writer = SlabWriter(io, file, payload, self._blocks, self._rows, self._lock, codec, self._children, sync)
         self._calls = Calls(self._release)
         self._inside = self._calls.enter
         self._tail = TailGiver(io, file, self._blocks, self._lock, self._calls)
@@ -77,11 +84,13 @@ class FileStore:
         mode: Mode = "auto",
         durable: bool = False,
         key: bytes | None = None,
+        partial_blocks: bool = True,
         io: FileIO | None = None,
     ) -> "FileStore":
         """Open or create the slab of `fingerprint` (32 bytes) in `directory`, whose slabs take at most `size` bytes.
 
-        With `key` (32 bytes, `cipher.load_key`) all blocks are sealed. The directory is created if need be. Raises
+        With `key` (32 bytes, `cipher.load_key`) all blocks are sealed. Without `partial_blocks` no block's children
+        are known. The directory is created if need be. Raises
         ConfigError if the size cannot be had or the slab there takes another key; StoreLocked, FormatError and
         FingerprintMismatch; and TierUnavailable for anything the file system refuses.
         """
@@ -99,7 +108,8 @@ class FileStore:
                 chosen = probe_mode(io, directory) if mode == "auto" else mode
                 payload = PayloadIO(io, file.path, file.fd, slot_bytes=slot_bytes, mode=chosen)
                 undo.callback(payload.close)
-                store = cls(io, file, payload, codec_of(file.superblock, key, str(file.path)), durable=durable)
+                codec = codec_of(file.superblock, key, str(file.path))
+                store = cls(io, file, payload, codec, durable=durable, partial_blocks=partial_blocks)
                 undo.pop_all()
                 store._tail.start()
                 return store
@@ -122,6 +132,7 @@ class FileStore:
         dirty = np.unique(np.flatnonzero(written) // self.superblock.slots_per_extent).tolist()
         losers = blocks.restore(slots, hashes, rows["seq"][slots], dirty)
         blocks.generations[:] = type(blocks.generations)("I", rows["generation"].astype("<u4").tobytes())
+        self._children.stored(np.fromiter(blocks.index.values(), np.int64, len(blocks.index)))
         newest = int(rows["seq"][slots].max()) if len(slots) else 0
         self._writer.next_seq = max(newest + 1, self.superblock.min_seq)
         self.num_recovered = len(blocks.index)
@@ -147,6 +158,9 @@ class FileStore:
             names = list(self._blocks.index)
             parents = self._rows["parent"][list(self._blocks.index.values())]
         return list(zip(names, parents.tolist(), strict=True))
+
+    def children(self, parent: ChainHash, limit: int) -> list[ChildBlock]:
+        return self._children.find(parent, limit)
 
     # Reading.
 
@@ -250,6 +264,7 @@ class FileStore:
     def check(self) -> None:
         with self._lock:
             self._blocks.check()
+            self._children.check()
             counts = self._blocks.counts()
             assert min(counts.values()) >= 0, f"slot counts: {counts}"
             slots = list(self._blocks.index.values())

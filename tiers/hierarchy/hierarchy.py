@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.tiers import L2, ChainHash, Metrics, Outcome
+from kvtier.tiers import L2, ChainHash, ChildBlock, Metrics, Outcome
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, NewsCondition, Pending
 from kvtier.tiers.hierarchy.local_claim import LocalClaim
 from kvtier.tiers.hierarchy.lower_tier import TierPort
@@ -17,7 +17,7 @@ from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.hierarchy.shared_lookup import Locator
 from kvtier.tiers.hierarchy.stores import StoreQueue
 from kvtier.tiers.host import HostRegion, HostTier
-from kvtier.tiers.pool import Lease
+from kvtier.tiers.pool import MAX_CHILDREN, Lease
 
 _TICK: Final = 0.001  # seconds between two looks at deadlines, however often they are asked for
 _ASK_AGAIN: Final = 0.05  # seconds an answer of a shared tier is good for: asking costs it a round trip
@@ -262,10 +262,24 @@ class Hierarchy:
                 claim.asked_until = known + max(len(question.hashes) for question in claim.questions)
                 return
         claim.found = where
+        claim.children = self._children(claim, known)
         if claim.asked_until:
             claim.good_until = time.monotonic() + _ASK_AGAIN
         if num_loadable := where.loadable:
             self._promote(claim, where, num_loadable)
+
+    def _children(self, claim: LocalClaim, known: int) -> Sequence[ChildBlock]:
+        """Held blocks that follow the first `known` of the claim, other than its own next one; L2's first."""
+        parent = claim.hashes[known - 1] if known else claim.parent
+        found = self.host.children(parent, MAX_CHILDREN)
+        for port in self.ports:
+            found += port.children(parent, MAX_CHILDREN)
+        if not found:
+            return ()
+        by_name = dict(found)
+        if known < len(claim.hashes):
+            by_name.pop(claim.hashes[known], None)  # stored by now
+        return [ChildBlock(*child) for child in by_name.items()][:MAX_CHILDREN]
 
     def _promote(self, claim: LocalClaim, where: Attribution, num_blocks: int) -> None:
         """Bring the blocks beyond `num_l1`, unless computing them is faster or other requests have all the room."""

@@ -12,11 +12,13 @@ from kvtier.tiers import (
     BlockRecord,
     Breaker,
     ChainHash,
+    ChildBlock,
     Direction,
     KVTierError,
     Locates,
     Metrics,
     Outcome,
+    TellsChildren,
     Tier,
     TierUnavailable,
 )
@@ -70,6 +72,7 @@ class TierPort:
         self._closed = False
         self.epoch = 0  # counts resets: a write offered before one never lands after it
         self.is_shared = False  # the tier `Locates`
+        self._tells_children: TellsChildren | None = None  # the tier, if it does
         self._shared_forgot_at = 0  # the last reset that a tier which nodes share was told of
         self._num_writing = 0  # writes under way that began in this epoch …
         self._num_stale = 0  # … and in an earlier one
@@ -89,6 +92,11 @@ class TierPort:
         """Which of the blocks are held, and readable now, each by itself."""
         tier = self._readable()
         return tier.holds(hashes) if tier is not None else [False] * len(hashes)
+
+    def children(self, parent: ChainHash, limit: int) -> list[ChildBlock]:
+        """`TellsChildren.children`, of a tier that is readable now."""
+        telling = self._tells_children
+        return telling.children(parent, limit) if telling is not None and self._readable() is not None else []
 
     @property
     def locates(self) -> bool:
@@ -269,6 +277,7 @@ class TierPort:
                     break
                 if forgot_at == self.epoch:
                     self.is_shared = isinstance(tier, Locates)  # asked once: it costs more than a lookup
+                    self._tells_children = tier if isinstance(tier, TellsChildren) else None
                     self.tier = tier
                     return
                 forgot_at = self.epoch

@@ -61,7 +61,7 @@ def open_hierarchy(config: Config, fingerprint: bytes, shape: BlockShape, *, lea
     try:
         if config.host.pin:
             region.pin()
-        ports = open_ports(config, fingerprint, shape, metrics, rates)
+        ports = _open_ports(config, fingerprint, shape, metrics, rates)
     except BaseException:
         host.close()
         raise
@@ -76,7 +76,17 @@ def open_hierarchy(config: Config, fingerprint: bytes, shape: BlockShape, *, lea
 
 
 def open_ports(config: Config, fingerprint: bytes, shape: BlockShape, metrics: Metrics, rates: Rates) -> list[TierPort]:
-    """The tiers below host memory alone, for an engine that keeps its own; raises and warns as `open_hierarchy`."""
+    """The tiers below host memory alone, for an engine that keeps its own; raises and warns as `open_hierarchy`.
+
+    Nobody asks these for a block's children, so they keep no index of them.
+    """
+    whole_blocks = config.cache.model_copy(update={"partial_blocks": False})
+    return _open_ports(config.model_copy(update={"cache": whole_blocks}), fingerprint, shape, metrics, rates)
+
+
+def _open_ports(
+    config: Config, fingerprint: bytes, shape: BlockShape, metrics: Metrics, rates: Rates
+) -> list[TierPort]:
     ports: list[TierPort] = []
     try:
         for name, module in lower_modules():

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvtier.tiers import BlockRecord, ChainHash
+from kvtier.tiers import BlockRecord, ChainHash, ChildBlock
 
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
 """Token ids, each in [0, 2**32). Lists, tuples, `array` and one-dimensional integer ndarrays are equally good."""
@@ -145,6 +145,29 @@ class TokenChain:
         if not 0 <= block < len(self.hashes):
             raise self._no_block(block)
         return _little_endian(self._tokens[block * self.block_size : (block + 1) * self.block_size])
+
+    def next_tokens(self, block: int) -> bytes:
+        """The tokens of block `block`, full or not, u32 little-endian; none where an extra key names it, too."""
+        if block in self._extra:
+            return b""
+        return _little_endian(self._tokens[block * self.block_size : (block + 1) * self.block_size])
+
+    def tail(self, num_tokens: int) -> BlockRecord | None:
+        """What follows the last full block among the first `num_tokens`, as a block of its own; None: nothing does."""
+        block, count = divmod(num_tokens, self.block_size)
+        tokens = self.next_tokens(block)[: 4 * count] if block <= len(self.hashes) else b""
+        if not tokens:
+            return None
+        parent = self.parent(block)
+        return BlockRecord(self._name(parent, tokens), parent, tokens, 0)
+
+    def is_plain(self, child: ChildBlock, parent: ChainHash) -> bool:
+        """Whether this name is what the parent and the tokens alone make it."""
+        return child.chain_hash == self._name(parent, child.tokens)
+
+    def _name(self, parent: ChainHash, tokens: bytes) -> ChainHash:
+        [name] = self._hash_frames(parent, [(struct.pack("<I", len(tokens) // 4) + tokens,)])
+        return name
 
     def _frames(self, first: int, count: int) -> Iterable[tuple[bytes]]:
         """What is hashed after the parent, for `count` blocks from `first`: u32 token count ‖ tokens ‖ extra keys.

@@ -1,5 +1,5 @@
 from .changes import ChangeLog
-from .child_index import ChildIndex
+from .child_index import MAX_CHILDREN, ChildIndex
 from .index import Slots, Words, to_words
 from .lease import Lease, Reservation
 from .pool import SlotPool
@@ -7,6 +7,7 @@ from .slots import FILLING, READY, SlotTable
 
 __all__ = [
     "FILLING",
+    "MAX_CHILDREN",
     "READY",
     "ChangeLog",
     "ChildIndex",

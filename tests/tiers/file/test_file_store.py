@@ -359,8 +359,10 @@ def test_shrinking_is_not_misled_by_an_entry_that_went_bad(open_store: OpenStore
     put(store, range(store.superblock.num_slots - 5))
     store.close()
     with store.path.open("r+b") as file:
-        file.seek(store.superblock.row_offset(0))
-        file.write(b"\xff")  # of the checksum of the first entry
+        file.seek(at := store.superblock.row_offset(0))
+        (byte,) = file.read(1)  # of the checksum of the first entry
+        file.seek(at)
+        file.write(bytes([byte ^ 0xFF]))
     store = open_store()
     assert get(store, [0]) == [Outcome.ABSENT]
     assert put(store, [0]) == [Outcome.OK]

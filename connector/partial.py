@@ -1,0 +1,96 @@
+"""Reuse inside a block: which held block shares most tokens with a request's next one, and the chain it ends."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from kvtier.tiers import L2, ChainHash, ChildBlock
+from kvtier.tiers.hierarchy import Attribution, Claim
+
+
+@runtime_checkable
+class NamedByTokens(Protocol):
+    """A chain that can say where equal tokens mean equal KV. A `TokenChain` is one."""
+
+    @property
+    def hashes(self) -> Sequence[ChainHash]:
+        """The names of its full blocks."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+
+    def parent(self, block: int) -> ChainHash:
+        """The name before block `block`."""
+
+    def next_tokens(self, block: int) -> bytes:
+        """The tokens of block `block`, u32 little-endian, as many as it has; none if more shapes its KV."""
+
+    def is_plain(self, child: ChildBlock, parent: ChainHash) -> bool:
+        """Whether this name is what the parent and the tokens alone make it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartialView:
+    """The chain that is held in a request's stead: its own leading blocks, then one that begins as its next one does.
+
+    What is promised of it may be loaded in the request's name, but the last block is the request's own only up to
+    `shared` tokens.
+    """
+
+    hashes: list[ChainHash]  # the last one is the child's
+    shared: int  # leading tokens of the child that are the request's own
+    block_size: int
+
+    @property
+    def num_own(self) -> int:
+        """Leading blocks that are the request's own."""
+        return len(self.hashes) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the request that it brings, if it is held whole."""
+        return self.num_own * self.block_size + self.shared
+
+    def covered(self, num_blocks: int) -> int:
+        """Tokens of the request in the view's first `num_blocks`."""
+        return self.num_tokens if num_blocks > self.num_own else num_blocks * self.block_size
+
+
+def best_child(
+    chain: NamedByTokens, children: Sequence[ChildBlock], block: int, num_tokens: int
+) -> tuple[ChildBlock, int] | None:
+    """The child that shares most of the leading tokens of the chain's block `block`, and how many; None: none does.
+
+    Of the request, its first `num_tokens` may be had from it.
+    """
+    own = np.frombuffer(chain.next_tokens(block), "<u4")[: max(0, num_tokens - block * chain.block_size)]
+    if not len(own):
+        return None
+    counted = ((num_shared, child) for child in children if (num_shared := _num_shared(own, child.tokens)))
+    for num_shared, child in sorted(counted, key=lambda pair: -pair[0]):
+        if chain.is_plain(child, chain.parent(block)):
+            return child, num_shared
+    return None
+
+
+def still_fits(claim: Claim, view: PartialView | None, in_l1: int) -> bool:
+    """Whether a claim is of use when L1 has so many leading blocks: L1 may have lost some, or got past a view."""
+    return in_l1 >= claim.num_l1 and (view is None or in_l1 <= view.num_own)
+
+
+def tier_of_last(of_view: Attribution | None, of_own: Attribution | None) -> str:
+    """The tier that had a view's last block: it had a block more than of the request's own."""
+    if of_view is None or of_own is None:
+        return L2
+    more = [tier for tier, count in of_view.by_tier.items() if count > of_own[tier]]
+    return more[0] if len(more) == 1 else L2  # blocks moved in between; whatever is loaded comes from L2
+
+
+def _num_shared(own: "np.ndarray[tuple[int], np.dtype[np.uint32]]", tokens: bytes) -> int:
+    held = np.frombuffer(tokens, "<u4")
+    size = min(len(own), len(held))
+    differs = own[:size] != held[:size]
+    return int(differs.argmax()) if differs.any() else size

@@ -1,0 +1,177 @@
+"""Which blocks of a slab follow a given one: told while they are held, with their tokens, and never another's."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from slab_rig import SLOT, get, hash_of, payload_of, put
+from slab_rig import record_of as record_in_a_row
+
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.file.store import FileStore
+from kvtier.tiers.pool.index import NAME_MIX
+from kvtier.tiers.tier import BlockRecord, ChildBlock, Outcome
+
+MODEL = b"children of slabs".ljust(32, b".")
+KEYS = [None, bytes(range(32))]
+PARENT = hash_of(9_000_000)
+SIZE = 1 << 20
+OpenStore = Callable[..., FileStore]
+
+
+@pytest.fixture(params=KEYS, ids=["plain", "encrypted"])
+def key(request: pytest.FixtureRequest) -> bytes | None:
+    chosen: bytes | None = request.param
+    return chosen
+
+
+@pytest.fixture
+def open_store(tmp_path: Path, key: bytes | None) -> Iterator[OpenStore]:
+    opened: list[FileStore] = []
+
+    def factory(model: bytes = MODEL, size: int = SIZE, *, partial_blocks: bool = True) -> FileStore:
+        store = FileStore.open(tmp_path, model, slot_bytes=SLOT, block_size=4, size=size, mode="buffered", key=key,
+                               partial_blocks=partial_blocks)  # fmt: skip
+        opened.append(store)
+        return store
+
+    yield factory
+    for store in opened:
+        store.check()
+        store.close()
+
+
+def child(key: int, parent: bytes = PARENT, num_tokens: int = 4) -> BlockRecord:
+    tokens = np.arange(key, key + num_tokens, dtype="<u4").tobytes()
+    return BlockRecord(hash_of(key), parent, tokens, checksum(payload_of(key)))
+
+
+def keep(store: FileStore, *records: BlockRecord) -> None:
+    for record in records:
+        assert store.write([record], [payload_of(int.from_bytes(record.chain_hash[:4], "big"))]) == [Outcome.OK]
+
+
+def told(store: FileStore, parent: bytes = PARENT, limit: int = 8) -> dict[bytes, bytes]:
+    """Name → tokens of what the slab says follows the block; each once."""
+    children = store.children(parent, limit)
+    assert all(isinstance(each, ChildBlock) for each in children)
+    assert len(dict(children)) == len(children)
+    return dict(children)
+
+
+def as_told(*records: BlockRecord) -> dict[bytes, bytes]:
+    return {record.chain_hash: record.tokens for record in records}
+
+
+def test_children_are_told_with_their_tokens_now_and_after_a_restart(open_store: OpenStore) -> None:
+    store = open_store()
+    assert told(store) == {}
+    # Three that branch off one block, the last of them a tail; and one behind another block.
+    family = [child(1), child(2), child(3, num_tokens=1)]
+    keep(store, *family, child(4, hash_of(1)))
+    assert told(store) == as_told(*family)
+    assert len(told(store, limit=2)) == 2
+    assert told(store, hash_of(1)) == as_told(child(4, hash_of(1)))
+    assert told(store, hash_of(4)) == told(store, b"no name") == {}
+    # One that is stored again, with the same bytes or others, is there once.
+    keep(store, family[0])
+    other = BlockRecord(hash_of(2), PARENT, family[1].tokens, checksum(payload_of(7)))
+    assert store.write([other], [payload_of(7)]) == [Outcome.OK]
+    assert told(store) == as_told(*family)
+    # The index is made anew from the table.
+    store.close()
+    again = open_store()
+    assert told(again) == as_told(*family)
+    assert told(again, hash_of(1)) == as_told(child(4, hash_of(1)))
+    # What is forgotten is told no more.
+    again.discard([hash_of(1)])
+    assert told(again) == as_told(*family[1:])
+    again.reset()
+    assert told(again) == told(again, hash_of(1)) == {}
+    keep(again, child(5))
+    assert told(again) == as_told(child(5))
+
+
+def test_a_slot_that_is_used_again_leaves_its_old_parent(open_store: OpenStore) -> None:
+    store = open_store()
+    keep(store, child(1), child(2))
+    # A whole slab of others comes: the extent of these two is evicted and filled anew.
+    num_slots = store.superblock.num_slots
+    for first in range(100, 100 + 2 * num_slots, 16):
+        assert set(put(store, range(first, first + 16))) == {Outcome.OK}
+        held = {hash_of(key) for key in (1, 2) if store.holds([hash_of(key)])[0]}
+        assert told(store).keys() == held
+    assert told(store) == {}
+    last = 100 + 2 * num_slots - 1
+    assert told(store, hash_of(last - 1)) == as_told(record_in_a_row(last))
+    num_told = sum(bool(told(store, hash_of(key - 1))) for key in range(100, last) if store.holds([hash_of(key)])[0])
+    assert num_told > 0.9 * store.stats()["slots_ready"], "the index forgot more than a full bucket now and then"
+
+
+def test_more_children_than_a_bucket_has_room_for_cost_only_some_of_them(open_store: OpenStore) -> None:
+    store = open_store()
+    family = [child(key) for key in range(1, 21)]
+    keep(store, *family)
+    answer = told(store)
+    assert len(answer) == 8
+    assert answer.items() <= as_told(*family).items()
+    assert family[-1].chain_hash in answer
+    # Told or not, all of them are held.
+    assert get(store, []) == []
+    assert store.holds([record.chain_hash for record in family]) == [True] * 20
+
+
+def test_a_parent_of_the_same_mixed_word_has_its_own_children(open_store: OpenStore) -> None:
+    """The index takes the two for one; the slab looks at the entries."""
+    mask = (1 << 64) - 1
+    words = [1, 2, 3, 4]
+    step = int(NAME_MIX[1]) * pow(int(NAME_MIX[0]), -1, 1 << 64)
+    one = np.array(words, np.uint64).tobytes()
+    other = np.array([(words[0] - step) & mask, words[1] + 1, *words[2:]], np.uint64).tobytes()
+    store = open_store()
+    keep(store, child(1, one), child(2, other), child(3, one))
+    assert told(store, one) == as_told(child(1, one), child(3, one))
+    assert told(store, other) == as_told(child(2, other))
+
+
+def test_what_lay_in_an_end_that_was_given_up_is_told_no_more(open_store: OpenStore) -> None:
+    store = open_store()
+    num_slots = store.superblock.num_slots
+    family = {child(key, hash_of(5_000_000 + key)).chain_hash: key for key in range(1, num_slots)}
+    keep(store, *(child(key, hash_of(5_000_000 + key)) for key in family.values()))
+    assert store._tail.give(SIZE // 2)
+    assert store.superblock.num_slots < num_slots
+    for name, number in family.items():
+        if not store.holds([name])[0]:
+            assert told(store, hash_of(5_000_000 + number)) == {}
+    num_told = sum(bool(told(store, hash_of(5_000_000 + number))) for number in family.values())
+    assert num_told > 0.9 * store.stats()["slots_ready"]
+    # The slab goes on: blocks come and are told, in the slots that are left.
+    keep(store, child(num_slots + 1))
+    assert told(store) == as_told(child(num_slots + 1))
+    store.close()
+    again = open_store()  # it grows again
+    assert told(again) == as_told(child(num_slots + 1))
+
+
+@pytest.mark.parametrize("key", KEYS[1:], indirect=True)
+def test_an_entry_that_is_not_authentic_is_not_told(open_store: OpenStore) -> None:
+    store = open_store()
+    keep(store, child(1), child(2))
+    slot = store._blocks.index[hash_of(1)]
+    sealed = bytearray(store._rows["sealed"][slot].tobytes())
+    sealed[-1] ^= 1
+    store._rows["sealed"][slot] = np.frombuffer(bytes(sealed), store._rows["sealed"].dtype)[0]
+    assert told(store) == as_told(child(2))
+    store.discard([hash_of(1)])
+
+
+def test_switched_off_it_knows_none_and_takes_no_memory(open_store: OpenStore) -> None:
+    store = open_store(partial_blocks=False)
+    keep(store, child(1))
+    assert told(store) == {}
+    assert store._children.index is None
+    # The slab is the same: opened with it, the block is there.
+    store.close()
+    assert told(open_store()) == as_told(child(1))
