@@ -1,3 +1,4 @@
+from .both_ends import BothEndsSide
 from .local import LocalConnector
 from .opening import open_tiers
 from .plan import CopyOp, StepPlan, WorkerReport
@@ -6,6 +7,7 @@ from .worker import WorkerSide
 
 __all__ = [
     "BlockChain",
+    "BothEndsSide",
     "ConnectorUpdate",
     "CopyOp",
     "LocalConnector",

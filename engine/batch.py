@@ -26,3 +26,9 @@ class Batch:
     plan: StepPlan
     started: float = field(default_factory=time.perf_counter)
     arrived: bool = True  # set by the runner: False where a layerwise load failed or was late
+
+    @property
+    def position(self) -> float:
+        """How many tokens those that it computes follow, on average."""
+        seen = sum((chunk.start + chunk.end) / 2 * (chunk.end - chunk.start) for chunk in self.chunks)
+        return seen / max(1, self.num_tokens)

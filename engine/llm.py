@@ -289,7 +289,7 @@ class Engine:
             self.worker.wait(_WAIT)
         elif self.scheduler.has_copies:
             time.sleep(_POLL)
-        elif self.scheduler.waiting:
+        elif self.scheduler.waiting or self.scheduler.running:  # for tiers to answer, or for a request's back
             self.connector.scheduler.wait(_WAIT)
 
     def _checked(self, prompt: ArrayLike, params: SamplingParams) -> list[int]:

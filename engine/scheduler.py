@@ -9,11 +9,12 @@ from kvtier.connector import ConnectorUpdate, WorkerReport
 from kvtier.engine.admission import Admissible, Admission
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
+from kvtier.engine.meeting import MeetingPoint
 from kvtier.engine.offload import NoOffload
 from kvtier.engine.sequence import FinishReason, Output, SampledToken, Sequence, SequenceState
 
 if TYPE_CHECKING:
-    from kvtier.connector import SchedulerSide
+    from kvtier.connector import BothEndsSide
     from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
 
 _PREFILL: Final = 64  # tokens: a step of so many says how fast prefill is
@@ -32,7 +33,7 @@ class Scheduler:
         self,
         config: EngineConfig,
         pool: "BlockPool",
-        connector: "SchedulerSide | NoOffload | None" = None,
+        connector: "BothEndsSide | NoOffload | None" = None,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.loading: dict[str, Sequence] = {}
@@ -47,7 +48,8 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._admission = Admission(config, pool, self._connector)
         self.waiting = self._admission.waiting  # by arrival
-        self._held: Counter[int] = Counter()  # block → stores under way that hold it
+        self._meeting = MeetingPoint(self._connector, self.stats, config.block_size)
+        self._held: Counter[int] = Counter()  # block → copies under way that hold it
         self._draining: set[int] = set()  # blocks their request has let go, but a store still holds
         self._orphans: dict[str, list[int]] = {}  # aborted request → blocks its load is still writing to
         self._look_ahead_at = 0.0
@@ -73,6 +75,7 @@ class Scheduler:
         """Take in which copies have ended; choose what the step computes, loads and stores."""
         self.take_in(report)
         num_preempted = self.stats["preempted"]
+        self._connector.computes_alone = len(self._live) == 1
         chunks, budget = self._continue() if self.running else ([], self._token_budget)
         if self.stats["preempted"] == num_preempted:
             admitted, budget = self._admit(budget)
@@ -81,13 +84,15 @@ class Scheduler:
             if not chunk.sequence.num_loading:  # what a layerwise load has yet to confirm is stored a step later
                 self._store(chunk.sequence, self._cacheable(chunk.sequence, chunk.end))
         self.stats["steps"] += 1
-        return Batch(chunks, self._token_budget - budget, self._connector.build_plan())
+        plan = self._connector.build_plan()
+        self._hold(self._connector.writing)
+        return Batch(chunks, self._token_budget - budget, plan)
 
     def postprocess(self, batch: Batch, samples: Iterable[SampledToken]) -> list[Output]:
         """Take in what the step computed; `samples` holds one for each chunk that samples, in order."""
         outputs, self._ended = self._ended, []
         if batch.num_tokens >= _PREFILL and not batch.plan.loads:  # a load's layers may have held the step up
-            self._connector.computed(batch.num_tokens, time.perf_counter() - batch.started)
+            self._connector.computed(batch.num_tokens, time.perf_counter() - batch.started, batch.position)
         left = iter(samples)
         for chunk in batch.chunks:
             sequence = chunk.sequence
@@ -157,9 +162,20 @@ class Scheduler:
         for sequence in answers + [each for each in self.running if each.num_tokens - each.num_computed > 1]:
             if sequence.state is not SequenceState.RUNNING or not budget or not self._grow(sequence, chunks):
                 continue
-            chunks.append(_chunk(sequence, budget))
-            budget -= chunks[-1].end - chunks[-1].start
+            budget -= self._compute(sequence, budget, chunks)
         return chunks, budget
+
+    def _compute(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        """Add what it computes in this step, of `budget` tokens at most. Returns how many: 0 if its back is awaited."""
+        if (reached := self._meeting.reached(sequence)) > sequence.num_computed:
+            self._store(sequence, self._cacheable(sequence, sequence.num_computed))
+            self._meeting.join(sequence, reached)
+            self._name(sequence)
+        start = sequence.num_computed
+        end = min(start + budget, self._meeting.limit(sequence, alone=self._connector.computes_alone))
+        if end > start:
+            chunks.append(Chunk(sequence, start, end, samples=end == sequence.num_tokens))
+        return end - start
 
     def _grow(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
         """Have a block for every token, preempting the latest request that is not in `chunks`. False: not this step."""
@@ -207,8 +223,7 @@ class Scheduler:
                 break  # nobody overtakes a request because it is large
             num_seats -= cached
             if cached and candidate.sequence.state is SequenceState.RUNNING:
-                chunks.append(_chunk(candidate.sequence, budget))
-                budget -= chunks[-1].end - chunks[-1].start
+                budget -= self._compute(candidate.sequence, budget, chunks)
         return chunks, budget
 
     def _allocate(self, candidate: Admissible) -> bool | None:
@@ -242,7 +257,8 @@ class Scheduler:
         sequence.num_loading = num_external * block_size
         if not sequence.num_preempted:
             sequence.num_l1_tokens = sequence.num_computed
-            sequence.found = self._connector.found(sequence.request_id) if num_external else None
+            is_found = num_external or self._meeting.expects(sequence)
+            sequence.found = self._connector.found(sequence.request_id) if is_found else None
             self.stats["prompt_tokens"] += sequence.num_prompt_tokens
             self.stats["l1_tokens"] += sequence.num_computed
         if self._config.enable_prefix_caching:
@@ -314,10 +330,15 @@ class Scheduler:
         if not self._offloads or end <= start:
             return
         blocks = sequence.block_table[start:end]
-        self._pool.hold(blocks)
-        self._held.update(blocks)
+        self._hold(blocks)
         self._connector.store(sequence.request_id, start, blocks)
         sequence.num_stored = end
+
+    def _hold(self, blocks: list[int]) -> None:
+        """A copy reads or writes them: they stay until it is reported to have ended."""
+        if blocks:
+            self._pool.hold(blocks)
+            self._held.update(blocks)
 
     def _append(self, sequence: Sequence, sample: SampledToken) -> Output:
         sequence.append(sample.token_id)
@@ -344,14 +365,9 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
 
     def _release(self, sequence: Sequence) -> None:
+        self._meeting.leave(sequence)
         self._admission.forget(sequence, sequence.hashes[sequence.num_named :])
         self._draining.update(block for block in sequence.block_table if block in self._held)
         self._pool.free(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = sequence.num_named = sequence.num_stored = sequence.num_loading = 0
-
-
-def _chunk(sequence: Sequence, budget: int) -> Chunk:
-    start = sequence.num_computed
-    end = min(start + budget, sequence.num_tokens)
-    return Chunk(sequence, start, end, samples=end == sequence.num_tokens)
