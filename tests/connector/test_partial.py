@@ -84,7 +84,7 @@ def test_the_child_that_shares_most_is_loaded_behind_the_own_blocks() -> None:
     bench.scheduler.finished("a")
     stats = bench.hierarchy.stats()
     assert stats['kvtier_lookup_blocks_total{tier="l2"}'] == 2  # the blocks of the request alone are counted
-    assert stats['kvtier_lookup_misses_total{reason="absent"}'] == 1
+    assert stats['kvtier_lookup_blocks_total{tier="miss"}'] == 1
     bench.close()
 
 
