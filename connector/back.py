@@ -156,8 +156,12 @@ class Back:
     def _ask_more(self) -> None:
         """Keep the tier busy as long as the front is far from there."""
         reached = -(-self._until // self._size)
-        if self._num_asked < _AHEAD and self._lowest - reached >= _AHEAD * self._per_group:
+        ahead = max(_AHEAD, self._pace.groups_a_step(self._per_group * self._size))
+        while self._num_asked < ahead and self._lowest - reached >= _AHEAD * self._per_group:
+            num_asked = self._num_asked
             self._ask_down_to(self._lowest - self._per_group)
+            if self._num_asked == num_asked:  # no room in L2
+                return
 
     def _refused(self, group: Group) -> None:
         """Nothing of it can be had: a hole. Where L2 had no room, ask again for it and what lies before it, later."""
@@ -224,7 +228,14 @@ class _Pace:
         weight = _GROUP_TOKENS  # of the plan
         return num_tokens * (self._seconds + weight * self._token) / (self.num_computed + weight)
 
+    def groups_a_step(self, num_tokens: int) -> int:
+        """How many groups may come while so many tokens are computed: the next look at them is after that."""
+        return int(self.compute(num_tokens) / max(1e-9, self._per_group))
+
     def wait(self, num_asked: int, now: float) -> float:
         """Seconds until so many groups have come. What is overdue is expected to take as long again."""
-        per_group = (self._last_at - self._began + self._group) / (self._num_arrived + 1)
-        return abs(num_asked * per_group - (now - self._last_at))
+        return abs(num_asked * self._per_group - (now - self._last_at))
+
+    @property
+    def _per_group(self) -> float:
+        return (self._last_at - self._began + self._group) / (self._num_arrived + 1)

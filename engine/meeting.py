@@ -1,4 +1,4 @@
-"""Where the front that is computed and the back that is loaded meanwhile meet: how far a request may compute. No torch."""
+"""Requests that come to their blocks from both ends: how far each may compute, and what has joined. No torch."""
 
 from collections import Counter
 from typing import TYPE_CHECKING

@@ -65,7 +65,7 @@ class RemoteClaims:
         claim.asked_at = claim.renewed_at = self._clock()
         link.claims[claim.number] = claim
         hashes = claim.hashes[:MAX_HASHES]
-        self._attachment.send([Ask(claim.number, claim.parent, claim.num_l1, claim.block_size, hashes)])
+        self._attachment.send([Ask(claim.number, claim.parent, claim.num_l1, claim.block_size, hashes, claim.ends)])
 
     def poll(self, claim: RemoteClaim, link: Link | None) -> int | Pending:
         """What the daemon has said. A promise is good for half of its deadline since it was last renewed.
@@ -135,7 +135,7 @@ class RemoteClaims:
         if num_lost > 0:  # counted as found at the first asking
             self._metrics.missed(Outcome.EVICTED, num_lost)
         claim.found, claim.refusal, claim.answered = widened(news.found, len(claim.hashes)), news.refusal, True
-        claim.slots, claim.generations = news.slots, news.generations
+        claim.slots, claim.generations, claim.meeting = news.slots, news.generations, news.meeting
         if news.refusal is Outcome.RECOMPUTE:
             self._metrics.missed(Outcome.RECOMPUTE, news.found.loadable)
         if not len(news.slots):

@@ -36,7 +36,7 @@ from kvtier.connector.daemon.messages import (
     Take,
 )
 from kvtier.tiers import TIERS, ChainHash, FormatError, Outcome
-from kvtier.tiers.hierarchy import Attribution, Wanted
+from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -207,21 +207,34 @@ def unpack_found(found: Any) -> Attribution:
 def _pack_news(news: News) -> list[Any]:
     refusal = None if news.refusal is None else str(news.refusal)
     slots, generations = pack_numbers(news.slots), pack_numbers(news.generations)
-    return [news.claim, pack_found(news.found), refusal, news.good_for, slots, generations]
+    return [news.claim, pack_found(news.found), refusal, news.good_for, slots, generations, news.meeting]
 
 
-def _unpack_news(claim: Any, where: Any, refusal: Any, good_for: Any, slots: Any, generations: Any) -> News:
+def _unpack_news(
+    claim: Any, where: Any, refusal: Any, good_for: Any, slots: Any, generations: Any, meeting: Any
+) -> News:
     found = unpack_found(where)
     why = None if refusal is None else Outcome(text(refusal))
     places = unpack_numbers(slots, _MAX_SLOTS), unpack_numbers(generations, 1 << 62)
     if len(places[0]) != len(places[1]) or len(places[0]) > found.loadable:
         raise FormatError("more blocks promised than found, or columns of different lengths")
-    return News(number(claim), found, why, seconds(good_for), *places)
+    return News(number(claim), found, why, seconds(good_for), *places, meeting=_unpack_meeting(meeting, found))
 
 
-def _ask(claim: Any, parent: Any, num_l1: Any, block_size: Any, hashes: Any) -> Ask:
+def _unpack_meeting(meeting: Any, found: Attribution) -> Meeting | None:
+    """Nil, or a block that was found and is not the first of them, and a time."""
+    if meeting is None:
+        return None
+    block, planned = meeting
+    if not 0 < number(block) < found.blocks - found.miss:
+        raise FormatError(f"both ends meet at block {block} of {found.blocks - found.miss}")
+    return Meeting(block, seconds(planned))
+
+
+def _ask(claim: Any, parent: Any, num_l1: Any, block_size: Any, hashes: Any, ends: Any) -> Ask:
     names = unpack_hashes(hashes)
-    return Ask(number(claim), octets(parent, 32), number(num_l1, len(names) + 1), number(block_size, 1 << 20), names)
+    where = number(num_l1, len(names) + 1)
+    return Ask(number(claim), octets(parent, 32), where, number(block_size, 1 << 20), names, Ends(number(ends)))
 
 
 def _wanted(hashes: Any, parent: Any, tenant: Any) -> Wanted:
@@ -244,7 +257,7 @@ class OperationRow(NamedTuple):
 
 
 OPERATIONS: Final = (
-    OperationRow(0, Ask, lambda op: [op.claim, op.parent, op.num_l1, op.block_size, pack_hashes(op.hashes)], _ask),
+    OperationRow(0, Ask, lambda op: [*op[:4], pack_hashes(op.hashes), int(op.ends)], _ask),
     OperationRow(1, Renew, None, lambda claims: Renew(numbers(claims))),
     OperationRow(2, Cancel, None, lambda claims: Cancel(numbers(claims))),
     OperationRow(3, Take, None, lambda claims: Take(numbers(claims))),
@@ -257,7 +270,12 @@ OPERATIONS: Final = (
     ),
     OperationRow(6, Seal, None, _seal),
     OperationRow(7, Abandon, None, lambda reservation, reason: Abandon(number(reservation), Outcome(text(reason)))),
-    OperationRow(8, Computed, None, lambda num_tokens, spent: Computed(number(num_tokens), seconds(spent))),
+    OperationRow(
+        8,
+        Computed,
+        None,
+        lambda num_tokens, spent, position: Computed(number(num_tokens), seconds(spent), tokens_before(position)),
+    ),
     OperationRow(9, Holds, lambda op: [pack_hashes(op.hashes)], lambda hashes: Holds(unpack_hashes(hashes))),
     OperationRow(
         10,
@@ -330,6 +348,13 @@ def seconds(value: Any) -> float:
     """A time: finite and not negative."""
     if type(value) not in (int, float) or not 0 <= value < 1e9:
         raise FormatError(f"{value!r:.40}: not a time in seconds")
+    return float(value)
+
+
+def tokens_before(value: Any) -> float:
+    """A place in a prompt, on average: finite and not negative."""
+    if type(value) not in (int, float) or not 0 <= value < 1e12:
+        raise FormatError(f"{value!r:.40}: not a place in a prompt")
     return float(value)
 
 
