@@ -1,6 +1,7 @@
 from .both_ends import BothEndsSide
 from .local import LocalConnector
 from .opening import open_tiers
+from .partial import best_child
 from .plan import CopyOp, StepPlan, WorkerReport
 from .scheduler import BlockChain, ConnectorUpdate, Request, SchedulerSide
 from .worker import WorkerSide
@@ -16,5 +17,6 @@ __all__ = [
     "StepPlan",
     "WorkerReport",
     "WorkerSide",
+    "best_child",
     "open_tiers",
 ]

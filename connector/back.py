@@ -234,7 +234,8 @@ class _Pace:
 
     def wait(self, num_asked: int, now: float) -> float:
         """Seconds until so many groups have come. What is overdue is expected to take as long again."""
-        return abs(num_asked * self._per_group - (now - self._last_at))
+        waited, usual = now - self._last_at, self._per_group
+        return max(num_asked * max(usual, waited) - waited, waited - usual)
 
     @property
     def _per_group(self) -> float:

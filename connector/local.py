@@ -26,10 +26,19 @@ class LocalConnector:
     """What an engine in this process plugs in.
 
     `tensor` is its L1 pool, `[num_blocks, *shape.block_shape]`; `fingerprint` the model's (ModelIdentity.fingerprint).
+    `partial_blocks`: the engine takes promises that end inside a block.
     Raises ConfigError where the configured memory or disk is not there, FormatError and StoreLocked from the slab.
     """
 
-    def __init__(self, config: Config, fingerprint: bytes, shape: KVShape, tensor: "torch.Tensor") -> None:
+    def __init__(
+        self,
+        config: Config,
+        fingerprint: bytes,
+        shape: KVShape,
+        tensor: "torch.Tensor",
+        *,
+        partial_blocks: bool = False,
+    ) -> None:
         self.tiers = open_tiers(config, fingerprint, shape)
         if tensor.is_cuda and config.host.pin and cuda_runtime() is None:
             _log.warning("[host] pin: no CuPy to pin L2 with, copies will be slow; install kvtier[cuda]")
@@ -42,7 +51,7 @@ class LocalConnector:
                 region.pin()
             return CudaCopyStream(tensor, region) if tensor.is_cuda else HostCopyStream(tensor, region)
 
-        self.scheduler = BothEndsSide(self.tiers)
+        self.scheduler = BothEndsSide(self.tiers, partial_blocks=partial_blocks and config.cache.partial_blocks)
         self.worker = WorkerSide(follow, shape.num_layers, shape.layer_bytes, _COPY_DEADLINE)
         try:
             if self.tiers.region is not None:  # else a daemon that is not there yet
@@ -61,7 +70,9 @@ class LocalConnector:
     @classmethod
     def connect(cls, config: Config) -> "Callable[[ModelIdentity, BlockPool], LocalConnector]":
         """What `Engine` takes as `connect`: opens the tiers once model and L1 are known."""
-        return lambda identity, pool: cls(config, identity.fingerprint(), pool.shape, pool.tensor)
+        return lambda identity, pool: cls(
+            config, identity.fingerprint(), pool.shape, pool.tensor, partial_blocks=pool.partial_blocks
+        )
 
     def reset(self) -> None:
         """Forget every block in every tier below L1."""

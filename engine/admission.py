@@ -5,10 +5,11 @@ from collections.abc import Iterable
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvtier.connector import best_child
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload
 from kvtier.engine.sequence import Sequence
-from kvtier.tiers import ChainHash
+from kvtier.tiers import ChainHash, ChildBlock
 from kvtier.tiers.hierarchy import Pending
 
 if TYPE_CHECKING:
@@ -25,6 +26,16 @@ class Admissible(NamedTuple):
     usable: list[ChainHash]  # its blocks that may be found: at least its last token is always computed
     num_l1: int  # leading blocks of those that L1 holds
     num_external: int  # tokens beyond them that can be loaded
+    child: tuple[ChildBlock, int] | None  # what L1 has of the block behind `num_l1`: where, and how many tokens
+
+
+class CachedBlocks(NamedTuple):
+    """What an admitted request is spared."""
+
+    matched: list[int]  # blocks of L1, referenced
+    num_external: int  # tokens beyond them that can be loaded
+    source: int | None = None  # a block of L1, referenced, that begins as the request's next one does
+    in_part: int = 0  # … with so many tokens
 
 
 class Admission:
@@ -46,29 +57,47 @@ class Admission:
             num_l1 = self._pool.lookup(usable)
             if num_l1 < len(usable) and usable[num_l1] in self.computing:
                 continue  # soon it is in L1
-            num_external = self._connector.lookup(sequence, num_l1 * block_size)
+            child = self._child(sequence, num_l1)
+            in_part = 0 if child is None else child[1]
+            num_external = self._connector.lookup(sequence, num_l1 * block_size, in_part)
             if isinstance(num_external, Pending):
                 continue
             overdue = sequence.num_passed_over >= self._config.max_passed_over
-            cached = num_l1 * block_size + num_external
+            cached = num_l1 * block_size + max(num_external, in_part)
             place = (not overdue, 0 if overdue else -cached, sequence.order)
-            ranked.append((place, Admissible(sequence, usable, num_l1, num_external)))
+            ranked.append((place, Admissible(sequence, usable, num_l1, num_external, child)))
         return [candidate for _, candidate in sorted(ranked, key=itemgetter(0))]
 
-    def hold(self, candidate: Admissible) -> tuple[list[int], int] | None:
-        """Its blocks of L1, referenced, and how many tokens beyond them can be loaded. None: ask again next step."""
-        sequence, usable, num_l1, num_external = candidate
+    def hold(self, candidate: Admissible) -> CachedBlocks | None:
+        """Reference what L1 has of it, and see what can be loaded. None: ask again next step."""
+        sequence, usable, num_l1, num_external, child = candidate
         if len(usable) > num_l1 and usable[num_l1] in self.computing:
             return None  # by one admitted in this very step
         # Nothing is named between the ranking and this: L1 holds no more than was found then.
         matched: list[int] = self._pool.match(usable[:num_l1]).tolist() if num_l1 else []
         if len(matched) != num_l1:  # an admission before this one took some of them
-            answer = self._connector.lookup(sequence, len(matched) * self._config.block_size)
+            child = self._child(sequence, len(matched))
+            in_part = 0 if child is None else child[1]
+            answer = self._connector.lookup(sequence, len(matched) * self._config.block_size, in_part)
             if isinstance(answer, Pending):
                 self._pool.free(matched)
                 return None
             num_external = answer
-        return matched, num_external
+        room = sequence.num_tokens - 1 - len(matched) * self._config.block_size
+        if num_external > room:  # a connector that promises too much
+            num_external = room // self._config.block_size * self._config.block_size
+        if child is not None and not num_external:
+            source = self._pool.match([child[0].chain_hash]).tolist()
+            if source:
+                return CachedBlocks(matched, 0, source[0], child[1])
+        return CachedBlocks(matched, num_external)
+
+    def _child(self, sequence: Sequence, num_l1: int) -> tuple[ChildBlock, int] | None:
+        """The block of L1 that begins most like the request's block behind `num_l1`, and with how many tokens."""
+        if not self._pool.partial_blocks:
+            return None
+        children = self._pool.children(sequence.chain.parent(num_l1))
+        return best_child(sequence.chain, children, num_l1, sequence.num_tokens - 1) if children else None
 
     def admit(self, sequence: Sequence) -> None:
         """It leaves the queue; who came earlier was passed over."""

@@ -24,6 +24,7 @@ class Batch:
     chunks: list[Chunk]
     num_tokens: int  # that the step computes
     plan: StepPlan
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks of L1, source and target, before it computes
     started: float = field(default_factory=time.perf_counter)
     arrived: bool = True  # set by the runner: False where a layerwise load failed or was late
 

@@ -27,6 +27,7 @@ class EngineConfig:
     preemption: Literal["recompute", "offload"] = "recompute"
     loading: Literal["async", "layerwise"] = "async"  # wait for a whole load, or compute each layer as it arrives
     max_passed_over: int = 8  # how often a longer cached prefix may go before an earlier request
+    partial_blocks: bool = True  # the leading tokens of a held block are reused, too, and unfinished last blocks kept
     store_generated: bool = True  # False: only prompt blocks are cached, and what preemption by offload puts away
     exact: bool = False
     exact_rows: int = 256

@@ -79,6 +79,7 @@ class Engine:
             self.config.blocks_for(self.shape.block_bytes),
             device=str(model.device),
             enable_prefix_caching=self.config.enable_prefix_caching,
+            partial_blocks=self.config.partial_blocks,
         )
         self.max_model_len = min(self.config.max_model_len or model.max_model_len, model.max_model_len)
         self.connector: EngineConnector = NoOffload() if connect is None else connect(self.identity, self.pool)
@@ -265,6 +266,8 @@ class Engine:
         try:
             if batch.plan.loads:
                 self.worker.start_load(batch.plan)  # h2d on the load stream
+            if batch.copies:
+                self.pool.copy(batch.copies)  # d2d in the compute's own stream
             if batch.chunks:
                 logits = self.runner.run(batch)  # each layer waits for its own load
             else:

@@ -68,7 +68,7 @@ class NoOffload:
     def scheduler(self) -> "NoOffload":
         return self
 
-    def lookup(self, request: Request, num_computed_tokens: int) -> int | Pending:
+    def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0) -> int | Pending:
         return 0
 
     def allocated(
@@ -78,6 +78,9 @@ class NoOffload:
 
     def found(self, request_id: str) -> None:
         """Nobody was asked."""
+
+    def found_in_part(self, request_id: str) -> None:
+        """The same."""
 
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         """Never called: the scheduler does not store without a connector."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from kvtier.connector import ConnectorUpdate, WorkerReport
-from kvtier.engine.admission import Admissible, Admission
+from kvtier.engine.admission import Admissible, Admission, CachedBlocks
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.meeting import MeetingPoint
@@ -52,6 +52,7 @@ class Scheduler:
         self._held: Counter[int] = Counter()  # block → copies under way that hold it
         self._draining: set[int] = set()  # blocks their request has let go, but a store still holds
         self._orphans: dict[str, list[int]] = {}  # aborted request → blocks its load is still writing to
+        self._copies: list[tuple[int, int]] = []  # this step's, within L1; the sources are referenced
         self._look_ahead_at = 0.0
         self._ended: list[Output] = []  # aborts not told yet
 
@@ -86,11 +87,12 @@ class Scheduler:
         self.stats["steps"] += 1
         plan = self._connector.build_plan()
         self._hold(self._connector.writing)
-        return Batch(chunks, self._token_budget - budget, plan)
+        return Batch(chunks, self._token_budget - budget, plan, self._copies)
 
     def postprocess(self, batch: Batch, samples: Iterable[SampledToken]) -> list[Output]:
         """Take in what the step computed; `samples` holds one for each chunk that samples, in order."""
         outputs, self._ended = self._ended, []
+        self._let_go_of_sources()
         if batch.num_tokens >= _PREFILL and not batch.plan.loads:  # a load's layers may have held the step up
             self._connector.computed(batch.num_tokens, time.perf_counter() - batch.started, batch.position)
         left = iter(samples)
@@ -111,6 +113,7 @@ class Scheduler:
 
     def give_up(self, batch: Batch, *, stored: bool = False) -> None:
         """The step raised: nothing it computed counts, its requests wait again. `stored`: its stores were started."""
+        self._let_go_of_sources()
         if not stored:
             self.take_in(WorkerReport(failed=tuple(op.op_id for op in batch.plan.stores)))
         for chunk in batch.chunks:
@@ -230,40 +233,44 @@ class Scheduler:
         """Give a waiting request its blocks and start its load. None: no room; False: ask again next step."""
         if (found := self._admission.hold(candidate)) is None:
             return False
-        matched, num_external = found
-        sequence, block_size = candidate.sequence, self._config.block_size
-        num_fresh = -(-sequence.num_tokens // block_size) - len(matched)
+        sequence, matched, source = candidate.sequence, found.matched, found.source
+        num_fresh = -(-sequence.num_tokens // self._config.block_size) - len(matched)
         room_to_grow = len(self.running) + len(self.loading)  # a block for each, lest they preempt it at once
         if (fresh := self._pool.allocate(num_fresh, leaving=room_to_grow)) is None:
             self._pool.free(matched)
+            if source is not None:
+                self._pool.free([source])
             return None
         sequence.block_table = matched + fresh.tolist()
-        self._seat(sequence, len(matched), min(num_external // block_size, len(candidate.usable) - len(matched)))
+        if source is not None:
+            self._copies.append((source, sequence.block_table[len(matched)]))
+        self._seat(sequence, found)
         return True
 
-    def _seat(self, sequence: Sequence, num_l1: int, num_external: int) -> None:
-        """A request with blocks leaves the queue; `num_l1` blocks are there, `num_external` are to be loaded."""
+    def _seat(self, sequence: Sequence, cached: CachedBlocks) -> None:
+        """A request with blocks leaves the queue; some are there, some are to be loaded."""
         block_size, layerwise = self._config.block_size, self._config.loading == "layerwise"
-        loading = self._connector.allocated(
-            sequence.request_id, sequence.block_table, num_external * block_size, layerwise=layerwise
+        num_l1 = len(cached.matched)
+        loading = self._connector.allocated(  # fewer than asked for where a promise lapsed
+            sequence.request_id, sequence.block_table, cached.num_external, layerwise=layerwise
         )
-        num_external = loading // block_size  # fewer than asked for where a promise lapsed
         self._admission.admit(sequence)
         sequence.num_named = num_l1
         sequence.num_stored = 0
         self._store(sequence, num_l1)  # the tiers below may have lost or refused what L1 holds
-        sequence.num_stored = num_l1 + num_external
-        sequence.num_computed = num_l1 * block_size
-        sequence.num_loading = num_external * block_size
+        sequence.num_stored = num_l1 + loading // block_size
+        sequence.num_computed = num_l1 * block_size + cached.in_part
+        sequence.num_loading = loading
         if not sequence.num_preempted:
             sequence.num_l1_tokens = sequence.num_computed
-            is_found = num_external or self._meeting.expects(sequence)
-            sequence.found = self._connector.found(sequence.request_id) if is_found else None
+            if loading or self._meeting.expects(sequence):
+                sequence.found = self._connector.found(sequence.request_id)
+                sequence.found_in_part = self._connector.found_in_part(sequence.request_id)
             self.stats["prompt_tokens"] += sequence.num_prompt_tokens
             self.stats["l1_tokens"] += sequence.num_computed
         if self._config.enable_prefix_caching:
             self._admission.computes(sequence, num_l1)
-        if num_external and not layerwise:
+        if loading and not layerwise:
             sequence.state = SequenceState.LOADING
             self.loading[sequence.request_id] = sequence
         else:
@@ -320,7 +327,7 @@ class Scheduler:
             return
         hashes = list(sequence.hashes[start:end])
         parent = sequence.chain.parent(start) if start else None
-        records = sequence.records(start, end) if self._pool.tells else ()
+        records = sequence.records(start, end) if self._pool.wants_records else ()
         self._pool.publish(sequence.block_table[start:end], hashes, parent, records)
         sequence.num_named = end
         self._admission.forget(sequence, hashes)
@@ -359,10 +366,27 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         if sequence.num_loading and sequence.block_table:  # a copy is still writing: the blocks stay until it ends
             self._orphans[sequence.request_id], sequence.block_table = sequence.block_table, []
+        elif sequence.block_table and self._pool.partial_blocks:
+            self._keep_tail(sequence)
         self._release(sequence)
         del self._live[sequence.request_id]
         self._connector.finished(sequence.request_id)
         sequence.state = SequenceState.FINISHED
+
+    def _keep_tail(self, sequence: Sequence) -> None:
+        """The next turn of a conversation begins in this request's unfinished last block."""
+        num_kept = sequence.num_computed
+        if not self._config.store_generated:
+            num_kept = min(num_kept, sequence.num_prompt_tokens)
+        tail = sequence.chain.tail(num_kept) if num_kept // self._config.block_size == sequence.num_named else None
+        if tail is not None:
+            self._pool.retire_tail(sequence.block_table.pop(sequence.num_named), tail)
+
+    def _let_go_of_sources(self) -> None:
+        """The step's copies within L1 were made, or never will be."""
+        for source, _ in self._copies:  # two may have the same one
+            self._pool.free([source])
+        self._copies = []
 
     def _release(self, sequence: Sequence) -> None:
         self._meeting.leave(sequence)

@@ -126,6 +126,7 @@ class Sequence:
         self.num_l1_tokens = 0  # cached tokens at the first admission, by where they were
         self.num_external_tokens = 0
         self.found: Attribution | None = None  # where the tiers below L1 had its blocks then, if some were loaded
+        self.found_in_part: str | None = None  # the tier of the block of which only the beginning was loaded
         self.num_generated = 0  # tokens of the answer so far
         self.arrived = time.monotonic()
         self.ttft: float | None = None  # seconds from arrival to the first token
@@ -151,12 +152,15 @@ class Sequence:
 
         Valid once it has a token.
         """
-        cached, left = {L1: self.num_l1_tokens}, self.num_external_tokens
+        in_part = self.num_external_tokens % self.chain.block_size if self.found_in_part else 0
+        cached, left = {L1: self.num_l1_tokens}, self.num_external_tokens - in_part
         for tier in (name for name in TIERS if name != L1):  # nearest first
             num_found = 0 if self.found is None else self.found[tier] * self.chain.block_size
             cached[tier] = min(left, num_found)
             left -= cached[tier]
         cached[L2] += left  # came to L2 meanwhile: whatever is loaded comes from there
+        if self.found_in_part:
+            cached[self.found_in_part] += in_part
         return {TIERS[tier].label: num_tokens for tier, num_tokens in cached.items()}
 
     @property

@@ -3,10 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from scripted_tiers import BLOCK, ScriptedEngine
-
-from kvtier.engine.sequence import SequenceState
-from kvtier.tiers.tier import Outcome
+from scripted_tiers import ScriptedEngine
 
 TOKENS = 4096
 

@@ -30,7 +30,7 @@ class ScriptedConnector(NoOffload):
         self.log: list[tuple[object, ...]] = []
         self.news = ConnectorUpdate()
 
-    def lookup(self, request: Request, num_computed_tokens: int) -> int | Pending:
+    def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0) -> int | Pending:
         return self.findable.get(request.request_id, 0)
 
     def allocated(

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from kvtier.tiers import BlockRecord, ChainHash, Changes
+from kvtier.tiers import BlockRecord, ChainHash, Changes, ChildBlock
 from kvtier.tiers.host import memory
 from kvtier.tiers.naming import KVShape
-from kvtier.tiers.pool import FILLING, READY, Slots, SlotTable
+from kvtier.tiers.pool import FILLING, READY, ChildIndex, Slots, SlotTable, to_words
 
 
 class BlockPool:
@@ -22,12 +22,19 @@ class BlockPool:
     Unnamed free blocks are taken first, then the named one that has been free longest.
     Block ids in one call are distinct, in chain order.
     It is an `Announcer` of what it holds, if `listen` is called before anything is published.
+    With `partial_blocks` it knows what is in each named block, and which follow a block: `children`.
     `tensor` is `[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]`, zeroed once at the start.
     A taken block holds old bytes, but never NaNs of uninitialised memory, which masked attention would spread.
     """
 
     def __init__(
-        self, shape: KVShape, num_blocks: int, *, device: str = "cpu", enable_prefix_caching: bool = True
+        self,
+        shape: KVShape,
+        num_blocks: int,
+        *,
+        device: str = "cpu",
+        enable_prefix_caching: bool = True,
+        partial_blocks: bool = False,
     ) -> None:
         dtype: torch.dtype = getattr(torch, shape.dtype)
         self.shape = shape
@@ -35,7 +42,10 @@ class BlockPool:
         self.enable_prefix_caching = enable_prefix_caching
         self._table = SlotTable(num_blocks, "lru")
         self.tells = False  # whether somebody listens
-        self._records: list[BlockRecord | None] = []  # of the named blocks, while somebody listens
+        self.partial_blocks = partial_blocks and enable_prefix_caching
+        self._child_index = ChildIndex(num_blocks) if self.partial_blocks else None
+        # Of the named blocks, while somebody wants to know.
+        self._records: list[BlockRecord | None] = [None] * num_blocks if self.partial_blocks else []
         self._lock = threading.Lock()
         self.tensor = _zeros((num_blocks, *shape.block_shape), dtype, device)
 
@@ -44,6 +54,11 @@ class BlockPool:
         """Blocks `allocate` can hand out now: unnamed free ones and named ones without references."""
         table = self._table
         return table.num_free + table.num_ready - table.num_leased
+
+    @property
+    def wants_records(self) -> bool:
+        """Whether `publish` has to be told what the blocks are."""
+        return bool(self._records)
 
     def generation(self, block_id: int) -> int:
         """How often the block was taken."""
@@ -60,6 +75,18 @@ class BlockPool:
             block_ids = self._table.find_run(hashes)
             self._table.ref(block_ids)
             return block_ids
+
+    def children(self, parent: ChainHash) -> list[ChildBlock]:
+        """Blocks held now that follow this one; maybe not all. None without `partial_blocks`."""
+        if self._child_index is None:
+            return []
+        with self._lock:
+            found = []
+            for slot in self._child_index.find(parent):
+                record = self._records[slot]  # maybe of a block that has left, or another parent's
+                if record is not None and record.parent == parent and self._table.state[slot] == READY:
+                    found.append(ChildBlock(record.chain_hash, record.tokens))
+            return found
 
     def allocate(self, n: int, leaving: int = 0) -> NDArray[np.int64] | None:
         """Take `n` blocks, unnamed, with one reference each; all or nothing. None: fewer are free, nobody waits.
@@ -89,8 +116,8 @@ class BlockPool:
         """Name full blocks, consecutive in a chain after `parent`. Their bytes must not change from now on.
 
         A hash that is held already keeps its block, and the duplicate stays unnamed; so does a block that has a name.
-        While somebody listens (`tells`) `records` says what the blocks are. ValueError if a block has no reference,
-        or the numbers of blocks, hashes and records wanted differ.
+        `records` says what the blocks are, where that is wanted (`wants_records`). ValueError if a block has no
+        reference, or the numbers of blocks, hashes and records wanted differ.
         """
         slots = np.asarray(block_ids, np.int64)
         if len(slots) != len(hashes) or (self._records and len(records) != len(hashes)):
@@ -111,10 +138,32 @@ class BlockPool:
             before = np.empty_like(held)
             before[0] = -1 if parent is None else parents[0]
             before[1:] = held[:-1]
-            for i in new.tolist() if records and self._records else ():
-                self._records[slots[i]] = records[i]
+            if self._records:
+                self._describe(slots[new], [records[i] for i in new.tolist()])
             table.publish(slots[new])
             table.links.link(slots[new], before[new])
+
+    def retire_tail(self, block_id: int, record: BlockRecord) -> None:
+        """Give the only reference to a chain's unfinished last block back, named by what it has: the first to be taken.
+
+        Nothing is named while somebody listens: readers know whole blocks alone.
+        """
+        if self._child_index is None or self.tells:
+            self.free([block_id])
+            return
+        self.publish([block_id], [record.chain_hash], record.parent, [record])
+        slots = np.array([block_id], np.int64)
+        with self._lock:
+            table = self._table
+            table.unref(slots)
+            if table.state[block_id] == READY and not table.refs[block_id]:
+                table.idle.withdraw(slots)
+                table.policy.give_back(slots)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks on the device, each from the first to the second; before what is computed next."""
+        for source, target in pairs:
+            self.tensor[target].copy_(self.tensor[source])
 
     def free(self, block_ids: ArrayLike) -> None:
         """Give one reference to each block back. A chain's tail will be taken again before its head.
@@ -139,13 +188,15 @@ class BlockPool:
         """Forget every name. Blocks in use stay in use, unnamed."""
         with self._lock:
             self._table.reset()
+            if self._child_index is not None:
+                self._child_index.reset()
 
     def listen(self) -> None:
         """Keep a log of the blocks that come and go, for one reader. ValueError if blocks have a name already."""
         with self._lock:
             if self._table.num_ready:
                 raise ValueError(f"listen: {self._table.num_ready} blocks have a name already")
-            self.tells, self._records = True, [None] * self.num_blocks
+            self.tells, self._records = True, self._records or [None] * self.num_blocks
             self._table.listen()
 
     @property
@@ -166,7 +217,7 @@ class BlockPool:
         """Keep no log any more; returns what the reader knows."""
         with self._lock:
             log, self._table.changes = self._table.changes, None
-            self.tells, self._records = False, []
+            self.tells, self._records = False, self._records if self.partial_blocks else []
             if log is None:
                 return []
             log.cleared(self._table.index.words)
@@ -180,7 +231,19 @@ class BlockPool:
             state, refs = table.state[: self.num_blocks], table.refs[: self.num_blocks]
             assert ((state == FILLING) <= (refs > 0)).all(), "a block is neither free nor referenced"
             assert np.count_nonzero(refs == 0) == self.num_free_blocks, "free count"
+            if self._child_index is not None:
+                self._child_index.check()
+                for slot in np.flatnonzero(state == READY).tolist():
+                    record = self._records[slot]
+                    assert record is not None, "a named block that nobody knows"
+                    assert table.find([record.chain_hash]).tolist() == [slot], "a block that is known as another"
             assert self.enable_prefix_caching or not (state == READY).any(), "named without prefix caching"
+
+    def _describe(self, slots: Slots, records: Sequence[BlockRecord]) -> None:
+        for slot, record in zip(slots.tolist(), records, strict=True):
+            self._records[slot] = record
+        if self._child_index is not None:
+            self._child_index.add(to_words([record.parent for record in records]), slots)
 
     def _require_refs(self, slots: Slots, verb: str) -> None:
         refs = self._table.refs.take(slots)
