@@ -53,7 +53,11 @@ class BlockRecord:
 
 
 class ChildBlock(NamedTuple):
-    """A held block by what a partial hit needs: a request may share its leading tokens with it."""
+    """A held block by what a partial hit needs: a request may share its leading tokens with it.
+
+    Its name may stand for more than its tokens (an image, an adapter). Who takes some of its KV has to know that it
+    does not, as `is_named_by` tells.
+    """
 
     chain_hash: ChainHash
     tokens: bytes  # u32 little-endian, as hashed; fewer than a block's if it is a tail

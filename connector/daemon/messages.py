@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import ChainHash, Outcome
+from kvtier.tiers import ChainHash, ChildBlock, Outcome
 from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
 
 
@@ -79,7 +79,7 @@ class Computed(NamedTuple):
 
     num_tokens: int
     seconds: float
-    position: float = 0.0  # tokens before them, on average
+    position: int = 0  # tokens before them, on average
 
 
 class Lookup(NamedTuple):
@@ -141,6 +141,7 @@ class News(NamedTuple):
     good_for: float  # seconds before an answer that nothing is held can be another one
     slots: NDArray[np.int64]
     generations: NDArray[np.int64]
+    children: Sequence[ChildBlock] = ()  # as `Claim.children`
     meeting: Meeting | None = None  # as `Claim.meeting`
 
 

@@ -75,7 +75,7 @@ class RemoteTiers:
         self._waiting_call = Lock()  # the daemon does one operation that waits at a time for each client
         self._attachment = Attachment(path, hello, clock)
         self._numbers = count(1)  # of claims, reservations and requests; under the lock, so that several are in a row
-        self._claims = RemoteClaims(self._attachment, self.metrics, patience, clock, self._numbers)
+        self._claims = RemoteClaims(self._attachment, self.metrics, patience, clock, self._numbers, hello.block_size)
         self._dropped: deque[Callable[[], None]] = deque()  # left by `__del__`, which may run anywhere
         self._closed = False
         self._attachment.start()
@@ -195,7 +195,7 @@ class RemoteTiers:
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         with self._lock:
             if (link := self._attachment.link) is not None:
-                self._attachment.later(link, Computed(num_tokens, seconds, position))
+                self._attachment.later(link, Computed(num_tokens, seconds, int(position)))
 
     # the rest
 

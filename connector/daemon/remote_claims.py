@@ -46,8 +46,10 @@ class RemoteClaims:
         patience: float,
         clock: Callable[[], float],
         numbers: Iterator[int],
+        block_size: int,
     ) -> None:
         """A claim without an answer for `patience` seconds is a miss. `numbers` gives each claim one of its own."""
+        self._token_bytes = 4 * block_size  # that a block can have
         self._attachment = attachment
         self._metrics = metrics
         self._patience = patience
@@ -128,7 +130,9 @@ class RemoteClaims:
             return
         num_asked = min(len(claim.hashes), MAX_HASHES)
         is_outside = len(news.slots) > 0 and int(news.slots.max()) >= link.welcome.num_slots
-        if news.found.blocks != num_asked or len(news.slots) > num_asked - claim.num_l1 or is_outside or claim.answered:
+        is_other = news.found.blocks != num_asked or len(news.slots) > num_asked - claim.num_l1 or claim.answered
+        is_too_long = any(len(child.tokens) > self._token_bytes for child in news.children)
+        if is_other or is_outside or is_too_long:
             self._attachment.cut(FormatError("news of other blocks than those asked about"))
             return
         num_lost = claim.found.loadable - news.found.loadable if claim.found is not None else 0
@@ -136,6 +140,8 @@ class RemoteClaims:
             self._metrics.missed(Outcome.EVICTED, num_lost)
         claim.found, claim.refusal, claim.answered = widened(news.found, len(claim.hashes)), news.refusal, True
         claim.slots, claim.generations, claim.meeting = news.slots, news.generations, news.meeting
+        beyond = claim.hashes[num_asked : num_asked + 1]  # of a longer chain, the daemon does not know the next block
+        claim.children = [child for child in news.children if child.chain_hash not in beyond]
         if news.refusal is Outcome.RECOMPUTE:
             self._metrics.missed(Outcome.RECOMPUTE, news.found.loadable)
         if not len(news.slots):

@@ -35,8 +35,9 @@ from kvtier.connector.daemon.messages import (
     Seal,
     Take,
 )
-from kvtier.tiers import TIERS, ChainHash, FormatError, Outcome
+from kvtier.tiers import TIERS, ChainHash, ChildBlock, FormatError, Outcome
 from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
+from kvtier.tiers.pool import MAX_CHILDREN
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,12 +46,14 @@ MAX_HELLO: Final = 4 << 10  # bytes of a frame from a client that has not said y
 MAX_FRAME: Final = 16 << 20  # bytes of any other
 MAX_ITEMS: Final = 4096  # of one array: a decoder makes room for as many as an array claims to have
 MAX_HASHES: Final = 1 << 17  # names in one message
+MAX_CHILDREN_BYTES: Final = 1 << 20  # of the tokens of children that a client is told at once
 MAX_TEXT: Final = 1024  # bytes of one text
 ID_BYTES: Final = 16  # of the random names of clients and of a namespace's opening
 
 _LENGTH: Final = struct.Struct("<I")
 _HASH_BYTES: Final = 32
 _MAX_SLOTS: Final = 1 << 32
+_MAX_BLOCK_SIZE: Final = 1 << 20  # tokens
 _NONE: Final = np.empty(0, np.int64)
 
 
@@ -150,9 +153,16 @@ def unpack_request(body: Any) -> tuple[int, list[Operation]]:
     ]
 
 
-def pack_reply(reply: Reply) -> bytes:
-    """The daemon's frame."""
-    return pack_frame([reply.request, reply.epoch, reply.answers, [_pack_news(news) for news in reply.news]])
+def pack_reply(reply: Reply, room: int = MAX_CHILDREN_BYTES) -> bytes:
+    """The daemon's frame. Of a claim whose children's tokens take more than what is left of `room`, none are told."""
+    news = []
+    for each in reply.news:
+        if each.children:
+            num_bytes = sum(len(child.tokens) for child in each.children)
+            each = each if num_bytes <= room else each._replace(children=())
+            room -= num_bytes if each.children else 0
+        news.append(_pack_news(each))
+    return pack_frame([reply.request, reply.epoch, reply.answers, news])
 
 
 @decoded
@@ -161,7 +171,7 @@ def unpack_reply(body: Any) -> Reply:
     request, epoch, answers, news = body
     if type(answers) is not list:
         raise FormatError("answers are not a list")
-    return Reply(number(request), number(epoch), answers, [_unpack_news(*fields) for fields in news])
+    return Reply(number(request), number(epoch), answers, [_unpack_news(fields) for fields in news])
 
 
 def pack_grants(grants: Sequence[Granted | None]) -> list[bytes]:
@@ -207,18 +217,28 @@ def unpack_found(found: Any) -> Attribution:
 def _pack_news(news: News) -> list[Any]:
     refusal = None if news.refusal is None else str(news.refusal)
     slots, generations = pack_numbers(news.slots), pack_numbers(news.generations)
-    return [news.claim, pack_found(news.found), refusal, news.good_for, slots, generations, news.meeting]
+    return [news.claim, pack_found(news.found), refusal, news.good_for, slots, generations, news.children, news.meeting]
 
 
-def _unpack_news(
-    claim: Any, where: Any, refusal: Any, good_for: Any, slots: Any, generations: Any, meeting: Any
-) -> News:
+def _unpack_news(fields: Any) -> News:
+    claim, where, refusal, good_for, slots, generations, children, meeting = fields
     found = unpack_found(where)
     why = None if refusal is None else Outcome(text(refusal))
     places = unpack_numbers(slots, _MAX_SLOTS), unpack_numbers(generations, 1 << 62)
     if len(places[0]) != len(places[1]) or len(places[0]) > found.loadable:
         raise FormatError("more blocks promised than found, or columns of different lengths")
-    return News(number(claim), found, why, seconds(good_for), *places, meeting=_unpack_meeting(meeting, found))
+    told = unpack_children(children), _unpack_meeting(meeting, found)
+    return News(number(claim), found, why, seconds(good_for), *places, *told)
+
+
+def unpack_children(told: Any) -> Sequence[ChildBlock]:
+    """Held blocks by name and tokens: at most eight, each another one and with a token or more."""
+    if type(told) is not list or len(told) > MAX_CHILDREN:
+        raise FormatError(f"children: not a list of at most {MAX_CHILDREN}")
+    children = [ChildBlock(octets(name, _HASH_BYTES), octets_of_tokens(tokens)) for name, tokens in told]
+    if len({child.chain_hash for child in children}) < len(children) or not all(child.tokens for child in children):
+        raise FormatError("children: one comes twice, or has no tokens")
+    return children
 
 
 def _unpack_meeting(meeting: Any, found: Attribution) -> Meeting | None:
@@ -232,9 +252,8 @@ def _unpack_meeting(meeting: Any, found: Attribution) -> Meeting | None:
 
 
 def _ask(claim: Any, parent: Any, num_l1: Any, block_size: Any, hashes: Any, ends: Any) -> Ask:
-    names = unpack_hashes(hashes)
-    where = number(num_l1, len(names) + 1)
-    return Ask(number(claim), octets(parent, 32), where, number(block_size, 1 << 20), names, Ends(number(ends)))
+    names, size = unpack_hashes(hashes), number(block_size, _MAX_BLOCK_SIZE)
+    return Ask(number(claim), octets(parent, 32), number(num_l1, len(names) + 1), size, names, Ends(number(ends)))
 
 
 def _wanted(hashes: Any, parent: Any, tenant: Any) -> Wanted:
@@ -242,9 +261,9 @@ def _wanted(hashes: Any, parent: Any, tenant: Any) -> Wanted:
 
 
 def _seal(reservation: Any, epoch: Any, tokens: Any) -> Seal:
-    if type(tokens) is not list or not all(type(each) is bytes for each in tokens):
+    if type(tokens) is not list:
         raise FormatError("tokens are not a list of bytes")
-    return Seal(number(reservation), number(epoch), tokens)
+    return Seal(number(reservation), number(epoch), [octets_of_tokens(each) for each in tokens])
 
 
 class OperationRow(NamedTuple):
@@ -274,7 +293,7 @@ OPERATIONS: Final = (
         8,
         Computed,
         None,
-        lambda num_tokens, spent, position: Computed(number(num_tokens), seconds(spent), tokens_before(position)),
+        lambda num_tokens, spent, position: Computed(number(num_tokens), seconds(spent), number(position)),
     ),
     OperationRow(9, Holds, lambda op: [pack_hashes(op.hashes)], lambda hashes: Holds(unpack_hashes(hashes))),
     OperationRow(
@@ -351,13 +370,6 @@ def seconds(value: Any) -> float:
     return float(value)
 
 
-def tokens_before(value: Any) -> float:
-    """A place in a prompt, on average: finite and not negative."""
-    if type(value) not in (int, float) or not 0 <= value < 1e12:
-        raise FormatError(f"{value!r:.40}: not a place in a prompt")
-    return float(value)
-
-
 def flag(value: Any) -> bool:
     """True or False, nothing that merely looks so."""
     if type(value) is not bool:
@@ -369,6 +381,13 @@ def octets(value: Any, length: int) -> bytes:
     """Exactly `length` bytes."""
     if type(value) is not bytes or len(value) != length:
         raise FormatError(f"not {length} bytes: {value!r:.40}")
+    return value
+
+
+def octets_of_tokens(value: Any) -> bytes:
+    """Whole tokens of a block, or none: u32 little-endian each."""
+    if type(value) is not bytes or len(value) % 4 or len(value) > 4 * _MAX_BLOCK_SIZE:
+        raise FormatError(f"not the tokens of a block: {value!r:.40}")
     return value
 
 

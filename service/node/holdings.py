@@ -30,9 +30,10 @@ class Holdings:
     `_on_…` serves the operation of that name (`wire.handlers_of`).
     """
 
-    def __init__(self, tiers: ServedTiers, lease_deadline: float, clock: Callable[[], float]) -> None:
+    def __init__(self, tiers: ServedTiers, block_size: int, lease_deadline: float, clock: Callable[[], float]) -> None:
         self._tiers = tiers
         self._hierarchy = tiers.hierarchy
+        self._token_bytes = 4 * block_size  # that a block can have
         self._lease_deadline = lease_deadline
         self._clock = clock
         self._claims: dict[int, Claim] = {}
@@ -131,7 +132,8 @@ class Holdings:
             self._drop(number)
             slots = generations = _NONE
         good_for = max(0.0, claim.good_until - now)
-        return messages.News(number, claim.found, claim.refusal, good_for, slots, generations, claim.meeting)
+        more = claim.children, claim.meeting
+        return messages.News(number, claim.found, claim.refusal, good_for, slots, generations, *more)
 
     def _on_renew(self, op: messages.Renew) -> None:
         now = self._clock()
@@ -196,6 +198,8 @@ class Holdings:
             return
         if len(op.tokens) != len(reservation):
             raise FormatError(f"seal: tokens of {len(op.tokens)} blocks, {len(reservation)} are reserved")
+        if any(len(tokens) > self._token_bytes for tokens in op.tokens):  # other clients are told of them
+            raise FormatError(f"seal: more than the {self._token_bytes // 4} tokens of a block")
         self.sealed.append((self._reservations.pop(op.reservation), op))
 
     def _on_abandon(self, op: messages.Abandon) -> None:

@@ -113,7 +113,7 @@ class Session:
         region = tiers.region
         assert region is not None
         assert region.fd is not None
-        self.holdings = Holdings(namespace.tiers, self._daemon.lease_deadline, now)
+        self.holdings = Holdings(namespace.tiers, namespace.blocks.block_size, self._daemon.lease_deadline, now)
         self._told_epoch = tiers.epoch
         self._reader.limit = MAX_FRAME
         welcome = handshake.Welcome(
@@ -332,7 +332,8 @@ class Session:
     def _reply(self, request: int, answers: list[Any], news: list[messages.News]) -> None:
         assert self.namespace is not None
         epoch = self._told_epoch = self.namespace.hierarchy.epoch
-        self._send(wire.pack_reply(messages.Reply(request, epoch, answers, news)))
+        room = max(0, wire.MAX_CHILDREN_BYTES - len(self._output))  # who does not read is told less
+        self._send(wire.pack_reply(messages.Reply(request, epoch, answers, news), room))
 
     def joined(self) -> None:
         """The process at the other end is watched now, by the client it copies for."""

@@ -9,7 +9,7 @@ import numpy as np
 from kvtier.tiers import ChainHash, ChildBlock
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap
-from kvtier.tiers.file.slab_codec import NO_CHECKSUM, Codec
+from kvtier.tiers.file.slab_codec import Codec
 from kvtier.tiers.pool import ChildIndex, Slots
 
 _PIECE: Final = 1 << 14  # slots entered at once: bounds the copy of their parents' names
@@ -50,7 +50,7 @@ class SlabChildren:
         return [
             ChildBlock(record.chain_hash, record.tokens)
             for record in self.codec.to_records(rows)
-            if record.checksum != NO_CHECKSUM  # else it is not authentic
+            if record.tokens  # else the entry is not authentic, or of an engine that tells none
         ]
 
     def check(self) -> None:

@@ -218,7 +218,7 @@ class HostTier:
         known = {}
         for slot in self._child_index.find(parent):
             record = self.records[slot]  # maybe of a block that has left, or is not sealed yet
-            if record is not None and record.parent == parent:
+            if record is not None and record.parent == parent and record.tokens:
                 known[record.chain_hash] = record.tokens
         held = self.pool.holds(list(known)) if known else []
         return [ChildBlock(*block) for block, is_held in zip(known.items(), held, strict=True) if is_held][:limit]

@@ -43,10 +43,12 @@ from kvtier.connector.daemon.messages import (
     Take,
 )
 from kvtier.connector.daemon.wire import (
+    MAX_CHILDREN_BYTES,
     MAX_FRAME,
     MAX_HELLO,
     MAX_ITEMS,
     FrameReader,
+    pack_found,
     pack_frame,
     pack_grants,
     pack_reply,
@@ -56,24 +58,27 @@ from kvtier.connector.daemon.wire import (
     unpack_request,
 )
 from kvtier.tiers.errors import FormatError
-from kvtier.tiers.hierarchy.cache_tiers import Attribution, Wanted
-from kvtier.tiers.tier import Outcome
+from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends, Wanted
+from kvtier.tiers.hierarchy.rates import Meeting
+from kvtier.tiers.tier import ChildBlock, Outcome
 
 name = st.binary(min_size=32, max_size=32)
 names = st.lists(name, max_size=5)
 number = st.integers(0, 2**63 - 1)
 numbers = st.lists(number, max_size=5)
+ends = st.sampled_from(Ends)
 time = st.floats(0, 1e6)
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=16).map(lambda ids: np.array(ids, "<u4").tobytes())
 operation = st.one_of(
-    st.builds(lambda n, p, hashes: Ask(n, p, len(hashes) // 2, 16, hashes), number, name, names),
+    st.builds(lambda n, p, hashes, ends: Ask(n, p, len(hashes) // 2, 16, hashes, ends), number, name, names, ends),
     st.builds(Renew, numbers),
     st.builds(Cancel, numbers),
     st.builds(Take, numbers),
     st.builds(Release, numbers),
     st.builds(Reserve, number, st.lists(st.builds(Wanted, names, name, name), max_size=3)),
-    st.builds(Seal, number, number, st.lists(st.binary(max_size=64), max_size=4)),
+    st.builds(Seal, number, number, st.lists(tokens, max_size=4)),
     st.builds(Abandon, number, st.sampled_from(Outcome)),
-    st.builds(Computed, number, time),
+    st.builds(Computed, number, time, number),
     st.builds(Holds, names),
     st.builds(Lookup, names, time),
     st.builds(Ended, st.binary(min_size=16, max_size=16)),
@@ -82,6 +87,7 @@ operation = st.one_of(
     st.builds(Drain, time, st.booleans()),
     st.just(Check()),
 )  # fmt: skip
+child = st.builds(ChildBlock, name, tokens.filter(bool))
 anything = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary(max_size=40)
     | st.text(max_size=9),
@@ -102,6 +108,18 @@ def column(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 @given(number, st.lists(operation, max_size=4))
 def test_requests_come_out_as_they_went_in(request: int, operations: list[Any]) -> None:
     assert unpack_request(body_of(pack_request(request, operations))) == (request, operations)
+
+
+def test_where_both_ends_meet_comes_out_as_it_went_in_and_lies_within_what_was_found() -> None:
+    def told(meeting: Any) -> News:
+        news = News(7, Attribution(5, l1=1, file=3, miss=1), None, 0.0, column(), column(), meeting=meeting)
+        return unpack_reply(body_of(pack_reply(Reply(0, 2, [], [news])))).news[0]
+
+    assert told(None).meeting is None
+    assert told(Meeting(2, 0.5)).meeting == Meeting(2, 0.5)
+    for wrong in ((0, 0.5), (4, 0.5), (2, -1.0), (2.0, 0.5), (2,), 7):
+        with pytest.raises(FormatError):
+            told(wrong)
 
 
 def test_replies_come_out_as_they_went_in() -> None:
@@ -128,6 +146,58 @@ def test_replies_come_out_as_they_went_in() -> None:
     assert empty_grant is not None
     assert [len(each) for each in empty_grant] == [0, 0, 0]
     assert unpack_grants(pack_grants([None, None]), [1, 1], 6) == [None, None]
+
+
+@given(st.lists(child, max_size=8, unique_by=lambda each: each.chain_hash))
+def test_children_come_out_as_they_went_in(children: list[ChildBlock]) -> None:
+    told = News(7, Attribution(2, miss=2), None, 0.0, column(), column(), children)
+    (news,) = unpack_reply(body_of(pack_reply(Reply(0, 0, [], [told])))).news
+    assert news.children == children
+    assert all(isinstance(each, ChildBlock) for each in news.children)
+
+
+@pytest.mark.parametrize(
+    ("children", "why"),
+    [
+        (None, "not a list"),
+        ({}, "not a list"),
+        (b"", "not a list"),
+        ([[bytes([n]) * 32, b"\1\0\0\0"] for n in range(9)], "at most 8"),
+        ([[b"n" * 31, b"\1\0\0\0"]], "not 32 bytes"),
+        ([["n" * 32, b"\1\0\0\0"]], "not 32 bytes"),
+        ([[b"n" * 32, b"\1\0\0"]], "not the tokens of a block"),
+        ([[b"n" * 32, "text"]], "not the tokens of a block"),
+        ([[b"n" * 32, [1]]], "not the tokens of a block"),
+        ([[b"n" * 32, bytes(4 << 20) + bytes(4)]], "not the tokens of a block"),
+        ([[b"n" * 32, b""]], "no tokens"),
+        ([[b"n" * 32, b"\1\0\0\0"], [b"n" * 32, b"\2\0\0\0"]], "twice"),
+        ([[b"n" * 32]], "unpack"),
+        ([[b"n" * 32, b"\1\0\0\0", 1]], "unpack"),
+        ([7], "unpack"),
+    ],
+)  # fmt: skip
+def test_children_that_are_none(children: object, why: str) -> None:
+    """FAULTS 39."""
+    with pytest.raises(FormatError, match=why):
+        unpack_reply([0, 0, [], [[7, pack_found(Attribution(1, miss=1)), None, 0.0, b"", b"", children]]])
+
+
+def test_who_is_told_of_many_children_is_told_of_those_that_fit() -> None:
+    large, nothing = [ChildBlock(bytes([n]) * 32, bytes(16 << 10)) for n in range(8)], Attribution(1, miss=1)
+    news = [News(n, nothing, None, 0.0, column(), column(), large) for n in range(20)]
+    news[3:5] = [each._replace(children=large[:1]) for each in news[3:5]]
+    reply = unpack_reply(body_of(pack_reply(Reply(0, 0, [], news))))
+    assert [each.claim for each in reply.news] == list(range(20))  # told of all claims …
+    assert sum(len(each.children) for each in reply.news) * (16 << 10) <= MAX_CHILDREN_BYTES  # … not of all children
+    assert [len(each.children) for each in reply.news[:10]] == [8, 8, 8, 1, 1, 8, 8, 8, 8, 0]
+    without = unpack_reply(body_of(pack_reply(Reply(0, 0, [], news), room=0)))
+    assert not any(each.children for each in without.news)
+
+
+def test_a_seal_of_tokens_that_no_block_has() -> None:
+    for tokens in (b"\1\0\0", bytes(4 << 20) + bytes(4), "text", None):
+        with pytest.raises(FormatError, match="not the tokens of a block"):
+            unpack_request([0, [[6, 1, 1, [tokens]]]])
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_frame, pac
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, bring
 from kvtier.tiers.host.host import HostRegion
-from kvtier.tiers.tier import Outcome
+from kvtier.tiers.tier import ChildBlock, Outcome
 
 
 @pytest.fixture
@@ -115,6 +115,13 @@ def news(number: int, *slots: int, blocks: int = 4) -> bytes:
     found = Attribution(blocks, l2=len(slots), miss=blocks - len(slots))
     columns = np.array(slots, np.int64), np.ones(len(slots), np.int64)
     return pack_reply(Reply(0, 0, [], [News(number, found, None, 0.0, *columns)]))
+
+
+def children_told(*children: ChildBlock) -> bytes:
+    """Of the first claim, of four blocks."""
+    nothing = np.empty(0, np.int64)
+    told = News(1, Attribution(4, miss=4), None, 0.0, nothing, nothing, children)
+    return pack_reply(Reply(0, 0, [], [told]))
 
 
 # not there
@@ -434,11 +441,14 @@ def test_a_promise_is_not_taken_late(path: Path, fake: Callable[..., FakeDaemon]
     [
         b"\xff\xff\xff\xff",
         b"\x01\x00\x00\x00\xc1",
-        pack_frame([0, 0, [], [[1, [4, 0, 4, 0, 0, 1], None, 0.0, b"", b""]]]),  # does not sum
+        pack_frame([0, 0, [], [[1, [4, 0, 4, 0, 0, 1], None, 0.0, b"", b"", []]]]),  # does not sum
+        pack_frame([0, 0, [], [[1, [4, 0, 0, 0, 0, 4], None, 0.0, b"", b""]]]),  # as version 1 had it
+        children_told(ChildBlock(b"n" * 32, bytes(4 * BLOCK_SIZE + 4))),  # longer than a block
+        children_told(*(ChildBlock(bytes([n]) * 32, bytes(4)) for n in range(9))),  # too many
         news(1, 0, 1, 8),  # a slot outside the region
         news(1, 0, 1, blocks=5),  # of other blocks than asked about
         pack_frame([0, -1, [], []]),
-        pack_frame(["kvtier", 1, "Welcome"]),
+        pack_frame(["kvtier", 2, "Welcome"]),
     ],
 )
 def test_a_daemon_that_lies_is_left_alone(path: Path, fake: Callable[..., FakeDaemon], frame: bytes) -> None:
@@ -471,8 +481,8 @@ def test_slots_that_were_never_granted(path: Path, fake: Callable[..., FakeDaemo
 @pytest.mark.parametrize(
     ("frame", "why"),
     [
-        (pack_frame(["kvtier", 9, "Refused", "whatever"]), "protocol version 9, this side speaks 1: run one kvtier"),
-        (pack_frame(["kvtier", 1, "Refused", "no room, lower it"]), "no room, lower it"),
+        (pack_frame(["kvtier", 9, "Refused", "whatever"]), "protocol version 9, this side speaks 2: run one kvtier"),
+        (pack_frame(["kvtier", 2, "Refused", "no room, lower it"]), "no room, lower it"),
         (
             pack_handshake(Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 1.0)),
             "a welcome without its region",

@@ -1,0 +1,180 @@
+"""Partial hits through the daemon: a client is told of the blocks that follow its last common one, and of no others."""
+
+import socket as sockets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doubles import BLOCK_SIZE, SLOT_BYTES, wait_until
+from service_rig import FINGERPRINT, PATIENCE, DaemonThread, ask, attach, fill, load, store, verify
+
+from kvtier.connector.daemon.handshake import Hello, pack_handshake
+from kvtier.connector.daemon.messages import Ask, News, Reserve, Seal
+from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_request, unpack_reply
+from kvtier.tiers.hierarchy.cache_tiers import Claim, Wanted
+from kvtier.tiers.naming.chain import TokenChain, root_hash
+from kvtier.tiers.tier import BlockRecord, ChildBlock
+
+ROOT = root_hash(FINGERPRINT)
+Serve = Callable[..., DaemonThread]
+
+
+@pytest.fixture
+def serve(home: Path) -> Iterator[Serve]:
+    """Daemons of this process at `home / "s"`. At the end every client is gone, and the laws hold: I3."""
+    daemons: list[DaemonThread] = []
+
+    def start(**options: Any) -> DaemonThread:
+        options.setdefault("host", {"size": 1 << 20})
+        daemons.append(DaemonThread(home / "s", **options))
+        return daemons[-1]
+
+    yield start
+    for daemon in daemons:
+        daemon.check()
+        daemon.close()
+
+
+def prompt(*tokens: int, salt: str | None = None) -> TokenChain:
+    """Two common blocks, and then these tokens."""
+    chain = TokenChain(root_hash(FINGERPRINT, cache_salt=salt), BLOCK_SIZE)
+    chain.extend([*range(2 * BLOCK_SIZE), *tokens])
+    return chain
+
+
+def told(chain: TokenChain) -> ChildBlock:
+    return ChildBlock(chain.hashes[2], chain.block_tokens(2))
+
+
+def answered(tiers: RemoteTiers, chain: TokenChain) -> Claim:
+    claim, _ = ask(tiers, chain)
+    tiers.cancel(claim)
+    return claim
+
+
+def test_one_client_takes_a_part_of_what_another_stored(home: Path, serve: Serve) -> None:
+    serve(file={"path": home / "slab", "size": "1MiB"})
+    one, other = attach(home / "s"), attach(home / "s")
+    first, second = prompt(70, 71, 72, 1), prompt(70, 71, 72, 2)
+    store(one, first)
+    store(one, second, first=2)
+    # The other's prompt shares three tokens of the third block with both.
+    mine = prompt(70, 71, 72, 9)
+    claim, promised = ask(other, mine)
+    assert promised == 2
+    assert set(claim.children) == {told(first), told(second)}
+    # It asks for the chain that ends with one of them, and gets that block, byte for byte.
+    other.cancel(claim)
+    view = other.ask([*mine.hashes[:2], second.hashes[2]], ROOT, block_size=BLOCK_SIZE)
+    wait_until(lambda: other.poll(view) == 3)
+    with other.take(view) as lease:
+        assert lease.hashes[2] == second.hashes[2]
+        verify(other, lease)
+    # Another tenant is told nothing, and who stands at the end of a chain neither.
+    assert answered(other, prompt(70, 71, 72, 9, salt="another tenant")).children == []
+    assert answered(other, first).children == []
+    one.close()
+    other.close()
+
+
+def test_what_the_slab_holds_is_told_after_a_restart(home: Path, serve: Serve) -> None:
+    slab = {"path": home / "slab", "size": "1MiB"}
+    daemon = DaemonThread(home / "s", host={"size": 1 << 20}, file=slab)
+    tiers, stored = attach(home / "s"), prompt(70, 71, 72, 1)
+    store(tiers, stored)
+    tiers.close()
+    daemon.check()
+    daemon.close()
+    serve(file=slab)
+    tiers = attach(home / "s")
+    assert list(answered(tiers, prompt(70, 71, 72, 9)).children) == [told(stored)]
+    tiers.close()
+
+
+def test_switched_off_a_daemon_tells_nothing(home: Path, serve: Serve) -> None:
+    serve(cache={"partial_blocks": False}, file={"path": home / "slab", "size": "1MiB"})
+    tiers = attach(home / "s")
+    store(tiers, prompt(70, 71, 72, 1))
+    assert answered(tiers, prompt(70, 71, 72, 9)).children == []
+    tiers.close()
+
+
+def test_a_child_evicted_between_answer_and_question_is_not_promised(home: Path, serve: Serve) -> None:
+    daemon = serve()
+    tiers, stored, mine = attach(home / "s"), prompt(70, 71, 72, 1), prompt(70, 71, 72, 9)
+    store(tiers, stored)
+    (child,) = answered(tiers, mine).children
+    (namespace,) = daemon.daemon.call(daemon.daemon.namespaces)
+    assert namespace.hierarchy.host.pool.evict([child.chain_hash]) == 1
+    view = tiers.ask([*mine.hashes[:2], child.chain_hash], ROOT, block_size=BLOCK_SIZE)
+    wait_until(lambda: tiers.poll(view) == 2)
+    with tiers.take(view) as lease:
+        assert lease.hashes == mine.hashes[:2]
+    tiers.close()
+
+
+def test_blocks_without_tokens_are_no_children(home: Path, serve: Serve) -> None:
+    """An engine that does not tell its tokens stores blocks all the same."""
+    serve(file={"path": home / "slab", "size": "1MiB"})
+    tiers, stored = attach(home / "s"), prompt(70, 71, 72, 1)
+    (reservation,) = tiers.reserve([Wanted(stored.hashes, stored.root, stored.tenant)])
+    assert reservation is not None
+    fill(tiers, reservation)
+    tiers.seal(reservation, [BlockRecord(h, stored.parent(i), b"", 0) for i, h in enumerate(stored.hashes)], 0)
+    assert tiers.drain(PATIENCE)
+    assert answered(tiers, prompt(70, 71, 72, 9)).children == []
+    assert load(tiers, stored) == 3
+    tiers.close()
+
+
+def raw(home: Path) -> sockets.socket:
+    """A welcomed connection without manners."""
+    connection = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    connection.settimeout(PATIENCE)
+    connection.connect(str(home / "s"))
+    connection.sendall(pack_handshake(Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 64 * SLOT_BYTES, reset=False)))
+    assert b"Welcome" in connection.recv(4096)
+    return connection
+
+
+def test_a_client_that_seals_more_tokens_than_a_block_has_harms_nobody(home: Path, serve: Serve) -> None:
+    """FAULTS 39: what it says would be told to the others."""
+    served = serve()
+    tiers, stored = attach(home / "s"), prompt(70, 71, 72, 1)
+    store(tiers, stored, last=2)
+    with raw(home) as rude:
+        rude.sendall(pack_request(1, [Reserve(1, [Wanted(stored.hashes[2:], stored.hashes[1], stored.tenant)])]))
+        assert rude.recv(4096)
+        rude.sendall(pack_request(0, [Seal(1, 0, [np.arange(BLOCK_SIZE + 1, dtype="<u4").tobytes()])]))
+        assert rude.recv(10) == b""
+    wait_until(lambda: served.daemon.counts["malformed_holding"] == 1)  # its process, this one, lives
+    assert answered(tiers, prompt(70, 71, 72, 9)).children == []
+    another = prompt(70, 71, 72, 2)
+    assert store(tiers, another, first=2) == 1
+    assert list(answered(tiers, prompt(70, 71, 72, 9)).children) == [told(another)]
+    tiers.close()
+
+
+def test_who_leaves_much_unread_is_told_no_children(home: Path, serve: Serve) -> None:
+    """They are what makes an answer long: without them he is not cut off for what he was told unasked."""
+    serve()
+    tiers = attach(home / "s")
+    for number in range(8):
+        store(tiers, prompt(70, 71, 72, number))
+    mine = prompt(70, 71, 72, 9)
+    with raw(home) as rude:
+        num_asked = 8000
+        for first in range(1, num_asked, 100):
+            rude.sendall(
+                pack_request(0, [Ask(n, ROOT, 0, BLOCK_SIZE, mine.hashes[2:]) for n in range(first, first + 100)])
+            )
+        # He reads at last: every claim has its answer.
+        reader, news = FrameReader(MAX_FRAME), list[News]()
+        while len(news) < num_asked:
+            for body in reader.feed(rude.recv(1 << 20)):
+                news += unpack_reply(body).news
+    assert sorted(each.claim for each in news) == list(range(1, num_asked + 1))
+    tiers.close()
