@@ -64,6 +64,8 @@ class Back:
         self._crowded = False  # others have the room in L2: ask for little at a time
         self._until = 0  # tokens: up to where the front was last let compute
         self._began: tuple[int, float] | None = None  # tokens, time: when it was last let compute
+        self._reached: int | None = None  # tokens: what the request had when it was last asked
+        self._num_front = 0  # tokens that it has computed since the first time
         self._num_gone = 0  # blocks that could not be had
         self._pace = _Pace(claim.meeting, claim.meeting.block - claim.num_l1, -(-self._end // self._per_group), clock())
         self._ask_down_to(claim.meeting.block)
@@ -108,9 +110,12 @@ class Back:
         if self._began is not None:
             self._pace.computed(num_computed - self._began[0], self._clock() - self._began[1])
             self._began = None
+        if self._reached is not None:
+            self._num_front += max(0, num_computed - self._reached)
         for group in self._groups:
             if group.state is GroupState.ARRIVED and group.first * self._size <= num_computed:
                 num_computed = max(num_computed, group.stop * self._size)
+        self._reached = num_computed
         return num_computed
 
     def limit(self, num_computed: int, *, alone: bool) -> int:
@@ -140,7 +145,7 @@ class Back:
     @property
     def num_skipped(self) -> int:
         """Blocks that are held and were computed all the same, since the front came to them first."""
-        return max(0, self._pace.num_computed // self._size - self._num_gone)
+        return max(0, self._num_front // self._size - self._num_gone)
 
     # inside
 
@@ -205,7 +210,7 @@ class _Pace:
     """How fast the front is computed and the back comes: as planned at first, then more and more as measured."""
 
     def __init__(self, meeting: Meeting, num_front: int, num_groups: int, now: float) -> None:
-        self.num_computed = 0  # tokens
+        self._num_computed = 0  # tokens
         self._seconds = 0.0  # that took
         self._num_arrived = 0  # groups
         self._began = self._last_at = now
@@ -215,7 +220,7 @@ class _Pace:
     def computed(self, num_tokens: int, seconds: float) -> None:
         """The front got so much further."""
         if num_tokens > 0:
-            self.num_computed += num_tokens
+            self._num_computed += num_tokens
             self._seconds += seconds
 
     def arrived(self, now: float) -> None:
@@ -226,7 +231,7 @@ class _Pace:
     def compute(self, num_tokens: int) -> float:
         """Seconds to compute so many tokens more."""
         weight = _GROUP_TOKENS  # of the plan
-        return num_tokens * (self._seconds + weight * self._token) / (self.num_computed + weight)
+        return num_tokens * (self._seconds + weight * self._token) / (self._num_computed + weight)
 
     def groups_a_step(self, num_tokens: int) -> int:
         """How many groups may come while so many tokens are computed: the next look at them is after that."""

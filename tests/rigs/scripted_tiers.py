@@ -14,6 +14,7 @@ from doubles import FakeClock
 
 from kvtier.connector.both_ends import BothEndsSide
 from kvtier.connector.plan import WorkerReport
+from kvtier.engine.batch import Batch
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.sequence import SampledToken, SamplingParams
@@ -43,6 +44,7 @@ class ScriptedTiers:
         self.epoch = 0
         self.lost: set[ChainHash] = set()  # found when asked, not there when read
         self.stalled = False  # nothing asked from now on arrives
+        self.max_waiting = 1 << 30  # blocks that claims may be for
         self.num_leased = 0
         self.asked: list[tuple[Ends, int]] = []  # of each claim, and how many blocks
         self._clock, self._rates, self._rate = clock, rates, bytes_per_second
@@ -70,6 +72,9 @@ class ScriptedTiers:
             return claim
         if ends is not Ends.BACK and not self._rates.worth_loading(num_blocks * block_size, needed):
             claim.refusal = Outcome.RECOMPUTE
+            return claim
+        if sum(len(each.hashes) for each in self._due) + num_blocks > self.max_waiting:
+            claim.refusal = Outcome.NO_SLOT
             return claim
         whole = next((i for i, name in enumerate(hashes[num_l1:]) if name in self.lost), num_blocks)
         self._free_at = max(self._free_at, self._clock()) + num_blocks * BLOCK_BYTES / self._rate
@@ -106,6 +111,10 @@ class ScriptedTiers:
 
     def tick(self) -> None:
         """Nothing is late here."""
+
+    def lapse(self) -> None:
+        """Nothing comes of what was asked for so far."""
+        self._due = dict.fromkeys(self._due, (0.0, 0))
 
     @property
     def next_due(self) -> float:
@@ -150,6 +159,7 @@ class ScriptedEngine:
         self.first_tokens: dict[str, float] = {}
         self.num_tokens = num_tokens
         self._report = WorkerReport()
+        self.copies_fail = False
 
     def add(self, name: str = "a", num_tokens: int | None = None, first_token: int = 0) -> Live:
         """A request: its held blocks and one token more."""
@@ -163,8 +173,8 @@ class ScriptedEngine:
     def step(self) -> None:
         """One step, and the time it takes; copies it planned have ended before the next one."""
         batch = self.scheduler.schedule(self._report)
-        ops = [*batch.plan.loads, *batch.plan.stores]
-        self._report = WorkerReport(finished=tuple(op.op_id for op in ops))
+        ops = tuple(op.op_id for op in [*batch.plan.loads, *batch.plan.stores])
+        self._report = WorkerReport(failed=ops) if self.copies_fail else WorkerReport(finished=ops)
         self.chunks += [(chunk.sequence.request_id, chunk.start, chunk.end) for chunk in batch.chunks]
         computing = sum(self.cost(chunk.start, chunk.end) for chunk in batch.chunks)
         self.clock.advance(computing or min(max(TICK, self.tiers.next_due - self.clock()), WAIT))
@@ -172,6 +182,14 @@ class ScriptedEngine:
         for output in self.scheduler.postprocess(batch, samples):
             self.first_tokens[output.request_id] = self.clock()
         self.pool.check()
+
+    def report_failed(self, batch: Batch) -> None:
+        """What a step that raised had planned to load."""
+        self._report = WorkerReport(failed=tuple(op.op_id for op in batch.plan.loads))
+
+    def missed(self, reason: Outcome) -> float:
+        """Blocks counted under this reason."""
+        return self.tiers.metrics.snapshot().get(f'kvtier_miss_total{{reason="{reason}"}}', 0.0)
 
     def run(self) -> float:
         """Step until all is done; seconds since the start."""

@@ -179,7 +179,7 @@ def test_children_come_out_as_they_went_in(children: list[ChildBlock]) -> None:
 def test_children_that_are_none(children: object, why: str) -> None:
     """FAULTS 39."""
     with pytest.raises(FormatError, match=why):
-        unpack_reply([0, 0, [], [[7, pack_found(Attribution(1, miss=1)), None, 0.0, b"", b"", children]]])
+        unpack_reply([0, 0, [], [[7, pack_found(Attribution(1, miss=1)), None, 0.0, b"", b"", children, None]]])
 
 
 def test_who_is_told_of_many_children_is_told_of_those_that_fit() -> None:
