@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 import numpy as np
 
@@ -10,7 +10,6 @@ from kvtier.tiers import L2, ChainHash, ChildBlock
 from kvtier.tiers.hierarchy import Attribution, Claim
 
 
-@runtime_checkable
 class NamedByTokens(Protocol):
     """A chain that can say where equal tokens mean equal KV. A `TokenChain` is one."""
 
@@ -30,6 +29,11 @@ class NamedByTokens(Protocol):
 
     def is_plain(self, child: ChildBlock, parent: ChainHash) -> bool:
         """Whether this name is what the parent and the tokens alone make it."""
+
+
+def is_named_by_tokens(chain: object) -> TypeGuard[NamedByTokens]:
+    """Whether this is such a chain. Asked at each lookup, so it looks at one method."""
+    return hasattr(chain, "is_plain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +70,11 @@ def best_child(
 
     Of the request, its first `num_tokens` may be had from it.
     """
-    own = np.frombuffer(chain.next_tokens(block), "<u4")[: max(0, num_tokens - block * chain.block_size)]
-    if not len(own):
+    own = chain.next_tokens(block)[: max(0, 4 * (num_tokens - block * chain.block_size))]
+    if not own:
         return None
-    counted = ((num_shared, child) for child in children if (num_shared := _num_shared(own, child.tokens)))
+    first = own[:4]  # most children part here, and cost nothing more
+    counted = [(_num_shared(own, child.tokens), child) for child in children if child.tokens.startswith(first)]
     for num_shared, child in sorted(counted, key=lambda pair: -pair[0]):
         if chain.is_plain(child, chain.parent(block)):
             return child, num_shared
@@ -89,8 +94,8 @@ def tier_of_last(of_view: Attribution | None, of_own: Attribution | None) -> str
     return more[0] if len(more) == 1 else L2  # blocks moved in between; whatever is loaded comes from L2
 
 
-def _num_shared(own: "np.ndarray[tuple[int], np.dtype[np.uint32]]", tokens: bytes) -> int:
-    held = np.frombuffer(tokens, "<u4")
+def _num_shared(own: bytes, held: bytes) -> int:
     size = min(len(own), len(held))
-    differs = own[:size] != held[:size]
-    return int(differs.argmax()) if differs.any() else size
+    if own[:size] == held[:size]:
+        return size // 4
+    return int((np.frombuffer(own[:size], "<u4") != np.frombuffer(held[:size], "<u4")).argmax())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from kvtier.connector.partial import NamedByTokens, PartialView, best_child, still_fits, tier_of_last
+from kvtier.connector.partial import PartialView, best_child, is_named_by_tokens, still_fits, tier_of_last
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Pending, Wanted
@@ -110,7 +110,7 @@ class SchedulerSide:
     """
 
     def __init__(self, tiers: CacheTiers, *, partial_blocks: bool = False) -> None:
-        """`partial_blocks`: the engine takes a promise that ends inside a block. Its chains must be `NamedByTokens`."""
+        """`partial_blocks`: the engine takes a promise that ends inside a block. Of `NamedByTokens` chains alone."""
         self.tiers = tiers
         self._partial_blocks = partial_blocks
         self._requests: dict[str, ConnectedRequest] = {}
@@ -348,7 +348,7 @@ class SchedulerSide:
         chain = known.request.chain
         if not self._partial_blocks or known.whole_only or known.view is not None or claim.refusal is not None:
             return False
-        if claim.found is None or not isinstance(chain, NamedByTokens):
+        if claim.found is None or not is_named_by_tokens(chain):
             return False
         num_held = claim.found.blocks - claim.found.miss
         best = best_child(chain, claim.children, num_held, known.request.num_tokens - 1)

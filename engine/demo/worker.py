@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from kvtier.connector import LocalConnector
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
-from kvtier.tiers import L1, L2, TIERS, ConfigError, KVTierError
+from kvtier.tiers import TIERS, ConfigError, KVTierError
 from kvtier.tiers.config import Config
 
 BLOCK_SIZE: Final = 16
@@ -85,26 +85,13 @@ class DemoEngine:
             tokens,
             digest.hexdigest(),
             request.ttft * 1000,
-            _cached_tokens(before, after, request.num_l1_tokens, request.num_external_tokens),
+            {tier: request.cached_tokens[TIERS[tier].label] for tier in TIERS},
             _bytes_moved(before, after),
         )
 
     def settle(self) -> bool:
         """Wait until every block computed so far is on the disk."""
         return self.connector.hierarchy.drain(_STORE_DEADLINE)
-
-
-def _cached_tokens(
-    before: Mapping[str, float], after: Mapping[str, float], num_l1: int, num_external: int
-) -> dict[str, int]:
-    """The tokens found by the request, split by tier as its lookup attributed them."""
-    found = {}
-    for tier in TIERS:
-        series = f'kvtier_lookup_blocks_total{{tier="{tier}"}}'
-        found[tier] = int(after.get(series, 0) - before.get(series, 0)) * BLOCK_SIZE
-    if found[L1] != num_l1 or sum(found.values()) - found[L1] != num_external:
-        return dict.fromkeys(TIERS, 0) | {L1: num_l1, L2: num_external}  # it loaded less than it found: show that
-    return found
 
 
 def _bytes_moved(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:

@@ -37,11 +37,11 @@ def test_logits_are_the_same_bits_across_packings(family: str, dtype: str) -> No
     for budget, block_size in ((37, 16), (13, 8)):
         cut = engine_of(family, dtype, max_num_batched_tokens=budget, block_size=block_size, num_blocks=128)
         assert same(bits(cut.generate(PROMPTS, KEEP)), cold)
-    # From L1: the second round finds all full blocks.
+    # From L1: the second round finds all full blocks, and tails up to the last token but one.
     cached = engine_of(family, dtype, max_num_batched_tokens=50)
     cached.generate(PROMPTS, KEEP)
     answers = cached.generate(PROMPTS, KEEP)
-    assert [answer.num_l1_tokens for answer in answers] == [80, 16, 112, 64]
+    assert [answer.num_l1_tokens for answer in answers] == [89, 16, 119, 72]
     assert same(bits(answers), cold)
     cached.pool.check()
 
@@ -74,7 +74,7 @@ def test_contexts_beyond_one_tile_length_stay_exact() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_exact_equal_boundaries_give_equal_bits(family: str, dtype: str) -> None:
     tokens = prompt(4, 90)
-    options: dict[str, object] = {"exact": False, "max_num_batched_tokens": 32}
+    options: dict[str, object] = {"exact": False, "max_num_batched_tokens": 32, "partial_blocks": False}
     cold = engine_of(family, dtype, enable_prefix_caching=False, **options).generate([tokens], KEEP)
     warm = engine_of(family, dtype, **options)
     warm.generate([tokens[:64]], SamplingParams(max_tokens=1))

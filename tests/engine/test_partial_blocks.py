@@ -112,6 +112,14 @@ def test_sliding_windows_and_other_families_keep_their_bits(family: str, tmp_pat
     end(engine)
 
 
+def cached(engine: Engine, tokens: list[int]) -> dict[str, int]:
+    """Ask for one token; where the prompt's were."""
+    request = engine.request(engine.add_request(tokens, keep(1)))
+    while engine.has_unfinished:
+        engine.step()
+    return request.cached_tokens
+
+
 def test_usage_says_where_each_token_came_from(tmp_path: Path) -> None:
     engine = engine_over(tmp_path, 16)
     first = prompt(1, 64)
@@ -119,17 +127,9 @@ def test_usage_says_where_each_token_came_from(tmp_path: Path) -> None:
     forget(engine, "slab")
     engine.generate([[*first[:16], *prompt(5, 9)]], keep(1))  # brings one block back to L1 and L2
     tokens = [*first[:40], *prompt(2, 20)]
-    name = engine.add_request(tokens, keep(1))
-    request = engine.request(name)
-    while engine.has_unfinished:
-        engine.step()
-    assert request.cached_tokens == {"L1": 16, "L2": 0, "file": 24, "redis": 0}
+    assert cached(engine, tokens) == {"L1": 16, "L2": 0, "file": 24, "redis": 0}
     forget(engine, "L2")
-    name = engine.add_request(tokens[:41], keep(1))
-    request = engine.request(name)
-    while engine.has_unfinished:
-        engine.step()
-    assert request.cached_tokens == {"L1": 0, "L2": 40, "file": 0, "redis": 0}
+    assert cached(engine, tokens[:41]) == {"L1": 0, "L2": 40, "file": 0, "redis": 0}
     stats = engine.stats
     assert stats["prompt_tokens"] == 64 + 25 + 60 + 41
     computed = stats["prompt_tokens"] - stats["l1_tokens"] - stats["external_tokens"]
@@ -248,7 +248,7 @@ def test_requests_that_share_prefixes_get_the_bits_of_an_engine_without_a_cache(
     cold: Bits,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    size = {"num_blocks": -(-170 // block_size) + 2} if tight else {}
+    size: dict[str, Any] = {"num_blocks": -(-170 // block_size) + 2} if tight else {}
     home = tmp_path_factory.mktemp("slab")
     engine = engine_over(home, block_size, loading=loading, preemption=preemption, **size)
     for tier, batch, aborts in rounds:

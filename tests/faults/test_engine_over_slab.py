@@ -18,6 +18,7 @@ from kvtier.tiers.errors import StoreLocked
 
 KEEP = SamplingParams(max_tokens=6, ignore_eos=True, keep_logits=True)
 EXACT: dict[str, Any] = {
+    "partial_blocks": False,  # the stories count blocks
     "exact": True,
     "exact_rows": 64,
     "max_num_batched_tokens": 64,

@@ -27,7 +27,13 @@ from kvtier.tiers.naming.identity import ModelIdentity
 from kvtier.tiers.tier import Outcome
 
 KEEP = SamplingParams(max_tokens=3, ignore_eos=True, keep_logits=True)
-EXACT: dict[str, Any] = {"exact": True, "exact_rows": 32, "max_num_batched_tokens": 32, "max_num_seqs": 4}
+EXACT: dict[str, Any] = {
+    "exact": True,
+    "exact_rows": 32,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 4,
+    "partial_blocks": False,  # the stories count blocks
+}
 
 
 class Witness(ManualCopyStream):

@@ -50,7 +50,7 @@ def by_transformers(model: Path, path: Path) -> tuple[list[int], int]:
 
 
 def by_our_engine(model: Path, path: Path) -> tuple[list[int], int]:
-    with open_engine(model, config(path), dtype="float32") as ours:
+    with open_engine(model, config(path), dtype="float32", partial_blocks=False) as ours:
         [answer] = ours.generate([PROMPT], SamplingParams(max_tokens=NEW, ignore_eos=True))
         return list(answer.token_ids), answer.num_external_tokens
 

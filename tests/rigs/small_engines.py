@@ -24,8 +24,12 @@ def small_engine(
     cache: dict[str, Any] | None = None,
     **options: Any,
 ) -> Engine:
-    """An engine; `options` are EngineConfig's, `cache` our configuration's section of that name."""
-    settings = EngineConfig(**{"num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 8, **options})
+    """An engine of whole blocks; `options` are EngineConfig's, `cache` our configuration's section of that name.
+
+    Stories of what a hit does tell blocks apart by counts; those of hits inside a block are in test_partial_blocks.
+    """
+    chosen = {"num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 8, "partial_blocks": False, **options}
+    settings = EngineConfig(**chosen)
     connect = None
     if tiers:
         section = {"block_size": settings.block_size, "load_or_recompute": "load", **(cache or {})}

@@ -1,10 +1,11 @@
 """SlabChildren: which blocks of a slab follow a given block, from its mirror of the entry table."""
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash, ChildBlock
 from kvtier.tiers.file import slab
@@ -27,6 +28,15 @@ class SlabChildren:
     lock: threading.Lock
     codec: Codec
     index: ChildIndex | None  # None: nobody asks
+    _name_at: int = field(init=False)  # in a row
+    _parent_at: int = field(init=False)
+    _first_words: NDArray[np.uint64] = field(init=False)  # of the parents' names, in the mirror itself
+
+    def __post_init__(self) -> None:
+        fields = self.rows.dtype.fields
+        assert fields is not None
+        self._name_at, self._parent_at = fields["chain_hash"][1], fields["parent"][1]
+        self._first_words = np.ndarray(self.rows.shape, "<u8", self.rows, self._parent_at, self.rows.strides)
 
     def stored(self, slots: Slots) -> None:
         """These rows hold blocks now. The caller holds the lock, or nobody else knows the slab yet."""
@@ -41,17 +51,18 @@ class SlabChildren:
         """Up to `limit` blocks held now whose parent has this name. Of a sealed slab only those are decrypted."""
         if self.index is None:
             return []
+        first_word = int.from_bytes(parent[:8], "little")
         with self.lock:
-            parents, holds = self.rows["parent"], self.blocks.holds_block
-            slots = [slot for slot in self.index.find(parent) if holds(slot) and parents[slot].tobytes() == parent]
-            if not slots:
-                return []
-            rows = self.rows[slots[:limit]]
-        return [
-            ChildBlock(record.chain_hash, record.tokens)
-            for record in self.codec.to_records(rows)
-            if record.tokens  # else the entry is not authentic, or of an engine that tells none
+            word_of, holds = self._first_words.item, self.blocks.holds_block
+            slots = [slot for slot in self.index.find(parent) if word_of(slot) == first_word and holds(slot)]
+            rows = [self.rows[slot].tobytes() for slot in slots]
+        name_at, parent_at = self._name_at, self._parent_at
+        children = [
+            ChildBlock(row[name_at : name_at + 32], self.codec.tokens(row))
+            for row in rows
+            if row[parent_at : parent_at + 32] == parent
         ]
+        return [child for child in children if child.tokens][:limit]
 
     def check(self) -> None:
         """Raise AssertionError unless the index is whole and names only rows there are. The caller holds the lock."""

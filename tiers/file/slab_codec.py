@@ -57,6 +57,14 @@ class Codec:
             )
         ]
 
+    def tokens(self, row: bytes) -> bytes:
+        """The tokens of one row as it lies in memory; none if the entry is not authentic."""
+        fields = self._superblock.row_dtype.fields
+        assert fields is not None
+        count_at, tokens_at = fields["num_tokens"][1], fields["tokens"][1]
+        num_tokens = int.from_bytes(row[count_at : count_at + 4], "little")
+        return row[tokens_at : tokens_at + 4 * num_tokens]
+
     def stamps(self, rows: Rows) -> list[bytes]:
         """What `hide` gave for the rows' payloads."""
         return [b""] * len(rows)
@@ -124,6 +132,10 @@ class SealedCodec(Codec):
             else:
                 tokens = entry[_CHECKSUM.size : _CHECKSUM.size + 4 * num_tokens]
                 yield BlockRecord(chain_hash, parent, tokens, *_CHECKSUM.unpack_from(entry))
+
+    def tokens(self, row: bytes) -> bytes:
+        (record,) = self._opened(np.frombuffer(row, self._superblock.row_dtype))
+        return record.tokens
 
     def stamps(self, rows: Rows) -> list[bytes]:
         """Nonce and tag of each payload."""

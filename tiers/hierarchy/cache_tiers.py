@@ -76,13 +76,30 @@ class Claim:
     refusal: Outcome | None = None  # RECOMPUTE: final, computing is faster; NO_SLOT: for now, others have the room
     good_until: float = 0.0  # on the monotonic clock: an answer that nothing is held may be asked for anew from then on
     missing: Outcome | None = Outcome.ABSENT  # why the misses of `found` are misses; None: that is counted already
-    # Set together with `found`: up to eight blocks, held by L2 or the slab, that follow the last block found (`parent`,
-    # if there is none) and are not the next one asked for. Held when looked at, not promised: ask for them to have one.
-    children: Sequence[ChildBlock] = ()
     ends: Ends = Ends.FRONT
     # Set together with `found`: compute up to there, and ask for what lies behind as `Ends.BACK`. Only the leading
     # blocks that L2 has are claimed then, and there are no `children`. None: what is loaded is claimed.
     meeting: Meeting | None = None
+    _children: "Sequence[ChildBlock] | Callable[[], Sequence[ChildBlock]]" = field(default=(), init=False, repr=False)
+
+    @property
+    def children(self) -> Sequence[ChildBlock]:
+        """Good once `found` is: up to eight blocks, held by L2 or the slab, that follow the last block found.
+
+        That is `parent`, if none was. The next block asked for is not among them. They are held when looked at, not
+        promised: ask for them to have one.
+        """
+        if callable(self._children):
+            self._children = self._children()
+        return self._children
+
+    @children.setter
+    def children(self, children: Sequence[ChildBlock]) -> None:
+        self._children = children
+
+    def tell_children(self, look: Callable[[], Sequence[ChildBlock]]) -> None:
+        """`children` is what this returns to the first who wants to know: most callers never do."""
+        self._children = look
 
 
 class NewsCondition(Condition):

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -271,23 +272,24 @@ class Hierarchy:
                 claim.asked_until = known + max(len(question.hashes) for question in claim.questions)
                 return
         claim.found = where
-        claim.children = self._children(claim, known)
+        parent, following = claim.hashes[known - 1] if known else claim.parent, claim.hashes[known : known + 1]
+        claim.tell_children(partial(self._children, parent, following))
         if claim.asked_until:
             claim.good_until = time.monotonic() + _ASK_AGAIN
         if num_loadable := where.loadable:
             self._promote(claim, where, num_loadable)
 
-    def _children(self, claim: LocalClaim, known: int) -> Sequence[ChildBlock]:
-        """Held blocks that follow the first `known` of the claim, other than its own next one; L2's first."""
-        parent = claim.hashes[known - 1] if known else claim.parent
+    def _children(self, parent: ChainHash, following: Sequence[ChainHash]) -> Sequence[ChildBlock]:
+        """Held blocks that follow the parent, other than a claim's own; L2's first, each once."""
         found = self.host.children(parent, MAX_CHILDREN)
         for port in self.ports:
-            found += port.children(parent, MAX_CHILDREN)
+            if len(found) < MAX_CHILDREN:
+                found += port.children(parent, MAX_CHILDREN)
         if not found:
             return ()
         by_name = dict(found)
-        if known < len(claim.hashes):
-            by_name.pop(claim.hashes[known], None)  # stored by now
+        for chain_hash in following:
+            by_name.pop(chain_hash, None)  # stored by now
         return [ChildBlock(*child) for child in by_name.items()][:MAX_CHILDREN]
 
     def _promote(self, claim: LocalClaim, where: Attribution, num_blocks: int) -> None:

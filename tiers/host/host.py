@@ -215,13 +215,12 @@ class HostTier:
         """Up to `limit` blocks held now whose parent has this name, each once; it may leave some out."""
         if self._child_index is None:
             return []
-        known = {}
+        known: list[ChildBlock] = []
         for slot in self._child_index.find(parent):
             record = self.records[slot]  # maybe of a block that has left, or is not sealed yet
-            if record is not None and record.parent == parent and record.tokens:
-                known[record.chain_hash] = record.tokens
-        held = self.pool.holds(list(known)) if known else []
-        return [ChildBlock(*block) for block, is_held in zip(known.items(), held, strict=True) if is_held][:limit]
+            if record is not None and record.parent == parent and record.tokens and self.pool.is_ready(slot):
+                known.append(ChildBlock(record.chain_hash, record.tokens))
+        return known[:limit]
 
     def check(self) -> None:
         """Raise AssertionError where the index of children contradicts itself. A full scan."""

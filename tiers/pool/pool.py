@@ -64,6 +64,10 @@ class SlotPool:
         """How often the slot was taken: a copy planned for an older generation must not be made."""
         return int(self._table.generation[slot])
 
+    def is_ready(self, slot: int) -> bool:
+        """Whether a slot holds a block that can be found, as a hint: no lock is taken."""
+        return bool(self._table.state[slot] == READY)
+
     def counts(self) -> PoolCounts:
         """How many slots are in each state. O(1)."""
         with self._lock:
@@ -166,10 +170,7 @@ class SlotPool:
             self._table.use(self._ready(hashes))
 
     def evict(self, hashes: Sequence[ChainHash]) -> int:
-        """Drop these blocks, even if they have children: nobody finds them any more. Returns how many went.
-
-        A leased one keeps its slot until its leases are released.
-        """
+        """Drop these blocks, with children or without; returns how many went. Leased slots go when their leases end."""
         with self._lock:
             self._settle_dropped()
             return self._table.drop(self._ready(hashes))
