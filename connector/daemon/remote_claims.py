@@ -140,8 +140,9 @@ class RemoteClaims:
             self._metrics.missed(Outcome.EVICTED, num_lost)
         claim.found, claim.refusal, claim.answered = widened(news.found, len(claim.hashes)), news.refusal, True
         claim.slots, claim.generations, claim.meeting = news.slots, news.generations, news.meeting
-        beyond = claim.hashes[num_asked : num_asked + 1]  # of a longer chain, the daemon does not know the next block
-        claim.children = [child for child in news.children if child.chain_hash not in beyond]
+        claim.children = news.children
+        if len(claim.hashes) > num_asked:  # the daemon does not know which block comes next
+            claim.children = [child for child in news.children if child.chain_hash != claim.hashes[num_asked]]
         if news.refusal is Outcome.RECOMPUTE:
             self._metrics.missed(Outcome.RECOMPUTE, news.found.loadable)
         if not len(news.slots):

@@ -235,6 +235,8 @@ def unpack_children(told: Any) -> Sequence[ChildBlock]:
     """Held blocks by name and tokens: at most eight, each another one and with a token or more."""
     if type(told) is not list or len(told) > MAX_CHILDREN:
         raise FormatError(f"children: not a list of at most {MAX_CHILDREN}")
+    if not told:
+        return ()
     children = [ChildBlock(octets(name, _HASH_BYTES), octets_of_tokens(tokens)) for name, tokens in told]
     if len({child.chain_hash for child in children}) < len(children) or not all(child.tokens for child in children):
         raise FormatError("children: one comes twice, or has no tokens")

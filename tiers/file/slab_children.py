@@ -18,7 +18,7 @@ _PIECE: Final = 1 << 14  # slots entered at once: bounds the copy of their paren
 
 @dataclass(eq=False, slots=True)
 class SlabChildren:
-    """What an open slab answers about children. `lock` guards `blocks`, `rows` and `index`.
+    """What an open slab answers about children. `lock` guards `blocks` and `rows`, and who changes `index`.
 
     The index is told of blocks that come, never of those that leave: `find` looks at each slot it names.
     """
@@ -51,11 +51,12 @@ class SlabChildren:
         """Up to `limit` blocks held now whose parent has this name. Of a sealed slab only those are decrypted."""
         if self.index is None:
             return []
-        first_word = int.from_bytes(parent[:8], "little")
+        first_word, word_of = int.from_bytes(parent[:8], "little"), self._first_words.item
+        likely = [slot for slot in self.index.find(parent) if word_of(slot) == first_word]  # a hint: no lock yet
+        if not likely:
+            return []
         with self.lock:
-            word_of, holds = self._first_words.item, self.blocks.holds_block
-            slots = [slot for slot in self.index.find(parent) if word_of(slot) == first_word and holds(slot)]
-            rows = [self.rows[slot].tobytes() for slot in slots]
+            rows = [self.rows[slot].tobytes() for slot in likely if self.blocks.holds_block(slot)]
         name_at, parent_at = self._name_at, self._parent_at
         children = [
             ChildBlock(row[name_at : name_at + 32], self.codec.tokens(row))

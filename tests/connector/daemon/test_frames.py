@@ -152,7 +152,7 @@ def test_replies_come_out_as_they_went_in() -> None:
 def test_children_come_out_as_they_went_in(children: list[ChildBlock]) -> None:
     told = News(7, Attribution(2, miss=2), None, 0.0, column(), column(), children)
     (news,) = unpack_reply(body_of(pack_reply(Reply(0, 0, [], [told])))).news
-    assert news.children == children
+    assert list(news.children) == children
     assert all(isinstance(each, ChildBlock) for each in news.children)
 
 

@@ -74,8 +74,8 @@ def test_one_client_takes_a_part_of_what_another_stored(home: Path, serve: Serve
         assert lease.hashes[2] == second.hashes[2]
         verify(other, lease)
     # Another tenant is told nothing, and who stands at the end of a chain neither.
-    assert answered(other, prompt(70, 71, 72, 9, salt="another tenant")).children == []
-    assert answered(other, first).children == []
+    assert answered(other, prompt(70, 71, 72, 9, salt="another tenant")).children == ()
+    assert answered(other, first).children == ()
     one.close()
     other.close()
 
@@ -98,7 +98,7 @@ def test_switched_off_a_daemon_tells_nothing(home: Path, serve: Serve) -> None:
     serve(cache={"partial_blocks": False}, file={"path": home / "slab", "size": "1MiB"})
     tiers = attach(home / "s")
     store(tiers, prompt(70, 71, 72, 1))
-    assert answered(tiers, prompt(70, 71, 72, 9)).children == []
+    assert answered(tiers, prompt(70, 71, 72, 9)).children == ()
     tiers.close()
 
 
@@ -125,7 +125,7 @@ def test_blocks_without_tokens_are_no_children(home: Path, serve: Serve) -> None
     fill(tiers, reservation)
     tiers.seal(reservation, [BlockRecord(h, stored.parent(i), b"", 0) for i, h in enumerate(stored.hashes)], 0)
     assert tiers.drain(PATIENCE)
-    assert answered(tiers, prompt(70, 71, 72, 9)).children == []
+    assert answered(tiers, prompt(70, 71, 72, 9)).children == ()
     assert load(tiers, stored) == 3
     tiers.close()
 
@@ -151,7 +151,7 @@ def test_a_client_that_seals_more_tokens_than_a_block_has_harms_nobody(home: Pat
         rude.sendall(pack_request(0, [Seal(1, 0, [np.arange(BLOCK_SIZE + 1, dtype="<u4").tobytes()])]))
         assert rude.recv(10) == b""
     wait_until(lambda: served.daemon.counts["malformed_holding"] == 1)  # its process, this one, lives
-    assert answered(tiers, prompt(70, 71, 72, 9)).children == []
+    assert answered(tiers, prompt(70, 71, 72, 9)).children == ()
     another = prompt(70, 71, 72, 2)
     assert store(tiers, another, first=2) == 1
     assert list(answered(tiers, prompt(70, 71, 72, 9)).children) == [told(another)]

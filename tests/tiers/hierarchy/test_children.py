@@ -1,10 +1,11 @@
 """What a claim says of the blocks behind its last common one: held by L2, by the slab, by both, or gone meanwhile."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from doubles import BLOCK_SIZE, MemoryTier, chain_of, fill_slots, hierarchy_of, record_of, reserve, store
+from doubles import BLOCK_SIZE, MemoryTier, chain_of, fill_slots, hand_in, hierarchy_of, record_of, reserve, store
 from fault_rig import forget_l2, over_slab
 
 from kvtier.tiers.checksum import checksum
@@ -13,7 +14,7 @@ from kvtier.tiers.hierarchy.cache_tiers import Claim, Pending
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.opening import open_hierarchy
 from kvtier.tiers.host.host import HostRegion, HostTier
-from kvtier.tiers.naming.chain import TokenChain, root_hash
+from kvtier.tiers.naming.chain import TokenChain, is_named_by, root_hash
 from kvtier.tiers.naming.shape import KVShape
 from kvtier.tiers.tier import BlockRecord, ChainHash, ChildBlock
 
@@ -236,6 +237,25 @@ def test_switched_off_no_claim_has_children_and_no_memory_is_taken(tmp_path: Pat
         assert children(hierarchy, branch(9)) == expected
         assert (hierarchy.host._child_index is not None) == is_on
         hierarchy.close()
+
+
+def test_what_is_told_while_blocks_come_and_go_is_never_another_blocks(opened: Open) -> None:
+    """The index is asked without a lock: its answers may be out of date, never mixed up."""
+    hierarchy = opened(slots=16)
+    root = prompt().root
+
+    def store_many() -> None:
+        for number in range(150):
+            hand_in(hierarchy, chain_of(2, first_token=1000 * number))
+
+    storing = threading.Thread(target=store_many)
+    storing.start()
+    num_told = 0
+    while storing.is_alive() or not num_told:
+        for name, tokens in answered(hierarchy, chain_of(1, first_token=777_777).hashes, root).children:
+            assert is_named_by(BlockRecord(name, root, tokens, 0)), "another block's tokens, or another parent's"
+            num_told += 1
+    storing.join()
 
 
 def test_l2_answers_from_what_it_holds_while_slots_change_hands() -> None:
