@@ -45,10 +45,12 @@ class SlowSlab:
     """An engine over a slab that holds a prompt, and answers no read before the story says so."""
 
     def __init__(self, home: Path, block_size: int = 16, **options: Any) -> None:
-        cache = {"block_size": block_size, "prefetch_deadline": "60s"}
-        config = Config(
-            host={"size": "8MiB"}, file={"path": str(home), "size": "64MiB", "deadline": "60s"}, cache=cache
-        )  # type: ignore[arg-type]
+        sections: dict[str, Any] = {
+            "host": {"size": "8MiB"},
+            "file": {"path": str(home), "size": "64MiB", "deadline": "60s"},
+            "cache": {"block_size": block_size, "prefetch_deadline": "60s"},
+        }
+        config = Config(**sections)
         settings = EngineConfig(**{"block_size": block_size, "num_blocks": 2560 // block_size, **EXACT, **options})
         self.engine = Engine.from_config(config_of("llama"), settings, LocalConnector.connect(config))
         self.block_size = block_size
