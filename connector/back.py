@@ -67,7 +67,9 @@ class Back:
         self._reached: int | None = None  # tokens: what the request had when it was last asked
         self._num_front = 0  # tokens that it has computed since the first time
         self._num_gone = 0  # blocks that could not be had
-        self._pace = _Pace(claim.meeting, claim.meeting.block - claim.num_l1, -(-self._end // self._per_group), clock())
+        num_front = (claim.meeting.block - claim.num_l1) * self._size
+        num_back = (self._end - claim.meeting.block) / self._per_group
+        self._pace = _Pace(claim.meeting, num_front, num_back, clock())
         self._ask_down_to(claim.meeting.block)
 
     def seat(self, table: Sequence[int], num_present: int) -> None:
@@ -78,26 +80,18 @@ class Back:
 
     def collect(self) -> list[tuple[Group, Lease, list[int]]]:
         """Groups that are in L2 now: each with its lease, and the request's blocks to copy it to."""
+        self._look()
+        if self._table is None:
+            return []
         ready = []
-        for group in [each for each in self._groups if each.state is GroupState.ASKED]:
-            promised = self._tiers.poll(group.claim)
-            if isinstance(promised, Pending) or group.state is not GroupState.ASKED:
-                continue
-            if not promised:
-                self._refused(group)
-                continue
-            if not group.answered:
-                group.answered = True
-                self._pace.arrived(self._clock())
-            if self._table is not None:
-                lease = self._tiers.take(group.claim)
-                num_blocks = len(lease.slots)
-                self._num_gone += group.stop - group.first - num_blocks
-                group.stop = group.first + num_blocks
-                group.state = GroupState.COPYING if num_blocks else GroupState.GONE
-                ready.append((group, lease, [int(block) for block in self._table[group.first : group.stop]]))
-        if self._table is not None:
-            self._ask_more()
+        for group in [each for each in self._groups if each.state is GroupState.ASKED and each.answered]:
+            lease = self._tiers.take(group.claim)
+            num_blocks = len(lease.slots)
+            self._num_gone += group.stop - group.first - num_blocks
+            group.stop = group.first + num_blocks
+            group.state = GroupState.COPYING if num_blocks else GroupState.GONE
+            ready.append((group, lease, [int(block) for block in self._table[group.first : group.stop]]))
+        self._ask_more()
         return ready
 
     def copied(self, group: Group, *, well: bool) -> None:
@@ -126,7 +120,11 @@ class Back:
         if not alone:
             self._ask_down_to(-(-num_computed // self._size))
         while (ahead := self._ahead(num_computed)) is not None and num_computed == ahead.first * self._size:
-            if ahead.state is GroupState.COPYING or not (alone and self._is_late(ahead)):
+            self._look()  # what came during the last step
+            if ahead.state is GroupState.GONE:
+                continue
+            is_here = ahead.state is GroupState.COPYING or ahead.answered
+            if is_here or not (alone and self._is_late(ahead)):
                 return num_computed
             self._let_go(ahead)
         self._until = self._next_stop(num_computed, (self._end if ahead is None else ahead.first) * self._size)
@@ -157,6 +155,18 @@ class Back:
             parent = self._chain[self._lowest - 1] if self._lowest else self._root
             claim = self._tiers.ask(hashes, parent, block_size=self._size, ends=Ends.BACK)
             self._groups.insert(0, Group(self._lowest, stop, claim))
+
+    def _look(self) -> None:
+        """Which of the groups that were asked for are in L2 now, and which cannot be had."""
+        for group in [each for each in self._groups if each.state is GroupState.ASKED]:
+            promised = self._tiers.poll(group.claim)
+            if isinstance(promised, Pending) or group.state is not GroupState.ASKED:
+                continue
+            if not promised:
+                self._refused(group)
+            elif not group.answered:
+                group.answered = True
+                self._pace.arrived(self._clock())
 
     def _ask_more(self) -> None:
         """Keep the tier busy as long as the front is far from there."""
@@ -209,13 +219,14 @@ class Back:
 class _Pace:
     """How fast the front is computed and the back comes: as planned at first, then more and more as measured."""
 
-    def __init__(self, meeting: Meeting, num_front: int, num_groups: int, now: float) -> None:
+    def __init__(self, meeting: Meeting, num_front: int, num_groups: float, now: float) -> None:
+        """Planned are a front of `num_front` tokens and a back of `num_groups`."""
         self._num_computed = 0  # tokens
         self._seconds = 0.0  # that took
         self._num_arrived = 0  # groups
         self._began = self._last_at = now
         self._token = meeting.seconds / max(1, num_front)
-        self._group = meeting.seconds / max(1, num_groups)
+        self._group = meeting.seconds / num_groups
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """The front got so much further."""
