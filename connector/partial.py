@@ -87,7 +87,7 @@ def still_fits(claim: Claim, view: PartialView | None, in_l1: int) -> bool:
 
 
 def tier_of_last(of_view: Attribution | None, of_own: Attribution | None) -> str:
-    """The tier that had a view's last block: it had a block more than of the request's own."""
+    """The tier that had a view's last block: it had one more than of the request's own. L2 where others came there."""
     if of_view is None or of_own is None:
         return L2
     more = [tier for tier, count in of_view.by_tier.items() if count > of_own[tier]]

@@ -4,13 +4,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvtier.connector.partial import PartialView, best_child, is_named_by_tokens, still_fits, tier_of_last
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Pending, Wanted
 from kvtier.tiers.pool import Lease, Reservation
+
+_LOOK_AGAIN: Final = 0.05  # seconds: a request that waits is looked up at every step
 
 
 class BlockChain(Protocol):
@@ -58,6 +60,8 @@ class ConnectedRequest:
     view: PartialView | None = None  # what the claim is of, if not of its own blocks alone
     found: Attribution | None = None  # where its blocks were when first asked
     found_in_part: str | None = None  # the tier that had the view's last block
+    looked_behind: int = -1  # so many held blocks: nothing there was of use
+    look_again: float = 0.0
     whole_only: bool = False  # no view any more: one was refused
     recompute: bool = False  # decided once: loading is slower, or has failed
 
@@ -326,7 +330,7 @@ class SchedulerSide:
             self.tiers.count(claim.found, claim.missing)
             if claim.refusal is Outcome.NO_SLOT:
                 self.tiers.metrics.missed(Outcome.NO_SLOT, claim.found.loadable)
-        if claim.children and self._take_view(known, claim, least):
+        if self._partial_blocks and known.view is None and self._take_view(known, claim, least):
             return self._answer(known, least)
         if isinstance(promised, Pending):
             return None
@@ -346,12 +350,14 @@ class SchedulerSide:
     def _take_view(self, known: ConnectedRequest, claim: Claim, least: int) -> bool:
         """Ask for the request's held blocks and the best of what follows them, instead of its own blocks alone."""
         chain = known.request.chain
-        if not self._partial_blocks or known.whole_only or known.view is not None or claim.refusal is not None:
+        if known.whole_only or claim.found is None or claim.refusal is not None or not is_named_by_tokens(chain):
             return False
-        if claim.found is None or not is_named_by_tokens(chain):
+        num_held, now = claim.found.blocks - claim.found.miss, time.monotonic()
+        if known.looked_behind == num_held and now < known.look_again:
             return False
-        num_held = claim.found.blocks - claim.found.miss
-        best = best_child(chain, claim.children, num_held, known.request.num_tokens - 1)
+        best = best_child(chain, claim.children, num_held, known.request.num_tokens - 1) if claim.children else None
+        if best is None:
+            known.looked_behind, known.look_again = num_held, now + _LOOK_AGAIN
         if best is None or num_held * chain.block_size + best[1] <= least:
             claim.children = ()  # looked at once
             return False
