@@ -6,7 +6,7 @@ from typing import Final, Literal, NamedTuple
 
 _WEIGHT: Final = 0.2  # of the newest sample in the moving average
 _RETRY: Final = 32  # every so many refusals one load goes through, so that a stale rate can recover
-_GAIN: Final = 0.9  # of the best single way: both ends have to be faster than that …
+_GAIN: Final = 0.85  # of the best single way: both ends have to be faster than that …
 _SAVED: Final = 0.005  # … and to save so many seconds, or their steps and claims are not worth it
 _MIN_FRONT: Final = 32  # tokens: what is worth a step of its own
 _MIN_SPREAD: Final = 256.0  # tokens between the positions of samples, before attention's growth is read off them
