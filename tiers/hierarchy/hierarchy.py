@@ -320,9 +320,11 @@ class Hierarchy:
     def _meet(self, claim: LocalClaim, num_blocks: int, below_l2: Mapping[str, int]) -> int | None:
         """Decide where both ends meet. Returns how many leading blocks L2 has; None: one way is as fast."""
         first, size = claim.num_l1, claim.block_size
+        if not size or not any(below_l2.values()):
+            return None
         num_in_l2 = self.host.pool.lookup(claim.hashes[first : first + num_blocks])
         span = Span((first + num_in_l2) * size, (num_blocks - num_in_l2) * size, below_l2)
-        claim.meeting = self.rates.meeting(span, size) if size and num_in_l2 < num_blocks else None
+        claim.meeting = self.rates.meeting(span, size) if num_in_l2 < num_blocks else None
         if claim.meeting is None:
             return None
         claim.children = ()
