@@ -73,6 +73,8 @@ CLAIMS: Final = (
     ("1,000,000 indexed blocks, MB", "router_overhead", "indexed"),
     ("load on `kvtier engine`: requests/s, L2, L3 and a cluster ÷ cache off", "serving", "requests/s"),
     ("the same: time to first token, cache off ÷ each", "serving", "TTFT"),
+    ("a prompt held in a slow tier, load ÷ compute 0.5 – 2: from both ends ÷ the best single way", "both_ends", "^bal"),
+    ("the same, elsewhere", "both_ends", "^elsewhere"),
 )
 
 # The six that the README shows, in its own words.

@@ -1,3 +1,4 @@
+from .both_ends import BothEndsSide
 from .local import LocalConnector
 from .opening import open_tiers
 from .partial import best_child
@@ -7,6 +8,7 @@ from .worker import WorkerSide
 
 __all__ = [
     "BlockChain",
+    "BothEndsSide",
     "ConnectorUpdate",
     "CopyOp",
     "LocalConnector",

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from kvtier.connector.both_ends import BothEndsSide
 from kvtier.connector.opening import open_tiers
-from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.config import Config
 from kvtier.tiers.copies import BlockPool, CopyStream, CudaCopyStream, HostCopyStream
@@ -51,7 +51,7 @@ class LocalConnector:
                 region.pin()
             return CudaCopyStream(tensor, region) if tensor.is_cuda else HostCopyStream(tensor, region)
 
-        self.scheduler = SchedulerSide(self.tiers, partial_blocks=partial_blocks and config.cache.partial_blocks)
+        self.scheduler = BothEndsSide(self.tiers, partial_blocks=partial_blocks and config.cache.partial_blocks)
         self.worker = WorkerSide(follow, shape.num_layers, shape.layer_bytes, _COPY_DEADLINE)
         try:
             if self.tiers.region is not None:  # else a daemon that is not there yet

@@ -81,6 +81,16 @@ def best_child(
     return None
 
 
+def pays(num_held: int, shared: int, block_size: int, *, in_l1: int, least: int) -> bool:
+    """Whether a child's `shared` tokens behind `num_held` blocks bring more than the `least` tokens had anyway.
+
+    Where nothing else is to be loaded, they must be an eighth of a block: the first token of all prompts is often the
+    same, and a load costs a step.
+    """
+    is_alone = num_held <= in_l1
+    return num_held * block_size + shared > least and (not is_alone or _LEAST * shared >= block_size)
+
+
 def still_fits(claim: Claim, view: PartialView | None, in_l1: int) -> bool:
     """Whether a claim is of use when L1 has so many leading blocks: L1 may have lost some, or got past a view."""
     return in_l1 >= claim.num_l1 and (view is None or in_l1 <= view.num_own)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final, Protocol
 
-from kvtier.connector.partial import PartialView, best_child, is_named_by_tokens, still_fits, tier_of_last
+from kvtier.connector.partial import PartialView, best_child, is_named_by_tokens, pays, still_fits, tier_of_last
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
-from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Pending, Wanted
+from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Pending, Wanted
 from kvtier.tiers.pool import Lease, Reservation
 
 _LOOK_AGAIN: Final = 0.05  # seconds: a request that waits is looked up at every step
@@ -52,7 +52,7 @@ class Request(Protocol):
 
 
 @dataclass(slots=True)
-class _ConnectedRequest:
+class ConnectedRequest:
     request: Request
     epoch: int  # the tiers' at admission
     asked: int = 0  # blocks found in L1 at the last lookup
@@ -117,7 +117,7 @@ class SchedulerSide:
         """`partial_blocks`: the engine takes a promise that ends inside a block. Of `NamedByTokens` chains alone."""
         self.tiers = tiers
         self._partial_blocks = partial_blocks
-        self._requests: dict[str, _ConnectedRequest] = {}
+        self._requests: dict[str, ConnectedRequest] = {}
         self._op_ids = count(1)
         self._steps = count(1)
         self._loads: dict[int, _LoadingOp] = {}
@@ -126,10 +126,11 @@ class SchedulerSide:
         self._region_id = 0  # of the planned loads
         self._wanted: dict[int, _StoringOp] = {}
         self._released: list[int] = []
+        self._ends = Ends.FRONT  # of what is asked next
 
     def admit(self, request: Request) -> None:
         """Know a request that is only going to store. `lookup` does this too. Idempotent."""
-        self._requests.setdefault(request.request_id, _ConnectedRequest(request, self.tiers.epoch))
+        self._requests.setdefault(request.request_id, ConnectedRequest(request, self.tiers.epoch))
 
     def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0) -> int | Pending:
         """How many tokens beyond the `num_computed_tokens` in L1 can be loaded, or PENDING: ask again next step.
@@ -142,7 +143,7 @@ class SchedulerSide:
         block_size = chain.block_size
         in_l1 = num_computed_tokens // block_size
         if (known := self._requests.get(request.request_id)) is None:
-            known = self._requests[request.request_id] = _ConnectedRequest(request, self.tiers.epoch)
+            known = self._requests[request.request_id] = ConnectedRequest(request, self.tiers.epoch)
         if known.claim is not None and not still_fits(known.claim, known.view, in_l1):
             self._cancel(known)
         known.asked = in_l1
@@ -279,9 +280,9 @@ class SchedulerSide:
         if (known := self._requests.pop(request_id, None)) is not None and known.claim is not None:
             self._cancel(known)
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step prefilled `num_tokens` in `seconds`: what loading competes with."""
-        self.tiers.computed(num_tokens, seconds)
+    def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
+        """A step prefilled `num_tokens` in `seconds`, behind `position` others: what loading competes with."""
+        self.tiers.computed(num_tokens, seconds, position)
 
     def wait(self, timeout: float) -> None:
         """Wait until a pending lookup may have an answer, at most `timeout` seconds: for an engine that is idle."""
@@ -307,14 +308,14 @@ class SchedulerSide:
         if (region := self.tiers.region) is not None:
             self.tiers.metrics.moved(L2, direction, num_blocks * region.slot_bytes, seconds)
 
-    def _ask(self, known: _ConnectedRequest) -> None:
+    def _ask(self, known: ConnectedRequest) -> None:
         """Where every block is that may be promised, and a claim on what is worth loading."""
         chain = known.request.chain
         usable = min(len(chain.hashes), (known.request.num_tokens - 1) // chain.block_size)
         hashes, num_l1 = chain.hashes[:usable], min(known.asked, usable)
-        known.claim = self.tiers.ask(hashes, chain.parent(0), num_l1, block_size=chain.block_size)
+        known.claim = self.tiers.ask(hashes, chain.parent(0), num_l1, block_size=chain.block_size, ends=self._ends)
 
-    def _answer(self, known: _ConnectedRequest, least: int) -> int | None:
+    def _answer(self, known: ConnectedRequest, least: int) -> int | None:
         """How many leading tokens L1 and the promise cover, 0 for no promise; None: not known yet.
 
         Where a block that is held begins as the request's next one does, and so brings it more than `least` tokens, the
@@ -346,7 +347,7 @@ class SchedulerSide:
             self._cancel(known)
         return tokens
 
-    def _take_view(self, known: _ConnectedRequest, claim: Claim, least: int) -> bool:
+    def _take_view(self, known: ConnectedRequest, claim: Claim, least: int) -> bool:
         """Ask for the request's held blocks and the best of what follows them, instead of its own blocks alone."""
         chain = known.request.chain
         if known.whole_only or claim.found is None or claim.refusal is not None or not is_named_by_tokens(chain):
@@ -357,7 +358,7 @@ class SchedulerSide:
         best = best_child(chain, claim.children, num_held, known.request.num_tokens - 1) if claim.children else None
         if best is None:
             known.looked_behind, known.look_again = num_held, now + _LOOK_AGAIN
-        if best is None or num_held * chain.block_size + best[1] <= least:
+        if best is None or not pays(num_held, best[1], chain.block_size, in_l1=known.asked, least=least):
             claim.children = ()  # looked at once
             return False
         self.tiers.cancel(claim)
@@ -365,7 +366,7 @@ class SchedulerSide:
         known.claim = self.tiers.ask(view.hashes, chain.parent(0), claim.num_l1, block_size=chain.block_size)
         return True
 
-    def _cancel(self, known: _ConnectedRequest) -> None:
+    def _cancel(self, known: ConnectedRequest) -> None:
         claim, known.claim, known.view = known.claim, None, None
         if claim is not None:
             self.tiers.cancel(claim)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvtier.connector import SchedulerSide
+    from kvtier.connector import BothEndsSide
     from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
 
 _WINDOW: Final = 16  # waiting requests that are looked up and ranked in one step
@@ -44,7 +44,7 @@ class CachedBlocks(NamedTuple):
 class Admission:
     """The requests that wait, and which blocks the others are computing: those are soon in L1."""
 
-    def __init__(self, config: EngineConfig, pool: "BlockPool", connector: "SchedulerSide | NoOffload") -> None:
+    def __init__(self, config: EngineConfig, pool: "BlockPool", connector: "BothEndsSide | NoOffload") -> None:
         self.waiting: list[Sequence] = []  # by arrival
         self.computing: dict[ChainHash, str] = {}  # block that is being computed or loaded → request that does it
         self._config = config

@@ -31,3 +31,9 @@ class Batch:
     def blended(self) -> None:
         """Segments were blended since the step began: what its tokens take is measured from here."""
         self.started = time.perf_counter()
+
+    @property
+    def position(self) -> float:
+        """How many tokens those that it computes follow, on average."""
+        seen = sum((chunk.start + chunk.end) / 2 * (chunk.end - chunk.start) for chunk in self.chunks)
+        return seen / max(1, self.num_tokens)

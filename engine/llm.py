@@ -30,7 +30,7 @@ _CLOSE_DEADLINE: Final = 5.0  # seconds for copies in flight at close
 
 _COUNTED: Final = (
     "steps", "finished", "aborted", "preempted", "failed_loads",
-    "prompt_tokens", "computed_tokens", "generated_tokens", "l1_tokens", "external_tokens",
+    "prompt_tokens", "computed_tokens", "generated_tokens", "l1_tokens", "external_tokens", "skipped_tokens",
 )  # fmt: skip
 
 Connect = Callable[[ModelIdentity, BlockPool], EngineConnector]
@@ -295,7 +295,7 @@ class Engine:
             self.worker.wait(_WAIT)
         elif self.scheduler.has_copies:
             time.sleep(_POLL)
-        elif self.scheduler.waiting:
+        elif self.scheduler.waiting or self.scheduler.running:  # for tiers to answer, or for a request's back
             self.connector.scheduler.wait(_WAIT)
 
     def _checked(self, prompt: ArrayLike, params: SamplingParams) -> list[int]:

@@ -7,14 +7,14 @@ from kvtier.connector import ConnectorUpdate, Request, StepPlan, WorkerReport
 from kvtier.tiers.hierarchy import Pending
 
 if TYPE_CHECKING:
-    from kvtier.connector import SchedulerSide, WorkerSide
+    from kvtier.connector import BothEndsSide, WorkerSide
 
 
 class EngineConnector(Protocol):
     """Both halves and their end; `LocalConnector` is the real one."""
 
     @property
-    def scheduler(self) -> "SchedulerSide | NoOffload":
+    def scheduler(self) -> "BothEndsSide | NoOffload":
         """The scheduler's half. Never waits, but in `wait`."""
 
     @property
@@ -61,6 +61,8 @@ class NoOffload:
 
     def __init__(self) -> None:
         self.worker = NoCopies()
+        self.computes_alone = False
+        self.writing: list[int] = []  # always empty
 
     @property
     def scheduler(self) -> "NoOffload":
@@ -92,7 +94,13 @@ class NoOffload:
     def finished(self, request_id: str) -> None:
         """Nothing is remembered."""
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
+    def back(self, request_id: str) -> None:
+        """Nothing is loaded behind a front."""
+
+    def leave(self, request_id: str) -> int:
+        return 0
+
+    def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         """Nothing competes with computing."""
 
     def wait(self, timeout: float) -> None:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Final
 from kvtier.connector import ConnectorUpdate, WorkerReport
 from kvtier.engine.admission import Admissible, Admission, CachedBlocks
 from kvtier.engine.batch import Batch, Chunk
+from kvtier.engine.block_naming import BlockNaming
 from kvtier.engine.config import EngineConfig
+from kvtier.engine.meeting import MeetingPoint
 from kvtier.engine.offload import NoOffload
 from kvtier.engine.sequence import FinishReason, Output, SampledToken, Sequence, SequenceState
 
 if TYPE_CHECKING:
-    from kvtier.connector import SchedulerSide
+    from kvtier.connector import BothEndsSide
     from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
 
 _PREFILL: Final = 64  # tokens: a step of so many says how fast prefill is
@@ -32,7 +34,7 @@ class Scheduler:
         self,
         config: EngineConfig,
         pool: "BlockPool",
-        connector: "SchedulerSide | NoOffload | None" = None,
+        connector: "BothEndsSide | NoOffload | None" = None,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.loading: dict[str, Sequence] = {}
@@ -48,7 +50,9 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._admission = Admission(config, pool, self._connector)
         self.waiting = self._admission.waiting  # by arrival
-        self._held: Counter[int] = Counter()  # block → stores under way that hold it
+        self._naming = BlockNaming(config, pool, self._admission)
+        self._meeting = MeetingPoint(self._connector, self.stats, config.block_size)
+        self._held: Counter[int] = Counter()  # block → copies under way that hold it
         self._draining: set[int] = set()  # blocks their request has let go, but a store still holds
         self._orphans: dict[str, list[int]] = {}  # aborted request → blocks its load is still writing to
         self._copies: list[tuple[int, int]] = []  # this step's, within L1; the sources are referenced
@@ -75,22 +79,25 @@ class Scheduler:
         """Take in which copies have ended; choose what the step computes, loads and stores."""
         self.take_in(report)
         num_preempted = self.stats["preempted"]
+        self._connector.computes_alone = len(self._live) == 1 and not any(each.reuse for each in self._live.values())
         chunks, budget = self._continue() if self.running else ([], self._token_budget)
         if self.stats["preempted"] == num_preempted:
             admitted, budget = self._admit(budget)
             chunks += admitted
         for chunk in chunks:
             if not chunk.sequence.num_loading:  # what a layerwise load has yet to confirm is stored a step later
-                self._store(chunk.sequence, self._cacheable(chunk.sequence, chunk.end))
+                self._store(chunk.sequence, self._naming.num_cacheable(chunk.sequence, chunk.end))
         self.stats["steps"] += 1
-        return Batch(chunks, self._token_budget - budget, self._connector.build_plan(), self._copies)
+        plan = self._connector.build_plan()
+        self._hold(self._connector.writing)
+        return Batch(chunks, self._token_budget - budget, plan, self._copies)
 
     def postprocess(self, batch: Batch, samples: Iterable[SampledToken]) -> list[Output]:
         """Take in what the step computed; `samples` holds one for each chunk that samples, in order."""
         outputs, self._ended = self._ended, []
         self._let_go_of_sources()
         if batch.num_tokens >= _PREFILL and not batch.plan.loads:  # a load's layers may have held the step up
-            self._connector.computed(batch.num_tokens, time.perf_counter() - batch.started)
+            self._connector.computed(batch.num_tokens, time.perf_counter() - batch.started, batch.position)
         left = iter(samples)
         for chunk in batch.chunks:
             sequence = chunk.sequence
@@ -102,7 +109,7 @@ class Scheduler:
                 self._count_loaded(sequence)
             sequence.num_computed = chunk.end
             self.stats["computed_tokens"] += chunk.end - chunk.start
-            self._name(sequence)
+            self._naming.name(sequence)
             if sample is not None:
                 outputs.append(self._append(sequence, sample))
         return outputs
@@ -161,9 +168,23 @@ class Scheduler:
         for sequence in answers + [each for each in self.running if each.num_tokens - each.num_computed > 1]:
             if sequence.state is not SequenceState.RUNNING or not budget or not self._grow(sequence, chunks):
                 continue
-            chunks.append(_chunk(sequence, budget))
-            budget -= chunks[-1].end - chunks[-1].start
+            budget -= self._compute(sequence, budget, chunks)
         return chunks, budget
+
+    def _compute(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        """Add what it computes in this step, of `budget` tokens at most. Returns how many: 0 if its back is awaited."""
+        if (reached := self._meeting.reached(sequence)) > sequence.num_computed:
+            self._store(sequence, self._naming.num_cacheable(sequence, sequence.num_computed))
+            self._meeting.join(sequence, reached)
+            self._naming.name(sequence)
+        if sequence.reuse is not None and sequence.reuse.is_due:  # all but the last token is the blend's
+            chunks.append(Chunk(sequence, sequence.num_tokens - 1, sequence.num_tokens, samples=True))
+            return 1
+        start = sequence.num_computed
+        end = min(start + budget, self._meeting.limit(sequence, alone=self._connector.computes_alone))
+        if end > start:
+            chunks.append(Chunk(sequence, start, end, samples=end == sequence.num_tokens))
+        return end - start
 
     def _grow(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
         """Have a block for every token, preempting the latest request that is not in `chunks`. False: not this step."""
@@ -211,8 +232,7 @@ class Scheduler:
                 break  # nobody overtakes a request because it is large
             num_seats -= cached
             if cached and candidate.sequence.state is SequenceState.RUNNING:
-                chunks.append(_chunk(candidate.sequence, budget))
-                budget -= chunks[-1].end - chunks[-1].start
+                budget -= self._compute(candidate.sequence, budget, chunks)
         return chunks, budget
 
     def _allocate(self, candidate: Admissible) -> bool | None:
@@ -256,7 +276,7 @@ class Scheduler:
         sequence.num_loading = loading
         if not sequence.num_preempted:
             sequence.num_l1_tokens = sequence.num_computed
-            if loading:
+            if loading or self._meeting.expects(sequence):
                 sequence.found = self._connector.found(sequence.request_id)
                 sequence.found_in_part = self._connector.found_in_part(sequence.request_id)
             self._tally(sequence)["prompt_tokens"] += sequence.num_prompt_tokens
@@ -289,7 +309,7 @@ class Scheduler:
         sequence.num_computed = end
         sequence.num_stored = end // self._config.block_size
         self._count_loaded(sequence)
-        self._name(sequence)
+        self._naming.name(sequence)
         sequence.state = SequenceState.RUNNING
         self.running.append(sequence)
 
@@ -308,32 +328,20 @@ class Scheduler:
 
     # A block's way: computed or loaded → named in L1 → stored; released at the end.
 
-    def _cacheable(self, sequence: Sequence, end: int) -> int:
-        """Full blocks among the first `end` tokens that may be found by others."""
-        if not self._config.store_generated:
-            end = min(end, sequence.num_prompt_tokens)
-        return sequence.exact_until(end) // self._config.block_size
-
-    def _name(self, sequence: Sequence) -> None:
-        start, end = sequence.num_named, self._cacheable(sequence, sequence.num_computed)
-        if end <= start or not self._config.enable_prefix_caching:
-            return
-        hashes = list(sequence.hashes[start:end])
-        parent = sequence.chain.parent(start) if start else None
-        records = sequence.records(start, end) if self._pool.wants_records else ()
-        self._pool.publish(sequence.block_table[start:end], hashes, parent, records)
-        sequence.num_named = end
-        self._admission.forget(sequence, hashes)
-
     def _store(self, sequence: Sequence, end: int) -> None:
         start = sequence.num_stored
         if not self._offloads or end <= start:
             return
         blocks = sequence.block_table[start:end]
-        self._pool.hold(blocks)
-        self._held.update(blocks)
+        self._hold(blocks)
         self._connector.store(sequence.request_id, start, blocks)
         sequence.num_stored = end
+
+    def _hold(self, blocks: list[int]) -> None:
+        """A copy reads or writes them: they stay until it is reported to have ended."""
+        if blocks:
+            self._pool.hold(blocks)
+            self._held.update(blocks)
 
     def _append(self, sequence: Sequence, sample: SampledToken) -> Output:
         sequence.append(sample.token_id)
@@ -354,21 +362,12 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         if sequence.num_loading and sequence.block_table:  # a copy is still writing: the blocks stay until it ends
             self._orphans[sequence.request_id], sequence.block_table = sequence.block_table, []
-        elif sequence.block_table and self._pool.partial_blocks:
-            self._keep_tail(sequence)
+        else:
+            self._naming.keep_tail(sequence)
         self._release(sequence)
         del self._live[sequence.request_id]
         self._connector.finished(sequence.request_id)
         sequence.state = SequenceState.FINISHED
-
-    def _keep_tail(self, sequence: Sequence) -> None:
-        """The next turn of a conversation begins in this request's unfinished last block."""
-        num_kept = sequence.exact_until(sequence.num_computed)
-        if not self._config.store_generated:
-            num_kept = min(num_kept, sequence.num_prompt_tokens)
-        tail = sequence.chain.tail(num_kept) if num_kept // self._config.block_size == sequence.num_named else None
-        if tail is not None:
-            self._pool.retire_tail(sequence.block_table.pop(sequence.num_named), tail)
 
     def _let_go_of_sources(self) -> None:
         """The step's copies within L1 were made, or never will be."""
@@ -377,6 +376,7 @@ class Scheduler:
         self._copies = []
 
     def _release(self, sequence: Sequence) -> None:
+        self._meeting.leave(sequence)
         self._admission.forget(sequence, sequence.hashes[sequence.num_named :])
         if sequence.reuse is not None:
             sequence.reuse.let_go(self._pool)
@@ -387,11 +387,3 @@ class Scheduler:
 
     def _tally(self, sequence: Sequence) -> Counter[str]:
         return self.segment_stats if sequence.is_segment else self.stats
-
-
-def _chunk(sequence: Sequence, budget: int) -> Chunk:
-    if sequence.reuse is not None and sequence.reuse.is_due:  # all but the last token is the blend's
-        return Chunk(sequence, sequence.num_tokens - 1, sequence.num_tokens, samples=True)
-    start = sequence.num_computed
-    end = min(start + budget, sequence.num_tokens)
-    return Chunk(sequence, start, end, samples=end == sequence.num_tokens)

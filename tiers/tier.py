@@ -34,6 +34,7 @@ class Outcome(StrEnum):
     BREAKER_OPEN = "breaker_open"  # the tier is detached for now
     NOT_ADMITTED = "not_admitted"  # seen fewer times than the admission threshold
     RECOMPUTE = "recompute"  # computing it again is faster than loading it
+    SKIPPED = "skipped"  # of a prompt that was computed and loaded at once, from both ends: the front came first
     ABORTED = "aborted"  # its request went away first
     COPY_FAILED = "copy_failed"  # a d2h or h2d copy failed
     EPOCH = "epoch"  # admitted before the last reset

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash, ChildBlock, Outcome
-from kvtier.tiers.hierarchy import Attribution, Wanted
+from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
 
 
 class Ask(NamedTuple):
@@ -25,6 +25,7 @@ class Ask(NamedTuple):
     num_l1: int
     block_size: int
     hashes: Sequence[ChainHash]
+    ends: Ends = Ends.FRONT
 
 
 class Renew(NamedTuple):
@@ -78,6 +79,7 @@ class Computed(NamedTuple):
 
     num_tokens: int
     seconds: float
+    position: int = 0  # tokens before them, on average
 
 
 class Lookup(NamedTuple):
@@ -140,6 +142,7 @@ class News(NamedTuple):
     slots: NDArray[np.int64]
     generations: NDArray[np.int64]
     children: Sequence[ChildBlock] = ()  # as `Claim.children`
+    meeting: Meeting | None = None  # as `Claim.meeting`
 
 
 class Reply(NamedTuple):

@@ -29,7 +29,7 @@ from kvtier.connector.daemon.messages import (
 from kvtier.connector.daemon.remote_claims import ASK_AGAIN, RemoteClaim, RemoteClaims, widened
 from kvtier.connector.daemon.wire import MAX_HASHES, MAX_ITEMS, unpack_found, unpack_grants
 from kvtier.tiers import L2, BlockRecord, ChainHash, FormatError, Metrics, Outcome
-from kvtier.tiers.hierarchy import Attribution, Claim, Pending, Wanted
+from kvtier.tiers.hierarchy import Attribution, Claim, Ends, Pending, Wanted
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Lease, Reservation
 
@@ -107,9 +107,17 @@ class RemoteTiers:
 
     # a request's question and promise
 
-    def ask(self, hashes: Sequence[ChainHash], parent: ChainHash, num_l1: int = 0, *, block_size: int = 0) -> Claim:
+    def ask(
+        self,
+        hashes: Sequence[ChainHash],
+        parent: ChainHash,
+        num_l1: int = 0,
+        *,
+        block_size: int = 0,
+        ends: Ends = Ends.FRONT,
+    ) -> Claim:
         """Send the question; the answer is news for a later `poll`."""
-        claim = RemoteClaim(list(hashes), parent, num_l1, block_size)
+        claim = RemoteClaim(list(hashes), parent, num_l1, block_size, ends=ends)
         with self._lock:
             self._claims.ask(claim, self._pump())
         return claim
@@ -184,10 +192,10 @@ class RemoteTiers:
         with self._lock:
             self._abandon(reservation, reason)
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
+    def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         with self._lock:
             if (link := self._attachment.link) is not None:
-                self._attachment.later(link, Computed(num_tokens, seconds))
+                self._attachment.later(link, Computed(num_tokens, seconds, int(position)))
 
     # the rest
 

@@ -73,7 +73,7 @@ class RemoteClaims:
         claim.asked_at = claim.renewed_at = self._clock()
         link.claims[claim.number] = claim
         hashes = claim.hashes[:MAX_HASHES]
-        self._attachment.send([Ask(claim.number, claim.parent, claim.num_l1, claim.block_size, hashes)])
+        self._attachment.send([Ask(claim.number, claim.parent, claim.num_l1, claim.block_size, hashes, claim.ends)])
         return True
 
     def poll(self, claim: RemoteClaim, link: Link | None) -> int | Pending:
@@ -148,7 +148,7 @@ class RemoteClaims:
         if num_lost > 0:  # counted as found at the first asking
             self._metrics.missed(Outcome.EVICTED, num_lost)
         claim.found, claim.refusal, claim.answered = widened(news.found, len(claim.hashes)), news.refusal, True
-        claim.slots, claim.generations = news.slots, news.generations
+        claim.slots, claim.generations, claim.meeting = news.slots, news.generations, news.meeting
         claim.children = news.children
         if len(claim.hashes) > num_asked:  # the daemon does not know which block comes next
             claim.children = [child for child in news.children if child.chain_hash != claim.hashes[num_asked]]

@@ -36,7 +36,7 @@ from kvtier.connector.daemon.messages import (
     Take,
 )
 from kvtier.tiers import TIERS, ChainHash, ChildBlock, FormatError, Outcome
-from kvtier.tiers.hierarchy import Attribution, Wanted
+from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
 from kvtier.tiers.pool import MAX_CHILDREN
 
 P = ParamSpec("P")
@@ -217,17 +217,18 @@ def unpack_found(found: Any) -> Attribution:
 def _pack_news(news: News) -> list[Any]:
     refusal = None if news.refusal is None else str(news.refusal)
     slots, generations = pack_numbers(news.slots), pack_numbers(news.generations)
-    return [news.claim, pack_found(news.found), refusal, news.good_for, slots, generations, news.children]
+    return [news.claim, pack_found(news.found), refusal, news.good_for, slots, generations, news.children, news.meeting]
 
 
 def _unpack_news(fields: Any) -> News:
-    claim, where, refusal, good_for, slots, generations, children = fields
+    claim, where, refusal, good_for, slots, generations, children, meeting = fields
     found = unpack_found(where)
     why = None if refusal is None else Outcome(text(refusal))
     places = unpack_numbers(slots, _MAX_SLOTS), unpack_numbers(generations, 1 << 62)
     if len(places[0]) != len(places[1]) or len(places[0]) > found.loadable:
         raise FormatError("more blocks promised than found, or columns of different lengths")
-    return News(number(claim), found, why, seconds(good_for), *places, unpack_children(children))
+    told = unpack_children(children), _unpack_meeting(meeting, found)
+    return News(number(claim), found, why, seconds(good_for), *places, *told)
 
 
 def unpack_children(told: Any) -> Sequence[ChildBlock]:
@@ -242,9 +243,19 @@ def unpack_children(told: Any) -> Sequence[ChildBlock]:
     return children
 
 
-def _ask(claim: Any, parent: Any, num_l1: Any, block_size: Any, hashes: Any) -> Ask:
+def _unpack_meeting(meeting: Any, found: Attribution) -> Meeting | None:
+    """Nil, or a block that was found and is not the first of them, and a time."""
+    if meeting is None:
+        return None
+    block, planned = meeting
+    if not 0 < number(block) < found.blocks - found.miss:
+        raise FormatError(f"both ends meet at block {block} of {found.blocks - found.miss}")
+    return Meeting(block, seconds(planned))
+
+
+def _ask(claim: Any, parent: Any, num_l1: Any, block_size: Any, hashes: Any, ends: Any) -> Ask:
     names, size = unpack_hashes(hashes), number(block_size, _MAX_BLOCK_SIZE)
-    return Ask(number(claim), octets(parent, 32), number(num_l1, len(names) + 1), size, names)
+    return Ask(number(claim), octets(parent, 32), number(num_l1, len(names) + 1), size, names, Ends(number(ends)))
 
 
 def _wanted(hashes: Any, parent: Any, tenant: Any) -> Wanted:
@@ -267,7 +278,7 @@ class OperationRow(NamedTuple):
 
 
 OPERATIONS: Final = (
-    OperationRow(0, Ask, lambda op: [op.claim, op.parent, op.num_l1, op.block_size, pack_hashes(op.hashes)], _ask),
+    OperationRow(0, Ask, lambda op: [*op[:4], pack_hashes(op.hashes), int(op.ends)], _ask),
     OperationRow(1, Renew, None, lambda claims: Renew(numbers(claims))),
     OperationRow(2, Cancel, None, lambda claims: Cancel(numbers(claims))),
     OperationRow(3, Take, None, lambda claims: Take(numbers(claims))),
@@ -280,7 +291,12 @@ OPERATIONS: Final = (
     ),
     OperationRow(6, Seal, None, _seal),
     OperationRow(7, Abandon, None, lambda reservation, reason: Abandon(number(reservation), Outcome(text(reason)))),
-    OperationRow(8, Computed, None, lambda num_tokens, spent: Computed(number(num_tokens), seconds(spent))),
+    OperationRow(
+        8,
+        Computed,
+        None,
+        lambda num_tokens, spent, position: Computed(number(num_tokens), seconds(spent), number(position)),
+    ),
     OperationRow(9, Holds, lambda op: [pack_hashes(op.hashes)], lambda hashes: Holds(unpack_hashes(hashes))),
     OperationRow(
         10,

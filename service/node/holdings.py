@@ -112,7 +112,7 @@ class Holdings:
         if len(set(op.hashes)) < len(op.hashes):
             raise FormatError(f"claim {op.claim} names a block twice")
         self.publish()  # what was sealed just before may be what is asked for
-        claim = self._hierarchy.ask(op.hashes, op.parent, op.num_l1, block_size=op.block_size)
+        claim = self._hierarchy.ask(op.hashes, op.parent, op.num_l1, block_size=op.block_size, ends=op.ends)
         self._claims[op.claim] = self.waiting[op.claim] = claim
         return self._look(op.claim)
 
@@ -132,7 +132,8 @@ class Holdings:
             self._drop(number)
             slots = generations = _NONE
         good_for = max(0.0, claim.good_until - now)
-        return messages.News(number, claim.found, claim.refusal, good_for, slots, generations, claim.children)
+        more = claim.children, claim.meeting
+        return messages.News(number, claim.found, claim.refusal, good_for, slots, generations, *more)
 
     def _on_renew(self, op: messages.Renew) -> None:
         now = self._clock()
@@ -208,7 +209,7 @@ class Holdings:
     # the rest
 
     def _on_computed(self, op: messages.Computed) -> None:
-        self._hierarchy.computed(op.num_tokens, op.seconds)
+        self._hierarchy.computed(op.num_tokens, op.seconds, op.position)
 
     def _on_holds(self, op: messages.Holds) -> bytes:
         return bytes(self._hierarchy.holds(op.hashes))

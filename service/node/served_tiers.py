@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from kvtier.service.node.lookup_trace import TraceRecorder
 from kvtier.service.node.quota import Quotas
 from kvtier.tiers import L2, ChainHash, Outcome
-from kvtier.tiers.hierarchy import Claim, Hierarchy, Pending, Wanted
+from kvtier.tiers.hierarchy import Claim, Ends, Hierarchy, Pending, Wanted
 from kvtier.tiers.pool import Lease, Reservation
 
 if TYPE_CHECKING:
@@ -33,9 +33,11 @@ class ServedTiers:
         self._vain: OrderedDict[ChainHash, float] = OrderedDict()  # last block asked for → when it was last in vain
 
     def poll(self, claim: Claim) -> int | Pending:
-        """As `Hierarchy.poll`; the answer is counted as a request's lookup."""
+        """As `Hierarchy.poll`; the answer is counted as a request's lookup, that of a part of one is not."""
         promised = self.hierarchy.poll(claim)
-        if not isinstance(promised, Pending) and claim.hashes and not self._is_repeated(claim.hashes[-1], promised):
+        if isinstance(promised, Pending) or claim.ends is Ends.BACK or not claim.hashes:
+            return promised
+        if not self._is_repeated(claim.hashes[-1], promised):
             assert claim.found is not None
             self.hierarchy.count(claim.found)
             if self.recorder is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,9 +48,9 @@ class PartialBench(Bench):
         self.asked: list[Sequence[ChainHash]] = []
         real = self.hierarchy.ask
 
-        def ask(hashes: Sequence[ChainHash], parent: ChainHash, num_l1: int = 0, *, block_size: int = 0) -> Claim:
+        def ask(hashes: Sequence[ChainHash], *question: Any, **options: Any) -> Claim:
             self.asked.append(hashes)
-            return real(hashes, parent, num_l1, block_size=block_size)
+            return real(hashes, *question, **options)
 
         self.hierarchy.ask = ask  # type: ignore[method-assign]
 

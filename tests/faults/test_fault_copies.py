@@ -13,7 +13,7 @@ from manual_copies import ManualCopyStream
 from numpy.typing import NDArray
 from tiny_models import config_of, prompt
 
-from kvtier.connector.scheduler import SchedulerSide
+from kvtier.connector.both_ends import BothEndsSide
 from kvtier.connector.worker import WorkerSide
 from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
@@ -97,7 +97,7 @@ class ManualConnector:
     def __init__(self, identity: ModelIdentity, pool: BlockPool, kind: type[Witness], host: str) -> None:
         config = Config.load(host={"size": host, "huge_pages": False}, cache={"load_or_recompute": "load"})
         self.hierarchy = open_hierarchy(config, identity.fingerprint(), pool.shape)
-        self.scheduler = SchedulerSide(self.hierarchy)
+        self.scheduler = BothEndsSide(self.hierarchy)
         self.stream = kind(pool.tensor, self.hierarchy.host.region)
         self.worker = WorkerSide(self.stream, pool.shape.num_layers, pool.shape.layer_bytes, 0.01)
 

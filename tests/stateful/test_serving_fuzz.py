@@ -15,7 +15,7 @@ from doubles import BLOCK_SIZE, SLOT_BYTES, MemoryTier, hierarchy_of
 from manual_copies import ManualCopyStream
 from numpy.typing import NDArray
 
-from kvtier.connector.scheduler import SchedulerSide
+from kvtier.connector.both_ends import BothEndsSide
 from kvtier.connector.worker import WorkerSide
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
@@ -118,7 +118,7 @@ class World:
         self.pool = BlockPool(KVShape(1, 1, 1, BLOCK_SIZE, "float32"), self.num_blocks)
         self.l1 = np.zeros((self.num_blocks, NUM_LAYERS, LAYER_BYTES), np.uint8)
         self.stream = FlakyStream(self.l1, self.hierarchy.host.region, dice)
-        self.side = SchedulerSide(self.hierarchy)
+        self.side = BothEndsSide(self.hierarchy)
         self.worker = WorkerSide(self.stream, NUM_LAYERS, LAYER_BYTES, deadline=0.0)
         self.scheduler = Scheduler(self.config, self.pool, self.side)
         self.live: dict[str, Live] = {}

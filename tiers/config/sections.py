@@ -63,7 +63,7 @@ class CacheConfig(Section):
     store_queue: ByteSize = option("256MiB", "bytes waiting for L3; beyond it stores are dropped")
     prefetch_deadline: Time = option("2s", "longest a request waits for L3; then it takes what is there")
     load_or_recompute: Literal["auto", "load", "recompute"] = option(
-        "auto", "load a held block, recompute it, or auto: whichever measures faster"
+        "auto", "load a held block, recompute it, or auto: whichever measures faster, or both at once"
     )
     partial_blocks: bool = option(
         True, "reuse the leading tokens that a prompt shares with a held block; off: whole blocks only"

@@ -1,21 +1,24 @@
-from .cache_tiers import PENDING, Attribution, CacheTiers, Claim, Pending, Wanted, bring
+from .cache_tiers import PENDING, Attribution, BlockClaims, CacheTiers, Claim, Ends, Pending, Wanted, bring
 from .events import Event, EventSource, Removed, Stored, TierEvents, events_of
 from .evict import evict_everywhere
 from .hierarchy import Hierarchy
 from .inventory import HeldRun, held_runs, in_runs
 from .lower_tier import TierPort
 from .opening import lower_modules, open_hierarchy, open_ports
-from .rates import Rates
+from .rates import Meeting, Rates
 
 __all__ = [
     "PENDING",
     "Attribution",
+    "BlockClaims",
     "CacheTiers",
     "Claim",
+    "Ends",
     "Event",
     "EventSource",
     "HeldRun",
     "Hierarchy",
+    "Meeting",
     "Pending",
     "Rates",
     "Removed",

@@ -8,10 +8,12 @@ that can wait.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from threading import Condition
 from typing import Final, Protocol
 
 from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, ChildBlock, Metrics, Outcome
+from kvtier.tiers.hierarchy.rates import Meeting
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Lease, Reservation
 
@@ -54,6 +56,14 @@ class Attribution:
         return self.by_tier.get(TIERS[tier].name, 0)
 
 
+class Ends(IntEnum):
+    """From which ends the request comes to its blocks."""
+
+    FRONT = 0  # from the front: what is loaded comes first, what is computed behind it
+    BOTH = 1  # it could compute the front while what lies behind is loaded, if that is fastest: see `Claim.meeting`
+    BACK = 2  # this claim is a part of what lies behind: the question was counted, loading it is decided
+
+
 @dataclass(eq=False)
 class Claim:
     """One request's question, and then the promise made to it. `ask` makes it; each implementation adds its own."""
@@ -66,6 +76,10 @@ class Claim:
     refusal: Outcome | None = None  # RECOMPUTE: final, computing is faster; NO_SLOT: for now, others have the room
     good_until: float = 0.0  # on the monotonic clock: an answer that nothing is held may be asked for anew from then on
     missing: Outcome | None = Outcome.ABSENT  # why the misses of `found` are misses; None: that is counted already
+    ends: Ends = Ends.FRONT
+    # Set together with `found`: compute up to there, and ask for what lies behind as `Ends.BACK`. Only the leading
+    # blocks that L2 has are claimed then, and there are no `children`. None: what is loaded is claimed.
+    meeting: Meeting | None = None
     _children: "Sequence[ChildBlock] | Callable[[], Sequence[ChildBlock]]" = field(default=(), init=False, repr=False)
 
     @property
@@ -121,7 +135,15 @@ class Wanted:
 class BlockClaims(Protocol):
     """How a request comes to blocks. No method raises for a storage failure; only `wait_news` waits."""
 
-    def ask(self, hashes: Sequence[ChainHash], parent: ChainHash, num_l1: int = 0, *, block_size: int = 0) -> Claim:
+    def ask(
+        self,
+        hashes: Sequence[ChainHash],
+        parent: ChainHash,
+        num_l1: int = 0,
+        *,
+        block_size: int = 0,
+        ends: Ends = Ends.FRONT,
+    ) -> Claim:
         """Ask where the blocks of a chain are, and claim those beyond the first `num_l1` that are worth loading."""
 
     def poll(self, claim: Claim) -> int | Pending:
@@ -190,8 +212,8 @@ class TierUpkeep(Protocol):
     def has_lower(self) -> bool:
         """Whether there is a tier below L2."""
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step prefilled `num_tokens` in `seconds`: what loading competes with."""
+    def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
+        """A step prefilled `num_tokens` in `seconds`, behind `position` others: what loading competes with."""
 
     def locate(self, hashes: Sequence[ChainHash], timeout: float) -> Attribution:
         """Where the blocks are, without a claim; waits up to `timeout` seconds for tiers that nodes share."""

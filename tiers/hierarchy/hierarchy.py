@@ -2,18 +2,18 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
 import numpy as np
 
 from kvtier.tiers import L2, ChainHash, ChildBlock, Metrics, Outcome
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, NewsCondition, Pending
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Ends, NewsCondition, Pending
 from kvtier.tiers.hierarchy.local_claim import LocalClaim
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.promotion import Promoter
-from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.rates import Rates, Span
 from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.hierarchy.shared_lookup import Locator
 from kvtier.tiers.hierarchy.stores import StoreQueue
@@ -66,13 +66,22 @@ class Hierarchy:
 
     # claims
 
-    def ask(self, hashes: Sequence[ChainHash], parent: ChainHash, num_l1: int = 0, *, block_size: int = 0) -> Claim:
+    def ask(
+        self,
+        hashes: Sequence[ChainHash],
+        parent: ChainHash,
+        num_l1: int = 0,
+        *,
+        block_size: int = 0,
+        ends: Ends = Ends.FRONT,
+    ) -> Claim:
         """Ask the indexes of this process; shared tiers are asked in the background.
 
         A block that was just stored and is not hashed yet is waited for a moment rather than computed again.
         """
         self.tick()
-        claim = LocalClaim(list(hashes), parent, num_l1, block_size, patient_until=time.monotonic() + _SEALING)
+        patient_until = time.monotonic() + _SEALING
+        claim = LocalClaim(list(hashes), parent, num_l1, block_size, ends=ends, patient_until=patient_until)
         self._look(claim)
         return claim
 
@@ -154,9 +163,9 @@ class Hierarchy:
 
     # upkeep
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
+    def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         """Into the rates that decide whether loading is worth it."""
-        self.rates.computed(num_tokens, seconds)
+        self.rates.computed(num_tokens, seconds, position)
 
     def tick(self) -> None:
         """Let deadlines pass: reclaim stale promises, expire hung I/O, probe open breakers."""
@@ -284,10 +293,21 @@ class Hierarchy:
         return [ChildBlock(*child) for child in by_name.items()][:MAX_CHILDREN]
 
     def _promote(self, claim: LocalClaim, where: Attribution, num_blocks: int) -> None:
-        """Bring the blocks beyond `num_l1`, unless computing them is faster or other requests have all the room."""
+        """Bring the blocks beyond `num_l1`, unless computing them is faster or other requests have all the room.
+
+        Where it is fastest to do both, only those that L2 has already.
+        """
         block_bytes = self.host.region.slot_bytes
         below_l2 = {port.name: where.by_tier.get(port.name, 0) * block_bytes for port in self.ports}
-        if claim.block_size and not self.rates.worth_loading(num_blocks * claim.block_size, below_l2):
+        if claim.ends is Ends.BOTH and (num_in_l2 := self._meet(claim, num_blocks, below_l2)) is not None:
+            if not num_in_l2:
+                return
+            num_blocks = num_in_l2
+        elif (
+            claim.block_size
+            and claim.ends is not Ends.BACK
+            and not self.rates.worth_loading(num_blocks * claim.block_size, below_l2)
+        ):
             claim.refusal = Outcome.RECOMPUTE
             self.metrics.missed(Outcome.RECOMPUTE, num_blocks)
             return
@@ -295,7 +315,20 @@ class Hierarchy:
         parent = claim.hashes[first - 1] if first else claim.parent
         run = claim.hashes[first : first + num_blocks]
         if not self.promoter.start(claim, run, parent, self.settings.prefetch_deadline):
-            claim.refusal = Outcome.NO_SLOT
+            claim.refusal, claim.meeting = Outcome.NO_SLOT, None
+
+    def _meet(self, claim: LocalClaim, num_blocks: int, below_l2: Mapping[str, int]) -> int | None:
+        """Decide where both ends meet. Returns how many leading blocks L2 has; None: one way is as fast."""
+        first, size = claim.num_l1, claim.block_size
+        if not size or not any(below_l2.values()):
+            return None
+        num_in_l2 = self.host.pool.lookup(claim.hashes[first : first + num_blocks])
+        span = Span((first + num_in_l2) * size, (num_blocks - num_in_l2) * size, below_l2)
+        claim.meeting = self.rates.meeting(span, size) if num_in_l2 < num_blocks else None
+        if claim.meeting is None:
+            return None
+        claim.children = ()
+        return num_in_l2
 
     def _show_pools(self) -> None:
         pool = self.host.pool

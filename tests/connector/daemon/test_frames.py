@@ -58,17 +58,19 @@ from kvtier.connector.daemon.wire import (
     unpack_request,
 )
 from kvtier.tiers.errors import FormatError
-from kvtier.tiers.hierarchy.cache_tiers import Attribution, Wanted
+from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends, Wanted
+from kvtier.tiers.hierarchy.rates import Meeting
 from kvtier.tiers.tier import ChildBlock, Outcome
 
 name = st.binary(min_size=32, max_size=32)
 names = st.lists(name, max_size=5)
 number = st.integers(0, 2**63 - 1)
 numbers = st.lists(number, max_size=5)
+ends = st.sampled_from(Ends)
 time = st.floats(0, 1e6)
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=16).map(lambda ids: np.array(ids, "<u4").tobytes())
 operation = st.one_of(
-    st.builds(lambda n, p, hashes: Ask(n, p, len(hashes) // 2, 16, hashes), number, name, names),
+    st.builds(lambda n, p, hashes, ends: Ask(n, p, len(hashes) // 2, 16, hashes, ends), number, name, names, ends),
     st.builds(Renew, numbers),
     st.builds(Cancel, numbers),
     st.builds(Take, numbers),
@@ -76,7 +78,7 @@ operation = st.one_of(
     st.builds(Reserve, number, st.lists(st.builds(Wanted, names, name, name), max_size=3)),
     st.builds(Seal, number, number, st.lists(tokens, max_size=4)),
     st.builds(Abandon, number, st.sampled_from(Outcome)),
-    st.builds(Computed, number, time),
+    st.builds(Computed, number, time, number),
     st.builds(Holds, names),
     st.builds(Lookup, names, time),
     st.builds(Ended, st.binary(min_size=16, max_size=16)),
@@ -106,6 +108,18 @@ def column(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 @given(number, st.lists(operation, max_size=4))
 def test_requests_come_out_as_they_went_in(request: int, operations: list[Any]) -> None:
     assert unpack_request(body_of(pack_request(request, operations))) == (request, operations)
+
+
+def test_where_both_ends_meet_comes_out_as_it_went_in_and_lies_within_what_was_found() -> None:
+    def told(meeting: Any) -> News:
+        news = News(7, Attribution(5, l1=1, file=3, miss=1), None, 0.0, column(), column(), meeting=meeting)
+        return unpack_reply(body_of(pack_reply(Reply(0, 2, [], [news])))).news[0]
+
+    assert told(None).meeting is None
+    assert told(Meeting(2, 0.5)).meeting == Meeting(2, 0.5)
+    for wrong in ((0, 0.5), (4, 0.5), (2, -1.0), (2.0, 0.5), (2,), 7):
+        with pytest.raises(FormatError):
+            told(wrong)
 
 
 def test_replies_come_out_as_they_went_in() -> None:
@@ -165,7 +179,7 @@ def test_children_come_out_as_they_went_in(children: list[ChildBlock]) -> None:
 def test_children_that_are_none(children: object, why: str) -> None:
     """FAULTS 39."""
     with pytest.raises(FormatError, match=why):
-        unpack_reply([0, 0, [], [[7, pack_found(Attribution(1, miss=1)), None, 0.0, b"", b"", children]]])
+        unpack_reply([0, 0, [], [[7, pack_found(Attribution(1, miss=1)), None, 0.0, b"", b"", children, None]]])
 
 
 def test_who_is_told_of_many_children_is_told_of_those_that_fit() -> None:

@@ -45,7 +45,8 @@ from kvtier.connector.daemon.wire import (
     pack_request,
     unpack_request,
 )
-from kvtier.tiers.hierarchy.cache_tiers import Attribution, Wanted
+from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends, Wanted
+from kvtier.tiers.hierarchy.rates import Meeting
 from kvtier.tiers.tier import ChildBlock, Outcome
 
 A, B, P, T = (letter * 32 for letter in (b"a", b"b", b"p", b"t"))  # two names, a parent, a tenant
@@ -55,7 +56,8 @@ header = "a6" + b"kvtier".hex() + "02"
 
 # Printed by the code of kvtier 0.1, each operation alone in request 1.
 OPERATIONS: Final = [
-    (Ask(7, P, 1, 16, [A, B]), f"6c0000009201919600 07 c420{p} 01 10 c440{a}{b}"),
+    (Ask(7, P, 1, 16, [A, B]), f"6d0000009201919700 07 c420{p} 01 10 c440{a}{b} 00"),
+    (Ask(7, P, 0, 16, [A], Ends.BACK), f"4d0000009201919700 07 c420{p} 00 10 c420{a} 02"),
     (Renew([1, 2]), "080000009201919201 920102"),
     (Cancel([3]), "070000009201919202 9103"),
     (Take([4, 300]), "0a0000009201919203 9204cd012c"),
@@ -66,7 +68,7 @@ OPERATIONS: Final = [
     ),
     (Seal(9, 3, [b"\1\0\0\0", b"\2\0\0\0"]), "140000009201919406 09 03 92 c40401000000 c40402000000"),
     (Abandon(9, Outcome.ABORTED), "0e0000009201919307 09 a761626f72746564"),
-    (Computed(512, 0.25), "110000009201919308 cd0200 cb3fd0000000000000"),
+    (Computed(512, 0.25, 300), "140000009201919408 cd0200 cb3fd0000000000000 cd012c"),
     (Holds([A]), f"270000009201919209 c420{a}"),
     (Lookup([A, B], 1.5), f"50000000920191930a c440{a}{b} cb3ff8000000000000"),
     (Ended(b"c" * 16), f"17000000920191920b c410{c}"),
@@ -100,17 +102,17 @@ def test_a_reply() -> None:
     granted = pack_grants([Granted(column(0, 2), column(4, 5), column(1, 9)), None])
     followers = [ChildBlock(A, b"\1\0\0\0"), ChildBlock(B, b"\2\0\0\0" * 2)]
     news = [
-        News(7, found, None, 0.0, column(3, 9), column(1, 2), followers),
+        News(7, found, None, 0.0, column(3, 9), column(1, 2), followers, Meeting(2, 0.25)),
         News(8, Attribution(2, miss=2), Outcome.NO_SLOT, 0.5, column(), column()),
     ]
     reply = Reply(3, 2, [granted, b"\1\0", pack_found(found), True, ""], news)
     columns = [(2, -1), (0, 2), (4, 5), (1, 9)]  # how many slots each has, then of all: index, slot, generation
     packed = "".join("c410" + np.array(each, "<i8").tobytes().hex() for each in columns)
-    told = f"97 07 96050102010001 c0 cb{0:016x} c410{3:02x}{0:014x}{9:02x}{0:014x} c410{1:02x}{0:014x}{2:02x}{0:014x}"
-    children = f"92 92c420{a}c40401000000 92c420{b}c4080200000002000000"
-    nothing = "97 08 96020000000002 a7 6e6f5f736c6f74 cb3fe0000000000000 c400 c400 90"
+    told = f"98 07 96050102010001 c0 cb{0:016x} c410{3:02x}{0:014x}{9:02x}{0:014x} c410{1:02x}{0:014x}{2:02x}{0:014x}"
+    children = f"92 92c420{a}c40401000000 92c420{b}c4080200000002000000 92 02 cb3fd0000000000000"
+    nothing = "98 08 96020000000002 a7 6e6f5f736c6f74 cb3fe0000000000000 c400 c400 90 c0"
     expected = bytes.fromhex(
-        f"08010000 94 03 02 95 94{packed} c4020100 96050102010001 c3 a0 92 {told} {children} {nothing}"
+        f"14010000 94 03 02 95 94{packed} c4020100 96050102010001 c3 a0 92 {told} {children} {nothing}"
     )
     assert pack_reply(reply) == expected
 

@@ -1,7 +1,11 @@
 """Stories of load or recompute: what is measured, what it decides, how a bad figure recovers."""
 
+import math
+
+import pytest
+
 from kvtier.tiers.hierarchy.lower_tier import BusyTime
-from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.hierarchy.rates import LoadPolicy, Rates, Span
 
 
 def test_unknown_rates_load_and_learn() -> None:
@@ -115,3 +119,69 @@ def test_a_read_that_brought_nothing_adds_no_time() -> None:
     busy.begin()
     assert busy.end(100, 10.0, 11.0) is None
     assert busy.end(0, 10.0, 70.0) == (100, 1.0)
+
+
+def known(bytes_per_second: int = 1000, tokens_per_second: int = 1000, policy: LoadPolicy = "auto") -> Rates:
+    rates = Rates(policy)
+    rates.loaded("file", bytes_per_second, 1.0)
+    rates.computed(tokens_per_second, 1.0)
+    return rates
+
+
+def test_both_ends_meet_where_they_take_the_same_time() -> None:
+    rates = known()
+    assert rates.meeting(Span(0, 1600, {"file": 1600}), 16) == pytest.approx((50, 0.8))  # half and half
+    assert rates.meeting(Span(320, 1600, {"file": 1600}), 16) == pytest.approx((70, 0.8))  # behind 20 blocks
+    assert rates.meeting(Span(0, 1600, {"file": 4800}), 16) == pytest.approx((75, 1.2))  # a third of the rate
+    assert rates.meeting(Span(0, 1600, {"file": 800, "redis": 0}), 16) == pytest.approx((33, 0.536))
+
+
+def test_both_ends_are_not_worth_it_where_one_way_is_nearly_as_fast() -> None:
+    rates = known()
+    assert rates.meeting(Span(0, 1600, {"file": 100}), 16) is None  # loads in a tenth of the time
+    assert rates.meeting(Span(0, 1600, {"file": 40_000}), 16) is None
+    assert rates.meeting(Span(0, 48, {"file": 48}), 16) is None  # a front of a block is no step
+    fast = known(10**9, 10**6)
+    assert fast.meeting(Span(0, 1600, {"file": 1_600_000}), 16) is None  # saves less than a millisecond
+
+
+def test_both_ends_need_known_rates_and_the_policy() -> None:
+    span = Span(0, 1600, {"file": 1600})
+    assert Rates("auto").meeting(span, 16) is None
+    assert known().meeting(Span(0, 1600, {"file": 800, "redis": 800}), 16) is None
+    assert known().meeting(Span(0, 1600, {}), 16) is None  # nothing to wait for
+    policies: tuple[LoadPolicy, ...] = ("load", "recompute")
+    for policy in policies:
+        rates = known(policy=policy)
+        assert rates.meeting(span, 16) is None
+
+
+def test_the_front_is_longer_where_compute_is_dearer_behind() -> None:
+    """A token costs 0.5 ms at the start and 2.5 ms at position 4,096; on average all rates are those of an even one."""
+
+    def cost(position: float) -> float:
+        return 0.0005 + position * 0.002 / 4096
+
+    growing, even = Rates("auto"), Rates("auto")
+    for _ in range(8):
+        for start in range(0, 4096, 512):
+            growing.computed(512, 512 * cost(start + 256), start + 256)
+            even.computed(512, 512 * cost(2048), 2048)
+    for rates in (growing, even):
+        rates.loaded("file", 1000, 1.0)
+    span = Span(0, 4096, {"file": 6144})
+    further, half = growing.meeting(span, 16), even.meeting(span, 16)
+    assert further is not None
+    assert half is not None
+    assert half.block == pytest.approx(128, abs=2)
+    # x tokens cost x (0.5 + x / 4096) ms, and as long takes loading the others at 1.5 ms each.
+    exact = 4096 * (math.sqrt(2.5) - 1)
+    assert further.block == pytest.approx(exact / 16, rel=0.08)
+    assert further.seconds < half.seconds
+
+
+def test_steps_at_one_place_say_nothing_of_growth() -> None:
+    rates = Rates("auto")
+    for number in range(64):
+        rates.computed(1000, 1.0 + number % 2, 100.0 + number % 3)
+    assert rates._growth.slope == 0.0

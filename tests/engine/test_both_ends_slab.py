@@ -1,0 +1,211 @@
+"""Stories of an engine that computes a front while a slow slab brings the back: the same bits, whatever goes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pytest
+from small_engines import end, settled
+from tiny_models import config_of, prompt
+
+from kvtier.connector.back import Back
+from kvtier.connector.local import LocalConnector
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.llm import Engine
+from kvtier.engine.sequence import Output, SamplingParams
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.kinds import TIERS
+
+HELD = 960  # tokens: 60 blocks of 16
+LENGTH = HELD + 10
+KEEP = SamplingParams(max_tokens=3, ignore_eos=True, keep_logits=True)
+EXACT: dict[str, Any] = {"exact": True, "exact_rows": 128, "max_num_batched_tokens": 128, "max_num_seqs": 4}
+
+
+class FixedRates(Rates):
+    """Loading a prompt takes as long as computing it, whatever is measured."""
+
+    def __init__(self, bytes_per_token: int) -> None:
+        super().__init__("auto")
+        super().loaded("file", 1000 * bytes_per_token, 1.0)
+        super().computed(1000, 1.0)
+
+    def loaded(self, tier: str, num_bytes: int, seconds: float) -> None:
+        """Not heard."""
+
+    def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
+        """Not heard."""
+
+
+class SlowSlab:
+    """An engine over a slab that holds a prompt, and answers no read before the story says so."""
+
+    def __init__(self, home: Path, block_size: int = 16, **options: Any) -> None:
+        sections: dict[str, Any] = {
+            "host": {"size": "8MiB"},
+            "file": {"path": str(home), "size": "64MiB", "deadline": "60s"},
+            "cache": {"block_size": block_size, "prefetch_deadline": "60s"},
+        }
+        config = Config(**sections)
+        settings = EngineConfig(**{"block_size": block_size, "num_blocks": 2560 // block_size, **EXACT, **options})
+        self.engine = Engine.from_config(config_of("llama"), settings, LocalConnector.connect(config))
+        self.block_size = block_size
+        self.prompt = prompt(1, LENGTH)
+        self.gate = Event()
+        self.gate.set()
+        tier: Any = self.hierarchy.ports[0].tier
+        read = tier.read
+
+        def gated(*arguments: Any) -> Any:
+            assert self.gate.wait(60)
+            return read(*arguments)
+
+        tier.read = gated
+        [stored] = self.engine.generate([self.prompt], KEEP)
+        self.bits = np.stack(stored.logits).tobytes()  # computed without a hit
+        self.hierarchy.rates = FixedRates(self.engine.shape.block_bytes // block_size)
+        self.forget()
+        self.gate.clear()
+        self.before = dict(self.engine.stats)
+
+    @property
+    def hierarchy(self) -> Hierarchy:
+        assert isinstance(self.engine.connector, LocalConnector)
+        return self.engine.connector.hierarchy
+
+    @property
+    def back(self) -> Back | None:
+        return self.engine.connector.scheduler.back("a")
+
+    def forget(self, *, l2: bool = True) -> None:
+        """What L1 and L2 hold."""
+        settled(self.engine)
+        self.engine.pool.reset()
+        if l2:
+            self.hierarchy.host.pool.reset()
+
+    def until_the_front_is_at_the_back(self) -> None:
+        self.engine.add_request(self.prompt, KEEP, request_id="a")
+        request = self.engine.request("a")
+        for _ in range(1000):
+            self.engine.step()
+            if self.back is not None and request.num_computed == self.back.limit(request.num_computed, alone=True):
+                return
+        raise AssertionError("the front never gets there")
+
+    def finish(self) -> bytes:
+        """The logits of the request."""
+        outputs: list[Output] = []
+        while self.engine.has_unfinished:
+            outputs += self.engine.step()
+        return np.stack([each.logits for each in outputs if each.logits is not None]).tobytes()
+
+    def more(self, what: str) -> int:
+        """How much a count of the engine has grown."""
+        return self.engine.stats[what] - self.before[what]
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front waits for the back however long it takes."""
+    monkeypatch.setattr(Back, "_is_late", lambda back, group: False)
+
+
+@pytest.fixture
+def slabs(tmp_path: Path) -> Iterator[Any]:
+    opened: list[SlowSlab] = []
+
+    def build(**options: Any) -> SlowSlab:
+        opened.append(SlowSlab(tmp_path / str(len(opened)), **options))
+        return opened[-1]
+
+    yield build
+    for slab in opened:
+        slab.gate.set()
+        end(slab.engine)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(("block_size", "loading"), [(16, "async"), (64, "layerwise")])
+def test_both_meet_and_every_bit_is_as_without_a_cache(slabs: Any, block_size: int, loading: str) -> None:
+    slab = slabs(block_size=block_size, loading=loading)
+    slab.until_the_front_is_at_the_back()
+    front = slab.engine.request("a").num_computed
+    slab.gate.set()
+    request = slab.engine.request("a")
+    assert slab.finish() == slab.bits
+    assert 256 <= front <= 768
+    assert slab.more("skipped_tokens") == front
+    assert slab.more("external_tokens") == request.num_external_tokens == HELD - front
+    assert slab.more("computed_tokens") == LENGTH - (HELD - front) + 2
+    assert request.cached_tokens[TIERS["file"].label] == HELD - front
+    counts = slab.hierarchy.stats()
+    assert counts['kvtier_miss_total{reason="skipped"}'] == front // block_size
+    assert counts['kvtier_lookup_blocks_total{tier="file"}'] == HELD // block_size  # asked for once
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_l2_has_of_the_beginning_is_neither_computed_nor_read(slabs: Any) -> None:
+    slab = slabs()
+    slab.gate.set()
+    slab.engine.generate([slab.prompt[:161]], KEEP)  # brings ten blocks to L2
+    slab.forget(l2=False)
+    slab.gate.clear()
+    slab.before = dict(slab.engine.stats)
+    slab.until_the_front_is_at_the_back()
+    slab.gate.set()
+    request = slab.engine.request("a")
+    assert slab.finish() == slab.bits
+    skipped = slab.more("skipped_tokens")
+    assert 0 < skipped < 768
+    assert request.num_external_tokens == HELD - skipped
+    assert request.cached_tokens[TIERS["l2"].label] == 160
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_hole_is_computed_and_what_lies_behind_it_still_counts(slabs: Any) -> None:
+    slab = slabs()
+    slab.until_the_front_is_at_the_back()
+    request = slab.engine.request("a")
+    front = request.num_computed
+    slab.hierarchy.ports[0].tier.discard([request.hashes[56]])  # of the last group: 4 blocks of it go
+    slab.gate.set()
+    assert slab.finish() == slab.bits
+    assert request.num_external_tokens == HELD - front - 4 * 16
+    assert slab.more("skipped_tokens") == front  # a hole is none
+    stored = HELD // 16  # misses of the request that stored the prompt
+    assert slab.hierarchy.stats()['kvtier_miss_total{reason="absent"}'] == stored + 4
+
+
+def test_a_back_that_never_comes_is_computed(slabs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Back, "_is_late", lambda back, group: True)
+    slab = slabs()
+    slab.engine.add_request(slab.prompt, KEEP, request_id="a")
+    assert slab.finish() == slab.bits
+    assert (slab.more("external_tokens"), slab.more("skipped_tokens")) == (0, HELD)
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_abort_lets_go_of_front_and_back(slabs: Any) -> None:
+    slab = slabs()
+    slab.until_the_front_is_at_the_back()
+    assert slab.engine.abort("a")
+    slab.engine.step()
+    assert not slab.engine.has_unfinished
+    slab.gate.set()  # the reads end, for nobody
+    slab.forget()
+    slab.engine.add_request(slab.prompt, KEEP, request_id="a")
+    assert slab.finish() == slab.bits
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_reset_below_leaves_the_rest_to_the_front(slabs: Any) -> None:
+    slab = slabs()
+    slab.until_the_front_is_at_the_back()
+    slab.hierarchy.reset()
+    slab.gate.set()
+    assert slab.finish() == slab.bits

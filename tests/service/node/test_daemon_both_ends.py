@@ -1,0 +1,96 @@
+"""Compute and load at once through the daemon: it decides by its rates where both ends meet, and tells the client."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from doubles import BLOCK_SIZE, chain_of, wait_until
+from service_rig import DaemonThread, attach, store, verify
+
+from kvtier.connector.back import Back
+from kvtier.connector.daemon.remote import RemoteTiers
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Ends
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.rates import Rates
+from kvtier.tiers.pool.lease import Lease
+
+NUM_BLOCKS = 100
+
+
+def asked(tiers: RemoteTiers, chain: Any, ends: Ends) -> tuple[Claim, int]:
+    claim = tiers.ask(chain.hashes, chain.parent(0), block_size=BLOCK_SIZE, ends=ends)
+    wait_until(lambda: tiers.poll(claim) is not PENDING)
+    promised = tiers.poll(claim)
+    assert isinstance(promised, int)
+    return claim, promised
+
+
+def hierarchy_of(daemon: DaemonThread) -> Hierarchy:
+    (namespace,) = daemon.daemon.call(daemon.daemon.namespaces)
+    hierarchy: Hierarchy = namespace.hierarchy
+    return hierarchy
+
+
+def test_the_daemon_decides_and_the_client_asks_for_the_back(home: Path) -> None:
+    daemon = DaemonThread(
+        home / "s",
+        host={"size": 4 << 20},
+        file={"path": home / "slab", "size": "4MiB"},
+        cache={"load_or_recompute": "auto", "prefetch_deadline": "60s"},
+    )
+    tiers, chain = attach(home / "s", size=4 << 20), chain_of(NUM_BLOCKS)
+    assert store(tiers, chain) == NUM_BLOCKS
+    assert tiers.drain(60)
+    hierarchy = hierarchy_of(daemon)
+    hierarchy.host.pool.reset()
+    # What the client measured counts, growth with the position too; the tier's rate is made up.
+    rates = hierarchy.rates = Rates("auto")
+    rates.loaded("file", NUM_BLOCKS * hierarchy.host.region.slot_bytes, 1.0)
+    for start in (0, 4096, 8192):
+        tiers.computed(400, 1.0 + start / 8192, start)
+    tiers.tick()
+    wait_until(lambda: rates._growth.slope > 0)
+    # Not asked for both ends, a client is promised all: loading is as fast as computing.
+    claim, promised = asked(tiers, chain, Ends.FRONT)
+    assert (claim.meeting, promised) == (None, NUM_BLOCKS)
+    tiers.cancel(claim)
+    tiers.tick()
+    wait_until(lambda: not hierarchy.promoter.active)
+    hierarchy.host.pool.reset()
+    before = hierarchy.stats()
+    claim, promised = asked(tiers, chain, Ends.BOTH)
+    assert promised == 0
+    assert claim.refusal is None
+    assert claim.meeting is not None
+    assert NUM_BLOCKS // 4 < claim.meeting.block < NUM_BLOCKS
+    # Its back, group by group, is promised and loaded; the question was one lookup.
+    back = Back(tiers, chain.hashes, chain.parent(0), claim, lambda: 0.0)
+    back.seat(list(range(NUM_BLOCKS)), 0)
+    leases: list[tuple[int, Lease]] = []
+
+    def all_there() -> bool:
+        leases.extend((group.first, lease) for group, lease, _ in back.collect())
+        return sum(len(lease) for _, lease in leases) >= NUM_BLOCKS - claim.meeting.block  # type: ignore[union-attr]
+
+    wait_until(all_there)
+    names = [name for _, lease in sorted(leases, key=lambda each: each[0]) for name in lease.hashes]
+    assert names[-(NUM_BLOCKS - claim.meeting.block) :] == chain.hashes[claim.meeting.block :]
+    for _, lease in leases:
+        verify(tiers, lease)
+        lease.release()
+    back.forget()
+    after = hierarchy.stats()
+    assert sum(after[name] - before.get(name, 0) for name in after if "lookup_blocks" in name) == NUM_BLOCKS
+    assert np.isfinite(claim.meeting.seconds)
+    tiers.close()
+    daemon.check()
+    daemon.close()
+
+
+def test_the_daemon_is_gone_and_nothing_of_the_back_comes(home: Path) -> None:
+    daemon = DaemonThread(home / "s", host={"size": 1 << 20})
+    tiers, chain = attach(home / "s"), chain_of(NUM_BLOCKS)
+    daemon.close()
+    claim, promised = asked(tiers, chain, Ends.BOTH)
+    assert (claim.meeting, promised) == (None, 0)
+    tiers.close()
