@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard
+from typing import Final, Protocol, TypeGuard
 
 import numpy as np
 
 from kvtier.tiers import L2, ChainHash, ChildBlock
 from kvtier.tiers.hierarchy import Attribution, Claim
+
+_LEAST: Final = 8  # of a block, one part of so many is worth a load of its own
 
 
 class NamedByTokens(Protocol):
