@@ -72,7 +72,7 @@ def test_conversations_go_on_at_the_other_engine(running: Running) -> None:
     openings = ["The harbour at dawn. " * 24, "A letter from the north. " * 20]
     for place, opening in enumerate(openings):
         answer, usage, _ = chat(engines[place], opening)
-        assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+        assert usage["prompt_tokens_details"]["cached_tokens"] < 16  # all chats begin alike, inside a block
         blocks = usage["prompt_tokens"] // 16
         wait_for(lambda node=11 + place, blocks=blocks: stored_in_redis(node) >= blocks)  # type: ignore[misc]
         # and go on at the other one, which finds in Valkey what the first has computed
