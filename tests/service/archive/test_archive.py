@@ -271,8 +271,14 @@ def test_a_cancelled_export_leaves_neither_file_nor_lease(tmp_path: Path) -> Non
                     break
 
     async def be_cancelled() -> None:
-        task = asyncio.create_task(last(export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key)))
-        await asyncio.sleep(0.01)
+        begun = asyncio.Event()
+
+        async def export() -> None:
+            async for _ in export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key):
+                begun.set()  # and on it goes: what waits for this comes before the next block is read
+
+        task = asyncio.create_task(export())
+        await begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
