@@ -1,17 +1,19 @@
 """Segment reuse as the engine sees it: brings missing segments to L1, has requests blended, counts what came of it."""
 
-from bisect import bisect_left
 from collections import Counter, abc
 from typing import Final
 
 from kvtier.connector.segments import (
+    COUNTED,
     Blender,
     BlendRequest,
     BlendResult,
     Repair,
     Segment,
     WantedReuse,
+    checked_repair,
     checked_segments,
+    deviation_bound,
     require_rotatable,
 )
 from kvtier.engine.batch import Batch
@@ -31,20 +33,7 @@ from kvtier.tiers import RequestError
 from kvtier.tiers.copies import BlockPool
 from kvtier.tiers.naming import TokenChain
 
-_BOUNDS: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of the histogram of deviations
 _ONE_TOKEN: Final = SamplingParams(max_tokens=1, ignore_eos=True)
-
-OUTCOMES: Final = ("held", "loaded", "computed", "lost", "short", "prefix")
-"""What became of segments: in L1 when asked for, loaded whole, (partly) computed alone; gone again from L1 when its
-request was admitted; too short; at the prompt's start, where it is an ordinary prefix."""
-
-_COUNTED: Final = (
-    "segment_tokens",
-    "repaired_tokens",
-    "blends",
-    "blends_in_full",
-    *(f"segments_{way}" for way in OUTCOMES),
-)
 
 
 class SegmentRequests:
@@ -66,20 +55,14 @@ class SegmentRequests:
     @property
     def figures(self) -> abc.Mapping[str, int]:
         """Counts since the start: tokens from segments, those of them computed anew, blends, segments by outcome."""
-        return {**dict.fromkeys(_COUNTED, 0), **self.stats}
+        return {**dict.fromkeys(COUNTED, 0), **self.stats}
 
     def wanted(self, segments: abc.Sequence[Segment], repair: Repair | None, num_tokens: int) -> WantedReuse:
         """What a request asks for; RequestError for what this model or mode cannot do."""
         if self._config.exact:
             raise RequestError('segments: their reuse is approximate, and this engine is "exact"; leave them out')
-        if not isinstance(repair, Repair | None):
-            raise RequestError(f"repair {repair!r}: use Repair(rule, share)")
-        repair = repair or Repair(self._config.repair_rule, self._config.repair_share)
-        num_layers = self._model.num_layers
-        if repair.rule == "deviation" and repair.check_layer >= num_layers:
-            raise RequestError(
-                f"check_layer {repair.check_layer}: this model's layers are 0 to {num_layers - 1}; use a lower one"
-            )
+        default = Repair(self._config.repair_rule, self._config.repair_share)
+        repair = checked_repair(repair, default, self._model.num_layers)
         return WantedReuse(checked_segments(segments, num_tokens), repair)
 
     def open(
@@ -177,8 +160,7 @@ class SegmentRequests:
         self.stats["blends_in_full"] += result.fell_back
         self._scheduler.stats["computed_tokens"] += result.num_computed
         if result.deviation is not None:
-            index = bisect_left(_BOUNDS, result.deviation)
-            self.deviations[_BOUNDS[index] if index < len(_BOUNDS) else float("inf")] += 1
+            self.deviations[deviation_bound(result.deviation)] += 1
 
 
 def wanted_reuse(

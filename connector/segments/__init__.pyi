@@ -1,9 +1,12 @@
 from .blend import Blender, BlendRequest, BlendResult
+from .figures import COUNTED, OUTCOMES, deviation_bound
 from .paged_attention import PAGED_ATTENTION, Attention, PagedKV
 from .rope_gate import require_rotatable
-from .segment import REPAIR_RULES, Repair, ReusedPart, Segment, WantedReuse, checked_segments
+from .segment import REPAIR_RULES, Repair, ReusedPart, Segment, WantedReuse, checked_repair, checked_segments
 
 __all__ = [
+    "COUNTED",
+    "OUTCOMES",
     "PAGED_ATTENTION",
     "REPAIR_RULES",
     "Attention",
@@ -15,6 +18,8 @@ __all__ = [
     "ReusedPart",
     "Segment",
     "WantedReuse",
+    "checked_repair",
     "checked_segments",
+    "deviation_bound",
     "require_rotatable",
 ]

@@ -79,6 +79,18 @@ def checked_segments(segments: abc.Sequence[Segment], num_tokens: int) -> tuple[
     return ordered
 
 
+def checked_repair(repair: Repair | None, default: Repair, num_layers: int) -> Repair:
+    """`repair`, else the default; RequestError for what is none, and for a check beyond the model's layers."""
+    if not isinstance(repair, Repair | None):
+        raise RequestError(f"repair {repair!r}: use Repair(rule, share)")
+    chosen = default if repair is None else repair
+    if chosen.rule == "deviation" and chosen.check_layer >= num_layers:
+        raise RequestError(
+            f"check_layer {chosen.check_layer}: this model's layers are 0 to {num_layers - 1}; use a lower one"
+        )
+    return chosen
+
+
 def _is_segment(value: object) -> bool:
     return isinstance(value, Segment) and _is_whole(value.start) and _is_whole(value.end)
 
