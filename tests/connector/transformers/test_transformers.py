@@ -27,6 +27,7 @@ from transformers import (
 
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.transformers import adapter as transformers_connector
+from kvtier.connector.transformers import tier_blocks
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
@@ -68,7 +69,7 @@ def ids(*rows: list[int]) -> torch.Tensor:
 @pytest.fixture
 def open_tier(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """Opens tiers over one directory; laws are checked and all is closed at the end."""
-    monkeypatch.setattr(transformers_connector, "_SEALED", 60.0)
+    monkeypatch.setattr(tier_blocks, "_SEALED", 60.0)
     opened: list[KVTier] = []
 
     def factory(model: Any, **cache: Any) -> KVTier:
@@ -414,7 +415,7 @@ def test_a_slow_disk_behind_the_daemon_does_not_cost_what_host_memory_has(
     tmp_path: Path, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both sides count the same deadline, and the daemon's answer comes after it: it is waited for a moment longer."""
-    monkeypatch.setattr(transformers_connector, "_GRACE", PATIENCE)
+    monkeypatch.setattr(tier_blocks, "_GRACE", PATIENCE)
     cache = {"load_or_recompute": "load", "prefetch_deadline": "0.2s"}
     file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
     daemon = DaemonThread(tmp_path / "s", host={"size": "8MiB"}, file=file, cache=cache)

@@ -1,0 +1,227 @@
+"""Segments of `KVTier`'s calls: brings each from the tiers or computes it alone, and blends them into the prompts."""
+
+from collections import Counter, abc
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvtier.connector.segments import (
+    COUNTED,
+    Blender,
+    BlendRequest,
+    BlendResult,
+    Repair,
+    ReusedPart,
+    Segment,
+    WantedReuse,
+    checked_repair,
+    checked_segments,
+    deviation_bound,
+)
+from kvtier.connector.transformers.kv_cache import BlendedCache, blocks_of, fill
+from kvtier.connector.transformers.segment_gate import paged_attention
+from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
+from kvtier.tiers import ChainHash, RequestError
+from kvtier.tiers.config import Config
+
+SegmentLists = abc.Sequence[Segment] | abc.Sequence[abc.Sequence[Segment]]
+"""One list of segments for each row; for a single row its list alone will do."""
+
+_MAX_ROWS: Final = 4096  # tokens that go through a layer at once: what a blend takes of memory
+_IN_FULL: Final = Repair(share=1.0)  # of a row without segments, beside others that have some
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """Tokens `start … end` of a prompt, to be copied from a segment whose first token stands at `origin`."""
+
+    start: int
+    end: int
+    origin: int
+    source: PromptRow  # the segment alone
+
+    @property
+    def name(self) -> ChainHash:
+        """Of its last full block: equal names, equal segments."""
+        return self.source.chain.hashes[-1]
+
+
+class SegmentCalls:
+    """Segment reuse of one model's calls, and what came of it. One thread at a time."""
+
+    def __init__(self, model: PreTrainedModel, blocks: TierBlocks, config: Config, inv_freq: torch.Tensor) -> None:
+        self.stats: Counter[str] = Counter()
+        self.deviations: Counter[float] = Counter()  # prompts by the upper bound of what was left unrepaired
+        self.num_segment_tokens = 0  # of the last blend, over all of its rows
+        self.num_repaired_tokens = 0
+        self._model = model
+        self._blocks = blocks
+        self._config = config.cache
+        self._inv_freq = inv_freq
+
+    @property
+    def figures(self) -> abc.Mapping[str, int]:
+        """Counts since the start, under the names of `Engine.stats`."""
+        return {**dict.fromkeys(COUNTED, 0), **self.stats}
+
+    def wanted(
+        self, segments: abc.Sequence[abc.Sequence[Segment]], repair: Repair | None, num_tokens: int
+    ) -> list[WantedReuse]:
+        """What each row of that many tokens asks for; RequestError for what cannot be."""
+        default = Repair(self._config.repair_rule, self._config.repair_share)
+        chosen = checked_repair(repair, default, self._blocks.shape.num_layers)
+        return [WantedReuse(checked_segments(row, num_tokens), chosen) for row in segments]
+
+    def texts(self, texts: abc.Sequence[Any]) -> list[list[int]]:
+        """Texts to be computed, as token ids; RequestError for what is none."""
+        if not _is_list(texts):
+            raise RequestError(f"texts {texts!r}: use a list of lists of token ids")
+        embeddings: Any = self._model.get_input_embeddings()
+        checked: list[list[int]] = []
+        for number, text in enumerate(texts):
+            try:
+                tokens = np.asarray(text.tolist() if isinstance(text, torch.Tensor) else text)
+            except ValueError:  # lists of different lengths
+                tokens = np.empty(0)
+            if tokens.ndim != 1 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):
+                raise RequestError(f"text {number}: use a list of token ids, at least one")
+            if not 0 <= int(tokens.min()) <= int(tokens.max()) < embeddings.num_embeddings:
+                raise RequestError(f"text {number}: token ids must be from 0 to {embeddings.num_embeddings - 1}")
+            checked.append(tokens.tolist())
+        return checked
+
+    def precompute(self, texts: abc.Sequence[list[int]]) -> None:
+        """Have each text's full blocks in the tiers, computed alone where they are not."""
+        for text in texts:
+            source = self._blocks.row(text)
+            if source.chain.hashes:
+                self._brought(source, self._blocks.deadline)
+        self._blocks.settle()
+
+    def blend(
+        self, rows: abc.Sequence[PromptRow], loaded: abc.Sequence[torch.Tensor], wanted: abc.Sequence[WantedReuse]
+    ) -> BlendedCache | None:
+        """A cache of all tokens of every row but the last, behind what was `loaded` of it; None: nothing is reused.
+
+        Tells each row how many of its tokens are exact.
+        """
+        self.num_segment_tokens = self.num_repaired_tokens = 0
+        uses = [self._uses(row, one.segments) for row, one in zip(rows, wanted, strict=True)]
+        if not any(uses):
+            return None
+        sources = self._gather([use for row in uses for use in row])
+        tensor, tables = self._paged([*sources.values(), *loaded], len(rows), len(rows[0].token_ids))
+        blocks_of_segment = dict(zip(sources, tables, strict=False))
+        requests = []
+        for row, own, one, table in zip(rows, uses, wanted, tables[len(sources) :], strict=True):
+            parts = [ReusedPart(use.start, use.end, use.origin, tuple(blocks_of_segment[use.name])) for use in own]
+            num_computed = row.num_loaded * self._blocks.shape.block_size
+            requests.append(BlendRequest(row.token_ids, table, num_computed, parts, one.repair if parts else _IN_FULL))
+            row.num_exact = parts[0].start if parts else None
+        with paged_attention(self._model):
+            results = Blender(self._model, tensor, self._inv_freq, _MAX_ROWS).blend(requests)
+        for own, result in zip(uses, results, strict=True):
+            if own:
+                self._count(result)
+        cache = BlendedCache()
+        cache.num_exact = min(row.num_exact for row in rows if row.num_exact is not None)
+        own_blocks = [tensor[table[0] : table[-1] + 1] for table in tables[len(sources) :]]
+        fill(cache, own_blocks, len(rows[0].token_ids) - 1, self._model.device)
+        return cache
+
+    def _uses(self, row: PromptRow, segments: abc.Sequence[Segment]) -> list[_Use]:
+        """What is worth copying: the full blocks of long segments, behind the exact prefix, up to the last token."""
+        size = self._blocks.shape.block_size
+        uses = []
+        for segment in segments:
+            length = segment.end - segment.start
+            start = max(segment.start, row.num_loaded * size)
+            end = min(segment.start + length // size * size, len(row.token_ids) - 1)
+            if not segment.start:
+                self.stats["segments_prefix"] += 1
+            elif length < max(self._config.segment_min_tokens, size):
+                self.stats["segments_short"] += 1
+            elif start >= end:  # the exact prefix has it
+                self.stats["segments_prefix"] += 1
+            else:
+                source = self._blocks.row(row.token_ids[segment.start : segment.end])
+                uses.append(_Use(start, end, segment.start, source))
+        return uses
+
+    def _gather(self, uses: abc.Sequence[_Use]) -> dict[ChainHash, torch.Tensor]:
+        """The blocks of each different segment, by name. All are waited for together, no longer than for one."""
+        deadline = self._blocks.deadline
+        sources: dict[ChainHash, torch.Tensor] = {}
+        for use in uses:
+            if use.name in sources:
+                self.stats["segments_held"] += 1  # by this call
+                continue
+            sources[use.name], was_loaded = self._brought(use.source, deadline)
+            self.stats["segments_loaded" if was_loaded else "segments_computed"] += 1
+        self._blocks.settle()
+        return sources
+
+    def _brought(self, source: PromptRow, deadline: float) -> tuple[torch.Tensor, bool]:
+        """All full blocks of a segment, in host memory, and whether all were loaded. The rest is computed and kept."""
+        names, size = source.chain.hashes, self._blocks.shape.block_size
+        blocks = self._blocks.load(names, deadline)
+        run = range(len(blocks), len(names))
+        if not run:
+            return blocks, True
+        cache = DynamicCache()
+        fill(cache, [blocks], run.start * size, self._model.device)
+        tokens = torch.tensor([source.token_ids[run.start * size : run.stop * size]], device=self._model.device)
+        with torch.inference_mode():
+            self._model.model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        fresh = blocks_of(cache, 0, run, self._blocks.shape)
+        self._blocks.store(source, run, fresh)
+        return torch.cat([blocks, fresh]), False
+
+    def _paged(
+        self, parts: abc.Sequence[torch.Tensor], num_rows: int, num_tokens: int
+    ) -> tuple[torch.Tensor, list[list[int]]]:
+        """All parts in one paged tensor, the last `num_rows` with room for their tokens; and the blocks of each."""
+        shape = self._blocks.shape
+        num_sources = len(parts) - num_rows
+        num_blocks = [len(part) for part in parts[:num_sources]] + [-(-num_tokens // shape.block_size)] * num_rows
+        starts = np.cumsum([0, *num_blocks]).tolist()
+        tensor = torch.zeros(starts[-1], *shape.block_shape, dtype=self._blocks.dtype, device=self._model.device)
+        for start, part in zip(starts, parts, strict=False):
+            tensor[start : start + len(part)] = part
+        return tensor, [list(range(start, start + number)) for start, number in zip(starts, num_blocks, strict=False)]
+
+    def _count(self, result: BlendResult) -> None:
+        self.num_segment_tokens += result.num_reused
+        self.num_repaired_tokens += result.num_repaired
+        self.stats["segment_tokens"] += result.num_reused
+        self.stats["repaired_tokens"] += result.num_repaired
+        self.stats["blends"] += 1
+        self.stats["blends_in_full"] += result.fell_back
+        if result.deviation is not None:
+            self.deviations[deviation_bound(result.deviation)] += 1
+
+
+def lists_of(segments: SegmentLists | None, num_rows: int) -> list[abc.Sequence[Segment]]:
+    """A list of segments for each row; RequestError for anything else than that many lists."""
+    if segments is None:
+        return [()] * num_rows
+    if not _is_list(segments):
+        raise RequestError(f"segments {segments!r}: use one list of Segment(start, end) for each row")
+    given: list[Any] = list(segments)
+    if num_rows == 1 and all(isinstance(one, Segment) for one in given):
+        return [given]
+    if any(isinstance(one, Segment) for one in given):
+        raise RequestError(f"segments in one list for {num_rows} rows: use one list for each row")
+    if len(given) != num_rows:
+        raise RequestError(f"segments of {len(given)} rows for {num_rows}: use one list for each row")
+    for one in given:
+        if not _is_list(one):
+            raise RequestError(f"segments {one!r} of a row: use a list of Segment(start, end)")
+    return given
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, abc.Sequence) and not isinstance(value, str | bytes)
