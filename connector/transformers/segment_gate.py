@@ -1,11 +1,11 @@
 """The gate of segment reuse: a model's KV can be moved, and its layers compute by themselves what the model does."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from kvtier.connector.segments import (
     PAGED_ATTENTION,
@@ -26,6 +26,8 @@ _COARSE: Final = 0.1  # of 16-bit types
 _DECODER: Final = ("embed_tokens", "rotary_emb", "layers")
 _LAYER: Final = ("input_layernorm", "self_attn")
 _ATTENTION: Final = ("layer_idx", "head_dim", "k_proj", "v_proj")
+_PROBE: Final = "kvtier-probe"
+_UNHEEDED: Final = ("attention_mask", "softcap", "s_aux")  # a mask of the layer's own, capped scores, attention sinks
 _FAILURES: Final = (
     RuntimeError,
     TypeError,
@@ -35,11 +37,15 @@ _FAILURES: Final = (
 )  # of a layer called as none expects
 
 
-@contextmanager
-def paged_attention(model: PreTrainedModel) -> Iterator[None]:
+def paged_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
     """The model with the attention that a blend needs; its own again afterwards, whatever happens."""
+    return _attending(model, PAGED_ATTENTION)
+
+
+@contextmanager
+def _attending(model: PreTrainedModel, way: str) -> Iterator[None]:
     chosen: str = model.config._attn_implementation
-    model.set_attn_implementation(PAGED_ATTENTION)
+    model.set_attn_implementation(way)
     try:
         yield
     finally:
@@ -58,16 +64,15 @@ def require_blendable(model: PreTrainedModel, shape: KVShape) -> torch.Tensor:
         inv_freq = require_rotatable(model)
     except _FAILURES as error:
         raise _refusal(kind, _failure(error)) from error
-    if trait := _missing(model):
+    trait = _missing(model)
+    if trait:
         raise _refusal(kind, trait)
-    own = _own_cache(model)
-    with paged_attention(model):
-        if model.config._attn_implementation != PAGED_ATTENTION:
-            raise _refusal(kind, "an attention that does not go through transformers' AttentionInterface")
-        try:
-            trait = _hidden_window(model) or _difference(model, own, shape, inv_freq)
-        except _FAILURES as error:
-            raise _refusal(kind, _failure(error)) from error
+    try:
+        own, trait = _own_cache(model), _unheeded(model)
+        with paged_attention(model):
+            trait = trait or _difference(model, own, shape, inv_freq)
+    except _FAILURES as error:
+        raise _refusal(kind, _failure(error)) from error
     if trait:
         raise _refusal(kind, trait)
     return inv_freq
@@ -88,38 +93,43 @@ def _missing(model: PreTrainedModel) -> str | None:
     return None
 
 
-class _WindowProbe:
-    """An attention that computes nothing and notes which window each layer asks for."""
+def _noting(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention that computes nothing, and notes what each layer asks for."""
+    noted: dict[int, dict[str, Any]] = options.get("noted", {})
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    noted[layer] = {"attention_mask": attention_mask, **options}
+    return query.transpose(1, 2).contiguous(), None
 
-    def __init__(self) -> None:
-        self.windows: dict[int, int | None] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        self.windows[layer] = window
-        return query.transpose(1, 2).contiguous()
+AttentionInterface.register(_PROBE, _noting)
 
 
 @torch.inference_mode()
-def _hidden_window(model: PreTrainedModel) -> str | None:
-    """A layer whose window is in the model's masks alone: a blend has none of these."""
+def _unheeded(model: PreTrainedModel) -> str | None:
+    """What a layer asks of its attention that a blend's does not heed."""
     config: Any = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     usual = "full_attention" if window is None else "sliding_attention"
     kinds = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
-    probe, decoder = _WindowProbe(), model.model
-    decoder(input_ids=_token_ids(model)[None], use_cache=False, paged=probe)
+    noted: dict[int, dict[str, Any]] = {}
+    decoder: Any = model.model
+    with _attending(model, _PROBE):
+        decoder(input_ids=_token_ids(model)[None], use_cache=False, noted=noted)
     for layer, kind in enumerate(kinds):
-        expected = window if kind == "sliding_attention" else None
-        if kind == "chunked_attention" or probe.windows.get(layer) != expected:
-            return f"layer {layer} of kind {kind}, whose window only a mask tells"
+        if (asked := noted.get(layer)) is None:
+            return f"a layer {layer} whose attention a blend does not reach"
+        if odd := [name for name in _UNHEEDED if asked.get(name) is not None]:
+            return f"a layer {layer} whose attention takes {odd[0]}"
+        told = window if kind == "sliding_attention" else None
+        if kind == "chunked_attention" or asked.get("sliding_window") != told:
+            return f"a layer {layer} of kind {kind}, whose window only a mask tells"
     return None
 
 
@@ -138,7 +148,7 @@ def _difference(model: PreTrainedModel, own: DynamicCache, shape: KVShape, inv_f
             found = tensor[: len(_TABLE), layer, half].flatten(0, 1)[: _NUM_TOKENS - 1].float()
             wanted = expected[0, :, : _NUM_TOKENS - 1].transpose(0, 1).float()
             if not float((found - wanted).norm() / wanted.norm()) <= tolerance:
-                return f"a layer {layer} whose {name} depends on more than the layers before it"
+                return f"a layer {layer} whose {name} a blend computes otherwise"
     # What the check compares: the same tokens, copied from where they were just computed, deviate nowhere.
     second = [block + len(_TABLE) for block in _TABLE]
     part = ReusedPart(_BLOCK, _NUM_TOKENS - 1, 0, tuple(_TABLE))
@@ -166,7 +176,7 @@ def _token_ids(model: PreTrainedModel) -> torch.Tensor:
 
 def _failure(error: Exception) -> str:
     reason = str(error).partition("\n")[0]
-    return f"layers that do not run by themselves ({type(error).__name__}: {reason})"
+    return f"parts that a blend cannot run ({type(error).__name__}: {reason})"
 
 
 def _refusal(kind: str, trait: str) -> ConfigError:

@@ -3,6 +3,7 @@
 The request is its argument, in JSON: `checkpoint`, `slab`, `dtype`, `verb` and `prompts` (a list of lists of tokens).
 It answers in one line of JSON.
 `generate` and `engine` answer by KVTier and by our engine: per prompt the new tokens and how many were found.
+`segments` answers over prompts whose tokens 5 to 69 are a segment; it tells how many were reused, what was computed.
 `store`, `load` and `spoil` tell, per prompt, how many tokens were found and what their KV hashes to.
 """
 
@@ -21,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 
-from kvtier import Config, SamplingParams, open_engine  # noqa: E402
+from kvtier import Config, Repair, SamplingParams, Segment, open_engine  # noqa: E402
 from kvtier.connector.transformers.adapter import KVTier  # noqa: E402
 
 GREEDY: Final[dict[str, Any]] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -33,6 +34,19 @@ def generate(kv: KVTier, prompts: list[list[int]]) -> Reply:
     for tokens in prompts:
         answer = kv.generate(torch.tensor([tokens]), **GREEDY)[0, len(tokens) :].tolist()
         replies.append({"tokens": answer, "found": kv.num_cached_tokens})
+    return replies
+
+
+def segments(kv: KVTier, prompts: list[list[int]]) -> Reply:
+    replies = []
+    for tokens in prompts:
+        reuse: Any = {"segments": [Segment(5, 69)], "repair": Repair(max_deviation=9)}
+        answer = kv.generate(torch.tensor([tokens]), **reuse, **GREEDY)[0, len(tokens) :].tolist()
+        stats = kv.stats()
+        replies.append({
+            "tokens": answer, "found": kv.num_cached_tokens, "reused": kv.num_segment_tokens,
+            "loaded": stats["segments_loaded"], "computed": stats["segments_computed"],
+        })  # fmt: skip
     return replies
 
 
@@ -82,7 +96,7 @@ def answer(checkpoint: str, config: Config, dtype: str, verb: str, prompts: list
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
     verbs: dict[str, Callable[[KVTier, list[list[int]]], Reply]] = {
-        "generate": generate, "store": store, "spoil": spoil, "load": load,
+        "generate": generate, "segments": segments, "store": store, "spoil": spoil, "load": load,
     }  # fmt: skip
     kv = KVTier(model, config)
     replies = verbs[verb](kv, prompts)
@@ -93,7 +107,8 @@ def answer(checkpoint: str, config: Config, dtype: str, verb: str, prompts: list
 def be_killed(asked: dict[str, Any]) -> None:
     """Answer, and end by SIGKILL, whatever is open."""
     file = {"path": asked["slab"], "size": "64MiB"}
-    settings = Config.load(host={"size": "8MiB"}, file=file, cache={"load_or_recompute": "load"})
+    cache = {"load_or_recompute": "load", "segments": "on" if asked["verb"] == "segments" else "off"}
+    settings = Config.load(host={"size": "8MiB"}, file=file, cache=cache)
     replies = answer(asked["checkpoint"], settings, asked["dtype"], asked["verb"], asked["prompts"])
     print(json.dumps(replies), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -88,6 +88,22 @@ def test_bf16_is_the_same_to_the_last_bit_in_another_process(
     assert stored[0]["digest"] != stored[1]["digest"]
 
 
+def test_a_segment_that_a_killed_process_computed_is_found_at_another_place(
+    processes_of: Callable[..., Processes],
+) -> None:
+    processes = processes_of("llama", torch.float32)
+    document, question = prompt(5, 64), prompt(6, 9)
+    first, second = ([*prompt(seed, 5), *document, *question] for seed in (7, 8))
+    [computed] = processes.run("segments", [first])
+    assert (computed["reused"], computed["loaded"], computed["computed"]) == (64, 0, 1)
+    [loaded, again] = processes.run("segments", [second, first])
+    assert (loaded["reused"], loaded["loaded"], loaded["computed"]) == (64, 1, 0)
+    assert again["tokens"] == computed["tokens"]
+    # Nothing of the answers has a name, and what stands there exactly is computed as ever.
+    assert again["found"] == 0
+    assert processes.run("generate", [first]) == [{"tokens": processes.expected(first), "found": 0}]
+
+
 def test_the_tests_can_fail_a_block_stored_wrong_changes_the_answer(
     processes_of: Callable[..., Processes],
 ) -> None:

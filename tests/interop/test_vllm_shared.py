@@ -43,7 +43,7 @@ def by_vllm(model: Path, path: Path | None) -> tuple[list[int], int]:
 def by_transformers(model: Path, path: Path) -> tuple[list[int], int]:
     module = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with KVTier(module, config(path)) as kv:
-        settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         text = kv.generate(torch.tensor([PROMPT]), **settings)[0, len(PROMPT) :].tolist()
         kv.drain()
         return text, kv.num_cached_tokens
