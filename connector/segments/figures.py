@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from typing import Final
 
-OUTCOMES: Final = ("held", "loaded", "computed", "lost", "short", "prefix")
+_OUTCOMES: Final = ("held", "loaded", "computed", "lost", "short", "prefix")
 """What became of segments: in L1 when asked for, loaded whole, (partly) computed alone; gone again from L1 when its
 request was admitted; too short; at the prompt's start, where it is an ordinary prefix."""
 
@@ -12,7 +12,7 @@ COUNTED: Final = (
     "repaired_tokens",
     "blends",
     "blends_in_full",
-    *(f"segments_{way}" for way in OUTCOMES),
+    *(f"segments_{way}" for way in _OUTCOMES),
 )
 
 _BOUNDS: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, float("inf"))

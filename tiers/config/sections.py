@@ -70,7 +70,8 @@ class CacheConfig(Section):
     )
     store_generated: bool = option(True, "store answers too, for the next turn of a conversation")
     segments: Literal["off", "on"] = option(
-        "off", "on: requests may name segments, whose KV is reused at another place: approximate, kvtier's engine only"
+        "off",
+        "on: requests may name segments, whose KV is reused elsewhere: approximate; kvtier's engine and transformers",
     )
     segment_min_tokens: WholeNumber = option(32, "tokens of the shortest segment that is reused", ge=1, lt=2**31)
     repair_share: float = option(0.15, "share of reused tokens that are computed anew", ge=0, le=1)
