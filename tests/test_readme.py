@@ -105,7 +105,7 @@ def test_the_transformers_page_runs_as_printed(tmp_path: Path, programs: Path) -
         assert "loaded 384" in lines
         assert 'kvtier_lookup_blocks_total{tier="file"} 24.0' in lines
         assert "engine found 400" in lines
-        assert any(line.startswith("from segments 304 computed anew ") for line in lines)
+        assert "from segments 304 computed anew 46" in lines
         assert "back 432" in lines  # 401 + 32 tokens and one more
 
 
