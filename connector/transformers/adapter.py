@@ -180,12 +180,14 @@ class KVTier:
         self, input_ids: torch.Tensor, segments: SegmentLists | None, repair: Repair | None
     ) -> list[WantedReuse]:
         """What each row asks for, checked; empty: nothing at all."""
-        lists = lists_of(segments, len(input_ids) if input_ids.ndim == 2 else 1)
+        if input_ids.ndim != 2:
+            return []  # no rows: nothing is going to be loaded
+        lists = lists_of(segments, len(input_ids))
         if not any(lists):
             return []
         if self.segments is None:
             raise self._no_segments()
-        return self.segments.wanted(lists, repair, input_ids.shape[-1])
+        return self.segments.wanted(lists, repair, input_ids.shape[1])
 
     def _rows(self, input_ids: torch.Tensor) -> list[PromptRow]:
         return [self._blocks.row(tokens) for tokens in input_ids.tolist()]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from service_rig import PATIENCE, DaemonThread
 from small_engines import KEEP, Make, end
 from tiny_models import VOCAB, plain, plain_logits, prompt
 from transformers import AutoModelForCausalLM
@@ -341,6 +342,25 @@ def test_transformers_and_our_engine_find_each_others_segments(tmp_path: Path, d
         second = logits_of(kv, ids(tokens), segments=segments, repair=UNBOUND)
         assert outcomes(kv) == {"loaded": 2}
         assert np.allclose(second[0], answer.logits[0], atol=1e-4)
+
+
+def test_clients_of_a_daemon_share_segments(tmp_path: Path, disk_dir: Path) -> None:
+    file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
+    cache: dict[str, Any] = {"load_or_recompute": "load", "prefetch_deadline": "60s"}
+    daemon = DaemonThread(tmp_path / "s", host={"size": "8MiB"}, file=file, cache=cache)
+    cache |= {"segments": "on", "segment_min_tokens": 16}
+    config = Config.load(host={"size": "8MiB"}, cache=cache, service={"socket": str(tmp_path / "s")})
+    model: Any = plain("llama")
+    with KVTier(model, config) as one, KVTier(model, config) as other:
+        for kv in (one, other):
+            kv._tiers._claims._patience = PATIENCE  # type: ignore[attr-defined]
+        first = logits_of(one, ids(PROMPT), segments=SEGMENTS, repair=UNBOUND)
+        assert outcomes(one) == {"computed": 3}
+        assert one.drain(PATIENCE)
+        assert torch.equal(logits_of(other, ids(PROMPT), segments=SEGMENTS, repair=UNBOUND), first)
+        assert outcomes(other) == {"loaded": 3}
+    daemon.check()
+    daemon.close()
 
 
 # what goes wrong
