@@ -83,7 +83,7 @@ class SlotPlan:
 
 def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> SlotPlan:
     _require_supported(vllm_config)
-    every = _specs(kv_cache_config)
+    every, states = _specs(kv_cache_config), _states(kv_cache_config)
     specs = {name: spec for name, spec in every.items() if not _is_state(spec)}
     for name, spec in specs.items():
         _require_plain(name, spec)
@@ -110,7 +110,7 @@ def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> Slo
         replicas=replicas,
         content=_content(spec, vllm_config.model_config.dtype),
         canonical=canonical,
-        states=_states(kv_cache_config),
+        states=states,
     )
     if canonical and spec.kv_quant_mode:
         raise ConfigError('keys "kvtier": quantised KV has no canonical form; use keys "vllm"')
@@ -325,11 +325,6 @@ def _require_supported(vllm_config: Any) -> None:
         raise ConfigError(f"speculative method {speculative.method!r}: a draft model's KV is not kept yet; use ngram")
     if vllm_config.load_config.load_format == "dummy":
         raise ConfigError('load_format "dummy": random weights have no name for their blocks; load a checkpoint')
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise ConfigError(
-            "calculate_kv_scales: scales that vLLM finds while it runs differ from start to start; "
-            "leave it out, so that the checkpoint's scales count"
-        )
     if model.is_encoder_decoder:
         raise ConfigError(f"model {model.model!r}: an encoder's KV is not kept; leave kvtier out")
 

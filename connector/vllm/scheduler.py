@@ -48,8 +48,8 @@ class SchedulerHalf:
         """`num_blocks` is vLLM's number of blocks. `root` is where kvtier's chains begin, and the parent of vLLM's."""
         # with several KV groups vLLM's own hits end with a block in every group, and so do ours
         self.side = SchedulerSide(tiers, partial_blocks=cache.partial_blocks and len(plan.groups) == 1)
-        groups = [state.group for state in plan.states]
-        self._states = StateSide(self.side, groups, num_blocks, plan.block_size) if groups else None
+        of_states = StateSide(self.side, plan, num_blocks, keeps_answers=cache.store_generated)
+        self._states = of_states if plan.states else None
         self._plan = plan
         self._cache = cache
         self._root = root
@@ -157,10 +157,8 @@ class SchedulerHalf:
             if row is not None:
                 drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
                 self._offer(row, num_scheduled - drafts, output.kv_connector_block_state)
-        if self._states is not None and (state := output.kv_connector_block_state) is not None:
-            for request_id, handed in state.boundary_state_offloads.items():
-                if (row := self._rows.get(request_id)) is not None:
-                    self._states.offer(row, handed, prompt_only=not self._cache.store_generated)
+                if self._states is not None and not drafts:
+                    self._states.offer(row, num_scheduled, output.kv_connector_block_state)
         tails, plan = self._planned()
         self._expect(tails)
         step, self._next = self._next, NextStep()

@@ -1,13 +1,17 @@
 """The scheduler side of models with recurrent states: prompts go on from borders where blocks and states are held."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.connector import SchedulerSide
 from kvtier.connector.vllm.requests import TrackedRequest
 from kvtier.connector.vllm.states import ClosedRequest, StateRequest, last_border
 from kvtier.tiers.hierarchy import Attribution, Pending
 
-_NULL = 0  # vLLM's block that stands for "not kept"
+if TYPE_CHECKING:
+    from kvtier.connector.vllm.model import SlotPlan  # it needs vLLM, this module does not
+
+_NULL: Final = 0  # vLLM's block that stands for "not kept"
 
 
 def exactly(block: int) -> int:
@@ -18,12 +22,13 @@ def exactly(block: int) -> int:
 class StateSide:
     """What `SchedulerHalf` asks and tells of states. Blocks without their states are never promised."""
 
-    def __init__(self, side: SchedulerSide, groups: Sequence[int], num_blocks: int, block_size: int) -> None:
-        """`groups` are vLLM's numbers of the groups that have a state, `num_blocks` its number of blocks."""
+    def __init__(self, side: SchedulerSide, plan: "SlotPlan", num_blocks: int, *, keeps_answers: bool) -> None:
+        """`num_blocks` is vLLM's number of blocks. `keeps_answers`: also what lies behind the prompts is kept."""
         self._side = side
-        self._groups = groups
+        self._groups = [state.group for state in plan.states]
         self._num_blocks = num_blocks
-        self._size = block_size
+        self._size = plan.block_size
+        self._keeps_answers = keeps_answers
 
     def lookup(self, row: TrackedRequest) -> int | Pending:
         """How many tokens beyond the `row.asked` in L1 can be loaded with the states behind them, or PENDING."""
@@ -61,18 +66,30 @@ class StateSide:
         row.gives_up = loading != in_all
         return 0 if row.gives_up else num_tokens
 
-    def offer(self, row: TrackedRequest, handed: Sequence[tuple[int, int, int]], *, prompt_only: bool) -> None:
-        """Plan stores of the states that vLLM has at the end of blocks: (its group, its block, tokens before it)."""
-        num_named = (row.request.num_prompt_tokens if prompt_only else row.num_tokens) // self._size
-        for group, block, num_tokens in handed:
-            border = num_tokens // self._size
-            if num_tokens % self._size or not 0 < border <= min(num_named, len(row.chain.hashes)):
+    def offer(self, row: TrackedRequest, num_scheduled: int, state: Any) -> None:
+        """Plan stores of the states that a step leaves behind, if it ends where a block ends.
+
+        vLLM itself keeps those of few such ends. Its table says where each is now; a later step may reuse the place.
+        """
+        computed = row.request.num_computed_tokens + num_scheduled
+        border = computed // self._size
+        if computed % self._size or border > self._most(row):
+            return
+        tables = state.get_block_ids(row.request_id)
+        for group in self._groups:
+            block = tables[group][border - 1] if tables is not None and border <= len(tables[group]) else _NULL
+            if block == _NULL:
                 continue
             if row.states is None:
                 row.states = StateRequest.of(row.request_id, row.chain, self._groups)
                 self._side.admit(row.states)
             at = row.states.chain.index(border - 1, group)
             self._side.store(row.states.request_id, at, [exactly(group * self._num_blocks + block)])
+
+    def _most(self, row: TrackedRequest) -> int:
+        """Borders of the request that have names and are to be kept."""
+        kept = row.num_tokens if self._keeps_answers else int(row.request.num_prompt_tokens)
+        return min(len(row.chain.hashes), kept // self._size)
 
     def targets(self, row: TrackedRequest) -> list[int]:
         """The workers' blocks that the request's states are loaded to, as `exactly` names them."""
