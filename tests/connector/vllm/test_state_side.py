@@ -178,9 +178,8 @@ def test_a_step_that_ends_where_a_block_ends_leaves_states_to_be_stored(
     blocks = [store.device_blocks for store in stores]
     expected = {0: [(exactly(2 * NUM_BLOCKS + 5),)], 2: [(exactly(7),), (exactly(2 * NUM_BLOCKS + 9),)]}
     assert blocks == [each for border in stored for each in expected[border]]
-    names = [state_name(story.chain.hashes[border], group) for border in stored for group in GROUPS][
-        -len(stores) or 12 :
-    ]
+    every = [state_name(story.chain.hashes[border], group) for border in stored for group in GROUPS]
+    names = every[len(every) - len(stores) :]
     for store, name in zip(stores, names, strict=True):
         fill_slots(story.hierarchy, store.host_slots, [name])
     story.side.update(WorkerReport(tuple(store.op_id for store in stores)))
