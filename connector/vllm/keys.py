@@ -1,13 +1,22 @@
 """Names the blocks of a vLLM request: by vLLM's own hashes, or by kvtier's chain over its tokens."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvtier.tiers import ChainHash, ChildBlock
+from kvtier.connector.models import revision_of
+from kvtier.tiers import ChainHash, ChildBlock, ConfigError
+from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.naming import TokenChain, pack_tokens, root_hash
+
+if TYPE_CHECKING:
+    from kvtier.connector.vllm.model import SlotPlan  # it needs vLLM, this module does not
+
+_log = logging.getLogger(__name__)
 
 _DIGEST: Final = 32  # bytes of a name
 
@@ -100,3 +109,38 @@ class OwnChain:
         if (known := self._chain.num_tokens) < self._request.num_tokens:
             self._chain.extend(self._request.all_token_ids[known:])
         return self._chain
+
+
+class RequestNames:
+    """Names the requests of one engine. Those of adapters that cannot be named have none."""
+
+    def __init__(self, plan: "SlotPlan", cache: CacheConfig, root: bytes) -> None:
+        self._plan = plan
+        self._cache = cache
+        self._root = root
+        self._unnamed: set[str] = set()  # adapters that a word was said about
+        self.name_instead: NameInstead | None = None  # without it no part of a block that vLLM named is reused
+
+    def of(self, request: Any) -> VllmChain | OwnChain | None:
+        """How the request's blocks are named; None if they cannot be."""
+        lora = request.lora_request
+        digest = None if lora is None else self._lora_digest(lora.lora_path)
+        if lora is not None and digest is None:
+            return None
+        if not self._plan.canonical:
+            return VllmChain(request, self._root, self._plan.block_size, digest, self.name_instead)
+        if request.mm_features or request.prompt_embeds is not None:
+            return None
+        salt = request.cache_salt if request.cache_salt is not None else self._cache.cache_salt
+        name = None if lora is None else lora.lora_name
+        return OwnChain(request, (self._root, salt, name, digest), self._plan.block_size, self._cache.hash)
+
+    def _lora_digest(self, path: str) -> bytes | None:
+        """The digest of an adapter; None, logged once, if it is not in a local directory."""
+        try:
+            return revision_of(Path(path)).encode()
+        except (ConfigError, OSError) as error:
+            if path not in self._unnamed:
+                _log.warning("no blocks of requests with this adapter are kept: %s", error)
+                self._unnamed.add(path)
+            return None

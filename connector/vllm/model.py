@@ -35,21 +35,35 @@ def require_supported_version() -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class StateGroup:
+    """A KV group of layers with a recurrent state. What they hold at a block's end is a record of its own."""
+
+    group: int  # vLLM's number of it
+    layers: tuple[str, ...]
+    layer_bytes: tuple[int, ...]  # of one rank
+
+    @property
+    def part_bytes(self) -> int:
+        return sum(self.layer_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class SlotPlan:
     """What one slot holds for `block_size` tokens: every rank's part, and in it every layer in order of index.
 
     In native form a layer is `[heads, tokens, content]`, as in vLLM. In canonical form it is `[2 (K, V), tokens, heads,
-    dim]`.
+    dim]`. A slot that has a group's state instead of a block holds layer by layer what vLLM keeps of it.
     """
 
     block_size: int  # tokens
     groups: tuple[tuple[str, ...], ...]  # layer names of each KV group
-    layers: tuple[str, ...]  # all of them, in the order of a slot
+    layers: tuple[str, ...]  # all that keep K and V, in the order of a slot
     layer_bytes: tuple[int, ...]  # of one rank
     num_parts: int  # tensor-parallel ranks that hold different heads
     replicas: int  # consecutive ranks that hold the same
     content: str  # how vLLM's kernels arrange a block's inside: "plain", or the name of another way
     canonical: bool
+    states: tuple[StateGroup, ...] = ()
 
     @property
     def part_bytes(self) -> int:
@@ -57,18 +71,28 @@ class SlotPlan:
 
     @property
     def block_bytes(self) -> int:
-        return self.num_parts * self.part_bytes
+        """A slot's bytes: what the largest kind of record takes."""
+        return self.num_parts * max(self.part_bytes, *(state.part_bytes for state in self.states), 0)
+
+    @property
+    def attention(self) -> tuple[int, ...]:
+        """vLLM's numbers of the groups that keep K and V."""
+        of_states = {state.group for state in self.states}
+        return tuple(group for group in range(len(self.groups)) if group not in of_states)
 
 
 def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> SlotPlan:
     _require_supported(vllm_config)
-    specs = _specs(kv_cache_config)
+    every, states = _specs(kv_cache_config), _states(kv_cache_config)
+    specs = {name: spec for name, spec in every.items() if not _is_state(spec)}
     for name, spec in specs.items():
         _require_plain(name, spec)
+    if not specs:
+        raise ConfigError("KV layout: no layer keeps K and V; kvtier keeps states beside attention only; leave it out")
     layers = tuple(sorted(specs, key=_index))
     if len({_index(name) for name in layers}) != len(layers):
         raise ConfigError(f"KV layout: {len(layers)} layers share indices; kvtier keeps models with one KV a layer")
-    if len({spec.block_size for spec in specs.values()}) != 1:
+    if len({spec.block_size for spec in every.values()}) != 1:
         raise ConfigError("KV layout: KV groups with blocks of different sizes; kvtier keeps groups of one block size")
     if len({spec.page_size_bytes for spec in specs.values()}) != 1:  # the scheduler's half would see only one of them
         raise ConfigError("KV layout: layers whose KV differs in size; kvtier keeps models whose layers are alike")
@@ -84,9 +108,14 @@ def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> Slo
         layer_bytes=tuple(specs[name].unpadded_page_size_bytes for name in layers),
         num_parts=parallel.tensor_parallel_size // replicas,
         replicas=replicas,
-        content=_content(spec),
+        content=_content(spec, vllm_config.model_config.dtype),
         canonical=canonical,
+        states=states,
     )
+    if canonical and spec.kv_quant_mode:
+        raise ConfigError('keys "kvtier": quantised KV has no canonical form; use keys "vllm"')
+    if canonical and plan.states:
+        raise ConfigError('keys "kvtier": a recurrent state has no canonical form; use keys "vllm"')
     if canonical and (plan.content not in ("plain", "cpu-vec") or len(set(plan.layer_bytes)) > 1 or _is_mla(spec)):
         raise ConfigError(f'keys "kvtier": KV of kind {plan.content!r} has no canonical form; use keys "vllm"')
     return plan
@@ -105,7 +134,8 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
 
     If kernel blocks are smaller than vLLM's blocks, a block is several consecutive entries.
     """
-    start = rank // plan.replicas * plan.part_bytes
+    part = rank // plan.replicas
+    start = part * plan.part_bytes
     num_blocks = kv_caches[plan.layers[0]].nbytes // plan.layer_bytes[0]
     parts = list[BlockPart]()
     for number, name in enumerate(plan.layers):
@@ -118,7 +148,32 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
         for view in _keys_and_values(tensor, plan.content):
             parts.append(BlockPart(view, number, offset, group))
             offset += parts[-1].num_bytes
+    for record, state in enumerate(plan.states, 1):
+        offset = part * state.part_bytes
+        for number, name in enumerate(state.layers):
+            parts.append(BlockPart(kv_caches[name], number, offset, state.group, record))
+            offset += parts[-1].num_bytes
     return EngineBlocks(parts, plan.block_bytes)
+
+
+def _states(kv_cache_config: Any) -> tuple[StateGroup, ...]:
+    """The groups of layers with a recurrent state. ConfigError if vLLM keeps no state at the end of blocks."""
+    states = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        specs = {name: spec for name, spec in _specs_of(group).items() if _is_state(spec)}
+        if not specs:
+            continue
+        if len(specs) != len(group.layer_names):
+            raise ConfigError("KV layout: a KV group of layers with and without a state; kvtier keeps them apart")
+        for spec in specs.values():
+            if spec.mamba_cache_mode != "align":
+                raise ConfigError(
+                    f"mamba_cache_mode {spec.mamba_cache_mode!r}: kvtier keeps states that vLLM has at the end of a "
+                    "block; start with --enable-prefix-caching --mamba-cache-mode align"
+                )
+        sizes = tuple(spec.real_page_size_bytes for spec in specs.values())
+        states.append(StateGroup(number, tuple(specs), sizes))
+    return tuple(states)
 
 
 def _split(tensor: torch.Tensor, dimension: int, *sizes: int) -> torch.Tensor:
@@ -159,20 +214,26 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
         revision=revision_of(path),
         config_digest=_config_digest(model, path),
         dtype=dtype,
-        kv_dtype=str(spec.dtype).removeprefix("torch."),
+        kv_dtype=_kv_dtype(vllm_config, spec),
         compute_dtype=dtype,
         quantization=_quantization(model),
         num_kv_heads=spec.num_kv_heads * plan.num_parts,
         head_dim=spec.head_size,
         block_size=plan.block_size,
         layers=tuple(_index(name) for name in plan.layers),
-        kind="mla" if _is_mla(spec) else "full",
+        kind="state" if plan.states else "mla" if _is_mla(spec) else "full",
         tp_ranks=(0, parallel.tensor_parallel_size),
         tp_size=parallel.tensor_parallel_size,
-        layout="block-first" if plan.canonical else native,
+        layout="block-first" if plan.canonical else native + _state_layout(kv_cache_config),
         hash_scheme=cache.hash if plan.canonical else hash_scheme(vllm_config.cache_config.prefix_caching_hash_algo),
         epoch=cache.epoch,
     )
+
+
+def _kv_dtype(vllm_config: Any, spec: Any) -> str:
+    """What a stored number is; of quantised KV, how vLLM quantises it, too."""
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return f"{vllm_config.cache_config.cache_dtype}/{dtype}" if spec.kv_quant_mode else dtype
 
 
 def _config_digest(model: Any, path: Path) -> str:
@@ -213,9 +274,25 @@ def _specs(kv_cache_config: Any) -> dict[str, Any]:
     """The KV of each layer, by name."""
     specs = dict[str, Any]()
     for group in kv_cache_config.kv_cache_groups:
-        inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-        specs.update({name: inner[name] if inner else group.kv_cache_spec for name in group.layer_names})
+        specs |= _specs_of(group)
     return specs
+
+
+def _specs_of(group: Any) -> dict[str, Any]:
+    inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return {name: inner[name] if inner else group.kv_cache_spec for name in group.layer_names}
+
+
+def _state_layout(kv_cache_config: Any) -> str:
+    """What a state's bytes are, for the identity: the shape and dtype of all that vLLM keeps of a layer."""
+    kinds = {
+        f"{spec.mamba_type}:{spec.shapes}:{spec.dtypes}" for spec in _specs(kv_cache_config).values() if _is_state(spec)
+    }
+    return "".join(f"/{kind}" for kind in sorted(kinds))
+
+
+def _is_state(spec: Any) -> bool:
+    return type(spec).__name__ == "MambaSpec"
 
 
 def _index(name: str) -> int:
@@ -226,7 +303,7 @@ def _is_mla(spec: Any) -> bool:
     return type(spec).__name__ == "MLAAttentionSpec"
 
 
-def _content(spec: Any) -> str:
+def _content(spec: Any, dtype: torch.dtype) -> str:
     """How the platform's kernels arrange a block's inside. Kernels of one name cannot read blocks of another."""
     if not current_platform.is_cpu():
         return "plain"
@@ -234,7 +311,8 @@ def _content(spec: Any) -> str:
         return "cpu-mla-amx" if torch.cpu._is_amx_tile_supported() else "cpu-mla"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    return f"cpu-{_get_attn_isa(spec.dtype, spec.block_size, spec.head_size)}"
+    quantised = "fp8" if spec.kv_quant_mode else None
+    return f"cpu-{_get_attn_isa(dtype, spec.block_size, spec.head_size, quantised)}"
 
 
 def _require_supported(vllm_config: Any) -> None:
@@ -255,7 +333,9 @@ def _require_plain(name: str, spec: Any) -> None:
     kind, dtype = type(spec).__name__, str(getattr(spec, "dtype", "")).removeprefix("torch.")
     if kind not in _SPECS:
         raise ConfigError(f"KV layout: layer {name} is of kind {kind}; kvtier keeps {', '.join(_SPECS)}")
-    if dtype not in DTYPE_BYTES or spec.kv_quant_mode:
+    if spec.kv_quant_mode:  # opaque: its scales are the checkpoint's, or lie among the bytes
+        return
+    if dtype not in DTYPE_BYTES:
         raise ConfigError(f"KV layout: layer {name} keeps {dtype}; kvtier keeps {', '.join(DTYPE_BYTES)}")
     item = DTYPE_BYTES[dtype] * (spec.head_size + (spec.head_size_v or 0))
     if math.prod((spec.num_kv_heads, spec.block_size, item)) != spec.unpadded_page_size_bytes:

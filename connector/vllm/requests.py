@@ -6,6 +6,7 @@ from typing import Any
 
 from kvtier.connector import BlockChain
 from kvtier.connector.vllm.keys import OwnChain, VllmChain
+from kvtier.connector.vllm.states import ClosedRequest, StateRequest
 
 Tables = Sequence[Sequence[int]]
 """A request's block ids, one table for each KV group."""
@@ -25,6 +26,10 @@ class TrackedRequest:
     patient_until: float | None = None  # for stores of others that are under way; None: not asked for yet
     synchronous: bool = False  # how the answer's load would be made
     tables: Tables = ()  # as of its last load or store
+    closed: ClosedRequest | None = None  # what was looked up for it, if the model has states
+    states: StateRequest | None = None  # once one of its states was stored
+    gives_up: bool = False  # nothing more is loaded for it with its states: a load failed once
+    is_counted: bool = False  # its misses, where nothing could be asked for
 
     @property
     def chain(self) -> BlockChain:
@@ -33,17 +38,6 @@ class TrackedRequest:
     @property
     def num_tokens(self) -> int:
         return int(self.request.num_tokens)
-
-
-@dataclass(slots=True)
-class WatchedOp:
-    """A copy that not every rank has reported yet."""
-
-    request_id: str
-    layerwise: bool
-    blocks: tuple[int, ...]  # that it reads, by the workers' ids; none for a load
-    left: int  # ranks
-    failed: bool = False
 
 
 @dataclass(slots=True)

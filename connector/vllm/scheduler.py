@@ -3,20 +3,22 @@
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, groupby
-from pathlib import Path
 from typing import Any, Final
 
 from kvtier.connector import CopyOp, SchedulerSide, StepPlan, WorkerReport
 from kvtier.connector.daemon import RemoteTiers
-from kvtier.connector.models import revision_of
 from kvtier.connector.vllm.events import VllmEvents
-from kvtier.connector.vllm.keys import NameInstead, OwnChain, VllmChain
+from kvtier.connector.vllm.keys import RequestNames
 from kvtier.connector.vllm.messages import CopyReports, RegionHandle, StepMessage
 from kvtier.connector.vllm.model import SlotPlan
-from kvtier.connector.vllm.requests import NextStep, Tables, TrackedRequest, WatchedOp, handed_out
+from kvtier.connector.vllm.requests import NextStep, Tables, TrackedRequest, handed_out
+from kvtier.connector.vllm.state_side import StateSide, exactly
+from kvtier.connector.vllm.states import owner
+from kvtier.connector.vllm.watched_ops import WatchedOps
 from kvtier.connector.vllm.worker import with_blocks
-from kvtier.tiers import L2, ChainHash, ConfigError
+from kvtier.tiers import L2, ChainHash
 from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.hierarchy import PENDING, CacheTiers, Hierarchy, Pending
 from kvtier.tiers.naming import root_hash
@@ -46,11 +48,12 @@ class SchedulerHalf:
         """`num_blocks` is vLLM's number of blocks. `root` is where kvtier's chains begin, and the parent of vLLM's."""
         # with several KV groups vLLM's own hits end with a block in every group, and so do ours
         self.side = SchedulerSide(tiers, partial_blocks=cache.partial_blocks and len(plan.groups) == 1)
+        of_states = StateSide(self.side, plan, num_blocks, keeps_answers=cache.store_generated)
+        self._states = of_states if plan.states else None
         self._plan = plan
         self._cache = cache
         self._root = root
         self._num_blocks = num_blocks
-        self._num_ranks = num_ranks
         self.memory: RegionHandle | None = None  # the handle of L2 last sent to the workers
         self._layerwise = False
         self._waits = True
@@ -60,14 +63,12 @@ class SchedulerHalf:
         self._awaits = False  # some request has no answer yet
         self._events: VllmEvents | None = None  # None unless vLLM publishes events
         self._rows: dict[str, TrackedRequest] = {}
-        self._ops: dict[int, WatchedOp] = {}
+        self._ops = WatchedOps(num_blocks, num_ranks)
         self._arriving: dict[str, set[ChainHash]] = {}  # request → blocks on their way to L1 for it
-        self._readers: dict[int, set[int]] = {}  # block, by vLLM's id → the stores that still have to read it
         self._next = NextStep()
         self._tails: dict[int, Tables] = {}  # stores of requests that have ended, not planned yet, and their blocks
         self._reported_at = 0.0
-        self._unnamed: set[str] = set()  # adapters that a word was said about
-        self.name_instead: NameInstead | None = None  # without it no part of a block that vLLM named is reused
+        self.names = RequestNames(plan, cache, root)
 
     def configure(self, *, layerwise: bool, waits: bool, keeps: bool, shares: bool) -> None:
         """Set how requests are served.
@@ -103,7 +104,7 @@ class SchedulerHalf:
         if row.answer is not None and row.asked == num_computed_tokens and now < row.good_until:
             return row.answer
         row.asked = num_computed_tokens
-        found = PENDING if self._is_stored_soon(row, now) else self.side.lookup(row, num_computed_tokens)
+        found = PENDING if self._is_stored_soon(row, now) else self._lookup(row)
         self._awaits |= isinstance(found, Pending)
         if isinstance(found, Pending) or (found and self._is_arriving(row)):
             row.answer, row.good_until = (None, False), now + _LOOK_AGAIN
@@ -120,19 +121,26 @@ class SchedulerHalf:
         row.answer = None
         if not num_external_tokens:
             self.side.allocated(row.request_id, (), 0)
+            if self._states is not None:
+                self._states.let_go(row)
             return
         size = self._plan.block_size
         first, wanted = row.asked // size, -(-num_external_tokens // size)  # the last one is perhaps used in part
         row.tables = tables
-        loading = self.side.allocated(
-            row.request_id, range(first + wanted), num_external_tokens, layerwise=row.synchronous
-        )
+        blocks = range(first + wanted)
+        if self._states is not None:
+            loading = self._states.load(row, num_external_tokens)
+            of_states = self._states.targets(row)
+        else:
+            loading = self.side.allocated(row.request_id, blocks, num_external_tokens, layerwise=row.synchronous)
+            of_states = []
         if loading and not row.synchronous:
             self._arriving[row.request_id] = set(row.chain.hashes[first : first + loading // size])
-        self._next.targets.update(self._physical(self._worker_blocks(tables, range(first, first + wanted))[0]))
+        targets = self._worker_blocks(tables, [*blocks[first:], *of_states])[0]
+        self._next.targets.update(self._ops.physical(targets))
         if loading < num_external_tokens:
             arrives = first + loading // size
-            self._next.lost[row.request_id] = self._worker_blocks(tables, range(arrives, first + wanted))[0]
+            self._next.lost[row.request_id] = self._worker_blocks(tables, [*blocks[arrives:], *of_states])[0]
             self.side.recompute(row.request_id)
             row.stored = min(row.stored or 0, first)
             if not row.synchronous and not loading:
@@ -149,18 +157,20 @@ class SchedulerHalf:
             if row is not None:
                 drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
                 self._offer(row, num_scheduled - drafts, output.kv_connector_block_state)
+                if self._states is not None and not drafts:
+                    self._states.offer(row, num_scheduled, output.kv_connector_block_state)
         tails, plan = self._planned()
-        self._watch(tails)
+        self._expect(tails)
         step, self._next = self._next, NextStep()
-        written = handed_out(output, self._plan.block_size) | step.targets if self._readers else set()
-        fences = {op_id for block in written & self._readers.keys() for op_id in self._readers[block]}
-        self._watch(plan)
+        written = handed_out(output, self._plan.block_size) | step.targets if self._ops.reads else set()
+        fences = self._ops.readers(written)
+        self._expect(plan)
         return StepMessage(
             region=self._handle(),
             plan=plan.encode(),
             tails=tails.encode(),
             is_idle=self._was_idle,
-            fences=tuple(sorted(fences)),
+            fences=fences,
             lost=step.lost,
             late=frozenset(step.late),
         )
@@ -171,36 +181,21 @@ class SchedulerHalf:
         Called before `update` names such a store. The load may have been another connector's under MultiConnector.
         """
         if blocks:
-            sound = {row.request_id for row in self._rows.values() if blocks.isdisjoint(chain(*row.tables))}
-            for op in self._ops.values():
-                op.failed |= bool(op.blocks) and op.request_id not in sound
+            self._ops.spoil({row.request_id for row in self._rows.values() if blocks.isdisjoint(chain(*row.tables))})
 
     def update(self, reports: CopyReports | None) -> None:
         """vLLM's `update_connector_output`: take in the workers' reports of their copies."""
         if reports is None:
             return
         self._reported_at = time.monotonic()
-        finished: list[int] = []
-        failed: list[int] = []
-        for op_id, (well, badly) in reports.ops.items():
-            op = self._ops.get(op_id)
-            if op is None:
-                continue
-            op.left -= well + badly
-            op.failed |= badly > 0
-            if op.layerwise and badly:  # everything computed on top of it, perhaps in steps planned since, is invalid
-                for other in self._ops.values():
-                    other.failed |= bool(other.blocks)
-            if op.left <= 0:
-                del self._ops[op_id]
-                (failed if op.failed else finished).append(op_id)
-                self._forget_readers(op_id, op.blocks)
-                if not op.blocks:
-                    self._arriving.pop(op.request_id, None)
-        update = self.side.update(WorkerReport(tuple(finished), tuple(failed)))
+        ended = self._ops.take_in(reports)
+        for request_id in ended.loaded:
+            self._arriving.pop(request_id, None)
+        update = self.side.update(WorkerReport(tuple(ended.finished), tuple(ended.failed)))
         for request_id, first_block in update.failed:
-            if (row := self._rows.get(request_id)) is not None:
+            if (row := self._rows.get(owner(request_id))) is not None:
                 row.stored = min(row.stored or 0, first_block)
+                row.gives_up = True
 
     def finished(self, request: Any, tables: Tables) -> None:
         """vLLM's `request_finished`: store the rest of its blocks, which may be reused at once."""
@@ -211,14 +206,16 @@ class SchedulerHalf:
             ops = self._store(row, request.num_computed_tokens - request.num_in_flight_tokens, tables)
             self._tails.update(dict.fromkeys(ops, row.tables))
         del self._rows[request.request_id]
-        self.side.finished(request.request_id)
+        for known in (row, row.closed, row.states):
+            if known is not None:
+                self.side.finished(known.request_id)
 
     def found_in(self, request: Any, num_tokens: int) -> tuple[int, int]:
         """How many of the tokens to load were in host memory at the first lookup, and how many in lower tiers."""
         request_id, in_part = request.request_id, num_tokens % self._plan.block_size
-        if request_id not in self._rows:
+        if (row := self._rows.get(request_id)) is None:
             return 0, num_tokens
-        found = self.side.found(request_id)
+        found = self.side.found((row.closed or row).request_id)
         in_host = min(num_tokens - in_part, (found[L2] if found else 0) * self._plan.block_size)
         in_host += in_part if self.side.found_in_part(request_id) == L2 else 0
         return in_host, num_tokens - in_host
@@ -243,6 +240,9 @@ class SchedulerHalf:
         """Release what was never reported, then flush and close the tiers. Idempotent."""
         self.side.close()
         self.side.tiers.close()
+
+    def _lookup(self, row: TrackedRequest) -> int | Pending:
+        return self.side.lookup(row, row.asked) if self._states is None else self._states.lookup(row)
 
     def _is_synchronous(self, num_tokens: int) -> bool:
         """Whether the step waits for this load: it is short, or delays no other request.
@@ -282,33 +282,10 @@ class SchedulerHalf:
     def _row(self, request: Any) -> TrackedRequest | None:
         """The state of a request; None if its KV has no name."""
         row = self._rows.get(request.request_id)
-        if row is None and self._keeps and (keys := self._keys(request)) is not None:
+        if row is None and self._keeps and (keys := self.names.of(request)) is not None:
             row = self._rows[request.request_id] = TrackedRequest(request, request.request_id, keys)
             self.side.admit(row)
         return row
-
-    def _keys(self, request: Any) -> VllmChain | OwnChain | None:
-        lora = request.lora_request
-        digest = None if lora is None else self._lora_digest(lora.lora_path)
-        if lora is not None and digest is None:
-            return None
-        if not self._plan.canonical:
-            return VllmChain(request, self._root, self._plan.block_size, digest, self.name_instead)
-        if request.mm_features or request.prompt_embeds is not None:
-            return None
-        salt = request.cache_salt if request.cache_salt is not None else self._cache.cache_salt
-        name = None if lora is None else lora.lora_name
-        return OwnChain(request, (self._root, salt, name, digest), self._plan.block_size, self._cache.hash)
-
-    def _lora_digest(self, path: str) -> bytes | None:
-        """The digest of an adapter; None, logged once, if it is not in a local directory."""
-        try:
-            return revision_of(Path(path)).encode()
-        except (ConfigError, OSError) as error:
-            if path not in self._unnamed:
-                _log.warning("no blocks of requests with this adapter are kept: %s", error)
-                self._unnamed.add(path)
-            return None
 
     def _offer(self, row: TrackedRequest, num_scheduled: int, state: Any) -> None:
         """Plan stores of the blocks that a step fills."""
@@ -330,7 +307,8 @@ class SchedulerHalf:
         if last <= first:
             return []
         row.tables = tables() if callable(tables) else tables
-        kept = [all(table[i] != _NULL for table in row.tables) for i in range(first, last)]
+        tables_of = [row.tables[group] for group in self._plan.attention]
+        kept = [all(table[i] != _NULL for table in tables_of) for i in range(first, last)]
         row.stored = last
         runs = groupby(range(first, last), lambda i: kept[i - first])
         return [self._store_run(row, list(run)) for is_kept, run in runs if is_kept]
@@ -350,13 +328,13 @@ class SchedulerHalf:
         tails, self._tails = self._tails, {}
         late = [self._translate(op, tails[op.op_id]) for op in plan.stores if op.op_id in tails]
         loads, stores = (
-            tuple(self._translate(op, self._rows[op.request_id].tables) for op in ops if op.op_id not in tails)
+            tuple(self._translate(op, self._rows[owner(op.request_id)].tables) for op in ops if op.op_id not in tails)
             for ops in (plan.loads, plan.stores)
         )
         return StepPlan(plan.step, plan.region, (), tuple(late)), StepPlan(plan.step, plan.region, loads, stores)
 
     def _translate(self, op: CopyOp, tables: Tables) -> CopyOp:
-        return with_blocks(op, *self._worker_blocks(tables, op.device_blocks))
+        return with_blocks(replace(op, request_id=owner(op.request_id)), *self._worker_blocks(tables, op.device_blocks))
 
     def _handle(self) -> RegionHandle | None:
         """The handle by which workers find L2. It changes when a daemon was restarted."""
@@ -367,33 +345,20 @@ class SchedulerHalf:
         return self.memory
 
     def _worker_blocks(self, tables: Tables, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The blocks at these positions of every group's table, without those not kept; and the position of each."""
+        """The blocks at these positions of every table of K and V, without those not kept; and the position of each.
+
+        A worker's block of a state stands among the positions as `exactly` names it.
+        """
         pairs = [
-            (group * self._num_blocks + table[position], at)
-            for group, table in enumerate(tables)
+            (group * self._num_blocks + tables[group][position], at)
+            for group in self._plan.attention
             for at, position in enumerate(positions)
-            if table[position] != _NULL
+            if position >= 0 and tables[group][position] != _NULL
         ]
+        pairs += [(exactly(position), at) for at, position in enumerate(positions) if position < 0]
         return tuple(block for block, _ in pairs), tuple(at for _, at in pairs)
 
-    def _watch(self, plan: StepPlan) -> None:
-        """Expect every rank's report of these ops."""
-        for op in plan.loads:
-            self._ops[op.op_id] = WatchedOp(op.request_id, op.layerwise, (), self._num_ranks)
-        for op in plan.stores:
-            self._ops[op.op_id] = WatchedOp(op.request_id, False, op.device_blocks, self._num_ranks)
-            for block in self._physical(op.device_blocks):
-                self._readers.setdefault(block, set()).add(op.op_id)
+    def _expect(self, plan: StepPlan) -> None:
+        self._ops.expect(plan)
         if plan:
             self._reported_at = time.monotonic()
-
-    def _physical(self, blocks: Sequence[int]) -> set[int]:
-        """vLLM's own ids of the workers' blocks: its groups share one pool, and one memory."""
-        return {block % self._num_blocks for block in blocks}
-
-    def _forget_readers(self, op_id: int, blocks: Sequence[int]) -> None:
-        for block in self._physical(blocks):
-            if readers := self._readers.get(block):
-                readers.discard(op_id)
-                if not readers:
-                    del self._readers[block]

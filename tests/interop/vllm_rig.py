@@ -70,15 +70,29 @@ def config_of(family: str) -> Any:
             "topk_group": 1,
         }
         return transformers.DeepseekV2Config(**{k: v for k, v in sizes.items() if v is not None}, **ranks, **dense)
+    if family == "qwen3-next":  # every other layer has a recurrent state; vLLM's blocks are 160 tokens then
+        sizes = {**_SIZES, "num_key_value_heads": 4, "head_dim": 128}
+        linear: dict[str, Any] = {f"linear_{part}_head_dim": 128 for part in ("key", "value")}
+        experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        return transformers.Qwen3NextConfig(
+            **sizes,
+            **linear,
+            **experts,
+            layer_types=["linear_attention", "full_attention"] * 2,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            shared_expert_intermediate_size=64,
+            decoder_sparse_step=1,
+        )
     return transformers.LlamaConfig(**_SIZES)
 
 
-def make_checkpoint(family: str, path: Path, seed: int = 0) -> Path:
+def make_checkpoint(family: str, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint directory with random weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         auto: Any = transformers.AutoModelForCausalLM
-        model = auto.from_config(config_of(family), dtype=torch.float32)
+        model = auto.from_config(config_of(family), dtype=dtype)
     model.save_pretrained(path)
     return path
 

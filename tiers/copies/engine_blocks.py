@@ -31,6 +31,7 @@ class BlockPart:
     layer: int
     offset: int
     group: int = 0
+    record: int = 0  # parts of different records lie in different slots
 
     @property
     def num_bytes(self) -> int:
@@ -65,11 +66,12 @@ class EngineBlocks:
         sizes = {part.tensor.shape[0] for part in self.parts}
         if len(sizes) != 1:
             raise ValueError(f"parts of {sorted(sizes)} blocks: all of an engine's parts have as many")
-        end = 0
-        for part in sorted(self.parts, key=lambda part: part.offset):
+        record, end = -1, 0
+        for part in sorted(self.parts, key=lambda part: (part.record, part.offset)):
+            end = end if part.record == record else 0
             if part.offset < end or part.offset + part.num_bytes > self.slot_bytes:
                 raise ValueError(f"a part at byte {part.offset} overlaps another, or a slot of {self.slot_bytes} bytes")
-            end = part.offset + part.num_bytes
+            record, end = part.record, part.offset + part.num_bytes
         object.__setattr__(self, "num_groups", 1 + max(part.group for part in self.parts))
         object.__setattr__(self, "blocks_per_group", sizes.pop())
         object.__setattr__(self, "num_layers", 1 + max(part.layer for part in self.parts))

@@ -1,4 +1,4 @@
-from .chain import TokenChain, Tokens, chain_hashes, is_named_by, pack_tokens, root_hash, token_array
+from .chain import TokenChain, Tokens, chain_hashes, is_named_by, pack_tokens, root_hash, state_name, token_array
 from .identity import ModelIdentity, config_digest
 from .key_schemes import VllmKeys, dynamo_local_hashes, dynamo_seed, dynamo_sequence_hashes, sglang_hashes
 from .shape import DTYPE_BYTES, KVLayout, KVShape
@@ -20,5 +20,6 @@ __all__ = [
     "pack_tokens",
     "root_hash",
     "sglang_hashes",
+    "state_name",
     "token_array",
 ]

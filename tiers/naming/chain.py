@@ -32,6 +32,7 @@ BlockExtraKeys = Mapping[int, Sequence[tuple[str, bytes]]]
 
 _MAX_TOKEN: Final = 2**32 - 1
 _ROOT_TAG: Final = b"kvtier-root-v1"
+_STATE_TAG: Final = b"kvtier-state-v1"
 
 
 def token_array(tokens: Tokens) -> "array[int]":
@@ -49,6 +50,14 @@ def token_array(tokens: Tokens) -> "array[int]":
 def pack_tokens(tokens: Tokens) -> bytes:
     """The ids as u32 little-endian, back to back; errors as `token_array`."""
     return _little_endian(token_array(tokens))
+
+
+def state_name(block: ChainHash, group: int) -> ChainHash:
+    """The name of a recurrent state behind block `block`: SHA-256("kvtier-state-v1" ‖ u32 group ‖ the block's name).
+
+    `group` is the number of the engine's KV group whose layers the state is of.
+    """
+    return hashlib.sha256(_STATE_TAG + struct.pack("<I", group) + block).digest()
 
 
 def root_hash(

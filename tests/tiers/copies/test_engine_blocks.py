@@ -141,6 +141,18 @@ def test_a_stream_takes_engine_blocks(tensors: list[torch.Tensor], region: HostR
     stream.close(1)
 
 
+def test_records_of_two_kinds_share_the_same_slots(tensors: list[torch.Tensor], region: HostRegion) -> None:
+    """A block of group 0, and a smaller state of group 1, each in a slot of its own."""
+    parts = [*whole_layers(tensors[:2]), BlockPart(tensors[2], 0, 0, group=1, record=1)]
+    copier = PartCopier(EngineBlocks(parts, SLOT), region)
+    before = [tensor.clone() for tensor in tensors]
+    assert copier.copy("store", pairs([3, BLOCKS + 8], [0, 1])) is None
+    assert copier.copy("load", pairs([5, BLOCKS + 6], [0, 1])) is None
+    assert torch.equal(tensors[2][6], before[2][8])
+    for tensor, old in zip(tensors[:2], before[:2], strict=True):
+        assert torch.equal(tensor[5], old[3])
+
+
 def test_parts_that_cannot_be_right_are_refused(tensors: list[torch.Tensor], region: HostRegion) -> None:
     with pytest.raises(ValueError, match="overlaps"):
         EngineBlocks([BlockPart(tensors[0], 0, 0), BlockPart(tensors[1], 1, PLANE)], SLOT)

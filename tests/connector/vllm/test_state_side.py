@@ -1,0 +1,187 @@
+"""States beside a request's blocks, without vLLM: how they are named, and from which border a prompt may go on."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from doubles import BLOCK_SIZE, MemoryTier, chain_of, fill_slots, hierarchy_of, payload_of, record_of
+
+from kvtier.connector.plan import WorkerReport
+from kvtier.connector.scheduler import SchedulerSide
+from kvtier.connector.vllm.requests import TrackedRequest
+from kvtier.connector.vllm.state_side import StateSide, exactly
+from kvtier.connector.vllm.states import ClosedRequest, StateRequest, last_border, owner
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.hierarchy import Hierarchy, Pending
+from kvtier.tiers.naming import TokenChain, state_name
+from kvtier.tiers.tier import BlockRecord
+
+GROUPS = (0, 2)  # of three: group 1 keeps K and V
+NUM_BLOCKS = 100
+
+
+@dataclass
+class Keys:
+    """`TrackedRequest.keys` over kvtier's own chain."""
+
+    chain: TokenChain
+
+    def current(self) -> TokenChain:
+        return self.chain
+
+
+@dataclass
+class Story:
+    """Six blocks on the slab, and states of both groups behind some of them."""
+
+    slots: int = 32
+    tier: MemoryTier = field(default_factory=MemoryTier)
+    chain: TokenChain = field(default_factory=lambda: chain_of(6))
+
+    def __post_init__(self) -> None:
+        self.hierarchy: Hierarchy = hierarchy_of(self.slots, self.tier)
+        self.side = SchedulerSide(self.hierarchy)
+        plan: Any = SimpleNamespace(states=[SimpleNamespace(group=group) for group in GROUPS], block_size=BLOCK_SIZE)
+        self.states = StateSide(self.side, plan, NUM_BLOCKS, keeps_answers=True)
+        request = SimpleNamespace(num_tokens=6 * BLOCK_SIZE + 1, num_computed_tokens=0, num_prompt_tokens=25)
+        keys: Any = Keys(self.chain)
+        self.row = TrackedRequest(request, "r", keys)
+        self.side.admit(self.row)
+        self.tier.fill(self.chain)
+
+    def hold(self, border: int, *groups: int) -> None:
+        for group in groups:
+            record = record_of(self.chain, border - 1)
+            name = state_name(record.chain_hash, group)
+            self.tier.blocks[name] = (
+                BlockRecord(name, record.chain_hash, record.tokens, record_checksum(name)),
+                payload_of(name),
+            )
+
+    def asked(self) -> int:
+        """The answer, once the tiers have given it."""
+        for _ in range(200):
+            answer = self.states.lookup(self.row)
+            if not isinstance(answer, Pending):
+                return answer
+            self.side.wait(0.05)
+        raise AssertionError("no answer")
+
+    def close(self) -> None:
+        for known in (self.row, self.row.closed, self.row.states):
+            if known is not None:
+                self.side.finished(known.request_id)
+        self.side.close()
+        assert self.hierarchy.drain(60)
+        self.hierarchy.check()
+        counts = self.hierarchy.host.pool.counts()
+        assert (counts.leased, counts.filling) == (0, 0)
+        self.hierarchy.close()
+
+
+def record_checksum(name: bytes) -> int:
+    return checksum(memoryview(payload_of(name)))
+
+
+@pytest.fixture
+def story() -> Any:
+    made = Story()
+    yield made
+    made.close()
+
+
+def test_a_states_name_depends_on_its_block_and_its_group() -> None:
+    name = state_name(bytes(32), 1)
+    assert name.hex() == "5f9a58728bac9f9504f88a4ce6eb51324e2ac2459abb720a6bb7673dc28a5204"
+    assert len({name, state_name(bytes(32), 2), state_name(bytes(31) + b"\1", 1), bytes(32)}) == 4
+
+
+def test_states_are_one_chain_beside_the_blocks(story: Story) -> None:
+    states = StateRequest.of("r", story.chain, GROUPS)
+    assert owner(states.request_id) == "r" != states.request_id
+    names = states.chain.hashes
+    assert len(names) == 12
+    at = states.chain.index(3, 2)
+    assert names[at] == names[at : at + 1][0] == state_name(story.chain.hashes[3], 2)
+    assert states.chain.parent(at) == story.chain.hashes[3]
+    assert states.chain.block_tokens(at) == story.chain.block_tokens(3)
+
+
+def test_a_closed_request_ends_with_its_states(story: Story) -> None:
+    closed = ClosedRequest.of("r", story.chain, 4, GROUPS)
+    assert list(closed.chain.hashes) == [
+        *story.chain.hashes[:4],
+        *(state_name(story.chain.hashes[3], group) for group in GROUPS),
+    ]
+    assert owner(closed.request_id) == "r"
+    assert closed.num_tokens == 6 * BLOCK_SIZE + 1
+
+
+def test_the_last_border_is_where_every_group_has_a_state(story: Story) -> None:
+    story.hold(2, *GROUPS)
+    story.hold(4, *GROUPS)
+    story.hold(5, GROUPS[0])  # the other group's is lost
+    assert last_border(story.hierarchy, story.chain, range(1, 7), GROUPS) == 4
+    assert last_border(story.hierarchy, story.chain, range(5, 7), GROUPS) == 0
+    assert last_border(story.hierarchy, story.chain, range(1, 4), GROUPS) == 2
+    del story.tier.blocks[story.chain.hashes[2]]  # a block: what lies behind it is of no use
+    assert last_border(story.hierarchy, story.chain, range(1, 7), GROUPS) == 2
+
+
+def test_what_is_promised_are_the_blocks_up_to_a_border_with_its_states(story: Story) -> None:
+    story.hold(4, *GROUPS)
+    assert story.asked() == 4 * BLOCK_SIZE
+    story.row.tables = [[0, 0, 0, 7, 8], [1, 2, 3, 4, 5], [0, 0, 0, 9, 10]]
+    assert story.states.load(story.row, 4 * BLOCK_SIZE) == 4 * BLOCK_SIZE
+    [load] = story.side.build_plan().loads
+    assert owner(load.request_id) == "r"
+    assert load.device_blocks == (0, 1, 2, 3, exactly(7), exactly(2 * NUM_BLOCKS + 9))
+    assert story.states.targets(story.row) == [exactly(7), exactly(2 * NUM_BLOCKS + 9)]
+    assert story.hierarchy.host.pool.lookup([state_name(story.chain.hashes[3], 2)]) == 1
+
+
+def test_blocks_without_a_state_are_never_promised(story: Story) -> None:
+    assert story.asked() == 0
+    story.hold(6, GROUPS[1])
+    assert story.asked() == 0
+    misses = 'kvtier_lookup_blocks_total{tier="miss"}'
+    assert story.hierarchy.stats()[misses] == 6  # once, however often it is asked
+
+
+def test_a_state_that_cannot_be_read_is_no_promise(story: Story) -> None:
+    story.hold(6, *GROUPS)
+    broken = state_name(story.chain.hashes[5], GROUPS[1])
+    record, payload = story.tier.blocks[broken]
+    story.tier.blocks[broken] = (record, bytes(len(payload)))
+    assert story.asked() == 0
+    assert story.row.closed is None
+
+
+def test_a_load_that_failed_is_not_tried_again(story: Story) -> None:
+    story.hold(4, *GROUPS)
+    assert story.asked() == 4 * BLOCK_SIZE
+    story.row.tables = [[0, 0, 0, 0, 8], [1, 2, 3, 4, 5], [0, 0, 0, 9, 10]]  # vLLM gave the first group's state no room
+    assert story.states.load(story.row, 4 * BLOCK_SIZE) == 0
+    assert not story.side.build_plan().loads
+    assert story.asked() == 0
+
+
+@pytest.mark.parametrize(("step", "stored"), [(BLOCK_SIZE, [0]), (3 * BLOCK_SIZE, [2]), (BLOCK_SIZE + 1, [])])
+def test_a_step_that_ends_where_a_block_ends_leaves_states_to_be_stored(
+    story: Story, step: int, stored: list[int]
+) -> None:
+    tables = [[0, 0, 7, 0], [1, 2, 3, 4], [5, 0, 9, 0]]
+    state: Any = SimpleNamespace(get_block_ids=lambda request_id: tables)
+    story.states.offer(story.row, step, state)
+    stores = story.side.build_plan().stores
+    blocks = [store.device_blocks for store in stores]
+    expected = {0: [(exactly(2 * NUM_BLOCKS + 5),)], 2: [(exactly(7),), (exactly(2 * NUM_BLOCKS + 9),)]}
+    assert blocks == [each for border in stored for each in expected[border]]
+    every = [state_name(story.chain.hashes[border], group) for border in stored for group in GROUPS]
+    names = every[len(every) - len(stores) :]
+    for store, name in zip(stores, names, strict=True):
+        fill_slots(story.hierarchy, store.host_slots, [name])
+    story.side.update(WorkerReport(tuple(store.op_id for store in stores)))
+    assert story.hierarchy.drain(60)
+    assert all(name in story.tier.blocks for name in names)

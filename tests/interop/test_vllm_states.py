@@ -1,0 +1,187 @@
+"""vLLM's models with recurrent states, and quantised KV: a prompt goes on from a border where blocks and states are.
+
+Qwen3-Next: two of four layers keep a state, which vLLM has at the end of a block where a step ended. vLLM's CPU kernels
+for it compute in bf16.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
+
+import torch
+from vllm_rig import VOCAB, Engine, engine, make_checkpoint, prompt, tiers
+
+from kvtier.tiers.copies.engine_blocks import PartCopier
+from kvtier.tiers.naming import state_name
+
+pytestmark = pytest.mark.timeout(600)
+
+BLOCK = 160  # tokens: what vLLM chooses, so that a block of K and V is no smaller than a state
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 512,  # a step ends at 480 tokens: there and at a prompt's last border states are kept
+    "num_gpu_blocks_override": 64,
+}
+LONG = prompt(1, 1400)
+PROMPTS = [LONG, LONG[:1000] + prompt(2, 100), LONG + prompt(3, 300), LONG[:700]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3-next", tmp_path_factory.mktemp("models") / "next", dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def right(model: Path) -> list[list[int]]:
+    """What a vLLM without kvtier and without a cache of its own answers."""
+    with engine(model, **OPTIONS, enable_prefix_caching=False) as plain:
+        return one_by_one(plain, PROMPTS)[1]
+
+
+def one_by_one(vllm: Engine, prompts: Sequence[list[int]], num_tokens: int = 12) -> tuple[list[int], list[list[int]]]:
+    """Cached tokens and text of each. One after the other: in bf16 a batch's shape may flip a near tie."""
+    outputs = [vllm.run([tokens], num_tokens)[0] for tokens in prompts]
+    return [output.num_cached_tokens for output in outputs], [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def names(vllm: Engine, tokens: list[int]) -> tuple[list[bytes], list[bytes]]:
+    """The blocks of a prompt and the states behind each of them, as the tiers name them."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+    from vllm.v1.request import Request
+    from vllm_rig import greedy
+
+    hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256"))
+    request = Request("names", tokens, greedy(1), None, block_hasher=hasher)
+    blocks = [bytes(name) for name in request.block_hashes]
+    [state] = vllm.half._plan.states
+    return blocks, [state_name(name, state.group) for name in blocks]
+
+
+def forget(vllm: Engine, *lost: bytes) -> None:
+    """These records are gone from L2 and from the slab, and vLLM has nothing itself."""
+    vllm.forget_l1()
+    [port] = vllm.hierarchy.ports
+    assert all(port.holds(lost))
+    port.tier.discard(lost)
+    assert vllm.hierarchy.host.pool.evict(lost) == len(lost)
+    assert not any(port.holds(lost))
+
+
+def test_a_new_engine_goes_on_from_states_that_an_old_one_stored(
+    model: Path, right: list[list[int]], tmp_path: Path
+) -> None:
+    with engine(model, tiers(tmp_path), **OPTIONS) as first:
+        assert [type(group.kv_cache_spec).__name__ for group in first.scheduler.kv_cache_config.kv_cache_groups] == [
+            "MambaSpec",
+            "FullAttentionSpec",
+        ]
+        assert one_by_one(first, PROMPTS)[1] == right
+        first.forget_l1()
+        assert one_by_one(first, PROMPTS) == ([1280, 960, 1600, 640], right)
+    with engine(model, tiers(tmp_path), **OPTIONS) as second:
+        assert one_by_one(second, PROMPTS) == ([1280, 960, 1600, 640], right)
+        assert second.found_in("file") > 0
+
+
+def test_the_next_turn_goes_on_from_the_answer(model: Path, tmp_path: Path) -> None:
+    first_turn = prompt(5, 300)
+    with engine(model, **OPTIONS) as plain:
+        [answer] = plain.text([first_turn], 200)
+        second_turn = [*first_turn, *answer, *prompt(6, 40)]
+        assert one_by_one(plain, [second_turn])[0] == [160]  # what vLLM by itself has of it
+        plain.forget_l1()
+        expected = plain.text([second_turn], 12)
+    with engine(model, tiers(tmp_path), **OPTIONS) as vllm:
+        assert vllm.text([first_turn], 200) == [answer]
+        vllm.forget_l1()
+        assert one_by_one(vllm, [second_turn]) == ([480], expected)  # 300 + 200 tokens: the answer filled a third block
+
+
+@pytest.mark.parametrize("lost", ["state", "block", "first block"])
+def test_a_lost_record_costs_no_more_than_what_it_was_needed_for(
+    model: Path, right: list[list[int]], tmp_path: Path, lost: str
+) -> None:
+    with engine(model, tiers(tmp_path), **OPTIONS) as vllm:
+        assert one_by_one(vllm, PROMPTS[:1])[1] == right[:1]
+        blocks, states = names(vllm, LONG)
+        gone = {"state": states[7], "block": blocks[6], "first block": blocks[0]}[lost]
+        forget(vllm, gone)
+        cached = {"state": 960, "block": 960, "first block": 0}[lost]  # steps ended at 480, 960 and 1280 tokens
+        assert one_by_one(vllm, PROMPTS[:1]) == ([cached], right[:1])
+        vllm.forget_l1()
+        assert one_by_one(vllm, PROMPTS[:1]) == ([1280], right[:1])  # what was computed instead is there again
+
+
+def test_a_load_that_fails_is_computed(
+    model: Path, right: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = PartCopier.copy
+    failed = []
+
+    def failing(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
+        if direction == "load":
+            failed.append(len(copies.host_slots))
+            return "the test says so"
+        return copy(self, direction, copies, cancelled)
+
+    with engine(model, tiers(tmp_path), **OPTIONS) as vllm:
+        assert one_by_one(vllm, PROMPTS[:1])[1] == right[:1]
+        vllm.forget_l1()
+        monkeypatch.setattr(PartCopier, "copy", failing)
+        assert one_by_one(vllm, PROMPTS[:1]) == ([0], right[:1])
+        assert failed
+        monkeypatch.setattr(PartCopier, "copy", copy)
+        vllm.forget_l1()
+        assert one_by_one(vllm, PROMPTS[:1]) == ([1280], right[:1])
+
+
+def test_random_prompts_that_share_beginnings(model: Path, tmp_path: Path) -> None:
+    random = np.random.default_rng(7)
+    prompts: list[list[int]] = []
+    for _ in range(8):
+        start = prompts[random.integers(len(prompts))] if prompts and random.random() < 0.8 else prompt(30, 900)
+        cut = int(random.integers(1, len(start) + 1))
+        prompts.append([*start[:cut], *random.integers(3, VOCAB, int(random.integers(1, 400))).tolist()][:1500])
+    with engine(model, **OPTIONS, enable_prefix_caching=False) as plain:
+        expected = one_by_one(plain, prompts, 8)[1]
+    with engine(model, tiers(tmp_path), **OPTIONS) as vllm:
+        cached = []
+        for _ in range(2):
+            for tokens, text in zip(prompts, expected, strict=True):
+                found, answer = one_by_one(vllm, [tokens], 8)
+                assert answer == [text]
+                cached += found
+                vllm.forget_l1()
+        assert sum(cached[: len(prompts)]) < sum(cached[len(prompts) :])
+
+
+def test_without_prefix_caching_there_are_no_states_to_keep(model: Path) -> None:
+    with pytest.raises(Exception, match="start with --enable-prefix-caching --mamba-cache-mode align"):
+        Engine(model, tiers(), **OPTIONS, enable_prefix_caching=False)
+
+
+# quantised KV
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
+def test_quantised_kv_travels_as_it_is(tmp_path: Path, kind: str) -> None:
+    path = make_checkpoint("llama", tmp_path / "model")
+    prompts = [prompt(1, 300), prompt(1, 200) + prompt(2, 50)]
+    with engine(path, kv_cache_dtype=kind) as plain:
+        expected = plain.text(prompts)
+    with engine(path, tiers(tmp_path), kv_cache_dtype=kind) as first:
+        assert first.text(prompts) == expected
+    with engine(path, tiers(tmp_path), kv_cache_dtype=kind) as second:
+        outputs = second.run(prompts)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert all(output.num_cached_tokens >= 192 for output in outputs)
+    other = {"fp8": "fp8_e5m2", "fp8_e5m2": "auto"}[kind]
+    with engine(path, tiers(tmp_path), kv_cache_dtype=other) as stranger:
+        assert not stranger.run(prompts[:1])[0].num_cached_tokens
