@@ -288,3 +288,31 @@ def test_nothing_is_loaded_twice_beside_a_beginning_that_is_on_its_way(slabs: An
     assert slab.finish() == slab.bits
     written = [block for blocks in copies.written for block in blocks]
     assert len(written) == len(set(written))
+
+
+@pytest.mark.usefixtures("patient")
+def test_copies_of_the_back_that_fail_are_computed(slabs: Any) -> None:
+    slab = slabs()
+    copies = FailingCopies(slab)
+    copies.num_left = 1
+    slab.until_the_front_is_at_the_back()
+    request = slab.engine.request("a")
+    front = request.num_computed
+    slab.gate.set()
+    assert slab.finish() == slab.bits
+    assert copies.num_left == 0
+    lost = 16 * len(copies.written[0])
+    assert request.num_external_tokens == HELD - front - lost
+    assert slab.hierarchy.stats()['kvtier_miss_total{reason="copy_failed"}'] == len(copies.written[0])
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("preemption", ["recompute", "offload"])
+def test_who_is_preempted_between_its_ends_begins_anew(slabs: Any, preemption: str) -> None:
+    slab = slabs(preemption=preemption)
+    slab.until_the_front_is_at_the_back()
+    slab.engine.scheduler._preempt(slab.engine.request("a"))
+    assert slab.back is None
+    slab.gate.set()  # what was asked for comes, for nobody
+    assert slab.finish() == slab.bits
+    assert slab.more("preempted") == 1
