@@ -342,7 +342,7 @@ def test_a_crowd_over_a_stream_that_dawdles_and_fails(
     come_to_rest(engine, connector)
 
 
-# 17: a load that its step did not wait for.
+# P6, and of whole blocks: a load that its step did not wait for.
 
 
 @pytest.mark.parametrize("shared", [48, 41])  # tokens: whole blocks, and a part of one
