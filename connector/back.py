@@ -75,6 +75,7 @@ class Back:
     def seat(self, table: Sequence[int], num_present: int) -> None:
         """The request has its blocks now; the first `num_present` are there or on their way otherwise."""
         self._table = table
+        self._until = num_present * self._size  # nothing before that is asked for: other copies may write there
         for group in [each for each in self._groups if each.first < num_present]:
             self._let_go(group)
 

@@ -232,7 +232,10 @@ class Scheduler:
                 break  # nobody overtakes a request because it is large
             num_seats -= cached
             if cached and candidate.sequence.state is SequenceState.RUNNING:
-                budget -= self._compute(candidate.sequence, budget, chunks)
+                num_tokens = self._compute(candidate.sequence, budget, chunks)
+                if not num_tokens and candidate.sequence.num_loading:
+                    self._await_load(candidate.sequence)  # it waits for its back: no compute of its own for the load
+                budget -= num_tokens
         return chunks, budget
 
     def _allocate(self, candidate: Admissible) -> bool | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from small_engines import end, settled
 from tiny_models import config_of, prompt
 
@@ -16,7 +17,9 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.sequence import Output, SamplingParams
 from kvtier.tiers.config.config import Config
+from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.local_claim import HostCheck
 from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.kinds import TIERS
 
@@ -44,9 +47,9 @@ class FixedRates(Rates):
 class SlowSlab:
     """An engine over a slab that holds a prompt, and answers no read before the story says so."""
 
-    def __init__(self, home: Path, block_size: int = 16, **options: Any) -> None:
+    def __init__(self, home: Path, block_size: int = 16, verify: str = "never", **options: Any) -> None:
         sections: dict[str, Any] = {
-            "host": {"size": "8MiB"},
+            "host": {"size": "8MiB", "verify": verify},
             "file": {"path": str(home), "size": "64MiB", "deadline": "60s"},
             "cache": {"block_size": block_size, "prefetch_deadline": "60s"},
         }
@@ -209,3 +212,107 @@ def test_a_reset_below_leaves_the_rest_to_the_front(slabs: Any) -> None:
     slab.hierarchy.reset()
     slab.gate.set()
     assert slab.finish() == slab.bits
+
+
+class FailingCopies:
+    """A copier of which the next load fails, having written rubbish."""
+
+    def __init__(self, slab: SlowSlab) -> None:
+        worker: Any = slab.engine.worker
+        self._real, self._tensor = worker._stream._copier, slab.engine.pool.tensor
+        self.num_left = 0
+        self.written: list[list[int]] = []  # blocks of L1, by copy
+        worker._stream._copier = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def copy(self, direction: str, copies: BlockCopies, cancelled: Any) -> str | None:
+        if direction == "load":
+            self.written.append(copies.device_blocks.tolist())
+            if self.num_left:
+                self.num_left -= 1
+                self._tensor[torch.from_numpy(copies.device_blocks)] = 1e3
+                return "the driver reports a failed copy"
+        error: str | None = self._real.copy(direction, copies, cancelled)
+        return error
+
+
+def with_a_beginning_in_l2(slab: SlowSlab, num_blocks: int) -> None:
+    """L2 has the first blocks of the prompt, the slab all."""
+    slab.gate.set()
+    slab.engine.generate([slab.prompt[: num_blocks * 16 + 1]], KEEP)
+    slab.forget(l2=False)
+    slab.gate.clear()
+    slab.before = dict(slab.engine.stats)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("copies", ["whole", "failed"])
+def test_a_beginning_loaded_layer_by_layer_in_a_step_that_computes_nothing_of_its_request(
+    slabs: Any, monkeypatch: pytest.MonkeyPatch, copies: str
+) -> None:
+    """Nobody's compute waits for that load: it has ended well, or its tokens are computed."""
+    slab = slabs(loading="layerwise", verify="always")
+    with_a_beginning_in_l2(slab, 10)
+    looked = Event()
+    run = HostCheck.run
+    monkeypatch.setattr(HostCheck, "run", lambda check: (looked.wait(60), run(check))[1])
+    slab.engine.add_request(slab.prompt, KEEP, request_id="a")
+    slab.engine.step()  # alone, it is to come from both ends; L2's bytes are looked at first
+    assert slab.back is not None
+    # Meanwhile somebody else comes. All that is held is now loaded, so that nothing is left to compute.
+    slab.engine.add_request(prompt(2, 40), SamplingParams(max_tokens=40, ignore_eos=True), request_id="b")
+    looked.set()
+    failing = FailingCopies(slab)
+    failing.num_left = copies == "failed"
+    while not failing.written:
+        slab.engine.step()
+    assert slab.engine.request("a").num_computed <= 160
+    slab.gate.set()
+    told: list[Output] = []
+    while slab.engine.has_unfinished:
+        told += slab.engine.step()
+    rows = [each.logits for each in told if each.request_id == "a"]
+    assert np.stack(rows).tobytes() == slab.bits  # type: ignore[arg-type]
+    assert slab.engine.stats["failed_loads"] == (copies == "failed")
+
+
+@pytest.mark.usefixtures("patient")
+def test_nothing_is_loaded_twice_beside_a_beginning_that_is_on_its_way(slabs: Any) -> None:
+    slab = slabs()
+    with_a_beginning_in_l2(slab, 40)
+    copies = FailingCopies(slab)
+    slab.until_the_front_is_at_the_back()
+    slab.gate.set()
+    assert slab.finish() == slab.bits
+    written = [block for blocks in copies.written for block in blocks]
+    assert len(written) == len(set(written))
+
+
+@pytest.mark.usefixtures("patient")
+def test_copies_of_the_back_that_fail_are_computed(slabs: Any) -> None:
+    slab = slabs()
+    copies = FailingCopies(slab)
+    copies.num_left = 1
+    slab.until_the_front_is_at_the_back()
+    request = slab.engine.request("a")
+    front = request.num_computed
+    slab.gate.set()
+    assert slab.finish() == slab.bits
+    assert copies.num_left == 0
+    lost = 16 * len(copies.written[0])
+    assert request.num_external_tokens == HELD - front - lost
+    assert slab.hierarchy.stats()['kvtier_miss_total{reason="copy_failed"}'] == len(copies.written[0])
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("preemption", ["recompute", "offload"])
+def test_who_is_preempted_between_its_ends_begins_anew(slabs: Any, preemption: str) -> None:
+    slab = slabs(preemption=preemption)
+    slab.until_the_front_is_at_the_back()
+    slab.engine.scheduler._preempt(slab.engine.request("a"))
+    assert slab.back is None
+    slab.gate.set()  # what was asked for comes, for nobody
+    assert slab.finish() == slab.bits
+    assert slab.more("preempted") == 1
