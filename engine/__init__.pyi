@@ -3,9 +3,11 @@ from .config import EngineConfig
 from .llm import Engine
 from .local import engine_config, open_engine
 from .model import Model
+from .segment_requests import SEGMENT_OUTCOMES, wanted_reuse
 from .sequence import FinishReason, NamedPrompt, Output, SamplingParams, Sequence
 
 __all__ = [
+    "SEGMENT_OUTCOMES",
     "Completion",
     "Engine",
     "EngineConfig",
@@ -17,4 +19,5 @@ __all__ = [
     "Sequence",
     "engine_config",
     "open_engine",
+    "wanted_reuse",
 ]

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter, abc
+from math import inf
 from typing import Final
 
 from kvtier.connector.segments import (
@@ -34,7 +35,7 @@ from kvtier.tiers.naming import TokenChain
 _BOUNDS: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)  # of the histogram of deviations
 _ONE_TOKEN: Final = SamplingParams(max_tokens=1, ignore_eos=True)
 
-OUTCOMES: Final = ("held", "loaded", "computed", "lost", "short", "prefix")
+SEGMENT_OUTCOMES: Final = ("held", "loaded", "computed", "lost", "short", "prefix")
 """What became of segments: in L1 when asked for, loaded whole, (partly) computed alone; gone again from L1 when its
 request was admitted; too short; at the prompt's start, where it is an ordinary prefix."""
 
@@ -43,7 +44,7 @@ _COUNTED: Final = (
     "repaired_tokens",
     "blends",
     "blends_in_full",
-    *(f"segments_{way}" for way in OUTCOMES),
+    *(f"segments_{way}" for way in SEGMENT_OUTCOMES),
 )
 
 
@@ -55,7 +56,9 @@ class SegmentRequests:
 
     def __init__(self, model: Model, pool: BlockPool, scheduler: Scheduler, config: EngineConfig) -> None:
         self.stats: Counter[str] = Counter()
-        self.deviations: Counter[float] = Counter()  # requests by the upper bound of what was left unrepaired
+        # Requests by the upper bound of what was left unrepaired, and the sum of it.
+        self.deviations: Counter[float] = Counter(dict.fromkeys((*_BOUNDS, inf), 0))
+        self.deviation_sum = 0.0
         self._model = model
         self._pool = pool
         self._scheduler = scheduler
@@ -169,16 +172,17 @@ class SegmentRequests:
         self.stats[f"segments_{outcome}"] += 1
 
     def _count(self, sequence: Sequence, result: BlendResult) -> None:
-        if not sequence.num_preempted:
+        if not sequence.num_generated:  # what its first token saw; a blend that had to be made again counts once
+            self.stats["segment_tokens"] += result.num_reused - sequence.num_segment_tokens
+            self.stats["repaired_tokens"] += result.num_repaired - sequence.num_repaired_tokens
             sequence.num_segment_tokens, sequence.num_repaired_tokens = result.num_reused, result.num_repaired
-            self.stats["segment_tokens"] += result.num_reused
-            self.stats["repaired_tokens"] += result.num_repaired
         self.stats["blends"] += 1
         self.stats["blends_in_full"] += result.fell_back
         self._scheduler.stats["computed_tokens"] += result.num_computed
         if result.deviation is not None:
             index = bisect_left(_BOUNDS, result.deviation)
-            self.deviations[_BOUNDS[index] if index < len(_BOUNDS) else float("inf")] += 1
+            self.deviations[_BOUNDS[index] if index < len(_BOUNDS) else inf] += 1
+            self.deviation_sum += result.deviation
 
 
 def wanted_reuse(

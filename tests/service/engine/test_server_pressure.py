@@ -113,7 +113,7 @@ def test_who_finds_no_room_costs_nothing(model: Path, monkeypatch: pytest.Monkey
         with held(server):
             live = beside(lambda: server.client.completions.create(max_tokens=1, n=2, **ASK))
             wait_for(lambda: server.loop.num_live == 2)
-            monkeypatch.setattr(Prompts, "all_tokens", None)
+            monkeypatch.setattr(Prompts, "tokenized", None)
             refused = server.post("completions", model=MODEL, prompt="x")
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
             for ask, param in (({"prompt": [[1]] * 3}, "prompt"), ({"prompt": [[1]] * 4096, "n": 128}, "n")):
@@ -154,16 +154,16 @@ def body(**options: Any) -> dict[str, Any]:
 def test_few_prompts_are_tokenized_at_once_and_none_is_waited_for_for_ever(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, all_tokens = threading.Event(), Prompts.all_tokens
+    go, tokenized = threading.Event(), Prompts.tokenized
     entered: list[object] = []
 
     def wait_and_tokenize(*arguments: Any) -> Any:
         entered.append(arguments)
         assert go.wait(60)
-        return all_tokens(*arguments)
+        return tokenized(*arguments)
 
     with serving(model, server={"request_timeout": "5s"}) as server:
-        monkeypatch.setattr(Prompts, "all_tokens", wait_and_tokenize)
+        monkeypatch.setattr(Prompts, "tokenized", wait_and_tokenize)
         asked = [beside(lambda: server.post("completions", **body(max_tokens=1))) for _ in range(4)]
         wait_for(lambda: len(entered) == 4)
         late = server.post("completions", **body(max_tokens=1))
