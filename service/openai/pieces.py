@@ -16,7 +16,7 @@ from kvtier.service import shown
 from kvtier.service.openai.chat_turns import Chat, Turn
 from kvtier.service.openai.errors import OpenAIError
 
-_LEFT_OUT: Final = "leaves this text out; do not mark it"
+_LEFT_OUT: Final = "leaves this text out, or changes it; do not mark it"
 _REPEATED: Final = "writes this text several times; do not mark it"
 _CHANGED: Final = "changes this text (white space at its ends, say); send what the template writes, or do not mark it"
 

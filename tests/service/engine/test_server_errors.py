@@ -306,21 +306,11 @@ def nearly_right(dice: random.Random) -> tuple[str, bytes]:
     """A right body with one or two fields of it, or others, spoilt; sometimes cut."""
     verb = dice.choice(VERBS)
     body: dict[str, Any] = {**(PROMPT if verb == "completions" else CHAT)}
-    others = [
-        "n",
-        "stop",
-        "temperature",
-        "top_p",
-        "seed",
-        "stream_options",
-        "cache_salt",
-        "logit_bias",
-        "tools",
-        "kvtier",
-    ]
-    values = [
+    others = ["n", "stop", "temperature", "top_p", "seed", "stream_options", "cache_salt", "logit_bias", "kvtier"]
+    values: list[Any] = [
         None, True, -1, 0, 2, 1e308, float("nan"), "", "hi", "\ud800", "\0", [], [1], [[2]], [None], ["a", 1], {},
-        {"type": "text"}, {"segments": [[0, 1]]}, {"segments": [[[]]], "repair": {}}, [{"role": "user"}], [{"role": "user", "content": [{"type": "text"}]}], "é" * 2000,
+        {"type": "text"}, [{"role": "user"}], [{"role": "user", "content": [{"type": "text"}]}], "é" * 2000,
+        {"segments": [[0, 1]]}, {"segments": [[[]]], "repair": {}},
     ]  # fmt: skip
     for field in dice.choices([*body, *others, "x"], k=dice.randrange(1, 3)):
         body[field] = dice.choice(values)

@@ -49,7 +49,7 @@ def parts_of(question: Asked) -> list[dict[str, Any]]:
 def chat(server: ServerThread, question: Asked, **options: Any) -> Any:
     """The client's raw response; `options` are fields of the body that only kvtier's engine knows."""
     messages: Any = [{"role": "user", "content": parts_of(question)}]
-    create = server.client.chat.completions.with_raw_response.create
+    create: Any = server.client.chat.completions.with_raw_response.create
     return create(messages=messages, extra_body={"ignore_eos": True, **options}, **ONE)
 
 
@@ -104,7 +104,7 @@ def test_a_stream_says_it_before_its_first_event(server: ServerThread, questions
     ask: dict[str, Any] = {**ONE, "messages": messages, "max_tokens": 3, "extra_body": {"ignore_eos": True}}
     whole = server.client.chat.completions.create(**ask)
     options = {"include_usage": True}
-    create = server.client.chat.completions.with_raw_response.create
+    create: Any = server.client.chat.completions.with_raw_response.create
     raw = create(**ask, stream=True, stream_options=options)
     assert raw.headers["x-kvtier-approximate"] == str(REUSED - REPAIRED)
     chunks: list[Any] = list(raw.parse())
