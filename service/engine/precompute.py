@@ -44,7 +44,7 @@ class Precomputation:
         lengths = [len(each.prompt.token_ids) for each in self._wanted.inputs]
         texts = [_told(length, held) for length, held in zip(lengths, num_held, strict=True)]
         total = _told(sum(lengths), sum(num_held))
-        return {"object": "kvtier.precompute", "model": self._wanted.model, **total, "texts": texts}
+        return {"object": "precompute", "model": self._wanted.model, **total, "texts": texts}
 
     def close(self) -> None:
         if self._unfinished:

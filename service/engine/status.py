@@ -122,4 +122,4 @@ def _own(loop: EngineLoop) -> Iterator[Metric]:
         yield counter("kvtier_engine_blends", "Requests with segments, by what was computed", counts.blends, "kind")
         yield counter("kvtier_engine_segments", "Segments by what became of them", counts.outcomes, "outcome")
         about = "Requests by the relative deviation of KV left unrepaired; the rule deviation measures it"
-        yield histogram("kvtier_engine_deviation", about, counts.deviations, counts.deviation_sum)
+        yield histogram("kvtier_engine_segment_deviation", about, counts.deviations, counts.deviation_sum)

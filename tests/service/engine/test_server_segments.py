@@ -153,7 +153,7 @@ def test_precomputed_documents_are_held_where_they_are_marked(model: Path, quest
         assert done.status_code == 200, done.text
         each = {"tokens": LENGTH, "held": 0, "computed": LENGTH}
         total = {name: NUM_DOCUMENTS * number for name, number in each.items()}
-        assert done.json() == {"object": "kvtier.precompute", "model": NAME, **total, "texts": [each] * NUM_DOCUMENTS}
+        assert done.json() == {"object": "precompute", "model": NAME, **total, "texts": [each] * NUM_DOCUMENTS}
         assert reused(chat(server, questions[0]).parse().usage)["segment"] == REUSED
         assert server.status()["segments"]["outcomes"] == {
             **dict.fromkeys(("loaded", "computed", "lost", "short"), 0), "held": NUM_DOCUMENTS - 1, "prefix": 1,
@@ -190,11 +190,11 @@ def test_the_pages_tell_what_came_of_segments(model: Path, questions: list[Asked
         assert of("kvtier_engine_segment_tokens", "kind") == told["tokens"]
         assert of("kvtier_engine_blends", "kind") == told["blends"]
         assert of("kvtier_engine_segments", "outcome") == told["outcomes"]
-        deviation = families["kvtier_engine_deviation"]
+        deviation = families["kvtier_engine_segment_deviation"]
         assert deviation.type == "histogram"
         values = {s.labels.get("le", s.name): s.value for s in deviation.samples}
-        assert values["+Inf"] == values["kvtier_engine_deviation_count"] == 5
-        assert values["kvtier_engine_deviation_sum"] == told["deviation_sum"]
+        assert values["+Inf"] == values["kvtier_engine_segment_deviation_count"] == 5
+        assert values["kvtier_engine_segment_deviation_sum"] == told["deviation_sum"]
         buckets = [s.value for s in deviation.samples if "le" in s.labels]
         assert buckets == sorted(buckets)
     with serving(model) as server:  # nothing of it where segments are off
