@@ -25,6 +25,7 @@ TOKEN = "a secret nobody sees"
 USER = [{"role": "user", "content": "hi"}]
 PROMPT: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 1}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": USER, "max_tokens": 1}
+MANY_MARKS = {"type": "text", "text": "x", "kvtier": {f"x{number}": 1 for number in range(1000)}}
 VERBS = ("completions", "chat/completions")
 
 
@@ -146,6 +147,10 @@ def test_the_field_at_fault_is_named(
         (ChatBody, {"messages": [{f"x{number}": 1 for number in range(1000)}]}, "messages.0"),
         (ChatBody, {"messages": [{"role": "user", "content": [{}] * 1000}]}, "messages.0.content.0.type"),
         (ChatBody, {"messages": USER, "stream_options": {f"x{number}": 1 for number in range(1000)}}, "stream_options"),
+        (CompletionBody, {"prompt": [1], "kvtier": {"segments": [["a", "b"]] * 1000}}, "kvtier.segments.0.0"),
+        (CompletionBody, {"prompt": [1], "kvtier": {"segments": [[1, 2]] * 5000}}, "kvtier.segments"),
+        (CompletionBody, {"prompt": [1], "kvtier": {f"x{number}": 1 for number in range(1000)}}, "kvtier"),
+        (ChatBody, {"messages": [{"role": "user", "content": [MANY_MARKS] * 1000}]}, "messages.0.content.0.kvtier"),
     ],
 )
 def test_of_a_million_mistakes_only_the_first_are_looked_for(

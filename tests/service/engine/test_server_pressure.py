@@ -147,6 +147,23 @@ def test_a_deadline_ends_a_request_and_frees_its_blocks(model: Path) -> None:
         wait_for(lambda: idle(server))
 
 
+def test_a_deadline_ends_segments_and_texts_to_precompute(model: Path) -> None:
+    """With those that were queued to bring the segments: nothing of them stays."""
+    cache = {"segments": "on", "segment_min_tokens": 16}
+    marked: dict[str, Any] = {"prompt": [*range(1, 101)], "kvtier": {"segments": [[20, 60], [60, 95]]}}
+    with serving(model, cache=cache, server={"request_timeout": "300ms"}) as server:
+        asked: list[tuple[str, dict[str, Any]]] = [
+            ("completions", body(max_tokens=2, **marked)),
+            ("completions", body(max_tokens=2, stream=True, n=2, **marked)),
+            ("kvtier/precompute", {"texts": [LONG, LONG[::-1]]}),
+        ]
+        with held(server):
+            for path, ask in asked:
+                late = server.post(path, **ask)
+                assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        wait_for(lambda: idle(server) and not server.engine.has_unfinished)
+
+
 def body(**options: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": LONG, "temperature": 0, "ignore_eos": True, **options}
 
