@@ -3,6 +3,7 @@ from .config import EngineConfig
 from .llm import Engine
 from .local import engine_config, open_engine
 from .model import Model
+from .segment_requests import wanted_reuse
 from .sequence import FinishReason, NamedPrompt, Output, SamplingParams, Sequence
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "Sequence",
     "engine_config",
     "open_engine",
+    "wanted_reuse",
 ]

@@ -16,13 +16,13 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_runner import ModelRunner
 from kvtier.engine.offload import EngineConnector, NoOffload
-from kvtier.engine.prompts import checked_tokens, is_text
+from kvtier.engine.prompts import checked_tokens, is_text, named_prompt, require_room
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.segment_requests import SegmentRequests, wanted_by_each, wanted_reuse
 from kvtier.engine.sequence import NamedPrompt, Output, SamplingParams, Sequence, SequenceState
 from kvtier.tiers import ConfigError, RequestError
 from kvtier.tiers.copies import BlockPool
-from kvtier.tiers.naming import ModelIdentity, TokenChain, root_hash
+from kvtier.tiers.naming import ModelIdentity
 
 _WAIT: Final = 0.01  # seconds an engine with nothing to compute waits for a copy or a lookup before it looks again
 _POLL: Final = 0.0005  # seconds between looks at copies that cannot be waited for
@@ -177,15 +177,21 @@ class Engine:
         self.generate(texts, SamplingParams(max_tokens=1, ignore_eos=True), cache_salt=cache_salt)
 
     def stream(
-        self, prompt: ArrayLike, params: SamplingParams | None = None, *, cache_salt: str | None = None
+        self,
+        prompt: ArrayLike,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        segments: abc.Sequence[Segment] = (),
+        repair: Repair | None = None,
     ) -> Iterator[Output]:
-        """The answer token by token; several streams may be read in turns.
+        """The answer token by token; several streams may be read in turns. `segments` and `repair` as `add_request`.
 
         The request is queued when the first token is asked for; closing the iterator aborts it.
         """
         params = params or SamplingParams()
-        self._checked(prompt, params)  # a request that cannot be served is refused here
-        return self._stream(prompt, params, cache_salt)
+        tokens = self._checked(prompt, params)  # a request that cannot be served is refused here
+        return self._stream(tokens, params, cache_salt, wanted_reuse(segments, repair, len(tokens), self.segments))
 
     def request(self, request_id: str) -> Sequence:
         """A request whose end was not told yet: its state, tokens and progress, to read. LookupError: no such one."""
@@ -307,22 +313,10 @@ class Engine:
         return tokens
 
     def _require_room(self, num_tokens: int, params: SamplingParams) -> None:
-        room = min(self.max_model_len, self.pool.num_blocks * self.config.block_size)
-        if num_tokens + params.max_tokens > room:
-            limit = f"the model's context of {room}" if room == self.max_model_len else f"the {room} that fit L1"
-            asked = f"{num_tokens} prompt tokens and max_tokens {params.max_tokens}"
-            raise RequestError(f"{asked}: together more than {limit}; shorten one of them")
+        require_room(num_tokens, params.max_tokens, self.max_model_len, self.pool.num_blocks * self.config.block_size)
 
     def _named(self, token_ids: list[int], cache_salt: str | None) -> NamedPrompt:
-        cache_salt = self.config.cache_salt if cache_salt is None else cache_salt
-        if cache_salt is not None and not is_text(cache_salt):
-            raise RequestError(f"cache_salt {cache_salt!r}: use a string of Unicode characters")
-        if not self.config.enable_prefix_caching:
-            return NamedPrompt(token_ids, None)
-        root = root_hash(self._fingerprint, cache_salt=cache_salt)
-        chain = TokenChain(root, self.config.block_size, self.config.hash_scheme)
-        chain.extend(token_ids)
-        return NamedPrompt(token_ids, chain)
+        return named_prompt(token_ids, cache_salt, self._fingerprint, self.config)
 
     def _knows(self, request_id: str) -> bool:
         return request_id in self._requests or self.scheduler.knows(request_id)
@@ -351,8 +345,11 @@ class Engine:
         self._inboxes[request.request_id] = deque()
         return request
 
-    def _stream(self, prompt: ArrayLike, params: SamplingParams, cache_salt: str | None) -> Iterator[Output]:
-        yield from self._follow(self._open(self._named(self._checked(prompt, params), cache_salt), params))
+    def _stream(
+        self, tokens: list[int], params: SamplingParams, cache_salt: str | None, wanted: WantedReuse | None
+    ) -> Iterator[Output]:
+        named = self._named(self._checked(tokens, params), cache_salt)
+        yield from self._follow(self._open(named, params, wanted))
 
     def _follow(self, request: Sequence) -> Iterator[Output]:
         inbox = self._inboxes[request.request_id]

@@ -1,11 +1,14 @@
-"""What a prompt must be: a list of token ids that the model has."""
+"""What a prompt must be: token ids that the model has, not too many; and what its blocks are called."""
 
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.sequence import NamedPrompt
 from kvtier.tiers import RequestError
+from kvtier.tiers.naming import TokenChain, root_hash
 
 
 def checked_tokens(prompt: ArrayLike, vocab_size: int) -> list[int]:
@@ -28,3 +31,24 @@ def checked_tokens(prompt: ArrayLike, vocab_size: int) -> list[int]:
 def is_text(value: object) -> bool:
     """A string that can be encoded, which one with lone surrogates cannot."""
     return isinstance(value, str) and value.encode(errors="replace").decode() == value
+
+
+def require_room(num_tokens: int, max_tokens: int, context: int, fit_l1: int) -> None:
+    """RequestError if prompt and answer together are more than the model's context, or than fits L1."""
+    room = min(context, fit_l1)
+    if num_tokens + max_tokens > room:
+        limit = f"the model's context of {room}" if room == context else f"the {room} that fit L1"
+        asked = f"{num_tokens} prompt tokens and max_tokens {max_tokens}"
+        raise RequestError(f"{asked}: together more than {limit}; shorten one of them")
+
+
+def named_prompt(token_ids: list[int], cache_salt: str | None, fingerprint: bytes, config: EngineConfig) -> NamedPrompt:
+    """The prompt with the names of its blocks, which no other salt has. RequestError: the salt is no text."""
+    cache_salt = config.cache_salt if cache_salt is None else cache_salt
+    if cache_salt is not None and not is_text(cache_salt):
+        raise RequestError(f"cache_salt {cache_salt!r}: use a string of Unicode characters")
+    if not config.enable_prefix_caching:
+        return NamedPrompt(token_ids, None)
+    chain = TokenChain(root_hash(fingerprint, cache_salt=cache_salt), config.block_size, config.hash_scheme)
+    chain.extend(token_ids)
+    return NamedPrompt(token_ids, chain)

@@ -5,6 +5,7 @@ from typing import Final
 
 from kvtier.connector.segments import (
     COUNTED,
+    DEVIATION_BOUNDS,
     Blender,
     BlendRequest,
     BlendResult,
@@ -44,7 +45,9 @@ class SegmentRequests:
 
     def __init__(self, model: Model, pool: BlockPool, scheduler: Scheduler, config: EngineConfig) -> None:
         self.stats: Counter[str] = Counter()
-        self.deviations: Counter[float] = Counter()  # requests by the upper bound of what was left unrepaired
+        # Requests by the upper bound of what was left unrepaired, and the sum of it.
+        self.deviations: Counter[float] = Counter(dict.fromkeys(DEVIATION_BOUNDS, 0))
+        self.deviation_sum = 0.0
         self._model = model
         self._pool = pool
         self._scheduler = scheduler
@@ -152,15 +155,16 @@ class SegmentRequests:
         self.stats[f"segments_{outcome}"] += 1
 
     def _count(self, sequence: Sequence, result: BlendResult) -> None:
-        if not sequence.num_preempted:
+        if not sequence.num_generated:  # what its first token saw; a blend that had to be made again counts once
+            self.stats["segment_tokens"] += result.num_reused - sequence.num_segment_tokens
+            self.stats["repaired_tokens"] += result.num_repaired - sequence.num_repaired_tokens
             sequence.num_segment_tokens, sequence.num_repaired_tokens = result.num_reused, result.num_repaired
-            self.stats["segment_tokens"] += result.num_reused
-            self.stats["repaired_tokens"] += result.num_repaired
         self.stats["blends"] += 1
         self.stats["blends_in_full"] += result.fell_back
         self._scheduler.stats["computed_tokens"] += result.num_computed
         if result.deviation is not None:
             self.deviations[deviation_bound(result.deviation)] += 1
+            self.deviation_sum += result.deviation
 
 
 def wanted_reuse(

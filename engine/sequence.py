@@ -153,7 +153,7 @@ class Sequence:
         self.reuse: Reuse | None = None  # of segments
         self.is_segment = False  # a segment by itself, nobody's request
         self.exact_tokens: int | None = None  # leading tokens whose KV is exact: more is never named; None: all of them
-        self.num_segment_tokens = 0  # of the prompt: taken from segments at the first admission
+        self.num_segment_tokens = 0  # of the prompt: taken from segments for its first token
         self.num_repaired_tokens = 0  # of these: computed anew
         self._chain = chain
         # Chain hashes of its full blocks, which the chain itself extends; empty where nothing is cached.

@@ -1,13 +1,15 @@
 from .blend import Blender, BlendRequest, BlendResult
-from .figures import COUNTED, deviation_bound
+from .figures import COUNTED, DEVIATION_BOUNDS, SEGMENT_OUTCOMES, deviation_bound
 from .paged_attention import PAGED_ATTENTION, Attention, PagedKV
 from .rope_gate import require_rotatable
 from .segment import REPAIR_RULES, Repair, ReusedPart, Segment, WantedReuse, checked_repair, checked_segments
 
 __all__ = [
     "COUNTED",
+    "DEVIATION_BOUNDS",
     "PAGED_ATTENTION",
     "REPAIR_RULES",
+    "SEGMENT_OUTCOMES",
     "Attention",
     "BlendRequest",
     "BlendResult",

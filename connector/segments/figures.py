@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from typing import Final
 
-_OUTCOMES: Final = ("held", "loaded", "computed", "lost", "short", "prefix")
+SEGMENT_OUTCOMES: Final = ("held", "loaded", "computed", "lost", "short", "prefix")
 """What became of segments: in L1 when asked for, loaded whole, (partly) computed alone; gone again from L1 when its
 request was admitted; too short; at the prompt's start, where it is an ordinary prefix."""
 
@@ -12,12 +12,13 @@ COUNTED: Final = (
     "repaired_tokens",
     "blends",
     "blends_in_full",
-    *(f"segments_{way}" for way in _OUTCOMES),
+    *(f"segments_{way}" for way in SEGMENT_OUTCOMES),
 )
 
-_BOUNDS: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, float("inf"))
+DEVIATION_BOUNDS: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, float("inf"))
+"""Upper bounds of the histogram of what was left unrepaired."""
 
 
 def deviation_bound(deviation: float) -> float:
     """The upper bound of its bucket in the histogram of what was left unrepaired."""
-    return _BOUNDS[bisect_left(_BOUNDS, deviation)]
+    return DEVIATION_BOUNDS[bisect_left(DEVIATION_BOUNDS, deviation)]

@@ -10,7 +10,7 @@ from typing import Final
 
 from kvtier.engine import FinishReason
 from kvtier.service import Json
-from kvtier.service.engine.loop import EngineLoop, LiveRequest, SequenceInput, SequenceUpdate
+from kvtier.service.engine.loop import EngineLoop, LiveRequest, PromptSource, SequenceInput, SequenceUpdate
 from kvtier.service.engine.text import AnswerText
 from kvtier.service.openai import OpenAIError
 
@@ -72,18 +72,29 @@ class CompletionRequest:
 @dataclass(slots=True)
 class _Usage:
     prompt_tokens: int
+    has_segments: bool = False
     completion_tokens: int = 0
     cached: dict[str, int] = field(default_factory=dict)
+    num_segment: int = 0  # tokens taken from segments, never among the cached ones
+    num_repaired: int = 0  # of these: computed anew
 
     @property
     def content(self) -> Json:
         cached = {"cached_tokens": sum(self.cached.values()), "kvtier": self.cached}
+        reused = {"segment": self.num_segment, "repaired": self.num_repaired}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": cached,
+            **({"kvtier": reused} if self.has_segments else {}),
         }
+
+    def add(self, source: PromptSource) -> None:
+        for tier, num_tokens in source.cached.items():
+            self.cached[tier] = self.cached.get(tier, 0) + num_tokens
+        self.num_segment += source.num_segment
+        self.num_repaired += source.num_repaired
 
 
 class OpenAICompletion:
@@ -98,7 +109,11 @@ class OpenAICompletion:
         self._live = LiveRequest(request.inputs)
         self._unfinished = set(range(len(request.inputs)))
         self._begun: set[int] = set()
-        self._usage = _Usage(sum(len(each.prompt.token_ids) for each in request.inputs[:: request.num_choices]))
+        self._usage = _Usage(
+            sum(len(each.prompt.token_ids) for each in request.inputs[:: request.num_choices]),
+            any(each.segments for each in request.inputs),
+        )
+        self._approximate: dict[int, int] = {}  # by prompt: most tokens that a choice reuses and does not repair
         self._head = {
             "id": form.prefix + secrets.token_hex(12),
             "object": form.whole,
@@ -109,9 +124,11 @@ class OpenAICompletion:
         loop.submit(self._live)
 
     @property
-    def cached(self) -> str:
-        """Cached prompt tokens by tier, as JSON. Valid once the completion has ended."""
-        return json.dumps(self._usage.cached)
+    def headers(self) -> dict[str, str]:
+        """Where the prompt's KV came from. Valid once the completion has ended; of a stream, at its first event."""
+        cached = {} if self.streams else {"x-kvtier-cached": json.dumps(self._usage.cached)}
+        num_approximate = sum(self._approximate.values())
+        return {**cached, **({"x-kvtier-approximate": str(num_approximate)} if num_approximate else {})}
 
     async def whole(self) -> Json:
         """All choices at once, as the response's JSON. Raises OpenAIError."""
@@ -124,14 +141,26 @@ class OpenAICompletion:
         return {**self._head, "choices": [self._form.choice(piece) for piece in ended], "usage": self._usage.content}
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Server-sent events. An error before the first is raised; a later one is the last event, without [DONE]."""
+        """Server-sent events. An error before the first is raised; a later one is the last event, without [DONE].
+
+        With segments the first event waits for every choice's first token: then it is known what is approximate.
+        """
         head = {**self._head, "object": self._form.chunk}
         usage = {"usage": None} if self._wanted.wants_usage else {}
+        num_awaited = len(self._wanted.inputs) if self._usage.has_segments else 1
+        held: list[Piece] = []
+        is_sent = False
         try:
             async for piece in self._pieces():
-                yield _event({**head, "choices": [self._form.delta(piece)], **usage})
+                held.append(piece)
+                if len(self._begun) < num_awaited:
+                    continue
+                is_sent = True
+                for each in held:
+                    yield _event({**head, "choices": [self._form.delta(each)], **usage})
+                held.clear()
         except OpenAIError as error:
-            if not self._begun:
+            if not is_sent:
                 raise
             yield _event(error.content)
             return
@@ -167,9 +196,12 @@ class OpenAICompletion:
         """The text that a token adds, and why its choice has ended, if it has."""
         text = self._wanted.texts[update.index]
         self._usage.completion_tokens += 1
-        if update.cached is not None and update.index % self._wanted.num_choices == 0:
-            for tier, num_tokens in update.cached.items():
-                self._usage.cached[tier] = self._usage.cached.get(tier, 0) + num_tokens
+        if update.source is not None:
+            number, choice = divmod(update.index, self._wanted.num_choices)
+            left = update.source.num_segment - update.source.num_repaired
+            self._approximate[number] = max(left, self._approximate.get(number, 0))
+            if not choice:
+                self._usage.add(update.source)
         is_text = update.finish_reason is not FinishReason.STOP  # the stop token is none
         sent = text.push(update.token_id) if is_text else ""
         reason = update.finish_reason

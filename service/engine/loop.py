@@ -12,6 +12,7 @@ from typing import Final
 
 from prometheus_client import Histogram
 
+from kvtier.connector.segments import Repair, Segment
 from kvtier.engine import Engine, FinishReason, NamedPrompt, Output, SamplingParams, Sequence
 from kvtier.service.events import TierFeed
 from kvtier.service.openai import OpenAIError, busy
@@ -31,6 +32,17 @@ _PATIENCE: Final = 2  # failed steps in a row: after the first the engine tries 
 class SequenceInput:
     prompt: NamedPrompt  # one object, shared by all choices of a prompt
     params: SamplingParams
+    segments: abc.Sequence[Segment] = ()
+    repair: Repair | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """Where a prompt's KV came from: tokens found cached, by tier; taken from segments, and of these computed anew."""
+
+    cached: Mapping[str, int]
+    num_segment: int
+    num_repaired: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +52,7 @@ class SequenceUpdate:
     index: int
     token_id: int
     finish_reason: FinishReason | None
-    cached: Mapping[str, int] | None  # only with the first token: prompt tokens by the tier they came from
+    source: PromptSource | None  # only with the first token
 
 
 class LiveRequest:
@@ -223,7 +235,13 @@ class EngineLoop:
     def _admit(self, request: LiveRequest) -> None:
         try:
             for index, wanted in enumerate(request.inputs):
-                request_id = self.engine.add_request(wanted.prompt, wanted.params, request_id=next(self._ids))
+                request_id = self.engine.add_request(
+                    wanted.prompt,
+                    wanted.params,
+                    request_id=next(self._ids),
+                    segments=wanted.segments,
+                    repair=wanted.repair,
+                )
                 request.request_ids[index] = request_id
                 live = self._sequences[request_id] = _LiveSequence(request, index, self.engine.request(request_id))
                 if self._feed is not None and self.engine.config.enable_prefix_caching:
@@ -267,8 +285,8 @@ class EngineLoop:
             live = self._sequences.get(output.request_id)
             if live is None or output.token_id is None:  # aborted: nobody waits for it
                 continue
-            cached = None if live.is_told else self._first_token(live)
-            update = SequenceUpdate(live.index, output.token_id, output.finish_reason, cached)
+            source = None if live.is_told else self._first_token(live)
+            update = SequenceUpdate(live.index, output.token_id, output.finish_reason, source)
             told.setdefault(live.request, []).append(update)
             if output.finish_reason is not None:
                 del self._sequences[output.request_id]
@@ -276,13 +294,13 @@ class EngineLoop:
         for request, items in told.items():
             request.tell(items)
 
-    def _first_token(self, live: _LiveSequence) -> Mapping[str, int]:
+    def _first_token(self, live: _LiveSequence) -> PromptSource:
         live.is_told = True
         cached = live.sequence.cached_tokens
         self.tally.cached.update(cached)
         if live.sequence.ttft is not None:
             self.tally.ttft.observe(live.sequence.ttft)
-        return cached
+        return PromptSource(cached, live.sequence.num_segment_tokens, live.sequence.num_repaired_tokens)
 
 
 def _engine_error() -> OpenAIError:

@@ -1,8 +1,9 @@
 """The OpenAI API of an engine: its routes, and what a request body asks of the engine."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from starlette.applications import Starlette
@@ -16,6 +17,8 @@ from kvtier.engine import SamplingParams
 from kvtier.service import Json
 from kvtier.service.engine.completion import CHAT, TEXT, CompletionFormat, CompletionRequest, OpenAICompletion, late
 from kvtier.service.engine.loop import EngineLoop, SequenceInput, stopping
+from kvtier.service.engine.precompute import Precomputation, PrecomputeRequest
+from kvtier.service.engine.segments import repair_of, segments_of
 from kvtier.service.engine.status import exposition, model_entry, status
 from kvtier.service.engine.text import AnswerText
 from kvtier.service.observe import EXPOSITION
@@ -23,6 +26,7 @@ from kvtier.service.openai import (
     ChatBody,
     CompletionBody,
     OpenAIError,
+    PrecomputeBody,
     Prompts,
     error_handlers,
     parse,
@@ -63,28 +67,37 @@ def make_app(served: Served) -> Starlette:
         _require_model(served, request.path_params["name"])
         return JSONResponse(entry())
 
+    async def read(request: Request, wanted: Callable[[bytes, float], T]) -> T:
+        """What a request wants; `wanted` reads it from the body, knowing the deadline."""
+        guard.admit(request)
+        began = asyncio.get_running_loop().time()
+        data = await read_body(request, MAX_BODY)
+        deadline = began + served.config.request_timeout
+        try:
+            async with asyncio.timeout_at(deadline):
+                await reading.acquire()
+        except TimeoutError:
+            raise late() from None
+        try:
+            return await run_in_threadpool(wanted, data, deadline)  # cannot be cut short
+        finally:
+            reading.release()
+
     def post(path: str, body_type: type[CompletionBody] | type[ChatBody], form: CompletionFormat) -> Route:
         async def endpoint(request: Request) -> Response:
-            guard.admit(request)
-            began = asyncio.get_running_loop().time()
-            data = await read_body(request, MAX_BODY)
-            deadline = began + served.config.request_timeout
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await reading.acquire()
-            except TimeoutError:
-                raise late() from None
-            try:
-                wanted = await run_in_threadpool(_wanted, served, body_type, data, deadline)  # cannot be cut short
-            finally:
-                reading.release()
+            wanted = await read(request, partial(_wanted, served, body_type))
             return await _answered(request, OpenAICompletion(wanted, form, served.loop))
 
         return Route(path, endpoint, methods=["POST"])
 
+    async def precompute(request: Request) -> Response:
+        wanted = await read(request, partial(_texts, served))
+        return await _answered(request, Precomputation(wanted, served.loop))
+
     routes = [
         post("/v1/completions", CompletionBody, TEXT),
         post("/v1/chat/completions", ChatBody, CHAT),
+        Route("/v1/kvtier/precompute", precompute, methods=["POST"]),
         page("/v1/models", lambda: JSONResponse({"object": "list", "data": [entry()]}), guard),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
         page("/metrics", lambda: Response(exposition(served.loop), media_type=EXPOSITION)),
@@ -100,12 +113,9 @@ def _require_model(served: Served, name: str) -> None:
         raise unknown_model(name, served.name)
 
 
-def _require_room(loop: EngineLoop, body: CompletionBody | ChatBody) -> None:
-    """Raise OpenAIError if there is no room for the choices asked for, now or ever; called before work is done."""
-    num_prompts = 1 if isinstance(body, ChatBody) else len(body.prompts)
-    num_choices = body.n or 1
-    if (num := num_prompts * num_choices) > loop.capacity:
-        param = "n" if num_choices > 1 else "prompt"
+def _require_room(loop: EngineLoop, param: str, num: int) -> None:
+    """Raise OpenAIError if there is no room for so many sequences, now or ever; called before work is done."""
+    if num > loop.capacity:
         message = f"{param}: {num} answers at once; this server has room for {loop.capacity}: ask for fewer"
         raise OpenAIError(400, message, param=param, code="invalid_value")
     loop.require_room(num)
@@ -116,17 +126,23 @@ def _wanted(
 ) -> CompletionRequest:
     """What a body asks for, with `n` inputs for each prompt. Raises OpenAIError if it cannot be computed."""
     body: CompletionBody | ChatBody = parse(body_type, data)
+    loop, num_choices = served.loop, body.n or 1
     _require_model(served, body.model)
-    _require_room(served.loop, body)
-    num_choices = body.n or 1
-    prompts = [(prompt, _params(served.loop, body, prompt)) for prompt in served.prompts.all_tokens(body)]
-    named = [(served.loop.engine.prompt(prompt, body.cache_salt), params) for prompt, params in prompts]
+    num_prompts = 1 if isinstance(body, ChatBody) else len(body.prompts)
+    _require_room(loop, "n" if num_choices > 1 else "prompt", num_prompts * num_choices)
+    prompts = served.prompts.tokenized(body)
+    params = [_params(loop, body, prompt.token_ids) for prompt in prompts]
+    repair = repair_of(body, loop.engine)
+    segments = segments_of(body, prompts, repair, loop.engine)
+    named = [loop.engine.prompt(prompt.token_ids, body.cache_salt) for prompt in prompts]
     inputs = [
-        SequenceInput(prompt, _seeded(params, choice)) for prompt, params in named for choice in range(num_choices)
+        SequenceInput(prompt, _seeded(options, choice), some, repair)
+        for prompt, options, some in zip(named, params, segments, strict=True)
+        for choice in range(num_choices)
     ]
     return CompletionRequest(
         model=served.name,
-        fingerprint=f"kvtier-{served.loop.fingerprint[:16]}",
+        fingerprint=f"kvtier-{loop.fingerprint[:16]}",
         inputs=inputs,
         texts=[AnswerText(served.prompts.detokenizer(), body.stop or ()) for _ in inputs],
         num_choices=num_choices,
@@ -136,20 +152,37 @@ def _wanted(
     )
 
 
-def _params(loop: EngineLoop, body: CompletionBody | ChatBody, prompt: list[int]) -> dict[str, Any]:
-    is_chat = isinstance(body, ChatBody)
-    param = "messages" if is_chat else "prompt"
+def _texts(served: Served, data: bytes, deadline: float) -> PrecomputeRequest:
+    """The texts to precompute. Raises OpenAIError if one cannot be computed."""
+    body, loop = parse(PrecomputeBody, data), served.loop
+    _require_model(served, served.name if body.model is None else body.model)
+    _require_room(loop, "texts", len(body.each))
+    texts = [served.prompts.segment("texts", one) if isinstance(one, str) else one for one in body.each]
+    for text in texts:
+        _require_computable(loop, "texts", text, 1)
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    inputs = [SequenceInput(loop.engine.prompt(text, body.cache_salt), params) for text in texts]
+    return PrecomputeRequest(served.name, inputs, deadline)
+
+
+def _require_computable(loop: EngineLoop, param: str, prompt: list[int], num_asked: int) -> None:
+    """Raise OpenAIError if the model cannot compute a prompt, and an answer of so many tokens."""
     if not prompt:
         raise OpenAIError(400, f"{param}: it has no tokens; write some text", param=param, code="invalid_value")
     vocab_size = loop.engine.model.vocab_size
     if (largest := max(prompt)) >= vocab_size:
         message = f"{param}: token id {largest}; this model's are 0 to {vocab_size - 1}"
         raise OpenAIError(400, message, param=param, code="invalid_value")
+    if num_asked > loop.room - len(prompt):
+        raise too_long(param, len(prompt), num_asked, loop.room)
+
+
+def _params(loop: EngineLoop, body: CompletionBody | ChatBody, prompt: list[int]) -> dict[str, Any]:
+    is_chat = isinstance(body, ChatBody)
     left = loop.room - len(prompt)
     wanted = body.max_completion_tokens or body.max_tokens if isinstance(body, ChatBody) else body.max_tokens
     max_tokens = wanted or max(1, left if is_chat else min(_SHORT_ANSWER, left))
-    if max_tokens > left:
-        raise too_long(param, len(prompt), max_tokens, loop.room)
+    _require_computable(loop, "messages" if is_chat else "prompt", prompt, max_tokens)
     return {
         "max_tokens": max_tokens,
         "temperature": 1.0 if body.temperature is None else body.temperature,
@@ -167,20 +200,20 @@ def _seeded(params: dict[str, Any], choice: int) -> SamplingParams:
     return SamplingParams(**{**params, "seed": None if seed is None else (seed + choice) % _SEEDS})
 
 
-async def _answered(request: Request, completion: OpenAICompletion) -> Response:
+async def _answered(request: Request, wanted: OpenAICompletion | Precomputation) -> Response:
     """The response. A stream begins with its first event, so a failure before that has a status of its own."""
     try:
-        if completion.streams:
-            chunks = completion.chunks()
+        if isinstance(wanted, OpenAICompletion) and wanted.streams:
+            chunks = wanted.chunks()
             first = await _while_connected(request, anext(chunks))
-            return _EventStream(completion, first, chunks)
-        content = await _while_connected(request, completion.whole())
-        return JSONResponse(content, headers={"x-kvtier-cached": completion.cached})
+            return _EventStream(wanted, first, chunks)
+        content = await _while_connected(request, wanted.whole())
+        return JSONResponse(content, headers=wanted.headers)
     except ClientDisconnect:
-        completion.close()
+        wanted.close()
         return Response(status_code=_GONE)
     except BaseException:
-        completion.close()
+        wanted.close()
         raise
 
 
@@ -188,9 +221,8 @@ class _EventStream(StreamingResponse):
     """Server-sent events. However they end, the completion is closed."""
 
     def __init__(self, completion: OpenAICompletion, first: bytes, chunks: AsyncIterator[bytes]) -> None:
-        super().__init__(
-            self._all(first, chunks), media_type="text/event-stream", headers={"cache-control": "no-store"}
-        )
+        headers = {"cache-control": "no-store", **completion.headers}
+        super().__init__(self._all(first, chunks), media_type="text/event-stream", headers=headers)
         self._completion = completion
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

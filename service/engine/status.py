@@ -8,10 +8,21 @@ from typing import Final
 from prometheus_client.metrics_core import Metric
 
 from kvtier.connector import LocalConnector
+from kvtier.connector.segments import SEGMENT_OUTCOMES
 from kvtier.service import Json
 from kvtier.service.engine.loop import EngineLoop
 from kvtier.service.events import namespace_of
-from kvtier.service.observe import EngineStatus, counter, figures, gauge, labelled, statuses, text_of, version
+from kvtier.service.observe import (
+    EngineStatus,
+    counter,
+    figures,
+    gauge,
+    histogram,
+    labelled,
+    statuses,
+    text_of,
+    version,
+)
 from kvtier.tiers.naming import root_hash
 
 _STARTED: Final = int(time.time())
@@ -44,7 +55,9 @@ def status(loop: EngineLoop, name: str) -> EngineStatus:
     """What /status says, as of the last step."""
     engine, stats, tally = loop.engine, loop.stats, loop.tally
     connector = engine.connector
-    own_tiers = {"tiers": figures(connector.tiers.metrics)} if isinstance(connector, LocalConnector) else {}
+    own_tiers: Json = {"tiers": figures(connector.tiers.metrics)} if isinstance(connector, LocalConnector) else {}
+    segments = _segments(loop)
+    reused: Json = {} if segments is None else {"segments": segments}
     return EngineStatus(
         version=version(),
         pid=os.getpid(),
@@ -63,7 +76,22 @@ def status(loop: EngineLoop, name: str) -> EngineStatus:
         cached_tokens=dict(tally.cached),
         steps=statuses.StepCounts(done=stats["steps"], failed=tally.failed_steps),
         preempted=stats["preempted"],
+        **reused,
         **own_tiers,
+    )
+
+
+def _segments(loop: EngineLoop) -> statuses.SegmentCounts | None:
+    """What came of segments; None where they are off."""
+    stats, reuse = loop.stats, loop.engine.segments
+    if reuse is None:
+        return None
+    return statuses.SegmentCounts(
+        tokens={"reused": stats["segment_tokens"], "repaired": stats["repaired_tokens"]},
+        blends={"in_part": stats["blends"] - stats["blends_in_full"], "in_full": stats["blends_in_full"]},
+        outcomes={way: stats[f"segments_{way}"] for way in SEGMENT_OUTCOMES},
+        deviations={f"{bound:g}": number for bound, number in reuse.deviations.items()},
+        deviation_sum=reuse.deviation_sum,
     )
 
 
@@ -89,3 +117,9 @@ def _own(loop: EngineLoop) -> Iterator[Metric]:
     yield counter("kvtier_engine_steps", "Steps computed", stats["steps"])
     yield counter("kvtier_engine_failed_steps", "Steps that raised", tally.failed_steps)
     yield counter("kvtier_engine_preempted", "Sequences preempted", stats["preempted"])
+    if (counts := _segments(loop)) is not None:
+        yield counter("kvtier_engine_segment_tokens", "Prompt tokens of reused segments", counts.tokens, "kind")
+        yield counter("kvtier_engine_blends", "Requests with segments, by what was computed", counts.blends, "kind")
+        yield counter("kvtier_engine_segments", "Segments by what became of them", counts.outcomes, "outcome")
+        about = "Requests by the relative deviation of KV left unrepaired; the rule deviation measures it"
+        yield histogram("kvtier_engine_segment_deviation", about, counts.deviations, counts.deviation_sum)

@@ -1,7 +1,7 @@
 from . import statuses, summary
 from .dashboard import dashboard_routes
 from .figures import MetricValues, figures, version
-from .prometheus import EXPOSITION, counter, gauge, labelled, text_of
+from .prometheus import EXPOSITION, counter, gauge, histogram, labelled, text_of
 from .statuses import DaemonStatus, EngineStatus, ReplicaScore, RouterStatus
 from .summary import brief_time, counts, row
 from .top import watch
@@ -19,6 +19,7 @@ __all__ = [
     "dashboard_routes",
     "figures",
     "gauge",
+    "histogram",
     "labelled",
     "row",
     "statuses",

@@ -1,10 +1,11 @@
 """Metrics in the text format that Prometheus scrapes."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any, Final
 
 from prometheus_client import generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvtier.tiers import Metrics
@@ -28,6 +29,13 @@ def counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
 def gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:
     """A family of gauges. `labels` are the labels' names."""
     return _filled(GaugeMetricFamily(name, help_text, labels=labels), values)
+
+
+def histogram(name: str, help_text: str, counts: Mapping[str, int], total: float) -> Metric:
+    """A histogram without labels. `counts` are its buckets by upper bound in order, none of them counted twice."""
+    below = zip(counts, accumulate(counts.values()), strict=True)
+    buckets = [("+Inf" if bound == "inf" else bound, float(number)) for bound, number in below]
+    return HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=total)
 
 
 def labelled(metrics: Mapping[str, Metrics]) -> list[Metric]:

@@ -179,6 +179,16 @@ class StepCounts(StatusPart):
     failed: int
 
 
+class SegmentCounts(StatusPart):
+    """What came of reused segments (docs/beyond_prefixes.md)."""
+
+    tokens: Counts  # "reused"; of these "repaired"
+    blends: Counts  # requests: repaired "in_part", or computed "in_full"
+    outcomes: Counts  # segments
+    deviations: Counts  # requests by the upper bound of what was left unrepaired, each in one
+    deviation_sum: float
+
+
 class EngineStatus(StatusPart):
     version: str
     pid: int
@@ -195,6 +205,7 @@ class EngineStatus(StatusPart):
     cached_tokens: Counts  # by tier
     steps: StepCounts
     preempted: int
+    segments: SegmentCounts | None = None  # if it reuses them
     tiers: BlockFigures | None = None  # if the engine has its own tiers
 
 

@@ -1,6 +1,7 @@
-from .bodies import ChatBody, CompletionBody, CompletionPrompt, RequestBody, json_object, parse
+from .bodies import ChatBody, CompletionBody, CompletionPrompt, PrecomputeBody, RequestBody, json_object, parse
 from .chat_turns import chat_of, template_variables
 from .errors import OpenAIError, busy, error_handlers, too_long, unknown_model
+from .pieces import TokenizedPrompt
 from .prompts import Detokenizer, Prompts
 
 __all__ = [
@@ -9,8 +10,10 @@ __all__ = [
     "CompletionPrompt",
     "Detokenizer",
     "OpenAIError",
+    "PrecomputeBody",
     "Prompts",
     "RequestBody",
+    "TokenizedPrompt",
     "busy",
     "chat_of",
     "error_handlers",

@@ -18,8 +18,12 @@ from pydantic import (
 from kvtier.service import Json, first_error, object_in, shown, writable
 from kvtier.service.openai.chat_turns import Chat, Turn
 from kvtier.service.openai.errors import OpenAIError
+from kvtier.service.openai.pieces import PromptPiece, text_pieces
 
 B = TypeVar("B", bound=BaseModel)
+
+AnyPrompt = str | list[int] | tuple[PromptPiece, ...]
+"""A text, token ids, or a text in pieces."""
 
 _MAX_CHOICES: Final = 128
 _MAX_STOPS: Final = 16
@@ -44,12 +48,19 @@ def _kind(value: object) -> str | None:
     return kinds.get(type(value[0]), "=tokens") if value else "=texts"
 
 
-def _must_be(*neutral: object) -> BeforeValidator:
+def _shape(value: object) -> str:
+    """Whether segments are those of one prompt, or a list for each of several: one of the tags below."""
+    lists = [each for each in value if isinstance(each, list)] if isinstance(value, list) else []
+    is_nested = any(isinstance(each, list) for one in lists for each in one) or (lists and not any(lists))
+    return "=lists" if is_nested else "=pairs"
+
+
+def _must_be(*neutral: object, fix: str = "leave it out") -> BeforeValidator:
     """A field that is not supported. Its neutral values are accepted, since they change nothing."""
 
     def check(value: object) -> object:
         if value is not None and value not in neutral:
-            raise ValueError("not supported; leave it out")
+            raise ValueError(f"not supported; {fix}")
         return None
 
     return BeforeValidator(check)
@@ -62,6 +73,12 @@ def _few_fields(value: object) -> object:
     return value
 
 
+def _options(value: object) -> object:
+    if value is not None and not isinstance(value, dict):
+        raise ValueError("not an object of options; give one, or leave it out")
+    return _few_fields(value)
+
+
 def _ignored(value: object) -> None:
     """Accept any value: the field changes no answer."""
 
@@ -69,17 +86,18 @@ def _ignored(value: object) -> None:
 Text = Annotated[str, AfterValidator(writable)]
 ApiTokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 ApiTokenIds = Annotated[list[ApiTokenId], Field(min_length=1, max_length=_MAX_TOKENS, fail_fast=True)]
+ApiCacheSalt = Annotated[Text, Field(min_length=1, max_length=1024)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=_MAX_LIST, fail_fast=True)]
 ApiTokenIdLists = Annotated[list[ApiTokenIds], Field(min_length=1, max_length=_MAX_LIST, fail_fast=True)]
-Prompt = Annotated[
+Documents = Annotated[
     Annotated[Text, Tag("=text")]
     | Annotated[Texts, Tag("=texts")]
     | Annotated[ApiTokenIds, Tag("=tokens")]
     | Annotated[ApiTokenIdLists, Tag("=lists")],
     Discriminator(
         _kind,
-        custom_error_type="prompt",
-        custom_error_message="not a prompt; give a text, token ids, or a list of either",
+        custom_error_type="texts",
+        custom_error_message="not texts; give a text, token ids, or a list of either",
     ),
 ]
 Stop = Annotated[Text, Field(min_length=1, max_length=_MAX_STOP)]
@@ -96,7 +114,7 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
     model: Text
-    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
+    cache_salt: ApiCacheSalt | None = None
     stream: bool | None = None
 
 
@@ -104,20 +122,48 @@ class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class PartOptions(_Strict):
+    """What only kvtier's engine knows of a part."""
+
+    segment: bool | None = None  # its KV may come from another place
+
+
 class TextPart(_Strict):
-    """A part of a message. Only text is supported."""
+    """A part of a message or a prompt. Only text is supported."""
 
     type: Literal["text"]
     text: Text
+    kvtier: Annotated[PartOptions | None, BeforeValidator(_options)] = None
+
+    @property
+    def is_segment(self) -> bool:
+        return self.kvtier is not None and bool(self.kvtier.segment)
+
+    @model_validator(mode="after")
+    def _has_text(self) -> Self:
+        if self.is_segment and not self.text:
+            raise ValueError("an empty segment; write some text, or leave out its mark")
+        return self
 
 
-Content = Annotated[
+Parts = Annotated[
+    list[Annotated[TextPart, BeforeValidator(_few_fields)]],
+    Field(min_length=1, max_length=_MAX_LIST, fail_fast=True),
+]
+Prompt = Annotated[
     Annotated[Text, Tag("=text")]
-    | Annotated[
-        list[Annotated[TextPart, BeforeValidator(_few_fields)]],
-        Field(min_length=1, max_length=_MAX_LIST, fail_fast=True),
-        Tag("=parts"),
-    ],
+    | Annotated[Texts, Tag("=texts")]
+    | Annotated[ApiTokenIds, Tag("=tokens")]
+    | Annotated[ApiTokenIdLists, Tag("=lists")]
+    | Annotated[Parts, Tag("=parts")],
+    Discriminator(
+        _kind,
+        custom_error_type="prompt",
+        custom_error_message="not a prompt; give a text, token ids, a list of either, or parts of type text",
+    ),
+]
+Content = Annotated[
+    Annotated[Text, Tag("=text")] | Annotated[Parts, Tag("=parts")],
     Discriminator(
         _kind,
         custom_error_type="content",
@@ -138,7 +184,8 @@ class Message(_Strict):
 
     @property
     def turn(self) -> Turn:
-        content = self.content if isinstance(self.content, str) else [part.model_dump() for part in self.content]
+        whole, parts = (self.content, ()) if isinstance(self.content, str) else (None, self.content)
+        content = [{"type": part.type, "text": part.text} for part in parts] if whole is None else whole
         return {"role": self.role, "content": content, **({} if self.name is None else {"name": self.name})}
 
 
@@ -146,9 +193,12 @@ class CompletionPrompt(RequestBody):
     prompt: Prompt
 
     @property
-    def prompts(self) -> Sequence[str | list[int]]:
+    def prompts(self) -> Sequence[AnyPrompt]:
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
+        if isinstance(self.prompt[0], TextPart):
+            parts = [(part.text, part.is_segment) for part in self.prompt]
+            return [tuple(text_pieces("prompt", parts))]
         return self.prompt
 
 
@@ -160,7 +210,46 @@ class ChatPrompt(RequestBody):
 
     @property
     def chat(self) -> Chat:
-        return Chat([message.turn for message in self.messages])
+        parts = [message.content if isinstance(message.content, list) else [] for message in self.messages]
+        return Chat(
+            [message.turn for message in self.messages],
+            [(turn, number) for turn, some in enumerate(parts) for number, part in enumerate(some) if part.is_segment],
+        )
+
+
+class RepairFields(_Strict):
+    """How much of what is reused is computed anew; what is left out is as configured."""
+
+    rule: Literal["deviation", "question", "first", "borders", "random"] | None = None
+    share: Annotated[float, Field(ge=0, le=1)] | None = None
+    check_layer: Annotated[int, Field(ge=1, le=_MAX_NUMBER)] | None = None
+    max_deviation: Annotated[float, Field(ge=0)] | None = None
+
+
+class ChatReuse(_Strict):
+    """What only kvtier's engine knows of a chat."""
+
+    repair: Annotated[RepairFields | None, BeforeValidator(_options)] = None
+    segments: Annotated[None, _must_be([], fix="mark a part of type text in messages, and only it")] = None
+
+
+TokenPlace = Annotated[int, Field(ge=-_MAX_NUMBER, le=_MAX_NUMBER)]
+SegmentPair = Annotated[list[TokenPlace], Field(min_length=2, max_length=2, fail_fast=True)]
+SegmentPairs = Annotated[list[SegmentPair], Field(max_length=_MAX_LIST, fail_fast=True)]
+
+
+class CompletionReuse(_Strict):
+    """The same of a completion. Segments are pairs of start and end in tokens: of a prompt, or a list for each."""
+
+    repair: Annotated[RepairFields | None, BeforeValidator(_options)] = None
+    segments: (
+        Annotated[
+            Annotated[SegmentPairs, Tag("=pairs")]
+            | Annotated[Annotated[list[SegmentPairs], Field(max_length=_MAX_LIST, fail_fast=True)], Tag("=lists")],
+            Discriminator(_shape),
+        ]
+        | None
+    ) = None
 
 
 class StreamOptions(_Strict):
@@ -205,6 +294,7 @@ class CompletionBody(CompletionPrompt, Sampling):
 
     model_config = _Strict.model_config
 
+    kvtier: Annotated[CompletionReuse | None, BeforeValidator(_options)] = None
     echo: Off = None
     suffix: Annotated[None, _must_be("")] = None
     logprobs: Annotated[None, _must_be()] = None
@@ -216,6 +306,7 @@ class ChatBody(ChatPrompt, Sampling):
 
     model_config = _Strict.model_config
 
+    kvtier: Annotated[ChatReuse | None, BeforeValidator(_options)] = None
     max_completion_tokens: TokenLimit | None = None
     logprobs: Off = None
     top_logprobs: Zero = None
@@ -246,6 +337,18 @@ class ChatBody(ChatPrompt, Sampling):
         return self
 
 
+class PrecomputeBody(_Strict):
+    """`POST /v1/kvtier/precompute`."""
+
+    texts: Documents
+    model: Text | None = None
+    cache_salt: ApiCacheSalt | None = None
+
+    @property
+    def each(self) -> Sequence[str | list[int]]:
+        return [self.texts] if isinstance(self.texts, str) or isinstance(self.texts[0], int) else self.texts
+
+
 def json_object(data: bytes) -> Json:
     """The JSON object in a body. Raises OpenAIError (400) if there is none."""
     try:
@@ -274,6 +377,8 @@ def _refused(error: ValidationError) -> OpenAIError:
     if kind == "missing":
         return OpenAIError(400, f"{param}: missing; it must be given", param=param, code="missing_required_parameter")
     if kind == "extra_forbidden":
-        return OpenAIError(400, f"{param}: unknown field; leave it out", param=param, code="unknown_parameter")
+        return OpenAIError(
+            400, f"{param} {shown(value)}: unknown field; leave it out", param=param, code="unknown_parameter"
+        )
     code = "unsupported_parameter" if why.startswith("not supported") else "invalid_value"
     return OpenAIError(400, f"{param} {shown(value)}: {why}", param=param, code=code)

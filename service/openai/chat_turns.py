@@ -27,6 +27,7 @@ _NOT_THEIRS: Final = frozenset(("chat_template", "tokenize", "messages", "tools"
 @dataclass(frozen=True, slots=True)
 class Chat:
     turns: Sequence[Turn]
+    segments: Sequence[tuple[int, int]] = ()  # marked parts: each one's turn, and its number in the content
     tools: list[dict[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)  # `chat_template_kwargs`, `documents`, …
     add_generation_prompt: bool = True
@@ -46,6 +47,7 @@ def chat_of(body: Mapping[str, Any]) -> Chat:
         raise _unreadable("tools", "not a list of tools")
     return Chat(
         [_turn(message) for message in messages],
+        [(number, part) for number, message in enumerate(messages) for part in _marked(message.get("content"))],
         None if tools is None else [_tool(tool) for tool in tools],
         _variables(body),
         body.get("add_generation_prompt") is None or bool(body["add_generation_prompt"]),
@@ -102,6 +104,18 @@ def _content(content: object) -> str | list[dict[str, str]]:
                 raise _unreadable("content", "a text that is not a string")
             parts.append({"type": "text", "text": text})
     return parts
+
+
+def _marked(content: object) -> list[int]:
+    """Which parts of a content are marked as segments, counted as `_content` counts them."""
+    if not isinstance(content, list):
+        return []
+    marks = [part.get("kvtier") if isinstance(part, dict) else None for part in content if _has_text(part)]
+    return [number for number, mark in enumerate(marks) if isinstance(mark, dict) and mark.get("segment") is True]
+
+
+def _has_text(part: object) -> bool:
+    return not isinstance(part, dict) or part.get(_TEXTS[str(part.get("type"))]) is not None
 
 
 def _call(call: object) -> dict[str, Any]:

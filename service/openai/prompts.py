@@ -5,7 +5,7 @@ transformers would load torch into every router. All it adds to `tokenizers` her
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,10 +14,11 @@ from tokenizers import Tokenizer
 
 from kvtier.connector.models import load_tokenizer
 from kvtier.service import writable
-from kvtier.service.openai.bodies import ChatPrompt, CompletionPrompt
+from kvtier.service.openai.bodies import AnyPrompt, ChatPrompt, CompletionPrompt
 from kvtier.service.openai.chat_template import ChatTemplate, TextTooLong
 from kvtier.service.openai.chat_turns import Chat
 from kvtier.service.openai.errors import OpenAIError
+from kvtier.service.openai.pieces import PromptPiece, TokenizedPrompt, chat_pieces
 from kvtier.tiers import ConfigError
 
 _UNKNOWN: Final = "\ufffd"  # the replacement character: bytes that are not a whole character
@@ -61,47 +62,79 @@ class Prompts:
             raise ConfigError(f'--model "{directory}": its chat template cannot be read ({error}); fix it') from None
         return cls(tokenizer, templates, _context(directory))
 
-    def all_tokens(self, body: CompletionPrompt | ChatPrompt) -> list[list[int]]:
-        """The tokens of the chat, or of every prompt. Raises OpenAIError if one cannot be tokenized."""
+    def tokenized(self, body: CompletionPrompt | ChatPrompt) -> list[TokenizedPrompt]:
+        """The chat, or every prompt. Raises OpenAIError if one cannot be tokenized."""
         if isinstance(body, ChatPrompt):
             return [self.chat(body.chat)]
-        return [self._encode("prompt", prompt) for prompt in body.prompts]
+        return [self.prompt(prompt) for prompt in body.prompts]
 
-    def text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._encode("prompt", text, add_special_tokens=add_special_tokens)
+    def prompt(self, prompt: AnyPrompt, *, add_special_tokens: bool = True) -> TokenizedPrompt:
+        if isinstance(prompt, list):
+            return TokenizedPrompt(prompt)
+        return self._joined("prompt", [PromptPiece(prompt)] if isinstance(prompt, str) else prompt, add_special_tokens)
 
-    def chat(self, chat: Chat) -> list[int]:
+    def chat(self, chat: Chat) -> TokenizedPrompt:
+        return self._joined("messages", self._pieces(chat), chat.add_special_tokens)
+
+    def segment(self, param: str, text: str) -> list[int]:
+        """A text as it stands in every prompt that marks it."""
+        return self._encode(param, text, add_special_tokens=False)
+
+    def _pieces(self, chat: Chat) -> list[PromptPiece]:
         has_own = chat.tools is not None and "tool_use" in self._templates
         template = self._templates.get("tool_use" if has_own else "default")
         if template is None:
             why = "this model has no chat template; use /v1/completions, or save one with its tokenizer"
             raise OpenAIError(400, f"messages: {why}", param="messages", code="unsupported_parameter")
+        limit = () if self._context is None else (self._context * self._longest,)
         try:
-            limit = () if self._context is None else (self._context * self._longest,)
-            text = template.render(chat, *limit)
+            return chat_pieces(chat, lambda each: template.render(each, *limit))
         except TextTooLong as error:
             raise self._too_long("messages", int(error.args[0])) from None
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:  # by the template
             raise OpenAIError(400, f"messages: the model's template refuses them: {error}", param="messages") from None
-        return self._encode("messages", text, add_special_tokens=chat.add_special_tokens)
 
     def detokenizer(self) -> "Detokenizer":
         return Detokenizer(self._tokenizer, self._silent)
 
-    def _encode(self, param: str, prompt: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize a text. A template writes its special tokens itself."""
-        if isinstance(prompt, list):
-            return prompt
-        if self._context is not None and len(prompt) > self._context * self._longest:
-            raise self._too_long(param, len(prompt))
+    def _joined(self, param: str, pieces: Sequence[PromptPiece], add_special_tokens: bool) -> TokenizedPrompt:
+        """The tokens of all pieces. A template writes its special tokens itself."""
+        if len(pieces) == 1 and not pieces[0].is_segment:
+            return TokenizedPrompt(self._encode(param, pieces[0].text, add_special_tokens=add_special_tokens))
+        self._require_length(param, sum(len(piece.text) for piece in pieces))
+        before, behind = self._around() if add_special_tokens else ([], [])
+        token_ids, segments = list(before), []
+        for piece in pieces:
+            made = self._encode(piece.field or param, piece.text, add_special_tokens=False)
+            if piece.is_segment:
+                if not made:
+                    why = "a segment without tokens; write some text, or leave out its mark"
+                    raise OpenAIError(400, f"{piece.field}: {why}", param=piece.field, code="invalid_value")
+                segments.append((len(token_ids), len(token_ids) + len(made)))
+            token_ids += made
+        return TokenizedPrompt(token_ids + behind, segments)
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer adds before and behind a text."""
+        bare, full = (self._encode("prompt", "a", add_special_tokens=adds) for adds in (False, True))
+        places = (at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare)
+        at = next(places, len(full))
+        return full[:at], full[at + len(bare) :]
+
+    def _encode(self, param: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self._require_length(param, len(text))
         try:
-            writable(prompt)
+            writable(text)
         except ValueError as error:  # a chat's parts may hold anything that JSON allows
             raise OpenAIError(400, f"{param}: {error}", param=param, code="invalid_value") from None
         # `encode` keeps the GIL, which would stop every other thread
-        (made,) = self._tokenizer.encode_batch_fast([prompt], add_special_tokens=add_special_tokens)
+        (made,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = made.ids
         return ids
+
+    def _require_length(self, param: str, length: int) -> None:
+        if self._context is not None and length > self._context * self._longest:
+            raise self._too_long(param, length)
 
     def _too_long(self, param: str, length: int) -> OpenAIError:
         context = "" if self._context is None else f"; the model's context is {self._context} tokens"

@@ -13,7 +13,7 @@ from kvtier.tiers import TIERS
 _KEPT: Final = 64  # decisions
 # The quotes are unescaped, so no text of a model or a user can match.
 _CACHED: Final = re.compile(rb'"cached_tokens":\s*(\d{1,12})\b')
-_TIERS: Final = re.compile(rb'"kvtier":\s*\{([^{}]{1,200})\}')
+_TIERS: Final = re.compile(rb'"prompt_tokens_details":\s*\{[^{}]{0,400}"kvtier":\s*\{([^{}]{1,200})\}')
 _TIER: Final = re.compile(rb'"([^"\\]{1,32})":\s*(\d{1,12})\b')
 _PROMPT: Final = re.compile(rb'"prompt_tokens":\s*(\d{1,12})\b')
 

@@ -34,7 +34,9 @@ def _read(path: str, value: Mapping[str, Any], prompts: Prompts | None) -> Known
         cache_salt = RequestBody.model_validate(value).cache_salt
         if path == CHAT:
             chat = chat_of(value)
-            return _no_tokenizer(cache_salt) if prompts is None else KnownPrompt(prompts.chat(chat), cache_salt)
+            return (
+                _no_tokenizer(cache_salt) if prompts is None else KnownPrompt(prompts.chat(chat).token_ids, cache_salt)
+            )
         if value.get("truncate_prompt_tokens") is not None or value.get("prompt_embeds") is not None:
             return KnownPrompt([], cache_salt, "unreadable")
         first = CompletionPrompt.model_validate(value).prompts[0]
@@ -43,7 +45,7 @@ def _read(path: str, value: Mapping[str, Any], prompts: Prompts | None) -> Known
         if prompts is None:
             return _no_tokenizer(cache_salt)
         adds_special = value.get("add_special_tokens") is not False
-        return KnownPrompt(prompts.text(first, add_special_tokens=adds_special), cache_salt)
+        return KnownPrompt(prompts.prompt(first, add_special_tokens=adds_special).token_ids, cache_salt)
     except (ValidationError, OpenAIError):
         return KnownPrompt([], unknown="unreadable")
 

@@ -83,7 +83,7 @@ def _daemon_page() -> str:
 
 
 def _engine_page(home: Path) -> str:
-    with serving(save_checkpoint(home)) as engine:
+    with serving(save_checkpoint(home), cache={"segments": "on"}) as engine:
         for _ in range(2):  # the second time its prompt is cached
             assert engine.post("completions", model=MODEL, prompt="x" * 64, max_tokens=4).status_code == 200
             engine.settle()

@@ -389,6 +389,39 @@ def _raise(*_: object) -> None:
     raise MemoryError
 
 
+def test_a_blend_counts_once_however_often_it_is_made(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(**ON)
+    engine.precompute(DOCUMENTS)
+    name = engine.add_request(PROMPT, KEEP, segments=SEGMENTS, repair=UNBOUND)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "run", _raise)  # behind the blend
+        with pytest.raises(MemoryError):
+            engine.step()
+    request = engine.request(name)
+    request.num_preempted = 1  # before its first token, too, a request may have to give way
+    while not request.num_generated:
+        engine.step()
+    repaired = round(UNBOUND.share * REUSED)
+    assert (request.num_segment_tokens, request.num_repaired_tokens) == (REUSED, repaired)
+    assert (engine.stats["segment_tokens"], engine.stats["repaired_tokens"]) == (REUSED, repaired)
+    engine.abort(name)
+
+
+def test_a_stream_reuses_what_generate_does(make: Make) -> None:
+    engine = make(**ON)
+    expected = answer(engine).token_ids
+    with pytest.raises(RequestError, match="not within the 165 tokens"):  # before anything is asked of it
+        engine.stream(PROMPT, KEEP, segments=[Segment(20, 500)])
+    assert [each.token_id for each in engine.stream(PROMPT, KEEP, segments=SEGMENTS, repair=UNBOUND)] == expected
+    assert engine.stats["segment_tokens"] == 2 * REUSED
+    # Two are read in turns, and one is left early: nothing of it stays.
+    kept, left = (engine.stream(PROMPT, KEEP, segments=SEGMENTS, repair=UNBOUND) for _ in range(2))
+    assert (next(kept).token_id, next(left).token_id) == (expected[0], expected[0])
+    left.close()  # type: ignore[attr-defined]
+    assert [each.token_id for each in kept] == expected[1:]
+    assert engine.pool.num_free_blocks == engine.pool.num_blocks
+
+
 BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "overlap": (
         lambda: {"segments": [Segment(10, 50), Segment(49, 90)]},

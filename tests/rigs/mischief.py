@@ -15,11 +15,11 @@ from fault_rig import settle
 from tiny_models import config_of, prompt
 
 from kvtier.connector.both_ends import BothEndsSide
+from kvtier.connector.segments import Repair, Segment
 from kvtier.connector.worker import WorkerSide
 from kvtier.engine.batch import Batch
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.segment import Repair, Segment
 from kvtier.engine.sequence import Output, SamplingParams, SequenceState
 from kvtier.engine.sequence import Sequence as Live
 from kvtier.tiers.checksum import checksum

@@ -25,6 +25,7 @@ TOKEN = "a secret nobody sees"
 USER = [{"role": "user", "content": "hi"}]
 PROMPT: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 1}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": USER, "max_tokens": 1}
+MANY_MARKS = {"type": "text", "text": "x", "kvtier": {f"x{number}": 1 for number in range(1000)}}
 VERBS = ("completions", "chat/completions")
 
 
@@ -146,6 +147,10 @@ def test_the_field_at_fault_is_named(
         (ChatBody, {"messages": [{f"x{number}": 1 for number in range(1000)}]}, "messages.0"),
         (ChatBody, {"messages": [{"role": "user", "content": [{}] * 1000}]}, "messages.0.content.0.type"),
         (ChatBody, {"messages": USER, "stream_options": {f"x{number}": 1 for number in range(1000)}}, "stream_options"),
+        (CompletionBody, {"prompt": [1], "kvtier": {"segments": [["a", "b"]] * 1000}}, "kvtier.segments.0.0"),
+        (CompletionBody, {"prompt": [1], "kvtier": {"segments": [[1, 2]] * 5000}}, "kvtier.segments"),
+        (CompletionBody, {"prompt": [1], "kvtier": {f"x{number}": 1 for number in range(1000)}}, "kvtier"),
+        (ChatBody, {"messages": [{"role": "user", "content": [MANY_MARKS] * 1000}]}, "messages.0.content.0.kvtier"),
     ],
 )
 def test_of_a_million_mistakes_only_the_first_are_looked_for(
@@ -306,10 +311,11 @@ def nearly_right(dice: random.Random) -> tuple[str, bytes]:
     """A right body with one or two fields of it, or others, spoilt; sometimes cut."""
     verb = dice.choice(VERBS)
     body: dict[str, Any] = {**(PROMPT if verb == "completions" else CHAT)}
-    others = ["n", "stop", "temperature", "top_p", "seed", "stream_options", "cache_salt", "logit_bias", "tools"]
-    values = [
+    others = ["n", "stop", "temperature", "top_p", "seed", "stream_options", "cache_salt", "logit_bias", "kvtier"]
+    values: list[Any] = [
         None, True, -1, 0, 2, 1e308, float("nan"), "", "hi", "\ud800", "\0", [], [1], [[2]], [None], ["a", 1], {},
         {"type": "text"}, [{"role": "user"}], [{"role": "user", "content": [{"type": "text"}]}], "é" * 2000,
+        {"segments": [[0, 1]]}, {"segments": [[[]]], "repair": {}},
     ]  # fmt: skip
     for field in dice.choices([*body, *others, "x"], k=dice.randrange(1, 3)):
         body[field] = dice.choice(values)

@@ -113,7 +113,7 @@ def test_who_finds_no_room_costs_nothing(model: Path, monkeypatch: pytest.Monkey
         with held(server):
             live = beside(lambda: server.client.completions.create(max_tokens=1, n=2, **ASK))
             wait_for(lambda: server.loop.num_live == 2)
-            monkeypatch.setattr(Prompts, "all_tokens", None)
+            monkeypatch.setattr(Prompts, "tokenized", None)
             refused = server.post("completions", model=MODEL, prompt="x")
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
             for ask, param in (({"prompt": [[1]] * 3}, "prompt"), ({"prompt": [[1]] * 4096, "n": 128}, "n")):
@@ -147,6 +147,23 @@ def test_a_deadline_ends_a_request_and_frees_its_blocks(model: Path) -> None:
         wait_for(lambda: idle(server))
 
 
+def test_a_deadline_ends_segments_and_texts_to_precompute(model: Path) -> None:
+    """With those that were queued to bring the segments: nothing of them stays."""
+    cache = {"segments": "on", "segment_min_tokens": 16}
+    marked: dict[str, Any] = {"prompt": [*range(1, 101)], "kvtier": {"segments": [[20, 60], [60, 95]]}}
+    with serving(model, cache=cache, server={"request_timeout": "300ms"}) as server:
+        asked: list[tuple[str, dict[str, Any]]] = [
+            ("completions", body(max_tokens=2, **marked)),
+            ("completions", body(max_tokens=2, stream=True, n=2, **marked)),
+            ("kvtier/precompute", {"texts": [LONG, LONG[::-1]]}),
+        ]
+        with held(server):
+            for path, ask in asked:
+                late = server.post(path, **ask)
+                assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        wait_for(lambda: idle(server) and not server.engine.has_unfinished)
+
+
 def body(**options: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": LONG, "temperature": 0, "ignore_eos": True, **options}
 
@@ -154,16 +171,16 @@ def body(**options: Any) -> dict[str, Any]:
 def test_few_prompts_are_tokenized_at_once_and_none_is_waited_for_for_ever(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, all_tokens = threading.Event(), Prompts.all_tokens
+    go, tokenized = threading.Event(), Prompts.tokenized
     entered: list[object] = []
 
     def wait_and_tokenize(*arguments: Any) -> Any:
         entered.append(arguments)
         assert go.wait(60)
-        return all_tokens(*arguments)
+        return tokenized(*arguments)
 
     with serving(model, server={"request_timeout": "5s"}) as server:
-        monkeypatch.setattr(Prompts, "all_tokens", wait_and_tokenize)
+        monkeypatch.setattr(Prompts, "tokenized", wait_and_tokenize)
         asked = [beside(lambda: server.post("completions", **body(max_tokens=1))) for _ in range(4)]
         wait_for(lambda: len(entered) == 4)
         late = server.post("completions", **body(max_tokens=1))

@@ -108,7 +108,7 @@ def test_a_chat_is_what_transformers_makes_of_it_in_every_shape(tmp_path: Path, 
     prompts = opened(tmp_path, SHAPES[shape])
     for name, fields in FIELDS.items():
         expected = theirs(SHAPES[shape], TALKS[talk], fields)
-        assert prompts.chat(chat_of(request(TALKS[talk], **fields))) == expected, name
+        assert prompts.chat(chat_of(request(TALKS[talk], **fields))).token_ids == expected, name
         assert len(expected) > 10
 
 
@@ -122,30 +122,30 @@ def test_the_answer_goes_on_with_the_last_turn(tmp_path: Path, shape: str) -> No
         as_seen: list[dict[str, Any]] = [dict(turn) for turn in talk]
         if shape == "parts":  # a template that wants parts is given them
             as_seen = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in talk]
-        assert prompts.chat(chat_of(request(talk, **fields))) == theirs(template, as_seen, fields)
+        assert prompts.chat(chat_of(request(talk, **fields))).token_ids == theirs(template, as_seen, fields)
 
 
 def test_parts_reach_a_template_that_walks_through_them(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     talk = [{"role": "user", "content": parts}]
     prompts = opened(tmp_path, PARTS)
-    assert prompts.chat(chat_of(request(talk))) == theirs(PARTS, talk, {})
+    assert prompts.chat(chat_of(request(talk))).token_ids == theirs(PARTS, talk, {})
     # any other has lines
     (tmp_path / "other").mkdir()
     lines = [{"role": "user", "content": "a\nb"}]
     for shape in ("qwen-3", "mistral"):
         prompts = opened(tmp_path / "other", SHAPES[shape])
-        assert prompts.chat(chat_of(request(talk))) == theirs(SHAPES[shape], lines, {})
+        assert prompts.chat(chat_of(request(talk))).token_ids == theirs(SHAPES[shape], lines, {})
 
 
 def test_a_developers_turn_is_the_systems_where_the_template_knows_none(tmp_path: Path) -> None:
     talk = [SYSTEM, USER, {"role": "developer", "content": "Now in verse."}]
     as_seen = [{"role": "system", "content": " Be brief. \n\nNow in verse."}, USER]
     prompts = opened(tmp_path, SHAPES["qwen-3"])
-    assert prompts.chat(chat_of(request(talk))) == theirs(SHAPES["qwen-3"], as_seen, {})
+    assert prompts.chat(chat_of(request(talk))).token_ids == theirs(SHAPES["qwen-3"], as_seen, {})
     first = [{"role": "developer", "content": "Now in verse."}, USER]
     prompts = opened(tmp_path, SHAPES["gpt-oss"])
-    assert prompts.chat(chat_of(request(first))) == theirs(SHAPES["gpt-oss"], first, {})
+    assert prompts.chat(chat_of(request(first))).token_ids == theirs(SHAPES["gpt-oss"], first, {})
 
 
 def test_a_model_may_have_a_template_for_tools(tmp_path: Path) -> None:
@@ -154,8 +154,8 @@ def test_a_model_may_have_a_template_for_tools(tmp_path: Path) -> None:
         (tmp_path / home).write_text(text)
     tokenizer().save(str(tmp_path / "tokenizer.json"))
     prompts = Prompts.open(tmp_path)
-    assert prompts.chat(chat_of(request([USER]))) == tokenizer().encode("plain").ids
-    assert prompts.chat(chat_of(request([USER], tools=[WEATHER]))) == tokenizer().encode("with tools").ids
+    assert prompts.chat(chat_of(request([USER]))).token_ids == tokenizer().encode("plain").ids
+    assert prompts.chat(chat_of(request([USER], tools=[WEATHER]))).token_ids == tokenizer().encode("with tools").ids
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_template_ends_whatever_it_is_told(tmp_path: Path, monkeypatch: pytest
     assert time.thread_time() - begun < 30  # CPU of this thread: without a bound it would be hours
     # the next one has all its time
     (tmp_path / "next").mkdir()
-    assert opened(tmp_path / "next", SHAPES["qwen-3"]).chat(chat_of(request([USER])))
+    assert opened(tmp_path / "next", SHAPES["qwen-3"]).chat(chat_of(request([USER]))).token_ids
 
 
 def test_a_tree_of_a_request_that_has_no_bottom_is_refused(tmp_path: Path) -> None:

@@ -54,9 +54,9 @@ def test_a_chat_is_what_transformers_makes_of_it(tmp_path: Path, messages: list[
     )
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     prompts = Prompts.open(directory(tmp_path))
-    assert prompts.all_tokens(chat(messages))[0] == expected
+    assert prompts.tokenized(chat(messages))[0].token_ids == expected
     in_parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
-    assert prompts.all_tokens(chat(in_parts))[0] == expected
+    assert prompts.tokenized(chat(in_parts))[0].token_ids == expected
 
 
 @pytest.mark.parametrize("form", ["a list of templates", "a file of its own"])
@@ -67,7 +67,9 @@ def test_where_a_template_may_stand(tmp_path: Path, form: str) -> None:
         (tmp_path / "chat_template.jinja").write_text(simple)
     else:
         directory(tmp_path, [{"name": "tool_use", "template": "no"}, {"name": "default", "template": simple}])
-    assert Prompts.open(tmp_path).all_tokens(chat(TALKS[0]))[0] == tokenizer().encode(TALKS[0][0]["content"]).ids
+    assert (
+        Prompts.open(tmp_path).tokenized(chat(TALKS[0]))[0].token_ids == tokenizer().encode(TALKS[0][0]["content"]).ids
+    )
 
 
 def test_prompts_are_texts_or_tokens(tmp_path: Path) -> None:
@@ -80,8 +82,7 @@ def test_prompts_are_texts_or_tokens(tmp_path: Path) -> None:
         ("", [[]]),
     ):
         body = CompletionPrompt.model_validate({"model": "m", "prompt": prompt})
-        assert prompts.all_tokens(body) == expected
-        assert prompts.all_tokens(body)[0] == expected[0]
+        assert [each.token_ids for each in prompts.tokenized(body)] == expected
 
 
 def test_other_threads_go_on_while_a_long_text_is_tokenized(tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_other_threads_go_on_while_a_long_text_is_tokenized(tmp_path: Path) -> N
     ended = threading.Event()
 
     def tokenize() -> None:
-        made.append(prompts.all_tokens(body)[0])
+        made.append(prompts.tokenized(body)[0].token_ids)
         ended.set()
 
     thread = threading.Thread(target=tokenize)
@@ -109,14 +110,14 @@ def test_a_text_that_cannot_fit_is_not_tokenized(tmp_path: Path) -> None:
     (directory(tmp_path) / "config.json").write_text('{"max_position_embeddings": 10}')
     longest = 10 * len("<|begin|>")  # of ten tokens
     prompts = Prompts.open(tmp_path)
-    (tokens,) = prompts.all_tokens(CompletionPrompt.model_validate({"model": "m", "prompt": "x" * longest}))
-    assert len(tokens) == longest
+    (made,) = prompts.tokenized(CompletionPrompt.model_validate({"model": "m", "prompt": "x" * longest}))
+    assert len(made.token_ids) == longest
     for body in (
         CompletionPrompt.model_validate({"model": "m", "prompt": ["x", "x" * (longest + 1)]}),
         chat([{"role": "user", "content": "x" * longest}]),
     ):
         with pytest.raises(OpenAIError, match="context is 10 tokens") as refused:
-            prompts.all_tokens(body)
+            prompts.tokenized(body)
         param = "messages" if isinstance(body, ChatPrompt) else "prompt"
         assert (refused.value.param, refused.value.code) == (param, "context_length_exceeded")
 
@@ -124,7 +125,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(tmp_path: Path) -> None:
 def test_what_a_template_refuses_is_the_clients_error(tmp_path: Path) -> None:
     prompts = Prompts.open(directory(tmp_path))
     with pytest.raises(OpenAIError, match="roles must alternate") as refused:
-        prompts.all_tokens(chat([{"role": "assistant", "content": "I begin"}]))
+        prompts.tokenized(chat([{"role": "assistant", "content": "I begin"}]))
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
@@ -137,14 +138,14 @@ def test_a_text_that_utf8_cannot_write_is_the_clients_error(tmp_path: Path) -> N
 
 def test_a_model_that_cannot_chat_says_so(tmp_path: Path) -> None:
     with pytest.raises(OpenAIError, match="no chat template; use /v1/completions") as refused:
-        Prompts.open(directory(tmp_path, None)).all_tokens(chat(TALKS[0]))
+        Prompts.open(directory(tmp_path, None)).tokenized(chat(TALKS[0]))
     assert refused.value.param == "messages"
 
 
 def test_a_template_gets_out_of_no_sandbox(tmp_path: Path) -> None:
     prompts = Prompts.open(directory(tmp_path, "{{ messages.__class__.__mro__[1].__subclasses__() }}"))
     with pytest.raises(OpenAIError, match="template refuses"):
-        prompts.all_tokens(chat(TALKS[0]))
+        prompts.tokenized(chat(TALKS[0]))
 
 
 @pytest.mark.parametrize(
