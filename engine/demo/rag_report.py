@@ -20,8 +20,8 @@ SOURCES: Final = ("prefix", "segment", "repaired", "computed")
 OF_FULL: Final = 0.95  # right answers with repair, of those of a full prefill
 LEAST_RIGHT: Final = 0.9  # answers of a full prefill, of all
 _CAPTION: Final = (
-    "tokens of all prompts, by source: the exact prefix; segments reused as they are; tokens of segments\n"
-    "computed anew; the rest, computed as always. The rule deviation also computes one layer for all of them."
+    "tokens by source; segment: moved from elsewhere; repaired: of these, anew;\n"
+    "computed: as always; the rule deviation computes a layer or more of all, too"
 )
 
 
@@ -73,7 +73,7 @@ def show(console: Console, report: RagReport) -> None:
     """Two tables: what is right, and what is fast."""
     full = _named(report.answers, FULL_PREFILL).right or 0
     asked = report.answers[0].num_questions
-    title = f"Right answers: a model of 0.2 M parameters, trained to recall; {asked} questions over 3 to 5 documents"
+    title = f"Right answers: a model of 0.2 M parameters, trained for this; {asked} questions"
     table = _table(title, "right", "of full")
     for each in report.answers:
         right = each.right or 0
@@ -81,7 +81,7 @@ def show(console: Console, report: RagReport) -> None:
     console.print(f"\nFor example: {report.example}\n", style="dim", highlight=False)
     console.print(table)
     whole = _named(report.times, FULL_PREFILL).ttft_ms
-    title = f"Time to first token: {report.timed_model}; {report.times[0].num_questions} questions over 5 documents"
+    title = f"Time to first token: {report.timed_model}; {report.times[0].num_questions} questions"
     table = _table(title, "TTFT ms", "of full")
     for each in report.times:
         table.add_row(*_cells(each), f"{each.ttft_ms:,.0f}", f"{each.ttft_ms / whole:.0%}")

@@ -14,13 +14,13 @@ app = typer.Typer()
 demos = typer.Typer(name="demo", invoke_without_command=True)
 app.add_typer(demos)
 
-ModelOption = Annotated[
+CheckpointOption = Annotated[
     Path | None, typer.Option(metavar="DIR", help="A local checkpoint directory instead of random weights.")
 ]
 
 
 @demos.callback()
-def run_demo(context: typer.Context, model: ModelOption = None, as_json: JsonOption = False) -> None:
+def run_demo(context: typer.Context, model: CheckpointOption = None, as_json: JsonOption = False) -> None:
     if context.invoked_subcommand is not None:
         if model is not None or as_json:
             raise ConfigError(f"write options behind `{context.invoked_subcommand}`, which they are for")
@@ -32,7 +32,7 @@ def run_demo(context: typer.Context, model: ModelOption = None, as_json: JsonOpt
 
 @demos.command("rag")
 def run_rag_demo(
-    model: ModelOption = None,
+    model: CheckpointOption = None,
     questions: Annotated[int, typer.Option(min=1, metavar="N", help="How many the recall model is asked.")] = 200,
     rule: Annotated[str, typer.Option(help="Which reused tokens are computed anew.")] = "deviation",
     share: Annotated[float, typer.Option(min=0, max=1, help="How many of them.")] = 0.15,
