@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.engine.demo.recall import in_words, make_documents, questions, read, right_answers
+from kvtier.engine.demo.recall import in_words, linked_names, make_documents, questions, read, right_answers
 from kvtier.tiers import ConfigError
 
 # Two models: one that knows the answers, one that is large enough to be timed. Three ways to make use of what is held.
@@ -19,6 +19,7 @@ TIMED_BLOCK: Final = 16  # tokens
 _FOLDER: Final = 5  # documents
 _LEAST_ASKED: Final = 3  # of them
 _PER_FOLDER: Final = 8  # questions
+_LINKED: Final = 0.5  # of the questions: about a name that some document, not the first, states to be as another
 _TIMED_QUESTIONS: Final = 4
 _TIMED_TOKENS: Final = 480  # of a document; fewer where the model's context is short
 _QUESTION_TOKENS: Final = 24
@@ -46,7 +47,8 @@ def recall_questions(number: int) -> list[RagQuestion]:
         for _ in range(min(_PER_FOLDER, number - len(asked))):
             chosen = rng.permutation(_FOLDER)[: rng.integers(_LEAST_ASKED, _FOLDER + 1)]
             known, _ = read(folder[chosen].reshape(1, -1))
-            name = rng.choice(np.flatnonzero(known[0] >= 0), 1)
+            stated, linked = np.flatnonzero(known[0] >= 0), linked_names(folder[chosen[1:]])
+            name = rng.choice(linked if len(linked) and rng.random() < _LINKED else stated, 1)
             [answer] = right_answers(known[0], name).tolist()
             asked.append(RagQuestion(folder[chosen].tolist(), questions(name).tolist(), answer))
     return asked

@@ -70,6 +70,12 @@ def read(texts: TokenArray) -> tuple[TokenArray, TokenArray]:
     return known, said
 
 
+def linked_names(documents: TokenArray) -> TokenArray:
+    """Names that are stated to be as another, each once."""
+    links = documents[(documents >= _FIRST_LINK) & (documents < _FIRST_FILLER)]
+    return np.unique((links - _FIRST_LINK) // len(NAMES))
+
+
 def questions(names: TokenArray) -> TokenArray:
     """The word "ask", and the names that are asked for: what follows the documents, along the last axis."""
     return np.concatenate([np.full((*names.shape[:-1], 1), _ASK), _FIRST_NAME + names], -1)

@@ -83,7 +83,7 @@ def test_repair_gives_back_the_answers_that_reuse_costs(model: Path, tmp_path: P
     assert right[FULL_PREFILL] >= 0.95 * ASKED
     assert right[PREFIX_ONLY] == right[FULL_PREFILL]  # exact
     assert right[REPAIRED] >= 0.95 * right[FULL_PREFILL]
-    assert right[AS_IT_IS] <= 0.85 * right[FULL_PREFILL]  # so there is something to repair
+    assert right[AS_IT_IS] <= 0.9 * right[FULL_PREFILL]  # so there is something to repair
     for each in (*answers.values(), *times.values()):
         assert sum(each["sources"].values()) == each["prompt_tokens"]
         assert each["ttft_ms"] > 0
