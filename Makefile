@@ -1,6 +1,7 @@
 # What a newcomer types. Every target does all of its own set-up, and is quick when that is already done.
 #
 #   make demo         watch a real transformer engine prefill a long text once, then never again
+#   make demo-rag     ask about a few documents in different orders: their KV is reused wherever they stand, and repaired
 #   make test         the whole test suite
 #   make quick        tiers, connectors, state machines and the architecture: what one runs after every change
 #   make coverage     the whole suite, and which lines of the product it ran, by folder
@@ -33,10 +34,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
 STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
-.PHONY: help setup demo beside test quick coverage test-vllm test-sglang check format bench soak kills crash-images fuzz clean
+.PHONY: help setup demo demo-rag beside test quick coverage test-vllm test-sglang check format bench soak kills crash-images fuzz clean
 
 help:
-	sed -n '3,12s/^# *//p' Makefile
+	sed -n '3,13s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -47,6 +48,9 @@ $(STAMP):
 
 demo: setup
 	$(VENV)/bin/kvtier demo $(DEMO_ARGS)
+
+demo-rag: setup
+	$(VENV)/bin/kvtier demo rag $(DEMO_ARGS)
 
 # Programs that some stories start; without them those are skipped.
 beside: setup

@@ -73,6 +73,13 @@ CLAIMS: Final = (
     ("1,000,000 indexed blocks, MB", "router_overhead", "indexed"),
     ("load on `kvtier engine`: requests/s, L2, L3 and a cluster ÷ cache off", "serving", "requests/s"),
     ("the same: time to first token, cache off ÷ each", "serving", "TTFT"),
+    (
+        "documents reused elsewhere, 15 % of their tokens repaired: right answers ÷ a full prefill's",
+        "segments",
+        "^recall with ",
+    ),
+    ("the same without repair: the measure tells right KV from wrong", "segments", "^recall without"),
+    ("the same with repair: CPU time ÷ a full prefill's", "segments", "^blend"),
     ("a prompt held in a slow tier, load ÷ compute 0.5 – 2: from both ends ÷ the best single way", "both_ends", "^bal"),
     ("the same, elsewhere", "both_ends", "^elsewhere"),
 )

@@ -80,6 +80,7 @@ EXPLAINED: Final = {
     "service/engine/loop.py:_admit:except": "the same: what fails while a request is taken in is that request's alone",
     "service/engine/loop.py:_step:except": "top of the worker loop: a failed step is counted, its requests are told",
     "kvtier/cli/demo_cli.py:kvtier.engine.demo.story": "torch and transformers take seconds to import",
+    "kvtier/cli/demo_cli.py:kvtier.engine.demo.rag": "the same",
     "kvtier/cli/demo_cli.py:kvtier.engine.demo.generation": "the same",
     "kvtier/cli/demo_cli.py:run_generate": "one parameter for each option of the command line",
     "connector/daemon/remote.py:RemoteTiers": "implements the same three, on one socket",

@@ -4,34 +4,30 @@ This process only directs. The engine runs in a child process (`worker.py`), whi
 """
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
-from threading import Timer
 from typing import Any, Final
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kvtier.connector.models import load_tokenizer
-from kvtier.tiers import L1, L2, ConfigError, KVTierError
+from kvtier.engine.demo.engine_process import EngineProcess, disk, progress_of
+from kvtier.tiers import L1, L2, ConfigError
 
 VOCABULARY: Final = 8192
 _DOCUMENT_TOKENS: Final = 3000
 _ANSWER_TOKENS: Final = 8
 _ROOM: Final = 200  # tokens of context for the questions and answers of a conversation
 _LEAST: Final = 256  # least tokens of a useful document
-_REPLY_DEADLINE: Final = 300.0  # seconds; past it the child is killed and the demo fails
+_WORKER: Final = "kvtier.engine.demo.worker"
 _CAPTION: Final = (
     "prompt: its tokens; L1, L2, L3: how many were found there, the rest is computed\n"
     "MB: moved between tiers; same: text and every logit, as without kvtier"
@@ -97,7 +93,7 @@ def demo(options: DemoOptions) -> int:
     console = Console(stderr=options.as_json)
     if options.model is not None:
         require_checkpoint(options.model)
-    with tempfile.TemporaryDirectory(prefix="kvtier-demo-", dir=_disk()) as home, _progress(console) as progress:
+    with tempfile.TemporaryDirectory(prefix="kvtier-demo-", dir=disk()) as home, progress_of(console) as progress:
         story = _Story(Path(home), options, progress)
         runs = story.tell()
     identical = all(run.identical for run in runs)
@@ -126,20 +122,19 @@ class _Story:
         self._references: dict[tuple[int, ...], dict[str, Any]] = {}  # prompt → the reply without kvtier
 
     def tell(self) -> list[StageResult]:
-        with closing(_EngineProcess(self._home, self._options.model, self._progress)) as child:
-            length = min(_DOCUMENT_TOKENS, child.max_model_len - _ROOM)
+        with closing(EngineProcess(_WORKER, self._home, self._options.model, self._progress)) as child:
+            context: int = child.opened["max_model_len"]
+            length = min(_DOCUMENT_TOKENS, context - _ROOM)
             if length < _LEAST:
-                raise ConfigError(
-                    f"--model: a context of {child.max_model_len} tokens; the demo needs {_LEAST + _ROOM} or more"
-                )
+                raise ConfigError(f"--model: a context of {context} tokens; the demo needs {_LEAST + _ROOM} or more")
             self._documents = [self._document(title, names)[:length] for title, names in _DOCUMENTS]
             runs = [self._ask(child, stage) for stage in _BEFORE_THE_KILL]
             child.call("settle", {}, "writing to NVMe")
             child.kill()
-        with closing(_EngineProcess(self._home, self._options.model, self._progress)) as child:
+        with closing(EngineProcess(_WORKER, self._home, self._options.model, self._progress)) as child:
             return runs + [self._ask(child, stage) for stage in _AFTER_THE_KILL]
 
-    def _ask(self, child: "_EngineProcess", stage: Stage) -> StageResult:
+    def _ask(self, child: EngineProcess, stage: Stage) -> StageResult:
         question = self._tokenizer.encode(f"\n\nQuestion: {stage.question}\nAnswer:").ids
         before = self._conversations[stage.after] if stage.after else self._documents[stage.document]
         prompt = [*before, *question]
@@ -174,75 +169,6 @@ class _Story:
         return ids
 
 
-class _EngineProcess:
-    """The engine's process, which exchanges JSON lines with this one. Its stderr is ours."""
-
-    def __init__(self, home: Path, model: Path | None, progress: Progress) -> None:
-        self._progress = progress
-        worker = [sys.executable, "-m", "kvtier.engine.demo.worker", str(home), *([str(model)] if model else [])]
-        # Threads that spin at barriers slow each other down tenfold if another process wants a core.
-        arguments = ["env", "OMP_WAIT_POLICY=PASSIVE", *worker]
-        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._replies = self._read()
-        try:
-            self.max_model_len: int = self.call("open", {}, "loading the model, opening the tiers")["max_model_len"]
-        except BaseException:
-            self.close()
-            raise
-
-    def call(self, verb: str, arguments: dict[str, object], title: str, total: int | None = None) -> dict[str, Any]:
-        """One request and its reply, with a progress bar of tokens. Raises KVTierError if the child failed."""
-        task = self._progress.add_task(title, total=total)
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
-        self._process.stdin.flush()
-        watchdog = Timer(_REPLY_DEADLINE, self._process.kill)
-        watchdog.start()
-        try:
-            return self._reply(task, title.strip(), total)
-        finally:
-            watchdog.cancel()
-
-    def _reply(self, task: TaskID, title: str, total: int | None) -> dict[str, Any]:
-        for reply in self._replies:
-            if "done" in reply:
-                self._progress.update(task, completed=reply["done"])
-            elif "error" in reply:
-                kind = ConfigError if reply["is_usage"] else KVTierError
-                raise kind(f"{title}: {reply['error']}")
-            else:
-                self._end(task, total)
-                return reply
-        raise KVTierError(f"{title}: the engine's process ended with status {self._process.wait(timeout=10)}")
-
-    def kill(self) -> None:
-        """SIGKILL: no handler runs, nothing is flushed."""
-        task = self._progress.add_task("kill -9", total=None)
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait(timeout=10)
-        self._end(task, None)
-
-    def _end(self, task: TaskID, total: int | None) -> None:
-        self._progress.update(task, total=total or 1, completed=total or 1)
-
-    def _read(self) -> Iterator[dict[str, Any]]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            yield json.loads(line)
-
-    def close(self) -> None:
-        """Let the process end by itself, or kill it after a while."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(timeout=10)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
-
 def require_checkpoint(directory: Path) -> None:
     """Raise ConfigError if the directory is not a checkpoint with a tokenizer."""
     for name, fix in _NEEDED.items():
@@ -263,16 +189,6 @@ def train_tokenizer(special_tokens: Sequence[str] = ()) -> Tokenizer:
     )
     tokenizer.train_from_iterator([topics[name] for name in sorted(topics)], trainer)
     return tokenizer
-
-
-def _disk() -> str | None:
-    """The directory for the slab: the current one if it can be written, since /tmp may be memory."""
-    return os.getcwd() if os.access(os.getcwd(), os.W_OK) else None
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}"), TimeElapsedColumn())
-    return Progress(*columns, console=console)
 
 
 def _show(console: Console, runs: list[StageResult], identical: bool, hit: bool) -> None:

@@ -11,18 +11,38 @@ from kvtier.tiers import ConfigError
 from kvtier.tiers.config import Config
 
 app = typer.Typer()
+demos = typer.Typer(name="demo", invoke_without_command=True)
+app.add_typer(demos)
+
+CheckpointOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="A local checkpoint directory instead of random weights.")
+]
 
 
-@app.command("demo")
-def run_demo(
-    model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A local checkpoint directory instead of random weights.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+@demos.callback()
+def run_demo(context: typer.Context, model: CheckpointOption = None, as_json: JsonOption = False) -> None:
+    if context.invoked_subcommand is not None:
+        if model is not None or as_json:
+            raise ConfigError(f"write options behind `{context.invoked_subcommand}`, which they are for")
+        return
     with needing("the demo"):
         from kvtier.engine.demo import DemoOptions, demo  # torch and transformers take seconds to import
     raise typer.Exit(demo(DemoOptions(model=model, as_json=as_json)))
+
+
+@demos.command("rag")
+def run_rag_demo(
+    model: CheckpointOption = None,
+    questions: Annotated[int, typer.Option(min=1, metavar="N", help="How many the recall model is asked.")] = 200,
+    rule: Annotated[str, typer.Option(help="Which reused tokens are computed anew.")] = "deviation",
+    share: Annotated[float, typer.Option(min=0, max=1, help="How many of them.")] = 0.15,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it, too; needs matplotlib.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask about documents in different orders: full prefill, prefixes alone, segments without and with repair."""
+    with needing("the demo"):
+        from kvtier.engine.demo import RagOptions, rag_demo
+    raise typer.Exit(rag_demo(RagOptions(model, questions, rule, share, picture, as_json)))
 
 
 @app.command("model")

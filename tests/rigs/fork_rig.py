@@ -41,6 +41,7 @@ ENGINE: Final = (
     "kvtier.cli.demo_cli",
     "kvtier.service.engine.process",
     "kvtier.engine.demo.generation",
+    "kvtier.engine.demo.rag_worker",
     "kvtier.engine.demo.worker",
     "transformers.generation.utils",
     "transformers.models.llama.modeling_llama",
