@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.connector import LocalConnector
-from kvtier.engine import Completion, Engine, EngineConfig, Model, Repair, SamplingParams, Segment
+from kvtier.connector.segments import Repair, Segment
+from kvtier.engine import Completion, Engine, EngineConfig, Model, SamplingParams
 from kvtier.engine.demo.rag_questions import FULL, RECALL, SEGMENTS, TIMED, TIMED_BLOCK
 from kvtier.engine.demo.recall import RECALL_MODEL
 from kvtier.engine.demo.worker import demo_model

@@ -15,6 +15,7 @@ from command_rig import kvtier
 from tiny_models import config_of
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
+from kvtier.connector.segments import Repair
 from kvtier.engine.demo import rag_worker
 from kvtier.engine.demo.rag_questions import (
     RECALL,
@@ -36,7 +37,6 @@ from kvtier.engine.demo.rag_report import (
     draw,
 )
 from kvtier.engine.demo.recall import RECALL_MODEL, in_words, make_documents, questions, read, right_answers
-from kvtier.engine.segment import Repair
 from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.errors import ConfigError
 
