@@ -465,8 +465,10 @@ def test_the_deviation_left_is_counted(make: Make) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("options", [{}, {"preemption": "offload"}, {"loading": "layerwise"}], ids=str)
-def test_a_random_crowd_ends_and_leaks_nothing(make: Make, seed: int, options: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"preemption": "offload"}, {"loading": "layerwise"}, {"max_num_batched_tokens": 12}], ids=str
+)
+def test_a_random_crowd_ends_and_leaks_nothing(make: Make, seed: int, options: dict[str, Any]) -> None:
     """Requests with and without segments come, are aborted and preempted, while L1 forgets: all end, all laws hold."""
     rng = np.random.default_rng(seed)
     engine = make(tiers=True, **{**ON, "num_blocks": 24, "max_num_seqs": 4, **options})
