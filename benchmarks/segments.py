@@ -4,11 +4,14 @@ Accuracy: the recall model beside this checkout (../shared/fixture; left out whe
 four documents of 24 tokens, each computed alone, of which three are reused. Cost: a random Llama of 57 M parameters
 and 8 layers on one thread, a prompt of six documents of 512 tokens in front of a question. "of full" is the ratio to a
 full prefill of the same prompt, accuracy over all questions, CPU time within a round. `--save` writes a plot too.
+Two more figures are of steps of 256 tokens: the longest step of somebody who decodes beside a blend, and the time to
+first token with the check under the load, from a slab throttled so that loading takes about as long as the check.
 """
 
 import importlib.util
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -16,10 +19,12 @@ from typing import Any, Final
 import matplotlib
 import numpy as np
 import torch
+from _blend_pieces import check_under_load, longest_step, slab_of
 from _report import RESULTS, Target, parser, progress, report
 from transformers import LlamaConfig
 
 from kvtier import Engine, EngineConfig, Repair, SamplingParams, Segment
+from kvtier.connector import LocalConnector
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -72,7 +77,8 @@ def recall(arms: list[Arm], num_samples: int) -> dict[Arm, float]:
 class TimedPrompts:
     """Prompts of documents in front of a question, for a model that knows nothing."""
 
-    def __init__(self, *, small: bool) -> None:
+    def __init__(self, *, small: bool, step: int = 1024, home: Path | None = None) -> None:
+        """`step`: tokens of one; `home`: where a slab lies below the engine, if there is one."""
         self.rng = np.random.default_rng(1)
         self.length = 128 if small else 512
         size = 256 if small else 768
@@ -86,8 +92,10 @@ class TimedPrompts:
             head_dim=64,
             max_position_embeddings=8192,
         )
-        settings = EngineConfig(num_blocks=800, max_num_batched_tokens=1024, segments="on")
-        self.engine = Engine.from_config(config, settings)
+        settings = EngineConfig(num_blocks=800, max_num_batched_tokens=step, segments="on")
+        self.engine = Engine.from_config(
+            config, settings, None if home is None else LocalConnector.connect(slab_of(home))
+        )
         self.documents = [self.tokens(self.length) for _ in range(TIMED_DOCUMENTS)]
         self.engine.precompute(self.documents)
 
@@ -96,13 +104,17 @@ class TimedPrompts:
         drawn: list[int] = self.rng.integers(5, 8192, number).tolist()
         return drawn
 
-    def seconds(self, arm: Arm | None) -> tuple[float, float]:
-        """CPU seconds and TTFT of a prompt: documents in a new order behind a system prompt of its own."""
+    def draw(self) -> tuple[list[int], list[Segment]]:
+        """Documents in a new order behind a system prompt of its own, and a question."""
         prompt, segments = self.tokens(61), []
         for place in self.rng.permutation(TIMED_DOCUMENTS):
             segments.append(Segment(len(prompt), len(prompt) + self.length))
             prompt += self.documents[place]
-        prompt += self.tokens(32)
+        return prompt + self.tokens(32), segments
+
+    def seconds(self, arm: Arm | None) -> tuple[float, float]:
+        """CPU seconds and TTFT of a prompt."""
+        prompt, segments = self.draw()
         begun = time.process_time()
         [found] = self.engine.generate(
             [prompt],
@@ -129,6 +141,22 @@ def cost(arms: list[Arm], num_rounds: int, *, small: bool) -> dict[Arm, list[tup
             measured[arm].append((cpu, cpu / full_cpu, ttft / full_ttft))
     prompts.engine.close()
     return measured
+
+
+def pieces(num_rounds: int, *, small: bool) -> list[Target]:
+    """What it is worth that a blend goes in pieces."""
+    step = 128 if small else 256
+    beside = TimedPrompts(small=small, step=step)
+    longest = longest_step(beside, unbounded(DEFAULT), num_rounds)
+    beside.engine.close()
+    with tempfile.TemporaryDirectory() as home:
+        loading = TimedPrompts(small=small, step=step, home=Path(home))
+        ratio = check_under_load(loading, unbounded(DEFAULT), num_rounds)
+        loading.engine.close()
+    return [
+        Target("longest step beside a blend over one beside a prefill: CPU", 2.0, longest),
+        Target("TTFT with the check under the load over without", 0.95, ratio),
+    ]
 
 
 def plot(right: dict[Arm, float], cpu: dict[Arm, float], ttft: dict[Arm, float], path: Path) -> None:
@@ -174,6 +202,7 @@ def main() -> int:
     ratios = {arm: statistics.median(ratio for _, ratio, _ in values) for arm, values in measured.items()}
     waits = {arm: statistics.median(ratio for _, _, ratio in values) for arm, values in measured.items()}
     targets = [Target("blend with 15 % repaired by deviation: CPU over a full prefill", 0.5, ratios[DEFAULT])]
+    targets += pieces(3 if args.quick else 7, small=args.quick)
     if right:
         full = right[EVERYTHING]
         targets += [

@@ -51,12 +51,12 @@ class Admission:
         self._pool = pool
         self._connector = connector
 
-    def rank(self) -> list[Admissible]:
+    def rank(self, num_seats: int) -> list[Admissible]:
         """Those who can be admitted, in the order in which they should be."""
         block_size = self._config.block_size
         ranked = []
         for sequence in self.waiting[:_WINDOW]:
-            if sequence.reuse is not None and sequence.reuse.is_waiting:
+            if sequence.reuse is not None and not sequence.reuse.may_start(num_seats):
                 continue  # for its segments
             usable = list(sequence.hashes[: (sequence.num_tokens - 1) // block_size])
             num_l1 = self._pool.lookup(usable)

@@ -1,6 +1,7 @@
 """What passes between the scheduler and the runner: one step's chunks and copies."""
 
 import time
+from collections import abc
 from dataclasses import dataclass, field
 
 from kvtier.connector import StepPlan
@@ -15,6 +16,7 @@ class Chunk:
     start: int
     end: int
     samples: bool  # whether its last row brings the next token
+    blends: int = 0  # of the step's tokens that it has for a blend before it; that fills what is left up to `start`
 
 
 @dataclass(slots=True)
@@ -26,11 +28,14 @@ class Batch:
     plan: StepPlan
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks of L1, source and target, before it computes
     started: float = field(default_factory=time.perf_counter)
+    has_blended: bool = False  # what it took says nothing of its tokens
     arrived: bool = True  # set by the runner: False where a layerwise load failed or was late
 
-    def blended(self) -> None:
-        """Segments were blended since the step began: what its tokens take is measured from here."""
-        self.started = time.perf_counter()
+    def blended(self, unfinished: abc.Collection[Chunk]) -> None:
+        """Blends took their part of the step; what stands behind one that goes on in another step is not computed."""
+        self.has_blended = True
+        self.chunks = [chunk for chunk in self.chunks if chunk not in unfinished]
+        self.num_tokens = sum(chunk.end - chunk.start for chunk in self.chunks)
 
     @property
     def position(self) -> float:

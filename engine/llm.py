@@ -279,7 +279,7 @@ class Engine:
                 self.segments.blend(batch)
             if batch.chunks:
                 logits = self.runner.run(batch)  # each layer waits for its own load
-            else:
+            elif not batch.has_blended:
                 self._wait()
             if batch.plan.stores:
                 self.worker.start_store(batch.plan)  # d2h after compute, on the store stream

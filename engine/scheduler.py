@@ -96,7 +96,7 @@ class Scheduler:
         """Take in what the step computed; `samples` holds one for each chunk that samples, in order."""
         outputs, self._ended = self._ended, []
         self._let_go_of_sources()
-        if batch.num_tokens >= _PREFILL and not batch.plan.loads:  # a load's layers may have held the step up
+        if batch.num_tokens >= _PREFILL and not batch.plan.loads and not batch.has_blended:  # these hold a step up
             self._connector.computed(batch.num_tokens, time.perf_counter() - batch.started, batch.position)
         left = iter(samples)
         for chunk in batch.chunks:
@@ -177,11 +177,14 @@ class Scheduler:
             self._store(sequence, self._naming.num_cacheable(sequence, sequence.num_computed))
             self._meeting.join(sequence, reached)
             self._naming.name(sequence)
-        if sequence.reuse is not None and sequence.reuse.is_due:  # all but the last token is the blend's
-            chunks.append(Chunk(sequence, sequence.num_tokens - 1, sequence.num_tokens, samples=True))
-            return 1
-        start = sequence.num_computed
-        end = min(start + budget, self._meeting.limit(sequence, alone=self._connector.computes_alone))
+        start, exact = sequence.num_computed, sequence.num_tokens
+        if sequence.reuse is not None and sequence.reuse.is_due:
+            exact = sequence.exact_until(exact)
+            if start == exact:  # what follows is the blend's, all but the last token
+                if blends := sequence.reuse.claim(sequence, budget):
+                    chunks.append(Chunk(sequence, sequence.num_tokens - 1, sequence.num_tokens, True, blends))
+                return blends
+        end = min(start + budget, exact, self._meeting.limit(sequence, alone=self._connector.computes_alone))
         if end > start:
             chunks.append(Chunk(sequence, start, end, samples=end == sequence.num_tokens))
         return end - start
@@ -224,11 +227,13 @@ class Scheduler:
         if budget <= 0 or not self.waiting or (num_seats <= 0 and now < self._look_ahead_at):
             return chunks, budget
         self._look_ahead_at = now + _LOOK_AHEAD
-        for candidate in self._admission.rank():
-            if num_seats <= 0 or not budget:
+        for candidate in self._admission.rank(num_seats):
+            if not budget:
                 break
-            cached = self._allocate(candidate)
+            cached = self._allocate(candidate) if num_seats > 0 else None
             if cached is None:
+                if budget == self._token_budget and not self.has_copies:
+                    self._make_way()
                 break  # nobody overtakes a request because it is large
             num_seats -= cached
             if cached and candidate.sequence.state is SequenceState.RUNNING:
@@ -237,6 +242,12 @@ class Scheduler:
                     self._await_load(candidate.sequence)  # it waits for its back: no compute of its own for the load
                 budget -= num_tokens
         return chunks, budget
+
+    def _make_way(self) -> None:
+        """Nothing moves, and somebody waits for room or a seat: whoever awaits its segments starts over behind them."""
+        early = [each for each in self.running if each.reuse is not None and each.reuse.is_early]
+        if early:
+            self._preempt(early[-1])
 
     def _allocate(self, candidate: Admissible) -> bool | None:
         """Give a waiting request its blocks and start its load. None: no room; False: ask again next step."""
@@ -252,7 +263,7 @@ class Scheduler:
             fresh = self._admission.allocate(sequence, num_fresh, room_to_grow)
         if fresh is None:
             self._pool.free(matched)
-            return None
+            return False if sequence.reuse is not None and sequence.reuse.is_waiting else None  # it has time
         sequence.block_table = matched + fresh.tolist()
         if source is not None:
             self._copies.append((source, sequence.block_table[len(matched)]))

@@ -7,7 +7,6 @@ from kvtier.connector.segments import (
     COUNTED,
     DEVIATION_BOUNDS,
     Blender,
-    BlendRequest,
     BlendResult,
     Repair,
     Segment,
@@ -73,40 +72,60 @@ class SegmentRequests:
     ) -> SegmentReuse | None:
         """What a new request is to reuse, its children queued; None: nothing. Call it before the request is queued."""
         kept: list[HeldSegment] = []
-        children = []
         for segment in wanted.segments:
             chain = self._chain_of(prompt, segment)
             if not segment.start or segment.end - segment.start < self._config.segment_min_tokens or not chain.hashes:
                 self.stats["segments_short" if segment.start else "segments_prefix"] += 1
                 continue
-            kept.append(HeldSegment(segment, tuple(chain.hashes)))
+            child = None
             if self._pool.lookup(chain.hashes) == len(chain.hashes):
                 self.stats["segments_held"] += 1
             else:
-                children.append(self._child(f"{request_id} segment {len(kept)}", prompt, segment, next(order)))
-        return SegmentReuse(wanted.repair, tuple(kept), self._config.block_size, self.stats, children) if kept else None
+                child = self._child(f"{request_id} segment {len(kept) + 1}", prompt, segment, next(order))
+            kept.append(HeldSegment(segment, tuple(chain.hashes), child))
+        size = self._config.block_size
+        return SegmentReuse(wanted.repair, tuple(kept), size, self.stats, self._blender) if kept else None
 
     def advance(self) -> None:
-        """End the children that have all their blocks: the token that follows is nobody's."""
+        """End the children that have all their blocks: the token that follows is nobody's.
+
+        A request that was admitted before its segments were there holds those that are there now.
+        """
         for child in [child for child in self._children.values() if child.state is SequenceState.RUNNING]:
             if child.num_named >= child.num_prompt_tokens // self._config.block_size:
                 self._count_child(child)
                 self._scheduler.abort(child.request_id)
+        for sequence in [*self._scheduler.running, *self._scheduler.loading.values()]:
+            if isinstance(reuse := sequence.reuse, SegmentReuse) and reuse.is_due and not reuse.take(self._pool):
+                reuse.let_go(self._pool)
+                sequence.exact_tokens = None  # it is computed like any other
 
     def blend(self, batch: Batch) -> None:
-        """Blend the requests of a batch that are due: what is left of them is the last token, which the batch has."""
-        sequences = [chunk.sequence for chunk in batch.chunks]
-        due = [(one, one.reuse) for one in sequences if isinstance(one.reuse, SegmentReuse) and one.reuse.is_due]
-        if not due:
-            return
-        requests = [
-            BlendRequest(one.token_ids, one.block_table, one.num_computed, reuse.parts, reuse.repair)
-            for one, reuse in due
+        """Blend what the batch has tokens for. Behind a blend that ends in this step, the batch has the last token."""
+        blends = [
+            (chunk, chunk.sequence.reuse, chunk.sequence.reuse.blend)
+            for chunk in batch.chunks
+            if chunk.blends and isinstance(chunk.sequence.reuse, SegmentReuse)
         ]
-        for (sequence, reuse), result in zip(due, self._blender.blend(requests), strict=True):
-            self._count(sequence, result)
+        if not blends:
+            return
+        left = self._blender.advance([(blend, chunk.blends) for chunk, _, blend in blends if blend is not None])
+        unfinished = []
+        for (chunk, reuse, blend), over in zip(blends, left, strict=True):
+            assert blend is not None
+            if blend.has_copied:
+                reuse.let_go_of_sources(self._pool)
+            if blend.result is None:
+                unfinished.append(chunk)
+                continue
+            self._count(chunk.sequence, blend.result)
             reuse.let_go(self._pool)
-        batch.blended()
+            if not over:  # for the last token
+                chunk.sequence.num_computed = chunk.start
+                unfinished.append(chunk)
+        batch.blended(unfinished)
+        if not batch.chunks:
+            self._blender.synchronize()  # nobody else waits for this step's work
 
     def takes(self, output: Output) -> bool:
         """Whether an output is a child's, which nobody is told."""

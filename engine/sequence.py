@@ -104,11 +104,18 @@ class Reuse(Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether what it reuses is still being loaded or computed: it is not admitted yet."""
+        """Whether what it reuses is still being loaded or computed."""
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be blended: in the next step that has it, which computes its last token behind that."""
+        """Whether it is to be blended: behind its exact tokens, up to the last one."""
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it was admitted, and some of its segments are still to come."""
+
+    def may_start(self, num_seats: int) -> bool:
+        """Whether it may be admitted now; before its segments are there only once, and if they have seats, too."""
 
     def allocate(self, pool: "BlockPool", num_blocks: int, leaving: int) -> NDArray[np.int64] | None:
         """The sequence's own blocks, as `BlockPool.allocate`; holds what it is going to copy until `let_go`."""
@@ -116,8 +123,11 @@ class Reuse(Protocol):
     def settle(self, num_cached: int, num_tokens: int) -> int | None:
         """Decide what is reused behind `num_cached` tokens; returns where that begins, None if nothing is."""
 
+    def claim(self, sequence: "Sequence", budget: int) -> int:
+        """How many of the step's tokens its blend takes, the last token with it; 0: it waits for segments."""
+
     def let_go(self, pool: "BlockPool") -> None:
-        """Give back what it holds. Idempotent."""
+        """Give back what it holds, and drop its blend. Idempotent."""
 
 
 class Sequence:

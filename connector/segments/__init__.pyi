@@ -1,8 +1,18 @@
-from .blend import Blender, BlendRequest, BlendResult
+from .blend import Blender
 from .figures import COUNTED, DEVIATION_BOUNDS, SEGMENT_OUTCOMES, deviation_bound
 from .paged_attention import PAGED_ATTENTION, Attention, PagedKV
+from .progress import Blend, BlendResult
 from .rope_gate import require_rotatable
-from .segment import REPAIR_RULES, Repair, ReusedPart, Segment, WantedReuse, checked_repair, checked_segments
+from .segment import (
+    REPAIR_RULES,
+    BlendRequest,
+    Repair,
+    ReusedPart,
+    Segment,
+    WantedReuse,
+    checked_repair,
+    checked_segments,
+)
 
 __all__ = [
     "COUNTED",
@@ -11,6 +21,7 @@ __all__ = [
     "REPAIR_RULES",
     "SEGMENT_OUTCOMES",
     "Attention",
+    "Blend",
     "BlendRequest",
     "BlendResult",
     "Blender",

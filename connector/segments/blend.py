@@ -2,52 +2,29 @@
 
 The layers run over ever fewer rows. Before the check layer a request computes all of its tokens; there it compares its
 K and V with the copied ones, keeps the rows that differ most, and those that were not copied, and goes on with these.
+A blend goes in pieces, of which a step takes as many as it has tokens for.
 """
 
 from collections import abc
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from kvtier.connector.segments.blend_attention import BlendAttention, BlendSpan
 from kvtier.connector.segments.paged_attention import PagedKV
+from kvtier.connector.segments.progress import Blend, BlendResult, Work
 from kvtier.connector.segments.rope import PIECE, rotated
-from kvtier.connector.segments.segment import Repair, ReusedPart
-from kvtier.connector.segments.selection import Positions, borders_of, drawn, first_of, highest
-
-_TINY: Final = 1e-20  # keeps a division by nothing from raising
-
-
-@dataclass(frozen=True, slots=True)
-class BlendRequest:
-    """One request to be blended: all of its KV but the last token's is to be in the blocks of `block_table`."""
-
-    token_ids: abc.Sequence[int]
-    block_table: list[int]
-    num_computed: int  # leading tokens whose KV is there already
-    parts: abc.Sequence[ReusedPart]
-    repair: Repair
-
-
-@dataclass(frozen=True, slots=True)
-class BlendResult:
-    """What one request's blend came to. `deviation` is of what was left unrepaired, None where nobody measured it."""
-
-    num_reused: int
-    num_repaired: int  # of the reused
-    num_computed: int  # rows that went through all layers, the repaired ones among them
-    deviation: float | None = None
-    fell_back: bool = False  # it was too large: everything was computed
+from kvtier.connector.segments.segment import BlendRequest, ReusedPart
+from kvtier.connector.segments.selection import Positions
 
 
 @dataclass(slots=True)
 class _BlendRows:
     """Rows of one request on their way through the layers; at most as many as a step computes."""
 
+    blend: Blend
     positions: Positions
     span: BlendSpan
     states: torch.Tensor  # [rows, hidden], before `layer`
@@ -56,40 +33,10 @@ class _BlendRows:
     until: int
 
 
-class _BlendJob:
-    """One request of a blend."""
-
-    def __init__(self, request: BlendRequest) -> None:
-        self.request = request
-        self.repair = request.repair
-        self.parts = request.parts
-        self.first, self.end = request.num_computed, len(request.token_ids) - 1  # the last token is the next step's
-        reused = np.zeros(len(request.token_ids), bool)
-        for part in self.parts:
-            reused[part.start : part.end] = True
-        self.candidates: Positions = np.flatnonzero(reused)
-        missing = np.flatnonzero(~reused[: self.end])
-        self.missing: Positions = missing[missing >= self.first]
-        self.repaired: Positions = self.candidates[:0]
-        self.deviation: float | None = None
-        self.fell_back = False
-        self.attended: torch.Tensor | None = None  # what each key gets of the question's attention
-        self.rows: list[_BlendRows] | None = None  # behind the check, if there was one
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether K and V are compared before anything is chosen."""
-        return self.repair.rule == "deviation" and 0 < self.repair.share < 1
-
-    def result(self) -> BlendResult:
-        num_computed = len(self.missing) + len(self.repaired)
-        return BlendResult(len(self.candidates), len(self.repaired), num_computed, self.deviation, self.fell_back)
-
-
 class Blender:
     """Blends over one model, whose attention is `PAGED_ATTENTION`, and a paged tensor, as `PagedKV` takes it.
 
-    Writes the requests' own blocks alone.
+    Writes the requests' own blocks alone. `blend` does all of it at once; `begin` and `advance` do it in pieces.
     """
 
     def __init__(self, module: PreTrainedModel, tensor: torch.Tensor, inv_freq: torch.Tensor, max_rows: int) -> None:
@@ -104,118 +51,116 @@ class Blender:
         self._inv_freq = inv_freq
         self._max_rows = max_rows
 
-    @torch.inference_mode()
     def blend(self, requests: abc.Sequence[BlendRequest]) -> list[BlendResult]:
         """Fill the KV of all their tokens but the last, all of them in the same passes."""
-        jobs = [_BlendJob(request) for request in requests]
-        for job in jobs:
-            for part in job.parts:
-                self._copy(part, job.request.block_table)
-        self._check([job for job in jobs if job.is_checked])
-        self._question([job for job in jobs if job.repair.rule == "question" and 0 < job.repair.share < 1])
-        rows = []
-        for job in jobs:
-            if job.rows is None:
-                if job.repair.rule != "question" or job.repair.share in (0, 1):
-                    job.repaired = _chosen(job)
-                job.rows = self._rows(job, np.union1d(job.missing, job.repaired), self._num_layers)
-            rows += job.rows
-        self._run(rows)
-        return [job.result() for job in jobs]
+        blends = [self.begin(request) for request in requests]
+        results = [blend.result for blend in blends]
+        while None in results:
+            self.advance([(blend, self._max_rows) for blend in blends])
+            results = [blend.result for blend in blends]
+        return [result for result in results if result is not None]
 
-    def _copy(self, part: ReusedPart, table: list[int]) -> None:
+    def begin(self, request: BlendRequest) -> Blend:
+        """A blend of which nothing is done yet. Computes nothing."""
+        return Blend(request, self._num_layers, self._kv.slots(request.block_table, 0, len(request.token_ids)))
+
+    @torch.inference_mode()
+    def advance(self, pieces: abc.Sequence[tuple[Blend, int]]) -> list[int]:
+        """Do of each blend what so many tokens pay for, all of them in the same passes; returns what is left of these.
+
+        At least one, and a blend that does not wait comes forward. After an exception none of them may go on. Work is
+        enqueued on a device: until that is done, no other stream may write what a blend reads.
+        """
+        purses = [tokens * blend.unit for blend, tokens in pieces]
+        while True:
+            rows: list[_BlendRows] = []
+            for number, (blend, _) in enumerate(pieces):
+                purses[number] -= self._prepare(blend, purses[number], rows)
+            if not rows:
+                return [purse // blend.unit for purse, (blend, _) in zip(purses, pieces, strict=True)]
+            self._run(rows)
+            for each in rows:
+                _keep(each)
+
+    def synchronize(self) -> None:
+        """Wait until all of it is done: from then on others may write the blocks it read."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _prepare(self, blend: Blend, units: int, rows: list[_BlendRows]) -> int:
+        """Do what needs no layer, up to the next `rows` of it, which are added. Returns what that costs."""
+        spent = 0
+        while (work := blend.work) not in (Work.WAIT, Work.NOTHING):
+            if work is Work.CHOOSE:
+                blend.choose()
+                continue
+            number, price = blend.affordable(work, units - spent)
+            if not number:
+                break
+            spent += price
+            if work is Work.COPY:
+                for part in blend.take_copies(number):
+                    self._copy(blend, part)
+            elif work is Work.COMPARE:
+                for places in _pieces(blend.take(work, number), self._max_rows):
+                    self._compare(blend, places)
+            else:
+                for places in _pieces(blend.take(work, number), self._max_rows):
+                    rows.append(self._rows(blend, work, places))
+                break  # what follows depends on them
+        return spent
+
+    def _copy(self, blend: Blend, part: ReusedPart) -> None:
         """A part's KV into the request's own blocks, its keys rotated from the segment's places to the request's."""
-        blocks = torch.tensor(part.blocks, device=self._device)
-        own = torch.tensor(table, device=self._device)
-        size = self._block_size
+        size, layers = self._block_size, slice(blend.num_kept_layers, None)
+        blocks, own = torch.tensor(part.blocks, device=self._device), self._own(blend, part.end)
         for start in range(part.start, part.end, PIECE):
             there = torch.arange(start, min(start + PIECE, part.end), device=self._device)
             here = there - part.origin
             block, offset, own_block, own_offset = blocks[here // size], here % size, own[there // size], there % size
-            keys = self._tensor[block, :, 0, offset]
-            self._tensor[own_block, :, 0, own_offset] = rotated(keys, part.origin, self._inv_freq)
-            self._tensor[own_block, :, 1, own_offset] = self._tensor[block, :, 1, offset]
+            keys = self._tensor[block, layers, 0, offset]
+            self._tensor[own_block, layers, 0, own_offset] = rotated(keys, part.origin, self._inv_freq)
+            self._tensor[own_block, layers, 1, own_offset] = self._tensor[block, layers, 1, offset]
 
-    def _check(self, jobs: list[_BlendJob]) -> None:
-        """Compute all rows up to the check layer, compare there, and keep those that go on."""
-        for job in jobs:
-            job.rows = self._rows(job, np.arange(job.first, job.end), job.repair.check_layer)
-        self._run([rows for job in jobs for rows in job.rows or ()])
-        for job in jobs:
-            squares = self._deviations(job)
-            job.repaired = highest(job.candidates, squares, job.repair.share)
-            left = squares[~np.isin(job.candidates, job.repaired)]
-            job.deviation = float(np.sqrt(left.mean())) if len(left) else 0.0
-            if job.deviation > job.repair.max_deviation:
-                job.repaired, job.fell_back = job.candidates, True
-            job.rows = self._narrowed(job, np.union1d(job.missing, job.repaired))
+    def _compare(self, blend: Blend, places: Positions) -> None:
+        """How far these copied tokens' K and V are from computed ones, and how large they are, both squared."""
+        assert blend.states is not None
+        layer, size = blend.num_kept_layers, self._block_size
+        positions = torch.from_numpy(places).to(self._device)
+        states = blend.states[positions - blend.first]
+        turns = self._decoder.rotary_emb(states[None], positions[None])
+        block, offset = self._own(blend, int(places[-1]) + 1)[positions // size], positions % size
+        apart, sizes = [], []
+        for half, new in enumerate(_keys_and_values(self._decoder.layers[layer], states, turns)):
+            kept = self._tensor[block, layer, half, offset].float()
+            apart.append((new.float() - kept).square().sum((1, 2)))
+            sizes.append(kept.square().sum((1, 2)))
+        blend.compared.append(torch.stack(apart + sizes))
 
-    def _deviations(self, job: _BlendJob) -> NDArray[np.float64]:
-        """How far each reused token's K and V are from computed ones, squared, relative to the reused ones' mean."""
-        layer = job.repair.check_layer
-        candidates = torch.from_numpy(job.candidates).to(self._device)
-        rows = job.rows or []
-        parts = [_keys_and_values(self._decoder.layers[layer], each.states, each.turns) for each in rows]
-        computed = [torch.cat(states) for states in zip(*parts, strict=True)]
-        copied = self._kv.gather(layer, rows[-1].span.blocks, job.end)
-        total = torch.zeros(len(candidates), device=self._device)
-        for new, old in zip(computed, copied, strict=True):
-            kept = old[candidates].float()
-            apart = (new[candidates - job.first].float() - kept).square().sum((1, 2))
-            total += apart / (kept.square().sum((1, 2)).mean() + _TINY)
-        squares: NDArray[np.float64] = (total / 2).double().cpu().numpy()
-        return squares
+    def _rows(self, blend: Blend, work: Work, places: Positions) -> _BlendRows:
+        """These places before the first layer of this work."""
+        slots = torch.from_numpy(blend.slots[places]).to(self._device)
+        positions = torch.from_numpy(places).to(self._device)
+        span = BlendSpan(positions, slots, self._own(blend, int(places[-1]) + 1))
+        first_layer = 0
+        if work is Work.REPAIR and blend.states is not None:
+            first_layer, states = blend.num_kept_layers, blend.states[: len(places)]
+            blend.states = blend.states[len(places) :]
+        else:
+            token_ids = [blend.request.token_ids[place] for place in places.tolist()]
+            states = self._decoder.embed_tokens(torch.tensor(token_ids, device=self._device))
+        if work is Work.ASK:
+            if blend.attended is None:
+                blend.attended = torch.zeros(blend.end + 1, device=self._device)
+            span.attended, span.asking_from = blend.attended, blend.asks_from
+        turns = self._decoder.rotary_emb(states[None], positions[None])
+        until = blend.num_kept_layers if work is Work.CHECK else self._num_layers
+        return _BlendRows(blend, places, span, states, turns, first_layer, until)
 
-    def _narrowed(self, job: _BlendJob, chosen: Positions) -> list[_BlendRows]:
-        """Only the chosen positions, from the check layer on."""
-        narrowed = []
-        for rows in job.rows or ():
-            places = np.flatnonzero(np.isin(rows.positions, chosen))
-            if not len(places):
-                continue
-            kept, positions = torch.from_numpy(places).to(self._device), rows.positions[places]
-            cos, sin = (each[:, kept] for each in rows.turns)
-            span = self._span(job, positions)
-            narrowed.append(_BlendRows(positions, span, rows.states[kept], (cos, sin), rows.layer, self._num_layers))
-        return narrowed
-
-    def _question(self, jobs: list[_BlendJob]) -> None:
-        """Let what stands behind the last segment look at the copied KV; what it attends to most is computed anew.
-
-        What was not copied is computed for it, too, once over the copies, and once more when they are repaired.
-        """
-        asking = []
-        for job in jobs:
-            attended = torch.zeros(job.end + 1, device=self._device)
-            rows = self._rows(job, np.append(job.missing, job.end), self._num_layers)
-            for each in rows:
-                each.span.attended, each.span.asking_from = attended, job.parts[-1].end
-            asking += rows
-            job.attended = attended
-        self._run(asking)
-        for job in jobs:
-            assert job.attended is not None
-            scores = job.attended.double().cpu().numpy()
-            job.repaired = highest(job.candidates, scores[job.candidates], job.repair.share)
-
-    def _rows(self, job: _BlendJob, positions: Positions, until: int) -> list[_BlendRows]:
-        """These positions before the first layer, on their way to `until`."""
-        rows = []
-        for start in range(0, len(positions), self._max_rows):
-            some = positions[start : start + self._max_rows]
-            span = self._span(job, some)
-            token_ids = torch.tensor([job.request.token_ids[place] for place in some.tolist()], device=self._device)
-            states = self._decoder.embed_tokens(token_ids)
-            turns = self._decoder.rotary_emb(states[None], span.positions[None])
-            rows.append(_BlendRows(some, span, states, turns, 0, until))
-        return rows
-
-    def _span(self, job: _BlendJob, positions: Positions) -> BlendSpan:
-        table = job.request.block_table
-        slots = self._kv.slots(table, 0, len(job.request.token_ids))[positions]
-        num_blocks = int(positions[-1]) // self._block_size + 1
-        blocks = torch.tensor(table[:num_blocks], dtype=torch.int64, device=self._device)
-        return BlendSpan(torch.from_numpy(positions).to(self._device), torch.from_numpy(slots).to(self._device), blocks)
+    def _own(self, blend: Blend, num_tokens: int) -> torch.Tensor:
+        """The request's blocks of its first tokens."""
+        table = blend.request.block_table[: -(-num_tokens // self._block_size)]
+        return torch.tensor(table, dtype=torch.int64, device=self._device)
 
     def _run(self, rows: list[_BlendRows]) -> None:
         """Take all rows from their layer to where each of them stops, packed; a request's own in order."""
@@ -249,15 +194,19 @@ class Blender:
             each.states, each.layer = part, number + 1
 
 
-def _chosen(job: _BlendJob) -> Positions:
-    """What rules choose that look at no KV; nothing and everything are such rules, too."""
-    share = job.repair.share
-    if share in (0, 1):
-        return job.candidates if share else job.candidates[:0]
-    if job.repair.rule == "random":
-        return drawn(job.candidates, share)
-    choose = first_of if job.repair.rule == "first" else borders_of
-    return choose([np.arange(part.start, part.end) for part in job.parts], share)
+def _pieces(places: Positions, size: int) -> list[Positions]:
+    return [places[start : start + size] for start in range(0, len(places), size)]
+
+
+def _keep(rows: _BlendRows) -> None:
+    """The states of rows that were checked: one tensor for all of the blend's, so that no pack stays behind them."""
+    blend = rows.blend
+    if rows.until != blend.num_kept_layers:
+        return
+    if blend.states is None:
+        blend.states = rows.states.new_empty(blend.end - blend.first, rows.states.shape[1])
+    start = int(rows.positions[0]) - blend.first
+    blend.states[start : start + len(rows.positions)] = rows.states
 
 
 def _keys_and_values(

@@ -62,6 +62,17 @@ class ReusedPart:
     blocks: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class BlendRequest:
+    """One request to be blended: all of its KV but the last token's is to be in the blocks of `block_table`."""
+
+    token_ids: abc.Sequence[int]
+    block_table: list[int]
+    num_computed: int  # leading tokens whose KV is there already
+    parts: abc.Sequence[ReusedPart] | None  # behind those; None: `Blend.bring` is going to tell
+    repair: Repair
+
+
 def checked_segments(segments: abc.Sequence[Segment], num_tokens: int) -> tuple[Segment, ...]:
     """The segments in order; RequestError if one is empty or out of range, or two overlap."""
     for segment in segments:
