@@ -14,7 +14,7 @@ from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_runner import ModelRunner
-from kvtier.engine.offload import EngineConnector, NoOffload
+from kvtier.engine.offload import EngineConnector, NoOffload, start_copies
 from kvtier.engine.prompts import checked_tokens, is_text
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.segment import Repair, Segment, WantedReuse
@@ -235,9 +235,8 @@ class Engine:
     def drain(self, timeout: float) -> bool:
         """Wait until every copy under way has ended, at most `timeout` seconds: then only live requests hold blocks."""
         deadline = time.monotonic() + timeout
-        while is_copying := self.scheduler.has_copies:
-            if time.monotonic() >= deadline:
-                break
+        while (is_copying := self.scheduler.has_copies) and time.monotonic() < deadline:
+            start_copies(self.worker, self.scheduler.flush())
             self.scheduler.take_in(self.worker.poll())
             time.sleep(_POLL)
         return not is_copying
@@ -249,6 +248,7 @@ class Engine:
         self._closed = True
         for request_id in list(self._requests):
             self.abort(request_id)
+        start_copies(self.worker, self.scheduler.flush())  # of the last requests' tails
         self.scheduler.take_in(self.worker.close(_CLOSE_DEADLINE))
         self.connector.close()
 
