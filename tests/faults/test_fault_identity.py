@@ -119,7 +119,7 @@ def test_new_weights_find_nothing_of_the_old_ones_in_any_tier(tmp_path: Path) ->
         file={"path": str(tmp_path), "size": "8MiB", "deadline": "60s"},
         cache={"load_or_recompute": "load", "prefetch_deadline": "60s"},
     )
-    settings = EngineConfig(**options, num_blocks=64)
+    settings = EngineConfig(**options, block_size=16, num_blocks=64)
     engine = Engine.from_config(config_of("llama"), settings, LocalConnector.connect(config))
     cold = Engine.from_config(config_of("llama"), replace(settings, enable_prefix_caching=False))
     assert isinstance(engine.connector, LocalConnector)

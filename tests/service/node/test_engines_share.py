@@ -30,7 +30,7 @@ def socket() -> Iterator[Path]:
 
 def engine_at(socket: Path | None) -> Engine:
     """An engine over the daemon's tiers; without a socket, over none."""
-    settings = EngineConfig(num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8, exact=True)
+    settings = EngineConfig(block_size=16, num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8, exact=True)
     section = {"block_size": settings.block_size, "load_or_recompute": "load"}
     service = {"socket": socket, "deadline": "60s"}
     config = Config.model_validate(patient({"host": {"size": "4MiB"}, "cache": section, "service": service}))
