@@ -93,7 +93,7 @@ def answer(checkpoint: str, config: Config, dtype: str, verb: str, prompts: list
 def be_killed(asked: dict[str, Any]) -> None:
     """Answer, and end by SIGKILL, whatever is open."""
     file = {"path": asked["slab"], "size": "64MiB"}
-    settings = Config.load(host={"size": "8MiB"}, file=file, cache={"load_or_recompute": "load"})
+    settings = Config.load(host={"size": "8MiB"}, file=file, cache={"block_size": 16, "load_or_recompute": "load"})
     replies = answer(asked["checkpoint"], settings, asked["dtype"], asked["verb"], asked["prompts"])
     print(json.dumps(replies), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -112,6 +112,7 @@ class ServerProcess:
         """Start it and wait until it says that it is ready; `section__option=value` as variables."""
         command = ["-m", "kvtier.cli", "engine", "--model", str(model)]
         own = {"server__http": "127.0.0.1:0", "host__size": "8MiB", "l1__num_blocks": "128"}
+        own["cache__block_size"] = str(BLOCK)
         options = {**patient_options(), **own, "cache__load_or_recompute": "load", **options}
         self.process = Forked(
             [*command, *arguments],
