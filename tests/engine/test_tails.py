@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from event_rig import Shelf
 from exact_engines import Bits, bits, engine_over, forget, keep
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from tiny_models import prompt
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.scheduler import ConnectorUpdate
 from kvtier.engine.llm import Engine
+from kvtier.tiers.hierarchy.events import TierEvents
 from kvtier.tiers.tier import BlockRecord
 
 
@@ -143,6 +145,22 @@ def test_a_full_l1_waits_for_the_tails_copy() -> None:
     connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
     story.step()
     story.idle()
+
+
+def test_readers_of_l1s_events_are_told_of_whole_blocks_alone(cold: Bits) -> None:
+    engine, shelf = engine_over(None, 16), Shelf()
+    events, first = TierEvents("l1", engine.pool), prompt(1, 40)
+    engine.generate([first], keep(1))
+    shelf.apply(events.take())
+    assert not events.waiting
+    named = engine.prompt(first).chain
+    assert named is not None
+    assert shelf.blocks["l1"].keys() == set(named.hashes)
+    [answer] = engine.generate([[*first, 5, 6]], keep())
+    assert answer.num_l1_tokens == 40  # the tail is there all the same
+    assert bits(answer) == cold.of([*first, 5, 6])
+    engine.pool.check()
+    end(engine)
 
 
 # A random story: conversations beside each other, each turn from whichever tier is left.
