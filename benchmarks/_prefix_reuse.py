@@ -74,7 +74,7 @@ class RememberedChildren:
         start = num_whole * self._size
         wanted = symbols[start : start + self._size]
         known = self._behind.get(self._name(symbols, num_whole), ())
-        return max((_agree(wanted, child) for child in known), default=0)
+        return max((agree(wanted, child) for child in known), default=0)
 
     def add(self, symbols: Sequence[int], block: int, count: int) -> None:
         """Block `block` of the text, of so many tokens, was stored."""
@@ -125,5 +125,5 @@ def replay(exchanges: Sequence[Exchange], block_size: int, reuse: PrefixReuse) -
     return done
 
 
-def _agree(one: Sequence[int], other: Sequence[int]) -> int:
+def agree(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

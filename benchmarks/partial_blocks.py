@@ -9,6 +9,9 @@ The replay counts. Nothing there is simulated in time. Names are hashed as an en
 index's bytes are those of L2's pool and of the slab's mirror, a block. Then kvtier's engine answers prompts that part
 from a held one inside a block, out of L1, L2 and the slab, with and without partial blocks, in turns.
 
+The chats are replayed once more over an L2 with room for a part of all they come to. Tails are not kept there, go
+before any whole block, or age as blocks do, an eighth of L2 at most: that is what kvtier does.
+
 The block size that wins is the largest one that computes and copies next to nothing more than the best.
 """
 
@@ -25,6 +28,7 @@ from typing import Any, Final
 import matplotlib
 import recovery
 import torch
+from _bounded_reuse import Tails, computed_in
 from _chats import Exchange, chats, trace_exchanges
 from _partial_engine import timed
 from _prefix_reuse import PrefixReuse, Replayed, replay
@@ -43,6 +47,7 @@ TRACE: Final = Path(__file__).resolve().parents[2] / "shared" / "traces" / "conv
 ROOT: Final = root_hash(b"partial blocks".ljust(32, b"."))
 COMPUTED: Final = 1.02  # times the fewest tokens a request: next to nothing more
 COPIED: Final = 1.10  # times the fewest tokens copied a request
+ROOM: Final = (4, 6, 8, 12, 25, 50)  # % of all that the chats come to, in L2
 _SAMPLE: Final = 1 << 14  # blocks that the index's bytes are measured on
 
 Row = dict[str, Any]
@@ -104,6 +109,19 @@ def replayed(workload: str, exchanges: Sequence[Exchange]) -> list[Row]:
         for reuse in PrefixReuse:
             done = replay(exchanges, block_size, reuse)
             rows.append(row_of(workload, block_size, reuse, done) | {"names hashed": names, "hashing CPU s": cpu})
+    return rows
+
+
+def bounded(exchanges: Sequence[Exchange], held_tokens: int) -> list[Row]:
+    """Chats over an L2 with room for a part of all that they come to, with tails and without."""
+    rows = []
+    for percent in ROOM:
+        progress(f"chat, room for {percent} %")
+        for block_size in BLOCK_SIZES:
+            for tails in Tails:
+                computed = computed_in(exchanges, held_tokens * percent // 100, block_size, tails)
+                rows.append({"workload": "bounded chat", "room %": percent, "block": block_size, "tails": tails.value,
+                             "computed a request": computed})  # fmt: skip
     return rows
 
 
@@ -223,6 +241,8 @@ def main() -> int:
         print(f"partial_blocks: {error}", file=sys.stderr)
         return 2
     rows = [row for workload, exchanges in workloads.items() for row in replayed(workload, exchanges)]
+    held = next(row["blocks named"] * row["block"] for row in rows)  # of the chats, which come first
+    tight = bounded(workloads["chat"], held)
     sizes = BLOCK_SIZES[::4] if args.quick else BLOCK_SIZES
     length, rounds = (512, 1) if args.quick else (2048, 3)
     timings = [] if args.no_engine else timed(sizes, length=length, rounds=rounds)
@@ -237,7 +257,7 @@ def main() -> int:
     if not args.json:
         for _, reason in conclusions.values():
             progress(reason)
-    return report("partial_blocks", [*rows, *timings], targets(rows, timings), args.json, args.save, setup)
+    return report("partial_blocks", [*rows, *tight, *timings], targets(rows, timings), args.json, args.save, setup)
 
 
 if __name__ == "__main__":

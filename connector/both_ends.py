@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.connector.back import Back, Group
+from kvtier.connector.partial import LEAST
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
-from kvtier.connector.scheduler import ConnectedRequest, ConnectorUpdate, Request, SchedulerSide
-from kvtier.tiers import Outcome
-from kvtier.tiers.hierarchy import CacheTiers, Ends, Pending
+from kvtier.connector.scheduler import ConnectedRequest, ConnectorUpdate, Request, SchedulerSide, StoringOp
+from kvtier.connector.tail_chain import TailChain
+from kvtier.tiers import BlockRecord, Outcome
+from kvtier.tiers.hierarchy import CacheTiers, Ends, Pending, Wanted
 from kvtier.tiers.pool import Lease
 
 
@@ -71,6 +73,20 @@ class BothEndsSide(SchedulerSide):
         if back.num_skipped:
             self.tiers.metrics.missed(Outcome.SKIPPED, back.num_skipped)
         return back.num_skipped
+
+    def store_tail(self, request_id: str, tail: BlockRecord, block_id: int) -> bool:
+        """A request ends with this block unfinished: copy it to L2, as `store` does with whole ones.
+
+        False, and the block is not read: nobody would ask for so few tokens, or for a part of a block at all.
+        """
+        request = self._requests[request_id].request
+        size = request.chain.block_size
+        if not self._partial_blocks or LEAST * (len(tail.tokens) // 4) < size:
+            return False
+        chain, epoch = TailChain(tail, request.chain.tenant, size), self._requests[request_id].epoch
+        wanted = Wanted(chain.hashes, tail.parent, chain.tenant, is_tail=True)
+        self._wanted[next(self._op_ids)] = StoringOp(request_id, chain, 0, wanted, epoch, [block_id])
+        return True
 
     def build_plan(self) -> StepPlan:
         """As `SchedulerSide.build_plan`; with what has come of the backs."""

@@ -9,7 +9,7 @@ import numpy as np
 from kvtier.tiers import L2, ChainHash, ChildBlock
 from kvtier.tiers.hierarchy import Attribution, Claim
 
-_LEAST: Final = 8  # of a block, one part of so many is worth a load of its own
+LEAST: Final = 8  # of a block, one part of so many is worth a load of its own
 
 
 class NamedByTokens(Protocol):
@@ -90,7 +90,7 @@ def pays(num_held: int, shared: int, block_size: int, *, in_l1: int, least: int)
     same, and a load costs a step.
     """
     is_alone = num_held <= in_l1
-    return num_held * block_size + shared > least and (not is_alone or _LEAST * shared >= block_size)
+    return num_held * block_size + shared > least and (not is_alone or LEAST * shared >= block_size)
 
 
 def still_fits(claim: Claim, view: PartialView | None, in_l1: int) -> bool:

@@ -84,7 +84,7 @@ class _LoadingOp:
 
 
 @dataclass(slots=True)
-class _StoringOp:
+class StoringOp:
     """Blocks to be stored: first wanted, then with their slots."""
 
     request_id: str
@@ -121,10 +121,10 @@ class SchedulerSide:
         self._op_ids = count(1)
         self._steps = count(1)
         self._loads: dict[int, _LoadingOp] = {}
-        self._stores: dict[int, _StoringOp] = {}
+        self._stores: dict[int, StoringOp] = {}
         self._planned: list[CopyOp] = []  # loads
         self._region_id = 0  # of the planned loads
-        self._wanted: dict[int, _StoringOp] = {}
+        self._wanted: dict[int, StoringOp] = {}
         self._released: list[int] = []
         self._ends = Ends.FRONT  # of what is asked next
 
@@ -229,7 +229,7 @@ class SchedulerSide:
         hashes = chain.hashes[first_block : first_block + len(blocks)]
         wanted = Wanted(hashes, chain.parent(first_block), chain.tenant)
         op_id = next(self._op_ids)
-        self._wanted[op_id] = _StoringOp(request_id, chain, first_block, wanted, known.epoch, blocks)
+        self._wanted[op_id] = StoringOp(request_id, chain, first_block, wanted, known.epoch, blocks)
         return op_id
 
     def build_plan(self) -> StepPlan:
@@ -391,7 +391,7 @@ class SchedulerSide:
             ops.append(CopyOp(op_id, store.request_id, tuple(store.blocks), slots, generations))
         return ops
 
-    def _drop(self, store: _StoringOp, reason: Outcome) -> None:
+    def _drop(self, store: StoringOp, reason: Outcome) -> None:
         self._released += store.blocks
         if store.reservation is not None:
             self.tiers.abandon(store.reservation, reason)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from kvtier.engine.admission import Admission
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.sequence import Sequence
+from kvtier.tiers import BlockRecord
 
 if TYPE_CHECKING:
     from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
@@ -34,14 +35,13 @@ class BlockNaming:
         sequence.num_named = end
         self._admission.forget(sequence, hashes)
 
-    def keep_tail(self, sequence: Sequence) -> None:
-        """The next turn of a conversation begins in this request's unfinished last block."""
+    def take_tail(self, sequence: Sequence) -> tuple[int, BlockRecord] | None:
+        """Take the unfinished last block of a request that ends from its table: the next turn may begin there."""
         if not (self._pool.partial_blocks and sequence.block_table):
-            return
+            return None
         num_kept = self._cacheable_tokens(sequence, sequence.num_computed)
         tail = sequence.chain.tail(num_kept) if num_kept // self._config.block_size == sequence.num_named else None
-        if tail is not None:
-            self._pool.retire_tail(sequence.block_table.pop(sequence.num_named), tail)
+        return None if tail is None else (sequence.block_table.pop(sequence.num_named), tail)
 
     def _cacheable_tokens(self, sequence: Sequence, end: int) -> int:
         if not self._config.store_generated:

@@ -18,7 +18,7 @@ class EngineConfig:
     `max_num_seqs`. Otherwise they are the same bits as a cache-off run's with equal chunk boundaries and batch shape.
     """
 
-    block_size: int = 16  # tokens per KV block
+    block_size: int = 64  # tokens per KV block
     num_blocks: int | None = None  # L1's size in blocks; None: as many as fit `l1_bytes`
     l1_bytes: int = 256 << 20
     enable_prefix_caching: bool = True  # False: L1 neither hashes nor looks up

@@ -15,7 +15,7 @@ from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_runner import ModelRunner
-from kvtier.engine.offload import EngineConnector, NoOffload
+from kvtier.engine.offload import EngineConnector, NoOffload, start_copies
 from kvtier.engine.prompts import checked_tokens, is_text, named_prompt, require_room
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.segment_requests import SegmentRequests, wanted_by_each, wanted_reuse
@@ -241,9 +241,8 @@ class Engine:
     def drain(self, timeout: float) -> bool:
         """Wait until every copy under way has ended, at most `timeout` seconds: then only live requests hold blocks."""
         deadline = time.monotonic() + timeout
-        while is_copying := self.scheduler.has_copies:
-            if time.monotonic() >= deadline:
-                break
+        while (is_copying := self.scheduler.has_copies) and time.monotonic() < deadline:
+            start_copies(self.worker, self.scheduler.flush())
             self.scheduler.take_in(self.worker.poll())
             time.sleep(_POLL)
         return not is_copying
@@ -255,6 +254,7 @@ class Engine:
         self._closed = True
         for request_id in list(self._requests):
             self.abort(request_id)
+        start_copies(self.worker, self.scheduler.flush())  # of the last requests' tails
         self.scheduler.take_in(self.worker.close(_CLOSE_DEADLINE))
         self.connector.close()
 

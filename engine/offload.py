@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvtier.connector import ConnectorUpdate, Request, StepPlan, WorkerReport
+from kvtier.tiers import BlockRecord
 from kvtier.tiers.hierarchy import Pending
 
 if TYPE_CHECKING:
@@ -85,6 +86,9 @@ class NoOffload:
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         """Never called: the scheduler does not store without a connector."""
 
+    def store_tail(self, request_id: str, tail: BlockRecord, block_id: int) -> bool:
+        return False
+
     def build_plan(self) -> StepPlan:
         return _NO_PLAN
 
@@ -111,3 +115,11 @@ class NoOffload:
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+
+def start_copies(worker: "WorkerSide | NoCopies", plan: StepPlan) -> None:
+    """Start a plan's copies beside no step: what it loads is not computed upon yet."""
+    if plan.loads:
+        worker.start_load(plan)
+    if plan.stores:
+        worker.start_store(plan)

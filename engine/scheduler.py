@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from kvtier.connector import ConnectorUpdate, WorkerReport
+from kvtier.connector import ConnectorUpdate, StepPlan, WorkerReport
 from kvtier.engine.admission import Admissible, Admission, CachedBlocks
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.block_naming import BlockNaming
@@ -88,9 +88,7 @@ class Scheduler:
             if not chunk.sequence.num_loading:  # what a layerwise load has yet to confirm is stored a step later
                 self._store(chunk.sequence, self._naming.num_cacheable(chunk.sequence, chunk.end))
         self.stats["steps"] += 1
-        plan = self._connector.build_plan()
-        self._hold(self._connector.writing)
-        return Batch(chunks, self._token_budget - budget, plan, self._copies)
+        return Batch(chunks, self._token_budget - budget, self.flush(), self._copies)
 
     def postprocess(self, batch: Batch, samples: Iterable[SampledToken]) -> list[Output]:
         """Take in what the step computed; `samples` holds one for each chunk that samples, in order."""
@@ -124,6 +122,12 @@ class Scheduler:
                 self._await_load(chunk.sequence)
             else:
                 self._requeue(chunk.sequence)
+
+    def flush(self) -> StepPlan:
+        """The copies that were to go with the next step, for an engine that makes none."""
+        plan = self._connector.build_plan()
+        self._hold(self._connector.writing)
+        return plan
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is; the next step's outputs tell it. False: there is no such request."""
@@ -376,8 +380,12 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         if sequence.num_loading and sequence.block_table:  # a copy is still writing: the blocks stay until it ends
             self._orphans[sequence.request_id], sequence.block_table = sequence.block_table, []
-        else:
-            self._naming.keep_tail(sequence)
+        elif (kept := self._naming.take_tail(sequence)) is not None:
+            block, tail = kept
+            if not sequence.is_segment and self._connector.store_tail(sequence.request_id, tail, block):
+                self._hold([block])
+                self._draining.add(block)
+            self._pool.retire_tail(block, tail)
         self._release(sequence)
         del self._live[sequence.request_id]
         self._connector.finished(sequence.request_id)

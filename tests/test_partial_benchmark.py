@@ -6,6 +6,7 @@ from typing import Any
 
 import partial_blocks
 import pytest
+from _bounded_reuse import BoundedCache, Tails, computed_in
 from _chats import Exchange, chats, trace_exchanges
 from _prefix_reuse import CHILDREN, PrefixReuse, replay
 from partial_blocks import BLOCK_SIZES, winner
@@ -66,6 +67,29 @@ def test_a_trace_tells_next_turns_by_their_blocks(tmp_path: Path) -> None:
     assert cached([first, turn], PrefixReuse.WHOLE, 256) == 1024
 
 
+def test_in_little_room_old_blocks_and_old_tails_go() -> None:
+    first, second, third = (said(list(range(start, start + 40))) for start in (0, 100, 200))
+    turn = said([*range(40), 7, 7, 7])
+
+    def computed(room: int, tails: Tails, *asked: Exchange) -> int:
+        cache = BoundedCache(room, 16, tails)
+        return [one.num_prompt - cache.ask(one) for one in asked][-1]
+
+    assert computed(100, Tails.NONE, first, turn) == 43 - 32
+    assert computed(100, Tails.AGED, first, turn) == 43 - 40
+    # Six slots: two chains and a tail of each. For the third one's blocks tails go, or the first chain from its end.
+    assert computed(6, Tails.AGED, first, second, first) == 40 - 32  # one tail of six slots: the second one's
+    assert computed(6, Tails.AGED, first, second, second) == 1
+    assert computed(6, Tails.FIRST, first, second, third, second) == 40 - 32
+    assert computed(6, Tails.NONE, first, second, third, first) == 40 - 32
+    assert computed(5, Tails.NONE, first, second, third, first) == 40 - 16
+    # With room for everything they are what the replay without bounds counts.
+    made = chats(40)
+    unbounded = replay(made, 64, PrefixReuse.WHOLE)
+    whole = (unbounded.prompt_tokens - unbounded.cached_tokens) / len(made)
+    assert computed_in(made, 10**7, 64, Tails.AGED) < whole
+
+
 def test_chats_are_the_same_every_time() -> None:
     made = chats(30)
     assert [each.symbols for each in made] == [each.symbols for each in chats(30)]
@@ -100,6 +124,9 @@ def test_the_program_runs_without_a_trace(
     told = capsys.readouterr()
     assert "only chats are replayed" in told.err
     results = json.loads(told.out)["results"]
-    assert {row["workload"] for row in results} == {"chat"}
-    assert len(results) == len(BLOCK_SIZES) * len(PrefixReuse)
-    assert all(row["index MB"] > 0 and row["names hashed"] > 0 for row in results)
+    rows = [row for row in results if row["workload"] == "chat"]
+    assert len(rows) == len(BLOCK_SIZES) * len(PrefixReuse)
+    assert all(row["index MB"] > 0 and row["names hashed"] > 0 for row in rows)
+    tight = [row for row in results if row["workload"] == "bounded chat"]
+    assert len(rows) + len(tight) == len(results)
+    assert {row["tails"] for row in tight} == {tails.value for tails in Tails}

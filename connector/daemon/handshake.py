@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from kvtier.connector.daemon.wire import ID_BYTES, decoded, flag, number, octets, pack_frame, seconds, text
 from kvtier.tiers import FormatError
 
-VERSION: Final = 2
+VERSION: Final = 3
 _MAGIC: Final = "kvtier"
 _MAX_SLOTS: Final = 1 << 32
 _PEER: Final = struct.Struct("3i")

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -151,7 +151,7 @@ class RemoteTiers:
         """One round trip, with all that was left unsent; all are dropped where it takes too long."""
         if not wanted:
             return []
-        heads = [Wanted(each.hashes[:MAX_ITEMS], each.parent, each.tenant) for each in wanted]
+        heads = [replace(each, hashes=each.hashes[:MAX_ITEMS]) for each in wanted]
         with self._lock:
             first, *_ = [next(self._numbers) for _ in wanted]
         link, answers = self._call(Reserve(first, heads), self._deadline)

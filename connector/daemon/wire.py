@@ -258,8 +258,8 @@ def _ask(claim: Any, parent: Any, num_l1: Any, block_size: Any, hashes: Any, end
     return Ask(number(claim), octets(parent, 32), number(num_l1, len(names) + 1), size, names, Ends(number(ends)))
 
 
-def _wanted(hashes: Any, parent: Any, tenant: Any) -> Wanted:
-    return Wanted(unpack_hashes(hashes), octets(parent, 32), octets(tenant, 32))
+def _wanted(hashes: Any, parent: Any, tenant: Any, is_tail: Any) -> Wanted:
+    return Wanted(unpack_hashes(hashes), octets(parent, 32), octets(tenant, 32), flag(is_tail))
 
 
 def _seal(reservation: Any, epoch: Any, tokens: Any) -> Seal:
@@ -286,7 +286,7 @@ OPERATIONS: Final = (
     OperationRow(
         5,
         Reserve,
-        lambda op: [op.first, [[pack_hashes(each.hashes), each.parent, each.tenant] for each in op.wanted]],
+        lambda op: [op.first, [[pack_hashes(w.hashes), w.parent, w.tenant, w.is_tail] for w in op.wanted]],
         lambda first, wanted: Reserve(number(first), [_wanted(*fields) for fields in wanted]),
     ),
     OperationRow(6, Seal, None, _seal),

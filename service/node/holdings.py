@@ -171,6 +171,8 @@ class Holdings:
     def _on_reserve(self, op: messages.Reserve) -> list[bytes]:
         if any(number in self._reservations for number in range(op.first, op.first + len(op.wanted))):
             raise FormatError(f"a reservation from {op.first} on is there already")
+        if any(each.is_tail and len(each.hashes) != 1 for each in op.wanted):
+            raise FormatError("reserve: a tail is one block")
         is_bounded = all(len(each.hashes) <= MAX_ITEMS for each in op.wanted)
         if len(self._reservations) + len(op.wanted) > MAX_RESERVATIONS or not is_bounded:
             num_blocks = sum(len(each.hashes) for each in op.wanted)
@@ -200,6 +202,8 @@ class Holdings:
             raise FormatError(f"seal: tokens of {len(op.tokens)} blocks, {len(reservation)} are reserved")
         if any(len(tokens) > self._token_bytes for tokens in op.tokens):  # other clients are told of them
             raise FormatError(f"seal: more than the {self._token_bytes // 4} tokens of a block")
+        if reservation.is_tail and not all(0 < len(tokens) < self._token_bytes for tokens in op.tokens):
+            raise FormatError("seal: a tail has a token or more, and fewer than a block")
         self.sealed.append((self._reservations.pop(op.reservation), op))
 
     def _on_abandon(self, op: messages.Abandon) -> None:

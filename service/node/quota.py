@@ -62,7 +62,7 @@ class Quotas:
                 raise ConfigError(f"cache_salt: {MAX_QUOTAS} tenants have a quota already; remove one first")
             self._others.pop(root, None)
             self._tenants[root] = tenant  # it notes what is stored from here on; then what was stored before
-        for run in in_runs(dict(self._host.held())):
+        for run in in_runs(dict(self._host.held(tails=True))):
             with self._lock:
                 if run.parent == root or run.parent in tenant:
                     tenant.adopt(run)

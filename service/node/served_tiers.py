@@ -3,6 +3,7 @@
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from kvtier.service.node.lookup_trace import TraceRecorder
@@ -65,7 +66,7 @@ class ServedTiers:
             self.hierarchy.metrics.dropped(L2, Outcome.QUOTA, len(wanted.hashes) - room)
         if not room and wanted.hashes:
             return None
-        (reservation,) = self.hierarchy.reserve([Wanted(wanted.hashes[:room], wanted.parent, wanted.tenant)])
+        (reservation,) = self.hierarchy.reserve([replace(wanted, hashes=wanted.hashes[:room])])
         if reservation is not None:
             self.quotas.took(wanted.tenant, reservation.hashes, reservation.parents)
         return reservation

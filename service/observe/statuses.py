@@ -91,6 +91,7 @@ class HostTierStatus(StatusPart):
     leased: int
     quarantined: int
     dirty: int
+    tails: int
 
 
 class LowerTierStatus(StatusPart):

@@ -8,7 +8,7 @@ from kvtier.tiers import L2, MISS, TIERS
 from kvtier.tiers.config import show_size
 
 _MAX_CLIENTS: Final = 64  # listed
-_STATES: Final = ("ready", "leased", "dirty", "filling", "quarantined", "free")  # of slots
+_STATES: Final = ("ready", "leased", "dirty", "tails", "filling", "quarantined", "free")  # of slots
 
 
 def page(status: DaemonStatus) -> str:

@@ -15,7 +15,7 @@ PROMPTS = [prompt(1, 90), prompt(2, 17), prompt(3, 120), [*prompt(1, 70), 5, 6, 
 
 
 def engine_of(family: str, dtype: str = "float32", **options: object) -> Engine:
-    settings = {"num_blocks": 64, "exact": True, "exact_rows": 128, "max_num_seqs": 4, **options}
+    settings = {"block_size": 16, "num_blocks": 64, "exact": True, "exact_rows": 128, "max_num_seqs": 4, **options}
     return Engine.from_config(config_of(family), EngineConfig(**settings), dtype=dtype)  # type: ignore[arg-type]
 
 

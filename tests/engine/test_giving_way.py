@@ -146,7 +146,7 @@ def test_changed_weights_find_nothing_of_the_old_ones(make: Make) -> None:
     answer = engine.generate([prompt(1, 48)], KEEP)[0]
     assert (answer.num_l1_tokens, answer.num_external_tokens) == (0, 0)
     settled(engine)
-    bare = Engine(engine.model, EngineConfig(num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8))
+    bare = Engine(engine.model, EngineConfig(block_size=16, num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8))
     assert np.array_equal(bare.generate([prompt(1, 48)], KEEP)[0].logits, answer.logits)
     bare.close()
     engine.pool.reset()
@@ -256,7 +256,7 @@ def test_a_connector_that_cannot_start_lets_go_of_the_slab(make: Make, tmp_path:
     pool = make().pool
     with pytest.raises(ValueError, match="contiguous"):
         LocalConnector(config, b"f" * 32, pool.shape, pool.tensor.transpose(0, 1))
-    engine = Engine(model, EngineConfig(num_blocks=8), LocalConnector.connect(config))
+    engine = Engine(model, EngineConfig(block_size=16, num_blocks=8), LocalConnector.connect(config))
     connector = LocalConnector(config, b"f" * 32, pool.shape, pool.tensor)  # the slab of the first attempt is free
     connector.close()
     engine.close()

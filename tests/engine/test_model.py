@@ -14,7 +14,7 @@ from kvtier.engine.model import Model
 from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.errors import ConfigError
 
-OPTIONS = EngineConfig(num_blocks=64, max_num_batched_tokens=512)
+OPTIONS = EngineConfig(block_size=16, num_blocks=64, max_num_batched_tokens=512)
 KEEP = SamplingParams(max_tokens=12, ignore_eos=True, keep_logits=True)
 
 

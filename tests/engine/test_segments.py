@@ -275,7 +275,7 @@ def over_slab(directory: Path, **cache: Any) -> Engine:
     config = Config.load(
         host={"size": "4MiB"}, file={"path": str(directory), "size": "64MiB", "deadline": "60s"}, cache=section
     )
-    settings = EngineConfig(max_num_batched_tokens=64, max_num_seqs=8, **ON)
+    settings = EngineConfig(block_size=16, max_num_batched_tokens=64, max_num_seqs=8, **ON)
     return Engine.from_config(config_of("llama"), settings, LocalConnector.connect(config))
 
 

@@ -19,6 +19,7 @@ from kvtier.tiers.errors import StoreLocked
 
 KEEP = SamplingParams(max_tokens=6, ignore_eos=True, keep_logits=True)
 EXACT: dict[str, Any] = {
+    "block_size": 16,
     "exact": True,
     "exact_rows": 64,
     "max_num_batched_tokens": 64,

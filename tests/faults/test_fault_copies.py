@@ -30,6 +30,7 @@ from kvtier.tiers.tier import Outcome
 
 KEEP = SamplingParams(max_tokens=3, ignore_eos=True, keep_logits=True)
 EXACT: dict[str, Any] = {
+    "block_size": 16,
     "exact": True,
     "exact_rows": 32,
     "max_num_batched_tokens": 32,

@@ -107,7 +107,7 @@ def answer(checkpoint: str, config: Config, dtype: str, verb: str, prompts: list
 def be_killed(asked: dict[str, Any]) -> None:
     """Answer, and end by SIGKILL, whatever is open."""
     file = {"path": asked["slab"], "size": "64MiB"}
-    cache = {"load_or_recompute": "load", "segments": "on" if asked["verb"] == "segments" else "off"}
+    cache = {"block_size": 16, "load_or_recompute": "load", "segments": "on" if asked["verb"] == "segments" else "off"}
     settings = Config.load(host={"size": "8MiB"}, file=file, cache=cache)
     replies = answer(asked["checkpoint"], settings, asked["dtype"], asked["verb"], asked["prompts"])
     print(json.dumps(replies), flush=True)

@@ -34,7 +34,7 @@ class Running:
     def __init__(self, state: Path, *options: str, by_python: Sequence[str] = (), **variables: str) -> None:
         self.state = state
         self.port = free_range()
-        self._options, self._variables = options, variables
+        self._options, self._variables = options, {"cache__block_size": "16", **variables}
         self._by_python = {*by_python}
         self._pids: set[int] = set()
         self._started: list[subprocess.Popen[bytes] | Forked] = []

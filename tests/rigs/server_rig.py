@@ -61,7 +61,7 @@ class ServerThread:
             **sections,
             "host": {"size": "8MiB", **sections.get("host", {})},
             "l1": {"num_blocks": 128, **sections.get("l1", {})},
-            "cache": {"load_or_recompute": "load", **sections.get("cache", {})},
+            "cache": {"block_size": BLOCK, "load_or_recompute": "load", **sections.get("cache", {})},
             "server": {"http": "127.0.0.1:0", "max_num_seqs": 8, **sections.get("server", {})},
         }
         self.server = EngineServer(model, Config.model_validate(patient(given)), exact=exact)
@@ -112,6 +112,7 @@ class ServerProcess:
         """Start it and wait until it says that it is ready; `section__option=value` as variables."""
         command = ["-m", "kvtier.cli", "engine", "--model", str(model)]
         own = {"server__http": "127.0.0.1:0", "host__size": "8MiB", "l1__num_blocks": "128"}
+        own["cache__block_size"] = str(BLOCK)
         options = {**patient_options(), **own, "cache__load_or_recompute": "load", **options}
         self.process = Forked(
             [*command, *arguments],

@@ -141,6 +141,18 @@ def store(tiers: CacheTiers, chain: TokenChain, first: int = 0, last: int | None
     return len(reservation)
 
 
+def store_tail(tiers: CacheTiers, chain: TokenChain) -> BlockRecord:
+    """Store a chain's unfinished last block; what it is, whether or not there was room."""
+    tail = chain.tail(chain.num_tokens)
+    assert tail is not None
+    [reservation] = tiers.reserve([Wanted([tail.chain_hash], tail.parent, chain.tenant, is_tail=True)])
+    if reservation is not None and len(reservation):
+        fill(tiers, reservation)
+        tiers.seal(reservation, [tail], tiers.epoch)
+    assert tiers.drain(PATIENCE)
+    return tail
+
+
 def ask(tiers: CacheTiers, chain: TokenChain, timeout: float = PATIENCE) -> tuple[Claim, int]:
     """Ask, and wait for the answer: the claim, and how many blocks are promised."""
     claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)

@@ -28,7 +28,14 @@ def small_engine(
 
     Stories of what a hit does tell blocks apart by counts; those of hits inside a block are in test_partial_blocks.
     """
-    chosen = {"num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 8, "partial_blocks": False, **options}
+    chosen = {
+        "block_size": 16,
+        "num_blocks": 64,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "partial_blocks": False,
+        **options,
+    }
     settings = EngineConfig(**chosen)
     connect = None
     if tiers:

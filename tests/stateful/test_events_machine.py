@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.tiers.file.store import FileStore
+from kvtier.tiers.hierarchy.cache_tiers import Wanted
 from kvtier.tiers.hierarchy.events import EventSource
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.settings import HierarchySettings
@@ -53,6 +54,19 @@ class EventsMachine(RuleBasedStateMachine):
     @rule(chain=chains, first=positions)
     def store(self, chain: TokenChain, first: int) -> None:
         store(self.hierarchy, chain, first)
+
+    @rule(chain=chains, position=positions, num_tokens=st.integers(1, 3))
+    def store_tail(self, chain: TokenChain, position: int, num_tokens: int) -> None:
+        """A tail behind one of the chain's blocks: no reader is ever told of it."""
+        first = position * chain.block_size
+        tokens = chain.next_tokens(position)[: 4 * num_tokens]
+        tail = chain.tail(first + num_tokens)
+        assert tail is not None
+        assert tail.tokens == tokens
+        [reservation] = self.hierarchy.reserve([Wanted([tail.chain_hash], tail.parent, chain.root, is_tail=True)])
+        if reservation is not None and len(reservation):
+            self.hierarchy.seal(reservation, [tail], self.hierarchy.epoch)
+            assert self.hierarchy.stores.sealing_queue.drain(60)
 
     @rule(chain=chains)
     def load(self, chain: TokenChain) -> None:

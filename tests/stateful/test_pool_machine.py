@@ -70,6 +70,7 @@ class Model:
     dirty: set[ChainHash] = field(default_factory=set)
     unnamed: dict[int, int] = field(default_factory=dict)  # slot → leases, of blocks that were forgotten
     num_quarantined: int = 0
+    tails: dict[ChainHash, None] = field(default_factory=dict)  # of the ready blocks, oldest first
 
     def is_held(self, name: ChainHash | None) -> bool:
         return name in self.leases or name in self.filling
@@ -90,6 +91,7 @@ class Model:
             self.leases.pop(name, None)
             self.filling.discard(name)
             self.dirty.discard(name)
+            self.tails.pop(name, None)
         self.links = {child: parent for child, parent in self.links.items() if not names & {child, parent}}
 
     def run(self, hashes: list[ChainHash]) -> int:
@@ -217,6 +219,24 @@ class SlotPoolMachine(RuleBasedStateMachine):
             self.release(self.seal(store, set(range(5))), 1)
             self.open_stores.remove(store)
 
+    @rule(path=PATHS)
+    def store_tail(self, path: Path) -> None:
+        """One block that is not whole: of so few slots one may be such, so the one before it goes, used or not."""
+        store = self.reserve(path, len(path) - 1)
+        if not isinstance(store, Store):
+            return
+        self.open_stores.remove(store)
+        if not store.state:  # held already
+            return
+        store.reservation.is_tail = True
+        hold = self.seal(store, {0})
+        for name in list(self.model.tails):
+            for other in self.open_holds:
+                self._forget(other, {name})
+            self.model.drop({name})
+        self.model.tails[store.reservation.hashes[0]] = None
+        self.release(hold, 1)
+
     # --- protection ---------------------------------------------------------------------------------------------
 
     @rule(target=holds, path=PATHS, start=st.integers(0, 4))
@@ -326,6 +346,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
         assert counts.leased == sum(leases > 0 for leases in model.leases.values())
         assert counts.quarantined == model.num_quarantined
         assert counts.dirty == len(model.dirty)
+        assert counts.tails == len(model.tails)
         assert all(self.pool.holds(list(model.leases)))
 
     def teardown(self) -> None:

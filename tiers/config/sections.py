@@ -52,7 +52,7 @@ class FileConfig(Section):
 
 
 class CacheConfig(Section):
-    block_size: WholeNumber = option(16, "tokens in a block", ge=1, le=4096)
+    block_size: WholeNumber = option(64, "tokens in a block", ge=1, le=4096)
     hash: Literal["sha256", "xxh3"] = option("sha256", "chain hash: sha256, or xxh3 for a single trusted tenant")
     write_policy: Literal["write_through", "write_back"] = option(
         "write_through",

@@ -112,6 +112,8 @@ class BlockPool:
         hashes: Sequence[ChainHash],
         parent: ChainHash | None,
         records: Sequence[BlockRecord] = (),
+        *,
+        is_tail: bool = False,
     ) -> None:
         """Name full blocks, consecutive in a chain after `parent`. Their bytes must not change from now on.
 
@@ -140,25 +142,17 @@ class BlockPool:
             before[1:] = held[:-1]
             if self._records:
                 self._describe(slots[new], [records[i] for i in new.tolist()])
-            table.publish(slots[new])
+            table.publish(slots[new], is_tail=is_tail)
             table.links.link(slots[new], before[new])
 
     def retire_tail(self, block_id: int, record: BlockRecord) -> None:
-        """Give the only reference to a chain's unfinished last block back, named by what it has: the first to be taken.
+        """Give its request's reference to a chain's unfinished last block back, named by what it has.
 
-        Nothing is named while somebody listens: readers know whole blocks alone.
+        Without references it is the first to be taken. Who listens is not told: readers know whole blocks alone.
         """
-        if self._child_index is None or self.tells:
-            self.free([block_id])
-            return
-        self.publish([block_id], [record.chain_hash], record.parent, [record])
-        slots = np.array([block_id], np.int64)
-        with self._lock:
-            table = self._table
-            table.unref(slots)
-            if table.state[block_id] == READY and not table.refs[block_id]:
-                table.idle.withdraw(slots)
-                table.policy.give_back(slots)
+        if self._child_index is not None:
+            self.publish([block_id], [record.chain_hash], record.parent, [record], is_tail=True)
+        self.free([block_id])
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks on the device, each from the first to the second; before what is computed next."""
@@ -172,7 +166,11 @@ class BlockPool:
         """
         slots = np.asarray(block_ids, np.int64)
         with self._lock:
-            self._table.unref(slots)
+            table = self._table
+            table.unref(slots)
+            if table.tails and len(idle := slots[table.is_tail[slots] & (table.refs[slots] == 0)]):
+                table.idle.withdraw(idle)
+                table.policy.give_back(idle)
 
     def hold(self, block_ids: ArrayLike) -> None:
         """One reference more to each block: a copy in flight keeps its block until it gives it back by `free`.

@@ -125,11 +125,12 @@ class NewsCondition(Condition):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Consecutive new blocks of one chain that a step wants to store."""
+    """Consecutive new blocks of one chain that a step wants to store; or a tail, a chain's unfinished last block."""
 
     hashes: Sequence[ChainHash]
     parent: ChainHash  # of hashes[0]
     tenant: ChainHash  # whose blocks they are: the root of chains with their cache_salt
+    is_tail: bool = False  # `hashes` is one name, with fewer tokens than a block has; of no use to who wants blocks
 
 
 class BlockClaims(Protocol):
@@ -174,7 +175,7 @@ class BlockStores(Protocol):
     def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
         """L2 slots for all that a step stores: of each chain as many leading blocks as fit, None if not one does.
 
-        Blocks already held need no slot and are left out of the reservation.
+        Blocks already held need no slot and are left out of the reservation; so is a tail where none are kept.
         """
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:

@@ -333,7 +333,7 @@ class Hierarchy:
     def _show_pools(self) -> None:
         pool = self.host.pool
         counts = pool.counts()
-        for state in ("free", "filling", "ready", "leased", "quarantined", "dirty"):
+        for state in ("free", "filling", "ready", "leased", "quarantined", "dirty", "tails"):
             self.metrics.pool(L2, state, getattr(counts, state))
         with self._lock:
             self.metrics.evicted(L2, pool.num_evicted)

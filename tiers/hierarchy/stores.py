@@ -4,7 +4,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvtier.tiers import L2, BlockRecord, ChainHash, Metrics, Outcome, checksum
@@ -51,12 +51,18 @@ class StoreQueue:
     def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
         """All that a step stores, in one pass if there is room for all; else chain by chain, what fits of its head."""
         taken: list[Reservation | None] = [None] * len(wanted)
+        if not self._host.keeps_tails:
+            wanted = [replace(each, hashes=()) if each.is_tail else each for each in wanted]
         if len(wanted) > 1 and self._settings.admit_after <= 1 and not self.closed:
             taken = self._host.pool.reserve_each([(each.hashes, each.parent) for each in wanted])
-        return [
+        made = [
             self._reserve_head(each) if reservation is None else reservation
             for each, reservation in zip(wanted, taken, strict=True)
         ]
+        for each, reservation in zip(wanted, made, strict=True):
+            if each.is_tail and reservation is not None:
+                reservation.is_tail = True
+        return made
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
         """Publish and pass down, in the background."""
@@ -106,11 +112,16 @@ class StoreQueue:
         with self._lock:
             if job.epoch != self.epoch or self.closed:
                 return Outcome.EPOCH if job.epoch != self.epoch else Outcome.CLOSED
+            if reservation.is_tail and self._host.is_covered(hashed[0]):
+                self._host.pool.abandon(reservation)  # as if it had been held already
+                return Outcome.OK
             self._host.describe(reservation.slots, hashed)
             lease = self._host.pool.seal(reservation)
         with lease:
             self._metrics.stored(L2, len(hashed))
-            self._pass_down(reservation.hashes)
+            self._host.drop_covered(hashed)
+            if not reservation.is_tail:  # it is of use for a while, in this tier's memory
+                self._pass_down(reservation.hashes)
         return Outcome.OK
 
     def sealed(self, job: "SealJob") -> None:
@@ -128,7 +139,9 @@ class StoreQueue:
     def _reserve_head(self, wanted: Wanted) -> Reservation | None:
         """As many leading blocks as fit; what is left out is counted."""
         hashes = wanted.hashes
-        admitted = len(hashes) if self._settings.admit_after <= 1 else self._admit(hashes)
+        if not hashes:
+            return self._host.pool.reserve(hashes)
+        admitted = len(hashes) if self._settings.admit_after <= 1 else self._admit(wanted)
         if admitted < len(hashes):
             self._metrics.dropped(L2, Outcome.NOT_ADMITTED, len(hashes) - admitted)
         want = admitted
@@ -142,8 +155,13 @@ class StoreQueue:
             self._metrics.dropped(L2, Outcome.CLOSED if self.closed else Outcome.NO_SLOT, admitted)
         return None
 
-    def _admit(self, hashes: Sequence[ChainHash]) -> int:
-        """How many leading blocks have been seen often enough to be stored."""
+    def _admit(self, wanted: Wanted) -> int:
+        """How many leading blocks have been seen often enough to be stored. A tail comes once, behind its parent."""
+        hashes = wanted.hashes
+        if wanted.is_tail:
+            with self._lock:
+                is_seen = self._sightings.get(wanted.parent, 0) >= self._settings.admit_after
+            return len(hashes) if is_seen or self._host.pool.holds([wanted.parent])[0] else 0
         with self._lock:
             for chain_hash in hashes:
                 self._sightings[chain_hash] = self._sightings.pop(chain_hash, 0) + 1

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError
 from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.host import memory
-from kvtier.tiers.pool import ChildIndex, SlotPool, Slots, to_words
+from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool, Slots, to_words
 
 logger = logging.getLogger(__name__)
 
@@ -222,6 +222,38 @@ class HostTier:
                 known.append(ChildBlock(record.chain_hash, record.tokens))
         return known[:limit]
 
+    @property
+    def keeps_tails(self) -> bool:
+        """Whether somebody could find a chain's unfinished last block here."""
+        return self._child_index is not None
+
+    def is_covered(self, record: BlockRecord) -> bool:
+        """Whether a held block begins as this one does and goes on: it is as good."""
+        following = self.children(record.parent, MAX_CHILDREN)
+        return any(each.tokens.startswith(record.tokens) and each.tokens != record.tokens for each in following)
+
+    def tails_behind(self, parents: Sequence[ChainHash]) -> list[BlockRecord]:
+        """The unfinished last blocks held now that follow one of these."""
+        if self._child_index is None or not self.pool.tails:
+            return []
+        tails, found = self.pool.tails, []
+        for parent in parents:
+            for slot in self._child_index.find(parent):
+                record = self.records[slot]
+                if slot in tails and record is not None and record.parent == parent:
+                    found.append(record)
+        return found
+
+    def drop_covered(self, records: Sequence[BlockRecord]) -> None:
+        """Consecutive blocks came: a tail that one of them begins with is of no use any more."""
+        if not (records and self.pool.tails):
+            return
+        behind = self.tails_behind([records[0].parent])  # of the others, the parent is as new as they are
+        new = records[0].tokens
+        covered = [each.chain_hash for each in behind if len(each.tokens) < len(new) and new.startswith(each.tokens)]
+        if covered:
+            self.pool.evict(covered)
+
     def check(self) -> None:
         """Raise AssertionError where the index of children contradicts itself. A full scan."""
         if self._child_index is not None:
@@ -234,9 +266,15 @@ class HostTier:
             record = self.records[int(lease.slots[0])] if len(lease) else None
             return record.parent if record else None
 
-    def held(self) -> list[tuple[ChainHash, ChainHash]]:
-        """Name and parent of every block, in no particular order; takes the pool's lock for some blocks at a time."""
+    def held(self, *, tails: bool = False) -> list[tuple[ChainHash, ChainHash]]:
+        """Name and parent of every block, in no particular order; takes the pool's lock for some blocks at a time.
+
+        Unfinished last blocks are among them only if `tails`.
+        """
         known = [record for record in self.records if record is not None]  # some of blocks that left
+        if not tails:
+            unfinished = {record.chain_hash for slot in list(self.pool.tails) if (record := self.records[slot])}
+            known = [record for record in known if record.chain_hash not in unfinished]
         pairs: list[tuple[ChainHash, ChainHash]] = []
         for first in range(0, len(known), _HELD_BATCH):
             batch = known[first : first + _HELD_BATCH]

@@ -21,6 +21,7 @@ class PoolCounts:
     leased: int  # of the ready ones: those somebody holds a lease on
     quarantined: int
     dirty: int  # of the ready ones: those no lower tier holds
+    tails: int  # of the ready ones: a chain's unfinished last block
 
 
 @dataclass(eq=False)
@@ -39,6 +40,7 @@ class Reservation:
     epoch: int = field(repr=False)  # the pool's count of resets when the slots were taken
     num_open: int = field(repr=False)  # slots still filling
     on_end: "Callable[[Reservation, bool], None]" = field(repr=False)  # (itself, whether it was dropped)
+    is_tail: bool = field(default=False, init=False)  # of one block that is a chain's unfinished last one
 
     def __len__(self) -> int:
         return len(self.hashes)

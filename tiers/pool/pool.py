@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import BlockRecord, ChainHash, Changes
 from kvtier.tiers.pool.index import Slots, Words
 from kvtier.tiers.pool.lease import Lease, PoolCounts, Reservation
+from kvtier.tiers.pool.links import slots_before
 from kvtier.tiers.pool.slots import FILLING, QUARANTINED, READY, SlotTable
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ class SlotPool:
     def __init__(self, num_slots: int, *, policy: str = "lru") -> None:
         self.num_slots = num_slots
         self.num_leaked = 0  # leases that were dropped, not released
-        self._table = SlotTable(num_slots, policy)
+        self._table = SlotTable(num_slots, policy, max(1, num_slots // 8))
         self._lock = threading.Lock()
         self._epoch = 0  # resets so far
         # `__del__` may run anywhere, even inside this pool's own methods: it only leaves a note here.
@@ -67,6 +68,11 @@ class SlotPool:
     def is_ready(self, slot: int) -> bool:
         """Whether a slot holds a block that can be found, as a hint: no lock is taken."""
         return bool(self._table.state[slot] == READY)
+
+    @property
+    def tails(self) -> Collection[int]:
+        """The slots that hold a chain's unfinished last block, oldest first, as a hint: they change meanwhile."""
+        return self._table.tails
 
     def counts(self) -> PoolCounts:
         """How many slots are in each state. O(1)."""
@@ -114,7 +120,7 @@ class SlotPool:
         """Publish the reservation's blocks, at `positions` in its hashes or all still filling, and lease them.
 
         Nothing evicts them before the lease is released. ValueError if a position given is not filling any more.
-        After a `reset` they get their lease but no name.
+        After a `reset` they get their lease but no name. A tail beyond an eighth of all slots pushes the oldest out.
         """
         with self._lock:
             if self._dropped:
@@ -126,7 +132,7 @@ class SlotPool:
             slots, names = reservation.slots[at], _pick(reservation.hashes, at)
             self._table.refs[slots] = 1
             if reservation.epoch == self._epoch:
-                self._table.publish(slots)
+                self._table.publish(slots, is_tail=reservation.is_tail)
             reservation.num_open -= len(at)
             return Lease(names, slots, reservation.generations[at], self._on_release)
 
@@ -274,8 +280,9 @@ class SlotPool:
         table = self._table
         filling = self.num_slots - table.num_free - table.num_ready - table.num_quarantined
         return PoolCounts(
-            table.num_free, filling, table.num_ready, table.num_leased, table.num_quarantined, table.idle.num_dirty
-        )
+            table.num_free, filling, table.num_ready, table.num_leased,
+            table.num_quarantined, table.idle.num_dirty, len(table.tails),
+        )  # fmt: skip
 
     def _ready(self, hashes: Sequence[ChainHash]) -> Slots:
         slots = self._table.find(hashes)
@@ -299,7 +306,7 @@ class SlotPool:
         orphans = np.flatnonzero((held[:-1] < 0) & (held[1:] >= 0)) + 1  # held blocks whose parent comes back now
         if len(starts) > 1:
             orphans = np.setdiff1d(orphans, starts)
-        anchors = _before(held, starts, parents)[missing]
+        anchors = slots_before(held, starts, parents)[missing]
         anchors = anchors[anchors >= 0]
         if len(anchors):
             links.add_children(anchors)  # the blocks these hang on must not go to make room for them
@@ -310,7 +317,7 @@ class SlotPool:
                 table.idle.release_parents(anchors)
                 raise ValueError(f"reserve: a hash comes twice among {len(held)}")
             held[missing] = slots
-            links.link(slots, _before(held, starts, parents)[missing])
+            links.link(slots, slots_before(held, starts, parents)[missing])
             for i in orphans.tolist():
                 # It may just have been evicted, or its link may live: only its parent's index entry was missing.
                 if table.index.find(hashes[i : i + 1])[1][0] == held[i] and self._is_orphan(int(held[i])):
@@ -386,14 +393,6 @@ class SlotPool:
                 dropped.on_release = None
                 self.num_leaked += 1
                 self._table.unref(dropped.slots)
-
-
-def _before(held: Slots, starts: list[int], parents: Slots) -> Slots:
-    """For each position the slot of the block before it; chains begin at `starts`, behind `parents` (-1 for none)."""
-    before = np.empty_like(held)
-    before[1:] = held[:-1]
-    before[starts] = parents
-    return before
 
 
 def _pick(items: Sequence[T], at: NDArray[np.intp]) -> list[T]:

@@ -28,7 +28,8 @@ class SlotTable:
     The index names the ready slots and the reserved ones; a filling slot without a name is L1's, or outlived a reset.
     """
 
-    def __init__(self, num_slots: int, policy: str) -> None:
+    def __init__(self, num_slots: int, policy: str, max_tails: int | None = None) -> None:
+        """`max_tails`: so many unfinished last blocks at most; None: no bound of their own."""
         if num_slots < 1:
             raise ValueError(f"num_slots {num_slots}: must be at least 1")
         rows = num_slots + 1
@@ -46,7 +47,10 @@ class SlotTable:
         self.num_quarantined = 0
         self.num_evicted = 0
         self.num_dirty_dropped = 0
-        self.changes: ChangeLog | None = None  # while somebody listens
+        self.changes: ChangeLog | None = None  # while somebody listens: of whole blocks
+        self.tails: dict[int, None] = {}  # slots of the ready blocks that are not whole, oldest first
+        self.is_tail = np.zeros(rows, np.bool_)
+        self._max_tails = num_slots if max_tails is None else max_tails
         self._free = np.arange(num_slots - 1, -1, -1)  # a stack, its top at `num_free`
 
     # --- finding ------------------------------------------------------------------------------------------------
@@ -84,13 +88,22 @@ class SlotTable:
         self.links.children[slots] = 0
         return slots
 
-    def publish(self, slots: Slots) -> None:
-        """FILLING → READY. The slots are named and have references, so none is a victim yet."""
+    def publish(self, slots: Slots, *, is_tail: bool = False) -> None:
+        """FILLING → READY. The slots are named and have references, so none is a victim yet.
+
+        `is_tail`: they are unfinished last blocks, of which nobody who follows the changes is told. Too many of them
+        push the oldest out.
+        """
         self.state[slots] = READY
         self.num_ready += len(slots)
         self.num_leased += len(slots)
         self.policy.admit(slots)
-        if self.changes is not None:
+        if is_tail:
+            self.is_tail[slots] = True
+            self.tails.update(dict.fromkeys(slots.tolist()))
+            if len(self.tails) > self._max_tails:
+                self.drop(np.array(list(self.tails)[: len(self.tails) - self._max_tails], np.int64))
+        elif self.changes is not None:
             self.changes.stored(slots)
 
     def free(self, slots: Slots) -> None:
@@ -126,11 +139,17 @@ class SlotTable:
         self.links.reset()
         self.idle.reset()
         self.num_ready = self.num_leased = 0
+        self.tails.clear()
+        self.is_tail[:] = False
 
     def _forget(self, slots: Slots) -> None:
         self.index.remove(slots)
         if self.changes is not None:
             self.changes.removed(slots, self.index.words(slots))
+        if self.tails:
+            for slot in slots[self.is_tail[slots]].tolist():
+                del self.tails[slot]
+            self.is_tail[slots] = False
         if self.idle.num_dirty:
             self.num_dirty_dropped += self.idle.mark_clean(slots)
         self.num_ready -= len(slots)
@@ -140,7 +159,7 @@ class SlotTable:
         """Keep a log of the ready slots that come and go, for a reader who knows none of them."""
         self.changes = ChangeLog(self.num_slots)
         order = self.links.chain_order()
-        self.changes.stored(order[self.state[order] == READY])
+        self.changes.stored(order[(self.state[order] == READY) & ~self.is_tail[order]])
 
     # --- references ---------------------------------------------------------------------------------------------
 
@@ -194,7 +213,9 @@ class SlotTable:
         self.links.check(np.flatnonzero(ready | filling))
         assert self.state[self.num_slots] == FREE, "nobody's row is taken"
         if self.changes is not None:
-            self.changes.check(np.flatnonzero(ready))
+            self.changes.check(np.flatnonzero(ready & ~self.is_tail[: self.num_slots]))
+        assert sorted(self.tails) == np.flatnonzero(self.is_tail).tolist(), "tails"
+        assert ready[list(self.tails)].all(), "a tail that is not ready"
         named = self.index.check()
         assert np.count_nonzero(ready[named]) == self.num_ready, "a ready slot has no name"
         assert (ready | (filling & (refs == 0)))[named].all(), (

@@ -497,7 +497,7 @@ def test_a_promise_is_not_taken_late(path: Path, fake: Callable[..., FakeDaemon]
         news(1, 0, 1, 8),  # a slot outside the region
         news(1, 0, 1, blocks=5),  # of other blocks than asked about
         pack_frame([0, -1, [], []]),
-        pack_frame(["kvtier", 2, "Welcome"]),
+        pack_frame(["kvtier", 3, "Welcome"]),
     ],
 )
 def test_a_daemon_that_lies_is_left_alone(path: Path, fake: Callable[..., FakeDaemon], frame: bytes) -> None:
@@ -530,8 +530,8 @@ def test_slots_that_were_never_granted(path: Path, fake: Callable[..., FakeDaemo
 @pytest.mark.parametrize(
     ("frame", "why"),
     [
-        (pack_frame(["kvtier", 9, "Refused", "whatever"]), "protocol version 9, this side speaks 2: run one kvtier"),
-        (pack_frame(["kvtier", 2, "Refused", "no room, lower it"]), "no room, lower it"),
+        (pack_frame(["kvtier", 9, "Refused", "whatever"]), "protocol version 9, this side speaks 3: run one kvtier"),
+        (pack_frame(["kvtier", 3, "Refused", "no room, lower it"]), "no room, lower it"),
         (
             pack_handshake(Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 1.0)),
             "a welcome without its region",

@@ -52,7 +52,7 @@ from kvtier.tiers.tier import ChildBlock, Outcome
 A, B, P, T = (letter * 32 for letter in (b"a", b"b", b"p", b"t"))  # two names, a parent, a tenant
 a, b, p, t = (each.hex() for each in (A, B, P, T))
 c, i = (b"c" * 16).hex(), (b"i" * 16).hex()
-header = "a6" + b"kvtier".hex() + "02"
+header = "a6" + b"kvtier".hex() + "03"
 
 # Printed by the code of kvtier 0.1, each operation alone in request 1.
 OPERATIONS: Final = [
@@ -63,8 +63,8 @@ OPERATIONS: Final = [
     (Take([4, 300]), "0a0000009201919203 9204cd012c"),
     (Release([5]), "070000009201919204 9105"),
     (
-        Reserve(9, [Wanted([A, B], P, T), Wanted([], P, T)]),
-        f"d50000009201919305 09 92 93c440{a}{b}c420{p}c420{t} 93c400c420{p}c420{t}",
+        Reserve(9, [Wanted([A, B], P, T), Wanted([A], P, T, is_tail=True)]),
+        f"f70000009201919305 09 92 94c440{a}{b}c420{p}c420{t}c2 94c420{a}c420{p}c420{t}c3",
     ),
     (Seal(9, 3, [b"\1\0\0\0", b"\2\0\0\0"]), "140000009201919406 09 03 92 c40401000000 c40402000000"),
     (Abandon(9, Outcome.ABORTED), "0e0000009201919307 09 a761626f72746564"),

@@ -73,7 +73,7 @@ def open_tier(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]
     opened: list[KVTier] = []
 
     def factory(model: Any, **cache: Any) -> KVTier:
-        section = {"load_or_recompute": "load", "prefetch_deadline": "60s", **cache}
+        section = {"block_size": 16, "load_or_recompute": "load", "prefetch_deadline": "60s", **cache}
         file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
         config = Config.load(host={"size": "8MiB"}, file=file, cache=section)
         opened.append(KVTier(model, config))
@@ -387,7 +387,7 @@ def test_transformers_and_our_engine_find_each_others_blocks(tmp_path: Path, dis
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(tmp_path / "model").eval()
     file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
-    cache = {"load_or_recompute": "load", "prefetch_deadline": "60s"}
+    cache = {"block_size": 16, "load_or_recompute": "load", "prefetch_deadline": "60s"}
     config = Config.load(host={"size": "8MiB"}, file=file, cache=cache)
     first, second = prompt(1, 90), prompt(2, 90)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -396,7 +396,7 @@ def test_transformers_and_our_engine_find_each_others_blocks(tmp_path: Path, dis
         text = kv.generate(ids(first), **GREEDY)[0, 90:].tolist()
         assert kv.drain()
     with Engine.from_pretrained(
-        tmp_path / "model", EngineConfig(num_blocks=64), LocalConnector.connect(config)
+        tmp_path / "model", EngineConfig(block_size=16, num_blocks=64), LocalConnector.connect(config)
     ) as engine:
         [answer] = engine.generate([first], params)
         assert answer.num_external_tokens == 89  # the answer filled the prompt's last block
@@ -416,7 +416,7 @@ def test_a_slow_disk_behind_the_daemon_does_not_cost_what_host_memory_has(
 ) -> None:
     """Both sides count the same deadline, and the daemon's answer comes after it: it is waited for a moment longer."""
     monkeypatch.setattr(tier_blocks, "_GRACE", PATIENCE)
-    cache = {"load_or_recompute": "load", "prefetch_deadline": "0.2s"}
+    cache = {"block_size": 16, "load_or_recompute": "load", "prefetch_deadline": "0.2s"}
     file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
     daemon = DaemonThread(tmp_path / "s", host={"size": "8MiB"}, file=file, cache=cache)
     tokens = ids(prompt(1, 90))

@@ -31,7 +31,7 @@ def test_a_second_process_finds_what_the_first_computed(model: Path, tmp_path: P
     config, prompt = tmp_path / "kvtier.toml", tmp_path / "prompt.txt"
     config.write_text(
         f'[host]\nsize = "8MiB"\n[file]\npath = "{tmp_path / "slabs"}"\nsize = "32MiB"\ndeadline = "60s"\n'
-        '[cache]\nload_or_recompute = "load"\nprefetch_deadline = "60s"\n'
+        '[cache]\nblock_size = 16\nload_or_recompute = "load"\nprefetch_deadline = "60s"\n'
     )
     prompt.write_text("Blocks of a prompt are named by the chain hash of their tokens. " * 20)
     arguments = ("generate", "--model", model, "--config", config, "--prompt-file", prompt, "--max-tokens", 6)

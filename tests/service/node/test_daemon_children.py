@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, wait_until
-from service_rig import FINGERPRINT, PATIENCE, DaemonThread, ask, attach, fill, load, store, verify
+from service_rig import FINGERPRINT, PATIENCE, DaemonThread, ask, attach, fill, load, store, store_tail, verify
 
 from kvtier.connector.daemon.handshake import Hello, pack_handshake
 from kvtier.connector.daemon.messages import Ask, News, Reserve, Seal
@@ -78,6 +78,61 @@ def test_one_client_takes_a_part_of_what_another_stored(home: Path, serve: Serve
     assert answered(other, first).children == ()
     one.close()
     other.close()
+
+
+def test_a_tail_that_one_client_left_is_where_another_begins(home: Path, serve: Serve) -> None:
+    daemon = serve(file={"path": home / "slab", "size": "1MiB"})
+    one, other, mine = attach(home / "s"), attach(home / "s"), prompt(70, 71, 72, 9)
+    store(one, prompt(), last=2)
+    tail = store_tail(one, prompt(70, 71, 72))
+    claim, promised = ask(other, mine)
+    assert promised == 2
+    assert list(claim.children) == [ChildBlock(tail.chain_hash, tail.tokens)]
+    other.cancel(claim)
+    view = other.ask([*mine.hashes[:2], tail.chain_hash], ROOT, block_size=BLOCK_SIZE)
+    wait_until(lambda: other.poll(view) == 3)
+    with other.take(view) as lease:
+        verify(other, lease)
+    # The whole block that begins as it does takes its place, whoever stores it; the slab never had it.
+    store(other, mine, first=2)
+    assert list(answered(one, prompt(70, 71, 72, 8)).children) == [told(mine)]
+    (namespace,) = daemon.daemon.call(daemon.daemon.namespaces)
+    assert namespace.hierarchy.drain(PATIENCE)
+    (port,) = namespace.hierarchy.ports
+    assert port.holds([*mine.hashes, tail.chain_hash]) == [True, True, True, False]
+    one.close()
+    other.close()
+
+
+def test_a_daemon_without_partial_blocks_takes_no_tail(home: Path, serve: Serve) -> None:
+    serve(cache={"partial_blocks": False})
+    tiers = attach(home / "s")
+    store(tiers, prompt(), last=2)
+    tail = store_tail(tiers, prompt(70, 71, 72))
+    assert tiers.holds([tail.chain_hash]) == [False]
+    assert not [name for name in tiers.stats() if name.startswith("kvtier_store_dropped")]
+    tiers.close()
+
+
+@pytest.mark.parametrize("num_tokens", [0, BLOCK_SIZE])
+def test_a_tail_that_is_none_is_refused(home: Path, serve: Serve, num_tokens: int) -> None:
+    """FAULTS 39: a whole block stored as a tail would never reach the slab, and nobody else could store it."""
+    served = serve()
+    tiers, stored = attach(home / "s"), prompt(70, 71, 72, 1)
+    store(tiers, stored, last=2)
+    with raw(home) as rude:
+        wanted = Wanted(stored.hashes[2:], stored.hashes[1], stored.tenant, is_tail=True)
+        rude.sendall(pack_request(1, [Reserve(1, [wanted])]))
+        assert rude.recv(4096)
+        rude.sendall(pack_request(0, [Seal(1, 0, [np.arange(num_tokens, dtype="<u4").tobytes()])]))
+        assert rude.recv(10) == b""
+    with raw(home) as rude:
+        wanted = Wanted(stored.hashes[1:], stored.hashes[0], stored.tenant, is_tail=True)
+        rude.sendall(pack_request(1, [Reserve(1, [wanted])]))
+        assert rude.recv(10) == b""
+    wait_until(lambda: served.daemon.counts["malformed_holding"] + served.daemon.counts["malformed"] == 2)
+    assert answered(tiers, prompt(70, 71, 72, 9)).children == ()
+    tiers.close()
 
 
 def test_what_the_slab_holds_is_told_after_a_restart(home: Path, serve: Serve) -> None:

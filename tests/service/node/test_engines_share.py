@@ -30,7 +30,7 @@ def socket() -> Iterator[Path]:
 
 def engine_at(socket: Path | None) -> Engine:
     """An engine over the daemon's tiers; without a socket, over none."""
-    settings = EngineConfig(num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8, exact=True)
+    settings = EngineConfig(block_size=16, num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8, exact=True)
     section = {"block_size": settings.block_size, "load_or_recompute": "load"}
     service = {"socket": socket, "deadline": "60s"}
     config = Config.model_validate(patient({"host": {"size": "4MiB"}, "cache": section, "service": service}))
@@ -44,6 +44,23 @@ def tiers_of(engine: Engine) -> RemoteTiers:
     return engine.connector.tiers
 
 
+def test_a_conversation_goes_on_in_another_engine_where_the_first_one_ended(socket: Path) -> None:
+    daemon = DaemonProcess(socket, host__size="16MiB")
+    first = engine_at(socket)
+    [answer] = first.generate([PROMPT], KEEP)
+    first.close()  # the last copies end with it
+    turn = [*PROMPT, *answer.token_ids, *PROMPT[:20]]
+    alone, second = engine_at(None), engine_at(socket)
+    [truth] = alone.generate([turn], KEEP)
+    assert tiers_of(second).drain(60)
+    [loaded] = second.generate([turn], KEEP)
+    assert loaded.num_external_tokens == 157  # all that the first one had computed
+    assert np.array_equal(loaded.logits, truth.logits)
+    for engine in (alone, second):
+        engine.close()
+    assert daemon.end(signal.SIGTERM) == 0
+
+
 def test_what_one_engine_computed_another_loads(socket: Path) -> None:
     daemon = DaemonProcess(socket, host__size="16MiB")
     alone, first, second = engine_at(None), engine_at(socket), engine_at(socket)
@@ -53,7 +70,7 @@ def test_what_one_engine_computed_another_loads(socket: Path) -> None:
     assert tiers_of(first).drain(60)
     (loaded,) = second.generate([PROMPT], KEEP)
     assert computed.num_external_tokens == 0
-    assert loaded.num_external_tokens == 144  # nine blocks of sixteen; the rest is computed
+    assert loaded.num_external_tokens == 149  # nine blocks of sixteen and a part of the tenth; one token is computed
     assert loaded.token_ids == computed.token_ids == truth.token_ids
     assert np.array_equal(loaded.logits, truth.logits)  # to the last bit
     # The daemon is killed under them, and comes back empty: they compute, then share again.
@@ -66,7 +83,7 @@ def test_what_one_engine_computed_another_loads(socket: Path) -> None:
     assert first.drain(60)
     assert tiers_of(first).drain(60)
     (loaded,) = second.generate([other], KEEP)
-    assert loaded.num_external_tokens == 144
+    assert loaded.num_external_tokens == 150
     assert loaded.token_ids == computed.token_ids
     assert second.drain(60)
     tiers_of(second).check()

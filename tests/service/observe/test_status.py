@@ -33,6 +33,7 @@ DAEMON: Final = listed(f"""
     models models.model models.fingerprint models.block_size models.block_bytes models.clients
     models.l2 models.l2.slots models.l2.bytes models.l2.ready_bytes models.l2.pinned models.l2.quotas models.l2.free
     models.l2.filling models.l2.ready models.l2.leased models.l2.quarantined models.l2.dirty
+    models.l2.tails
     models.tiers models.tiers.file models.tiers.file.slots models.tiers.file.breakers
     {" ".join(f"models.{key}" for key in FIGURES.split())}
     clients clients.pids clients.uid clients.connected clients.seconds clients.claims clients.leases

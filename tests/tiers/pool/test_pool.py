@@ -19,12 +19,12 @@ def test_nothing_unsealed_is_found(pool_of: PoolOf, chain: Chain, policy: str) -
     assert pool.lookup(blocks) == 0
     assert pool.holds(blocks) == [False] * 3
     assert len(pool.lease(blocks)) == 0
-    assert pool.counts() == PoolCounts(free=1, filling=3, ready=0, leased=0, quarantined=0, dirty=0)
+    assert pool.counts() == PoolCounts(free=1, filling=3, ready=0, leased=0, quarantined=0, dirty=0, tails=0)
     # Sealed, they are found, and leased until the caller is done with them.
     lease = pool.seal(reservation)
     assert lease.slots.tolist() == reservation.slots.tolist()
     assert pool.lookup(blocks) == 3
-    assert pool.check() == PoolCounts(free=1, filling=0, ready=3, leased=3, quarantined=0, dirty=0)
+    assert pool.check() == PoolCounts(free=1, filling=0, ready=3, leased=3, quarantined=0, dirty=0, tails=0)
     lease.release()
     assert pool.check().leased == 0
 
@@ -151,7 +151,7 @@ def test_partial_seal_abandon_and_drop(pool_of: PoolOf, chain: Chain, policy: st
     pool.abandon(reservation, [2])
     pool.abandon(reservation, [2])  # idempotent
     pool.abandon(reservation, [0])  # sealed: not its to abandon any more
-    assert pool.check() == PoolCounts(free=1, filling=1, ready=2, leased=0, quarantined=0, dirty=0)
+    assert pool.check() == PoolCounts(free=1, filling=1, ready=2, leased=0, quarantined=0, dirty=0, tails=0)
     with pytest.raises(ValueError, match=r"positions \[1, 2\] are not filling"):
         pool.seal(reservation, [1, 2, 3])
     with pytest.raises(ValueError, match="given twice"):
@@ -166,7 +166,7 @@ def test_partial_seal_abandon_and_drop(pool_of: PoolOf, chain: Chain, policy: st
     assert pool.check().filling == 0
     with reserved(pool, chain(5)) as unused:
         assert len(unused) == 1
-    assert pool.check() == PoolCounts(free=1, filling=0, ready=3, leased=0, quarantined=0, dirty=0)
+    assert pool.check() == PoolCounts(free=1, filling=0, ready=3, leased=0, quarantined=0, dirty=0, tails=0)
 
 
 def test_a_slot_counts_its_generations(pool_of: PoolOf, chain: Chain) -> None:
@@ -187,7 +187,7 @@ def test_a_hanging_operation_keeps_its_slot_until_it_completes(pool_of: PoolOf, 
     reservation = reserved(pool, blocks)
     pool.quarantine(reservation, [1])
     pool.quarantine(reservation, [1])
-    assert pool.check() == PoolCounts(free=1, filling=1, ready=0, leased=0, quarantined=1, dirty=0)
+    assert pool.check() == PoolCounts(free=1, filling=1, ready=0, leased=0, quarantined=1, dirty=0, tails=0)
     # The block can be stored again meanwhile, elsewhere.
     again = reserved(pool, blocks)
     assert again.indices == [1]
@@ -198,7 +198,7 @@ def test_a_hanging_operation_keeps_its_slot_until_it_completes(pool_of: PoolOf, 
     # Nothing but the operation's end frees the slot: neither reset nor abandon.
     pool.abandon(reservation)
     pool.reset()
-    assert pool.check() == PoolCounts(free=2, filling=0, ready=0, leased=0, quarantined=1, dirty=0)
+    assert pool.check() == PoolCounts(free=2, filling=0, ready=0, leased=0, quarantined=1, dirty=0, tails=0)
     pool.settle(reservation)
     pool.settle(reservation)
     assert pool.check().free == 3
@@ -250,7 +250,7 @@ def test_exhaustion_is_an_answer_not_a_wait(pool_of: PoolOf, chain: Chain, polic
         assert pool.reserve(chain(4)) is None
         assert pool.lookup(blocks) == 3
     assert pool.reserve(chain(4, 5, 6, 7)) is None  # more than there are slots
-    assert pool.check() == PoolCounts(free=0, filling=0, ready=3, leased=0, quarantined=0, dirty=0)
+    assert pool.check() == PoolCounts(free=0, filling=0, ready=3, leased=0, quarantined=0, dirty=0, tails=0)
     assert pool.num_evicted == 0
 
 
@@ -262,9 +262,9 @@ def test_an_evicted_block_is_found_no_more_and_a_lease_keeps_its_slot(
     with pool.lease(blocks[1:]), pool.lease(blocks[:2]):
         assert pool.evict(blocks[1:2]) == 1
         assert pool.holds(blocks) == [True, False, True]
-        assert pool.check() == PoolCounts(free=0, filling=1, ready=2, leased=2, quarantined=0, dirty=0)
+        assert pool.check() == PoolCounts(free=0, filling=1, ready=2, leased=2, quarantined=0, dirty=0, tails=0)
         assert pool.reserve(chain(4)) is None  # nobody else gets the slot
-    assert pool.check() == PoolCounts(free=1, filling=0, ready=2, leased=0, quarantined=0, dirty=0)
+    assert pool.check() == PoolCounts(free=1, filling=0, ready=2, leased=0, quarantined=0, dirty=0, tails=0)
     store(pool, blocks)
     assert pool.lookup(blocks) == 3
 
@@ -289,7 +289,7 @@ def test_reset_forgets_everything_but_bytes_in_use(pool_of: PoolOf, chain: Chain
     pool.mark_dirty(blocks)
     pool.reset()
     assert pool.lookup(blocks) == 0
-    assert pool.check() == PoolCounts(free=2, filling=3, ready=0, leased=0, quarantined=0, dirty=0)
+    assert pool.check() == PoolCounts(free=2, filling=3, ready=0, leased=0, quarantined=0, dirty=0, tails=0)
     # The same blocks arrive anew, beside the old bytes that are still being read.
     store(pool, blocks[:1])
     assert pool.lookup(blocks) == 1
@@ -303,7 +303,7 @@ def test_reset_forgets_everything_but_bytes_in_use(pool_of: PoolOf, chain: Chain
     pool.seal(again).release()
     assert pool.lookup(chain(7)) == 1
     lease.release()
-    assert pool.check() == PoolCounts(free=3, filling=0, ready=2, leased=0, quarantined=0, dirty=0)
+    assert pool.check() == PoolCounts(free=3, filling=0, ready=2, leased=0, quarantined=0, dirty=0, tails=0)
 
 
 def test_a_reservation_from_before_a_reset_is_abandoned_like_any(pool_of: PoolOf, chain: Chain) -> None:
@@ -313,7 +313,7 @@ def test_a_reservation_from_before_a_reset_is_abandoned_like_any(pool_of: PoolOf
     new = reserved(pool, chain(1))
     pool.abandon(old)
     pool.seal(new).release()
-    assert pool.check() == PoolCounts(free=2, filling=0, ready=1, leased=0, quarantined=0, dirty=0)
+    assert pool.check() == PoolCounts(free=2, filling=0, ready=1, leased=0, quarantined=0, dirty=0, tails=0)
 
 
 def test_a_hash_given_twice_or_of_another_length_is_refused(pool_of: PoolOf, chain: Chain) -> None:

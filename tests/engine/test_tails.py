@@ -1,0 +1,195 @@
+"""Stories of the unfinished last blocks that requests leave in L2: the next turn begins there, with the same bits."""
+
+from typing import Any
+
+import pytest
+from event_rig import Shelf
+from exact_engines import Bits, bits, engine_over, forget, keep
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scheduler_rig import ScriptedConnector, Story, tokens
+from small_engines import end, settled
+from tiny_models import prompt
+
+from kvtier.connector.local import LocalConnector
+from kvtier.connector.scheduler import ConnectorUpdate
+from kvtier.engine.llm import Engine
+from kvtier.tiers.hierarchy.events import TierEvents
+from kvtier.tiers.tier import BlockRecord
+
+
+@pytest.fixture(scope="module")
+def cold() -> Bits:
+    return Bits()
+
+
+def num_tails(engine: Engine) -> int:
+    settled(engine)
+    assert isinstance(engine.connector, LocalConnector)
+    return engine.connector.hierarchy.host.pool.check().tails
+
+
+@pytest.mark.parametrize(("block_size", "loading"), [(16, "async"), (64, "layerwise"), (64, "async"), (256, "async")])
+def test_the_next_turn_begins_in_a_tail_of_l2(block_size: int, loading: str, cold: Bits) -> None:
+    engine = engine_over(None, block_size, loading=loading)
+    said = prompt(1, block_size + block_size // 2 - 3)
+    [answer] = engine.generate([said], keep(6))
+    for turn in range(2):
+        said = [*said, *answer.token_ids, *prompt(2 + turn, block_size // 8)]
+        assert num_tails(engine) == 1  # the turn before left one, and took the place of the one before that
+        forget(engine, "L2")
+        [answer] = engine.generate([said], keep(6))
+        assert answer.num_l1_tokens == 0
+        assert answer.num_external_tokens == len(said) - block_size // 8 - 1  # an answer's last token has no KV
+        assert bits(answer) == cold.of(said, 6)
+    end(engine)
+
+
+def test_a_prompt_without_a_whole_block_is_a_tail_by_itself(cold: Bits) -> None:
+    engine, first = engine_over(None, 256), prompt(1, 100)
+    engine.generate([first], keep(1))
+    assert num_tails(engine) == 1
+    forget(engine, "L2")
+    turn = [*first, *prompt(2, 30)]
+    [answer] = engine.generate([turn], keep())
+    assert answer.num_external_tokens == 100
+    assert bits(answer) == cold.of(turn)
+    end(engine)
+
+
+def test_a_tail_counts_as_l2s_in_an_answers_usage() -> None:
+    engine, first = engine_over(None, 64), prompt(1, 90)
+    engine.generate([first], keep(1))
+    forget(engine, "L2")
+    request = engine.request(engine.add_request([*first, *prompt(2, 9)], keep(1)))
+    while engine.has_unfinished:
+        engine.step()
+    assert request.cached_tokens == {"L1": 0, "L2": 90, "file": 0, "redis": 0}
+    end(engine)
+
+
+def test_what_a_tail_had_is_computed_once_l2_has_lost_it(cold: Bits, tmp_path: Any) -> None:
+    engine, first = engine_over(tmp_path, 64), prompt(1, 90)
+    engine.generate([first], keep(1))
+    forget(engine, "slab")  # which has whole blocks alone
+    turn = [*first, *prompt(2, 9)]
+    [answer] = engine.generate([turn], keep())
+    assert answer.num_external_tokens == 64
+    assert bits(answer) == cold.of(turn)
+    end(engine)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 6])
+def test_an_aborted_request_leaves_what_it_has_computed(num_steps: int, cold: Bits) -> None:
+    engine, first = engine_over(None, 64), prompt(1, 150)  # prefill takes two steps
+    name = engine.add_request(first, keep(30))
+    request = engine.request(name)
+    for _ in range(num_steps):
+        engine.step()
+    computed = request.num_computed
+    said = list(request.token_ids)
+    assert engine.abort(name)
+    engine.step()
+    assert num_tails(engine) == 1
+    forget(engine, "L2")
+    turn = [*said, *prompt(2, 9)]
+    [answer] = engine.generate([turn], keep())
+    assert answer.num_external_tokens == computed
+    assert bits(answer) == cold.of(turn)
+    end(engine)
+
+
+def test_who_leaves_nothing(cold: Bits) -> None:
+    first = prompt(1, 40)
+    off = engine_over(None, 64, partial_blocks=False)
+    off.generate([first], keep(1))
+    assert num_tails(off) == 0
+    end(off)
+    few = engine_over(None, 64)
+    few.generate([first[:7], prompt(2, 64)], keep(1))  # fewer tokens than an eighth of a block, and none
+    assert num_tails(few) == 0
+    end(few)
+    private = engine_over(None, 64, store_generated=False)
+    [answer] = private.generate([first], keep(6))
+    forget(private, "L2")
+    turn = [*first, *answer.token_ids, 5]
+    [again] = private.generate([turn], keep())
+    assert again.num_external_tokens == 40  # of the prompt alone
+    assert bits(again) == cold.of(turn)
+    end(private)
+
+
+def test_a_full_l1_waits_for_the_tails_copy() -> None:
+    """The blocks of a request that ended are free, but for the one that a copy still reads."""
+
+    class Takes(ScriptedConnector):
+        def store_tail(self, request_id: str, tail: BlockRecord, block_id: int) -> bool:
+            self.log.append(("tail", request_id, len(tail.tokens) // 4))
+            return True
+
+    story = Story(4, connector := Takes(), partial_blocks=True)
+    story.add("a", tokens(1, 10))
+    story.add("b", tokens(50, 15))
+    story.step()
+    story.step()
+    assert ("tail", "a", 2) in connector.log
+    assert connector.log.index(("tail", "a", 2)) < connector.log.index(("finished", "a"))
+    stored = tuple(story.scheduler._held.elements())
+    assert stored
+    assert story.pool.num_free_blocks < 4
+    assert story.step() == []  # "b" needs all four
+    connector.news = ConnectorUpdate(released=stored)
+    assert story.step() == [("b", 0, 8)]
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    story.step()
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    story.step()
+    story.idle()
+
+
+def test_readers_of_l1s_events_are_told_of_whole_blocks_alone(cold: Bits) -> None:
+    engine, shelf = engine_over(None, 16), Shelf()
+    events, first = TierEvents("l1", engine.pool), prompt(1, 40)
+    engine.generate([first], keep(1))
+    shelf.apply(events.take())
+    assert not events.waiting
+    named = engine.prompt(first).chain
+    assert named is not None
+    assert shelf.blocks["l1"].keys() == set(named.hashes)
+    [answer] = engine.generate([[*first, 5, 6]], keep())
+    assert answer.num_l1_tokens == 40  # the tail is there all the same
+    assert bits(answer) == cold.of([*first, 5, 6])
+    engine.pool.check()
+    end(engine)
+
+
+# A random story: conversations beside each other, each turn from whichever tier is left.
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    turns=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(1, 7), st.sampled_from(["L1", "L2", "slab"])),
+        min_size=4,
+        max_size=9,
+    ),
+    block_size=st.sampled_from([16, 64]),
+    slots=st.sampled_from(["8MiB", "512KiB"]),
+)
+def test_conversations_get_the_bits_of_an_engine_without_a_cache(
+    turns: list[tuple[int, int, int, str]],
+    block_size: int,
+    slots: str,
+    cold: Bits,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    engine = engine_over(tmp_path_factory.mktemp("slab"), block_size, host={"size": slots})
+    said = [prompt(9, 30), prompt(9, 30), prompt(8, 45)]  # two begin alike
+    for number, (which, length, max_tokens, tier) in enumerate(turns):
+        forget(engine, tier)
+        question = prompt(100 + number, length)
+        [answer] = engine.generate([[*said[which], *question]], keep(max_tokens))
+        assert bits(answer) == cold.of([*said[which], *question], max_tokens)
+        said[which] = [*said[which], *question, *answer.token_ids]
+    num_tails(engine)
+    end(engine)
