@@ -1,12 +1,15 @@
+from .back import Back
 from .both_ends import BothEndsSide
 from .local import LocalConnector
 from .opening import open_tiers
 from .partial import best_child
 from .plan import CopyOp, StepPlan, WorkerReport
-from .scheduler import BlockChain, ConnectorUpdate, Request, SchedulerSide
+from .request import BlockChain, Request
+from .scheduler import ConnectorUpdate, SchedulerSide
 from .worker import WorkerSide
 
 __all__ = [
+    "Back",
     "BlockChain",
     "BothEndsSide",
     "ConnectorUpdate",

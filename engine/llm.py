@@ -163,7 +163,7 @@ class Engine:
         if len(chosen) != len(prompts):
             raise RequestError(f"{len(chosen)} sampling parameters for {len(prompts)} prompts: give one, or one each")
         checked = [self._checked(prompt, one) for prompt, one in zip(prompts, chosen, strict=True)]
-        wanted = wanted_by_each(segments, repair, checked, self.segments)
+        wanted = [None] * len(checked) if segments is None else wanted_by_each(segments, repair, checked, self.segments)
         named = [self._named(prompt, cache_salt) for prompt in checked]
         requests = [self._open(*one) for one in zip(named, chosen, wanted, strict=True)]
         try:
@@ -325,7 +325,8 @@ class Engine:
         return NamedPrompt(token_ids, chain)
 
     def _knows(self, request_id: str) -> bool:
-        return request_id in self._requests or self.scheduler.knows(request_id)
+        scheduler = self.scheduler
+        return request_id in self._requests or request_id in scheduler.live or request_id in scheduler.orphans
 
     def _queue(
         self,

@@ -7,7 +7,7 @@ from kvtier.connector import ConnectorUpdate, Request, StepPlan, WorkerReport
 from kvtier.tiers.hierarchy import Pending
 
 if TYPE_CHECKING:
-    from kvtier.connector import BothEndsSide, WorkerSide
+    from kvtier.connector import Back, BothEndsSide, WorkerSide
 
 
 class EngineConnector(Protocol):
@@ -63,6 +63,7 @@ class NoOffload:
         self.worker = NoCopies()
         self.computes_alone = False
         self.writing: list[int] = []  # always empty
+        self.backs: dict[str, Back] = {}  # the same
 
     @property
     def scheduler(self) -> "NoOffload":
@@ -93,9 +94,6 @@ class NoOffload:
 
     def finished(self, request_id: str) -> None:
         """Nothing is remembered."""
-
-    def back(self, request_id: str) -> None:
-        """Nothing is loaded behind a front."""
 
     def leave(self, request_id: str) -> int:
         return 0

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from kvtier.connector import ConnectorUpdate, WorkerReport
-from kvtier.engine.admission import Admissible, Admission, CachedBlocks
+from kvtier.engine.admission import Admission
 from kvtier.engine.batch import Batch, Chunk
-from kvtier.engine.block_naming import BlockNaming
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.meeting import MeetingPoint
 from kvtier.engine.offload import NoOffload
 from kvtier.engine.sequence import FinishReason, Output, SampledToken, Sequence, SequenceState
+from kvtier.tiers import ChainHash
 
 if TYPE_CHECKING:
     from kvtier.connector import BothEndsSide
@@ -41,7 +41,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # by admission
         self.stats: Counter[str] = Counter()
         self.segment_stats: Counter[str] = Counter()  # what the same came to of segments, which are nobody's requests
-        self._live: dict[str, Sequence] = {}
+        self.live: dict[str, Sequence] = {}
+        self.orphans: dict[str, list[int]] = {}  # aborted request → blocks its load is still writing to
         self._config = config
         self._token_budget = config.token_budget
         self._pool = pool
@@ -50,12 +51,9 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._admission = Admission(config, pool, self._connector)
         self.waiting = self._admission.waiting  # by arrival
-        self._naming = BlockNaming(config, pool, self._admission)
         self._meeting = MeetingPoint(self._connector, self.stats, config.block_size)
         self._held: Counter[int] = Counter()  # block → copies under way that hold it
         self._draining: set[int] = set()  # blocks their request has let go, but a store still holds
-        self._orphans: dict[str, list[int]] = {}  # aborted request → blocks its load is still writing to
-        self._copies: list[tuple[int, int]] = []  # this step's, within L1; the sources are referenced
         self._look_ahead_at = 0.0
         self._ended: list[Output] = []  # aborts not told yet
 
@@ -65,37 +63,42 @@ class Scheduler:
 
     @property
     def has_copies(self) -> bool:
-        return bool(self.loading or self._held or self._orphans)
+        return bool(self.loading or self._held or self.orphans)
 
     def knows(self, request_id: str) -> bool:
         """Whether the id is in use: by a live request, or by an aborted one whose load has not ended."""
-        return request_id in self._orphans or request_id in self._live
+        return request_id in self.orphans or request_id in self.live
 
     def add(self, sequence: Sequence) -> None:
-        self._live[sequence.request_id] = sequence
+        self.live[sequence.request_id] = sequence
         self.waiting.append(sequence)
 
     def schedule(self, report: WorkerReport) -> Batch:
         """Take in which copies have ended; choose what the step computes, loads and stores."""
         self.take_in(report)
         num_preempted = self.stats["preempted"]
-        self._connector.computes_alone = len(self._live) == 1 and not any(each.reuse for each in self._live.values())
+        self._connector.computes_alone = len(self.live) == 1 and all(each.reuse is None for each in self.live.values())
         chunks, budget = self._continue() if self.running else ([], self._token_budget)
         if self.stats["preempted"] == num_preempted:
             admitted, budget = self._admit(budget)
             chunks += admitted
+        block_size = self._config.block_size
         for chunk in chunks:
-            if not chunk.sequence.num_loading:  # what a layerwise load has yet to confirm is stored a step later
-                self._store(chunk.sequence, self._naming.num_cacheable(chunk.sequence, chunk.end))
+            sequence = chunk.sequence
+            end = min(chunk.end, sequence.num_shareable) // block_size
+            if end > sequence.num_stored and not sequence.num_loading:  # a layerwise load's is stored a step later
+                self._store(sequence, end)
         self.stats["steps"] += 1
         plan = self._connector.build_plan()
-        self._hold(self._connector.writing)
-        return Batch(chunks, self._token_budget - budget, plan, self._copies)
+        if self._connector.writing:
+            self._hold(self._connector.writing)
+        return Batch(chunks, self._token_budget - budget, plan, self._admission.copies)
 
     def postprocess(self, batch: Batch, samples: Iterable[SampledToken]) -> list[Output]:
         """Take in what the step computed; `samples` holds one for each chunk that samples, in order."""
         outputs, self._ended = self._ended, []
-        self._let_go_of_sources()
+        if self._admission.copies:
+            self._let_go_of_sources()
         if batch.num_tokens >= _PREFILL and not batch.plan.loads:  # a load's layers may have held the step up
             self._connector.computed(batch.num_tokens, time.perf_counter() - batch.started, batch.position)
         left = iter(samples)
@@ -109,14 +112,15 @@ class Scheduler:
                 self._count_loaded(sequence)
             sequence.num_computed = chunk.end
             self.stats["computed_tokens"] += chunk.end - chunk.start
-            self._naming.name(sequence)
+            self._name(sequence)
             if sample is not None:
                 outputs.append(self._append(sequence, sample))
         return outputs
 
     def give_up(self, batch: Batch, *, stored: bool = False) -> None:
         """The step raised: nothing it computed counts, its requests wait again. `stored`: its stores were started."""
-        self._let_go_of_sources()
+        if self._admission.copies:
+            self._let_go_of_sources()
         if not stored:
             self.take_in(WorkerReport(failed=tuple(op.op_id for op in batch.plan.stores)))
         for chunk in batch.chunks:
@@ -127,7 +131,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is; the next step's outputs tell it. False: there is no such request."""
-        if (sequence := self._live.get(request_id)) is None:
+        if (sequence := self.live.get(request_id)) is None:
             return False
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
@@ -173,18 +177,25 @@ class Scheduler:
 
     def _compute(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Add what it computes in this step, of `budget` tokens at most. Returns how many: 0 if its back is awaited."""
-        if (reached := self._meeting.reached(sequence)) > sequence.num_computed:
-            self._store(sequence, self._naming.num_cacheable(sequence, sequence.num_computed))
-            self._meeting.join(sequence, reached)
-            self._naming.name(sequence)
+        end = sequence.num_tokens
+        if sequence.request_id in self._connector.backs:
+            end = self._meet(sequence)
         if sequence.reuse is not None and sequence.reuse.is_due:  # all but the last token is the blend's
             chunks.append(Chunk(sequence, sequence.num_tokens - 1, sequence.num_tokens, samples=True))
             return 1
         start = sequence.num_computed
-        end = min(start + budget, self._meeting.limit(sequence, alone=self._connector.computes_alone))
+        end = min(start + budget, end)
         if end > start:
             chunks.append(Chunk(sequence, start, end, samples=end == sequence.num_tokens))
         return end - start
+
+    def _meet(self, sequence: Sequence) -> int:
+        """Take in what was loaded behind a front. Returns up to which token it may compute in this step."""
+        if (reached := self._meeting.reached(sequence)) > sequence.num_computed:
+            self._store(sequence, min(sequence.num_computed, sequence.num_shareable) // self._config.block_size)
+            self._meeting.join(sequence, reached)
+            self._name(sequence)
+        return self._meeting.limit(sequence, alone=self._connector.computes_alone)
 
     def _grow(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
         """Have a block for every token, preempting the latest request that is not in `chunks`. False: not this step."""
@@ -203,7 +214,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         if self._config.preemption == "offload":
-            self._store(sequence, sequence.exact_until(sequence.num_computed) // self._config.block_size)
+            self._store(sequence, min(sequence.num_computed, sequence.num_exact) // self._config.block_size)
         self._requeue(sequence)
         sequence.num_preempted += 1
         self.stats["preempted"] += 1
@@ -227,75 +238,42 @@ class Scheduler:
         for candidate in self._admission.rank():
             if num_seats <= 0 or not budget:
                 break
-            cached = self._allocate(candidate)
-            if cached is None:
+            room_to_grow = len(self.running) + len(self.loading)  # a block for each, lest they preempt it at once
+            seated = self._admission.seat(candidate, room_to_grow)
+            if seated is None:
                 break  # nobody overtakes a request because it is large
-            num_seats -= cached
-            if cached and candidate.sequence.state is SequenceState.RUNNING:
-                budget -= self._compute(candidate.sequence, budget, chunks)
+            if seated:
+                num_seats -= 1
+                budget -= self._begin(candidate.sequence, budget, chunks)
         return chunks, budget
 
-    def _allocate(self, candidate: Admissible) -> bool | None:
-        """Give a waiting request its blocks and start its load. None: no room; False: ask again next step."""
-        if (found := self._admission.hold(candidate)) is None:
-            return False
-        sequence, matched, source = candidate.sequence, found.matched, found.source
-        num_fresh = -(-sequence.num_tokens // self._config.block_size) - len(matched)
-        room_to_grow = len(self.running) + len(self.loading)  # a block for each, lest they preempt it at once
-        fresh = self._admission.allocate(sequence, num_fresh, room_to_grow)
-        if fresh is None and source is not None:  # that block's own room may be what is missing, and for ever
-            self._pool.free([source])
-            source, found = None, found._replace(source=None, in_part=0)
-            fresh = self._admission.allocate(sequence, num_fresh, room_to_grow)
-        if fresh is None:
-            self._pool.free(matched)
-            return None
-        sequence.block_table = matched + fresh.tolist()
-        if source is not None:
-            self._copies.append((source, sequence.block_table[len(matched)]))
-        self._seat(sequence, found)
-        return True
-
-    def _seat(self, sequence: Sequence, cached: CachedBlocks) -> None:
-        """A request with blocks leaves the queue; some are there, some are to be loaded."""
-        block_size, num_l1 = self._config.block_size, len(cached.matched)
-        layerwise = self._config.loading == "layerwise" and sequence.reuse is None  # a blend needs what is loaded
-        loading = self._connector.allocated(  # fewer than asked for where a promise lapsed
-            sequence.request_id, sequence.block_table, cached.num_external, layerwise=layerwise
-        )
-        self._admission.admit(sequence)
-        if sequence.reuse is not None:
-            sequence.exact_tokens = sequence.reuse.settle(
-                num_l1 * block_size + cached.in_part + loading, sequence.num_tokens
-            )
-        sequence.num_named = num_l1
-        sequence.num_stored = 0
-        self._store(sequence, num_l1)  # the tiers below may have lost or refused what L1 holds
-        sequence.num_stored = num_l1 + loading // block_size
-        sequence.num_computed = num_l1 * block_size + cached.in_part
-        sequence.num_loading = loading
+    def _begin(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        """A request has its blocks: it computes in this step unless it loads. Returns how many tokens."""
+        num_l1, loading, request_id = sequence.num_named, sequence.num_loading, sequence.request_id
+        if num_l1:
+            self._store(sequence, num_l1)  # the tiers below may have lost or refused what L1 holds
+        sequence.num_stored = num_l1 + loading // self._config.block_size
         if not sequence.num_preempted:
             sequence.num_l1_tokens = sequence.num_computed
-            if loading or self._meeting.expects(sequence):
-                sequence.found = self._connector.found(sequence.request_id)
-                sequence.found_in_part = self._connector.found_in_part(sequence.request_id)
-            self._tally(sequence)["prompt_tokens"] += sequence.num_prompt_tokens
-            self._tally(sequence)["l1_tokens"] += sequence.num_computed
-        if self._config.enable_prefix_caching:
-            self._admission.computes(sequence, num_l1)
-        if loading and not layerwise:
-            sequence.state = SequenceState.LOADING
-            self.loading[sequence.request_id] = sequence
-        else:
-            sequence.state = SequenceState.RUNNING
-            sequence.num_computed += sequence.num_loading
-            self.running.append(sequence)
+            if loading or request_id in self._connector.backs:
+                sequence.found = self._connector.found(request_id)
+            if loading % self._config.block_size:
+                sequence.found_in_part = self._connector.found_in_part(request_id)
+            stats = self.segment_stats if sequence.is_segment else self.stats
+            stats["prompt_tokens"] += sequence.num_prompt_tokens
+            stats["l1_tokens"] += sequence.num_computed
+        if sequence.state is SequenceState.LOADING:
+            self.loading[request_id] = sequence
+            return 0
+        sequence.num_computed += loading
+        self.running.append(sequence)
+        return self._compute(sequence, budget, chunks)
 
     # Loads.
 
     def _loaded(self, request_id: str, first_failed: int | None) -> None:
         """A load has ended; from block `first_failed` on, the request computes."""
-        if (orphaned := self._orphans.pop(request_id, None)) is not None:
+        if (orphaned := self.orphans.pop(request_id, None)) is not None:
             self._pool.free(orphaned)
             return
         sequence = self.loading.pop(request_id, None)
@@ -309,7 +287,7 @@ class Scheduler:
         sequence.num_computed = end
         sequence.num_stored = end // self._config.block_size
         self._count_loaded(sequence)
-        self._naming.name(sequence)
+        self._name(sequence)
         sequence.state = SequenceState.RUNNING
         self.running.append(sequence)
 
@@ -328,6 +306,25 @@ class Scheduler:
 
     # A block's way: computed or loaded → named in L1 → stored; released at the end.
 
+    def _name(self, sequence: Sequence) -> None:
+        """Offer the blocks that have become full to others: only those whose KV is exact, maybe only the prompt's."""
+        start, end = sequence.num_named, min(sequence.num_computed, sequence.num_shareable) // self._config.block_size
+        if end <= start:
+            return
+        chain = sequence.chain
+        hashes = chain.hashes[start:end]
+        records = chain.records(start, end) if self._pool.wants_records else ()
+        self._pool.publish(sequence.block_table[start:end], hashes, chain.hashes[start - 1] if start else None, records)
+        sequence.num_named = end
+        self._forget(sequence, hashes)
+
+    def _forget(self, sequence: Sequence, hashes: Iterable[ChainHash]) -> None:
+        """These blocks of it are in L1 now, or will not be."""
+        computing = self._admission.computing
+        for chain_hash in hashes:
+            if computing.get(chain_hash) == sequence.request_id:
+                del computing[chain_hash]
+
     def _store(self, sequence: Sequence, end: int) -> None:
         start = sequence.num_stored
         if not self._offloads or end <= start:
@@ -339,9 +336,8 @@ class Scheduler:
 
     def _hold(self, blocks: list[int]) -> None:
         """A copy reads or writes them: they stay until it is reported to have ended."""
-        if blocks:
-            self._pool.hold(blocks)
-            self._held.update(blocks)
+        self._pool.hold(blocks)
+        self._held.update(blocks)
 
     def _append(self, sequence: Sequence, sample: SampledToken) -> Output:
         sequence.append(sample.token_id)
@@ -361,23 +357,31 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.num_loading and sequence.block_table:  # a copy is still writing: the blocks stay until it ends
-            self._orphans[sequence.request_id], sequence.block_table = sequence.block_table, []
-        else:
-            self._naming.keep_tail(sequence)
+            self.orphans[sequence.request_id], sequence.block_table = sequence.block_table, []
+        elif self._pool.partial_blocks and sequence.block_table:
+            self._keep_tail(sequence)
         self._release(sequence)
-        del self._live[sequence.request_id]
+        del self.live[sequence.request_id]
         self._connector.finished(sequence.request_id)
         sequence.state = SequenceState.FINISHED
 
+    def _keep_tail(self, sequence: Sequence) -> None:
+        """The next turn of a conversation begins in this request's unfinished last block."""
+        num_kept = min(sequence.num_computed, sequence.num_shareable)
+        tail = sequence.chain.tail(num_kept) if num_kept // self._config.block_size == sequence.num_named else None
+        if tail is not None:
+            self._pool.retire_tail(sequence.block_table.pop(sequence.num_named), tail)
+
     def _let_go_of_sources(self) -> None:
         """The step's copies within L1 were made, or never will be."""
-        for source, _ in self._copies:  # two may have the same one
+        for source, _ in self._admission.copies:  # two may have the same one
             self._pool.free([source])
-        self._copies = []
+        self._admission.copies = []
 
     def _release(self, sequence: Sequence) -> None:
-        self._meeting.leave(sequence)
-        self._admission.forget(sequence, sequence.hashes[sequence.num_named :])
+        if sequence.request_id in self._connector.backs:
+            self._meeting.leave(sequence)
+        self._forget(sequence, sequence.hashes[sequence.num_named :])
         if sequence.reuse is not None:
             sequence.reuse.let_go(self._pool)
         self._draining.update(block for block in sequence.block_table if block in self._held)

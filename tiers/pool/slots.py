@@ -5,6 +5,7 @@ chain order, parents first.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -37,6 +38,7 @@ class SlotTable:
         self.refs = np.zeros(rows, np.int32)
         self.generation = np.zeros(rows, np.int64)
         self.index = HashIndex(num_slots)
+        self.find_run = partial(self.index.find_run, self.state, READY)  # hashes → slots of the leading ready blocks
         self.links = ChainLinks(self.generation)
         self.policy = make_policy(policy, num_slots, self.index.words)
         self.idle = IdleSlots(self.links, self.policy)
@@ -56,12 +58,6 @@ class SlotTable:
         _, slots = self.index.find(hashes)
         ready = self.state[slots] == READY  # -1 is nobody's row: free
         return slots if ready.all() else np.where(ready, slots, -1)
-
-    def find_run(self, hashes: Sequence[ChainHash]) -> Slots:
-        """The slots of the leading ready blocks."""
-        _, slots = self.index.find(hashes)
-        ready = self.state[slots] == READY
-        return slots if ready.all() else slots[: int(ready.argmin())]
 
     # --- a slot's life ------------------------------------------------------------------------------------------
 
