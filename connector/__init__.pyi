@@ -4,7 +4,7 @@ from .local import LocalConnector
 from .opening import open_tiers
 from .partial import best_child
 from .plan import CopyOp, StepPlan, WorkerReport
-from .request import BlockChain, Request
+from .request import BlockChain, ConnectedRequest, Request
 from .scheduler import ConnectorUpdate, SchedulerSide
 from .worker import WorkerSide
 
@@ -12,6 +12,7 @@ __all__ = [
     "Back",
     "BlockChain",
     "BothEndsSide",
+    "ConnectedRequest",
     "ConnectorUpdate",
     "CopyOp",
     "LocalConnector",

@@ -36,13 +36,13 @@ class SchedulerSide:
     def __init__(self, tiers: CacheTiers, *, partial_blocks: bool = False) -> None:
         """`partial_blocks`: the engine takes a promise that ends inside a block. Of `NamedByTokens` chains alone."""
         self.tiers = tiers
+        self.requests: dict[str, ConnectedRequest] = {}  # that are live: to read
         self.computes_alone = False  # nobody but the request that is looked up wants the compute
         self.backs: dict[
             str, Back
         ] = {}  # of requests that come to their blocks from both ends: `BothEndsSide` has them
         self.writing: list[int] = []  # L1 blocks that copies of the last plan fill, besides those of `allocated`
         self._partial_blocks = partial_blocks
-        self._requests: dict[str, ConnectedRequest] = {}
         self._op_ids = count(1)
         self._steps = count(1)
         self._loads: dict[int, LoadingOp] = {}
@@ -55,7 +55,7 @@ class SchedulerSide:
 
     def admit(self, request: Request) -> None:
         """Know a request that is only going to store. `lookup` does this too. Idempotent."""
-        self._requests.setdefault(request.request_id, ConnectedRequest(request, self.tiers.epoch))
+        self.requests.setdefault(request.request_id, ConnectedRequest(request, self.tiers.epoch))
 
     def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0) -> int | Pending:
         """How many tokens beyond the `num_computed_tokens` in L1 can be loaded, or PENDING: ask again next step.
@@ -66,8 +66,8 @@ class SchedulerSide:
         """
         block_size = request.chain.block_size
         in_l1 = num_computed_tokens // block_size
-        if (known := self._requests.get(request.request_id)) is None:
-            known = self._requests[request.request_id] = ConnectedRequest(request, self.tiers.epoch)
+        if (known := self.requests.get(request.request_id)) is None:
+            known = self.requests[request.request_id] = ConnectedRequest(request, self.tiers.epoch)
         if (claim := known.claim) is not None:
             is_past = known.view is not None and in_l1 > known.view.num_own
             if is_past or in_l1 < claim.num_l1:  # L1 got past what the view has of its own, or has lost some
@@ -100,7 +100,7 @@ class SchedulerSide:
         the very step that loads it; without, after `update` names it. Called again for the same request, or with 0, it
         only lets go of what was promised.
         """
-        known = self._requests[request_id]
+        known = self.requests[request_id]
         loading = 0
         if known.claim is not None:
             loading = self._load(known, known.claim, block_ids, num_external_tokens, layerwise)
@@ -110,20 +110,20 @@ class SchedulerSide:
 
     def forget_promises(self) -> None:
         """Let go of all that was promised and not allocated: behind a reset it would be old."""
-        for known in self._requests.values():
+        for known in self.requests.values():
             self._cancel(known)
 
     def recompute(self, request_id: str) -> None:
         """Promise this request nothing more: what it was promised was not there."""
-        self._requests[request_id].recompute = True
+        self.requests[request_id].recompute = True
 
     def found(self, request_id: str) -> Attribution | None:
         """Where the blocks of a live request were when it was first looked up."""
-        return self._requests[request_id].found
+        return self.requests[request_id].found
 
     def found_in_part(self, request_id: str) -> str | None:
         """The tier that had the block of which a live request was promised a part; None: it was promised none."""
-        return self._requests[request_id].found_in_part
+        return self.requests[request_id].found_in_part
 
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> int:
         """Blocks `first_block…` of the request's table became full in this step; copy those not held yet to L2.
@@ -132,7 +132,7 @@ class SchedulerSide:
         its content until an update names it in `released`: the engine keeps it referenced in L1, or has the worker
         `fence` the op before the block is written again.
         """
-        known = self._requests[request_id]
+        known = self.requests[request_id]
         chain, blocks = known.request.chain, [int(block) for block in block_ids]
         hashes = chain.hashes
         parent = hashes[first_block - 1] if first_block else chain.root
@@ -171,7 +171,7 @@ class SchedulerSide:
                     self._moved("load", len(load.op.host_slots), time.monotonic() - load.planned_at)
                 else:
                     failed.append((load.op.request_id, load.first_block))
-                    if (known := self._requests.get(load.op.request_id)) is not None:
+                    if (known := self.requests.get(load.op.request_id)) is not None:
                         known.recompute = True  # final for this request: what failed once would be asked for for ever
                     self.tiers.metrics.missed(Outcome.COPY_FAILED, len(load.op))
                 load.lease.release()
@@ -193,7 +193,7 @@ class SchedulerSide:
         """The request ended or was aborted. Copies under way go on and are still reported by `update`. Idempotent."""
         if self.backs:
             self.leave(request_id)
-        if (known := self._requests.pop(request_id, None)) is not None and known.claim is not None:
+        if (known := self.requests.pop(request_id, None)) is not None and known.claim is not None:
             self._cancel(known)
 
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
@@ -211,7 +211,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Let go of every promise and every copy that was never reported. Idempotent."""
-        for request_id in list(self._requests):
+        for request_id in list(self.requests):
             self.finished(request_id)
         for lease in [each.lease for copies in (self._loads, self._behind) for each in copies.values()]:
             lease.release()

@@ -279,7 +279,7 @@ class Engine:
                 self.worker.start_store(batch.plan)  # d2h after compute, on the store stream
             stored = True
             samples = [] if logits is None else self.runner.sample(batch, logits)
-            if batch.plan.loads:
+            if any(op.layerwise for op in batch.plan.loads):
                 batch.arrived = self.worker.arrived() and batch.arrived  # a device reports a failed copy only now
         except BaseException:  # out of memory, an interrupt: the engine stays whole, the caller decides
             self.scheduler.give_up(batch, stored=stored)

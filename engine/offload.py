@@ -7,7 +7,7 @@ from kvtier.connector import ConnectorUpdate, Request, StepPlan, WorkerReport
 from kvtier.tiers.hierarchy import Pending
 
 if TYPE_CHECKING:
-    from kvtier.connector import Back, BothEndsSide, WorkerSide
+    from kvtier.connector import Back, BothEndsSide, ConnectedRequest, WorkerSide
 
 
 class EngineConnector(Protocol):
@@ -64,6 +64,7 @@ class NoOffload:
         self.computes_alone = False
         self.writing: list[int] = []  # always empty
         self.backs: dict[str, Back] = {}  # the same
+        self.requests: dict[str, ConnectedRequest] = {}  # nobody was asked
 
     @property
     def scheduler(self) -> "NoOffload":
@@ -76,12 +77,6 @@ class NoOffload:
         self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, *, layerwise: bool = False
     ) -> int:
         return 0
-
-    def found(self, request_id: str) -> None:
-        """Nobody was asked."""
-
-    def found_in_part(self, request_id: str) -> None:
-        """The same."""
 
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         """Never called: the scheduler does not store without a connector."""

@@ -255,10 +255,9 @@ class Scheduler:
         sequence.num_stored = num_l1 + loading // self._config.block_size
         if not sequence.num_preempted:
             sequence.num_l1_tokens = sequence.num_computed
-            if loading or request_id in self._connector.backs:
-                sequence.found = self._connector.found(request_id)
-            if loading % self._config.block_size:
-                sequence.found_in_part = self._connector.found_in_part(request_id)
+            known = self._connector.requests.get(request_id)
+            if known is not None and (loading or request_id in self._connector.backs):
+                sequence.found, sequence.found_in_part = known.found, known.found_in_part
             stats = self.segment_stats if sequence.is_segment else self.stats
             stats["prompt_tokens"] += sequence.num_prompt_tokens
             stats["l1_tokens"] += sequence.num_computed

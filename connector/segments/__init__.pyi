@@ -1,5 +1,5 @@
 from .blend import Blender, BlendRequest, BlendResult
-from .paged_attention import PAGED_ATTENTION, Attention, PagedKV
+from .paged_attention import PAGED_ATTENTION, Attention, AttentionSpan, PackedAttention, PagedKV, visible
 from .rope_gate import require_rotatable
 from .segment import REPAIR_RULES, Repair, ReusedPart, Segment, WantedReuse, checked_segments
 
@@ -7,9 +7,11 @@ __all__ = [
     "PAGED_ATTENTION",
     "REPAIR_RULES",
     "Attention",
+    "AttentionSpan",
     "BlendRequest",
     "BlendResult",
     "Blender",
+    "PackedAttention",
     "PagedKV",
     "Repair",
     "ReusedPart",
@@ -17,4 +19,5 @@ __all__ = [
     "WantedReuse",
     "checked_segments",
     "require_rotatable",
+    "visible",
 ]

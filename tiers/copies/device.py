@@ -154,11 +154,7 @@ class BlockPool:
         self.publish([block_id], [record.chain_hash], record.parent, [record])
         slots = np.array([block_id], np.int64)
         with self._lock:
-            table = self._table
-            table.unref(slots)
-            if table.state[block_id] == READY and not table.refs[block_id]:
-                table.idle.withdraw(slots)
-                table.policy.give_back(slots)
+            self._table.unref(slots, goes_first=True)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks on the device, each from the first to the second; before what is computed next."""

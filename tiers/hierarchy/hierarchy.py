@@ -239,7 +239,7 @@ class Hierarchy:
         """
         pool, upper = self.host.pool, self.ports[0]
         count = upper.lookup(rest)
-        if count == len(rest) and not any(pool.holds(rest)):
+        if count == len(rest) and (count == 1 or not any(pool.holds(rest))):
             found[upper.name] = count
             return count
         if not (count or any(port.lookup(rest[:1]) for port in self.ports[1:])):

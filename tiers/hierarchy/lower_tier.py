@@ -187,7 +187,9 @@ class TierPort:
 
     def tick(self) -> None:
         """Expire what is late and send the probe that is due. Cheap; called from every engine-facing call."""
-        self.queue.expire()
+        queue = self.queue
+        if queue.running or queue.urgent or queue.normal:
+            queue.expire()
         for direction in _DIRECTIONS:
             breaker = self.breakers[direction]
             if not breaker.closed and breaker.take_probe():

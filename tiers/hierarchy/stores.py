@@ -108,9 +108,11 @@ class StoreQueue:
                 return Outcome.EPOCH if job.epoch != self.epoch else Outcome.CLOSED
             self._host.describe(reservation.slots, hashed)
             lease = self._host.pool.seal(reservation)
-        with lease:
+        try:
             self._metrics.stored(L2, len(hashed))
             self._pass_down(reservation.hashes)
+        finally:
+            lease.release()
         return Outcome.OK
 
     def sealed(self, job: "SealJob") -> None:

@@ -49,9 +49,10 @@ class ChildIndex:
             self.add(to_words(parents), np.array(slots, np.int64))
             return
         entry, place, num_buckets = self._entry, self._place, self._num_buckets
-        for parent, slot in zip(parents, slots, strict=True):
+        for slot in slots:  # all first: what one leaves, another may take
             if entry[place[slot]] == slot + 1:
                 entry[place[slot]] = 0
+        for parent, slot in zip(parents, slots, strict=True):
             at = (int.from_bytes(parent[4:8], "little") * num_buckets >> 32) * MAX_CHILDREN
             row = entry[at : at + MAX_CHILDREN].tolist()
             at += row.index(0) if 0 in row else slot % MAX_CHILDREN

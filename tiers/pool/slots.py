@@ -4,13 +4,11 @@
 chain order, parents first.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
 import numpy as np
 
-from kvtier.tiers import ChainHash
 from kvtier.tiers.pool.changes import ChangeLog
 from kvtier.tiers.pool.idle import IdleSlots
 from kvtier.tiers.pool.index import HashIndex, Slots
@@ -38,7 +36,9 @@ class SlotTable:
         self.refs = np.zeros(rows, np.int32)
         self.generation = np.zeros(rows, np.int64)
         self.index = HashIndex(num_slots)
-        self.find_run = partial(self.index.find_run, self.state, READY)  # hashes → slots of the leading ready blocks
+        # hashes → the ready slot of each block, -1 where there is none; and the slots of the leading ready blocks
+        self.find = partial(self.index.find_in, self.state, READY)
+        self.find_run = partial(self.index.find_run, self.state, READY)
         self.links = ChainLinks(self.generation)
         self.policy = make_policy(policy, num_slots, self.index.words)
         self.idle = IdleSlots(self.links, self.policy)
@@ -52,12 +52,6 @@ class SlotTable:
         self._free = np.arange(num_slots - 1, -1, -1)  # a stack, its top at `num_free`
 
     # --- finding ------------------------------------------------------------------------------------------------
-
-    def find(self, hashes: Sequence[ChainHash]) -> Slots:
-        """The ready slot of each block, -1 where there is none. ValueError where a hash is not 32 bytes."""
-        _, slots = self.index.find(hashes)
-        ready = self.state[slots] == READY  # -1 is nobody's row: free
-        return slots if ready.all() else np.where(ready, slots, -1)
 
     # --- a slot's life ------------------------------------------------------------------------------------------
 
@@ -85,7 +79,8 @@ class SlotTable:
         self.state[slots] = READY
         self.num_ready += len(slots)
         self.num_leased += len(slots)
-        self.policy.admit(slots)
+        if (admit := self.policy.admit) is not None:
+            admit(slots)
         if self.changes is not None:
             self.changes.stored(slots)
 
@@ -147,10 +142,10 @@ class SlotTable:
         self.num_leased += len(slots) - int(np.count_nonzero(refs))
         self.idle.withdraw(slots)
 
-    def unref(self, slots: Slots) -> None:
+    def unref(self, slots: Slots, *, goes_first: bool = False) -> None:
         """One reference fewer. Ready slots left without any become idle, the chain's tail first; others are freed.
 
-        ValueError, and no change, where a slot has no reference.
+        `goes_first`: they are the next victims. ValueError, and no change, where a slot has no reference.
         """
         refs = self.refs.take(slots)
         if not refs.all():
@@ -164,7 +159,7 @@ class SlotTable:
             idle = idle[ready]
         if len(idle):
             self.num_leased -= len(idle)
-            self.policy.enter(idle[::-1])
+            (self.policy.give_back if goes_first else self.policy.enter)(idle[::-1])
 
     def use(self, slots: Slots) -> None:
         """Count a use of the idle ones among READY slots, as a lease released at once would."""
