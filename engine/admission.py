@@ -31,7 +31,7 @@ class Admissible(NamedTuple):
     child: tuple[ChildBlock, int] | None  # what L1 has of the block behind `num_l1`: where, and how many tokens
 
 
-class _Held(NamedTuple):
+class CachedBlocks(NamedTuple):
     """What an admitted request is spared."""
 
     matched: list[int]  # blocks of L1, referenced
@@ -101,7 +101,7 @@ class Admission:
         sequence.num_passed_over = self._config.max_passed_over
         insort(self.waiting, sequence, key=lambda sequence: sequence.order)
 
-    def _hold(self, candidate: Admissible) -> _Held | None:
+    def _hold(self, candidate: Admissible) -> CachedBlocks | None:
         """Reference what L1 has of it, and see what can be loaded. None: ask again next step."""
         sequence, usable, num_l1, num_external, child = candidate
         block_size = self._config.block_size
@@ -123,8 +123,8 @@ class Admission:
         if child is not None and not num_external:
             source = self._pool.match([child[0].chain_hash]).tolist()
             if source:
-                return _Held(matched, 0, source[0], child[1])
-        return _Held(matched, num_external)
+                return CachedBlocks(matched, 0, source[0], child[1])
+        return CachedBlocks(matched, num_external)
 
     def _child(self, sequence: Sequence, num_l1: int) -> tuple[ChildBlock, int] | None:
         """The block of L1 that begins most like the request's block behind `num_l1`, and with how many tokens."""
@@ -144,7 +144,7 @@ class Admission:
             return sequence.reuse.allocate(self._pool, num_blocks, leaving)
         return self._pool.allocate(num_blocks, leaving=leaving)
 
-    def _admit(self, sequence: Sequence, held: _Held) -> None:
+    def _admit(self, sequence: Sequence, held: CachedBlocks) -> None:
         """A request with blocks leaves the queue, and who came earlier was passed over."""
         block_size, num_l1 = self._config.block_size, len(held.matched)
         layerwise = self._config.loading == "layerwise" and sequence.reuse is None  # a blend needs what is loaded
