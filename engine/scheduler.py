@@ -77,7 +77,7 @@ class Scheduler:
         """Take in which copies have ended; choose what the step computes, loads and stores."""
         self.take_in(report)
         num_preempted = self.stats["preempted"]
-        self._connector.computes_alone = len(self.live) == 1 and all(each.reuse is None for each in self.live.values())
+        self._connector.computes_alone = len(self.live) == 1 and next(iter(self.live.values())).reuse is None
         chunks, budget = self._continue() if self.running else ([], self._token_budget)
         if self.stats["preempted"] == num_preempted:
             admitted, budget = self._admit(budget)
@@ -340,7 +340,8 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, sample: SampledToken) -> Output:
         sequence.append(sample.token_id)
-        self._tally(sequence)["generated_tokens"] += 1
+        stats = self.segment_stats if sequence.is_segment else self.stats
+        stats["generated_tokens"] += 1
         reason = None
         params = sequence.params
         ends = sample.token_id in self._eos_token_ids and not params.ignore_eos
@@ -351,7 +352,7 @@ class Scheduler:
         if reason is not None:
             self.running.remove(sequence)
             self._end(sequence)
-            self._tally(sequence)["finished"] += 1
+            stats["finished"] += 1
         return Output(sequence.request_id, sample.token_id, reason, sample.logits)
 
     def _end(self, sequence: Sequence) -> None:
