@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from kvtier.connector.plan import CopyOp
 from kvtier.tiers import ChainHash, Outcome
 from kvtier.tiers.hierarchy import BlockClaims, Claim, Ends, Meeting, Pending
 from kvtier.tiers.pool import Lease
@@ -215,6 +216,17 @@ class Back:
     @property
     def _num_asked(self) -> int:
         return sum(each.state is GroupState.ASKED and not each.answered for each in self._groups)
+
+
+@dataclass(slots=True)
+class GroupCopy:
+    """A group on its way from L2 to the request's blocks."""
+
+    op: CopyOp
+    back: Back
+    group: Group
+    lease: Lease
+    planned_at: float
 
 
 class _Pace:

@@ -7,7 +7,7 @@ from typing import Final, Protocol, TypeGuard
 import numpy as np
 
 from kvtier.tiers import L2, ChainHash, ChildBlock
-from kvtier.tiers.hierarchy import Attribution, Claim
+from kvtier.tiers.hierarchy import Attribution
 
 LEAST: Final = 8  # of a block, one part of so many is worth a load of its own
 
@@ -66,16 +66,15 @@ class PartialView:
 
 
 def best_child(
-    chain: NamedByTokens, children: Sequence[ChildBlock], block: int, num_tokens: int
+    chain: NamedByTokens, children: Sequence[ChildBlock], block: int, own: bytes
 ) -> tuple[ChildBlock, int] | None:
     """The child that shares most of the leading tokens of the chain's block `block`, and how many; None: none does.
 
-    Of the request, its first `num_tokens` may be had from it.
+    `own`: those tokens of the block that may be had, as bytes.
     """
-    own = chain.next_tokens(block)[: max(0, 4 * (num_tokens - block * chain.block_size))]
-    if not own:
-        return None
     first = own[:4]  # most children part here, and cost nothing more
+    if not first:
+        return None
     counted = [(_num_shared(own, child.tokens), child) for child in children if child.tokens.startswith(first)]
     for num_shared, child in sorted(counted, key=lambda pair: -pair[0]):
         if chain.is_plain(child, chain.parent(block)):
@@ -91,11 +90,6 @@ def pays(num_held: int, shared: int, block_size: int, *, in_l1: int, least: int)
     """
     is_alone = num_held <= in_l1
     return num_held * block_size + shared > least and (not is_alone or LEAST * shared >= block_size)
-
-
-def still_fits(claim: Claim, view: PartialView | None, in_l1: int) -> bool:
-    """Whether a claim is of use when L1 has so many leading blocks: L1 may have lost some, or got past a view."""
-    return in_l1 >= claim.num_l1 and (view is None or in_l1 <= view.num_own)
 
 
 def tier_of_last(of_view: Attribution | None, of_own: Attribution | None) -> str:

@@ -4,66 +4,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Final, Protocol
+from typing import Final
 
-from kvtier.connector.partial import PartialView, best_child, is_named_by_tokens, pays, still_fits, tier_of_last
+from kvtier.connector.back import Back, GroupCopy
+from kvtier.connector.partial import PartialView, best_child, is_named_by_tokens, pays, tier_of_last
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
+from kvtier.connector.request import ConnectedRequest, LoadingOp, Request, StoringOp
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Pending, Wanted
-from kvtier.tiers.pool import Lease, Reservation
 
 _LOOK_AGAIN: Final = 0.05  # seconds: a request that waits is looked up at every step
-
-
-class BlockChain(Protocol):
-    """The named blocks of one growing sequence: a `TokenChain`, or an engine's own hashes."""
-
-    block_size: int  # tokens
-
-    @property
-    def hashes(self) -> Sequence[ChainHash]:
-        """The names of its full blocks."""
-
-    @property
-    def tenant(self) -> ChainHash:
-        """Whose blocks they are: the root of chains with this request's cache_salt."""
-
-    def parent(self, block: int) -> ChainHash:
-        """The name before block `block`: the root for block 0."""
-
-    def block_tokens(self, block: int) -> bytes:
-        """The tokens of a full block, u32 little-endian."""
-
-
-class Request(Protocol):
-    """What the scheduler side reads of an engine's request."""
-
-    @property
-    def request_id(self) -> str:
-        """Unique among the live requests."""
-
-    @property
-    def chain(self) -> BlockChain:
-        """The hashes of its tokens so far, prompt and answer."""
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens it has now: at least the last of them is always computed, never loaded."""
-
-
-@dataclass(slots=True)
-class ConnectedRequest:
-    request: Request
-    epoch: int  # the tiers' at admission
-    asked: int = 0  # blocks found in L1 at the last lookup
-    claim: Claim | None = None
-    view: PartialView | None = None  # what the claim is of, if not of its own blocks alone
-    found: Attribution | None = None  # where its blocks were when first asked
-    found_in_part: str | None = None  # the tier that had the view's last block
-    looked_behind: int = -1  # so many held blocks: nothing there was of use
-    look_again: float = 0.0
-    whole_only: bool = False  # no view any more: one was refused
-    recompute: bool = False  # decided once: loading is slower, or has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,36 +23,6 @@ class ConnectorUpdate:
     loaded: tuple[str, ...] = ()  # requests whose load has ended well
     failed: tuple[tuple[str, int], ...] = ()  # requests whose load failed, and from which block of theirs
     released: tuple[int, ...] = ()  # L1 blocks no copy reads any more; one mention per `store` of it
-
-
-@dataclass(slots=True)
-class _LoadingOp:
-    op: CopyOp
-    first_block: int
-    lease: Lease
-    planned_at: float
-
-
-@dataclass(slots=True)
-class StoringOp:
-    """Blocks to be stored: first wanted, then with their slots."""
-
-    request_id: str
-    chain: BlockChain
-    first_block: int
-    wanted: Wanted
-    epoch: int
-    blocks: list[int]  # in L1, that are not released yet
-    reservation: Reservation | None = None
-
-    def records(self) -> list[BlockRecord]:
-        """Of the blocks that are copied; what they hold is hashed later."""
-        assert self.reservation is not None
-        held = self.reservation
-        return [
-            BlockRecord(name, parent or b"", self.chain.block_tokens(self.first_block + index), 0)
-            for name, parent, index in zip(held.hashes, held.parents, held.indices, strict=True)
-        ]
 
 
 class SchedulerSide:
@@ -116,21 +36,26 @@ class SchedulerSide:
     def __init__(self, tiers: CacheTiers, *, partial_blocks: bool = False) -> None:
         """`partial_blocks`: the engine takes a promise that ends inside a block. Of `NamedByTokens` chains alone."""
         self.tiers = tiers
+        self.requests: dict[str, ConnectedRequest] = {}  # that are live: to read
+        self.computes_alone = False  # nobody but the request that is looked up wants the compute
+        self.backs: dict[
+            str, Back
+        ] = {}  # of requests that come to their blocks from both ends: `BothEndsSide` has them
+        self.writing: list[int] = []  # L1 blocks that copies of the last plan fill, besides those of `allocated`
         self._partial_blocks = partial_blocks
-        self._requests: dict[str, ConnectedRequest] = {}
         self._op_ids = count(1)
         self._steps = count(1)
-        self._loads: dict[int, _LoadingOp] = {}
+        self._loads: dict[int, LoadingOp] = {}
         self._stores: dict[int, StoringOp] = {}
         self._planned: list[CopyOp] = []  # loads
         self._region_id = 0  # of the planned loads
         self._wanted: dict[int, StoringOp] = {}
+        self._behind: dict[int, GroupCopy] = {}  # copies of the backs
         self._released: list[int] = []
-        self._ends = Ends.FRONT  # of what is asked next
 
     def admit(self, request: Request) -> None:
         """Know a request that is only going to store. `lookup` does this too. Idempotent."""
-        self._requests.setdefault(request.request_id, ConnectedRequest(request, self.tiers.epoch))
+        self.requests.setdefault(request.request_id, ConnectedRequest(request, self.tiers.epoch))
 
     def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0) -> int | Pending:
         """How many tokens beyond the `num_computed_tokens` in L1 can be loaded, or PENDING: ask again next step.
@@ -139,18 +64,21 @@ class SchedulerSide:
         ones renew its lease. The last token of a request is never promised. With `partial_blocks` the promise may end
         inside a block, if that is more than the `in_part` tokens which L1 has of the next block.
         """
-        chain = request.chain
-        block_size = chain.block_size
+        block_size = request.chain.block_size
         in_l1 = num_computed_tokens // block_size
-        if (known := self._requests.get(request.request_id)) is None:
-            known = self._requests[request.request_id] = ConnectedRequest(request, self.tiers.epoch)
-        if known.claim is not None and not still_fits(known.claim, known.view, in_l1):
-            self._cancel(known)
+        if (known := self.requests.get(request.request_id)) is None:
+            known = self.requests[request.request_id] = ConnectedRequest(request, self.tiers.epoch)
+        if (claim := known.claim) is not None:
+            is_past = known.view is not None and in_l1 > known.view.num_own
+            if is_past or in_l1 < claim.num_l1:  # L1 got past what the view has of its own, or has lost some
+                self._cancel(known)
         known.asked = in_l1
         if known.claim is None and not known.recompute:
             self._ask(known)
         least = in_l1 * block_size + in_part
         covered = self._answer(known, least)
+        if (claim := known.claim) is not None and claim.meeting is not None:
+            self._begin_back(known, claim)
         if covered is None:
             return PENDING
         return covered - in_l1 * block_size if covered > least else 0
@@ -172,50 +100,30 @@ class SchedulerSide:
         the very step that loads it; without, after `update` names it. Called again for the same request, or with 0, it
         only lets go of what was promised.
         """
-        known = self._requests[request_id]
-        claim, view = known.claim, known.view
-        known.claim = known.view = None
-        if claim is None:
-            return 0
-        size = claim.block_size
-        if view is not None:  # loaded whole, the last block is the request's only up to where they part
-            num_external_tokens = min(num_external_tokens, view.num_tokens - known.asked * size)
-        num_blocks = -(-num_external_tokens // size) if view is not None else num_external_tokens // size
-        if not num_blocks:
-            self.tiers.cancel(claim)
-            return 0
-        lease, region = self.tiers.take(claim), self.tiers.region
-        skip = known.asked - claim.num_l1
-        slots = lease.slots[skip : skip + num_blocks].tolist()
-        generations = lease.generations[skip : skip + num_blocks].tolist()
-        if not slots or region is None:
-            lease.release()
-            return 0
-        if view is not None and known.asked + len(slots) > view.num_own:
-            known.found_in_part = tier_of_last(claim.found, known.found)
-        self._region_id = region.region_id
-        blocks = [int(block) for block in block_ids[known.asked : known.asked + len(slots)]]
-        op = CopyOp(next(self._op_ids), request_id, tuple(blocks), tuple(slots), tuple(generations), layerwise)
-        self._loads[op.op_id] = _LoadingOp(op, known.asked, lease, time.monotonic())
-        self._planned.append(op)
-        return min(num_external_tokens, len(slots) * size)
+        known = self.requests[request_id]
+        loading = 0
+        if known.claim is not None:
+            loading = self._load(known, known.claim, block_ids, num_external_tokens, layerwise)
+        if self.backs:
+            self._seat_back(known, block_ids, loading)
+        return loading
 
     def forget_promises(self) -> None:
         """Let go of all that was promised and not allocated: behind a reset it would be old."""
-        for known in self._requests.values():
+        for known in self.requests.values():
             self._cancel(known)
 
     def recompute(self, request_id: str) -> None:
         """Promise this request nothing more: what it was promised was not there."""
-        self._requests[request_id].recompute = True
+        self.requests[request_id].recompute = True
 
     def found(self, request_id: str) -> Attribution | None:
         """Where the blocks of a live request were when it was first looked up."""
-        return self._requests[request_id].found
+        return self.requests[request_id].found
 
     def found_in_part(self, request_id: str) -> str | None:
         """The tier that had the block of which a live request was promised a part; None: it was promised none."""
-        return self._requests[request_id].found_in_part
+        return self.requests[request_id].found_in_part
 
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> int:
         """Blocks `first_block…` of the request's table became full in this step; copy those not held yet to L2.
@@ -224,16 +132,20 @@ class SchedulerSide:
         its content until an update names it in `released`: the engine keeps it referenced in L1, or has the worker
         `fence` the op before the block is written again.
         """
-        known = self._requests[request_id]
+        known = self.requests[request_id]
         chain, blocks = known.request.chain, [int(block) for block in block_ids]
-        hashes = chain.hashes[first_block : first_block + len(blocks)]
-        wanted = Wanted(hashes, chain.parent(first_block), chain.tenant)
+        hashes = chain.hashes
+        parent = hashes[first_block - 1] if first_block else chain.root
+        wanted = Wanted(hashes[first_block : first_block + len(blocks)], parent, chain.tenant)
         op_id = next(self._op_ids)
         self._wanted[op_id] = StoringOp(request_id, chain, first_block, wanted, known.epoch, blocks)
         return op_id
 
     def build_plan(self) -> StepPlan:
         """This step's copies; everything said since the last plan."""
+        self.writing = []
+        if self.backs:
+            self._plan_backs()
         stores = self._reserved() if self._wanted else []
         loads, self._planned = tuple(self._planned), []
         if not (loads or stores):
@@ -259,7 +171,7 @@ class SchedulerSide:
                     self._moved("load", len(load.op.host_slots), time.monotonic() - load.planned_at)
                 else:
                     failed.append((load.op.request_id, load.first_block))
-                    if (known := self._requests.get(load.op.request_id)) is not None:
+                    if (known := self.requests.get(load.op.request_id)) is not None:
                         known.recompute = True  # final for this request: what failed once would be asked for for ever
                     self.tiers.metrics.missed(Outcome.COPY_FAILED, len(load.op))
                 load.lease.release()
@@ -267,9 +179,11 @@ class SchedulerSide:
                 if well:
                     self._released += store.blocks
                     self._moved("store", len(store.blocks), 0.0)
-                    self.tiers.seal(store.reservation, store.records(), store.epoch)
+                    self.tiers.seal(store.reservation, _records(store), store.epoch)
                 else:
                     self._drop(store, Outcome.COPY_FAILED)
+            elif (copy := self._behind.pop(op_id, None)) is not None:
+                self._ended_behind(copy, well=well)
         if (report.finished or report.failed) and self.idle:
             self.tiers.tick()  # an engine that has nothing more to do says nothing more: send what waits for company
         released, self._released = self._released, []
@@ -277,7 +191,9 @@ class SchedulerSide:
 
     def finished(self, request_id: str) -> None:
         """The request ended or was aborted. Copies under way go on and are still reported by `update`. Idempotent."""
-        if (known := self._requests.pop(request_id, None)) is not None and known.claim is not None:
+        if self.backs:
+            self.leave(request_id)
+        if (known := self.requests.pop(request_id, None)) is not None and known.claim is not None:
             self._cancel(known)
 
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
@@ -291,29 +207,64 @@ class SchedulerSide:
     @property
     def idle(self) -> bool:
         """Whether no copy is planned or under way."""
-        return not (self._loads or self._stores or self._wanted)
+        return not (self._loads or self._stores or self._wanted or self._behind)
 
     def close(self) -> None:
         """Let go of every promise and every copy that was never reported. Idempotent."""
-        for request_id in list(self._requests):
+        for request_id in list(self.requests):
             self.finished(request_id)
-        for load in self._loads.values():
-            load.lease.release()
+        for lease in [each.lease for copies in (self._loads, self._behind) for each in copies.values()]:
+            lease.release()
         for store in (*self._stores.values(), *self._wanted.values()):
             self._drop(store, Outcome.CLOSED)
-        for left in (self._loads, self._stores, self._wanted):
+        for left in (self._loads, self._stores, self._wanted, self._behind):
             left.clear()
 
     def _moved(self, direction: str, num_blocks: int, seconds: float) -> None:
         if (region := self.tiers.region) is not None:
             self.tiers.metrics.moved(L2, direction, num_blocks * region.slot_bytes, seconds)
 
+    def _load(
+        self,
+        known: ConnectedRequest,
+        claim: Claim,
+        block_ids: Sequence[int],
+        num_external_tokens: int,
+        layerwise: bool,
+    ) -> int:
+        """Plan the copies of what a claim promised, as `allocated` says; the claim is over."""
+        view, size = known.view, claim.block_size
+        known.claim = known.view = None
+        if view is not None:  # loaded whole, the last block is the request's only up to where they part
+            num_external_tokens = min(num_external_tokens, view.num_tokens - known.asked * size)
+        num_blocks = -(-num_external_tokens // size) if view is not None else num_external_tokens // size
+        if not num_blocks:
+            self.tiers.cancel(claim)
+            return 0
+        lease, region = self.tiers.take(claim), self.tiers.region
+        skip = known.asked - claim.num_l1
+        slots = lease.slots[skip : skip + num_blocks].tolist()
+        generations = lease.generations[skip : skip + num_blocks].tolist()
+        if not slots or region is None:
+            lease.release()
+            return 0
+        if view is not None and known.asked + len(slots) > view.num_own:
+            known.found_in_part = tier_of_last(claim.found, known.found)
+        self._region_id = region.region_id
+        blocks = [int(block) for block in block_ids[known.asked : known.asked + len(slots)]]
+        request_id = known.request.request_id
+        op = CopyOp(next(self._op_ids), request_id, tuple(blocks), tuple(slots), tuple(generations), layerwise)
+        self._loads[op.op_id] = LoadingOp(op, known.asked, lease, time.monotonic())
+        self._planned.append(op)
+        return min(num_external_tokens, len(slots) * size)
+
     def _ask(self, known: ConnectedRequest) -> None:
         """Where every block is that may be promised, and a claim on what is worth loading."""
         chain = known.request.chain
         usable = min(len(chain.hashes), (known.request.num_tokens - 1) // chain.block_size)
         hashes, num_l1 = chain.hashes[:usable], min(known.asked, usable)
-        known.claim = self.tiers.ask(hashes, chain.parent(0), num_l1, block_size=chain.block_size, ends=self._ends)
+        ends = Ends.BOTH if self.computes_alone else Ends.FRONT
+        known.claim = self.tiers.ask(hashes, chain.root, num_l1, block_size=chain.block_size, ends=ends)
 
     def _answer(self, known: ConnectedRequest, least: int) -> int | None:
         """How many leading tokens L1 and the promise cover, 0 for no promise; None: not known yet.
@@ -330,7 +281,8 @@ class SchedulerSide:
             self.tiers.count(claim.found, claim.missing)
             if claim.refusal is Outcome.NO_SLOT:
                 self.tiers.metrics.missed(Outcome.NO_SLOT, claim.found.loadable)
-        if self._partial_blocks and known.view is None and self._take_view(known, claim, least):
+        may_look = self._partial_blocks and known.view is None and claim.behind is not None
+        if may_look and self._take_view(known, claim, least):
             return self._answer(known, least)
         if isinstance(promised, Pending):
             return None
@@ -349,24 +301,51 @@ class SchedulerSide:
 
     def _take_view(self, known: ConnectedRequest, claim: Claim, least: int) -> bool:
         """Ask for the request's held blocks and the best of what follows them, instead of its own blocks alone."""
-        chain = known.request.chain
-        if known.whole_only or claim.found is None or claim.refusal is not None or not is_named_by_tokens(chain):
+        chain, size = known.request.chain, claim.block_size
+        if known.whole_only or claim.found is None or claim.refusal is not None:
             return False
         num_held, now = claim.found.blocks - claim.found.miss, time.monotonic()
+        room = known.request.num_tokens - 1 - num_held * size  # tokens behind them that may be had
+        if room <= 0 or num_held * size + min(room, size) <= least or not is_named_by_tokens(chain):
+            return False
         if known.looked_behind == num_held and now < known.look_again:
             return False
-        best = best_child(chain, claim.children, num_held, known.request.num_tokens - 1) if claim.children else None
+        own, behind, claim.behind = chain.next_tokens(num_held)[: 4 * room], claim.behind, None  # looked at once
+        children = behind(own[:4]) if own and behind is not None else ()
+        best = best_child(chain, children, num_held, own) if children else None
         if best is None:
             known.looked_behind, known.look_again = num_held, now + _LOOK_AGAIN
-        if best is None or not pays(num_held, best[1], chain.block_size, in_l1=known.asked, least=least):
-            claim.children = ()  # looked at once
+        if best is None or not pays(num_held, best[1], size, in_l1=known.asked, least=least):
             return False
         self.tiers.cancel(claim)
-        known.view = view = PartialView([*chain.hashes[:num_held], best[0].chain_hash], best[1], chain.block_size)
-        known.claim = self.tiers.ask(view.hashes, chain.parent(0), claim.num_l1, block_size=chain.block_size)
+        known.view = view = PartialView([*chain.hashes[:num_held], best[0].chain_hash], best[1], size)
+        known.claim = self.tiers.ask(view.hashes, known.request.chain.root, claim.num_l1, block_size=size)
         return True
 
+    # What only `BothEndsSide` does: nobody else has a request that comes to its blocks from both ends.
+
+    def leave(self, request_id: str) -> int:
+        """Ask no more for the back of a request. Returns how many held blocks its front has computed. Idempotent."""
+        return 0
+
+    def _begin_back(self, known: ConnectedRequest, claim: Claim) -> None:
+        """The claim says where to meet: ask for what lies behind, once."""
+
+    def _seat_back(self, known: ConnectedRequest, block_ids: Sequence[int], loading: int) -> None:
+        """The request got its blocks, and the front is `loading` so many tokens."""
+
+    def _plan_backs(self) -> None:
+        """Plan the copies of what has come of the backs."""
+
+    def _forget_back(self, known: ConnectedRequest) -> None:
+        """The request's claim goes, and with it what was asked for beside it."""
+
+    def _ended_behind(self, copy: GroupCopy, *, well: bool) -> None:
+        """A copy of a back has ended."""
+
     def _cancel(self, known: ConnectedRequest) -> None:
+        if self.backs:
+            self._forget_back(known)
         claim, known.claim, known.view = known.claim, None, None
         if claim is not None:
             self.tiers.cancel(claim)
@@ -397,3 +376,13 @@ class SchedulerSide:
             self.tiers.abandon(store.reservation, reason)
         else:
             self.tiers.metrics.dropped(L2, reason, len(store.blocks))
+
+
+def _records(store: StoringOp) -> list[BlockRecord]:
+    """Of the blocks that are copied; what they hold is hashed later."""
+    assert store.reservation is not None
+    held = store.reservation
+    return [
+        BlockRecord(name, parent or b"", store.chain.block_tokens(store.first_block + index), 0)
+        for name, parent, index in zip(held.hashes, held.parents, held.indices, strict=True)
+    ]

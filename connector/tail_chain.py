@@ -19,6 +19,11 @@ class TailChain:
         """The tail's name."""
         return [self.tail.chain_hash]
 
+    @property
+    def root(self) -> ChainHash:
+        """Where this chain of one block begins."""
+        return self.tail.parent
+
     def parent(self, block: int) -> ChainHash:
         """The name of the last whole block; the root if there is none."""
         return self.tail.parent

@@ -1,14 +1,13 @@
 """Who is admitted next, over what is cached: the longest cached prefix first, within an aging bound. No torch."""
 
 from bisect import insort
-from collections.abc import Iterable
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.connector import best_child
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload
-from kvtier.engine.sequence import Sequence
+from kvtier.engine.sequence import ALL, Sequence, SequenceState
 from kvtier.tiers import ChainHash, ChildBlock
 from kvtier.tiers.hierarchy import Pending
 
@@ -47,6 +46,7 @@ class Admission:
     def __init__(self, config: EngineConfig, pool: "BlockPool", connector: "BothEndsSide | NoOffload") -> None:
         self.waiting: list[Sequence] = []  # by arrival
         self.computing: dict[ChainHash, str] = {}  # block that is being computed or loaded → request that does it
+        self.copies: list[tuple[int, int]] = []  # this step's, within L1; the sources are referenced
         self._config = config
         self._pool = pool
         self._connector = connector
@@ -62,7 +62,7 @@ class Admission:
             num_l1 = self._pool.lookup(usable)
             if num_l1 < len(usable) and usable[num_l1] in self.computing:
                 continue  # soon it is in L1
-            child = self._child(sequence, num_l1)
+            child = self._child(sequence, num_l1) if self._pool.partial_blocks else None
             in_part = 0 if child is None else child[1]
             num_external = self._connector.lookup(sequence, num_l1 * block_size, in_part)
             if isinstance(num_external, Pending):
@@ -73,24 +73,59 @@ class Admission:
             ranked.append((place, Admissible(sequence, usable, num_l1, num_external, child)))
         return [candidate for _, candidate in sorted(ranked, key=itemgetter(0))]
 
-    def hold(self, candidate: Admissible) -> CachedBlocks | None:
+    def seat(self, candidate: Admissible, room_to_grow: int) -> bool | None:
+        """Give a waiting request its blocks and start its load; it runs, or loads. None: no room; False: ask again.
+
+        So many free blocks are left to others, as `room_to_grow` says.
+        """
+        if (held := self._hold(candidate)) is None:
+            return False
+        sequence = candidate.sequence
+        num_fresh = -(-sequence.num_tokens // self._config.block_size) - len(held.matched)
+        fresh = self._allocate(sequence, num_fresh, room_to_grow)
+        if fresh is None and held.source is not None:  # that block's own room may be what is missing, and for ever
+            self._pool.free([held.source])
+            held = held._replace(source=None, in_part=0)
+            fresh = self._allocate(sequence, num_fresh, room_to_grow)
+        if fresh is None:
+            self._pool.free(held.matched)
+            return False if sequence.reuse is not None and sequence.reuse.is_waiting else None  # it has time
+        sequence.block_table = held.matched + fresh.tolist()
+        if held.source is not None:
+            self.copies.append((held.source, sequence.block_table[len(held.matched)]))
+        self._admit(sequence, held)
+        return True
+
+    def let_go_of_sources(self) -> None:
+        """The step's copies within L1 were made, or never will be."""
+        for source, _ in self.copies:  # two may have the same one
+            self._pool.free([source])
+        self.copies = []
+
+    def put_back(self, sequence: Sequence) -> None:
+        """It waits again, in its old place, and nobody overtakes it this time."""
+        sequence.num_passed_over = self._config.max_passed_over
+        insort(self.waiting, sequence, key=lambda sequence: sequence.order)
+
+    def _hold(self, candidate: Admissible) -> CachedBlocks | None:
         """Reference what L1 has of it, and see what can be loaded. None: ask again next step."""
         sequence, usable, num_l1, num_external, child = candidate
+        block_size = self._config.block_size
         if len(usable) > num_l1 and usable[num_l1] in self.computing:
             return None  # by one admitted in this very step
         # Nothing is named between the ranking and this: L1 holds no more than was found then.
         matched: list[int] = self._pool.match(usable[:num_l1]).tolist() if num_l1 else []
         if len(matched) != num_l1:  # an admission before this one took some of them
-            child = self._child(sequence, len(matched))
+            child = self._child(sequence, len(matched)) if self._pool.partial_blocks else None
             in_part = 0 if child is None else child[1]
-            answer = self._connector.lookup(sequence, len(matched) * self._config.block_size, in_part)
+            answer = self._connector.lookup(sequence, len(matched) * block_size, in_part)
             if isinstance(answer, Pending):
                 self._pool.free(matched)
                 return None
             num_external = answer
-        room = sequence.num_tokens - 1 - len(matched) * self._config.block_size
+        room = sequence.num_tokens - 1 - len(matched) * block_size
         if num_external > room:  # a connector that promises too much
-            num_external = room // self._config.block_size * self._config.block_size
+            num_external = room // block_size * block_size
         if child is not None and not num_external:
             source = self._pool.match([child[0].chain_hash]).tolist()
             if source:
@@ -99,38 +134,52 @@ class Admission:
 
     def _child(self, sequence: Sequence, num_l1: int) -> tuple[ChildBlock, int] | None:
         """The block of L1 that begins most like the request's block behind `num_l1`, and with how many tokens."""
-        if not self._pool.partial_blocks:
+        start = num_l1 * self._config.block_size
+        room = sequence.num_tokens - 1 - start
+        if room <= 0:
             return None
-        children = self._pool.children(sequence.chain.parent(num_l1))
-        return best_child(sequence.chain, children, num_l1, sequence.num_tokens - 1) if children else None
+        parent = sequence.hashes[num_l1 - 1] if num_l1 else sequence.chain.root
+        children = self._pool.children(parent, sequence.token_ids[start].to_bytes(4, "little"))
+        if not children:
+            return None
+        return best_child(sequence.chain, children, num_l1, sequence.chain.next_tokens(num_l1)[: 4 * room])
 
-    def allocate(self, sequence: Sequence, num_blocks: int, leaving: int) -> "NDArray[np.int64] | None":
+    def _allocate(self, sequence: Sequence, num_blocks: int, leaving: int) -> "NDArray[np.int64] | None":
         """As `BlockPool.allocate`; the blocks of segments that the request reuses are held from then on."""
         if sequence.reuse is not None:
             return sequence.reuse.allocate(self._pool, num_blocks, leaving)
         return self._pool.allocate(num_blocks, leaving=leaving)
 
-    def admit(self, sequence: Sequence) -> None:
-        """It leaves the queue; who came earlier was passed over."""
+    def _admit(self, sequence: Sequence, held: CachedBlocks) -> None:
+        """A request with blocks leaves the queue, and who came earlier was passed over."""
+        block_size, num_l1 = self._config.block_size, len(held.matched)
+        layerwise = self._config.loading == "layerwise" and sequence.reuse is None  # a blend needs what is loaded
+        loading = self._connector.allocated(  # fewer than asked for where a promise lapsed
+            sequence.request_id, sequence.block_table, held.num_external, layerwise=layerwise
+        )
+        num_present = num_l1 * block_size + held.in_part
         self.waiting.remove(sequence)
         for other in self.waiting:
             if other.order > sequence.order:
                 break
             other.num_passed_over += 1
+        if sequence.reuse is not None:
+            settled = sequence.reuse.settle(num_present + loading, sequence.num_tokens)
+            sequence.num_exact = ALL if settled is None else settled
+        sequence.num_shareable = self.num_shareable(sequence)
+        sequence.num_named = num_l1
+        sequence.num_computed = num_present
+        sequence.num_loading = loading
+        sequence.state = SequenceState.LOADING if loading and not layerwise else SequenceState.RUNNING
+        if self._config.enable_prefix_caching:  # others wait for the blocks that will have a name
+            end = min(sequence.num_tokens, sequence.num_exact) // block_size
+            for chain_hash in sequence.hashes[num_l1:end]:
+                self.computing.setdefault(chain_hash, sequence.request_id)
 
-    def put_back(self, sequence: Sequence) -> None:
-        """It waits again, in its old place, and nobody overtakes it this time."""
-        sequence.num_passed_over = self._config.max_passed_over
-        insort(self.waiting, sequence, key=lambda sequence: sequence.order)
-
-    def computes(self, sequence: Sequence, first_block: int) -> None:
-        """Its blocks from there on are on their way: others wait for those that will have a name."""
-        end = sequence.exact_until(sequence.num_tokens) // self._config.block_size
-        for chain_hash in sequence.hashes[first_block:end]:
-            self.computing.setdefault(chain_hash, sequence.request_id)
-
-    def forget(self, sequence: Sequence, hashes: Iterable[ChainHash]) -> None:
-        """These blocks of it are in L1 now, or will not be."""
-        for chain_hash in hashes:
-            if self.computing.get(chain_hash) == sequence.request_id:
-                del self.computing[chain_hash]
+    def num_shareable(self, sequence: Sequence) -> int:
+        """Leading tokens of which others may find the blocks."""
+        if not self._config.enable_prefix_caching:
+            return 0
+        return (
+            sequence.num_exact if self._config.store_generated else min(sequence.num_exact, sequence.num_prompt_tokens)
+        )

@@ -163,7 +163,7 @@ class Engine:
         if len(chosen) != len(prompts):
             raise RequestError(f"{len(chosen)} sampling parameters for {len(prompts)} prompts: give one, or one each")
         checked = [self._checked(prompt, one) for prompt, one in zip(prompts, chosen, strict=True)]
-        wanted = wanted_by_each(segments, repair, checked, self.segments)
+        wanted = [None] * len(checked) if segments is None else wanted_by_each(segments, repair, checked, self.segments)
         named = [self._named(prompt, cache_salt) for prompt in checked]
         requests = [self._open(*one) for one in zip(named, chosen, wanted, strict=True)]
         try:
@@ -285,7 +285,7 @@ class Engine:
                 self.worker.start_store(batch.plan)  # d2h after compute, on the store stream
             stored = True
             samples = [] if logits is None else self.runner.sample(batch, logits)
-            if batch.plan.loads:
+            if any(op.layerwise for op in batch.plan.loads):
                 batch.arrived = self.worker.arrived() and batch.arrived  # a device reports a failed copy only now
         except BaseException:  # out of memory, an interrupt: the engine stays whole, the caller decides
             self.scheduler.give_up(batch, stored=stored)
@@ -319,7 +319,8 @@ class Engine:
         return named_prompt(token_ids, cache_salt, self._fingerprint, self.config)
 
     def _knows(self, request_id: str) -> bool:
-        return request_id in self._requests or self.scheduler.knows(request_id)
+        scheduler = self.scheduler
+        return request_id in self._requests or request_id in scheduler.live or request_id in scheduler.orphans
 
     def _queue(
         self,

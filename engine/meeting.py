@@ -11,21 +11,16 @@ if TYPE_CHECKING:
 
 
 class MeetingPoint:
-    """What the scheduler asks of the requests that come to their blocks from both ends; of others it says nothing."""
+    """What the scheduler asks of the requests among `connector.backs`; it has nothing to say of others."""
 
     def __init__(self, connector: "BothEndsSide | NoOffload", stats: Counter[str], block_size: int) -> None:
         self._connector = connector
         self._stats = stats
         self._block_size = block_size
 
-    def expects(self, sequence: Sequence) -> bool:
-        """Whether a part of it is loaded behind what it computes."""
-        return self._connector.back(sequence.request_id) is not None
-
     def reached(self, sequence: Sequence) -> int:
         """How many tokens it has, with what has arrived right behind those it has computed."""
-        back = self._connector.back(sequence.request_id)
-        return sequence.num_computed if back is None else back.reach(sequence.num_computed)
+        return self._connector.backs[sequence.request_id].reach(sequence.num_computed)
 
     def join(self, sequence: Sequence, reached: int) -> None:
         """The front is at the back: those tokens were loaded. The tiers have them, so they are not stored again."""
@@ -38,9 +33,7 @@ class MeetingPoint:
 
     def limit(self, sequence: Sequence, *, alone: bool) -> int:
         """Up to which token it may compute in this step; what it has, if it is to wait."""
-        back = self._connector.back(sequence.request_id)
-        if back is None:
-            return sequence.num_tokens
+        back = self._connector.backs[sequence.request_id]
         if back.is_over(sequence.num_computed):
             self.leave(sequence)
             return sequence.num_tokens

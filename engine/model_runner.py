@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvtier.connector.segments import PagedKV
+from kvtier.connector.segments import AttentionSpan, PackedAttention, PagedKV, visible
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import TILE, EngineConfig
 from kvtier.engine.model import Model
@@ -19,75 +18,6 @@ from kvtier.engine.sampler import sample
 from kvtier.engine.sequence import SampledToken
 
 _TILE_KEYS: Final = 256  # an exact tile sees its keys rounded up to this: few shapes, little waste
-
-
-@dataclass(slots=True)
-class _AttentionSpan:
-    """One chunk's rows in the packed batch, `first … last`, and where its context lies."""
-
-    first: int
-    last: int
-    start: int  # position of its first token
-    end: int
-    blocks: torch.Tensor  # its block table, up to `end`
-    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)  # of this step, by window
-
-
-class PackedAttention:
-    """One step's attention: every chunk by itself, so that no bit depends on what it is packed with."""
-
-    def __init__(
-        self, kv: PagedKV, spans: list[_AttentionSpan], slots: torch.Tensor, wait_layer: Callable[[int], bool] | None
-    ) -> None:
-        """Without `wait_layer` nothing is being loaded in this step."""
-        self.kv = kv
-        self.spans = spans
-        self.arrived = True
-        self._slots = slots
-        self._wait_layer = wait_layer
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        if self._wait_layer is not None:
-            self.arrived &= self._wait_layer(layer)
-        self.kv.write(layer, self._slots, key, value)
-        if len(self.spans) == 1 and query.shape[2] == self.spans[0].last:
-            span = self.spans[0]
-            return self._span(layer, span, (query[0], key[0], value[0]), scaling, window).transpose(0, 1)[None]
-        out = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
-        for span in self.spans:
-            rows = slice(span.first, span.last)
-            fresh = (query[0, :, rows], key[0, :, rows], value[0, :, rows])
-            out[0, rows] = self._span(layer, span, fresh, scaling, window).transpose(0, 1)
-        return out
-
-    def _span(
-        self, layer: int, span: _AttentionSpan, fresh: tuple[torch.Tensor, ...], scaling: float, window: int | None
-    ) -> torch.Tensor:
-        """`fresh`: the chunk's own Q, K, V, [heads, T, head dim] each. Returns [heads, T, head dim]."""
-        query, key, value = fresh
-        lowest = 0 if window is None else max(0, span.start - window + 1)  # the first key anybody sees
-        if span.start:
-            first_block = lowest // self.kv.block_size
-            origin = first_block * self.kv.block_size
-            key, value = self.kv.gather(layer, span.blocks[first_block:], span.end - origin)
-            key, value = (states[lowest - origin :].transpose(0, 1) for states in (key, value))
-        if query.shape[1] == 1:  # the heads of a group become rows: one pass over their keys
-            grouped = query.view(1, self.kv.num_kv_heads, -1, self.kv.head_dim)
-            return scaled_dot_product_attention(grouped, key[None], value[None], scale=scaling).reshape(query.shape)
-        grouped = query.view(self.kv.num_kv_heads, -1, *query.shape[1:])
-        key, value = (states[:, None].expand(-1, grouped.shape[1], -1, -1) for states in (key, value))
-        causal = not span.start and (window is None or span.end <= window)
-        mask = None if causal else _mask(span, window, lowest, query.device)
-        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
-        return out.flatten(0, 1)
 
 
 class TiledAttention(PackedAttention):
@@ -98,7 +28,7 @@ class TiledAttention(PackedAttention):
     """
 
     def _span(
-        self, layer: int, span: _AttentionSpan, fresh: tuple[torch.Tensor, ...], scaling: float, window: int | None
+        self, layer: int, span: AttentionSpan, fresh: tuple[torch.Tensor, ...], scaling: float, window: int | None
     ) -> torch.Tensor:
         query = fresh[0]
         first_tile, last_tile = span.start // TILE, (span.end - 1) // TILE
@@ -180,13 +110,13 @@ class ModelRunner:
             samples.append(SampledToken(token_id, values if params.keep_logits else None))
         return samples
 
-    def _spans(self, chunks: list[Chunk]) -> list[_AttentionSpan]:
+    def _spans(self, chunks: list[Chunk]) -> list[AttentionSpan]:
         spans, first = [], 0
         for chunk in chunks:
             last = first + chunk.end - chunk.start
             table = chunk.sequence.block_table[: -(-chunk.end // self._config.block_size)]
             blocks = torch.tensor(table, dtype=torch.int64, device=self._model.device)
-            spans.append(_AttentionSpan(first, last, chunk.start, chunk.end, blocks))
+            spans.append(AttentionSpan(first, last, chunk.start, chunk.end, blocks))
             first = last
         return spans
 
@@ -202,30 +132,16 @@ def _kernels(device: torch.device, exact: bool) -> AbstractContextManager[None]:
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-def _mask(span: _AttentionSpan, window: int | None, lowest: int, device: torch.device) -> torch.Tensor:
-    """Who sees whom, [T, keys from position `lowest`], True: sees. Built once per step and window."""
-    mask = span.masks.get((window, 0))
-    if mask is None:
-        queries = torch.arange(span.start, span.end, device=device)[:, None]
-        mask = span.masks[window, 0] = _sees(queries, torch.arange(lowest, span.end, device=device), window)
-    return mask
-
-
 def _tile_mask(
-    span: _AttentionSpan, window: int | None, tiles: list[int], num_keys: int, num_heads: int, device: torch.device
+    span: AttentionSpan, window: int | None, tiles: list[int], num_keys: int, num_heads: int, device: torch.device
 ) -> torch.Tensor:
     """Who sees whom in consecutive tiles, for `num_heads` heads below each other, [tiles, 1, heads * 16, num_keys]."""
     mask = span.masks.get((window, num_keys))
     if mask is None:
         queries = torch.arange(tiles[0] * TILE, (tiles[-1] + 1) * TILE, device=device).view(-1, 1, TILE, 1)
-        sees = _sees(queries, torch.arange(num_keys, device=device), window)
+        sees = visible(queries, torch.arange(num_keys, device=device), window)
         mask = span.masks[window, num_keys] = sees.repeat(1, 1, num_heads, 1)
     return mask
-
-
-def _sees(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
-    sees = keys <= queries
-    return sees if window is None else sees & (keys > queries - window)
 
 
 def _tile_keys(tile: int) -> int:

@@ -8,7 +8,7 @@ from kvtier.tiers import BlockRecord
 from kvtier.tiers.hierarchy import Pending
 
 if TYPE_CHECKING:
-    from kvtier.connector import BothEndsSide, WorkerSide
+    from kvtier.connector import Back, BothEndsSide, ConnectedRequest, WorkerSide
 
 
 class EngineConnector(Protocol):
@@ -64,6 +64,8 @@ class NoOffload:
         self.worker = NoCopies()
         self.computes_alone = False
         self.writing: list[int] = []  # always empty
+        self.backs: dict[str, Back] = {}  # the same
+        self.requests: dict[str, ConnectedRequest] = {}  # nobody was asked
 
     @property
     def scheduler(self) -> "NoOffload":
@@ -76,12 +78,6 @@ class NoOffload:
         self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, *, layerwise: bool = False
     ) -> int:
         return 0
-
-    def found(self, request_id: str) -> None:
-        """Nobody was asked."""
-
-    def found_in_part(self, request_id: str) -> None:
-        """The same."""
 
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         """Never called: the scheduler does not store without a connector."""
@@ -97,9 +93,6 @@ class NoOffload:
 
     def finished(self, request_id: str) -> None:
         """Nothing is remembered."""
-
-    def back(self, request_id: str) -> None:
-        """Nothing is loaded behind a front."""
 
     def leave(self, request_id: str) -> int:
         return 0

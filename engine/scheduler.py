@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from kvtier.connector import ConnectorUpdate, StepPlan, WorkerReport
-from kvtier.engine.admission import Admissible, Admission, CachedBlocks
+from kvtier.engine.admission import Admission
 from kvtier.engine.batch import Batch, Chunk
-from kvtier.engine.block_naming import BlockNaming
 from kvtier.engine.config import EngineConfig
+from kvtier.engine.held_blocks import HeldBlocks
 from kvtier.engine.meeting import MeetingPoint
 from kvtier.engine.offload import NoOffload
-from kvtier.engine.sequence import FinishReason, Output, SampledToken, Sequence, SequenceState
+from kvtier.engine.sequence import ALL, FinishReason, Output, SampledToken, Sequence, SequenceState
+from kvtier.tiers import ChainHash
 
 if TYPE_CHECKING:
     from kvtier.connector import BothEndsSide
@@ -41,7 +42,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # by admission
         self.stats: Counter[str] = Counter()
         self.segment_stats: Counter[str] = Counter()  # what the same came to of segments, which are nobody's requests
-        self._live: dict[str, Sequence] = {}
+        self.live: dict[str, Sequence] = {}
+        self.orphans: dict[str, list[int]] = {}  # aborted request → blocks its load is still writing to
         self._config = config
         self._token_budget = config.token_budget
         self._pool = pool
@@ -50,12 +52,8 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._admission = Admission(config, pool, self._connector)
         self.waiting = self._admission.waiting  # by arrival
-        self._naming = BlockNaming(config, pool, self._admission)
         self._meeting = MeetingPoint(self._connector, self.stats, config.block_size)
-        self._held: Counter[int] = Counter()  # block → copies under way that hold it
-        self._draining: set[int] = set()  # blocks their request has let go, but a store still holds
-        self._orphans: dict[str, list[int]] = {}  # aborted request → blocks its load is still writing to
-        self._copies: list[tuple[int, int]] = []  # this step's, within L1; the sources are referenced
+        self._held = HeldBlocks(pool)
         self._look_ahead_at = 0.0
         self._ended: list[Output] = []  # aborts not told yet
 
@@ -65,35 +63,39 @@ class Scheduler:
 
     @property
     def has_copies(self) -> bool:
-        return bool(self.loading or self._held or self._orphans)
+        return bool(self.loading or self._held or self.orphans)
 
     def knows(self, request_id: str) -> bool:
         """Whether the id is in use: by a live request, or by an aborted one whose load has not ended."""
-        return request_id in self._orphans or request_id in self._live
+        return request_id in self.orphans or request_id in self.live
 
     def add(self, sequence: Sequence) -> None:
-        self._live[sequence.request_id] = sequence
+        self.live[sequence.request_id] = sequence
         self.waiting.append(sequence)
 
     def schedule(self, report: WorkerReport) -> Batch:
         """Take in which copies have ended; choose what the step computes, loads and stores."""
         self.take_in(report)
         num_preempted = self.stats["preempted"]
-        self._connector.computes_alone = len(self._live) == 1 and not any(each.reuse for each in self._live.values())
+        self._connector.computes_alone = len(self.live) == 1 and next(iter(self.live.values())).reuse is None
         chunks, budget = self._continue() if self.running else ([], self._token_budget)
         if self.stats["preempted"] == num_preempted:
             admitted, budget = self._admit(budget)
             chunks += admitted
+        block_size = self._config.block_size
         for chunk in chunks:
-            if not chunk.sequence.num_loading:  # what a layerwise load has yet to confirm is stored a step later
-                self._store(chunk.sequence, self._naming.num_cacheable(chunk.sequence, chunk.end))
+            sequence = chunk.sequence
+            end = min(chunk.end, sequence.num_shareable) // block_size
+            if end > sequence.num_stored and not sequence.num_loading:  # a layerwise load's is stored a step later
+                self._store(sequence, end)
         self.stats["steps"] += 1
-        return Batch(chunks, self._token_budget - budget, self.flush(), self._copies)
+        return Batch(chunks, self._token_budget - budget, self.flush(), self._admission.copies)
 
     def postprocess(self, batch: Batch, samples: Iterable[SampledToken]) -> list[Output]:
         """Take in what the step computed; `samples` holds one for each chunk that samples, in order."""
         outputs, self._ended = self._ended, []
-        self._let_go_of_sources()
+        if self._admission.copies:
+            self._admission.let_go_of_sources()
         if batch.num_tokens >= _PREFILL and not batch.plan.loads and not batch.has_blended:  # these hold a step up
             self._connector.computed(batch.num_tokens, time.perf_counter() - batch.started, batch.position)
         left = iter(samples)
@@ -107,14 +109,15 @@ class Scheduler:
                 self._count_loaded(sequence)
             sequence.num_computed = chunk.end
             self.stats["computed_tokens"] += chunk.end - chunk.start
-            self._naming.name(sequence)
+            self._name(sequence)
             if sample is not None:
                 outputs.append(self._append(sequence, sample))
         return outputs
 
     def give_up(self, batch: Batch, *, stored: bool = False) -> None:
         """The step raised: nothing it computed counts, its requests wait again. `stored`: its stores were started."""
-        self._let_go_of_sources()
+        if self._admission.copies:
+            self._admission.let_go_of_sources()
         if not stored:
             self.take_in(WorkerReport(failed=tuple(op.op_id for op in batch.plan.stores)))
         for chunk in batch.chunks:
@@ -126,12 +129,18 @@ class Scheduler:
     def flush(self) -> StepPlan:
         """The copies that were to go with the next step, for an engine that makes none."""
         plan = self._connector.build_plan()
-        self._hold(self._connector.writing)
+        if self._connector.writing:
+            self._held.hold(self._connector.writing)
         return plan
+
+    def compute_exactly(self, sequence: Sequence) -> None:
+        """Nothing is reused any more of what an admitted request was to reuse: it is computed like any other."""
+        sequence.num_exact = ALL
+        sequence.num_shareable = self._admission.num_shareable(sequence)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is; the next step's outputs tell it. False: there is no such request."""
-        if (sequence := self._live.get(request_id)) is None:
+        if (sequence := self.live.get(request_id)) is None:
             return False
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
@@ -140,7 +149,7 @@ class Scheduler:
         else:
             self.running.remove(sequence)
         self._end(sequence)
-        self._tally(sequence)["aborted"] += 1
+        (self.segment_stats if sequence.is_segment else self.stats)["aborted"] += 1
         self._ended.append(Output(request_id, None, FinishReason.ABORT))
         return True
 
@@ -151,16 +160,8 @@ class Scheduler:
             self._loaded(request_id, None)
         for request_id, first_block in update.failed:
             self._loaded(request_id, first_block)
-        if not update.released:
-            return
-        distinct = len(set(update.released)) == len(update.released)
-        for blocks in [update.released] if distinct else [(block,) for block in update.released]:
-            self._pool.free(blocks)
-            self._held.subtract(blocks)
-        for block in update.released:
-            if not self._held[block]:
-                del self._held[block]
-                self._draining.discard(block)
+        if update.released:
+            self._held.release(update.released)
 
     # Running: every sequence computes its next tokens, answers before prompts.
 
@@ -177,21 +178,28 @@ class Scheduler:
 
     def _compute(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Add what it computes in this step, of `budget` tokens at most. Returns how many: 0 if its back is awaited."""
-        if (reached := self._meeting.reached(sequence)) > sequence.num_computed:
-            self._store(sequence, self._naming.num_cacheable(sequence, sequence.num_computed))
-            self._meeting.join(sequence, reached)
-            self._naming.name(sequence)
-        start, exact = sequence.num_computed, sequence.num_tokens
+        end = sequence.num_tokens
+        if sequence.request_id in self._connector.backs:
+            end = self._meet(sequence)
+        start = sequence.num_computed
         if sequence.reuse is not None and sequence.reuse.is_due:
-            exact = sequence.exact_until(exact)
-            if start == exact:  # what follows is the blend's, all but the last token
+            end = min(end, sequence.num_exact)
+            if start == end:  # what follows is the blend's, all but the last token
                 if blends := sequence.reuse.claim(sequence, budget):
                     chunks.append(Chunk(sequence, sequence.num_tokens - 1, sequence.num_tokens, True, blends))
                 return blends
-        end = min(start + budget, exact, self._meeting.limit(sequence, alone=self._connector.computes_alone))
+        end = min(start + budget, end)
         if end > start:
             chunks.append(Chunk(sequence, start, end, samples=end == sequence.num_tokens))
         return end - start
+
+    def _meet(self, sequence: Sequence) -> int:
+        """Take in what was loaded behind a front. Returns up to which token it may compute in this step."""
+        if (reached := self._meeting.reached(sequence)) > sequence.num_computed:
+            self._store(sequence, min(sequence.num_computed, sequence.num_shareable) // self._config.block_size)
+            self._meeting.join(sequence, reached)
+            self._name(sequence)
+        return self._meeting.limit(sequence, alone=self._connector.computes_alone)
 
     def _grow(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
         """Have a block for every token, preempting the latest request that is not in `chunks`. False: not this step."""
@@ -199,7 +207,7 @@ class Scheduler:
             return True
         scheduled = {chunk.sequence.request_id for chunk in chunks}
         while (blocks := self._pool.allocate(num_missing)) is None:
-            if self._draining:  # their copies end soon, and then there is room
+            if self._held.are_draining:  # their copies end soon, and then there is room
                 return False
             victim = next(other for other in reversed(self.running) if other.request_id not in scheduled)
             self._preempt(victim)
@@ -210,7 +218,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         if self._config.preemption == "offload":
-            self._store(sequence, sequence.exact_until(sequence.num_computed) // self._config.block_size)
+            self._store(sequence, min(sequence.num_computed, sequence.num_exact) // self._config.block_size)
         self._requeue(sequence)
         sequence.num_preempted += 1
         self.stats["preempted"] += 1
@@ -234,17 +242,15 @@ class Scheduler:
         for candidate in self._admission.rank(num_seats):
             if not budget:
                 break
-            cached = self._allocate(candidate) if num_seats > 0 else None
-            if cached is None:
+            room_to_grow = len(self.running) + len(self.loading)  # a block for each, lest they preempt it at once
+            seated = self._admission.seat(candidate, room_to_grow) if num_seats > 0 else None
+            if seated is None:
                 if budget == self._token_budget and not self.has_copies:
                     self._make_way()
                 break  # nobody overtakes a request because it is large
-            num_seats -= cached
-            if cached and candidate.sequence.state is SequenceState.RUNNING:
-                num_tokens = self._compute(candidate.sequence, budget, chunks)
-                if not num_tokens and candidate.sequence.num_loading:
-                    self._await_load(candidate.sequence)  # it waits for its back: no compute of its own for the load
-                budget -= num_tokens
+            if seated:
+                num_seats -= 1
+                budget -= self._begin(candidate.sequence, budget, chunks)
         return chunks, budget
 
     def _make_way(self) -> None:
@@ -253,67 +259,35 @@ class Scheduler:
         if early:
             self._preempt(early[-1])
 
-    def _allocate(self, candidate: Admissible) -> bool | None:
-        """Give a waiting request its blocks and start its load. None: no room; False: ask again next step."""
-        if (found := self._admission.hold(candidate)) is None:
-            return False
-        sequence, matched, source = candidate.sequence, found.matched, found.source
-        num_fresh = -(-sequence.num_tokens // self._config.block_size) - len(matched)
-        room_to_grow = len(self.running) + len(self.loading)  # a block for each, lest they preempt it at once
-        fresh = self._admission.allocate(sequence, num_fresh, room_to_grow)
-        if fresh is None and source is not None:  # that block's own room may be what is missing, and for ever
-            self._pool.free([source])
-            source, found = None, found._replace(source=None, in_part=0)
-            fresh = self._admission.allocate(sequence, num_fresh, room_to_grow)
-        if fresh is None:
-            self._pool.free(matched)
-            return False if sequence.reuse is not None and sequence.reuse.is_waiting else None  # it has time
-        sequence.block_table = matched + fresh.tolist()
-        if source is not None:
-            self._copies.append((source, sequence.block_table[len(matched)]))
-        self._seat(sequence, found)
-        return True
-
-    def _seat(self, sequence: Sequence, cached: CachedBlocks) -> None:
-        """A request with blocks leaves the queue; some are there, some are to be loaded."""
-        block_size, num_l1 = self._config.block_size, len(cached.matched)
-        layerwise = self._config.loading == "layerwise" and sequence.reuse is None  # a blend needs what is loaded
-        loading = self._connector.allocated(  # fewer than asked for where a promise lapsed
-            sequence.request_id, sequence.block_table, cached.num_external, layerwise=layerwise
-        )
-        self._admission.admit(sequence)
-        if sequence.reuse is not None:
-            sequence.exact_tokens = sequence.reuse.settle(
-                num_l1 * block_size + cached.in_part + loading, sequence.num_tokens
-            )
-        sequence.num_named = num_l1
-        sequence.num_stored = 0
-        self._store(sequence, num_l1)  # the tiers below may have lost or refused what L1 holds
-        sequence.num_stored = num_l1 + loading // block_size
-        sequence.num_computed = num_l1 * block_size + cached.in_part
-        sequence.num_loading = loading
+    def _begin(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        """A request has its blocks: it computes in this step unless it loads. Returns how many tokens."""
+        num_l1, loading, request_id = sequence.num_named, sequence.num_loading, sequence.request_id
+        if num_l1:
+            self._store(sequence, num_l1)  # the tiers below may have lost or refused what L1 holds
+        sequence.num_stored = num_l1 + loading // self._config.block_size
         if not sequence.num_preempted:
             sequence.num_l1_tokens = sequence.num_computed
-            if loading or self._meeting.expects(sequence):
-                sequence.found = self._connector.found(sequence.request_id)
-                sequence.found_in_part = self._connector.found_in_part(sequence.request_id)
-            self._tally(sequence)["prompt_tokens"] += sequence.num_prompt_tokens
-            self._tally(sequence)["l1_tokens"] += sequence.num_computed
-        if self._config.enable_prefix_caching:
-            self._admission.computes(sequence, num_l1)
-        if loading and not layerwise:
-            sequence.state = SequenceState.LOADING
-            self.loading[sequence.request_id] = sequence
-        else:
-            sequence.state = SequenceState.RUNNING
-            sequence.num_computed += sequence.num_loading
-            self.running.append(sequence)
+            known = self._connector.requests.get(request_id)
+            if known is not None and (loading or request_id in self._connector.backs):
+                sequence.found, sequence.found_in_part = known.found, known.found_in_part
+            stats = self.segment_stats if sequence.is_segment else self.stats
+            stats["prompt_tokens"] += sequence.num_prompt_tokens
+            stats["l1_tokens"] += sequence.num_computed
+        if sequence.state is SequenceState.LOADING:
+            self.loading[request_id] = sequence
+            return 0
+        sequence.num_computed += loading
+        self.running.append(sequence)
+        num_tokens = self._compute(sequence, budget, chunks)
+        if not num_tokens and sequence.num_loading:
+            self._await_load(sequence)  # it waits for its back: no compute of its own for the load
+        return num_tokens
 
     # Loads.
 
     def _loaded(self, request_id: str, first_failed: int | None) -> None:
         """A load has ended; from block `first_failed` on, the request computes."""
-        if (orphaned := self._orphans.pop(request_id, None)) is not None:
+        if (orphaned := self.orphans.pop(request_id, None)) is not None:
             self._pool.free(orphaned)
             return
         sequence = self.loading.pop(request_id, None)
@@ -327,14 +301,14 @@ class Scheduler:
         sequence.num_computed = end
         sequence.num_stored = end // self._config.block_size
         self._count_loaded(sequence)
-        self._naming.name(sequence)
+        self._name(sequence)
         sequence.state = SequenceState.RUNNING
         self.running.append(sequence)
 
     def _count_loaded(self, sequence: Sequence) -> None:
         if sequence.num_loading and not sequence.num_preempted:
             sequence.num_external_tokens = sequence.num_loading
-        self._tally(sequence)["external_tokens"] += sequence.num_loading
+        (self.segment_stats if sequence.is_segment else self.stats)["external_tokens"] += sequence.num_loading
         sequence.num_loading = 0
 
     def _await_load(self, sequence: Sequence) -> None:
@@ -346,24 +320,38 @@ class Scheduler:
 
     # A block's way: computed or loaded → named in L1 → stored; released at the end.
 
+    def _name(self, sequence: Sequence) -> None:
+        """Offer the blocks that have become full to others: only those whose KV is exact, maybe only the prompt's."""
+        start, end = sequence.num_named, min(sequence.num_computed, sequence.num_shareable) // self._config.block_size
+        if end <= start:
+            return
+        chain = sequence.chain
+        hashes = chain.hashes[start:end]
+        records = chain.records(start, end) if self._pool.wants_records else ()
+        self._pool.publish(sequence.block_table[start:end], hashes, chain.hashes[start - 1] if start else None, records)
+        sequence.num_named = end
+        self._forget(sequence, hashes)
+
+    def _forget(self, sequence: Sequence, hashes: Iterable[ChainHash]) -> None:
+        """These blocks of it are in L1 now, or will not be."""
+        computing = self._admission.computing
+        for chain_hash in hashes:
+            if computing.get(chain_hash) == sequence.request_id:
+                del computing[chain_hash]
+
     def _store(self, sequence: Sequence, end: int) -> None:
         start = sequence.num_stored
         if not self._offloads or end <= start:
             return
         blocks = sequence.block_table[start:end]
-        self._hold(blocks)
+        self._held.hold(blocks)
         self._connector.store(sequence.request_id, start, blocks)
         sequence.num_stored = end
 
-    def _hold(self, blocks: list[int]) -> None:
-        """A copy reads or writes them: they stay until it is reported to have ended."""
-        if blocks:
-            self._pool.hold(blocks)
-            self._held.update(blocks)
-
     def _append(self, sequence: Sequence, sample: SampledToken) -> Output:
         sequence.append(sample.token_id)
-        self._tally(sequence)["generated_tokens"] += 1
+        stats = self.segment_stats if sequence.is_segment else self.stats
+        stats["generated_tokens"] += 1
         reason = None
         params = sequence.params
         ends = sample.token_id in self._eos_token_ids and not params.ignore_eos
@@ -374,38 +362,39 @@ class Scheduler:
         if reason is not None:
             self.running.remove(sequence)
             self._end(sequence)
-            self._tally(sequence)["finished"] += 1
+            stats["finished"] += 1
         return Output(sequence.request_id, sample.token_id, reason, sample.logits)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.num_loading and sequence.block_table:  # a copy is still writing: the blocks stay until it ends
-            self._orphans[sequence.request_id], sequence.block_table = sequence.block_table, []
-        elif (kept := self._naming.take_tail(sequence)) is not None:
-            block, tail = kept
-            if not sequence.is_segment and self._connector.store_tail(sequence.request_id, tail, block):
-                self._hold([block])
-                self._draining.add(block)
-            self._pool.retire_tail(block, tail)
+            self.orphans[sequence.request_id], sequence.block_table = sequence.block_table, []
+        elif self._pool.partial_blocks and sequence.block_table:
+            self._keep_tail(sequence)
         self._release(sequence)
-        del self._live[sequence.request_id]
+        del self.live[sequence.request_id]
         self._connector.finished(sequence.request_id)
         sequence.state = SequenceState.FINISHED
 
-    def _let_go_of_sources(self) -> None:
-        """The step's copies within L1 were made, or never will be."""
-        for source, _ in self._copies:  # two may have the same one
-            self._pool.free([source])
-        self._copies = []
+    def _keep_tail(self, sequence: Sequence) -> None:
+        """The next turn of a conversation begins in this request's unfinished last block."""
+        num_kept = min(sequence.num_computed, sequence.num_shareable)
+        tail = sequence.chain.tail(num_kept) if num_kept // self._config.block_size == sequence.num_named else None
+        if tail is None:
+            return
+        block = sequence.block_table.pop(sequence.num_named)
+        if not sequence.is_segment and self._connector.store_tail(sequence.request_id, tail, block):
+            self._held.hold([block])
+            self._held.leave([block])
+        self._pool.retire_tail(block, tail)
 
     def _release(self, sequence: Sequence) -> None:
-        self._meeting.leave(sequence)
-        self._admission.forget(sequence, sequence.hashes[sequence.num_named :])
+        if sequence.request_id in self._connector.backs:
+            self._meeting.leave(sequence)
+        self._forget(sequence, sequence.hashes[sequence.num_named :])
         if sequence.reuse is not None:
             sequence.reuse.let_go(self._pool)
-        self._draining.update(block for block in sequence.block_table if block in self._held)
+        if self._held:
+            self._held.leave(sequence.block_table)
         self._pool.free(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = sequence.num_named = sequence.num_stored = sequence.num_loading = 0
-
-    def _tally(self, sequence: Sequence) -> Counter[str]:
-        return self.segment_stats if sequence.is_segment else self.stats

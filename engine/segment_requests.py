@@ -98,7 +98,7 @@ class SegmentRequests:
         for sequence in [*self._scheduler.running, *self._scheduler.loading.values()]:
             if isinstance(reuse := sequence.reuse, SegmentReuse) and reuse.is_due and not reuse.take(self._pool):
                 reuse.let_go(self._pool)
-                sequence.exact_tokens = None  # it is computed like any other
+                self._scheduler.compute_exactly(sequence)
 
     def blend(self, batch: Batch) -> None:
         """Blend what the batch has tokens for. Behind a blend that ends in this step, the batch has the last token."""

@@ -2,6 +2,7 @@
 
 import math
 import secrets
+import sys
 import time
 from collections import abc
 from dataclasses import dataclass, field
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import L1, L2, TIERS, BlockRecord, ChainHash, RequestError
+from kvtier.tiers import L1, L2, TIERS, ChainHash, RequestError
 from kvtier.tiers.hierarchy import Attribution
 from kvtier.tiers.naming import TokenChain
 
 if TYPE_CHECKING:
     from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
 
+ALL: Final = sys.maxsize  # tokens: more than any sequence has
 _SEED_RANGE: Final = 2**64
 
 
@@ -136,6 +138,8 @@ class Sequence:
     While it runs, its block table covers all of its tokens; num_named and num_stored only grow until it is preempted.
     """
 
+    chain: TokenChain  # the hashes of its tokens so far; only where something is cached
+
     def __init__(
         self, request_id: str, prompt: list[int], params: SamplingParams, chain: TokenChain | None, order: int
     ) -> None:
@@ -162,24 +166,15 @@ class Sequence:
         self.ttft: float | None = None  # seconds from arrival to the first token
         self.reuse: Reuse | None = None  # of segments
         self.is_segment = False  # a segment by itself, nobody's request
-        self.exact_tokens: int | None = None  # leading tokens whose KV is exact: more is never named; None: all of them
+        self.num_exact = ALL  # leading tokens whose KV is exact: of the others nothing is named
+        self.num_shareable = ALL  # leading tokens of which others may find the blocks
         self.num_segment_tokens = 0  # of the prompt: taken from segments for its first token
         self.num_repaired_tokens = 0  # of these: computed anew
-        self._chain = chain
+        self._is_named = chain is not None
+        if chain is not None:
+            self.chain = chain
         # Chain hashes of its full blocks, which the chain itself extends; empty where nothing is cached.
         self.hashes: abc.Sequence[ChainHash] = () if chain is None else chain.hashes
-
-    @property
-    def chain(self) -> TokenChain:
-        """The hashes of its tokens so far. Only where something is cached."""
-        if self._chain is None:
-            raise LookupError("this engine caches nothing: its sequences have no chain")
-        return self._chain
-
-    def records(self, start: int, end: int) -> list[BlockRecord]:
-        """What its full blocks `start … end` are, for those who are told of them."""
-        chain = self.chain
-        return [BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0) for i in range(start, end)]
 
     @property
     def cached_tokens(self) -> dict[str, int]:
@@ -202,10 +197,6 @@ class Sequence:
     def generated(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
-    def exact_until(self, end: int) -> int:
-        """Of its first `end` tokens, how many have exact KV."""
-        return end if self.exact_tokens is None else min(end, self.exact_tokens)
-
     def append(self, token_id: int) -> None:
         """One more generated token; its KV is computed by the next step."""
         if self.ttft is None:
@@ -213,5 +204,5 @@ class Sequence:
         self.token_ids.append(token_id)
         self.num_tokens += 1
         self.num_generated += 1
-        if self._chain is not None:
-            self._chain.extend((token_id,))
+        if self._is_named:
+            self.chain.extend((token_id,))

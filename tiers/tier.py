@@ -182,8 +182,11 @@ class Enumerates(Protocol):
 class TellsChildren(Protocol):
     """A tier that knows which blocks it holds behind a block: one of them may begin as a request's next block does."""
 
-    def children(self, parent: ChainHash, limit: int) -> list[ChildBlock]:
-        """Up to `limit` held blocks whose parent has this name. Index-only, without I/O; it may leave some out."""
+    def children(self, parent: ChainHash, limit: int, start: bytes) -> list[ChildBlock]:
+        """Up to `limit` held blocks whose parent has this name and whose tokens begin with `start`.
+
+        Index-only, without I/O; it may leave some out.
+        """
 
 
 class Announcer(Protocol):

@@ -1,6 +1,6 @@
 """A client's claims at the daemon: asked in one message, answered by news, kept by being renewed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvtier.connector.daemon.attachment import Attachment, Link
 from kvtier.connector.daemon.messages import Ask, Cancel, News, Release, Renew, Take
 from kvtier.connector.daemon.wire import MAX_HASHES
-from kvtier.tiers import FormatError, Metrics, Outcome
+from kvtier.tiers import ChildBlock, FormatError, Metrics, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Pending
 from kvtier.tiers.pool import Lease
 
@@ -149,9 +149,10 @@ class RemoteClaims:
             self._metrics.missed(Outcome.EVICTED, num_lost)
         claim.found, claim.refusal, claim.answered = widened(news.found, len(claim.hashes)), news.refusal, True
         claim.slots, claim.generations, claim.meeting = news.slots, news.generations, news.meeting
-        claim.children = news.children
+        children = news.children
         if len(claim.hashes) > num_asked:  # the daemon does not know which block comes next
-            claim.children = [child for child in news.children if child.chain_hash != claim.hashes[num_asked]]
+            children = [child for child in children if child.chain_hash != claim.hashes[num_asked]]
+        claim.behind = partial(_beginning_with, children) if children else None
         if news.refusal is Outcome.RECOMPUTE:
             self._metrics.missed(Outcome.RECOMPUTE, news.found.loadable)
         if not len(news.slots):
@@ -215,3 +216,7 @@ def _empty() -> Lease:
         lease.on_release = None
 
     return Lease([], _NONE, _NONE, released)
+
+
+def _beginning_with(children: Sequence[ChildBlock], start: bytes) -> Sequence[ChildBlock]:
+    return [child for child in children if child.tokens.startswith(start)] if start else children

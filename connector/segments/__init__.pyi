@@ -1,6 +1,6 @@
 from .blend import Blender
 from .figures import COUNTED, DEVIATION_BOUNDS, SEGMENT_OUTCOMES, deviation_bound
-from .paged_attention import PAGED_ATTENTION, Attention, PagedKV
+from .paged_attention import PAGED_ATTENTION, Attention, AttentionSpan, PackedAttention, PagedKV, visible
 from .progress import Blend, BlendResult
 from .rope_gate import require_rotatable
 from .segment import (
@@ -21,10 +21,12 @@ __all__ = [
     "REPAIR_RULES",
     "SEGMENT_OUTCOMES",
     "Attention",
+    "AttentionSpan",
     "Blend",
     "BlendRequest",
     "BlendResult",
     "Blender",
+    "PackedAttention",
     "PagedKV",
     "Repair",
     "ReusedPart",
@@ -34,4 +36,5 @@ __all__ = [
     "checked_segments",
     "deviation_bound",
     "require_rotatable",
+    "visible",
 ]

@@ -1,10 +1,13 @@
-"""A transformers model's attention over a paged tensor: one registered function, and that tensor as rows."""
+"""A transformers model's attention over a paged tensor: one registered function, that tensor as rows, one step's."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 PAGED_ATTENTION: Final = "kvtier-paged"
@@ -81,3 +84,87 @@ class PagedKV:
             torch.index_select(self._block_rows, 0, index, out=scratch[: len(blocks)])
         key, value = (scratch[:rows].view(-1, self.num_kv_heads, self.head_dim) for scratch in self._scratch)
         return key[:num_tokens], value[:num_tokens]
+
+
+@dataclass(slots=True)
+class AttentionSpan:
+    """One chunk's rows in the packed batch, `first … last`, and where its context lies."""
+
+    first: int
+    last: int
+    start: int  # position of its first token
+    end: int
+    blocks: torch.Tensor  # its block table, up to `end`
+    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)  # of this step, by window
+
+
+class PackedAttention:
+    """One step's attention: every chunk by itself, so that no bit depends on what it is packed with."""
+
+    def __init__(
+        self, kv: PagedKV, spans: list[AttentionSpan], slots: torch.Tensor, wait_layer: Callable[[int], bool] | None
+    ) -> None:
+        """Without `wait_layer` nothing is being loaded in this step."""
+        self.kv = kv
+        self.spans = spans
+        self.arrived = True
+        self._slots = slots
+        self._wait_layer = wait_layer
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        if self._wait_layer is not None:
+            self.arrived &= self._wait_layer(layer)
+        self.kv.write(layer, self._slots, key, value)
+        if len(self.spans) == 1 and query.shape[2] == self.spans[0].last:
+            span = self.spans[0]
+            return self._span(layer, span, (query[0], key[0], value[0]), scaling, window).transpose(0, 1)[None]
+        out = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
+        for span in self.spans:
+            rows = slice(span.first, span.last)
+            fresh = (query[0, :, rows], key[0, :, rows], value[0, :, rows])
+            out[0, rows] = self._span(layer, span, fresh, scaling, window).transpose(0, 1)
+        return out
+
+    def _span(
+        self, layer: int, span: AttentionSpan, fresh: tuple[torch.Tensor, ...], scaling: float, window: int | None
+    ) -> torch.Tensor:
+        """`fresh`: the chunk's own Q, K, V, [heads, T, head dim] each. Returns [heads, T, head dim]."""
+        query, key, value = fresh
+        lowest = 0 if window is None else max(0, span.start - window + 1)  # the first key anybody sees
+        if span.start:
+            first_block = lowest // self.kv.block_size
+            origin = first_block * self.kv.block_size
+            key, value = self.kv.gather(layer, span.blocks[first_block:], span.end - origin)
+            key, value = (states[lowest - origin :].transpose(0, 1) for states in (key, value))
+        if query.shape[1] == 1:  # the heads of a group become rows: one pass over their keys
+            grouped = query.view(1, self.kv.num_kv_heads, -1, self.kv.head_dim)
+            return scaled_dot_product_attention(grouped, key[None], value[None], scale=scaling).reshape(query.shape)
+        grouped = query.view(self.kv.num_kv_heads, -1, *query.shape[1:])
+        key, value = (states[:, None].expand(-1, grouped.shape[1], -1, -1) for states in (key, value))
+        causal = not span.start and (window is None or span.end <= window)
+        mask = None if causal else _mask(span, window, lowest, query.device)
+        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
+        return out.flatten(0, 1)
+
+
+def visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Which keys each query sees, by their positions."""
+    sees = keys <= queries
+    return sees if window is None else sees & (keys > queries - window)
+
+
+def _mask(span: AttentionSpan, window: int | None, lowest: int, device: torch.device) -> torch.Tensor:
+    """Who sees whom, [T, keys from position `lowest`], True: sees. Built once per step and window."""
+    mask = span.masks.get((window, 0))
+    if mask is None:
+        queries = torch.arange(span.start, span.end, device=device)[:, None]
+        mask = span.masks[window, 0] = visible(queries, torch.arange(lowest, span.end, device=device), window)
+    return mask

@@ -45,6 +45,10 @@ class StateChain:
     def tenant(self) -> ChainHash:
         return self._blocks.tenant
 
+    @property
+    def root(self) -> ChainHash:
+        return self._blocks.root
+
     def parent(self, block: int) -> ChainHash:
         """The name of the block that the state stands behind."""
         return self._blocks.hashes[block // len(self._groups)]
@@ -105,8 +109,12 @@ class ClosedChain:
     def tenant(self) -> ChainHash:
         return self._blocks.tenant
 
+    @property
+    def root(self) -> ChainHash:
+        return self._blocks.root
+
     def parent(self, block: int) -> ChainHash:
-        return self.hashes[block - 1] if block else self._blocks.parent(0)
+        return self.hashes[block - 1] if block else self.root
 
     def block_tokens(self, block: int) -> bytes:
         return self._blocks.block_tokens(min(block, self.border - 1))

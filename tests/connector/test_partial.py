@@ -36,8 +36,10 @@ class Prompt:
 class TellingTier(MemoryTier):
     """A lower tier that knows its children."""
 
-    def children(self, parent: ChainHash, limit: int) -> list[ChildBlock]:
-        return [ChildBlock(name, record.tokens) for name, (record, _) in self.blocks.items() if record.parent == parent]
+    def children(self, parent: ChainHash, limit: int, start: bytes) -> list[ChildBlock]:
+        records = [record for record, _ in self.blocks.values()]
+        found = [each for each in records if each.parent == parent and each.tokens.startswith(start)]
+        return [ChildBlock(each.chain_hash, each.tokens) for each in found][:limit]
 
 
 class PartialBench(Bench):

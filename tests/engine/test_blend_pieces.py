@@ -20,7 +20,7 @@ from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.reuse import SegmentReuse
-from kvtier.engine.sequence import FinishReason, SamplingParams
+from kvtier.engine.sequence import ALL, FinishReason, SamplingParams
 from kvtier.tiers.config.config import Config
 
 ON: dict[str, Any] = {"segments": "on", "segment_min_tokens": 16, "num_blocks": 128}
@@ -379,7 +379,7 @@ def test_a_segment_that_comes_and_goes_before_the_others_is_computed(
         engine.pool.reset()
     assert request.num_segment_tokens == 0
     assert engine.stats["segments_lost"] == 3
-    assert request.exact_tokens is None
+    assert request.num_exact == ALL
     full = plain_logits(plain("llama"), request.token_ids[:-1])[len(PROMPT) - 1 :]
     assert np.abs(np.stack(logits) - full.numpy()).max() <= 1e-5 * float(full.abs().max())
 

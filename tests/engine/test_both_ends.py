@@ -144,7 +144,7 @@ def test_blocks_that_a_copy_writes_to_outlive_their_request() -> None:
     writing = engine.side.writing
     assert engine.scheduler.abort("a")
     assert engine.scheduler.has_copies
-    assert set(writing) <= set(engine.scheduler._draining)
+    assert set(writing) <= set(engine.scheduler._held.left)
     assert engine.pool.num_free_blocks <= engine.pool.num_blocks - len(writing)
     engine.run()
 

@@ -82,7 +82,7 @@ class SlowSlab:
 
     @property
     def back(self) -> Back | None:
-        return self.engine.connector.scheduler.back("a")
+        return self.engine.connector.scheduler.backs.get("a")
 
     def forget(self, *, l2: bool = True) -> None:
         """What L1 and L2 hold."""

@@ -139,13 +139,13 @@ def test_offload_stores_what_it_preempts_and_waits_for_the_copies() -> None:
     assert story.step() == []  # nobody else is preempted meanwhile
     assert story.scheduler.stats["preempted"] == 1
     # The copies end: there is room for a. b comes back by a load of what it stored.
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
     assert story.step() == [("a", 12, 13)]
     connector.findable["b"] = 8
     while story.scheduler.has_unfinished:
         story.step()
         loaded = tuple(story.scheduler.loading)
-        connector.news = ConnectorUpdate(loaded=loaded, released=tuple(story.scheduler._held.elements()))
+        connector.news = ConnectorUpdate(loaded=loaded, released=tuple(story.scheduler._held.copies.elements()))
     story.step()
     assert [len(live.generated) for live in story.live.values()] == [9, 8]
     story.idle()
@@ -176,7 +176,7 @@ def test_lookups_under_way_hold_up_only_their_own_request() -> None:
     assert story.live["a"].state is SequenceState.LOADING
     assert ("load", "a", 8) in connector.log
     assert story.step() == []
-    connector.news = ConnectorUpdate(loaded=("a",), released=tuple(story.scheduler._held.elements()))
+    connector.news = ConnectorUpdate(loaded=("a",), released=tuple(story.scheduler._held.copies.elements()))
     assert story.step() == [("a", 8, 9)]
     assert story.live["a"].num_external_tokens == 8
     assert ("store", "a", 0, 2) not in connector.log  # what came from L2 is not stored again
@@ -184,7 +184,7 @@ def test_lookups_under_way_hold_up_only_their_own_request() -> None:
     story.add("c", [*tokens(1, 8), 99])
     assert story.step() == [("c", 8, 9)]
     assert connector.log[-2] == ("store", "c", 0, 2)
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
     story.step()
     story.idle()
 
@@ -198,7 +198,7 @@ def test_no_promise_covers_the_whole_prompt() -> None:
     assert ("load", "a", 4) in connector.log
     connector.news = ConnectorUpdate(loaded=("a",))
     assert story.step() == [("a", 4, 8)]
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
     story.step()
     story.idle()
 
@@ -224,7 +224,7 @@ def test_failed_blocks_are_computed(stories: list[Story]) -> None:
     assert story.step() == [("a", 12, 14)]
     assert story.live["a"].num_external_tokens == 4
     assert [entry for entry in connector.log if entry[0] == "store"] == [("store", "a", 1, 2)]
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
     story.step()
 
 
@@ -241,7 +241,7 @@ def test_full_blocks_are_stored_once_and_held_until_copied() -> None:
     # The request is gone, its copies are not: two blocks are still taken.
     assert story.pool.num_free_blocks == 6
     assert story.scheduler.has_copies
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
     story.step()
     story.idle()
 
@@ -255,7 +255,7 @@ def test_a_layerwise_load_computes_at_once_and_stores_a_step_later(stories: list
     assert ("store", "a", 1, 1) not in connector.log
     story.step()
     assert ("store", "a", 1, 1) in connector.log
-    connector.news = ConnectorUpdate(loaded=("a",), released=tuple(story.scheduler._held.elements()))
+    connector.news = ConnectorUpdate(loaded=("a",), released=tuple(story.scheduler._held.copies.elements()))
     story.step()
 
 
@@ -273,7 +273,7 @@ def test_a_layerwise_load_that_is_late_leaves_no_trace(stories: list[Story]) -> 
     connector.news = ConnectorUpdate(failed=(("a", 0),))
     assert story.step() == [("a", 0, 8)]
     assert story.step() == [("a", 8, 9)]
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
     story.step()
 
 
@@ -298,7 +298,7 @@ def test_abort_in_every_state() -> None:
         assert ("finished", name) in connector.log
     assert not story.scheduler.abort("nobody")
     # The aborted load still writes: its blocks stay, and its name cannot be used, until the report.
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
     story.step()
     assert set(story.ended.values()) == {FinishReason.ABORT}
     assert story.scheduler.knows("loading")

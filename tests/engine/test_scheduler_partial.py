@@ -23,7 +23,7 @@ def stories() -> Iterator[list[Story]]:
 def let_go(story: Story) -> None:
     """The stores under way have ended."""
     assert story.connector is not None
-    story.connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    story.connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
 
 
 def test_a_load_that_ends_inside_a_block_is_computed_from_there(stories: list[Story]) -> None:
@@ -113,7 +113,7 @@ def test_a_preempted_request_begins_anew(stories: list[Story], preemption: str) 
     for _ in range(60):
         story.step()
         loaded = tuple(story.scheduler.loading)
-        connector.news = ConnectorUpdate(loaded=loaded, released=tuple(story.scheduler._held.elements()))
+        connector.news = ConnectorUpdate(loaded=loaded, released=tuple(story.scheduler._held.copies.elements()))
     assert story.scheduler.stats["preempted"] >= 1
     assert [len(live.generated) for live in story.live.values()] == [9, 8]
     assert story.live["b"].num_external_tokens == 2  # of its first admission

@@ -134,15 +134,15 @@ def test_a_full_l1_waits_for_the_tails_copy() -> None:
     story.step()
     assert ("tail", "a", 2) in connector.log
     assert connector.log.index(("tail", "a", 2)) < connector.log.index(("finished", "a"))
-    stored = tuple(story.scheduler._held.elements())
+    stored = tuple(story.scheduler._held.copies.elements())
     assert stored
     assert story.pool.num_free_blocks < 4
     assert story.step() == []  # "b" needs all four
     connector.news = ConnectorUpdate(released=stored)
     assert story.step() == [("b", 0, 8)]
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
     story.step()
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.elements()))
+    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
     story.step()
     story.idle()
 

@@ -94,7 +94,7 @@ def test_a_reset_with_everything_under_way_leaves_nothing_old_not_even_after_a_r
     store(hierarchy, writing)
     prefetch = ask(hierarchy, held)
     queue = hierarchy.ports[0].queue
-    wait_until(lambda: len(queue._running) == 2)
+    wait_until(lambda: len(queue.running) == 2)
     io.gate.set()  # a reset waits for storage
     hierarchy.reset()
     fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)

@@ -137,7 +137,7 @@ class Asked:
     def look(self) -> None:
         """Note how much of it is exact, as long as it has blocks."""
         if self.live.state is not SequenceState.WAITING or not self.reuses:
-            self.exact_until = max(self.exact_until, self.live.exact_until(1 << 30))
+            self.exact_until = max(self.exact_until, self.live.num_exact)
 
 
 class Mischief:

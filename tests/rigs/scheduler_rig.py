@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from kvtier.connector.plan import WorkerReport
-from kvtier.connector.scheduler import ConnectorUpdate, Request
+from kvtier.connector.request import Request
+from kvtier.connector.scheduler import ConnectorUpdate
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload
 from kvtier.engine.scheduler import Scheduler

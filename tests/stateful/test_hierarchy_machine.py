@@ -339,7 +339,7 @@ class HierarchyMachine(RuleBasedStateMachine):
             if self.tier.gate.is_set():
                 assert queue.drain(60)
             else:
-                wait_until(lambda: len(queue._running) == 2 or not (queue._urgent or queue._normal))
+                wait_until(lambda: len(queue.running) == 2 or not (queue.urgent or queue.normal))
 
     @invariant()
     def leased_bytes_never_change(self) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvtier.tiers import BlockRecord, ChainHash, Changes, ChildBlock
 from kvtier.tiers.host import memory
 from kvtier.tiers.naming import KVShape
-from kvtier.tiers.pool import FILLING, READY, ChildIndex, Slots, SlotTable, to_words
+from kvtier.tiers.pool import FILLING, READY, ChildIndex, Slots, SlotTable
 
 
 class BlockPool:
@@ -42,7 +42,7 @@ class BlockPool:
         self.enable_prefix_caching = enable_prefix_caching
         self._table = SlotTable(num_blocks, "lru")
         self.tells = False  # whether somebody listens
-        self.partial_blocks = partial_blocks and enable_prefix_caching
+        self.partial_blocks = self.wants_records = partial_blocks and enable_prefix_caching
         self._child_index = ChildIndex(num_blocks) if self.partial_blocks else None
         # Of the named blocks, while somebody wants to know.
         self._records: list[BlockRecord | None] = [None] * num_blocks if self.partial_blocks else []
@@ -54,11 +54,6 @@ class BlockPool:
         """Blocks `allocate` can hand out now: unnamed free ones and named ones without references."""
         table = self._table
         return table.num_free + table.num_ready - table.num_leased
-
-    @property
-    def wants_records(self) -> bool:
-        """Whether `publish` has to be told what the blocks are."""
-        return bool(self._records)
 
     def generation(self, block_id: int) -> int:
         """How often the block was taken."""
@@ -76,15 +71,20 @@ class BlockPool:
             self._table.ref(block_ids)
             return block_ids
 
-    def children(self, parent: ChainHash) -> list[ChildBlock]:
-        """Blocks held now that follow this one; maybe not all. None without `partial_blocks`."""
+    def children(self, parent: ChainHash, start: bytes = b"") -> list[ChildBlock]:
+        """Blocks held now that follow this one and begin with these tokens; maybe not all.
+
+        None without `partial_blocks`.
+        """
         if self._child_index is None:
             return []
         with self._lock:
             found = []
             for slot in self._child_index.find(parent):
                 record = self._records[slot]  # maybe of a block that has left, or another parent's
-                if record is not None and record.parent == parent and self._table.state[slot] == READY:
+                if record is None or not record.tokens.startswith(start) or record.parent != parent:
+                    continue
+                if self._table.state[slot] == READY:
                     found.append(ChildBlock(record.chain_hash, record.tokens))
             return found
 
@@ -194,7 +194,7 @@ class BlockPool:
         with self._lock:
             if self._table.num_ready:
                 raise ValueError(f"listen: {self._table.num_ready} blocks have a name already")
-            self.tells, self._records = True, self._records or [None] * self.num_blocks
+            self.tells, self.wants_records, self._records = True, True, self._records or [None] * self.num_blocks
             self._table.listen()
 
     @property
@@ -215,7 +215,8 @@ class BlockPool:
         """Keep no log any more; returns what the reader knows."""
         with self._lock:
             log, self._table.changes = self._table.changes, None
-            self.tells, self._records = False, self._records if self.partial_blocks else []
+            self.tells, self.wants_records = False, self.partial_blocks
+            self._records = self._records if self.partial_blocks else []
             if log is None:
                 return []
             log.cleared(self._table.index.words)
@@ -238,10 +239,11 @@ class BlockPool:
             assert self.enable_prefix_caching or not (state == READY).any(), "named without prefix caching"
 
     def _describe(self, slots: Slots, records: Sequence[BlockRecord]) -> None:
-        for slot, record in zip(slots.tolist(), records, strict=True):
+        places = slots.tolist()
+        for slot, record in zip(places, records, strict=True):
             self._records[slot] = record
         if self._child_index is not None:
-            self._child_index.add(to_words([record.parent for record in records]), slots)
+            self._child_index.enter([record.parent for record in records], places)
 
     def _require_refs(self, slots: Slots, verb: str) -> None:
         refs = self._table.refs.take(slots)

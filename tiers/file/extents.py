@@ -35,10 +35,7 @@ class SlotRun:
     first: int
     count: int
     epoch: int
-
-    @property
-    def slots(self) -> range:
-        return range(self.first, self.first + self.count)
+    slots: range  # the same, one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +150,7 @@ class ExtentMap:
         self._open.move_to_end(extent)
         if fill + count == self.per_extent:
             self._close(extent)
-        return SlotRun(extent, first, count, self.epoch)
+        return SlotRun(extent, first, count, self.epoch, range(first, first + count))
 
     def claim(self) -> ClaimedExtent | None:
         """An extent to fill: a free one, else the next victim, whose blocks are gone at once. None: all are busy."""

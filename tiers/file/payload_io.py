@@ -5,7 +5,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -51,15 +51,16 @@ class PayloadIO:
             self._mapping = Mapping(table_fd, io.size(table_fd))
         self._align = PAGE if self.mode == "direct" else 1
 
-    def runs(self, offsets: Sequence[int]) -> Iterator[slice]:
+    def runs(self, offsets: Sequence[int]) -> list[slice]:
         """Cuts slots, by their ascending offsets, into stretches that lie next to each other: one call for each."""
         longest = max(1, CALL_BYTES // self.stride)
-        first = 0
+        first, runs = 0, []
         for index in range(1, len(offsets) + 1):
             is_next = index < len(offsets) and offsets[index] == offsets[index - 1] + self.stride
             if not is_next or index - first == longest:
-                yield slice(first, index)
+                runs.append(slice(first, index))
                 first = index
+        return runs
 
     def read(self, offset: int, into: Sequence[memoryview]) -> None:
         """Read adjacent slots from `offset` on, one per buffer; OSError leaves the buffers in any state."""

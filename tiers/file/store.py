@@ -13,7 +13,6 @@ import numpy as np
 from kvtier.tiers import (
     BlockRecord,
     ChainHash,
-    ChildBlock,
     ConfigError,
     Direction,
     Encryption,
@@ -65,6 +64,7 @@ class FileStore:
         self.announcer = SlabChanges(self._blocks, self._rows, self._lock, codec)
         index = ChildIndex(len(self._rows)) if partial_blocks else None
         self._children = SlabChildren(self._blocks, self._rows, self._lock, codec, index)
+        self.children = self._children.find
         sync = GroupSync(lambda: io.sync(file.fd)) if durable else None
         self._writer = SlabWriter(io, file, payload, self._blocks, self._rows, self._lock, codec, self._children, sync)
         self._calls = Calls(self._release)
@@ -158,9 +158,6 @@ class FileStore:
             names = list(self._blocks.index)
             parents = self._rows["parent"][list(self._blocks.index.values())]
         return list(zip(names, parents.tolist(), strict=True))
-
-    def children(self, parent: ChainHash, limit: int) -> list[ChildBlock]:
-        return self._children.find(parent, limit)
 
     # Reading.
 

@@ -64,6 +64,10 @@ class Ends(IntEnum):
     BACK = 2  # this claim is a part of what lies behind: the question was counted, loading it is decided
 
 
+LooksBehind = Callable[[bytes], Sequence[ChildBlock]]
+"""Tokens, u32 little-endian → blocks held now that follow a claim's last one and begin with them."""
+
+
 @dataclass(eq=False)
 class Claim:
     """One request's question, and then the promise made to it. `ask` makes it; each implementation adds its own."""
@@ -80,7 +84,8 @@ class Claim:
     # Set together with `found`: compute up to there, and ask for what lies behind as `Ends.BACK`. Only the leading
     # blocks that L2 has are claimed then, and there are no `children`. None: what is loaded is claimed.
     meeting: Meeting | None = None
-    _children: "Sequence[ChildBlock] | Callable[[], Sequence[ChildBlock]]" = field(default=(), init=False, repr=False)
+    # Set together with `found`: looks for `children` that begin with these tokens. Most callers never do.
+    behind: LooksBehind | None = field(default=None, init=False, repr=False)
 
     @property
     def children(self) -> Sequence[ChildBlock]:
@@ -89,17 +94,7 @@ class Claim:
         That is `parent`, if none was. The next block asked for is not among them. They are held when looked at, not
         promised: ask for them to have one.
         """
-        if callable(self._children):
-            self._children = self._children()
-        return self._children
-
-    @children.setter
-    def children(self, children: Sequence[ChildBlock]) -> None:
-        self._children = children
-
-    def tell_children(self, look: Callable[[], Sequence[ChildBlock]]) -> None:
-        """`children` is what this returns to the first who wants to know: most callers never do."""
-        self._children = look
+        return () if self.behind is None else self.behind(b"")
 
 
 class NewsCondition(Condition):

@@ -13,7 +13,7 @@ from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Ends
 from kvtier.tiers.hierarchy.local_claim import LocalClaim
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.promotion import Promoter
-from kvtier.tiers.hierarchy.rates import Rates, Span
+from kvtier.tiers.hierarchy.rates import MIN_FRONT, Rates, Span
 from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.hierarchy.shared_lookup import Locator
 from kvtier.tiers.hierarchy.stores import StoreQueue
@@ -239,7 +239,7 @@ class Hierarchy:
         """
         pool, upper = self.host.pool, self.ports[0]
         count = upper.lookup(rest)
-        if count == len(rest) and not any(pool.holds(rest)):
+        if count == len(rest) and (count == 1 or not any(pool.holds(rest))):
             found[upper.name] = count
             return count
         if not (count or any(port.lookup(rest[:1]) for port in self.ports[1:])):
@@ -273,18 +273,18 @@ class Hierarchy:
                 return
         claim.found = where
         parent, following = claim.hashes[known - 1] if known else claim.parent, claim.hashes[known : known + 1]
-        claim.tell_children(partial(self._children, parent, following))
+        claim.behind = partial(self._children, parent, following)
         if claim.asked_until:
             claim.good_until = time.monotonic() + _ASK_AGAIN
         if num_loadable := where.loadable:
             self._promote(claim, where, num_loadable)
 
-    def _children(self, parent: ChainHash, following: Sequence[ChainHash]) -> Sequence[ChildBlock]:
-        """Held blocks that follow the parent, other than a claim's own; L2's first, each once."""
-        found = self.host.children(parent, MAX_CHILDREN)
+    def _children(self, parent: ChainHash, following: Sequence[ChainHash], start: bytes = b"") -> Sequence[ChildBlock]:
+        """Held blocks that follow the parent and begin with these tokens, other than a claim's own; L2's, each once."""
+        found = self.host.children(parent, MAX_CHILDREN, start)
         for port in self.ports:
-            if len(found) < MAX_CHILDREN:
-                found += port.children(parent, MAX_CHILDREN)
+            if len(found) < MAX_CHILDREN and port.tells_children is not None:
+                found += port.children(parent, MAX_CHILDREN, start)
         if not found:
             return ()
         by_name = dict(found)
@@ -320,14 +320,14 @@ class Hierarchy:
     def _meet(self, claim: LocalClaim, num_blocks: int, below_l2: Mapping[str, int]) -> int | None:
         """Decide where both ends meet. Returns how many leading blocks L2 has; None: one way is as fast."""
         first, size = claim.num_l1, claim.block_size
-        if not size or not any(below_l2.values()):
+        if num_blocks * size < MIN_FRONT or not any(below_l2.values()):
             return None
         num_in_l2 = self.host.pool.lookup(claim.hashes[first : first + num_blocks])
         span = Span((first + num_in_l2) * size, (num_blocks - num_in_l2) * size, below_l2)
         claim.meeting = self.rates.meeting(span, size) if num_in_l2 < num_blocks else None
         if claim.meeting is None:
             return None
-        claim.children = ()
+        claim.behind = None
         return num_in_l2
 
     def _show_pools(self) -> None:

@@ -70,9 +70,9 @@ class IoQueue:
         self._lock = Lock()
         self._work_came = Condition(self._lock)
         self._work_ended = Condition(self._lock)
-        self._urgent: deque[Job] = deque()
-        self._normal: deque[Job] = deque()
-        self._running: dict[int, _RunningJob] = {}  # by thread number
+        self.urgent: deque[Job] = deque()
+        self.normal: deque[Job] = deque()
+        self.running: dict[int, _RunningJob] = {}  # by thread number
         self._closed = False
         self._threads = [
             Thread(target=self._work, args=(n,), name=f"kvtier-{name}-{n}", daemon=True) for n in range(num_threads)
@@ -83,29 +83,27 @@ class IoQueue:
     def submit(self, job: Job, *, urgent: bool = False) -> bool:
         """Enqueue; False when the queue is full or closed (the job is not touched)."""
         with self._lock:
-            if self._closed or len(self._urgent) + len(self._normal) >= self._max_queued:
+            if self._closed or len(self.urgent) + len(self.normal) >= self._max_queued:
                 return False
-            (self._urgent if urgent else self._normal).append(job)
+            (self.urgent if urgent else self.normal).append(job)
             self._work_came.notify()
             return True
 
     @property
     def idle(self) -> bool:
         with self._lock:
-            return not (self._urgent or self._normal or self._running)
+            return not (self.urgent or self.normal or self.running)
 
     def expire(self) -> None:
-        """End what waited past its deadline; tell what runs past its own. Cheap; called often."""
-        if not (self._running or self._urgent or self._normal):
-            return
+        """End what waited past its deadline; tell what runs past its own. Needed only where something waits or runs."""
         now = self._clock()
         with self._lock:
-            late = [job for queue in (self._urgent, self._normal) for job in queue if now >= job.deadline]
+            late = [job for queue in (self.urgent, self.normal) for job in queue if now >= job.deadline]
             if late:
-                self._urgent = deque(job for job in self._urgent if now < job.deadline)
-                self._normal = deque(job for job in self._normal if now < job.deadline)
+                self.urgent = deque(job for job in self.urgent if now < job.deadline)
+                self.normal = deque(job for job in self.normal if now < job.deadline)
                 self._work_ended.notify_all()
-            hung = [each for each in self._running.values() if not each.is_late and now >= each.job.deadline]
+            hung = [each for each in self.running.values() if not each.is_late and now >= each.job.deadline]
         for job in late:
             job.end(Outcome.TIMEOUT, late=False)
         for running in hung:
@@ -115,7 +113,7 @@ class IoQueue:
         """Wait until idle; False when `timeout` seconds (real time) pass first."""
         deadline = time.monotonic() + timeout
         with self._lock:
-            while self._urgent or self._normal or self._running:
+            while self.urgent or self.normal or self.running:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
@@ -126,9 +124,9 @@ class IoQueue:
         """End what waits with CLOSED and join the threads; False if one still hangs in its I/O. Idempotent."""
         with self._lock:
             self._closed = True
-            waiting = [*self._urgent, *self._normal]
-            self._urgent.clear()
-            self._normal.clear()
+            waiting = [*self.urgent, *self.normal]
+            self.urgent.clear()
+            self.normal.clear()
             self._work_came.notify_all()
             self._work_ended.notify_all()
         for job in waiting:
@@ -146,7 +144,7 @@ class IoQueue:
                 _log.exception("the end of an I/O job failed")
             finally:
                 with self._lock:
-                    del self._running[number]
+                    del self.running[number]
                     self._work_ended.notify_all()
 
     def _result(self, job: Job) -> Any:
@@ -161,9 +159,9 @@ class IoQueue:
 
     def _next(self, number: int) -> _RunningJob | None:
         with self._lock:
-            while not (self._urgent or self._normal):
+            while not (self.urgent or self.normal):
                 if self._closed:
                     return None
                 self._work_came.wait()
-            running = self._running[number] = _RunningJob((self._urgent or self._normal).popleft())
+            running = self.running[number] = _RunningJob((self.urgent or self.normal).popleft())
             return running

@@ -72,7 +72,7 @@ class TierPort:
         self._closed = False
         self.epoch = 0  # counts resets: a write offered before one never lands after it
         self.is_shared = False  # the tier `Locates`
-        self._tells_children: TellsChildren | None = None  # the tier, if it does
+        self.tells_children: TellsChildren | None = None  # the tier, if it does
         self._shared_forgot_at = 0  # the last reset that a tier which nodes share was told of
         self._num_writing = 0  # writes under way that began in this epoch …
         self._num_stale = 0  # … and in an earlier one
@@ -93,10 +93,10 @@ class TierPort:
         tier = self._readable()
         return tier.holds(hashes) if tier is not None else [False] * len(hashes)
 
-    def children(self, parent: ChainHash, limit: int) -> list[ChildBlock]:
+    def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
         """`TellsChildren.children`, of a tier that is readable now."""
-        telling = self._tells_children
-        return telling.children(parent, limit) if telling is not None and self._readable() is not None else []
+        telling = self.tells_children
+        return telling.children(parent, limit, start) if telling is not None and self._readable() is not None else []
 
     @property
     def locates(self) -> bool:
@@ -187,7 +187,9 @@ class TierPort:
 
     def tick(self) -> None:
         """Expire what is late and send the probe that is due. Cheap; called from every engine-facing call."""
-        self.queue.expire()
+        queue = self.queue
+        if queue.running or queue.urgent or queue.normal:
+            queue.expire()
         for direction in _DIRECTIONS:
             breaker = self.breakers[direction]
             if not breaker.closed and breaker.take_probe():
@@ -277,7 +279,7 @@ class TierPort:
                     break
                 if forgot_at == self.epoch:
                     self.is_shared = isinstance(tier, Locates)  # asked once: it costs more than a lookup
-                    self._tells_children = tier if isinstance(tier, TellsChildren) else None
+                    self.tells_children = tier if isinstance(tier, TellsChildren) else None
                     self.tier = tier
                     return
                 forgot_at = self.epoch

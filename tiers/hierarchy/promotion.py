@@ -147,10 +147,13 @@ class Promoter:
             for chain_hash in read.hashes:
                 del self._reads[chain_hash]
             good, bad = self._sort(read, results)
-            with pool.seal(read.reservation, good):
+            lease = pool.seal(read.reservation, good)
+            try:
                 if bad:
                     pool.abandon(read.reservation, bad)
                 self._tell_waiters(read, results)
+            finally:
+                lease.release()
 
     def gave_up(self, read: TierRead) -> None:
         """A read hangs past its deadline: its waiters go on without it, its slots wait for it in quarantine."""

@@ -8,7 +8,7 @@ _WEIGHT: Final = 0.2  # of the newest sample in the moving average
 _RETRY: Final = 32  # every so many refusals one load goes through, so that a stale rate can recover
 _GAIN: Final = 0.85  # of the best single way: both ends have to be faster than that …
 _SAVED: Final = 0.005  # … and to save so many seconds, or their steps and claims are not worth it
-_MIN_FRONT: Final = 32  # tokens: what is worth a step of its own
+MIN_FRONT: Final = 32  # tokens: what is worth a step of its own
 _MIN_SPREAD: Final = 256.0  # tokens between the positions of samples, before attention's growth is read off them
 
 LoadPolicy = Literal["auto", "load", "recompute"]
@@ -91,7 +91,7 @@ class Rates:
                     end = middle - 1
             best_alone = min(load, self._compute(span.start, span.num_tokens))
             seconds = load * (1 - first / num_blocks)
-            if first * block_size < _MIN_FRONT or seconds > min(_GAIN * best_alone, best_alone - _SAVED):
+            if first * block_size < MIN_FRONT or seconds > min(_GAIN * best_alone, best_alone - _SAVED):
                 return None
             return Meeting(span.start // block_size + first, seconds)
 

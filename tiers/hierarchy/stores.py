@@ -117,11 +117,13 @@ class StoreQueue:
                 return Outcome.OK
             self._host.describe(reservation.slots, hashed)
             lease = self._host.pool.seal(reservation)
-        with lease:
+        try:
             self._metrics.stored(L2, len(hashed))
             self._host.drop_covered(hashed)
             if not reservation.is_tail:  # it is of use for a while, in this tier's memory
                 self._pass_down(reservation.hashes)
+        finally:
+            lease.release()
         return Outcome.OK
 
     def sealed(self, job: "SealJob") -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError
 from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.host import memory
-from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool, Slots, to_words
+from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool, Slots
 
 logger = logging.getLogger(__name__)
 
@@ -207,18 +207,26 @@ class HostTier:
         for slot, record in zip(places, records, strict=True):
             self.records[slot] = record
         if self._child_index is not None and len(places):
-            parents = to_words([record.parent for record in records])
             with self._indexing:
-                self._child_index.add(parents, slots)
+                self._child_index.enter([record.parent for record in records], places)
 
-    def children(self, parent: ChainHash, limit: int) -> list[ChildBlock]:
-        """Up to `limit` blocks held now whose parent has this name, each once; it may leave some out."""
+    def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
+        """Up to `limit` blocks held now whose parent has this name, and that begin with these tokens, each once.
+
+        It may leave some out.
+        """
         if self._child_index is None:
             return []
         known: list[ChildBlock] = []
         for slot in self._child_index.find(parent):
             record = self.records[slot]  # maybe of a block that has left, or is not sealed yet
-            if record is not None and record.parent == parent and record.tokens and self.pool.is_ready(slot):
+            if (
+                record is not None
+                and record.tokens.startswith(start)  # first: most children part here
+                and record.parent == parent
+                and record.tokens
+                and self.pool.is_ready(slot)
+            ):
                 known.append(ChildBlock(record.chain_hash, record.tokens))
         return known[:limit]
 

@@ -155,6 +155,11 @@ class TokenChain:
             raise self._no_block(block)
         return _little_endian(self._tokens[block * self.block_size : (block + 1) * self.block_size])
 
+    def records(self, start: int, end: int) -> list[BlockRecord]:
+        """What the full blocks `start … end` are, without the checksums of what they hold."""
+        names = [self.parent(start), *self.hashes[start:end]]
+        return [BlockRecord(names[i + 1], names[i], self.block_tokens(start + i), 0) for i in range(end - start)]
+
     def next_tokens(self, block: int) -> bytes:
         """The tokens of block `block`, full or not, u32 little-endian; none where an extra key names it, too."""
         if block in self._extra:

@@ -1,11 +1,12 @@
 """ChildIndex: which slots may hold blocks whose parent has a given name. A hint: its owner verifies each slot."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.pool.index import HASH_BYTES, Slots, Words
+from kvtier.tiers.pool.index import HASH_BYTES, Slots, Words, to_words
 
 MAX_CHILDREN: Final = 8  # slots told of one parent at most: a bucket's entries
 _SLOTS_PER_BUCKET: Final = 4  # half of its entries: of blocks with a parent of their own one in a hundred is forgotten
@@ -17,6 +18,7 @@ _HALF: Final = np.uint64(32)  # bits of a name's first word
 class ChildIndex:
     """Parent's name → slots, 12 bytes a slot. It takes no lock: one thread changes it at a time, `find` may race.
 
+    A name's bucket is told by half of its first word, which is as good as random: names are hashes.
     A bucket, half a cache line, has eight entries of slot + 1. A full one forgets an entry for each that comes, so a
     parent is told with eight slots at most. Nobody has to say that a block left: its slot's entry goes when the slot
     is entered again. So what `find` answers are candidates, also of other parents in the same bucket.
@@ -38,15 +40,30 @@ class ChildIndex:
 
     def find(self, parent: ChainHash) -> list[int]:
         """Up to eight distinct slots; the blocks in some of them may have another parent, or be gone."""
-        first = self._bucket_of(parent) * MAX_CHILDREN
+        first = (int.from_bytes(parent[4:8], "little") * self._num_buckets >> 32) * MAX_CHILDREN
         return [entry - 1 for entry in self._entry[first : first + MAX_CHILDREN].tolist() if entry]
+
+    def enter(self, parents: Sequence[ChainHash], slots: list[int]) -> None:
+        """As `add`, of names: for the few blocks of one step."""
+        if len(slots) > _FEW:
+            self.add(to_words(parents), np.array(slots, np.int64))
+            return
+        entry, place, num_buckets = self._entry, self._place, self._num_buckets
+        for slot in slots:  # all first: what one leaves, another may take
+            if entry[place[slot]] == slot + 1:
+                entry[place[slot]] = 0
+        for parent, slot in zip(parents, slots, strict=True):
+            at = (int.from_bytes(parent[4:8], "little") * num_buckets >> 32) * MAX_CHILDREN
+            row = entry[at : at + MAX_CHILDREN].tolist()
+            at += row.index(0) if 0 in row else slot % MAX_CHILDREN
+            entry[at] = slot + 1
+            place[slot] = at
 
     def add(self, parents: Words, slots: Slots) -> None:
         """Enter distinct slots under their blocks' parents; what was known of these slots is forgotten."""
         if len(slots) <= _FEW:
             names = parents.tobytes()
-            for n, slot in enumerate(slots.tolist()):
-                self._add_one(self._bucket_of(names[n * HASH_BYTES :]), slot)
+            self.enter([names[n : n + HASH_BYTES] for n in range(0, len(names), HASH_BYTES)], slots.tolist())
             return
         self.remove(slots)
         buckets = (((parents[:, 0] >> _HALF) * np.uint64(self._num_buckets)) >> _HALF).astype(np.int64)
@@ -77,17 +94,3 @@ class ChildIndex:
         slots = self._entries[places].astype(np.int64) - 1
         assert (slots < self.num_slots).all(), "an entry of a slot out of range"
         assert (self._where[slots] == places).all(), "a slot has two entries, or does not know its own"
-
-    def _bucket_of(self, parent: bytes) -> int:
-        """By half of the name's first word, which is as good as random: names are hashes."""
-        return int.from_bytes(parent[4:8], "little") * self._num_buckets >> 32
-
-    def _add_one(self, bucket: int, slot: int) -> None:
-        entry, place = self._entry, self._place
-        if entry[place[slot]] == slot + 1:
-            entry[place[slot]] = 0
-        at = bucket * MAX_CHILDREN
-        row = entry[at : at + MAX_CHILDREN].tolist()
-        at += row.index(0) if 0 in row else slot % MAX_CHILDREN
-        entry[at] = slot + 1
-        place[slot] = at

@@ -71,6 +71,18 @@ class HashIndex:
                 found[i] = self._stash.get(words[i].tobytes(), -1)
         return words, found
 
+    def find_in(self, states: NDArray[np.uint8], state: int, hashes: Sequence[ChainHash]) -> Slots:
+        """The slot of each name, -1 where there is none in this state; the states' last row belongs to nobody."""
+        _, slots = self.find(hashes)
+        has_state = states[slots] == state  # -1 is nobody's row
+        return slots if has_state.all() else np.where(has_state, slots, -1)
+
+    def find_run(self, states: NDArray[np.uint8], state: int, hashes: Sequence[ChainHash]) -> Slots:
+        """The slots of the leading names that have one in this state; `states` as in `find_in`."""
+        _, slots = self.find(hashes)
+        has_state = states[slots] == state  # -1 is nobody's row
+        return slots if has_state.all() else slots[: int(has_state.argmin())]
+
     def add(self, words: Words, slots: Slots) -> bool:
         """Name slots that have no name. The names are not in the index; False, and no change, if one comes twice."""
         self._names[slots] = words

@@ -26,8 +26,9 @@ _MAX_USES: Final = 3
 class EvictionPolicy(Protocol):
     """The order of idle blocks. Not thread-safe: the pool calls it under its lock. Slots in a batch are distinct."""
 
-    def admit(self, slots: Slots) -> None:
-        """Note that these slots were just given to new blocks; they are in use, not yet victims."""
+    @property
+    def admit(self) -> Callable[[Slots], None] | None:
+        """Notes that these slots were just given to new blocks; they are in use, not yet victims. None: no need."""
 
     def enter(self, slots: Slots) -> None:
         """Make idle slots victims, the first of them to go first. They are not victims already."""
@@ -139,9 +140,7 @@ class LRU(SlotQueue):
     pop = SlotQueue.take
     give_back = SlotQueue.push_front
     ranks = SlotQueue.tickets
-
-    def admit(self, slots: Slots) -> None:
-        """Nothing to note."""
+    admit = None
 
     def evicted(self, slots: Slots) -> None:
         """Nothing to note."""

@@ -4,12 +4,11 @@
 chain order, parents first.
 """
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
 
-from kvtier.tiers import ChainHash
 from kvtier.tiers.pool.changes import ChangeLog
 from kvtier.tiers.pool.idle import IdleSlots
 from kvtier.tiers.pool.index import HashIndex, Slots
@@ -38,6 +37,9 @@ class SlotTable:
         self.refs = np.zeros(rows, np.int32)
         self.generation = np.zeros(rows, np.int64)
         self.index = HashIndex(num_slots)
+        # hashes → the ready slot of each block, -1 where there is none; and the slots of the leading ready blocks
+        self.find = partial(self.index.find_in, self.state, READY)
+        self.find_run = partial(self.index.find_run, self.state, READY)
         self.links = ChainLinks(self.generation)
         self.policy = make_policy(policy, num_slots, self.index.words)
         self.idle = IdleSlots(self.links, self.policy)
@@ -54,18 +56,6 @@ class SlotTable:
         self._free = np.arange(num_slots - 1, -1, -1)  # a stack, its top at `num_free`
 
     # --- finding ------------------------------------------------------------------------------------------------
-
-    def find(self, hashes: Sequence[ChainHash]) -> Slots:
-        """The ready slot of each block, -1 where there is none. ValueError where a hash is not 32 bytes."""
-        _, slots = self.index.find(hashes)
-        ready = self.state[slots] == READY  # -1 is nobody's row: free
-        return slots if ready.all() else np.where(ready, slots, -1)
-
-    def find_run(self, hashes: Sequence[ChainHash]) -> Slots:
-        """The slots of the leading ready blocks."""
-        _, slots = self.index.find(hashes)
-        ready = self.state[slots] == READY
-        return slots if ready.all() else slots[: int(ready.argmin())]
 
     # --- a slot's life ------------------------------------------------------------------------------------------
 
@@ -97,7 +87,8 @@ class SlotTable:
         self.state[slots] = READY
         self.num_ready += len(slots)
         self.num_leased += len(slots)
-        self.policy.admit(slots)
+        if (admit := self.policy.admit) is not None:
+            admit(slots)
         if is_tail:
             self.is_tail[slots] = True
             self.tails.update(dict.fromkeys(slots.tolist()))

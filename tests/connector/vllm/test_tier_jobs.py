@@ -117,7 +117,7 @@ def test_a_read_that_hangs_ends_at_its_deadline_and_never_writes_to_memory_given
     story.tier.fill(chain_of(6))
     story.tier.gate.clear()
     story.load(1, 0, 1)
-    wait_until(lambda: story.ports[0].queue._running)
+    wait_until(lambda: story.ports[0].queue.running)
     story.clock.advance(DEADLINE)
     assert story.ended().outcomes == [Outcome.TIMEOUT] * 2
     assert story.counted('kvtier_miss_total{reason="timeout"}') == 2
@@ -135,7 +135,7 @@ def test_what_waits_behind_a_hung_read_ends_too_and_the_breaker_opens(story: Sto
     story.tier.fill(chain_of(6))
     story.tier.gate.clear()
     story.load(1, 0)
-    wait_until(lambda: story.ports[0].queue._running)
+    wait_until(lambda: story.ports[0].queue.running)
     story.load(2, 1)  # waits for the only thread
     story.clock.advance(LOAD_DEADLINE)
     ended = story.jobs.finished()
@@ -151,7 +151,7 @@ def test_a_store_that_was_given_up_is_forgotten_when_it_ends(story: Story) -> No
     story.fill(0)
     story.tier.gate.clear()
     story.store(1, 0)
-    wait_until(lambda: story.ports[0].queue._running)
+    wait_until(lambda: story.ports[0].queue.running)
     assert story.ports[1].queue.drain(60)  # the other tier took it
     story.clock.advance(DEADLINE)
     assert story.ended().outcomes == [Outcome.OK]

@@ -219,9 +219,7 @@ def test_a_hung_write_keeps_its_lease_and_counts_against_the_breaker(story: Stor
     demoter = story.demoter(failures=1)
     hashes = story.put(chain_of(2))
     demoter.offer(hashes, story.note)
-    wait_until(
-        lambda: any(running.job.deadline < 1e9 for running in story.port.queue._running.values())
-    )  # it has begun
+    wait_until(lambda: any(running.job.deadline < 1e9 for running in story.port.queue.running.values()))  # it has begun
     story.clock.advance(100)  # a write may wait as long as it likes, but not run so long
     story.port.tick()
     assert story.port.breakers["write"].state is not BreakerState.CLOSED
@@ -236,7 +234,7 @@ def test_close_drops_what_waits_and_a_closed_queue_takes_nothing(story: Story) -
     demoter = story.demoter(batch=1)
     hashes = story.put(chain_of(3))
     demoter.offer(hashes, story.note)
-    wait_until(lambda: story.port.queue._running)
+    wait_until(lambda: story.port.queue.running)
     story.port.queue.close(0.01)
     assert story.ended == [(h, Outcome.CLOSED) for h in hashes[1:]]
     assert demoter.offer(hashes[2:], story.note) == 1  # taken, and dropped at once

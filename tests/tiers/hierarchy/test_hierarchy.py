@@ -180,7 +180,7 @@ def test_a_hung_read_is_quarantined_and_opens_the_breaker_until_a_probe_answers(
         slots=16, tier=tier, clock=clock, port_settings=settings, settings=HierarchySettings(prefetch_deadline=10)
     )
     prefetch = hierarchy.ask(chain.hashes, chain.root)
-    wait_until(lambda: hierarchy.ports[0].queue._running)
+    wait_until(lambda: hierarchy.ports[0].queue.running)
     clock.advance(1.5)
     assert hierarchy.poll(prefetch) == 0  # long before its own deadline: there is nothing to wait for
     hierarchy.cancel(prefetch)

@@ -142,7 +142,7 @@ def test_time_in_the_queue_is_not_held_against_the_storage(opened: list[Hierarch
     clock.advance(1.5)
     tier.gates[first.hashes[0]].set()
     wait_until(lambda: hierarchy.poll(prefetches[0]) == 1)
-    running = hierarchy.ports[0].queue._running
+    running = hierarchy.ports[0].queue.running
     wait_until(lambda: any(each.job.deadline > 1003 for each in running.values()))  # the second runs now
     clock.advance(1.5)  # three seconds since it was asked for, half of them spent waiting
     assert hierarchy.poll(prefetches[1]) is PENDING

@@ -27,7 +27,8 @@ class Names:
     def put(self, policy: S3FIFO | LRU, slot: int, block: int) -> None:
         """Block stored in a slot and not used since."""
         self.block[slot] = block
-        policy.admit(slots(slot))
+        if policy.admit is not None:
+            policy.admit(slots(slot))
         policy.enter(slots(slot))
 
 

@@ -1,0 +1,91 @@
+"""What an engine's requests are to the scheduler side, and what it keeps of each while that lives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtier.connector.partial import PartialView
+from kvtier.connector.plan import CopyOp
+from kvtier.tiers import ChainHash
+from kvtier.tiers.hierarchy import Attribution, Claim, Wanted
+from kvtier.tiers.pool import Lease, Reservation
+
+
+class BlockChain(Protocol):
+    """The named blocks of one growing sequence: a `TokenChain`, or an engine's own hashes."""
+
+    block_size: int  # tokens
+
+    @property
+    def hashes(self) -> Sequence[ChainHash]:
+        """The names of its full blocks."""
+
+    @property
+    def tenant(self) -> ChainHash:
+        """Whose blocks they are: the root of chains with this request's cache_salt."""
+
+    @property
+    def root(self) -> ChainHash:
+        """The name before block 0."""
+
+    def parent(self, block: int) -> ChainHash:
+        """The name before block `block`."""
+
+    def block_tokens(self, block: int) -> bytes:
+        """The tokens of a full block, u32 little-endian."""
+
+
+class Request(Protocol):
+    """What the scheduler side reads of an engine's request."""
+
+    @property
+    def request_id(self) -> str:
+        """Unique among the live requests."""
+
+    @property
+    def chain(self) -> BlockChain:
+        """The hashes of its tokens so far, prompt and answer."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has now: at least the last of them is always computed, never loaded."""
+
+
+@dataclass(slots=True)
+class ConnectedRequest:
+    """A live request, and how far its lookup has come."""
+
+    request: Request
+    epoch: int  # the tiers' at admission
+    asked: int = 0  # blocks found in L1 at the last lookup
+    claim: Claim | None = None
+    view: PartialView | None = None  # what the claim is of, if not of its own blocks alone
+    found: Attribution | None = None  # where its blocks were when first asked
+    found_in_part: str | None = None  # the tier that had the view's last block
+    looked_behind: int = -1  # so many held blocks: nothing there was of use
+    look_again: float = 0.0
+    whole_only: bool = False  # no view any more: one was refused
+    recompute: bool = False  # decided once: loading is slower, or has failed
+
+
+@dataclass(slots=True)
+class LoadingOp:
+    """A load that was planned and has not been reported."""
+
+    op: CopyOp
+    first_block: int
+    lease: Lease
+    planned_at: float
+
+
+@dataclass(slots=True)
+class StoringOp:
+    """Blocks to be stored: first wanted, then with their slots."""
+
+    request_id: str
+    chain: BlockChain
+    first_block: int
+    wanted: Wanted
+    epoch: int
+    blocks: list[int]  # in L1, that are not released yet
+    reservation: Reservation | None = None
