@@ -16,6 +16,7 @@ from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import TILE, EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.sampler import sample
+from kvtier.engine.scoring import Scoring
 from kvtier.engine.sequence import SampledToken
 
 _TILE_KEYS: Final = 256  # an exact tile sees its keys rounded up to this: few shapes, little waste
@@ -69,7 +70,7 @@ class _AttentionSpan:
     start: int  # position of its first token
     end: int
     blocks: torch.Tensor  # its block table, up to `end`
-    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)  # of this step, by window
+    masks: dict[tuple[tuple[int | None, int | None], int], torch.Tensor] = field(default_factory=dict)  # by reach
 
 
 class PackedAttention:
@@ -86,33 +87,27 @@ class PackedAttention:
         self._wait_layer = wait_layer
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         if self._wait_layer is not None:
             self.arrived &= self._wait_layer(layer)
         self.kv.write(layer, self._slots, key, value)
         if len(self.spans) == 1 and query.shape[2] == self.spans[0].last:
             span = self.spans[0]
-            return self._span(layer, span, (query[0], key[0], value[0]), scaling, window).transpose(0, 1)[None]
+            return self._span(layer, span, (query[0], key[0], value[0]), scoring).transpose(0, 1)[None]
         out = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
         for span in self.spans:
             rows = slice(span.first, span.last)
             fresh = (query[0, :, rows], key[0, :, rows], value[0, :, rows])
-            out[0, rows] = self._span(layer, span, fresh, scaling, window).transpose(0, 1)
+            out[0, rows] = self._span(layer, span, fresh, scoring).transpose(0, 1)
         return out
 
     def _span(
-        self, layer: int, span: _AttentionSpan, fresh: tuple[torch.Tensor, ...], scaling: float, window: int | None
+        self, layer: int, span: _AttentionSpan, fresh: tuple[torch.Tensor, ...], scoring: Scoring
     ) -> torch.Tensor:
         """`fresh`: the chunk's own Q, K, V, [heads, T, head dim] each. Returns [heads, T, head dim]."""
         query, key, value = fresh
-        lowest = 0 if window is None else max(0, span.start - window + 1)  # the first key anybody sees
+        lowest = scoring.lowest(span.start)  # the first key anybody sees
         if span.start:
             first_block = lowest // self.kv.block_size
             origin = first_block * self.kv.block_size
@@ -120,12 +115,19 @@ class PackedAttention:
             key, value = (states[lowest - origin :].transpose(0, 1) for states in (key, value))
         if query.shape[1] == 1:  # the heads of a group become rows: one pass over their keys
             grouped = query.view(1, self.kv.num_kv_heads, -1, self.kv.head_dim)
+            if not scoring.is_plain:
+                return scoring.attend(grouped, key[None], value[None], None, 1).reshape(query.shape)
+            scaling = scoring.scaling
             return scaled_dot_product_attention(grouped, key[None], value[None], scale=scaling).reshape(query.shape)
+        if not scoring.is_plain:
+            grouped = query.reshape(1, self.kv.num_kv_heads, -1, self.kv.head_dim)
+            sees = _mask(span, scoring, lowest, query.device).repeat(grouped.shape[2] // query.shape[1], 1)
+            return scoring.attend(grouped, key[None], value[None], sees, query.shape[1]).reshape(query.shape)
         grouped = query.view(self.kv.num_kv_heads, -1, *query.shape[1:])
         key, value = (states[:, None].expand(-1, grouped.shape[1], -1, -1) for states in (key, value))
-        causal = not span.start and (window is None or span.end <= window)
-        mask = None if causal else _mask(span, window, lowest, query.device)
-        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
+        causal = not span.start and not scoring.lowest(span.end - 1)
+        mask = None if causal else _mask(span, scoring, lowest, query.device)
+        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, is_causal=causal, scale=scoring.scaling)
         return out.flatten(0, 1)
 
 
@@ -137,7 +139,7 @@ class TiledAttention(PackedAttention):
     """
 
     def _span(
-        self, layer: int, span: _AttentionSpan, fresh: tuple[torch.Tensor, ...], scaling: float, window: int | None
+        self, layer: int, span: _AttentionSpan, fresh: tuple[torch.Tensor, ...], scoring: Scoring
     ) -> torch.Tensor:
         query = fresh[0]
         first_tile, last_tile = span.start // TILE, (span.end - 1) // TILE
@@ -156,8 +158,11 @@ class TiledAttention(PackedAttention):
             keys, values = (
                 states[:num_keys].transpose(0, 1)[None].expand(len(members), -1, -1, -1) for states in (key, value)
             )
-            mask = _tile_mask(span, window, members, num_keys, grouped.shape[2] // TILE, query.device)
-            out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+            mask = _tile_mask(span, scoring, members, num_keys, grouped.shape[2] // TILE)
+            if scoring.is_plain:
+                out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scoring.scaling)
+            else:
+                out = scoring.attend(grouped, keys, values, mask, TILE)
             out = out.view(queries.shape)
             outs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outs)[offset : offset + query.shape[1]].transpose(0, 1)
@@ -241,30 +246,25 @@ def _kernels(device: torch.device, exact: bool) -> AbstractContextManager[None]:
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-def _mask(span: _AttentionSpan, window: int | None, lowest: int, device: torch.device) -> torch.Tensor:
-    """Who sees whom, [T, keys from position `lowest`], True: sees. Built once per step and window."""
-    mask = span.masks.get((window, 0))
+def _mask(span: _AttentionSpan, scoring: Scoring, lowest: int, device: torch.device) -> torch.Tensor:
+    """Who sees whom, [T, keys from position `lowest`], True: sees. Built once per step and reach."""
+    mask = span.masks.get((scoring.reach, 0))
     if mask is None:
         queries = torch.arange(span.start, span.end, device=device)[:, None]
-        mask = span.masks[window, 0] = _sees(queries, torch.arange(lowest, span.end, device=device), window)
+        mask = scoring.sees(queries, torch.arange(lowest, span.end, device=device))
+        span.masks[scoring.reach, 0] = mask
     return mask
 
 
-def _tile_mask(
-    span: _AttentionSpan, window: int | None, tiles: list[int], num_keys: int, num_heads: int, device: torch.device
-) -> torch.Tensor:
+def _tile_mask(span: _AttentionSpan, scoring: Scoring, tiles: list[int], num_keys: int, num_heads: int) -> torch.Tensor:
     """Who sees whom in consecutive tiles, for `num_heads` heads below each other, [tiles, 1, heads * 16, num_keys]."""
-    mask = span.masks.get((window, num_keys))
+    mask = span.masks.get((scoring.reach, num_keys))
     if mask is None:
+        device = span.blocks.device
         queries = torch.arange(tiles[0] * TILE, (tiles[-1] + 1) * TILE, device=device).view(-1, 1, TILE, 1)
-        sees = _sees(queries, torch.arange(num_keys, device=device), window)
-        mask = span.masks[window, num_keys] = sees.repeat(1, 1, num_heads, 1)
+        sees = scoring.sees(queries, torch.arange(num_keys, device=device))
+        mask = span.masks[scoring.reach, num_keys] = sees.repeat(1, 1, num_heads, 1)
     return mask
-
-
-def _sees(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
-    sees = keys <= queries
-    return sees if window is None else sees & (keys > queries - window)
 
 
 def _tile_keys(tile: int) -> int:

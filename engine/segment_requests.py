@@ -21,6 +21,7 @@ from kvtier.engine.sequence import (
     Sequence,
     SequenceState,
 )
+from kvtier.tiers import ConfigError
 from kvtier.tiers.copies import BlockPool
 from kvtier.tiers.naming import TokenChain
 
@@ -40,6 +41,9 @@ _COUNTED: Final = (
 )
 
 
+_BLENDED: Final = ("llama", "mistral", "qwen2", "qwen3")  # model kinds whose decoder layers `blend.py` runs one by one
+
+
 class SegmentRequests:
     """Segments of one engine's requests. ConfigError at the start if the model's KV cannot be moved.
 
@@ -53,6 +57,11 @@ class SegmentRequests:
         self._pool = pool
         self._scheduler = scheduler
         self._config = config
+        if (kind := model.config.model_type) not in _BLENDED:
+            known = ", ".join(_BLENDED)
+            raise ConfigError(
+                f'segments "on": model kind {kind!r}: a blend knows the layers of {known}; set them "off"'
+            )
         self._blender = Blender(model, pool, require_rotatable(model.module), config.token_budget)
         self._children: dict[str, Sequence] = {}
 
