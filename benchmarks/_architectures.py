@@ -31,8 +31,8 @@ _LINEAR: Final = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
 _MLA: Final = {
     "num_key_value_heads": 4,
@@ -62,6 +62,7 @@ class Architecture:
     model: str = "AutoModelForCausalLM"
     text: str | None = None  # the class of the text half, which gets the options, of a model of several halves
     outer: dict[str, Any] = field(default_factory=dict)  # options of the whole, beside its text half
+    vllm_dtype: str = "float32"  # vLLM's CPU kernels of some layers take bfloat16 alone
 
     def make_config(self) -> Any:
         """A fresh configuration, or None if this transformers lacks the architecture."""
@@ -85,8 +86,8 @@ class Architecture:
         self.make_model().save_pretrained(path)
 
 
-def _of(name: str, label: str, config: str, /, **options: Any) -> Architecture:
-    return Architecture(name, label, f"{config}Config", options)
+def _of(name: str, label: str, config: str, /, *, vllm_dtype: str = "float32", **options: Any) -> Architecture:
+    return Architecture(name, label, f"{config}Config", options, vllm_dtype=vllm_dtype)
 
 
 _VISION: Final = {"depth": 1, "hidden_size": 32, "num_heads": 2, "embed_dim": 32, "patch_size": 4}
@@ -130,9 +131,9 @@ ARCHITECTURES: Final = (
     _of("qwen2", "Qwen 2, 2.5", "Qwen2"),
     _of("qwen3", "Qwen 3", "Qwen3", **_HEAD),
     _of("qwen3-moe", "Qwen 3 MoE", "Qwen3Moe", **_HEAD, **_EXPERTS, num_experts=4),
-    _of("qwen3-next", "Qwen 3 Next", "Qwen3Next", **_HEAD, **_EXPERTS, **_LINEAR, num_experts=4,
+    _of("qwen3-next", "Qwen 3 Next", "Qwen3Next", vllm_dtype="bfloat16", **_HEAD, **_EXPERTS, **_LINEAR, num_experts=4,
         shared_expert_intermediate_size=64),
-    _of("qwen3.5", "Qwen 3.5, text", "Qwen3_5Text", **_HEAD, **_LINEAR),
+    _of("qwen3.5", "Qwen 3.5, text", "Qwen3_5Text", vllm_dtype="bfloat16", **_HEAD, **_LINEAR),
     _of("gemma2", "Gemma 2", "Gemma2", **_HEAD, **_SLIDING, query_pre_attn_scalar=32, initializer_range=0.05),
     _of("gemma3", "Gemma 3, text", "Gemma3Text", **_HEAD, **_SLIDING, query_pre_attn_scalar=32, **_SMALL),
     _of("gemma3n", "Gemma 3n, text", "Gemma3nText", **_HEAD, **_SLIDING, num_kv_shared_layers=2,
@@ -152,7 +153,7 @@ ARCHITECTURES: Final = (
         **{**_MLA, "q_lora_rank": 32, "index_n_heads": 2, "index_head_dim": 128, "index_topk": 64}),
     Architecture("mamba", "Mamba", "MambaConfig", {"intermediate_size": 256, "state_size": 16}),
     Architecture("mamba2", "Mamba 2", "Mamba2Config",
-                 {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1}),
+                 {"intermediate_size": 256, "num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1}),
     _of("jamba", "Jamba", "Jamba", attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
         expert_layer_offset=1, num_experts=2, mamba_d_state=16, use_mamba_kernels=False),
     _of("bamba", "Bamba", "Bamba", **_STATE, attn_layer_indices=[1, 3]),

@@ -176,9 +176,9 @@ def try_vllm(architecture: Architecture, folder: Path) -> Trial:
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     import vllm_rig
 
-    path = folder / "model"
+    path, dtype = folder / "model", architecture.vllm_dtype
     architecture.save(path)
-    with by_itself(), vllm_rig.engine(path) as plain:
+    with by_itself(), vllm_rig.engine(path, dtype=dtype) as plain:
         expected = [plain.text([tokens], NEW)[0] for tokens in prompts()]
 
     def ask(engine: Any) -> TrialRound:
@@ -191,11 +191,11 @@ def try_vllm(architecture: Architecture, folder: Path) -> Trial:
 
     kvtier = vllm_rig.tiers(folder / "slab", cache=_CACHE)
     with listening() as said:
-        with vllm_rig.engine(path, kvtier) as opened:
+        with vllm_rig.engine(path, kvtier, dtype=dtype) as opened:
             cold = ask(opened)
             opened.forget_l1()
             warm = ask(opened)
-        with vllm_rig.engine(path, kvtier) as again:
+        with vllm_rig.engine(path, kvtier, dtype=dtype) as again:
             restart = ask(again)
     return judge(expected, cold, warm, restart, said)
 
