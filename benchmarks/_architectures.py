@@ -23,18 +23,20 @@ _SIZES: Final[dict[str, Any]] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_HEAD: Final = {"head_dim": 32}
-_SLIDING: Final = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
-_SMALL: Final = {"initializer_range": 0.02}  # tied embeddings: else a greedy text repeats its last token
-_EXPERTS: Final = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
-_LINEAR: Final = {
+_HEAD: Final[dict[str, Any]] = {"head_dim": 32}
+_SLIDING: Final[dict[str, Any]] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_SMALL: Final[dict[str, Any]] = {
+    "initializer_range": 0.02
+}  # tied embeddings: else a greedy text repeats its last token
+_EXPERTS: Final[dict[str, Any]] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_LINEAR: Final[dict[str, Any]] = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
-_MLA: Final = {
+_MLA: Final[dict[str, Any]] = {
     "num_key_value_heads": 4,
     "q_lora_rank": None,
     "kv_lora_rank": 512,
@@ -47,7 +49,13 @@ _MLA: Final = {
     "n_group": 1,
     "topk_group": 1,
 }
-_STATE: Final = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2}
+_STATE: Final[dict[str, Any]] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +98,17 @@ def _of(name: str, label: str, config: str, /, *, vllm_dtype: str = "float32", *
     return Architecture(name, label, f"{config}Config", options, vllm_dtype=vllm_dtype)
 
 
-_VISION: Final = {"depth": 1, "hidden_size": 32, "num_heads": 2, "embed_dim": 32, "patch_size": 4}
-_IDS: Final = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-_GPT2: Final = {"vocab_size": VOCAB, "n_embd": 128, "n_layer": _LAYERS, "n_head": 4, "initializer_range": 0.2, **_IDS}
-_T5: Final = {
+_VISION: Final[dict[str, Any]] = {"depth": 1, "hidden_size": 32, "num_heads": 2, "embed_dim": 32, "patch_size": 4}
+_IDS: Final[dict[str, Any]] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_GPT2: Final[dict[str, Any]] = {
+    "vocab_size": VOCAB,
+    "n_embd": 128,
+    "n_layer": _LAYERS,
+    "n_head": 4,
+    "initializer_range": 0.2,
+    **_IDS,
+}
+_T5: Final[dict[str, Any]] = {
     "vocab_size": VOCAB,
     "d_model": 64,
     "d_kv": 16,
@@ -103,7 +118,7 @@ _T5: Final = {
     "tie_word_embeddings": False,
     "initializer_factor": 4.0,
 }
-_BART: Final = {
+_BART: Final[dict[str, Any]] = {
     "vocab_size": VOCAB,
     "d_model": 64,
     "encoder_layers": 2,
@@ -133,7 +148,8 @@ ARCHITECTURES: Final = (
     _of("qwen3-moe", "Qwen 3 MoE", "Qwen3Moe", **_HEAD, **_EXPERTS, num_experts=4),
     _of("qwen3-next", "Qwen 3 Next", "Qwen3Next", vllm_dtype="bfloat16", **_HEAD, **_EXPERTS, **_LINEAR, num_experts=4,
         shared_expert_intermediate_size=64),
-    _of("qwen3.5", "Qwen 3.5, text", "Qwen3_5Text", vllm_dtype="bfloat16", **_HEAD, **_LINEAR),
+    _of("qwen3.5", "Qwen 3.5, text", "Qwen3_5Text", **_HEAD,
+        **{**_LINEAR, "linear_key_head_dim": 32, "linear_value_head_dim": 32}),
     _of("gemma2", "Gemma 2", "Gemma2", **_HEAD, **_SLIDING, query_pre_attn_scalar=32, initializer_range=0.05),
     _of("gemma3", "Gemma 3, text", "Gemma3Text", **_HEAD, **_SLIDING, query_pre_attn_scalar=32, **_SMALL),
     _of("gemma3n", "Gemma 3n, text", "Gemma3nText", **_HEAD, **_SLIDING, num_kv_shared_layers=2,

@@ -1,6 +1,7 @@
 """One architecture in one engine, without kvtier and with it: whether answers are equal, and what was found again.
 
-`_model_trial.py ENGINE FOLDER NAME…`, in that engine's environment, prints a line of JSON for each name.
+`_model_trial.py ENGINE FOLDER NAME…`, in that engine's environment, prints a line of JSON for each name. vLLM's part ends at
+the first failure.
 """
 
 import json
@@ -234,9 +235,12 @@ def main() -> None:
     os.dup2(2, 1)  # whatever an engine prints is no reply
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    for architecture in (one for one in ARCHITECTURES if one.name in names):
+    by_name = {one.name: one for one in ARCHITECTURES}
+    for architecture in map(by_name.__getitem__, names):
         trial = attempt(engine, architecture, Path(folder) / architecture.name)
         print(json.dumps({"name": architecture.name, **trial.row}), file=replies, flush=True)
+        if engine == "vllm" and trial.status not in ("hits", "no hits"):
+            break  # a failed start leaves things behind in its process
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def general(message: str) -> str:
     return re.sub(r"layer \S+ ", "layer … ", message)
 
 
-def table() -> str:
+def models_table() -> str:
     """The table, its messages by number, and what it was measured with."""
     document = saved()
     rows = {(row["architecture"], row["engine"]): row for row in document["results"]}

@@ -25,7 +25,6 @@ from _report import RESULTS, Target, parser, progress, report
 ROOT: Final = Path(__file__).resolve().parent.parent
 VLLM: Final = ROOT / ".venv-vllm" / "bin" / "python"
 PYTHONS: Final = {"kvtier": Path(sys.executable), "transformers": Path(sys.executable), "vllm": VLLM}
-ALONE: Final = ("vllm",)  # engines that have one process for each model: a failed start leaves things behind
 QUICK: Final = ("llama", "gemma3", "mamba")
 LIMIT: Final = 600  # seconds for one model
 
@@ -33,25 +32,26 @@ TrialRow = dict[str, Any]
 
 
 def trials(engine: str, names: Sequence[str]) -> Iterator[TrialRow]:
-    """A row for each name, in the engine's environment."""
-    groups = [[name] for name in names] if engine in ALONE else [list(names)]
-    for group in groups:
+    """A row for each name, in the engine's environment. A process may end early; another one does the rest."""
+    while names:
         with tempfile.TemporaryDirectory() as folder:
-            told = list(_child(engine, folder, group))
-        for row in told:
+            rows = _child(engine, folder, names)
+        names = names[len(rows) :]
+        for row in rows:
             progress(f"{engine:14}{row['name']:16}{row['status']:9}{row['message'][:120]}")
             yield {"architecture": row.pop("name"), "engine": engine, **row}
 
 
-def _child(engine: str, folder: str, names: Sequence[str]) -> Iterator[TrialRow]:
+def _child(engine: str, folder: str, names: Sequence[str]) -> list[TrialRow]:
+    """Rows of the first of `names`, at least one."""
     command = [str(PYTHONS[engine]), str(ROOT / "benchmarks" / "_model_trial.py"), engine, folder, *names]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT * len(names))
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=LIMIT * len(names), check=False
+    )
     rows: list[TrialRow] = [json.loads(line) for line in done.stdout.splitlines()]
-    yield from rows
-    for name in names[len(rows) :]:  # it ended by itself: a signal, or out of memory
-        message = f"the process ended with status {done.returncode}"
-        yield {"name": name, "status": "wrong", "message": message, "warm": 0, "restart": 0}
+    message = f"the process ended with status {done.returncode}"  # a signal, or out of memory
+    return rows or [{"name": names[0], "status": "wrong", "message": message, "warm": 0, "restart": 0}]
 
 
 def versions(engine: str) -> Mapping[str, str]:

@@ -174,8 +174,8 @@ def _without_temperature(module: PreTrainedModel) -> int:
 
 def _require_supported(config: PretrainedConfig) -> None:
     if config.model_type not in SUPPORTED:
-        others = "KVTier for transformers, vLLM and SGLang run more (docs/models.md)"
-        raise ConfigError(f"model kind {config.model_type!r}: this engine runs {', '.join(SUPPORTED)}; {others}")
+        fix = "use one of docs/models.md here, or KVTier for transformers, vLLM or SGLang, which take more"
+        raise ConfigError(f"model kind {config.model_type!r}: this engine does not run it; {fix}")
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError("quantization_config: this engine runs unquantised weights; choose such a checkpoint")
 

@@ -23,7 +23,7 @@ from kvtier.tiers.naming import DTYPE_BYTES, ModelIdentity, config_digest, root_
 
 SUPPORTED: Final = ((0, 32), (0, 34))  # from, below: releases whose connector interface this code is written for
 _SPECS: Final = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
-_LEAVE_OUT: Final = "start vLLM without kvtier for this model; docs/models.md lists those it keeps"
+_LEAVE_OUT: Final = "docs/models.md lists the models it keeps; start vLLM without kvtier for this one"
 _CPU_TILE: Final = 32  # vLLM's CPU kernels keep the keys of this many tokens transposed
 
 
