@@ -1,7 +1,7 @@
 """One architecture in one engine, without kvtier and with it: whether answers are equal, and what was found again.
 
-`_model_trial.py ENGINE FOLDER NAME…`, in that engine's environment, prints a line of JSON for each name. vLLM's part ends at
-the first failure.
+`_model_trial.py ENGINE FOLDER NAME…`, in that engine's environment, prints a line of JSON for each name. vLLM's part
+ends at the first failure.
 """
 
 import json
