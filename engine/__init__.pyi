@@ -3,8 +3,7 @@ from .config import EngineConfig
 from .llm import Engine
 from .local import engine_config, open_engine
 from .model import Model
-from .segment import Repair, Segment
-from .sequence import FinishReason, NamedPrompt, Output, RequestError, SamplingParams, Sequence
+from .sequence import FinishReason, NamedPrompt, Output, SamplingParams, Sequence
 
 __all__ = [
     "Completion",
@@ -14,10 +13,7 @@ __all__ = [
     "Model",
     "NamedPrompt",
     "Output",
-    "Repair",
-    "RequestError",
     "SamplingParams",
-    "Segment",
     "Sequence",
     "engine_config",
     "open_engine",

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from kvtier.connector.segments import REPAIR_RULES
 from kvtier.tiers import ConfigError
 
-REPAIR_RULES: Final = ("deviation", "question", "first", "borders", "random")  # which reused tokens are computed anew
 TILE: Final = 16  # tokens: the absolute attention tile of `exact` mode
 
 

@@ -10,6 +10,7 @@ from typing import Final, Self
 from numpy.typing import ArrayLike
 from transformers import PretrainedConfig
 
+from kvtier.connector.segments import Repair, Segment, WantedReuse
 from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
@@ -17,10 +18,9 @@ from kvtier.engine.model_runner import ModelRunner
 from kvtier.engine.offload import EngineConnector, NoOffload
 from kvtier.engine.prompts import checked_tokens, is_text
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.segment import Repair, Segment, WantedReuse
 from kvtier.engine.segment_requests import SegmentRequests, wanted_by_each, wanted_reuse
-from kvtier.engine.sequence import NamedPrompt, Output, RequestError, SamplingParams, Sequence, SequenceState
-from kvtier.tiers import ConfigError
+from kvtier.engine.sequence import NamedPrompt, Output, SamplingParams, Sequence, SequenceState
+from kvtier.tiers import ConfigError, RequestError
 from kvtier.tiers.copies import BlockPool
 from kvtier.tiers.naming import ModelIdentity, TokenChain, root_hash
 

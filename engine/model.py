@@ -2,15 +2,15 @@
 
 import copy
 from pathlib import Path
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 import torch
 from safetensors import SafetensorError
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kvtier.connector.models import identity_of, kv_shape, name_of
+from kvtier.connector.segments import PAGED_ATTENTION, Attention
 from kvtier.engine.config import EngineConfig
-from kvtier.engine.scoring import Scoring
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import DTYPE_BYTES, KVShape, ModelIdentity
 
@@ -20,48 +20,6 @@ _DENSE: Final = (
 )  # fmt: skip
 _EXPERTS: Final = ("gpt_oss", "llama4_text", "mixtral", "olmoe", "phimoe", "qwen3_moe")
 SUPPORTED: Final = (*_DENSE, *_EXPERTS)  # config.model_type
-
-_ATTENTION: Final = "kvtier-paged"  # its name among transformers' attention functions
-
-
-class Attention(Protocol):
-    """One step's attention over the paged pool."""
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
-    ) -> torch.Tensor:
-        """Write this step's K and V ([1, kv heads, T, head dim]) and attend; returns [1, T, heads, head dim]."""
-
-
-def _paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer; `paged` came with the forward's keyword arguments."""
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    paged: Attention = options["paged"]
-    scoring = Scoring(
-        options["scaling"],
-        options.get("sliding_window"),
-        _chunk_of(module.config, layer),
-        options.get("softcap"),
-        options.get("s_aux"),
-    )
-    return paged.attend(layer, query, key, value, scoring), None
-
-
-def _chunk_of(config: Any, layer: int) -> int | None:
-    """Tokens of the chunks that a layer stays in; transformers knows them in its masks alone."""
-    kinds = getattr(config, "layer_types", None)
-    return config.attention_chunk_size if kinds and kinds[layer] == "chunked_attention" else None
-
-
-# The function only, no mask function: transformers then builds no mask at all.
-AttentionInterface.register(_ATTENTION, _paged_attention)
 
 
 class Model:
@@ -98,7 +56,7 @@ class Model:
                 directory,
                 config=config,
                 dtype=_dtype_of(config, dtype),
-                attn_implementation=_ATTENTION,
+                attn_implementation=PAGED_ATTENTION,
                 local_files_only=True,
                 output_loading_info=True,
             )
@@ -118,7 +76,7 @@ class Model:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             auto: Any = AutoModelForCausalLM  # untyped
-            module = auto.from_config(config, dtype=_dtype_of(config, dtype), attn_implementation=_ATTENTION)
+            module = auto.from_config(config, dtype=_dtype_of(config, dtype), attn_implementation=PAGED_ATTENTION)
         return cls(module.to(_device_of(device)), f"{config.model_type}-random-{seed}")
 
     @property

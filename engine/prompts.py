@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvtier.engine.sequence import RequestError
+from kvtier.tiers import RequestError
 
 
 def checked_tokens(prompt: ArrayLike, vocab_size: int) -> list[int]:

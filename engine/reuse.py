@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.engine.segment import Repair, Segment
+from kvtier.connector.segments import Repair, ReusedPart, Segment
 from kvtier.engine.sequence import Sequence, SequenceState
 from kvtier.tiers import ChainHash
 
@@ -24,16 +24,6 @@ class HeldSegment:
 
     segment: Segment
     hashes: tuple[ChainHash, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReusedPart:
-    """Tokens `start … end` of a request, copied from `blocks`, whose first token stands at `origin` of the request."""
-
-    start: int
-    end: int
-    origin: int
-    blocks: tuple[int, ...]
 
 
 @dataclass(slots=True)

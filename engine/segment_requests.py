@@ -4,24 +4,30 @@ from bisect import bisect_left
 from collections import Counter, abc
 from typing import Final
 
+from kvtier.connector.segments import (
+    Blender,
+    BlendRequest,
+    BlendResult,
+    Repair,
+    Segment,
+    WantedReuse,
+    checked_segments,
+    require_rotatable,
+)
 from kvtier.engine.batch import Batch
-from kvtier.engine.blend import Blender, BlendResult
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.reuse import HeldSegment, SegmentReuse
-from kvtier.engine.rope_gate import require_rotatable
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.segment import Repair, Segment, WantedReuse, checked_segments
 from kvtier.engine.sequence import (
     FinishReason,
     NamedPrompt,
     Output,
-    RequestError,
     SamplingParams,
     Sequence,
     SequenceState,
 )
-from kvtier.tiers import ConfigError
+from kvtier.tiers import ConfigError, RequestError
 from kvtier.tiers.copies import BlockPool
 from kvtier.tiers.naming import TokenChain
 
@@ -62,7 +68,7 @@ class SegmentRequests:
             raise ConfigError(
                 f'segments "on": model kind {kind!r}: a blend knows the layers of {known}; set them "off"'
             )
-        self._blender = Blender(model, pool, require_rotatable(model.module), config.token_budget)
+        self._blender = Blender(model.module, pool.tensor, require_rotatable(model.module), config.token_budget)
         self._children: dict[str, Sequence] = {}
 
     @property
@@ -115,7 +121,11 @@ class SegmentRequests:
         due = [(one, one.reuse) for one in sequences if isinstance(one.reuse, SegmentReuse) and one.reuse.is_due]
         if not due:
             return
-        for (sequence, reuse), result in zip(due, self._blender.blend(due), strict=True):
+        requests = [
+            BlendRequest(one.token_ids, one.block_table, one.num_computed, reuse.parts, reuse.repair)
+            for one, reuse in due
+        ]
+        for (sequence, reuse), result in zip(due, self._blender.blend(requests), strict=True):
             self._count(sequence, result)
             reuse.let_go(self._pool)
         batch.blended()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import L1, L2, TIERS, BlockRecord, ChainHash, KVTierError
+from kvtier.tiers import L1, L2, TIERS, BlockRecord, ChainHash, RequestError
 from kvtier.tiers.hierarchy import Attribution
 from kvtier.tiers.naming import TokenChain
 
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
 
 _SEED_RANGE: Final = 2**64
-
-
-class RequestError(KVTierError, ValueError):
-    """A request cannot be served as asked. The engine goes on serving the others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,16 @@
 from .connector import LocalConnector, SchedulerSide, StepPlan, WorkerSide
-from .engine import (
-    Completion,
-    Engine,
-    EngineConfig,
-    Output,
-    Repair,
+from .connector.segments import Repair, Segment
+from .engine import Completion, Engine, EngineConfig, Output, SamplingParams, open_engine
+from .tiers import (
+    ConfigError,
+    FingerprintMismatch,
+    FormatError,
+    KVTierError,
+    Metrics,
     RequestError,
-    SamplingParams,
-    Segment,
-    open_engine,
+    StoreLocked,
+    TierUnavailable,
 )
-from .tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, Metrics, StoreLocked, TierUnavailable
 from .tiers.config import Config
 from .tiers.file import FileStore
 from .tiers.hierarchy import Hierarchy

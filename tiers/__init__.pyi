@@ -1,7 +1,15 @@
 from .breaker import Breaker
 from .checksum import checksum
 from .cipher import STAMP_BYTES, Encryption, NameCipher, RecordCipher, derive, key_id, load_key
-from .errors import ConfigError, FingerprintMismatch, FormatError, KVTierError, StoreLocked, TierUnavailable
+from .errors import (
+    ConfigError,
+    FingerprintMismatch,
+    FormatError,
+    KVTierError,
+    RequestError,
+    StoreLocked,
+    TierUnavailable,
+)
 from .finding import Finding, Status, error, ok, warning
 from .kinds import L1, L2, MISS, TIERS, TierKind, lookup_results, lower_tiers, tier_captions
 from .metrics import Metrics, Series
@@ -55,6 +63,7 @@ __all__ = [
     "NameCipher",
     "Outcome",
     "RecordCipher",
+    "RequestError",
     "Series",
     "Status",
     "StoreLocked",

@@ -31,3 +31,7 @@ class StoreLocked(KVTierError):
 
 class TierUnavailable(KVTierError):
     """A tier could not be opened or reached."""
+
+
+class RequestError(KVTierError, ValueError):
+    """A request cannot be served as asked. The engine goes on serving the others."""

@@ -12,9 +12,10 @@ from typing import Final
 
 from prometheus_client import Histogram
 
-from kvtier.engine import Engine, FinishReason, NamedPrompt, Output, RequestError, SamplingParams, Sequence
+from kvtier.engine import Engine, FinishReason, NamedPrompt, Output, SamplingParams, Sequence
 from kvtier.service.events import TierFeed
 from kvtier.service.openai import OpenAIError, busy
+from kvtier.tiers import RequestError
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from tiny_models import VOCAB, plain, plain_logits, prompt
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.plan import WorkerReport
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import FinishReason, RequestError, SamplingParams, SequenceState
+from kvtier.engine.sequence import FinishReason, SamplingParams, SequenceState
+from kvtier.tiers import RequestError
 
 
 def test_a_batch_answers_each_prompt_as_if_alone(make: Make) -> None:

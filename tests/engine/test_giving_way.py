@@ -15,7 +15,8 @@ from kvtier.connector.plan import StepPlan
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.sampler import sample
-from kvtier.engine.sequence import RequestError, SamplingParams
+from kvtier.engine.sequence import SamplingParams
+from kvtier.tiers import RequestError
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies.transfer import BlockCopies, HostCopyStream, HostEvent
 

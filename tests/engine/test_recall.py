@@ -9,9 +9,9 @@ from recall import LENGTH, MODEL, NUM_DOCUMENTS, Asked, asked
 from small_engines import end, settled
 
 from kvtier.connector.local import LocalConnector
+from kvtier.connector.segments import Repair, Segment
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.segment import Repair, Segment
 from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.config.config import Config
 

@@ -5,7 +5,8 @@ import pytest
 from numpy.typing import NDArray
 
 from kvtier.engine.sampler import sample, uniform
-from kvtier.engine.sequence import RequestError, SamplingParams
+from kvtier.engine.sequence import SamplingParams
+from kvtier.tiers import RequestError
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.3], np.float32))
 

@@ -13,14 +13,13 @@ from small_engines import GREEDY, KEEP, Make, end, settled
 from tiny_models import config_of, plain, plain_logits, prompt
 
 from kvtier.connector.local import LocalConnector
-from kvtier.engine.blend import Blender, BlendResult
+from kvtier.connector.segments import REPAIR_RULES, Repair, Segment
+from kvtier.connector.segments.blend import Blender, BlendRequest, BlendResult
 from kvtier.engine.completion import Completion
-from kvtier.engine.config import REPAIR_RULES, EngineConfig
+from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.reuse import SegmentReuse
-from kvtier.engine.segment import Repair, Segment
-from kvtier.engine.sequence import FinishReason, RequestError, SamplingParams
-from kvtier.engine.sequence import Sequence as Live
+from kvtier.engine.sequence import FinishReason, SamplingParams
+from kvtier.tiers import RequestError
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.naming.chain import TokenChain, root_hash
@@ -122,9 +121,9 @@ def test_several_requests_are_blended_in_one_batch(make: Make, monkeypatch: pyte
     batches = []
     blend = Blender.blend
 
-    def noted(self: Blender, due: Sequence[tuple[Live, SegmentReuse]]) -> list[BlendResult]:
-        batches.append(len(due))
-        return blend(self, due)
+    def noted(self: Blender, requests: Sequence[BlendRequest]) -> list[BlendResult]:
+        batches.append(len(requests))
+        return blend(self, requests)
 
     monkeypatch.setattr(Blender, "blend", noted)
     engine = make(**ON)

@@ -14,7 +14,8 @@ from tiny_models import config_of, prompt
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.sequence import RequestError, SamplingParams
+from kvtier.engine.sequence import SamplingParams
+from kvtier.tiers import RequestError
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
 from kvtier.tiers.naming.identity import ModelIdentity

@@ -11,11 +11,11 @@ import torch
 from tiny_models import config_of, prompt
 
 from kvtier.connector.local import LocalConnector
+from kvtier.connector.segments import Repair, Segment
 from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.model import Model
-from kvtier.engine.segment import Repair, Segment
 from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies import cuda_transfer

@@ -6,8 +6,8 @@ from typing import Final
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvtier.engine.model_runner import PagedKV
-from kvtier.engine.scoring import Scoring
+from kvtier.connector.segments.paged_attention import PagedKV
+from kvtier.connector.segments.scoring import Scoring
 
 _ROWS: Final = 256  # of one call: a group of rows needs no key behind its last
 

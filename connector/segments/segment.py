@@ -3,9 +3,12 @@
 from collections import abc
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Final
 
-from kvtier.engine.config import REPAIR_RULES
-from kvtier.engine.sequence import RequestError
+from kvtier.tiers import RequestError
+
+REPAIR_RULES: Final = ("deviation", "question", "first", "borders", "random")
+"""How the reused tokens are chosen that are computed anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,16 @@ class WantedReuse:
 
     segments: tuple[Segment, ...]
     repair: Repair
+
+
+@dataclass(frozen=True, slots=True)
+class ReusedPart:
+    """Tokens `start … end` of a request, copied from `blocks`, whose first token stands at `origin` of the request."""
+
+    start: int
+    end: int
+    origin: int
+    blocks: tuple[int, ...]
 
 
 def checked_segments(segments: abc.Sequence[Segment], num_tokens: int) -> tuple[Segment, ...]:

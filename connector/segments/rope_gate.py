@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
-from kvtier.engine.rope import inverse_frequencies, rotated
+from kvtier.connector.segments.rope import inverse_frequencies, rotated
 from kvtier.tiers import ConfigError
 
 _NUM_TOKENS: Final = 24

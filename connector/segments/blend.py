@@ -11,17 +11,26 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
-from kvtier.engine.blend_attention import BlendAttention, BlendSpan
-from kvtier.engine.model import Model
-from kvtier.engine.model_runner import PagedKV
-from kvtier.engine.reuse import ReusedPart, SegmentReuse
-from kvtier.engine.rope import PIECE, rotated
-from kvtier.engine.selection import Positions, borders_of, drawn, first_of, highest
-from kvtier.engine.sequence import Sequence
-from kvtier.tiers.copies import BlockPool
+from kvtier.connector.segments.blend_attention import BlendAttention, BlendSpan
+from kvtier.connector.segments.paged_attention import PagedKV
+from kvtier.connector.segments.rope import PIECE, rotated
+from kvtier.connector.segments.segment import Repair, ReusedPart
+from kvtier.connector.segments.selection import Positions, borders_of, drawn, first_of, highest
 
 _TINY: Final = 1e-20  # keeps a division by nothing from raising
+
+
+@dataclass(frozen=True, slots=True)
+class BlendRequest:
+    """One request to be blended: all of its KV but the last token's is to be in the blocks of `block_table`."""
+
+    token_ids: abc.Sequence[int]
+    block_table: list[int]
+    num_computed: int  # leading tokens whose KV is there already
+    parts: abc.Sequence[ReusedPart]
+    repair: Repair
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +59,12 @@ class _BlendRows:
 class _BlendJob:
     """One request of a blend."""
 
-    def __init__(self, sequence: Sequence, reuse: SegmentReuse) -> None:
-        self.sequence = sequence
-        self.repair = reuse.repair
-        self.parts = reuse.parts
-        self.first, self.end = sequence.num_computed, sequence.num_tokens - 1  # the last token is the next step's
-        reused = np.zeros(sequence.num_tokens, bool)
+    def __init__(self, request: BlendRequest) -> None:
+        self.request = request
+        self.repair = request.repair
+        self.parts = request.parts
+        self.first, self.end = request.num_computed, len(request.token_ids) - 1  # the last token is the next step's
+        reused = np.zeros(len(request.token_ids), bool)
         for part in self.parts:
             reused[part.start : part.end] = True
         self.candidates: Positions = np.flatnonzero(reused)
@@ -78,27 +87,30 @@ class _BlendJob:
 
 
 class Blender:
-    """Blends over one model and its L1 pool. Writes the requests' own blocks alone."""
+    """Blends over one model, whose attention is `PAGED_ATTENTION`, and a paged tensor, as `PagedKV` takes it.
 
-    def __init__(self, model: Model, pool: BlockPool, inv_freq: torch.Tensor, max_rows: int) -> None:
+    Writes the requests' own blocks alone.
+    """
+
+    def __init__(self, module: PreTrainedModel, tensor: torch.Tensor, inv_freq: torch.Tensor, max_rows: int) -> None:
         """`max_rows` go through a layer at once: that bounds the memory a long prompt takes."""
-        decoder: Any = model.module.model
+        decoder: Any = module.model
         self._decoder = decoder
-        self._device = model.device
-        self._num_layers = model.num_layers
-        self._tensor = pool.tensor
-        self._kv = PagedKV(pool.tensor)
-        self._block_size = pool.shape.block_size
+        self._device = module.device
+        self._tensor = tensor
+        self._kv = PagedKV(tensor)
+        self._num_layers = self._kv.num_layers
+        self._block_size = self._kv.block_size
         self._inv_freq = inv_freq
         self._max_rows = max_rows
 
     @torch.inference_mode()
-    def blend(self, due: abc.Sequence[tuple[Sequence, SegmentReuse]]) -> list[BlendResult]:
-        """Fill the KV of all their tokens but the last, each as its `reuse` says; all of them in the same passes."""
-        jobs = [_BlendJob(sequence, reuse) for sequence, reuse in due]
+    def blend(self, requests: abc.Sequence[BlendRequest]) -> list[BlendResult]:
+        """Fill the KV of all their tokens but the last, all of them in the same passes."""
+        jobs = [_BlendJob(request) for request in requests]
         for job in jobs:
             for part in job.parts:
-                self._copy(part, job.sequence.block_table)
+                self._copy(part, job.request.block_table)
         self._check([job for job in jobs if job.is_checked])
         self._question([job for job in jobs if job.repair.rule == "question" and 0 < job.repair.share < 1])
         rows = []
@@ -192,15 +204,15 @@ class Blender:
         for start in range(0, len(positions), self._max_rows):
             some = positions[start : start + self._max_rows]
             span = self._span(job, some)
-            token_ids = torch.tensor([job.sequence.token_ids[place] for place in some.tolist()], device=self._device)
+            token_ids = torch.tensor([job.request.token_ids[place] for place in some.tolist()], device=self._device)
             states = self._decoder.embed_tokens(token_ids)
             turns = self._decoder.rotary_emb(states[None], span.positions[None])
             rows.append(_BlendRows(some, span, states, turns, 0, until))
         return rows
 
     def _span(self, job: _BlendJob, positions: Positions) -> BlendSpan:
-        table = job.sequence.block_table
-        slots = self._kv.slots(table, 0, job.sequence.num_tokens)[positions]
+        table = job.request.block_table
+        slots = self._kv.slots(table, 0, len(job.request.token_ids))[positions]
         num_blocks = int(positions[-1]) // self._block_size + 1
         blocks = torch.tensor(table[:num_blocks], dtype=torch.int64, device=self._device)
         return BlendSpan(torch.from_numpy(positions).to(self._device), torch.from_numpy(slots).to(self._device), blocks)
