@@ -1,10 +1,15 @@
-"""Writes the figures of docs/performance.md and the README (`python benchmarks/_readme.py`); a test compares."""
+"""Writes what programs measured into the README, docs/performance.md and docs/models.md; a test compares.
+
+`python benchmarks/_readme.py`
+"""
 
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
+
+from _models_page import MODELS, models_table
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PERFORMANCE: Final = ROOT / "docs" / "performance.md"
@@ -158,6 +163,7 @@ def main() -> None:
     """Replace what stands between the two marks of each page."""
     PERFORMANCE.write_text(written(PERFORMANCE, figures()))
     README.write_text(written(README, six()))
+    MODELS.write_text(written(MODELS, models_table()))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,16 @@ from kvtier.engine.config import EngineConfig
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import DTYPE_BYTES, KVShape, ModelIdentity
 
-SUPPORTED: Final = ("llama", "mistral", "qwen2", "qwen3")  # config.model_type
+_DENSE: Final = (
+    "cohere", "cohere2", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "granite", "llama",
+    "ministral", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2",
+)  # fmt: skip
+_EXPERTS: Final = ("gpt_oss", "llama4_text", "mixtral", "olmoe", "phimoe", "qwen3_moe")
+SUPPORTED: Final = (*_DENSE, *_EXPERTS)  # config.model_type
 
 
 class Model:
-    """Weights and config on one device, in inference mode. The families of `SUPPORTED`, dense and unquantised."""
+    """Weights and config on one device, in inference mode. The families of `SUPPORTED`, unquantised."""
 
     def __init__(self, module: PreTrainedModel, name: str) -> None:
         self.module = module.train(False).requires_grad_(False)
@@ -29,9 +34,11 @@ class Model:
         self.vocab_size: int = self.config.vocab_size
         self.num_layers: int = self.config.num_hidden_layers
         self.num_heads: int = self.config.num_attention_heads
-        self.num_kv_heads: int = self.config.num_key_value_heads or self.num_heads
+        self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.num_heads
         self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
         self.max_model_len: int = self.config.max_position_embeddings
+        if getattr(self.config, "attn_temperature_tuning", False):
+            self.max_model_len = min(self.max_model_len, _without_temperature(module))
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, dtype: str = "auto", device: str = "cpu") -> Self:
@@ -83,7 +90,13 @@ class Model:
         return kv_shape(self.module, block_size)
 
     def identity(self, config: EngineConfig) -> ModelIdentity:
-        """What this model's KV depends on. Reads all weights once. ConfigError for RoPE that depends on the length."""
+        """What this model's KV depends on. Reads all weights once.
+
+        ConfigError for RoPE that depends on the length, and for experts in `exact` mode.
+        """
+        if config.exact and (kind := self.config.model_type) in _EXPERTS:
+            fix = "an expert's rows depend on what is packed together; leave exact off"
+            raise ConfigError(f"exact, model kind {kind!r}: {fix}")
         return identity_of(
             self.module,
             self.name,
@@ -104,9 +117,23 @@ class Model:
         return logits
 
 
+def _without_temperature(module: PreTrainedModel) -> int:
+    """Switch off Llama 4's scaling of queries at far positions; the tokens up to which it is 1 in any case.
+
+    transformers counts these positions by its own cache, which is not used here.
+    """
+    parts: Any = module.modules()
+    for part in parts:
+        if hasattr(part, "attn_temperature_tuning"):
+            part.attn_temperature_tuning = False
+    floor: int = module.config.floor_scale
+    return floor - 1
+
+
 def _require_supported(config: PretrainedConfig) -> None:
     if config.model_type not in SUPPORTED:
-        raise ConfigError(f"model kind {config.model_type!r}: this engine runs {', '.join(SUPPORTED)}")
+        fix = "use one of docs/models.md here, or KVTier for transformers, vLLM or SGLang, which take more"
+        raise ConfigError(f"model kind {config.model_type!r}: this engine does not run it; {fix}")
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError("quantization_config: this engine runs unquantised weights; choose such a checkpoint")
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvtier.connector.segments import AttentionSpan, PackedAttention, PagedKV, visible
+from kvtier.connector.segments import AttentionSpan, PackedAttention, PagedKV, Scoring
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import TILE, EngineConfig
 from kvtier.engine.model import Model
@@ -27,9 +27,7 @@ class TiledAttention(PackedAttention):
     same shapes, and the same arithmetic, in whichever chunk it comes.
     """
 
-    def _span(
-        self, layer: int, span: AttentionSpan, fresh: tuple[torch.Tensor, ...], scaling: float, window: int | None
-    ) -> torch.Tensor:
+    def _span(self, layer: int, span: AttentionSpan, fresh: tuple[torch.Tensor, ...], scoring: Scoring) -> torch.Tensor:
         query = fresh[0]
         first_tile, last_tile = span.start // TILE, (span.end - 1) // TILE
         key, value = self.kv.gather(layer, span.blocks, _tile_keys(last_tile))
@@ -47,8 +45,11 @@ class TiledAttention(PackedAttention):
             keys, values = (
                 states[:num_keys].transpose(0, 1)[None].expand(len(members), -1, -1, -1) for states in (key, value)
             )
-            mask = _tile_mask(span, window, members, num_keys, grouped.shape[2] // TILE, query.device)
-            out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+            mask = _tile_mask(span, scoring, members, num_keys, grouped.shape[2] // TILE)
+            if scoring.is_plain:
+                out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scoring.scaling)
+            else:
+                out = scoring.attend(grouped, keys, values, mask, TILE)
             out = out.view(queries.shape)
             outs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outs)[offset : offset + query.shape[1]].transpose(0, 1)
@@ -132,15 +133,14 @@ def _kernels(device: torch.device, exact: bool) -> AbstractContextManager[None]:
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-def _tile_mask(
-    span: AttentionSpan, window: int | None, tiles: list[int], num_keys: int, num_heads: int, device: torch.device
-) -> torch.Tensor:
+def _tile_mask(span: AttentionSpan, scoring: Scoring, tiles: list[int], num_keys: int, num_heads: int) -> torch.Tensor:
     """Who sees whom in consecutive tiles, for `num_heads` heads below each other, [tiles, 1, heads * 16, num_keys]."""
-    mask = span.masks.get((window, num_keys))
+    mask = span.masks.get((scoring.reach, num_keys))
     if mask is None:
+        device = span.blocks.device
         queries = torch.arange(tiles[0] * TILE, (tiles[-1] + 1) * TILE, device=device).view(-1, 1, TILE, 1)
-        sees = visible(queries, torch.arange(num_keys, device=device), window)
-        mask = span.masks[window, num_keys] = sees.repeat(1, 1, num_heads, 1)
+        sees = scoring.sees(queries, torch.arange(num_keys, device=device))
+        mask = span.masks[scoring.reach, num_keys] = sees.repeat(1, 1, num_heads, 1)
     return mask
 
 

@@ -29,11 +29,14 @@ from kvtier.engine.sequence import (
     Sequence,
     SequenceState,
 )
-from kvtier.tiers import RequestError
+from kvtier.tiers import ConfigError, RequestError
 from kvtier.tiers.copies import BlockPool
 from kvtier.tiers.naming import TokenChain
 
 _ONE_TOKEN: Final = SamplingParams(max_tokens=1, ignore_eos=True)
+
+
+_BLENDED: Final = ("llama", "mistral", "qwen2", "qwen3")  # model kinds whose decoder layers `blend.py` runs one by one
 
 
 class SegmentRequests:
@@ -51,6 +54,11 @@ class SegmentRequests:
         self._pool = pool
         self._scheduler = scheduler
         self._config = config
+        if (kind := model.config.model_type) not in _BLENDED:
+            known = ", ".join(_BLENDED)
+            raise ConfigError(
+                f'segments "on": model kind {kind!r}: a blend knows the layers of {known}; set them "off"'
+            )
         self._blender = Blender(model.module, pool.tensor, require_rotatable(model.module), config.token_budget)
         self._children: dict[str, Sequence] = {}
 

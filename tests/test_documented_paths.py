@@ -18,7 +18,8 @@ PAGES: Final = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 ENGINES: Final = ("vllm", "sglang", "cupy")  # not installed where these tests run
 FILES: Final = (".toml", ".sock", ".md", ".py", ".json", ".yml", ".html", ".log", ".svg", ".png")
 
-NO_COMMANDS: Final = ("router,", "closed:", "redis")  # words after "kvtier" in what it prints, and in labels of keys
+# Words after "kvtier" in what it prints, and in labels of keys.
+NO_COMMANDS: Final = ("router,", "closed:", "redis", "for ", "out ", "with ", "does ")
 
 # What configurations of engines, packages and services name; a document may or may not say so.
 CONFIGURED: Final = (

@@ -1,8 +1,9 @@
 from .blend import Blender
 from .figures import COUNTED, DEVIATION_BOUNDS, SEGMENT_OUTCOMES, deviation_bound
-from .paged_attention import PAGED_ATTENTION, Attention, AttentionSpan, PackedAttention, PagedKV, visible
+from .paged_attention import PAGED_ATTENTION, Attention, AttentionSpan, PackedAttention, PagedKV
 from .progress import Blend, BlendResult
 from .rope_gate import require_rotatable
+from .scoring import Scoring
 from .segment import (
     REPAIR_RULES,
     BlendRequest,
@@ -30,11 +31,11 @@ __all__ = [
     "PagedKV",
     "Repair",
     "ReusedPart",
+    "Scoring",
     "Segment",
     "WantedReuse",
     "checked_repair",
     "checked_segments",
     "deviation_bound",
     "require_rotatable",
-    "visible",
 ]

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvtier.connector.segments.paged_attention import PagedKV
+from kvtier.connector.segments.scoring import Scoring
 
 _ROWS: Final = 256  # of one call: a group of rows needs no key behind its last
 
@@ -37,19 +38,13 @@ class BlendAttention:
         self._slots = torch.cat([span.slots for span in spans])
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         self._kv.write(layer, self._slots, key, value)
         outs, first = [], 0
         for span in self._spans:
             last = first + len(span.positions)
-            outs.append(self._span(layer, span, query[0, :, first:last], scaling, window))
+            outs.append(self._span(layer, span, query[0, :, first:last], scoring.scaling, scoring.window))
             first = last
         return torch.cat(outs, 1).transpose(0, 1)[None]
 

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from kvtier.connector.segments.scoring import Scoring
+
 PAGED_ATTENTION: Final = "kvtier-paged"
 """Its name among transformers' attention functions."""
 
@@ -18,13 +20,7 @@ class Attention(Protocol):
     """One step's attention over the paged pool."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """Write this step's K and V ([1, kv heads, T, head dim]) and attend; returns [1, T, heads, head dim]."""
 
@@ -40,7 +36,20 @@ def _paged_attention(
     """What transformers calls in every layer; `paged` came with the forward's keyword arguments."""
     layer: int = module.layer_idx  # type: ignore[assignment]
     paged: Attention = options["paged"]
-    return paged.attend(layer, query, key, value, options["scaling"], options.get("sliding_window")), None
+    scoring = Scoring(
+        options["scaling"],
+        options.get("sliding_window"),
+        _chunk_of(module.config, layer),
+        options.get("softcap"),
+        options.get("s_aux"),
+    )
+    return paged.attend(layer, query, key, value, scoring), None
+
+
+def _chunk_of(config: Any, layer: int) -> int | None:
+    """Tokens of the chunks that a layer stays in; transformers knows them in its masks alone."""
+    kinds = getattr(config, "layer_types", None)
+    return config.attention_chunk_size if kinds and kinds[layer] == "chunked_attention" else None
 
 
 # The function only, no mask function: transformers then builds no mask at all.
@@ -95,7 +104,7 @@ class AttentionSpan:
     start: int  # position of its first token
     end: int
     blocks: torch.Tensor  # its block table, up to `end`
-    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)  # of this step, by window
+    masks: dict[tuple[tuple[int | None, int | None], int], torch.Tensor] = field(default_factory=dict)  # by reach
 
 
 class PackedAttention:
@@ -112,33 +121,25 @@ class PackedAttention:
         self._wait_layer = wait_layer
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         if self._wait_layer is not None:
             self.arrived &= self._wait_layer(layer)
         self.kv.write(layer, self._slots, key, value)
         if len(self.spans) == 1 and query.shape[2] == self.spans[0].last:
             span = self.spans[0]
-            return self._span(layer, span, (query[0], key[0], value[0]), scaling, window).transpose(0, 1)[None]
+            return self._span(layer, span, (query[0], key[0], value[0]), scoring).transpose(0, 1)[None]
         out = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
         for span in self.spans:
             rows = slice(span.first, span.last)
             fresh = (query[0, :, rows], key[0, :, rows], value[0, :, rows])
-            out[0, rows] = self._span(layer, span, fresh, scaling, window).transpose(0, 1)
+            out[0, rows] = self._span(layer, span, fresh, scoring).transpose(0, 1)
         return out
 
-    def _span(
-        self, layer: int, span: AttentionSpan, fresh: tuple[torch.Tensor, ...], scaling: float, window: int | None
-    ) -> torch.Tensor:
+    def _span(self, layer: int, span: AttentionSpan, fresh: tuple[torch.Tensor, ...], scoring: Scoring) -> torch.Tensor:
         """`fresh`: the chunk's own Q, K, V, [heads, T, head dim] each. Returns [heads, T, head dim]."""
         query, key, value = fresh
-        lowest = 0 if window is None else max(0, span.start - window + 1)  # the first key anybody sees
+        lowest = scoring.lowest(span.start)  # the first key anybody sees
         if span.start:
             first_block = lowest // self.kv.block_size
             origin = first_block * self.kv.block_size
@@ -146,25 +147,27 @@ class PackedAttention:
             key, value = (states[lowest - origin :].transpose(0, 1) for states in (key, value))
         if query.shape[1] == 1:  # the heads of a group become rows: one pass over their keys
             grouped = query.view(1, self.kv.num_kv_heads, -1, self.kv.head_dim)
+            if not scoring.is_plain:
+                return scoring.attend(grouped, key[None], value[None], None, 1).reshape(query.shape)
+            scaling = scoring.scaling
             return scaled_dot_product_attention(grouped, key[None], value[None], scale=scaling).reshape(query.shape)
+        if not scoring.is_plain:
+            grouped = query.reshape(1, self.kv.num_kv_heads, -1, self.kv.head_dim)
+            sees = _mask(span, scoring, lowest, query.device).repeat(grouped.shape[2] // query.shape[1], 1)
+            return scoring.attend(grouped, key[None], value[None], sees, query.shape[1]).reshape(query.shape)
         grouped = query.view(self.kv.num_kv_heads, -1, *query.shape[1:])
         key, value = (states[:, None].expand(-1, grouped.shape[1], -1, -1) for states in (key, value))
-        causal = not span.start and (window is None or span.end <= window)
-        mask = None if causal else _mask(span, window, lowest, query.device)
-        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
+        causal = not span.start and not scoring.lowest(span.end - 1)
+        mask = None if causal else _mask(span, scoring, lowest, query.device)
+        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, is_causal=causal, scale=scoring.scaling)
         return out.flatten(0, 1)
 
 
-def visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Which keys each query sees, by their positions."""
-    sees = keys <= queries
-    return sees if window is None else sees & (keys > queries - window)
-
-
-def _mask(span: AttentionSpan, window: int | None, lowest: int, device: torch.device) -> torch.Tensor:
-    """Who sees whom, [T, keys from position `lowest`], True: sees. Built once per step and window."""
-    mask = span.masks.get((window, 0))
+def _mask(span: AttentionSpan, scoring: Scoring, lowest: int, device: torch.device) -> torch.Tensor:
+    """Who sees whom, [T, keys from position `lowest`], True: sees. Built once per step and reach."""
+    mask = span.masks.get((scoring.reach, 0))
     if mask is None:
         queries = torch.arange(span.start, span.end, device=device)[:, None]
-        mask = span.masks[window, 0] = visible(queries, torch.arange(lowest, span.end, device=device), window)
+        mask = scoring.sees(queries, torch.arange(lowest, span.end, device=device))
+        span.masks[scoring.reach, 0] = mask
     return mask

@@ -23,6 +23,7 @@ from kvtier.tiers.naming import DTYPE_BYTES, ModelIdentity, config_digest, root_
 
 SUPPORTED: Final = ((0, 32), (0, 34))  # from, below: releases whose connector interface this code is written for
 _SPECS: Final = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+_LEAVE_OUT: Final = "docs/models.md lists the models it keeps; start vLLM without kvtier for this one"
 _CPU_TILE: Final = 32  # vLLM's CPU kernels keep the keys of this many tokens transposed
 
 
@@ -88,14 +89,14 @@ def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> Slo
     for name, spec in specs.items():
         _require_plain(name, spec)
     if not specs:
-        raise ConfigError("KV layout: no layer keeps K and V; kvtier keeps states beside attention only; leave it out")
+        raise ConfigError(f"KV layout: no layer keeps K and V, only states; {_LEAVE_OUT}")
     layers = tuple(sorted(specs, key=_index))
     if len({_index(name) for name in layers}) != len(layers):
-        raise ConfigError(f"KV layout: {len(layers)} layers share indices; kvtier keeps models with one KV a layer")
+        raise ConfigError(f"KV layout: {len(layers)} layers share indices, a layer has several; {_LEAVE_OUT}")
     if len({spec.block_size for spec in every.values()}) != 1:
-        raise ConfigError("KV layout: KV groups with blocks of different sizes; kvtier keeps groups of one block size")
+        raise ConfigError(f"KV layout: KV groups with blocks of different sizes; {_LEAVE_OUT}")
     if len({spec.page_size_bytes for spec in specs.values()}) != 1:  # the scheduler's half would see only one of them
-        raise ConfigError("KV layout: layers whose KV differs in size; kvtier keeps models whose layers are alike")
+        raise ConfigError(f"KV layout: layers whose KV differs in size; {_LEAVE_OUT}")
     parallel, spec = vllm_config.parallel_config, specs[layers[0]]
     if kv_cache_config.hash_block_size not in (None, spec.block_size):
         unit = kv_cache_config.hash_block_size
@@ -125,7 +126,8 @@ def why_none(vllm_config: Any) -> str | None:
     """Why loaded KV could not be used with this configuration; None if it can."""
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     if vllm_config.model_config.use_mla and not (cache.enable_prefix_caching or scheduler.enable_chunked_prefill):
-        return "vLLM's MLA kernel on this platform computes whole prompts only, and cannot continue after a prefix"
+        fix = "use a GPU, or a CPU with AMX"
+        return f"vLLM's MLA kernel on this platform computes whole prompts, and cannot go on after a prefix; {fix}"
     return None
 
 
@@ -164,7 +166,7 @@ def _states(kv_cache_config: Any) -> tuple[StateGroup, ...]:
         if not specs:
             continue
         if len(specs) != len(group.layer_names):
-            raise ConfigError("KV layout: a KV group of layers with and without a state; kvtier keeps them apart")
+            raise ConfigError(f"KV layout: a KV group of layers with and without a state; {_LEAVE_OUT}")
         for spec in specs.values():
             if spec.mamba_cache_mode != "align":
                 raise ConfigError(
@@ -332,11 +334,12 @@ def _require_supported(vllm_config: Any) -> None:
 def _require_plain(name: str, spec: Any) -> None:
     kind, dtype = type(spec).__name__, str(getattr(spec, "dtype", "")).removeprefix("torch.")
     if kind not in _SPECS:
-        raise ConfigError(f"KV layout: layer {name} is of kind {kind}; kvtier keeps {', '.join(_SPECS)}")
+        raise ConfigError(f"KV layout: layer {name} is of kind {kind}, which kvtier does not keep; {_LEAVE_OUT}")
     if spec.kv_quant_mode:  # opaque: its scales are the checkpoint's, or lie among the bytes
         return
     if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"KV layout: layer {name} keeps {dtype}; kvtier keeps {', '.join(DTYPE_BYTES)}")
+        fix = "leave --kv-cache-dtype at auto"
+        raise ConfigError(f"KV layout: layer {name} keeps {dtype}; kvtier keeps {', '.join(DTYPE_BYTES)}: {fix}")
     item = DTYPE_BYTES[dtype] * (spec.head_size + (spec.head_size_v or 0))
     if math.prod((spec.num_kv_heads, spec.block_size, item)) != spec.unpadded_page_size_bytes:
-        raise ConfigError(f"KV layout: layer {name} packs its blocks in a way this kvtier does not know")
+        raise ConfigError(f"KV layout: layer {name} packs its blocks in an unknown way; {_LEAVE_OUT}")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import FAMILIES, VOCAB, config_of, plain, plain_logits, prompt
-from transformers import GPT2Config
+from transformers import MptConfig
 
 from kvtier.connector.models.checkpoint import revision_of
 from kvtier.engine.config import EngineConfig
@@ -124,8 +124,8 @@ def test_one_changed_weight_is_another_model() -> None:
 
 
 def test_what_cannot_be_served_is_refused_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="model kind 'gpt2': this engine runs llama"):
-        Engine.from_config(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))
+    with pytest.raises(ConfigError, match=r"model kind 'mpt': this engine does not run it; use one of"):
+        Engine.from_config(MptConfig(n_layers=1, d_model=8, n_heads=1, vocab_size=9))
     with pytest.raises(ConfigError, match=r"no config\.json there"):
         Engine.from_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="dtype 'int8': use one of auto, float32"):

@@ -63,7 +63,7 @@ def test_another_version_is_refused_with_both_named(monkeypatch: pytest.MonkeyPa
         ({"speculative_config": SimpleNamespace(method="eagle")}, "speculative method 'eagle': .* use ngram"),
         ({"model_config__is_encoder_decoder": True}, "an encoder's KV is not kept"),
         ({"spec": replace(SPEC, dtype=torch.uint8)}, r"layer model\.layers\.0.* keeps uint8; kvtier keeps"),
-        ({"spec": replace(SPEC, state_content_bytes=100)}, "packs its blocks in a way this kvtier does not know"),
+        ({"spec": replace(SPEC, state_content_bytes=100)}, "packs its blocks in an unknown way"),
         ({"spec": MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,))}, "is of kind MambaSpec"),
     ],
 )

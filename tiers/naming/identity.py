@@ -20,7 +20,7 @@ _LENGTH_ROPE: Final = "length-rope:"
 
 # RoPE whose frequencies are fixed when the model is built. Any other kind ("dynamic", "longrope", one yet unknown) may
 # depend on the length of the sequence: then equal tokens don't mean equal KV.
-_STATIC_ROPE: Final = frozenset({"default", "linear", "llama3", "mrope", "proportional", "yarn"})
+_STATIC_ROPE: Final = frozenset({"axial", "default", "linear", "llama3", "mrope", "proportional", "yarn"})
 
 # Of a model's configuration: names and switches that leave KV alone, and the dtype, which is a field of its own and
 # changed its name between transformers 4 and 5.

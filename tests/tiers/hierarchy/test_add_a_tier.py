@@ -102,7 +102,8 @@ def test_what_was_found_in_it_is_said_to_clients_engines_and_routers() -> None:
     # The router adds that up.
     ledger = Ledger()
     ledger.read_usage(
-        b'{"usage": {"prompt_tokens": 40, "cached_tokens": 24, "kvtier": {"L1": 4, "L2": 8, "shelf": 12}}}'
+        b'{"usage": {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 24, '
+        b'"kvtier": {"L1": 4, "L2": 8, "shelf": 12}}}}'
     )
     assert ledger.told_tiers == {"L1": 4, "L2": 8, "shelf": 12}
 

@@ -163,7 +163,7 @@ def test_rope_that_depends_on_the_length_needs_its_factor(rope: dict[str, object
     assert two.fingerprint() != four.fingerprint()
 
 
-@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn", "mrope"])
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn", "mrope", "axial"])
 def test_fixed_rope_needs_none(kind: str) -> None:
     digest = config_digest({**CONFIG, "rope_parameters": {"rope_type": kind, "rope_theta": 1e4}})
     replace(IDENTITY, config_digest=digest)

@@ -1,0 +1,247 @@
+"""One architecture in one engine, without kvtier and with it: whether answers are equal, and what was found again.
+
+`_model_trial.py ENGINE FOLDER NAME…`, in that engine's environment, prints a line of JSON for each name. vLLM's part
+ends at the first failure.
+"""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import transformers
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "interop")]
+
+from _architectures import ARCHITECTURES, VOCAB, Architecture  # noqa: E402
+
+from kvtier import Config, SamplingParams, open_engine  # noqa: E402
+from kvtier.connector.transformers import KVTier  # noqa: E402
+from kvtier.tiers import ConfigError  # noqa: E402
+
+LENGTH: Final = 150  # tokens of a prompt: more than any window
+NEW: Final = 16  # tokens of an answer
+_GREEDY: Final[dict[str, Any]] = {
+    "max_new_tokens": NEW,
+    "min_new_tokens": NEW,
+    "do_sample": False,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_CACHE: Final[dict[str, Any]] = {"load_or_recompute": "load", "prefetch_deadline": "60s"}
+
+PromptTexts = list[list[int]]
+TrialRound = tuple[PromptTexts, list[int]]  # the answers, and how many tokens of each prompt were found
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What came of it.
+
+    status: "hits", "no hits", "refused" by kvtier, "absent" from the library, "not run" by the engine even without
+    kvtier, or "wrong": other answers with kvtier, or answers that prove nothing.
+    """
+
+    status: str
+    message: str = ""
+    warm: int = 0  # tokens of each prompt found by the same process, in the tiers
+    restart: int = 0  # the same by the next opening of the slab
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class EngineLacksError(Exception):
+    """The engine cannot run the model by itself."""
+
+
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """What goes wrong here does so without kvtier."""
+    try:
+        yield
+    except Exception as error:
+        raise EngineLacksError(f"{type(error).__name__}: {_first_line(error)}") from error
+
+
+def prompts() -> PromptTexts:
+    """Two of random tokens, and the first one with others in its middle."""
+    random = np.random.default_rng(0)
+    one, two, middle = (random.integers(3, VOCAB - 16, number).tolist() for number in (LENGTH, LENGTH, 64))
+    return [one, two, [*one[:48], *middle, *one[112:]]]
+
+
+def judge(expected: PromptTexts, cold: TrialRound, warm: TrialRound, restart: TrialRound, said: list[str]) -> Trial:
+    """The verdict over three rounds with kvtier: nothing held, held by the process, held by the slab alone."""
+    if expected[0] == expected[2]:
+        return Trial("wrong", "the answers do not depend on the prompt: they prove nothing")
+    for name, (texts, _) in (("first", cold), ("warm", warm), ("restarted", restart)):
+        if texts != expected:
+            return Trial("wrong", f"other answers with kvtier, {name} round")
+    found, again = min(warm[1]), min(restart[1])
+    status = "hits" if found and again else "no hits"
+    return Trial(status, "" if status == "hits" else "; ".join(dict.fromkeys(said)), found, again)
+
+
+def settings(folder: Path) -> Config:
+    """Small tiers over a slab."""
+    file = {"path": str(folder), "size": "64MiB", "deadline": "60s"}
+    return Config.load(host={"size": "32MiB"}, file=file, cache=_CACHE)
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """What kvtier's loggers warn of."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("kvtier").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("kvtier").removeHandler(handler)
+
+
+def plain_texts(architecture: Architecture) -> PromptTexts:
+    """transformers' own greedy answers."""
+    with by_itself():
+        model = architecture.make_model()
+        return [_answer(model, model.generate, tokens) for tokens in prompts()]
+
+
+def _answer(model: Any, generate: Callable[..., Any], tokens: list[int]) -> list[int]:
+    sequence: list[int] = generate(torch.tensor([tokens]), **_GREEDY)[0].tolist()
+    return sequence if model.config.is_encoder_decoder else sequence[len(tokens) :]
+
+
+def try_transformers(architecture: Architecture, folder: Path) -> Trial:
+    """`KVTier` around `generate()`."""
+    model, expected = architecture.make_model(), plain_texts(architecture)
+
+    def ask(kv: KVTier) -> TrialRound:
+        texts, found = [], []
+        for tokens in prompts()[:2]:
+            texts.append(_answer(model, kv.generate, tokens))
+            found.append(kv.num_cached_tokens)
+        texts.append(_answer(model, kv.generate, prompts()[2]))
+        return texts, found
+
+    with listening() as said:
+        with KVTier(model, settings(folder)) as kv:
+            cold = ask(kv)
+            warm = ask(kv)
+            assert kv.drain()
+        with KVTier(model, settings(folder)) as kv:
+            restart = ask(kv)
+    refused = [text.removeprefix("nothing is kept of this model: ") for text in said if "this model" in text]
+    trial = judge(expected, cold, warm, restart, said)
+    return Trial("refused", refused[0]) if refused and trial.status == "no hits" else trial
+
+
+def try_kvtier(architecture: Architecture, folder: Path) -> Trial:
+    """kvtier's own engine."""
+    path, expected = folder / "model", plain_texts(architecture)
+    architecture.save(path)
+    params = SamplingParams(max_tokens=NEW, ignore_eos=True)
+
+    def ask(engine: Any) -> TrialRound:
+        answers = []
+        for tokens in prompts():  # one by one: what they share, each finds in the same place
+            answers += engine.generate([tokens], params)
+            assert engine.drain(60)
+            assert engine.connector.hierarchy.drain(60)
+        return [answer.token_ids for answer in answers], [answer.num_external_tokens for answer in answers[:2]]
+
+    with listening() as said:
+        with open_engine(path, settings(folder / "slab")) as engine:
+            cold = ask(engine)
+            engine.pool.reset()  # what is found now is in the tiers below
+            warm = ask(engine)
+        with open_engine(path, settings(folder / "slab")) as engine:
+            restart = ask(engine)
+    return judge(expected, cold, warm, restart, said)
+
+
+def try_vllm(architecture: Architecture, folder: Path) -> Trial:
+    """vLLM's engine with the connector, all in this process."""
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    import vllm_rig
+
+    path, dtype = folder / "model", architecture.vllm_dtype
+    architecture.save(path)
+    with by_itself(), vllm_rig.engine(path, dtype=dtype) as plain:
+        expected = [plain.text([tokens], NEW)[0] for tokens in prompts()]
+
+    def ask(engine: Any) -> TrialRound:
+        outputs = []
+        for tokens in prompts():
+            outputs += engine.run([tokens], NEW)
+            engine.settle()
+        texts = [list(output.outputs[0].token_ids) for output in outputs]
+        return texts, [output.num_cached_tokens or 0 for output in outputs[:2]]
+
+    kvtier = vllm_rig.tiers(folder / "slab", cache=_CACHE)
+    with listening() as said:
+        with vllm_rig.engine(path, kvtier, dtype=dtype) as opened:
+            cold = ask(opened)
+            opened.forget_l1()
+            warm = ask(opened)
+        with vllm_rig.engine(path, kvtier, dtype=dtype) as again:
+            restart = ask(again)
+    return judge(expected, cold, warm, restart, said)
+
+
+ENGINES: Final[dict[str, Callable[[Architecture, Path], Trial]]] = {
+    "kvtier": try_kvtier,
+    "transformers": try_transformers,
+    "vllm": try_vllm,
+}
+
+
+def attempt(engine: str, architecture: Architecture, folder: Path) -> Trial:
+    """One trial in a folder of its own. What an engine raises by itself is told as its own."""
+    if architecture.make_config() is None:
+        return Trial("absent", f"not in transformers {transformers.__version__}")
+    try:
+        return ENGINES[engine](architecture, folder)
+    except ConfigError as error:
+        return Trial("refused", str(error))
+    except EngineLacksError as error:
+        return Trial("not run", str(error))
+    except Exception as error:  # kvtier has to say no in words, or work
+        return Trial("wrong", f"{type(error).__name__}: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
+    """What is wrong; pydantic heads that with a line of its own."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "validation error for" not in line), "")[:200]
+
+
+def main() -> None:
+    """Try every name."""
+    engine, folder, *names = sys.argv[1:]
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever an engine prints is no reply
+    warnings.simplefilter("ignore")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    by_name = {one.name: one for one in ARCHITECTURES}
+    for architecture in map(by_name.__getitem__, names):
+        trial = attempt(engine, architecture, Path(folder) / architecture.name)
+        print(json.dumps({"name": architecture.name, **trial.row}), file=replies, flush=True)
+        if engine == "vllm" and trial.status not in ("hits", "no hits"):
+            break  # a failed start leaves things behind in its process
+
+
+if __name__ == "__main__":
+    main()

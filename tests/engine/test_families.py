@@ -1,0 +1,96 @@
+"""Every family the engine runs, by the configurations of docs/models.md: logits near transformers', and exact bits."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from _architectures import ARCHITECTURES, VOCAB, Architecture
+
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.llm import Engine
+from kvtier.engine.model import _DENSE, _EXPERTS, SUPPORTED, Model
+from kvtier.engine.sequence import SamplingParams
+from kvtier.tiers.errors import ConfigError
+
+KEEP = SamplingParams(max_tokens=6, ignore_eos=True, keep_logits=True)
+
+
+def kind_of(architecture: Architecture) -> str:
+    config = architecture.make_config()
+    return str(config.model_type) if config is not None else ""
+
+
+RUN = {one.name: one for one in ARCHITECTURES if kind_of(one) in SUPPORTED and one.name != "phi3-long"}  # its RoPE
+DENSE = [name for name, one in RUN.items() if kind_of(one) in _DENSE]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(3, VOCAB, length).tolist()
+    return tokens
+
+
+def engine_of(name: str, dtype: str = "float32", **options: Any) -> Engine:
+    """The weights of `RUN[name].make_model()` in our hands."""
+    settings = EngineConfig(**{"num_blocks": 96, "max_num_seqs": 4, **options})
+    return Engine.from_config(RUN[name].make_config(), settings, dtype=dtype)
+
+
+def test_every_family_has_a_row() -> None:
+    assert {kind_of(one) for one in RUN.values()} == set(SUPPORTED)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_logits_and_text_are_those_of_plain_transformers(name: str) -> None:
+    """Cut in chunks, beyond every window and chunk, and again from L1."""
+    module = RUN[name].make_model()
+    module.set_attn_implementation("eager")
+    engine = engine_of(name, max_num_batched_tokens=53)
+    tokens = prompt(1, 150)
+    for num_l1_tokens in (0, 149):
+        [answer] = engine.generate([tokens], KEEP)
+        with torch.inference_mode():
+            logits = module(torch.tensor([tokens + answer.token_ids[:-1]]), use_cache=False).logits[0, 149:]
+        assert answer.num_l1_tokens == num_l1_tokens
+        assert logits.argmax(-1).tolist() == answer.token_ids
+        found = torch.stack([torch.from_numpy(row) for row in answer.logits])
+        assert float((found - logits).abs().max()) < 1e-4 * max(1.0, float(logits.abs().max()))
+    engine.pool.check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", DENSE)
+def test_exact_bits_do_not_depend_on_the_packing(name: str, dtype: str) -> None:
+    prompts = [prompt(1, 90), prompt(2, 17), [*prompt(1, 70), 5, 6, 7]]
+
+    def bits(engine: Engine, texts: list[list[int]]) -> list[bytes]:
+        return [np.stack(answer.logits).tobytes() for answer in engine.generate(texts, KEEP)]
+
+    options: dict[str, Any] = {"exact": True, "exact_rows": 128}
+    alone = engine_of(name, dtype, enable_prefix_caching=False, **options)
+    cold = [bits(alone, [tokens])[0] for tokens in prompts]
+    cut = engine_of(name, dtype, max_num_batched_tokens=37, block_size=8, **options)
+    assert bits(cut, prompts) == cold
+    assert bits(cut, prompts) == cold  # from L1
+    assert cut.stats["l1_tokens"] > 150
+
+
+@pytest.mark.parametrize("name", [name for name in RUN if name not in DENSE])
+def test_experts_are_refused_in_exact_mode(name: str) -> None:
+    assert kind_of(RUN[name]) in _EXPERTS
+    with pytest.raises(ConfigError, match="an expert's rows depend on what is packed together; leave exact off"):
+        engine_of(name, exact=True)
+
+
+def test_llama_4_ends_where_far_queries_would_be_scaled() -> None:
+    """transformers counts those positions by a cache of its own; below them the scale is 1."""
+    row = RUN["llama4"]
+    near = replace(row, options={**row.options, "floor_scale": 100})
+    assert Model.from_config(near.make_config()).max_model_len == 99
+    assert Model.from_config(row.make_config()).max_model_len == 2048
+
+
+def test_segments_are_refused_for_layers_that_no_blend_knows() -> None:
+    with pytest.raises(ConfigError, match=r"model kind 'gemma2': a blend knows the layers of llama, .*; set them"):
+        engine_of("gemma2", segments="on")

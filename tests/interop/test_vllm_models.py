@@ -1,0 +1,19 @@
+"""Rows of docs/models.md through a real vLLM again: windows with experts, shared layers, and one that is refused."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
+
+from _architectures import ARCHITECTURES
+from _model_trial import attempt
+from _models_page import saved
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma3n", "qwen3-next"])
+def test_a_row_run_again_says_the_same(name: str, tmp_path: Path) -> None:
+    [architecture] = [one for one in ARCHITECTURES if one.name == name]
+    [row] = [row for row in saved()["results"] if (row["engine"], row["architecture"]) == ("vllm", name)]
+    found = attempt("vllm", architecture, tmp_path).row
+    assert found == {key: row[key] for key in found}
