@@ -96,7 +96,7 @@ def judge(expected: PromptTexts, cold: TrialRound, warm: TrialRound, restart: Tr
 def settings(folder: Path) -> Config:
     """Small tiers over a slab."""
     file = {"path": str(folder), "size": "64MiB", "deadline": "60s"}
-    return Config.load(host={"size": "32MiB"}, file=file, cache=_CACHE)
+    return Config.load(host={"size": "32MiB"}, file=file, cache={**_CACHE, "block_size": 16})  # prompts are short
 
 
 @contextmanager
