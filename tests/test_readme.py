@@ -105,7 +105,7 @@ def test_the_transformers_page_runs_as_printed(tmp_path: Path, programs: Path) -
         assert "loaded 384" in lines
         assert 'kvtier_lookup_blocks_total{tier="file"} 6.0' in lines
         assert "engine found 400" in lines
-        assert "from segments 304 computed anew 46" in lines
+        assert "from segments 256 computed anew 38" in lines
         assert "back 384" in lines  # whole blocks of 401 + 32 tokens and one more
 
 

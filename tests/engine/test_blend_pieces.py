@@ -23,7 +23,7 @@ from kvtier.engine.reuse import SegmentReuse
 from kvtier.engine.sequence import ALL, FinishReason, SamplingParams
 from kvtier.tiers.config.config import Config
 
-ON: dict[str, Any] = {"segments": "on", "segment_min_tokens": 16, "num_blocks": 128}
+ON: dict[str, Any] = {"segments": "on", "segment_min_tokens": 16, "num_blocks": 128, "block_size": 16}
 DOCUMENTS = [prompt(seed, length) for seed, length in ((1, 48), (2, 37), (3, 64))]
 OTHERS = [prompt(seed, length) for seed, length in ((4, 48), (5, 37), (6, 64))]
 QUESTION = prompt(9, 11)
@@ -297,7 +297,7 @@ class GatedSlab:
         config = Config.load(
             host={"size": "4MiB"},
             file={"path": str(self._directory), "size": "64MiB", "deadline": "60s"},
-            cache={"load_or_recompute": "load", "prefetch_deadline": "60s"},
+            cache={"block_size": 16, "load_or_recompute": "load", "prefetch_deadline": "60s"},
         )
         settings = EngineConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 8, **ON, **self._options})
         return Engine.from_config(config_of("llama"), settings, LocalConnector.connect(config))

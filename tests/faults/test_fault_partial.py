@@ -25,7 +25,10 @@ from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.naming.chain import TokenChain, pack_tokens
 from kvtier.tiers.tier import ChainHash, ChildBlock
 
-EXACT: dict[str, Any] = {"exact": True, "exact_rows": 64, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+EXACT: dict[str, Any] = {
+    "block_size": 16, "exact": True, "exact_rows": 64, "max_num_batched_tokens": 64, "max_num_seqs": 4,
+}  # fmt: skip
+CACHE = {"block_size": 16, "load_or_recompute": "load"}
 KEEP = SamplingParams(max_tokens=2, ignore_eos=True, keep_logits=True)
 HELD = prompt(1, 60)  # three blocks of 16, and some tokens
 OWN = 32  # tokens of the request in whole blocks
@@ -44,7 +47,7 @@ def opened(disk_dir: Path) -> Iterator[Opened]:
         sections: dict[str, Any] = {
             "host": {"size": "4MiB", "verify": "always"},
             "file": {"path": str(disk_dir), "size": "16MiB"},
-            "cache": {"load_or_recompute": "load"},
+            "cache": CACHE,
         }
         connect = LocalConnector.connect(Config.model_validate(patient(sections)))
         engines.append(Engine.from_config(config_of("llama"), EngineConfig(num_blocks=64, **EXACT), connect))
@@ -181,7 +184,7 @@ def test_a_daemon_that_dies_between_telling_and_loading_costs_hits_alone(
 ) -> None:
     daemon = DaemonProcess(home / "s", host__size="16MiB")
     service = {"socket": home / "s", "deadline": "60s"}
-    sections: dict[str, Any] = {"cache": {"load_or_recompute": "load"}, "service": service}
+    sections: dict[str, Any] = {"cache": CACHE, "service": service}
     connect = LocalConnector.connect(Config.model_validate(patient(sections)))
     engine = Engine.from_config(config_of("llama"), EngineConfig(num_blocks=64, **EXACT), connect)
     assert isinstance(engine.connector, LocalConnector)

@@ -94,7 +94,7 @@ def test_others_are_refused_by_name_at_the_start(what: str) -> None:
 def test_a_model_refused_for_segments_is_cached_exactly_without_them() -> None:
     model = tiny(of_kind("Phi3Config")())
     tokens = torch.tensor([prompt(1, 90)])
-    with KVTier(model, Config.load(host={"size": "4MiB"})) as kv:
+    with KVTier(model, Config.load(host={"size": "4MiB"}, cache={"block_size": 16})) as kv:
         for num_cached in (0, 80):
             kv.generate(tokens, max_new_tokens=4, do_sample=False)
             assert kv.num_cached_tokens == num_cached

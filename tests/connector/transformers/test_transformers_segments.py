@@ -28,6 +28,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id
 DOCUMENTS = [prompt(seed, length) for seed, length in ((1, 48), (2, 37), (3, 64))]
 QUESTION = prompt(9, 11)
 REUSED = 48 + 32 + 64  # full blocks of 16
+ON: dict[str, Any] = {"block_size": 16, "segments": "on", "segment_min_tokens": 16}
 UNBOUND = Repair(max_deviation=9)  # K and V of random weights depend much on what stands before
 Open = Callable[..., KVTier]
 
@@ -79,8 +80,7 @@ def open_tier(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]
     opened: list[KVTier] = []
 
     def factory(model: Any = None, host: str = "8MiB", **cache: Any) -> KVTier:
-        section = {"load_or_recompute": "load", "prefetch_deadline": "60s", **cache}
-        section = {"segments": "on", "segment_min_tokens": 16, **section}
+        section = {**ON, "load_or_recompute": "load", "prefetch_deadline": "60s", **cache}
         file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
         chosen: Any = model or plain("llama")
         opened.append(KVTier(chosen, Config.load(host={"size": host}, file=file, cache=section)))
@@ -321,10 +321,10 @@ def test_transformers_and_our_engine_find_each_others_segments(tmp_path: Path, d
     plain("qwen3").save_pretrained(tmp_path / "model")  # type: ignore[operator]
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(tmp_path / "model").eval()
-    cache = {"segments": "on", "segment_min_tokens": 16, "load_or_recompute": "load", "prefetch_deadline": "60s"}
+    cache = {**ON, "load_or_recompute": "load", "prefetch_deadline": "60s"}
     file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
     config = Config.load(host={"size": "8MiB"}, file=file, cache=cache)
-    settings = EngineConfig(num_blocks=128, segments="on", segment_min_tokens=16)
+    settings = EngineConfig(num_blocks=128, **ON)
     others = [prompt(seed, 48) for seed in (11, 12)]
     tokens, segments = asked(others)
     # transformers computes segments, our engine reads them …
@@ -346,9 +346,9 @@ def test_transformers_and_our_engine_find_each_others_segments(tmp_path: Path, d
 
 def test_clients_of_a_daemon_share_segments(tmp_path: Path, disk_dir: Path) -> None:
     file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
-    cache: dict[str, Any] = {"load_or_recompute": "load", "prefetch_deadline": "60s"}
+    cache: dict[str, Any] = {"block_size": 16, "load_or_recompute": "load", "prefetch_deadline": "60s"}
     daemon = DaemonThread(tmp_path / "s", host={"size": "8MiB"}, file=file, cache=cache)
-    cache |= {"segments": "on", "segment_min_tokens": 16}
+    cache |= ON
     config = Config.load(host={"size": "8MiB"}, cache=cache, service={"socket": str(tmp_path / "s")})
     model: Any = plain("llama")
     with KVTier(model, config) as one, KVTier(model, config) as other:

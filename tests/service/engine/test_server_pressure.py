@@ -149,7 +149,7 @@ def test_a_deadline_ends_a_request_and_frees_its_blocks(model: Path) -> None:
 
 def test_a_deadline_ends_segments_and_texts_to_precompute(model: Path) -> None:
     """With those that were queued to bring the segments: nothing of them stays."""
-    cache = {"segments": "on", "segment_min_tokens": 16}
+    cache = {"segments": "on", "segment_min_tokens": 16, "block_size": 16}
     marked: dict[str, Any] = {"prompt": [*range(1, 101)], "kvtier": {"segments": [[20, 60], [60, 95]]}}
     with serving(model, cache=cache, server={"request_timeout": "300ms"}) as server:
         asked: list[tuple[str, dict[str, Any]]] = [

@@ -11,7 +11,7 @@ from server_rig import MODEL, ServerThread, save_checkpoint, serving
 from kvtier.connector.segments import REPAIR_RULES
 from kvtier.service.openai.bodies import RepairFields
 
-ON: dict[str, Any] = {"segments": "on", "segment_min_tokens": 16}
+ON: dict[str, Any] = {"segments": "on", "segment_min_tokens": 16, "block_size": 16}
 IDS = list(range(1, 101))
 DOCUMENT = "a document of some forty characters, say"
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": IDS, "max_tokens": 1, "ignore_eos": True}
