@@ -73,7 +73,9 @@ class CacheConfig(Section):
         "off",
         "on: requests may name segments, whose KV is reused elsewhere: approximate; kvtier's engine and transformers",
     )
-    segment_min_tokens: WholeNumber = option(32, "tokens of the shortest segment that is reused", ge=1, lt=2**31)
+    segment_min_tokens: WholeNumber = option(
+        32, "tokens of the shortest segment that is reused, at least a block", ge=1, lt=2**31
+    )
     repair_share: float = option(0.15, "share of reused tokens that are computed anew", ge=0, le=1)
     repair_rule: Literal["deviation", "question", "first", "borders", "random"] = option(
         "deviation", "which reused tokens are computed anew"
