@@ -146,8 +146,9 @@ ARCHITECTURES: Final = (
     _of("qwen2", "Qwen 2, 2.5", "Qwen2"),
     _of("qwen3", "Qwen 3", "Qwen3", **_HEAD),
     _of("qwen3-moe", "Qwen 3 MoE", "Qwen3Moe", **_HEAD, **_EXPERTS, num_experts=4),
-    _of("qwen3-next", "Qwen 3 Next", "Qwen3Next", vllm_dtype="bfloat16", **_HEAD, **_EXPERTS, **_LINEAR, num_experts=4,
-        shared_expert_intermediate_size=64),
+    _of("qwen3-next", "Qwen 3 Next", "Qwen3Next", vllm_dtype="bfloat16", **_EXPERTS, num_experts=4,
+        shared_expert_intermediate_size=64, head_dim=128, num_attention_heads=8, num_key_value_heads=8,
+        **{**_LINEAR, "linear_num_value_heads": 2}),  # small states and large heads: blocks of 64
     _of("qwen3.5", "Qwen 3.5, text", "Qwen3_5Text", **_HEAD,
         **{**_LINEAR, "linear_key_head_dim": 32, "linear_value_head_dim": 32}),
     _of("gemma2", "Gemma 2", "Gemma2", **_HEAD, **_SLIDING, query_pre_attn_scalar=32, initializer_range=0.05),

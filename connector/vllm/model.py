@@ -84,12 +84,13 @@ class SlotPlan:
 
 def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> SlotPlan:
     _require_supported(vllm_config)
-    every, states = _specs(kv_cache_config), _states(kv_cache_config)
+    every = _specs(kv_cache_config)
     specs = {name: spec for name, spec in every.items() if not _is_state(spec)}
-    for name, spec in specs.items():
-        _require_plain(name, spec)
     if not specs:
         raise ConfigError(f"KV layout: no layer keeps K and V, only states; {_LEAVE_OUT}")
+    states = _states(kv_cache_config)
+    for name, spec in specs.items():
+        _require_plain(name, spec)
     layers = tuple(sorted(specs, key=_index))
     if len({_index(name) for name in layers}) != len(layers):
         raise ConfigError(f"KV layout: {len(layers)} layers share indices, a layer has several; {_LEAVE_OUT}")
@@ -170,7 +171,7 @@ def _states(kv_cache_config: Any) -> tuple[StateGroup, ...]:
         for spec in specs.values():
             if spec.mamba_cache_mode != "align":
                 raise ConfigError(
-                    f"mamba_cache_mode {spec.mamba_cache_mode!r}: kvtier keeps states that vLLM has at the end of a "
+                    f"mamba_cache_mode {spec.mamba_cache_mode!r}: states are kept where vLLM has them, at the end of a "
                     "block; start with --enable-prefix-caching --mamba-cache-mode align"
                 )
         sizes = tuple(spec.real_page_size_bytes for spec in specs.values())
