@@ -197,15 +197,14 @@ def test_a_block_is_not_taken_again_before_its_store_has_ended(make: Make, cold:
     engine, connector = make(num_blocks=12)
     first, second, third = prompt(1, 64), prompt(2, 90), prompt(3, 60)
     assert same(engine.generate([first], KEEP)[0], cold(first))  # ended: its four blocks wait for their copy
-    assert engine.pool.num_free_blocks == 8
-    assert same(engine.generate([second], KEEP)[0], cold(second))  # seven blocks, none of them those
-    assert engine.pool.num_free_blocks == 3
+    assert engine.pool.num_free_blocks == 7  # … and its unfinished last one
+    assert same(engine.generate([second], KEEP)[0], cold(second))  # six blocks, none of them those
     third_id = engine.add_request(third, KEEP)
     for _ in range(5):
         assert engine.step() == []  # it needs four and one to grow: it waits, nobody raises
     assert engine.request(third_id).state is SequenceState.WAITING
     connector.stream.complete_all()  # the Witness compares each slot with what L1 held at store time
-    assert connector.stream.num_stored == 9
+    assert connector.stream.num_stored == 11  # with the unfinished last block of each
     come_to_rest(engine, connector)
     # And what L2 got is what the prompts' KV is.
     for tokens in (first, second, third):
@@ -307,7 +306,7 @@ def test_preempted_at_every_step_and_the_answer_is_the_same(
 # 16, 18, 22 and 24 at once: a random crowd, copies that end late, out of step, or badly.
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, 2, 5])  # whose crowds load something, too
 @pytest.mark.parametrize(("loading", "preemption"), [("async", "offload"), ("layerwise", "recompute")])
 def test_a_crowd_over_a_stream_that_dawdles_and_fails(
     make: Make, cold: Cold, loading: str, preemption: str, seed: int
@@ -411,16 +410,16 @@ def test_whichever_copy_fails_the_answer_is_right(make: Make, cold: Cold, loadin
     for n in range(1, 8):
         tokens = [*prompt(30 + n, 80), *prompt(7, 10)]
         engine.generate([tokens[:50]], KEEP)  # part of it is stored …
-        assert connector.hierarchy.drain(60)
+        come_to_rest(engine, connector)  # the last block's unfinished copy, too
         engine.pool.reset()
         engine.pool.tensor.fill_(torch.nan)
         stream.left = n
         assert same(engine.generate([tokens], KEEP)[0], cold(tokens))  # … so this one loads and stores
         stream.left = 0
-        assert connector.hierarchy.drain(60)
+        come_to_rest(engine, connector)  # the last block's unfinished copy, too
         engine.pool.reset()
         assert same(engine.generate([tokens], KEEP)[0], cold(tokens))  # and nothing half copied was kept
     stats = connector.hierarchy.stats()
-    assert stats[f'kvtier_miss_total{{reason="{Outcome.COPY_FAILED}"}}'] == 3  # of n = 1: all it wanted to load
+    assert stats[f'kvtier_miss_total{{reason="{Outcome.COPY_FAILED}"}}'] == 4  # of n = 1: all it wanted to load
     assert stats[f'kvtier_store_dropped_total{{tier="l2",reason="{Outcome.COPY_FAILED}"}}'] > 0
     assert engine.stats["failed_loads"] == 1
