@@ -134,9 +134,8 @@ class SchedulerSide:
         """
         known = self.requests[request_id]
         chain, blocks = known.request.chain, [int(block) for block in block_ids]
-        hashes = chain.hashes
-        parent = hashes[first_block - 1] if first_block else chain.root
-        wanted = Wanted(hashes[first_block : first_block + len(blocks)], parent, chain.tenant)
+        hashes = chain.hashes[first_block : first_block + len(blocks)]
+        wanted = Wanted(hashes, chain.parent(first_block), chain.tenant)
         op_id = next(self._op_ids)
         self._wanted[op_id] = StoringOp(request_id, chain, first_block, wanted, known.epoch, blocks)
         return op_id

@@ -45,8 +45,8 @@ def paged_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
 @contextmanager
 def _attending(model: PreTrainedModel, way: str) -> Iterator[None]:
     chosen: str = model.config._attn_implementation
-    model.set_attn_implementation(way)
     try:
+        model.set_attn_implementation(way)
         yield
     finally:
         model.set_attn_implementation(chosen)

@@ -114,6 +114,8 @@ def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> Slo
         canonical=canonical,
         states=states,
     )
+    if canonical and _is_packed(spec):
+        raise ConfigError('keys "kvtier": this attention backend packs its blocks in its own way; use keys "vllm"')
     if canonical and spec.kv_quant_mode:
         raise ConfigError('keys "kvtier": quantised KV has no canonical form; use keys "vllm"')
     if canonical and plan.states:
@@ -212,6 +214,8 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
     spec = _specs(kv_cache_config)[plan.layers[0]]
     dtype = str(model.dtype).removeprefix("torch.")
     native = "vllm-layer-head-token" if plan.content == "plain" else f"vllm-layer-head-token/{plan.content}"
+    if _is_packed(spec):
+        native += f"/{spec.num_head_slots}x{spec.state_content_bytes}"
     return ModelIdentity(
         model=name_of(path),
         revision=revision_of(path),
@@ -236,7 +240,9 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
 def _kv_dtype(vllm_config: Any, spec: Any) -> str:
     """What a stored number is; of quantised KV, how vLLM quantises it, too."""
     dtype = str(spec.dtype).removeprefix("torch.")
-    return f"{vllm_config.cache_config.cache_dtype}/{dtype}" if spec.kv_quant_mode else dtype
+    if not spec.kv_quant_mode:
+        return dtype
+    return f"{vllm_config.cache_config.cache_dtype}/{dtype}/{current_platform.fp8_dtype()}"  # two platforms' fp8 differ
 
 
 def _config_digest(model: Any, path: Path) -> str:
@@ -287,11 +293,18 @@ def _specs_of(group: Any) -> dict[str, Any]:
 
 
 def _state_layout(kv_cache_config: Any) -> str:
-    """What a state's bytes are, for the identity: the shape and dtype of all that vLLM keeps of a layer."""
-    kinds = {
-        f"{spec.mamba_type}:{spec.shapes}:{spec.dtypes}" for spec in _specs(kv_cache_config).values() if _is_state(spec)
-    }
-    return "".join(f"/{kind}" for kind in sorted(kinds))
+    """What states are, for the identity: each group's layers, and shape and dtype of all that vLLM keeps of one."""
+    kinds = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        for name, spec in _specs_of(group).items():
+            if _is_state(spec):
+                kinds.append(f"/{number}:{_index(name)}:{spec.mamba_type}:{spec.shapes}:{spec.dtypes}")
+    return "".join(kinds)
+
+
+def _is_packed(spec: Any) -> bool:
+    """Whether the attention backend keeps K and V otherwise than side by side for each head."""
+    return getattr(spec, "num_head_slots", None) is not None or getattr(spec, "state_content_bytes", None) is not None
 
 
 def _is_state(spec: Any) -> bool:

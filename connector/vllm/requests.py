@@ -27,7 +27,8 @@ class TrackedRequest:
     synchronous: bool = False  # how the answer's load would be made
     tables: Tables = ()  # as of its last load or store
     closed: ClosedRequest | None = None  # what was looked up for it, if the model has states
-    states: StateRequest | None = None  # once one of its states was stored
+    states: StateRequest | None = None  # if the model has states
+    has_guessed: bool = False  # tiers that nodes share were asked for its last border
     gives_up: bool = False  # nothing more is loaded for it with its states: a load failed once
     is_counted: bool = False  # its misses, where nothing could be asked for
 

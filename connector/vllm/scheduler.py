@@ -285,6 +285,8 @@ class SchedulerHalf:
         if row is None and self._keeps and (keys := self.names.of(request)) is not None:
             row = self._rows[request.request_id] = TrackedRequest(request, request.request_id, keys)
             self.side.admit(row)
+            if self._states is not None:
+                self._states.admit(row)
         return row
 
     def _offer(self, row: TrackedRequest, num_scheduled: int, state: Any) -> None:

@@ -30,6 +30,11 @@ class StateSide:
         self._size = plan.block_size
         self._keeps_answers = keeps_answers
 
+    def admit(self, row: TrackedRequest) -> None:
+        """Know a request's states from its first moment: a reset drops them as it drops its blocks."""
+        row.states = StateRequest.of(row.request_id, row.chain, self._groups)
+        self._side.admit(row.states)
+
     def lookup(self, row: TrackedRequest) -> int | Pending:
         """How many tokens beyond the `row.asked` in L1 can be loaded with the states behind them, or PENDING."""
         first = row.asked // self._size
@@ -39,6 +44,12 @@ class StateSide:
             self.let_go(row)
             usable = min(len(row.chain.hashes), (row.num_tokens - 1) // self._size)
             border = last_border(self._side.tiers, row.chain, range(first + 1, usable + 1), self._groups)
+            if not border and usable > first and not row.has_guessed and self._side.tiers.has_lower:
+                row.has_guessed, row.is_counted, border = (
+                    True,
+                    True,
+                    usable,
+                )  # perhaps tiers that nodes share have this very prompt
             if not border:
                 self._count_misses(row, usable)
                 return 0
@@ -80,9 +91,7 @@ class StateSide:
             block = tables[group][border - 1] if tables is not None and border <= len(tables[group]) else _NULL
             if block == _NULL:
                 continue
-            if row.states is None:
-                row.states = StateRequest.of(row.request_id, row.chain, self._groups)
-                self._side.admit(row.states)
+            assert row.states is not None
             at = row.states.chain.index(border - 1, group)
             self._side.store(row.states.request_id, at, [exactly(group * self._num_blocks + block)])
 

@@ -4,6 +4,7 @@ vLLM has a group's state at the end of some blocks, where a step ended. A prompt
 up to there are held, and the state of every such group at it.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, overload
@@ -13,7 +14,8 @@ from kvtier.tiers import ChainHash
 from kvtier.tiers.hierarchy import CacheTiers
 from kvtier.tiers.naming import state_name
 
-_BORDERS: Final = 64  # that are looked at, from the last one held backwards: a step's tokens end in one of them
+_BORDERS: Final = 32  # that are looked at, from the last one held backwards: a step's tokens end in one of them
+_PATIENCE: Final = 0.02  # seconds that may take: over a daemon each look is a round trip
 _MARK: Final = "\0"  # in the names of what belongs to a request; vLLM's have none
 
 
@@ -145,13 +147,16 @@ class ClosedRequest:
 
 
 def last_border(tiers: CacheTiers, blocks: BlockChain, among: range, groups: Sequence[int]) -> int:
-    """The last border in `among` at which blocks and states are held; 0: there is none.
+    """The last border in `among` at which blocks and states are known to be held; 0: there is none.
 
-    Looks at L2 and the tiers of this node. Tiers that nodes share are asked by a claim, of one border.
+    It knows L2 and the tiers of this node. Tiers that nodes share are asked by a claim, of one border.
     """
+    until = time.monotonic() + _PATIENCE
     found = tiers.locate(blocks.hashes[: among.stop - 1], 0.0)
     last = found.blocks - found.miss
     for border in range(min(last, among.stop - 1), max(among.start, last - _BORDERS + 1) - 1, -1):
+        if time.monotonic() >= until:
+            return 0
         states = [state_name(blocks.hashes[border - 1], group) for group in groups]
         if all(not tiers.locate([state], 0.0).miss for state in states):
             return border

@@ -217,7 +217,7 @@ class WorkerHalf:
         if blocks.device.type == "cuda":
             region.pin(_TorchPin())
         stream = CudaCopyStream(blocks, region) if blocks.device.type == "cuda" else HostCopyStream(blocks, region)
-        sizes = len(self._plan.layers), max(self._plan.layer_bytes)
+        sizes = blocks.num_layers, max(self._plan.layer_bytes)  # of a group of states there may be more than of K and V
         return WorkerSide(stream, *sizes, _DEADLINE, by_layers=self._layerwise)
 
 

@@ -28,7 +28,7 @@ def configs(spec: Any = SPEC, *, tp: int = 1, replicas: int = 1, **changed: Any)
     parallel = {"tensor_parallel_size": tp, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1}
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
-        model_config=SimpleNamespace(model="m", is_encoder_decoder=False),
+        model_config=SimpleNamespace(model="m", is_encoder_decoder=False, dtype=torch.float32),
         load_config=SimpleNamespace(load_format="auto"),
         speculative_config=None,
     )
@@ -64,7 +64,10 @@ def test_another_version_is_refused_with_both_named(monkeypatch: pytest.MonkeyPa
         ({"model_config__is_encoder_decoder": True}, "an encoder's KV is not kept"),
         ({"spec": replace(SPEC, dtype=torch.uint8)}, r"layer model\.layers\.0.* keeps uint8; kvtier keeps"),
         ({"spec": replace(SPEC, state_content_bytes=100)}, "packs its blocks in an unknown way"),
-        ({"spec": MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,))}, "is of kind MambaSpec"),
+        (
+            {"spec": MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,))},
+            "no layer keeps K and V, only states",
+        ),
     ],
 )
 def test_what_cannot_be_kept_right_is_refused(changed: dict[str, Any], message: str) -> None:

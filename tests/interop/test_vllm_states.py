@@ -90,6 +90,18 @@ def test_a_new_engine_goes_on_from_states_that_an_old_one_stored(
         assert second.found_in("file") > 0
 
 
+def test_a_group_may_have_more_states_than_there_are_layers_without(tmp_path: Path) -> None:
+    odd = make_checkpoint("qwen3-next-odd", tmp_path / "model", dtype=torch.bfloat16)
+    with engine(odd, **OPTIONS) as plain:
+        expected = one_by_one(plain, PROMPTS[:1])[1]
+    with engine(odd, tiers(tmp_path / "slab"), **OPTIONS) as vllm:
+        [state] = vllm.half._plan.states
+        assert len(state.layers) > len(vllm.half._plan.layers)
+        assert one_by_one(vllm, PROMPTS[:1])[1] == expected
+        vllm.forget_l1()
+        assert one_by_one(vllm, PROMPTS[:1]) == ([1280], expected)
+
+
 def test_the_next_turn_goes_on_from_the_answer(model: Path, tmp_path: Path) -> None:
     first_turn = prompt(5, 300)
     with engine(model, **OPTIONS) as plain:

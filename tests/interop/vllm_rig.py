@@ -70,15 +70,18 @@ def config_of(family: str) -> Any:
             "topk_group": 1,
         }
         return transformers.DeepseekV2Config(**{k: v for k, v in sizes.items() if v is not None}, **ranks, **dense)
-    if family == "qwen3-next":  # every other layer has a recurrent state; vLLM's blocks are 160 tokens then
-        sizes = {**_SIZES, "num_key_value_heads": 4, "head_dim": 128}
+    if family.startswith("qwen3-next"):  # every other layer has a recurrent state; vLLM's blocks are 160 tokens then
+        kinds = ["linear_attention", "full_attention"] * 2
+        if family == "qwen3-next-odd":  # more layers with a state than without, and in one group
+            kinds = [*kinds, "linear_attention", "full_attention", "linear_attention"]
+        sizes = {**_SIZES, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": len(kinds)}
         linear: dict[str, Any] = {f"linear_{part}_head_dim": 128 for part in ("key", "value")}
         experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
         return transformers.Qwen3NextConfig(
             **sizes,
             **linear,
             **experts,
-            layer_types=["linear_attention", "full_attention"] * 2,
+            layer_types=kinds,
             linear_num_key_heads=2,
             linear_num_value_heads=4,
             shared_expert_intermediate_size=64,

@@ -48,6 +48,7 @@ class Story:
         keys: Any = Keys(self.chain)
         self.row = TrackedRequest(request, "r", keys)
         self.side.admit(self.row)
+        self.states.admit(self.row)
         self.tier.fill(self.chain)
 
     def hold(self, border: int, *groups: int) -> None:
@@ -146,7 +147,7 @@ def test_blocks_without_a_state_are_never_promised(story: Story) -> None:
     story.hold(6, GROUPS[1])
     assert story.asked() == 0
     misses = 'kvtier_lookup_blocks_total{tier="miss"}'
-    assert story.hierarchy.stats()[misses] == 6  # once, however often it is asked
+    assert story.hierarchy.stats()[misses] == 2  # the states of the last border; once, however often it is asked
 
 
 def test_a_state_that_cannot_be_read_is_no_promise(story: Story) -> None:
@@ -185,3 +186,27 @@ def test_a_step_that_ends_where_a_block_ends_leaves_states_to_be_stored(
     story.side.update(WorkerReport(tuple(store.op_id for store in stores)))
     assert story.hierarchy.drain(60)
     assert all(name in story.tier.blocks for name in names)
+
+
+def test_a_reset_drops_the_states_of_requests_that_were_there_before(story: Story) -> None:
+    """As it drops their blocks: both were perhaps computed with other weights."""
+    tables = [[0, 0, 7, 0], [1, 2, 3, 4], [0, 0, 9, 0]]
+    state: Any = SimpleNamespace(get_block_ids=lambda request_id: tables)
+    story.hierarchy.reset()
+    story.states.offer(story.row, 3 * BLOCK_SIZE, state)
+    assert not story.side.build_plan().stores
+
+
+def test_a_states_record_stands_behind_its_block(story: Story) -> None:
+    tables = [[0, 0, 7, 0], [1, 2, 3, 4], [0, 0, 9, 0]]
+    state: Any = SimpleNamespace(get_block_ids=lambda request_id: tables)
+    story.states.offer(story.row, 3 * BLOCK_SIZE, state)
+    stores = story.side.build_plan().stores
+    for store, group in zip(stores, GROUPS, strict=True):
+        fill_slots(story.hierarchy, store.host_slots, [state_name(story.chain.hashes[2], group)])
+    story.side.update(WorkerReport(tuple(store.op_id for store in stores)))
+    assert story.hierarchy.drain(60)
+    for group in GROUPS:
+        record, _ = story.tier.blocks[state_name(story.chain.hashes[2], group)]
+        assert record.parent == story.chain.hashes[2]
+        assert record.tokens == story.chain.block_tokens(2)
