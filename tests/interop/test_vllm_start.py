@@ -176,7 +176,7 @@ def test_the_canonical_order_is_the_same_whatever_the_kernel_keeps(
 ) -> None:
     if content == "cpu-vec" and kernel_blocks > 1:
         pytest.skip("vLLM's CPU kernels take whole blocks")
-    monkeypatch.setattr(vllm_model, "_content", lambda spec: content)
+    monkeypatch.setattr(vllm_model, "_content", lambda spec, dtype: content)
     plan = plan_of(canonical=True)
     keys, values = (torch.randn(4, 32, 2, 64).to(torch.bfloat16) for _ in range(2))  # [blocks, tokens, heads, dim]
     by_head = keys.transpose(1, 2), values.transpose(1, 2)

@@ -26,6 +26,7 @@ import torch
 import transformers
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.distributed.parallel_state import destroy_model_parallel
 
 VOCAB: Final = 512
 BLOCK: Final = 32  # tokens: vLLM's CPU kernels take multiples of it
@@ -135,6 +136,7 @@ class Engine:
             }
         if transfer is not None:
             options["kv_transfer_config"] = KVTransferConfig(**transfer)
+        destroy_model_parallel()  # groups of ranks for experts are made only for a process's first engine otherwise
         defaults = {"dtype": "float32", "max_model_len": 1024, "num_gpu_blocks_override": 128, "block_size": BLOCK}
         self.llm: Any = LLM(
             model=str(model),
