@@ -142,9 +142,6 @@ class ClosedRequest:
         """As if a token stood behind the states: all of them may be promised."""
         return len(self.chain.hashes) * self.chain.block_size + 1
 
-    def states(self) -> Sequence[ChainHash]:
-        return self.chain.hashes[self.border :]
-
 
 def last_border(tiers: CacheTiers, blocks: BlockChain, among: range, groups: Sequence[int]) -> int:
     """The last border in `among` at which blocks and states are known to be held; 0: there is none.
