@@ -6,7 +6,7 @@
 #   make quick        tiers, connectors, state machines and the architecture: what one runs after every change
 #   make coverage     the whole suite, and which lines of the product it ran, by folder
 #   make test-vllm    a real vLLM over kvtier's tiers; its packages are kept in your cache directory
-#   make test-sglang  a real SGLang, likewise
+#   make test-sglang  a real SGLang, likewise; test-vllm-0.33: vLLM's next release on this one's CPU kernels
 #   make check        ruff, ruff format, strict mypy, the architecture test
 #   make bench        every benchmark in its quick form
 #   make soak         a whole node under faults for MINUTES=…; likewise kills and crash-images COUNT=…, fuzz MINUTES=…
@@ -34,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
 STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
-.PHONY: help setup demo demo-rag beside test quick coverage test-vllm test-sglang check format bench soak kills crash-images fuzz clean
+.PHONY: help setup demo demo-rag beside test quick coverage test-vllm test-vllm-0.33 test-sglang check format bench soak kills crash-images fuzz clean
 
 help:
 	sed -n '3,13s/^# *//p' Makefile
@@ -77,11 +77,11 @@ coverage: beside
 	exit $${failed:-0}
 
 # Their libraries warn of much: here a warning is no error. vLLM's stories take a core each, SGLang's want the machine.
-test-vllm: ENGINE_ARGS = -n 2 --dist worksteal
-test-vllm test-sglang: test-%:
+test-vllm test-vllm-0.33: ENGINE_ARGS = -n 2 --dist worksteal
+test-vllm test-vllm-0.33 test-sglang: test-%:
 	.ci/beside-engine $*
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-$*/bin/python -m pytest -W default \
-		tests/interop/test_pins.py $(wildcard tests/interop/test_$**.py) $(ENGINE_ARGS)
+		tests/interop/test_pins.py $(wildcard tests/interop/test_$(firstword $(subst -, ,$*))*.py) $(ENGINE_ARGS)
 
 check: setup
 	$(VENV)/bin/ruff check .
@@ -108,5 +108,5 @@ soak kills crash-images fuzz: setup
 		$(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON))
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-vllm-0.33 .venv-sglang dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

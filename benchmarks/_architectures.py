@@ -98,6 +98,32 @@ def _of(name: str, label: str, config: str, /, *, vllm_dtype: str = "float32", *
     return Architecture(name, label, f"{config}Config", options, vllm_dtype=vllm_dtype)
 
 
+_IMAGES: Final = "AutoModelForImageTextToText"
+_MROPE: Final[dict[str, Any]] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
+}
+_QWEN_IDS: Final[dict[str, Any]] = {
+    "image_token_id": 500,
+    "video_token_id": 501,
+    "vision_start_token_id": 502,
+    "vision_end_token_id": 503,
+}
+_EYE: Final[dict[str, Any]] = {  # the smallest vision part
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_QWEN_EYE: Final[dict[str, Any]] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "out_hidden_size": 128,
+    "patch_size": 4,
+}
 _VISION: Final[dict[str, Any]] = {"depth": 1, "hidden_size": 32, "num_heads": 2, "embed_dim": 32, "patch_size": 4}
 _IDS: Final[dict[str, Any]] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _GPT2: Final[dict[str, Any]] = {
@@ -158,6 +184,8 @@ ARCHITECTURES: Final = (
         activation_sparsity_pattern=[0.0] * 4, **_SMALL),
     _of("gemma4", "Gemma 4, text", "Gemma4Text", **_HEAD, **_SLIDING, global_head_dim=64, num_kv_shared_layers=0,
         vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=16, **_SMALL),
+    _of("gemma4-shared", "Gemma 4, text, shared K and V", "Gemma4Text", **_HEAD, **_SLIDING, global_head_dim=64,
+        num_kv_shared_layers=2, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=16, **_SMALL),
     _of("gpt-oss", "gpt-oss", "GptOss", **_HEAD, **_SLIDING, num_local_experts=4, num_experts_per_tok=2),
     _of("phi3", "Phi-3 4k, Phi-4", "Phi3"),
     _of("phi3-long", "Phi-3 128k, Phi-4 mini", "Phi3", original_max_position_embeddings=1024,
@@ -166,8 +194,19 @@ ARCHITECTURES: Final = (
     _of("phimoe", "Phi-3.5 MoE", "Phimoe", num_local_experts=4),
     _of("deepseek-v2", "DeepSeek V2", "DeepseekV2", **_MLA),
     _of("deepseek-v3", "DeepSeek V3, R1, Kimi K2", "DeepseekV3", **{**_MLA, "q_lora_rank": 32}),
+    _of("deepseek-v3-moe", "DeepSeek V3 with experts", "DeepseekV3",
+        **{**_MLA, "q_lora_rank": 32, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_shared_experts": 1,
+           "moe_intermediate_size": 64}),
     _of("deepseek-v3.2", "DeepSeek V3.2", "DeepseekV32",
-        **{**_MLA, "q_lora_rank": 32, "index_n_heads": 2, "index_head_dim": 128, "index_topk": 64}),
+        **{**_MLA, "q_lora_rank": 32, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 64}),
+    _of("minicpm3", "MiniCPM 3", "MiniCPM3", **{**_MLA, "q_lora_rank": 32}),
+    _of("longcat-flash", "LongCat-Flash", "LongcatFlash", **{**_MLA, "q_lora_rank": 32}, head_dim=64, num_layers=2,
+        ffn_hidden_size=192, expert_ffn_hidden_size=64, moe_topk=2, zero_expert_num=1),
+    _of("glm4-moe-lite", "GLM-4.7-Flash", "Glm4MoeLite", **{**_MLA, "q_lora_rank": 32}, moe_intermediate_size=64),
+    _of("glm-moe-dsa", "GLM-5", "GlmMoeDsa", **{**_MLA, "q_lora_rank": 32}, head_dim=64, moe_intermediate_size=64,
+        index_n_heads=32, index_head_dim=128, index_topk=64),
+    _of("mimo-v2-flash", "MiMo-V2-Flash", "MiMoV2Flash", **_SLIDING, **_EXPERTS, head_dim=48, v_head_dim=32,
+        n_routed_experts=4, mlp_layer_types=["dense"] * 4),
     Architecture("mamba", "Mamba", "MambaConfig", {"intermediate_size": 256, "state_size": 16}),
     Architecture("mamba2", "Mamba 2", "Mamba2Config",
                  {"intermediate_size": 256, "num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1}),
@@ -233,17 +272,32 @@ ARCHITECTURES: Final = (
     Architecture("t5", "T5", "T5Config", {**_T5, "decoder_start_token_id": 0}, True, "AutoModelForSeq2SeqLM"),
     Architecture("bart", "BART", "BartConfig", _BART, True, "AutoModelForSeq2SeqLM"),
     Architecture(
-        "qwen2-vl", "Qwen 2 VL, text only", "Qwen2VLConfig",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}},
-        model="AutoModelForImageTextToText", text="Qwen2VLTextConfig",
-        outer={"vision_config": {**_VISION, "hidden_size": 128}, "image_token_id": 500, "video_token_id": 501,
-               "vision_start_token_id": 502, "vision_end_token_id": 503},
+        "qwen2-vl", "Qwen 2 VL, text only", "Qwen2VLConfig", _MROPE, model=_IMAGES, text="Qwen2VLTextConfig",
+        outer={"vision_config": {**_VISION, "hidden_size": 128}, **_QWEN_IDS},
     ),
     Architecture(
-        "llava", "LLaVA, text only", "LlavaConfig", {**_HEAD, "model_type": "llama"},
-        model="AutoModelForImageTextToText", text="LlamaConfig",
-        outer={"vision_config": {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48,
-                                 "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8},
-               "image_token_index": 500, "vision_feature_layer": -1},
+        "qwen2.5-vl", "Qwen 2.5 VL, text only", "Qwen2_5_VLConfig", _MROPE, model=_IMAGES, text="Qwen2_5_VLTextConfig",
+        outer={"vision_config": {**_QWEN_EYE, "fullatt_block_indexes": [0]}, **_QWEN_IDS},
+    ),
+    Architecture(
+        "qwen3-vl", "Qwen 3 VL, text only", "Qwen3VLConfig", {**_HEAD, **_MROPE}, model=_IMAGES,
+        text="Qwen3VLTextConfig",
+        outer={"vision_config": {**_QWEN_EYE, "deepstack_visual_indexes": [0]}, **_QWEN_IDS},
+    ),
+    Architecture(
+        "gemma3-vl", "Gemma 3, text only", "Gemma3Config", {**_HEAD, **_SLIDING, "query_pre_attn_scalar": 32, **_SMALL},
+        model=_IMAGES, text="Gemma3TextConfig",
+        outer={"vision_config": {**_EYE, "model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4,
+               "image_token_index": 500, "boi_token_index": 501, "eoi_token_index": 502},
+    ),
+    Architecture(
+        "mistral3", "Mistral Small 3, text only", "Mistral3Config", {**_HEAD, "model_type": "mistral"}, model=_IMAGES,
+        text="MistralConfig",
+        outer={"vision_config": {**_EYE, "model_type": "pixtral"}, "image_token_index": 500},
+    ),
+    Architecture(
+        "llava", "LLaVA, text only", "LlavaConfig", {**_HEAD, "model_type": "llama"}, model=_IMAGES, text="LlamaConfig",
+        outer={"vision_config": {**_EYE, "model_type": "clip_vision_model"}, "image_token_index": 500,
+               "vision_feature_layer": -1},
     ),
 )  # fmt: skip

@@ -201,8 +201,47 @@ def try_vllm(architecture: Architecture, folder: Path) -> Trial:
     return judge(expected, cold, warm, restart, said)
 
 
+def try_sglang(architecture: Architecture, folder: Path) -> Trial:
+    """SGLang's engine over HiCache, in processes of its own; kvtier is its storage.
+
+    What is asked again is a chat's second turn, since SGLang keeps a recurrent state only where a request ended.
+    """
+    import sglang_rig
+
+    path, slabs = folder / "model", folder / "slab"
+    architecture.save(path)
+    options: dict[str, Any] = {"hicache_mem_layout": "page_first_direct", **sglang_rig.needs(path)}
+
+    def ask(engine: Any, asked: PromptTexts) -> TrialRound:
+        answers = [engine.generate([tokens], num_tokens=NEW)[0] for tokens in asked]
+        return [answer["tokens"] for answer in answers], [answer["storage"] for answer in answers[:2]]
+
+    try:
+        with sglang_rig.Sglang(path, slabs, hicache_storage_backend=None, **options) as plain:
+            first, _ = ask(plain, prompts())
+            turns = [[*prompt, *text, *range(3, 11)] for prompt, text in zip(prompts(), first, strict=True)]
+            expected, _ = ask(plain, turns)
+    except sglang_rig.Died as died:
+        raise EngineLacksError(died.reason) from died
+    try:
+        with sglang_rig.Sglang(path, slabs, **options) as engine:
+            texts, found = ask(engine, prompts())
+            sglang_rig.wait_written(slabs)
+            engine.flush()
+            warm = ask(engine, turns)
+        with sglang_rig.Sglang(path, slabs, **options) as engine:
+            restart = ask(engine, turns)
+    except sglang_rig.Died as died:
+        if "ConfigError: " in died.reason:  # kvtier's own no
+            raise ConfigError(died.reason.partition("ConfigError: ")[2]) from died
+        raise RuntimeError(died.reason) from died
+    cold = expected if texts == first else texts
+    return judge(expected, (cold, found), warm, restart, [])
+
+
 ENGINES: Final[dict[str, Callable[[Architecture, Path], Trial]]] = {
     "kvtier": try_kvtier,
+    "sglang": try_sglang,
     "transformers": try_transformers,
     "vllm": try_vllm,
 }

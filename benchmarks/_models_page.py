@@ -10,7 +10,7 @@ from _architectures import ARCHITECTURES
 ROOT: Final = Path(__file__).resolve().parent.parent
 MODELS: Final = ROOT / "docs" / "models.md"
 SAVED: Final = ROOT / "benchmarks" / "results" / "models.json"
-ENGINES: Final = {"kvtier": "kvtier's engine", "transformers": "`KVTier`", "vllm": "vLLM, CPU"}
+ENGINES: Final = {"kvtier": "kvtier's engine", "transformers": "`KVTier`", "vllm": "vLLM, CPU", "sglang": "SGLang"}
 SHOWN: Final = {"hits": "**hits**", "absent": "not in transformers", "not run": "not run here"}
 
 
@@ -31,13 +31,13 @@ def models_table() -> str:
     document = saved()
     rows = {(row["architecture"], row["engine"]): row for row in document["results"]}
     notes: dict[tuple[str, str], list[str]] = {}  # engine and message → labels
-    lines = [f"| architecture | {' | '.join(ENGINES.values())} | SGLang |", "|---|---|---|---|---|"]
+    lines = [f"| architecture | {' | '.join(ENGINES.values())} |", f"|{'---|' * (1 + len(ENGINES))}"]
     for one in ARCHITECTURES:
         cells = []
         for engine in ENGINES:
             row = rows.get((one.name, engine))
             if row is None:
-                cells.append("—")
+                cells.append("not run here")
                 continue
             shown = SHOWN.get(row["status"], row["status"])
             if row["message"]:
@@ -45,15 +45,16 @@ def models_table() -> str:
                 notes.setdefault(key, []).append(one.label)
                 shown = f"{shown} ({list(notes).index(key) + 1})"
             cells.append(shown)
-        lines.append(f"| {one.label} | {' | '.join(cells)} | not run here |")
+        lines.append(f"| {one.label} | {' | '.join(cells)} |")
     told = [
         f"{number}. {ENGINES[engine]}: `{message.replace('`', chr(39))}`"
         for number, (engine, message) in enumerate(notes, 1)
     ]
     setup = [f"- {ENGINES[engine]}: {document['setup'][engine]}" for engine in ENGINES if engine in document["setup"]]
+    tried = [engine for engine in ENGINES if any(its == engine for _, its in rows)]
     counts = [
         f"{ENGINES[engine]} {sum(row['status'] == 'hits' for (_, its), row in rows.items() if its == engine)}"
-        for engine in ENGINES
+        for engine in tried
     ]
     return (
         "\n\n".join(

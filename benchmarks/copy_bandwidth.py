@@ -56,8 +56,9 @@ class Pools:
         if self.device == "cpu":
             self.stream = HostCopyStream(self.l1, self.region)
         else:
-            if not self.region.pin():
-                raise RuntimeError("L2 could not be pinned: install cupy, raise `ulimit -l`")
+            self.region.pin(self.l1.device.index)
+            if self.region.pinning is None or not self.region.pinning.wait() or self.region.pinning.error:
+                raise RuntimeError("L2 could not be pinned: see whether libcuda.so.1 is there, raise `ulimit -l`")
             self.stream = CudaCopyStream(self.l1, self.region)
 
     def batch(self, pattern: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

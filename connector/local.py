@@ -10,7 +10,7 @@ from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.config import Config
 from kvtier.tiers.copies import BlockPool, CopyStream, CudaCopyStream, HostCopyStream
 from kvtier.tiers.hierarchy import Hierarchy
-from kvtier.tiers.host import cuda_runtime
+from kvtier.tiers.host import cuda_driver
 from kvtier.tiers.naming import KVShape, ModelIdentity
 
 if TYPE_CHECKING:
@@ -40,16 +40,18 @@ class LocalConnector:
         partial_blocks: bool = False,
     ) -> None:
         self.tiers = open_tiers(config, fingerprint, shape)
-        if tensor.is_cuda and config.host.pin and cuda_runtime() is None:
-            _log.warning("[host] pin: no CuPy to pin L2 with, copies will be slow; install kvtier[cuda]")
+        if tensor.is_cuda and config.host.pin and cuda_driver() is None:
+            _log.warning("[host] pin: libcuda.so.1 is not found or does not start, so copies will be slow")
 
         def follow(region_id: int) -> CopyStream | None:
             region = self.tiers.region
             if region is None or region.region_id != region_id:
                 return None
+            if not tensor.is_cuda:
+                return HostCopyStream(tensor, region)
             if config.host.pin:
-                region.pin()
-            return CudaCopyStream(tensor, region) if tensor.is_cuda else HostCopyStream(tensor, region)
+                region.pin(tensor.device.index)
+            return CudaCopyStream(tensor, region)
 
         self.scheduler = BothEndsSide(self.tiers, partial_blocks=partial_blocks and config.cache.partial_blocks)
         self.worker = WorkerSide(follow, shape.num_layers, shape.layer_bytes, _COPY_DEADLINE)

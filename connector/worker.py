@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -44,14 +45,28 @@ class WorkerSide:
         self._late_at = 0.0  # when all of them should be there
 
     def start_load(self, plan: StepPlan) -> None:
-        """Enqueue the plan's L2 → L1 copies."""
-        self._layerwise = [op.op_id for op in plan.loads if op.layerwise]
+        """Enqueue the plan's L2 → L1 copies.
+
+        If that raises, `poll` reports those that lack a part as failed, once their other parts have ended.
+        """
+        awaited = [op for op in plan.loads if op.layerwise]
+        self._layerwise = [op.op_id for op in awaited]
         self._late_at = time.monotonic() + self._deadline
-        for op in plan.loads:
-            stream = self.connect(plan.region)
-            cut = op.layerwise and self._by_layers
-            ranges = self._groups(len(op)) if cut else [(0, self._num_layers)]
-            self._loads[op.op_id] = [(end, stream.load(_copies(op, (start, end)))) for start, end in ranges]
+        # All of a kind are one copy for the device, with the same events. First what this step's compute needs.
+        kinds = [ops for ops in (awaited, [op for op in plan.loads if not op.layerwise]) if ops]
+        events: list[list[tuple[int, CopyEvent]]] = [[] for _ in kinds]
+        for ops, groups in zip(kinds, events, strict=True):
+            self._loads.update(dict.fromkeys([op.op_id for op in ops], groups))
+        try:
+            for ops, groups in zip(kinds, events, strict=True):
+                stream, copies = self.connect(plan.region), _copies(ops)
+                cut = ops is awaited and self._by_layers
+                for start, end in self._groups(len(copies)) if cut else [(0, self._num_layers)]:
+                    groups.append((end, stream.load(replace(copies, layers=(start, end)))))
+        finally:
+            for groups in events:
+                if not groups or groups[-1][0] < self._num_layers:
+                    groups.append((self._num_layers, _failed("it could not be started")))
 
     def wait_layer(self, layer: int) -> bool:
         """Wait until every layerwise load of this step has brought layer `layer`; False where one failed or is late.
@@ -60,20 +75,32 @@ class WorkerSide:
         """
         arrived = True
         for op_id in self._layerwise:
+            if op_id not in self._loads:  # it has ended, and `poll` has said how
+                continue
             event = next(event for end, event in self._loads[op_id] if layer < end)
             left = max(0.0, self._late_at - time.monotonic())  # one deadline for all layers and loads of the step
             arrived &= self._fence(event, left) and event.error is None
         return arrived
 
     def arrived(self) -> bool:
-        """Whether every layerwise load of this step ended well; asked behind its compute, which waited for them."""
-        events = [event for op_id in self._layerwise for _, event in self._loads[op_id]]
+        """Whether every layerwise load of this step ended well, but for those of which `poll` has said how.
+
+        Asked behind the step's compute. An engine with a drafter computes twice, and polls in between.
+        """
+        events = [event for op_id in self._layerwise for _, event in self._loads.get(op_id, ())]
         return all(event.wait(max(0.0, self._late_at - time.monotonic())) and event.error is None for event in events)
 
     def start_store(self, plan: StepPlan) -> None:
-        """Enqueue the plan's L1 → L2 copies, behind the compute that fills them."""
-        for op in plan.stores:
-            self._stores[op.op_id] = self.connect(plan.region).store(_copies(op))
+        """Enqueue the plan's L1 → L2 copies, behind the compute that fills them. If that raises, as `start_load`."""
+        if plan.stores:
+            op_ids = [op.op_id for op in plan.stores]
+            self._stores.update(dict.fromkeys(op_ids, _failed("it could not be started")))
+            event = self.connect(plan.region).store(_copies(plan.stores))
+            self._stores.update(dict.fromkeys(op_ids, event))
+
+    def unstarted(self, plan: StepPlan) -> tuple[int, ...]:
+        """Ops of this step's plan that were never started, because the step raised before: no report names them."""
+        return tuple(op.op_id for op in (*plan.loads, *plan.stores) if op.op_id not in {**self._loads, **self._stores})
 
     def fence(self, op_ids: Sequence[int]) -> None:
         """Have these stores read their blocks before compute issued from now on writes to them.
@@ -98,7 +125,7 @@ class WorkerSide:
                 badly = op_id in self._given_up or any(event.error for event in events)
                 (failed if badly else finished).append(op_id)
         for op_id in (*finished, *failed):
-            self._loads.pop(op_id, None)  # a layerwise op may be polled only after its step's compute
+            self._loads.pop(op_id, None)  # a layerwise op may be polled only after the compute that needs it
             self._stores.pop(op_id, None)
             self._given_up.discard(op_id)
         return WorkerReport(tuple(finished), tuple(failed))
@@ -151,17 +178,24 @@ class WorkerSide:
         return [(start, min(start + size, self._num_layers)) for start in range(0, self._num_layers, size)]
 
 
-def _copies(op: CopyOp, layers: tuple[int, int] | None = None) -> BlockCopies:
-    return BlockCopies(np.array(op.device_blocks, np.int64), np.array(op.host_slots, np.int64), layers)
+def _copies(ops: Sequence[CopyOp]) -> BlockCopies:
+    """All of them as one: what a device is told costs by the call."""
+    blocks = [block for op in ops for block in op.device_blocks]
+    slots = [slot for op in ops for slot in op.host_slots]
+    return BlockCopies(np.array(blocks, np.int64), np.array(slots, np.int64))
+
+
+def _failed(error: str) -> HostEvent:
+    event = HostEvent()
+    event.end(error)
+    return event
 
 
 class _NoStream:
     """A `CopyStream` to a region that cannot be reached: every copy fails at once."""
 
     def load(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
-        event = HostEvent()
-        event.end("the region is gone")
-        return event
+        return _failed("the region is gone")
 
     store = load
 

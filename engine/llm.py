@@ -254,9 +254,11 @@ class Engine:
         self._closed = True
         for request_id in list(self._requests):
             self.abort(request_id)
-        start_copies(self.worker, self.scheduler.flush())  # of the last requests' tails
-        self.scheduler.take_in(self.worker.close(_CLOSE_DEADLINE))
-        self.connector.close()
+        try:
+            start_copies(self.worker, self.scheduler.flush())  # of the last requests' tails
+            self.scheduler.take_in(self.worker.close(_CLOSE_DEADLINE))
+        finally:
+            self.connector.close()
 
     def __enter__(self) -> Self:
         return self
@@ -268,7 +270,6 @@ class Engine:
         if self.segments is not None:
             self.segments.advance()
         batch = self.scheduler.schedule(self.worker.poll())  # admits what L1, L2 and L3 already hold
-        stored = False
         logits = None
         try:
             if batch.plan.loads:
@@ -283,12 +284,11 @@ class Engine:
                 self._wait()
             if batch.plan.stores:
                 self.worker.start_store(batch.plan)  # d2h after compute, on the store stream
-            stored = True
             samples = [] if logits is None else self.runner.sample(batch, logits)
             if any(op.layerwise for op in batch.plan.loads):
                 batch.arrived = self.worker.arrived() and batch.arrived  # a device reports a failed copy only now
         except BaseException:  # out of memory, an interrupt: the engine stays whole, the caller decides
-            self.scheduler.give_up(batch, stored=stored)
+            self.scheduler.give_up(batch, self.worker.unstarted(batch.plan))
             raise
         outputs = self.scheduler.postprocess(batch, samples)
         if batch.plan.loads:  # a layerwise load ends with its step, and with it its lease

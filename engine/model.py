@@ -1,25 +1,44 @@
 """A causal language model by transformers, its attention redirected to our paged pool by one registered function."""
 
 import copy
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Self
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
-from kvtier.connector.models import identity_of, kv_shape, name_of
-from kvtier.connector.segments import PAGED_ATTENTION, Attention
+from kvtier.connector.models import identity_of, name_of, rope_limit
+from kvtier.connector.segments import PAGED_ATTENTION, PackedAttention
+from kvtier.connector.transformers import CacheForm
 from kvtier.engine.config import EngineConfig
+from kvtier.engine.model_caches import Expand, SequenceCache
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import DTYPE_BYTES, KVShape, ModelIdentity
 
 _DENSE: Final = (
-    "cohere", "cohere2", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "granite", "llama",
-    "ministral", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2",
+    "cohere", "cohere2", "exaone4", "gemma2", "gemma3_text", "gemma3n_text", "glm4", "gpt2", "gpt_neox", "granite",
+    "llama", "ministral", "mistral", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3",
+    "starcoder2",
 )  # fmt: skip
+_WITH_VISION: Final = ("gemma3", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")  # prompts are text alone
 _EXPERTS: Final = ("gpt_oss", "llama4_text", "mixtral", "olmoe", "phimoe", "qwen3_moe")
-SUPPORTED: Final = (*_DENSE, *_EXPERTS)  # config.model_type
+_LATENT: Final = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3")  # MLA
+_ONE_BY_ONE: Final = ("bloom", "falcon", "mpt")  # their layers call no attention function, so nothing is packed
+SUPPORTED: Final = (*_DENSE, *_WITH_VISION, *_EXPERTS, *_LATENT, *_ONE_BY_ONE)  # config.model_type
+_NOT_EXACT: Final = {
+    **dict.fromkeys(_EXPERTS, "an expert's rows depend on what is packed together"),
+    **dict.fromkeys(_LATENT, "a context's latents are expanded together, and its length changes the last bits"),
+    **dict.fromkeys(_ONE_BY_ONE, "transformers' own attention of this kind has no tiles"),
+}
 
 
 class Model:
@@ -27,16 +46,20 @@ class Model:
 
     def __init__(self, module: PreTrainedModel, name: str) -> None:
         self.module = module.train(False).requires_grad_(False)
-        self.config: PretrainedConfig = module.config
+        self.config: PretrainedConfig = module.config.get_text_config(decoder=True)
+        self.kind: str = module.config.model_type
         self.name = name
         self.dtype: torch.dtype = module.dtype
         self.device: torch.device = module.device
         self.vocab_size: int = self.config.vocab_size
         self.num_layers: int = self.config.num_hidden_layers
-        self.num_heads: int = self.config.num_attention_heads
-        self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.num_heads
-        self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.num_heads
-        self.max_model_len: int = self.config.max_position_embeddings
+        self.max_model_len: int = min(_longest(self.config), rope_limit(self.config) or sys.maxsize)
+        self.one_by_one = self.kind in _ONE_BY_ONE  # `forward` takes one sequence alone
+        parts: Any = module.modules()
+        self.expand: dict[int, Expand] = {
+            part.layer_idx: part.expand_kv for part in parts if hasattr(part, "expand_kv")
+        }
+        self._form = _form_of(module, self.kind)
         if getattr(self.config, "attn_temperature_tuning", False):
             self.max_model_len = min(self.max_model_len, _without_temperature(module))
 
@@ -52,11 +75,11 @@ class Model:
         try:
             config = AutoConfig.from_pretrained(directory, local_files_only=True)
             _require_supported(config)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = _auto_of(config).from_pretrained(
                 directory,
                 config=config,
                 dtype=_dtype_of(config, dtype),
-                attn_implementation=PAGED_ATTENTION,
+                attn_implementation=_attention_of(config),
                 local_files_only=True,
                 output_loading_info=True,
             )
@@ -75,8 +98,8 @@ class Model:
         config = copy.deepcopy(config)  # the caller's next model would switch our attention off
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            auto: Any = AutoModelForCausalLM  # untyped
-            module = auto.from_config(config, dtype=_dtype_of(config, dtype), attn_implementation=PAGED_ATTENTION)
+            auto, attention = _auto_of(config), _attention_of(config)
+            module = auto.from_config(config, dtype=_dtype_of(config, dtype), attn_implementation=attention)
         return cls(module.to(_device_of(device)), f"{config.model_type}-random-{seed}")
 
     @property
@@ -87,17 +110,20 @@ class Model:
         return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
     def shape(self, block_size: int) -> KVShape:
-        return kv_shape(self.module, block_size)
+        """Of a block: K and V of each layer that has its own, or the latents of MLA."""
+        if (shape := replace(self._form, block_size=block_size).shape) is None:
+            kept = "its layers keep rows of different kinds, and a block here has one"
+            raise ConfigError(f"model kind {self.kind!r}: {kept}; use KVTier for transformers, which keeps them")
+        return shape
 
     def identity(self, config: EngineConfig) -> ModelIdentity:
         """What this model's KV depends on. Reads all weights once.
 
-        ConfigError for RoPE that depends on the length, and for experts in `exact` mode.
+        ConfigError for RoPE of an unknown kind, and in `exact` mode for a kind that has none.
         """
-        if config.exact and (kind := self.config.model_type) in _EXPERTS:
-            fix = "an expert's rows depend on what is packed together; leave exact off"
-            raise ConfigError(f"exact, model kind {kind!r}: {fix}")
-        return identity_of(
+        if config.exact and (reason := _NOT_EXACT.get(self.kind)) is not None:
+            raise ConfigError(f"exact, model kind {self.kind!r}: {reason}; leave exact off")
+        identity = identity_of(
             self.module,
             self.name,
             self.shape(config.block_size),
@@ -105,14 +131,18 @@ class Model:
             epoch=config.epoch,
             exact_rows=config.exact_rows if config.exact else None,
         )
+        return self._form.named(identity)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, paged: Attention
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, paged: PackedAttention
     ) -> torch.Tensor:
         """Logits `[len(rows), vocab]` of those rows; `token_ids` and `positions` are `[1, T]`, packed sequences."""
-        output = self.module(
-            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows, paged=paged
-        )
+        options: dict[str, Any] = {"input_ids": token_ids, "logits_to_keep": rows, "use_cache": False}
+        if self.one_by_one:
+            options["past_key_values"] = SequenceCache(paged)
+        else:
+            options |= {"position_ids": positions, "paged": paged, "past_key_values": paged if self.expand else None}
+        output = self.module(**options)
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -128,6 +158,32 @@ def _without_temperature(module: PreTrainedModel) -> int:
             part.attn_temperature_tuning = False
     floor: int = module.config.floor_scale
     return floor - 1
+
+
+def _form_of(module: PreTrainedModel, kind: str) -> CacheForm:
+    """What transformers' own cache of this model keeps: so blocks are laid out and named as `KVTier`'s are."""
+    if kind in _ONE_BY_ONE:
+        return CacheForm.of(module, 1)
+    module.set_attn_implementation("eager")
+    try:
+        return CacheForm.of(module, 1)
+    finally:
+        module.set_attn_implementation(PAGED_ATTENTION)
+
+
+def _longest(config: PretrainedConfig) -> int:
+    """Tokens of the longest sequence; without a limit of its own (BLOOM), what it was trained on."""
+    names = ("max_position_embeddings", "max_seq_len", "seq_length")
+    return next((int(length) for name in names if (length := getattr(config, name, None))), 2048)
+
+
+def _auto_of(config: PretrainedConfig) -> Any:
+    """transformers' loader of this kind; of a model with a vision part, all of it."""
+    return AutoModelForCausalLM if config.get_text_config(decoder=True) is config else AutoModelForImageTextToText
+
+
+def _attention_of(config: PretrainedConfig) -> str | None:
+    return None if config.model_type in _ONE_BY_ONE else PAGED_ATTENTION
 
 
 def _require_supported(config: PretrainedConfig) -> None:

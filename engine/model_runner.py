@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvtier.connector.segments import AttentionSpan, PackedAttention, PagedKV, S
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import TILE, EngineConfig
 from kvtier.engine.model import Model
+from kvtier.engine.model_caches import LatentAttention
 from kvtier.engine.sampler import sample
 from kvtier.engine.sequence import SampledToken
 
@@ -30,7 +32,7 @@ class TiledAttention(PackedAttention):
     def _span(self, layer: int, span: AttentionSpan, fresh: tuple[torch.Tensor, ...], scoring: Scoring) -> torch.Tensor:
         query = fresh[0]
         first_tile, last_tile = span.start // TILE, (span.end - 1) // TILE
-        key, value = self.kv.gather(layer, span.blocks, _tile_keys(last_tile))
+        key, value = self.context(layer, span.blocks, _tile_keys(last_tile))
         key[span.end :] = 0
         value[span.end :] = 0
         tiles = query.new_zeros((last_tile - first_tile + 1) * TILE, query.shape[0], query.shape[2])
@@ -65,12 +67,20 @@ class ModelRunner:
         self._kv = PagedKV(pool)
         self._config = config
         self._wait_layer = wait_layer
-        self._attention = TiledAttention if config.exact else PackedAttention
+        self._attention: Callable[..., PackedAttention] = TiledAttention if config.exact else PackedAttention
+        if model.expand:
+            self._attention = partial(LatentAttention, model.expand)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits `[chunks that sample, vocab]`, on the model's device. Sets `batch.arrived`."""
-        device, chunks = self._model.device, batch.chunks
+        parts = [[chunk] for chunk in batch.chunks] if self._model.one_by_one else [batch.chunks]
+        logits = [self._forward(chunks, batch) for chunks in parts]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _forward(self, chunks: list[Chunk], batch: Batch) -> torch.Tensor:
+        """Logits of these chunks, packed."""
+        device = self._model.device
         token_ids = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
         slots = np.concatenate([self._kv.slots(chunk.sequence.block_table, chunk.start, chunk.end) for chunk in chunks])
@@ -91,7 +101,7 @@ class ModelRunner:
                 torch.tensor(rows, dtype=torch.int64, device=device),
                 attention,
             )
-        batch.arrived = attention.arrived
+        batch.arrived &= attention.arrived
         return logits[:num_rows]
 
     def sample(self, batch: Batch, logits: torch.Tensor) -> list[SampledToken]:

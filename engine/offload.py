@@ -1,5 +1,6 @@
 """The seam where kvtier plugs into the engine: a connector's two halves, and their twins that offload nothing."""
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -9,6 +10,9 @@ from kvtier.tiers.hierarchy import Pending
 
 if TYPE_CHECKING:
     from kvtier.connector import Back, BothEndsSide, ConnectedRequest, WorkerSide
+
+
+_log = logging.getLogger(__name__)
 
 
 class EngineConnector(Protocol):
@@ -46,6 +50,9 @@ class NoCopies:
 
     def start_store(self, plan: StepPlan) -> None:
         """No copies."""
+
+    def unstarted(self, plan: StepPlan) -> tuple[int, ...]:
+        return ()
 
     def poll(self) -> WorkerReport:
         return WorkerReport()
@@ -111,8 +118,13 @@ class NoOffload:
 
 
 def start_copies(worker: "WorkerSide | NoCopies", plan: StepPlan) -> None:
-    """Start a plan's copies beside no step: what it loads is not computed upon yet."""
-    if plan.loads:
-        worker.start_load(plan)
-    if plan.stores:
-        worker.start_store(plan)
+    """Start a plan's copies beside no step: what it loads is not computed upon yet.
+
+    Those that cannot be started have failed; the worker's next report says so.
+    """
+    for start, copies in ((worker.start_load, plan.loads), (worker.start_store, plan.stores)):
+        try:
+            if copies:
+                start(plan)
+        except Exception:  # who drains or closes an engine has no step to make again
+            _log.warning("%d copies could not be started", len(copies), exc_info=True)

@@ -114,17 +114,16 @@ class Scheduler:
                 outputs.append(self._append(sequence, sample))
         return outputs
 
-    def give_up(self, batch: Batch, *, stored: bool = False) -> None:
-        """The step raised: nothing it computed counts, its requests wait again. `stored`: its stores were started."""
+    def give_up(self, batch: Batch, unstarted: tuple[int, ...]) -> None:
+        """The step raised: nothing it computed counts, its requests wait again. `unstarted`: copies nobody reports."""
         if self._admission.copies:
             self._admission.let_go_of_sources()
-        if not stored:
-            self.take_in(WorkerReport(failed=tuple(op.op_id for op in batch.plan.stores)))
         for chunk in batch.chunks:
             if chunk.sequence.num_loading:
                 self._await_load(chunk.sequence)
             else:
                 self._requeue(chunk.sequence)
+        self.take_in(WorkerReport(failed=unstarted))  # whoever awaits its load by now computes instead
 
     def flush(self) -> StepPlan:
         """The copies that were to go with the next step, for an engine that makes none."""

@@ -54,7 +54,7 @@ class SegmentRequests:
         self._pool = pool
         self._scheduler = scheduler
         self._config = config
-        if (kind := model.config.model_type) not in _BLENDED:
+        if (kind := model.kind) not in _BLENDED:
             known = ", ".join(_BLENDED)
             raise ConfigError(
                 f'segments "on": model kind {kind!r}: a blend knows the layers of {known}; set them "off"'

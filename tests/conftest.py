@@ -21,6 +21,7 @@ from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.tier import ChainHash
 
 if TYPE_CHECKING:
+    from kv_tier_rig import Open
     from small_engines import Make
 
     from kvtier.engine.llm import Engine
@@ -156,6 +157,15 @@ def pool_of() -> Iterator[PoolOf]:
     yield make
     for pool in pools:
         pool.check()
+
+
+@pytest.fixture
+def open_tier(disk_dir: Path) -> "Iterator[Open]":
+    """`open_tier(model, **cache)`: a KVTier over one directory; at the end laws are checked and all is closed."""
+    from kv_tier_rig import tiers_over  # takes transformers along
+
+    with tiers_over(disk_dir) as opener:
+        yield opener
 
 
 @pytest.fixture

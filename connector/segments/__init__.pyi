@@ -1,6 +1,6 @@
 from .blend import Blender
 from .figures import COUNTED, DEVIATION_BOUNDS, SEGMENT_OUTCOMES, deviation_bound
-from .paged_attention import PAGED_ATTENTION, Attention, AttentionSpan, PackedAttention, PagedKV
+from .paged_attention import PAGED_ATTENTION, AttentionSpan, PackedAttention, PagedKV
 from .progress import Blend, BlendResult
 from .rope_gate import require_rotatable
 from .scoring import Scoring
@@ -21,7 +21,6 @@ __all__ = [
     "PAGED_ATTENTION",
     "REPAIR_RULES",
     "SEGMENT_OUTCOMES",
-    "Attention",
     "AttentionSpan",
     "Blend",
     "BlendRequest",

@@ -34,7 +34,7 @@ def _paged_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every layer; `paged` came with the forward's keyword arguments."""
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer = _source_of(module)
     paged: Attention = options["paged"]
     scoring = Scoring(
         options["scaling"],
@@ -44,6 +44,15 @@ def _paged_attention(
         options.get("s_aux"),
     )
     return paged.attend(layer, query, key, value, scoring), None
+
+
+def _source_of(module: Any) -> int:
+    """The layer whose K and V it attends to: its own, or an earlier one of its kind (Gemma 3n)."""
+    layer: int = module.layer_idx
+    if not getattr(module, "is_kv_shared_layer", False):
+        return layer
+    kinds, modes = module.config.layer_types, module.config.kv_sharing_modes
+    return next(i for i in range(layer) if modes[i] == "store" and kinds[i] == kinds[layer])
 
 
 def _chunk_of(config: Any, layer: int) -> int | None:
@@ -59,40 +68,45 @@ AttentionInterface.register(PAGED_ATTENTION, _paged_attention)
 class PagedKV:
     """The pool's tensor seen as rows, and the scratch its blocks are gathered into.
 
-    `tensor` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, contiguous.
+    `tensor` is `[num_blocks, num_layers, num_kv, block_size, num_kv_heads, head_dim]`, contiguous; `num_kv` is 2 (K and
+    V) or 1 (a latent).
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.num_layers, _, self.block_size, self.num_kv_heads, self.head_dim = tensor.shape[1:]
+        self.num_layers, self.num_kv, self.block_size, self.num_kv_heads, self.head_dim = tensor.shape[1:]
         self._token_rows = tensor.view(-1, self.num_kv_heads * self.head_dim)
         self._block_rows = tensor.view(-1, self.block_size * self.num_kv_heads * self.head_dim)
-        self._scratch = (tensor.new_empty(0), tensor.new_empty(0))
+        self._scratch = (tensor.new_empty(0),) * self.num_kv
 
     def slots(self, table: list[int], start: int, end: int) -> NDArray[np.int64]:
-        """Row of K of layer 0 for tokens `start … end` of a sequence with this block table."""
+        """Row of K (or the latent) of layer 0 for tokens `start … end` of a sequence with this block table."""
         position = np.arange(start, end)
         blocks = np.asarray(table, np.int64)[position // self.block_size]
-        return blocks * (self.num_layers * 2 * self.block_size) + position % self.block_size
+        return blocks * (self.num_layers * self.num_kv * self.block_size) + position % self.block_size
 
-    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put the first `len(slots)` tokens of K and V ([1, kv heads, T, head dim]) where `slots` says."""
-        for half, states in enumerate((key, value)):
+    def write(self, layer: int, slots: torch.Tensor, *kv: torch.Tensor) -> None:
+        """Put the first `len(slots)` tokens of K and V, or of the latent, where `slots` says.
+
+        Each is `[1, kv heads, T, head dim]`.
+        """
+        for part, states in enumerate(kv):
             tokens = states[0, :, : len(slots)].transpose(0, 1).reshape(len(slots), -1)
-            self._token_rows.index_copy_(0, slots + (layer * 2 + half) * self.block_size, tokens)
+            self._token_rows.index_copy_(0, slots + (layer * self.num_kv + part) * self.block_size, tokens)
 
-    def gather(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of these blocks, `[num_tokens, kv heads, head dim]` each; good until the next gather.
+    def gather(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """K and V of these blocks, or the latent, `[num_tokens, kv heads, head dim]` each; good until the next gather.
 
         `num_tokens` may lie beyond the blocks: those rows hold rubbish.
         """
         rows, width = -(-max(num_tokens, len(blocks) * self.block_size) // self.block_size), self._block_rows.shape[1]
         if len(self._scratch[0]) < rows:
-            self._scratch = (self._block_rows.new_zeros(rows * 2, width), self._block_rows.new_zeros(rows * 2, width))
-        for half, scratch in enumerate(self._scratch):
-            index = blocks * (self.num_layers * 2) + (layer * 2 + half)
+            self._scratch = tuple(self._block_rows.new_zeros(rows * 2, width) for _ in range(self.num_kv))
+        for part, scratch in enumerate(self._scratch):
+            index = (blocks * self.num_layers + layer) * self.num_kv + part
             torch.index_select(self._block_rows, 0, index, out=scratch[: len(blocks)])
-        key, value = (scratch[:rows].view(-1, self.num_kv_heads, self.head_dim) for scratch in self._scratch)
-        return key[:num_tokens], value[:num_tokens]
+        return tuple(
+            scratch[:rows].view(-1, self.num_kv_heads, self.head_dim)[:num_tokens] for scratch in self._scratch
+        )
 
 
 @dataclass(slots=True)
@@ -123,13 +137,27 @@ class PackedAttention:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
+        self.write(layer, key, value)
+        return self.attend_written(layer, query, key, value, scoring)
+
+    def write(self, layer: int, *kv: torch.Tensor) -> None:
+        """Put this step's K and V, or its latents, into the pool, behind what is being loaded there."""
         if self._wait_layer is not None:
             self.arrived &= self._wait_layer(layer)
-        self.kv.write(layer, self._slots, key, value)
+        self.kv.write(layer, self._slots, *kv)
+
+    def context(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """K and V of these blocks, `[num_tokens, kv heads, head dim]` each; good until the next call."""
+        return self.kv.gather(layer, blocks, num_tokens)
+
+    def attend_written(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """As `attend`, of a step that is in the pool by now."""
         if len(self.spans) == 1 and query.shape[2] == self.spans[0].last:
             span = self.spans[0]
             return self._span(layer, span, (query[0], key[0], value[0]), scoring).transpose(0, 1)[None]
-        out = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
+        out = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
         for span in self.spans:
             rows = slice(span.first, span.last)
             fresh = (query[0, :, rows], key[0, :, rows], value[0, :, rows])
@@ -143,19 +171,20 @@ class PackedAttention:
         if span.start:
             first_block = lowest // self.kv.block_size
             origin = first_block * self.kv.block_size
-            key, value = self.kv.gather(layer, span.blocks[first_block:], span.end - origin)
+            key, value = self.context(layer, span.blocks[first_block:], span.end - origin)
             key, value = (states[lowest - origin :].transpose(0, 1) for states in (key, value))
+        num_kv_heads, shape = len(key), (*query.shape[:2], value.shape[2])
         if query.shape[1] == 1:  # the heads of a group become rows: one pass over their keys
-            grouped = query.view(1, self.kv.num_kv_heads, -1, self.kv.head_dim)
+            grouped = query.view(1, num_kv_heads, -1, query.shape[2])
             if not scoring.is_plain:
-                return scoring.attend(grouped, key[None], value[None], None, 1).reshape(query.shape)
+                return scoring.attend(grouped, key[None], value[None], None, 1).reshape(shape)
             scaling = scoring.scaling
-            return scaled_dot_product_attention(grouped, key[None], value[None], scale=scaling).reshape(query.shape)
+            return scaled_dot_product_attention(grouped, key[None], value[None], scale=scaling).reshape(shape)
         if not scoring.is_plain:
-            grouped = query.reshape(1, self.kv.num_kv_heads, -1, self.kv.head_dim)
+            grouped = query.reshape(1, num_kv_heads, -1, query.shape[2])
             sees = _mask(span, scoring, lowest, query.device).repeat(grouped.shape[2] // query.shape[1], 1)
-            return scoring.attend(grouped, key[None], value[None], sees, query.shape[1]).reshape(query.shape)
-        grouped = query.view(self.kv.num_kv_heads, -1, *query.shape[1:])
+            return scoring.attend(grouped, key[None], value[None], sees, query.shape[1]).reshape(shape)
+        grouped = query.view(num_kv_heads, -1, *query.shape[1:])
         key, value = (states[:, None].expand(-1, grouped.shape[1], -1, -1) for states in (key, value))
         causal = not span.start and not scoring.lowest(span.end - 1)
         mask = None if causal else _mask(span, scoring, lowest, query.device)

@@ -1,7 +1,7 @@
-"""Pages of an engine's own host pool, kept in the tiers by name; all the work is done on the engine's threads."""
+"""Pages of an engine's own host pools, kept in the tiers by name; all the work is done on the engine's threads."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -12,6 +12,7 @@ from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.copies import BlockCopies, CopyDirection, EngineBlocks, PartCopier
 from kvtier.tiers.hierarchy import CacheTiers, Wanted, bring
 from kvtier.tiers.host import HostRegion
+from kvtier.tiers.naming import pool_name
 
 _STORE_WAIT: Final = 5.0  # seconds one `store` waits for the tiers below; the engine gives its threads 10 to stop
 
@@ -19,18 +20,25 @@ _STORE_WAIT: Final = 5.0  # seconds one `store` waits for the tiers below; the e
 class PageStore:
     """The tiers as an engine with a host pool and I/O threads of its own sees them. Thread-safe.
 
-    A page is a block of the tiers. Names are the engine's, 32 bytes each, those of a call consecutive pages of one
-    chain; `pages` are their numbers in `blocks`, whose memory outlives this object. One copy lies between the engine's
-    memory and an L2 slot. No method raises for a storage failure; every wait has a deadline; failures are counted.
+    Names are the engine's, 32 bytes each, those of a call consecutive pages of one chain; `pages` are their numbers in
+    `blocks`, whose memory outlives this object. One copy lies between the engine's memory and an L2 slot. No method
+    raises for a storage failure; every wait has a deadline; failures are counted.
+
+    A page of the engine's first pool is a block of the tiers, under its own name. What another pool keeps of a page, or
+    at its end, are records under names of their own, one for each group of `blocks`: all of them or none count.
     """
 
-    def __init__(self, tiers: CacheTiers, blocks: EngineBlocks, root: ChainHash, cache: CacheConfig) -> None:
+    def __init__(
+        self, tiers: CacheTiers, blocks: EngineBlocks, root: ChainHash, cache: CacheConfig, pool: str | None = None
+    ) -> None:
         """`root` stands for a parent that is not known; `cache` says how long one call of `held` or `load` may take.
 
-        ValueError if the blocks are not in host memory or not as large as the tiers' slots.
+        `pool` names a pool beside the first one, and all that changes its bytes. ValueError if the blocks are not in
+        host memory or not as large as the tiers' slots.
         """
         self.tiers = tiers
         self._blocks = blocks
+        self._pool = pool
         self._root = root
         self._load_deadline = cache.prefetch_deadline
         self._through = cache.write_policy == "write_through"
@@ -40,10 +48,27 @@ class PageStore:
             self._copier_of(tiers.region)
 
     def held(self, names: Sequence[ChainHash]) -> int:
-        """How many leading pages some tier holds: from memory, but for what nodes share."""
-        where = self.tiers.locate(names, self._load_deadline)
-        self.tiers.count(where)
-        return where.loadable
+        """How many leading pages some tier holds: from memory, but for what nodes share. Counts a lookup."""
+        where = self.tiers.locate(self._records(names), self._load_deadline)
+        if self._pool is None:
+            self.tiers.count(where)
+        return where.loadable // self._blocks.num_groups
+
+    def held_ends(self, names: Sequence[ChainHash], window: int) -> Iterator[int]:
+        """How many leading pages could be served, longest first, if only the last `window` of them must be held.
+
+        Stops at the deadline: what it has not looked at is not told.
+        """
+        end = time.monotonic() + self._load_deadline
+        stop = len(names)
+        while stop > 0 and (left := end - time.monotonic()) > 0:
+            start = max(0, stop - window)
+            found = self.tiers.locate(self._records(names[start:stop]), left).loadable // self._blocks.num_groups
+            if found == stop - start:
+                yield stop
+                stop -= 1
+            else:
+                stop = start + found  # no longer prefix is without the page that is missing
 
     def load(self, names: Sequence[ChainHash], pages: NDArray[np.int64], parent: ChainHash | None = None) -> int:
         """Fill the engine's pages; how many leading ones hold what was stored under their names, verified.
@@ -51,15 +76,16 @@ class PageStore:
         The others may hold anything. `parent` names the page before the first.
         """
         end = time.monotonic() + self._load_deadline
+        records, ids = self._records(names), self._ids(pages)
         done = 0
-        while done < len(names):
+        while done < len(records):
             batch = slice(done, done + self._batch)
-            loaded = self._load(names[batch], pages[batch], self._linked(parent), end)
+            loaded = self._load(records[batch], ids[batch], self._linked(parent), end)
             done += loaded
-            if loaded < len(names[batch]):
+            if loaded < len(records[batch]):
                 break
-            parent = names[done - 1]
-        return done
+            parent = records[done - 1]
+        return done // self._blocks.num_groups
 
     def store(
         self, names: Sequence[ChainHash], pages: NDArray[np.int64], parent: ChainHash | None = None
@@ -70,15 +96,28 @@ class PageStore:
         """
         epoch = self.tiers.epoch
         end = time.monotonic() + _STORE_WAIT
+        records, ids = self._records(names), self._ids(pages)
         taken: list[bool] = []
-        while len(taken) < len(names) and all(taken):
+        while len(taken) < len(records) and all(taken):
             batch = slice(len(taken), len(taken) + self._batch)
             self.tiers.drain(max(0.0, end - time.monotonic()), below=self._through)
-            previous = names[batch.start - 1] if batch.start else parent or self._root
-            taken += self._store(names[batch], pages[batch], previous, epoch)
-        if rest := len(names) - len(taken):  # behind a page that was not taken nobody would find them
+            previous = records[batch.start - 1] if batch.start else parent or self._root
+            taken += self._store(records[batch], ids[batch], previous, epoch)
+        if rest := len(records) - len(taken):  # behind a page that was not taken nobody would find them
             self.tiers.metrics.dropped(L2, Outcome.PARENT_FAILED, rest)
-        return taken + [False] * rest
+        whole = self._blocks.num_groups
+        return [all(taken[i : i + whole]) and i + whole <= len(taken) for i in range(0, len(records), whole)]
+
+    def _records(self, names: Sequence[ChainHash]) -> Sequence[ChainHash]:
+        """The names of the records of these pages, in order."""
+        if self._pool is None:
+            return names
+        return [pool_name(name, self._pool, piece) for name in names for piece in range(self._blocks.num_groups)]
+
+    def _ids(self, pages: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The ids of their records in `blocks`."""
+        firsts = np.arange(self._blocks.num_groups) * self._blocks.blocks_per_group
+        return (pages[:, None] + firsts).reshape(-1)
 
     def _load(self, names: Sequence[ChainHash], pages: NDArray[np.int64], parent: ChainHash, end: float) -> int:
         started = time.monotonic()

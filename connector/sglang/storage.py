@@ -5,27 +5,29 @@ import logging
 import re
 import time
 from collections import deque
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.connector import open_tiers
-from kvtier.connector.models import config_of, name_of, revision_of
+from kvtier.connector.sglang.hits import hit_ends
+from kvtier.connector.sglang.identity import model_identity, pool_text, shares_kv
 from kvtier.connector.sglang.page_store import PageStore
-from kvtier.connector.sglang.pool import is_latent, pool_blocks, pool_shape
+from kvtier.connector.sglang.pool import PoolPages, page_blocks, pool_pages
 from kvtier.tiers import ChainHash, ConfigError, Outcome
 from kvtier.tiers.config import Config
-from kvtier.tiers.naming import KVShape, ModelIdentity, config_digest, root_hash
+from kvtier.tiers.hierarchy import CacheTiers
+from kvtier.tiers.naming import root_hash
 
 OLDEST: Final = (0, 5, 23)
 NOT_YET: Final = (0, 6)
 TESTED: Final = "0.5.23"
 
 try:
-    from huggingface_hub import try_to_load_from_cache
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
     from sglang.srt.observability.metrics_collector import StorageMetrics
     from sglang.srt.runtime_context import get_server_args
     from sglang.version import __version__ as sglang_version
@@ -34,10 +36,10 @@ except ImportError as error:
 
 _log = logging.getLogger(__package__)
 
-HASH_SCHEME: Final = "sglang"  # `key_schemes.sglang_hashes`
 _SGLANG_OPTIONS: Final = frozenset(
     {"backend_name", "module_path", "class_name", "interface_v1", "file_storage_path", "config"}
 )
+_KV: Final = "kv"  # PoolName.KV
 _CLOSE_WAIT: Final = 5.0  # seconds to write what is still queued
 _MAX_BATCHES: Final = 1024  # measured and not yet asked for
 # Options whose work SGLang does itself: set by hand they would promise something.
@@ -48,82 +50,40 @@ _WITHOUT_EFFECT: Final = {
 }
 
 
-class KVTierStorage(HiCacheStorage):
-    """HiCache's L3. SGLang makes it, registers its host pool, and calls it from its storage threads.
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A pool as the tiers keep it."""
 
-    Its options, in `--hicache-storage-backend-extra-config`, are sections of kvtier's configuration, or `config`, the
-    path of a TOML file. ConfigError at start, in one line, for a version, a pool or an option that cannot be served.
+    store: PageStore
+    page_size: int  # tokens of an index
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _PageSlot:
+    """What tiers are opened for: the tokens of a page, and the bytes of a slot.
+
+    A slot holds the first pool's page, or one unit of another pool if that is larger.
     """
 
-    def __init__(self, storage_config: Any, _: Any = None) -> None:
-        """What SGLang's factory calls, once in every rank's process."""
-        _check_version(sglang_version)
-        _check_ranks(storage_config)
-        self._config = _share(_config_of(storage_config.extra_config), storage_config)
-        self._storage_config = storage_config
-        self._store: PageStore | None = None
-        self._page_size = self._page_bytes = 0
-        self._gets: deque[tuple[int, float]] = deque(maxlen=_MAX_BATCHES)  # (pages, GB/s) of each batch
-        self._sets: deque[tuple[int, float]] = deque(maxlen=_MAX_BATCHES)
+    block_size: int
+    block_bytes: int
 
-    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Open the tiers for the pages of SGLang's host pool. StoreLocked where another process has them open."""
-        super().register_mem_pool_host(mem_pool_host)
-        shape = pool_shape(mem_pool_host)
-        _check_page_size(self._config, shape.block_size)
-        identity = _identity(self._storage_config, mem_pool_host, shape, self._config.cache.epoch)
-        fingerprint = identity.fingerprint()
-        blocks = pool_blocks(mem_pool_host, shape)
-        tiers = open_tiers(self._config, fingerprint, shape)
-        self._page_size, self._page_bytes = shape.block_size, shape.block_bytes
-        self._store = PageStore(tiers, blocks, root_hash(fingerprint), self._config.cache)
-        _log.info("kvtier keeps pages of %d bytes under fingerprint %s", shape.block_bytes, fingerprint.hex()[:16])
 
-    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Refuse what is not the KV pool: a prefix without its extra pools' state is not whole."""
-        if host_pool_name != PoolName.KV:
-            self.close()
-            raise ConfigError(
-                f"SGLang: extra host pool {str(host_pool_name)!r} of this model: kvtier cannot store that yet; "
-                "take another storage backend, or none"
-            )
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
-
-    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many leading pages are held; from memory, without I/O."""
-        return 0 if self._store is None else self._store.held(_names(keys))
-
-    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Fill the pages at `host_indices` (int64, one a token); True for the leading ones, loaded and verified."""
-        pages = self._pages(keys, host_indices)
-        if self._store is None or pages is None:
-            return [False] * len(keys)
-        started = time.monotonic()
-        num_loaded = self._store.load(_names(keys), pages, _parent(extra_info))
-        self._measured(self._gets, num_loaded, started)
-        return [i < num_loaded for i in range(len(keys))]
-
-    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Copy the pages at `host_indices` (int64, one a token) into the tiers; True for those that were taken."""
-        pages = self._pages(keys, host_indices)
-        if self._store is None or pages is None:
-            return [False] * len(keys)
-        started = time.monotonic()
-        taken = self._store.store(_names(keys), pages, _parent(extra_info))
-        self._measured(self._sets, sum(taken), started)
-        return taken
+class _OlderCalls(HiCacheStorage):
+    """SGLang's calls that hand over a tensor a page: answered, and not served."""
 
     def exists(self, key: str) -> bool:
-        return self.batch_exists([key]) == 1
+        return bool(self.batch_exists([key]) == 1)
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
-        """None: pages go between SGLang's pool and the tiers only (`batch_get_v1`)."""
+        """None: pages go between SGLang's pools and the tiers only (`batch_get_v1`)."""
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:
         return [None] * len(keys)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """False: pages go between SGLang's pool and the tiers only (`batch_set_v1`)."""
+        """False: pages go between SGLang's pools and the tiers only (`batch_set_v1`)."""
         return False
 
     def batch_set(
@@ -132,13 +92,109 @@ class KVTierStorage(HiCacheStorage):
         """False, like `set`."""
         return False
 
+
+class KVTierStorage(_OlderCalls):
+    """HiCache's L3. SGLang makes it, registers its host pools, and calls it from its storage threads.
+
+    Its options, in `--hicache-storage-backend-extra-config`, are sections of kvtier's configuration, or `config`, the
+    path of a TOML file. ConfigError at start, in one line, for a version, a pool or an option that cannot be served.
+    """
+
+    def __init__(self, storage_config: Any, _: Any = None) -> None:
+        """What SGLang's factory calls, once in every rank's process."""
+        _check_version(sglang_version)
+        config = _config_of(storage_config.extra_config)
+        _check_ranks(storage_config, config)
+        self._config = _share(config, storage_config)
+        self._storage_config = storage_config
+        self._pages: dict[str, PoolPages] = {}  # of every pool, from when it was registered
+        self._kept: dict[str, _Kept] = {}  # the same, from when the tiers were opened
+        self._tiers: CacheTiers | None = None
+        self._slot_bytes, self._root = 0, b""
+        self._gets: deque[tuple[int, float]] = deque(maxlen=_MAX_BATCHES)  # (pages, GB/s) of each batch
+        self._sets: deque[tuple[int, float]] = deque(maxlen=_MAX_BATCHES)
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """The first pool, which has what every token keeps."""
+        super().register_mem_pool_host(mem_pool_host)
+        self._pages = {_KV: pool_pages(mem_pool_host)}
+        _check_page_size(self._config, self._pages[_KV].page_size)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """A further pool: what it keeps is stored beside the first one's pages, and a hit needs both."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if (name := str(host_pool_name)) == _KV:
+            return
+        try:
+            self._pages[name] = pool_pages(host_pool)
+            if self._tiers is not None:  # one that came late, of a draft model
+                self._keep(self._tiers, name)
+        except ConfigError:
+            self.close()
+            raise
+
+    def on_host_pools_registered(self) -> None:
+        """Open the tiers for the pages of SGLang's pools. StoreLocked where another process has them open."""
+        first = self._pages[_KV]
+        others = [pages for name, pages in self._pages.items() if name != _KV]
+        self._slot_bytes = max([first.page_bytes, *(pages.least_slot for pages in others)])
+        identity = model_identity(
+            self._storage_config,
+            get_server_args(),
+            self.mem_pool_host,
+            first,
+            self._slot_bytes,
+            self._config.cache.epoch,
+        )
+        fingerprint = identity.fingerprint()
+        self._root = root_hash(fingerprint)
+        self._tiers = open_tiers(self._config, fingerprint, _PageSlot(first.page_size, self._slot_bytes))
+        for name in self._pages:
+            self._keep(self._tiers, name)
+        told = ", ".join(f"{name} of {pages.page_bytes} bytes" for name, pages in self._pages.items())
+        _log.info("kvtier keeps pages of %s under fingerprint %s", told, fingerprint.hex()[:16])
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many leading pages of the first pool are held; from memory, without I/O."""
+        kept = self._kept.get(_KV)
+        return 0 if kept is None else kept.store.held(_names(keys))
+
+    def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """How many leading pages are held with all that the other pools have to have for them, by SGLang's rules."""
+        held = self.batch_exists(keys)
+        names = _names(keys[:held])
+        needed = [
+            (str(transfer.name), str(transfer.hit_policy.value), len(transfer.keys or [None]))
+            for transfer in pool_transfers or []
+        ]
+        stores = {name: kept.store for name, kept in self._kept.items()}
+        ends, by_pool = hit_ends(names, needed, stores, every=self._storage_config.tp_size > 1)
+        found = {_KV: held, **by_pool} if held else by_pool
+        return PoolTransferResult(ends[-1] if ends else 0, {PoolName(name): end for name, end in found.items()}, ends)
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Fill the pages at `host_indices` (int64, one a token); True for the leading ones, loaded and verified."""
+        return self._get(_KV, keys, host_indices, _parent(extra_info))
+
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        """`batch_get_v1` of each pool named."""
+        return {each.name: self._get(str(each.name), each.keys or [], each.host_indices, None) for each in transfers}
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Copy the pages at `host_indices` (int64, one a token) into the tiers; True for those that were taken."""
+        return self._set(_KV, keys, host_indices, _parent(extra_info))
+
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        """`batch_set_v1` of each pool named."""
+        return {each.name: self._set(str(each.name), each.keys or [], each.host_indices, None) for each in transfers}
+
     def clear(self) -> None:
-        if self._store is not None:
-            self._store.tiers.reset()
+        if self._tiers is not None:
+            self._tiers.reset()
 
     def stats(self) -> dict[str, float]:
         """Every counter and gauge of the tiers by its exposition name."""
-        return {} if self._store is None else self._store.tiers.stats()
+        return {} if self._tiers is None else self._tiers.stats()
 
     def get_stats(self) -> Any:
         """SGLang's own storage metrics: pages and GB/s of each batch since the last call."""
@@ -155,33 +211,71 @@ class KVTierStorage(HiCacheStorage):
 
     def close(self) -> None:
         """Write what is queued, log the counters, close the tiers. Idempotent; later calls find nothing."""
-        store, self._store = self._store, None
-        if store is not None:
-            store.tiers.drain(_CLOSE_WAIT)
-            counters = {name: value for name, value in store.tiers.stats().items() if "_total" in name and value}
-            store.tiers.close(_CLOSE_WAIT)
+        tiers, self._tiers, self._kept = self._tiers, None, {}
+        if tiers is not None:
+            tiers.drain(_CLOSE_WAIT)
+            counters = {name: value for name, value in tiers.stats().items() if "_total" in name and value}
+            tiers.close(_CLOSE_WAIT)
             _log.info("kvtier closed: %s", json.dumps(counters))
 
-    def _pages(self, keys: list[str], host_indices: Any) -> NDArray[np.int64] | None:
-        """The numbers of the pages at these token indices; None, counted, where they are not whole pages."""
-        if self._store is None:
-            return None
-        tokens: NDArray[np.int64] = host_indices.cpu().numpy()
-        if len(tokens) == len(keys) * self._page_size:
-            rows = tokens.reshape(len(keys), self._page_size)
-            pages = rows[:, 0] // self._page_size
-            if (rows == pages[:, None] * self._page_size + np.arange(self._page_size)).all():
-                return pages
-        self._store.tiers.metrics.missed(Outcome.COPY_FAILED, len(keys))
-        return None
+    def _keep(self, tiers: CacheTiers, name: str) -> None:
+        pages = self._pages[name]
+        if pages.least_slot > self._slot_bytes:
+            raise ConfigError(
+                f"SGLang: pool {name!r} came late, with {pages.least_slot} bytes for a layer where a page of the "
+                f"model has {self._slot_bytes}; choose a larger --page-size, or serve without a draft model"
+            )
+        text = None if name == _KV else pool_text(self._storage_config, get_server_args(), name, pages)
+        blocks = page_blocks(pages, self._slot_bytes, whole=name == _KV)
+        store = PageStore(tiers, blocks, self._root, self._config.cache, text)
+        self._kept[name] = _Kept(store, pages.page_size, pages.page_bytes)
 
-    def _measured(self, batches: "deque[tuple[int, float]]", num_pages: int, started: float) -> None:
-        if num_pages and self._storage_config.enable_storage_metrics:
+    def _get(self, pool: str, keys: list[str], host_indices: Any, parent: ChainHash | None) -> list[bool]:
+        def load(store: PageStore, pages: NDArray[np.int64]) -> list[bool]:
+            num_loaded = store.load(_names(keys), pages, parent)
+            return [i < num_loaded for i in range(len(keys))]
+
+        return self._moved(pool, keys, host_indices, load, self._gets)
+
+    def _set(self, pool: str, keys: list[str], host_indices: Any, parent: ChainHash | None) -> list[bool]:
+        def store_pages(store: PageStore, pages: NDArray[np.int64]) -> list[bool]:
+            return store.store(_names(keys), pages, parent)
+
+        return self._moved(pool, keys, host_indices, store_pages, self._sets)
+
+    def _moved(
+        self,
+        pool: str,
+        keys: list[str],
+        host_indices: Any,
+        move: Callable[[PageStore, NDArray[np.int64]], list[bool]],
+        measured: "deque[tuple[int, float]]",
+    ) -> list[bool]:
+        """What became of each page; all False, counted, where the indices are not those of whole pages."""
+        kept = self._kept.get(pool)
+        if kept is None or not keys:
+            return [False] * len(keys)
+        if (pages := _page_numbers(host_indices, len(keys), kept.page_size)) is None:
+            kept.store.tiers.metrics.missed(Outcome.COPY_FAILED, len(keys))
+            return [False] * len(keys)
+        started = time.monotonic()
+        results = move(kept.store, pages)
+        if (num_pages := sum(results)) and self._storage_config.enable_storage_metrics:
             seconds = max(time.monotonic() - started, 1e-9)
-            batches.append((num_pages, num_pages * self._page_bytes / seconds / 1e9))
+            measured.append((num_pages, num_pages * kept.page_bytes / seconds / 1e9))
+        return results
 
 
-def _names(keys: list[str]) -> list[ChainHash]:
+def _page_numbers(host_indices: Any, num_pages: int, page_size: int) -> NDArray[np.int64] | None:
+    """The numbers of the pages at these token indices; None where they are not whole pages."""
+    if host_indices is None or len(host_indices) != num_pages * page_size:
+        return None
+    rows: NDArray[np.int64] = host_indices.cpu().numpy().reshape(num_pages, page_size)
+    pages = rows[:, 0] // page_size
+    return pages if (rows == pages[:, None] * page_size + np.arange(page_size)).all() else None
+
+
+def _names(keys: Sequence[str]) -> list[ChainHash]:
     return [bytes.fromhex(key) for key in keys]
 
 
@@ -200,12 +294,13 @@ def _check_version(version: str) -> None:
         _log.warning("sglang %s: this kvtier was tested with sglang %s", version, TESTED)
 
 
-def _check_ranks(storage: Any) -> None:
-    """ConfigError for a way to split the model whose pages one slab a rank cannot hold."""
-    if storage.is_mla_model and storage.tp_size > 1:
+def _check_ranks(storage: Any, config: Config) -> None:
+    """ConfigError for a way to split the model whose pages the tiers cannot hold."""
+    if shares_kv(storage) and config.service.socket is None:
         raise ConfigError(
             f"SGLang: tensor parallel size {storage.tp_size} of an MLA model: its first rank alone stores, and "
-            "a slab is open in one process; serve it with --tp-size 1, or take another storage backend"
+            "a slab is open in one process; start `kvtier serve` on this node, and add "
+            '"service": {"socket": …} to the extra config, or serve with --tp-size 1'
         )
     for name in ("attn_cp_size", "dcp_size"):
         if (size := getattr(storage, name)) > 1:
@@ -237,50 +332,9 @@ def _check_page_size(config: Config, page_size: int) -> None:
 def _share(config: Config, storage: Any) -> Config:
     """One rank's part of the memory and of the disk, in a directory of its own: ranks are processes."""
     num_ranks = storage.tp_size * storage.pp_size
-    if num_ranks == 1:
+    if num_ranks == 1 or shares_kv(storage):  # with the node's daemon, which has the memory and the disk
         return config
     path = config.file.path and config.file.path / f"tp{storage.tp_rank}-pp{storage.pp_rank}"
     file = config.file.model_copy(update={"path": path, "size": config.file.size // num_ranks})
     host = config.host.model_copy(update={"size": config.host.size // num_ranks})
     return config.model_copy(update={"file": file, "host": host})
-
-
-def _identity(storage: Any, pool: Any, shape: KVShape, epoch: int) -> ModelIdentity:
-    """Everything the pages depend on: what SGLang was told, its pool, and the checkpoint itself."""
-    args = get_server_args()
-    if args.load_format == "dummy":
-        raise ConfigError("--load-format dummy: random weights have no name to store after; save them, serve those")
-    directory = _checkpoint(args)
-    configuration = config_of(directory) | json.loads(args.json_model_override_args or "{}")
-    dtype = str(configuration.get("dtype") or configuration.get("torch_dtype") or shape.dtype)
-    return ModelIdentity(
-        model=name_of(directory),
-        revision=revision_of(directory),
-        config_digest=config_digest(configuration),
-        dtype=dtype,
-        kv_dtype=shape.dtype,
-        compute_dtype=dtype if args.dtype == "auto" else args.dtype,
-        quantization=args.quantization,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=shape.block_size,
-        layers=tuple(range(pool.start_layer, pool.end_layer)),
-        kind="mla" if is_latent(pool) else "full",
-        tp_ranks=(storage.tp_rank, storage.tp_rank + 1),
-        tp_size=storage.tp_size,
-        pp_stages=(storage.pp_rank, storage.pp_rank + 1),
-        pp_size=storage.pp_size,
-        hash_scheme=HASH_SCHEME,
-        epoch=epoch,
-    )
-
-
-def _checkpoint(args: Any) -> Path:
-    """The directory of the served model's checkpoint, a hub's snapshot in the local cache included."""
-    path = Path(args.model_path)
-    if path.is_dir():
-        return path
-    found = try_to_load_from_cache(args.model_path, "config.json", cache_dir=args.download_dir, revision=args.revision)
-    if not isinstance(found, str):
-        raise ConfigError(f"--model-path {args.model_path!r}: no checkpoint of that name here; give its directory")
-    return Path(found).parent

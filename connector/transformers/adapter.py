@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,15 +15,21 @@ except ImportError as error:
     raise ImportError("KVTier needs transformers 5.0 or newer: pip install 'kvtier[engine]'") from error
 
 from kvtier.connector import open_tiers
-from kvtier.connector.models import identity_of, kv_shape, name_of
+from kvtier.connector.models import identity_of, name_of, rope_limit
 from kvtier.connector.segments import Repair, WantedReuse
-from kvtier.connector.transformers.calls import asked_for, no_rows, not_plain
+from kvtier.connector.transformers.assisted import going_on_from
+from kvtier.connector.transformers.cache_form import CacheForm, empty_cache
+from kvtier.connector.transformers.calls import Call, UnheldCallError, read_call, require_plain_rows, require_rows
 from kvtier.connector.transformers.kv_cache import BlendedCache, blocks_of, fill, is_whole
+from kvtier.connector.transformers.padding import move_behind_padding, why_padding_shows, with_room
+from kvtier.connector.transformers.quantized import quantized_cache
 from kvtier.connector.transformers.segment_gate import require_blendable
 from kvtier.connector.transformers.segments import SegmentCalls, SegmentLists, lists_of
+from kvtier.connector.transformers.state_calls import StateCalls
+from kvtier.connector.transformers.state_gate import GoingOn, how_it_goes_on
 from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
 from kvtier.tiers import L2, ConfigError, Outcome, RequestError
-from kvtier.tiers.config import Config
+from kvtier.tiers.config import Config, format_size
 from kvtier.tiers.hierarchy import CacheTiers
 from kvtier.tiers.naming import root_hash
 
@@ -35,8 +42,8 @@ _log = logging.getLogger(__package__)
 class KVTier:
     """Keeps the KV of one transformers model: `kv.generate(...)` for `model.generate(...)`. One thread at a time.
 
-    A model or a call whose KV blocks cannot hold (MLA, recurrent state, padding, beams, images) is generated as ever
-    and nothing of it is kept. Blocks are those of kvtier's own engine: for one checkpoint directory, dtype and block
+    A call whose KV blocks cannot hold (images) is generated as ever, and nothing of it is kept; so is a model's whose
+    cache they cannot hold. Blocks are those of kvtier's own engine: for one checkpoint directory, dtype and block
     size each finds what the other stored.
     """
 
@@ -47,31 +54,51 @@ class KVTier:
         FormatError and StoreLocked come from the slab.
         """
         self.model: Any = model  # its generate() is typed as a submodule
-        self.num_cached_tokens = 0  # of the last call: prompt tokens that were loaded, in every row
+        self.num_cached_tokens = 0  # of the last call: prompt tokens that were loaded, in the row that had most
+        self.cached_tokens_by_row: list[int] = []  # … in each row: rows behind padding have fewer
         self.num_segment_tokens = 0  # of the last call: prompt tokens from segments, in all rows; approximate
         self.num_repaired_tokens = 0  # … and those of them that were computed anew
         self.segments: SegmentCalls | None = None  # None: `[cache] segments` are off
         self._config = config or Config.load()
         self._said: set[str] = set()
         self._opened: CacheTiers | None = None
+        self._states: StateCalls | None = None  # None: the model keeps no recurrent states
         cache = self._config.cache
         try:
-            self._shape = kv_shape(model, cache.block_size)
-            inv_freq = require_blendable(model, self._shape) if cache.segments == "on" else None
+            self._limit = rope_limit(model.config)  # tokens: behind them RoPE is another, and so is all KV
+            self._form = CacheForm.of(model, cache.block_size)
+            going_on = self._how_it_goes_on(model)
+            inv_freq = require_blendable(model, self._form.shape) if cache.segments == "on" else None
             path = model.name_or_path  # empty for a model made from a configuration
             name = name or (name_of(Path(path)) if path else model.config.model_type)
-            identity = identity_of(model, name, self._shape, hash_scheme=cache.hash, epoch=cache.epoch)
+            identity = identity_of(model, name, self._form.outline, hash_scheme=cache.hash, epoch=cache.epoch)
         except ConfigError as error:
             if cache.segments == "on":
                 raise
             _log.warning("nothing is kept of this model: %s", error)
             return
-        fingerprint = identity.fingerprint()
+        fingerprint = self._form.named(identity).fingerprint()
         root = root_hash(fingerprint, cache_salt=cache.cache_salt)
-        self._opened = open_tiers(self._config, fingerprint, self._shape)
-        self._blocks = TierBlocks(self._opened, root, self._shape, model.dtype, self._config)
+        self._opened = open_tiers(self._config, fingerprint, self._form)
+        self._blocks = TierBlocks(self._opened, root, self._form, self._config)
+        if going_on is not None:
+            keeps_answers = cache.store_generated
+            self._states = StateCalls(model, self._blocks, going_on, self._limit, keeps_answers=keeps_answers)
         if inv_freq is not None:
             self.segments = SegmentCalls(model, self._blocks, self._config, inv_freq)
+
+    def _how_it_goes_on(self, model: PreTrainedModel) -> GoingOn | None:
+        """How a model with recurrent states goes on behind them; None if it has none."""
+        states = self._form.states
+        if states is None:
+            return None
+        if self._config.cache.segments == "on":
+            fix = "a state depends on all text before it; leave segments off"
+            raise ConfigError(f'segments "on": model kind {model.config.model_type!r} keeps recurrent states; {fix}')
+        going_on = how_it_goes_on(model, self._form)
+        way = "several tokens at once" if going_on.in_pieces else "one token at a time"
+        _log.info("recurrent states: %s at each border; %s behind one", format_size(states.num_bytes), way)
+        return going_on
 
     def generate(
         self,
@@ -87,16 +114,29 @@ class KVTier:
         before anything is computed if they are off, or bad.
         """
         wanted = self._wanted(input_ids, segments, repair)
-        self.num_cached_tokens = self.num_segment_tokens = self.num_repaired_tokens = 0
-        if not self._can_hold(input_ids, options):
+        self._forget_last_call()
+        call = self._held_call(input_ids, options)
+        if call is None:
             return self.model.generate(input_ids, **options)
-        if asked_for(self.model, options, "cache_implementation") is not None:
-            options["cache_implementation"] = None  # generate() refuses it beside a cache, whichever it names
-        rows = self._rows(input_ids)
-        cache = self._load(rows, wanted)
-        result = self.model.generate(input_ids, **{**options, "past_key_values": cache})
-        sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        self._store(rows, sequences if self._config.cache.store_generated else input_ids, cache)
+        rows = self._rows(input_ids, call.pads)
+        if self._states is not None:
+            ends = partial(call.ends, num_columns=input_ids.shape[1])
+            result = self._states.generate(rows, input_ids, call.options(options, None), ends)
+            self._note_cached(self._states.num_cached_tokens, len(rows))
+            return result
+        cache = self._load(rows, wanted) if call.loads else empty_cache(self.model)
+        if call.num_copies > 1:
+            cache.batch_repeat_interleave(call.num_copies)
+        given = quantized_cache(self.model, cache, call.quantization) if call.is_quantized else cache
+        with going_on_from(self.model, cache.get_seq_length() if call.is_assisted else 0):
+            result = self.model.generate(input_ids, **call.options(options, given))
+        num_columns = input_ids.shape[1]
+        if call.names_answers and self._config.cache.store_generated:
+            sequences = result if isinstance(result, torch.Tensor) else result.sequences
+            copies = [copy for row in rows for copy in row.copies(call.num_copies)]
+            self._store(copies, sequences, cache, call.ends(sequences, num_columns))
+        else:  # of each prompt its first row
+            self._store(rows, input_ids, cache, num_copies=call.num_copies)
         return result
 
     def load(
@@ -104,14 +144,20 @@ class KVTier:
     ) -> tuple[DynamicCache, int]:
         """A cache with the leading tokens of every row ([rows, tokens]) that are known, and how many it has.
 
-        Give it to `model(input_ids[:, num_tokens:], past_key_values=cache)`; at least the last token is left.
+        Give it to `model(input_ids[:, num_tokens:], past_key_values=cache)`; at least the last token is left. Behind a
+        recurrent state that takes one token at a time, it is the only one: the others are computed here.
         Rows of one length without padding: what a mask would hide, this can't see. With `segments` (see `generate`) it
         has all tokens but the last, and `store` keeps none of it behind the first reused one.
         """
         wanted = self._wanted(input_ids, segments, repair)
-        self.num_cached_tokens = self.num_segment_tokens = self.num_repaired_tokens = 0
+        self._forget_last_call()
         if not self._can_hold(input_ids):
-            return DynamicCache(), 0
+            return empty_cache(self.model), 0
+        if self._states is not None:
+            rows = self._rows(input_ids)
+            loaded = self._states.load(rows, input_ids)
+            self._note_cached(self._states.num_cached_tokens, len(rows))
+            return loaded
         cache = self._load(self._rows(input_ids), wanted)
         return cache, cache.get_seq_length()
 
@@ -130,6 +176,10 @@ class KVTier:
         """Keep the KV of the tokens ([rows, tokens], from the first one on) that `cache` holds."""
         if self._can_hold(input_ids):
             rows = self._rows(input_ids)
+            if self._states is not None:
+                if not self._states.store(rows, input_ids, cache):
+                    self._say_once("nothing is kept of a cache with other tokens than these, or without K and V")
+                return
             for row in rows:
                 row.num_exact = cache.num_exact if isinstance(cache, BlendedCache) else None
             self._store(rows, input_ids, cache)
@@ -155,18 +205,49 @@ class KVTier:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _can_hold(self, input_ids: torch.Tensor, options: dict[str, Any] | None = None) -> bool:
-        """Whether blocks can hold the KV of this call (None: no `generate`). If not, it is said once and counted."""
+    def _forget_last_call(self) -> None:
+        self.num_cached_tokens = self.num_segment_tokens = self.num_repaired_tokens = 0
+        self.cached_tokens_by_row = []
+
+    def _note_cached(self, num_tokens: int, num_rows: int) -> None:
+        """All rows of the last call went on behind so many tokens."""
+        self.num_cached_tokens = num_tokens
+        self.cached_tokens_by_row = [num_tokens] * num_rows
+
+    def _held_call(self, input_ids: torch.Tensor, options: dict[str, Any]) -> Call | None:
+        """The call as blocks see it. None if they cannot hold its KV: that is said once, and counted."""
+        if self._opened is None:
+            return None
+        try:
+            call = read_call(self.model, input_ids, options, self._limit)
+            if self._states is not None:
+                require_plain_rows(call, in_pieces=self._states.in_pieces)
+            if any(call.pads) and (trait := self._why_padding_shows):
+                kind = self.model.config.model_type
+                raise UnheldCallError(f"model kind {kind!r} has {trait}; pass rows of one length together")
+        except UnheldCallError as error:
+            self._refuse(input_ids, error)
+            return None
+        return call
+
+    @cached_property
+    def _why_padding_shows(self) -> str | None:
+        return why_padding_shows(self.model, self._form)
+
+    def _can_hold(self, input_ids: torch.Tensor) -> bool:
+        """Whether blocks can hold the KV of these rows. If not, it is said once and counted."""
         if self._opened is None:
             return False
-        reason = no_rows(self.model, input_ids)
-        if reason is None and options is not None:
-            reason = not_plain(self.model, input_ids, options)
-        if reason is not None:
-            self._say_once(f"nothing is loaded or kept of such a call: {reason}")
-            num_blocks = input_ids.numel() // self._shape.block_size
-            self._opened.metrics.missed(Outcome.UNSUPPORTED, num_blocks)
-        return reason is None
+        try:
+            require_rows(self.model, input_ids, self._limit)
+        except UnheldCallError as error:
+            self._refuse(input_ids, error)
+            return False
+        return True
+
+    def _refuse(self, input_ids: torch.Tensor, error: UnheldCallError) -> None:
+        self._say_once(f"nothing is loaded or kept of such a call: {error}")
+        self._tiers.metrics.missed(Outcome.UNSUPPORTED, input_ids.numel() // self._form.block_size)
 
     def _say_once(self, warning: str) -> None:
         if warning not in self._said:
@@ -189,8 +270,9 @@ class KVTier:
             raise self._no_segments()
         return self.segments.wanted(lists, repair, input_ids.shape[1])
 
-    def _rows(self, input_ids: torch.Tensor) -> list[PromptRow]:
-        return [self._blocks.row(tokens) for tokens in input_ids.tolist()]
+    def _rows(self, input_ids: torch.Tensor, pads: Sequence[int] | None = None) -> list[PromptRow]:
+        rows = zip(input_ids.tolist(), pads or (0,) * len(input_ids), strict=True)
+        return [self._blocks.row(tokens[pad:], pad) for tokens, pad in rows]
 
     @property
     def _tiers(self) -> CacheTiers:
@@ -199,37 +281,53 @@ class KVTier:
 
     def _load(self, rows: Sequence[PromptRow], wanted: Sequence[WantedReuse]) -> DynamicCache:
         """What is known of every row, as far as all of them go; with segments, all tokens but the last."""
+        size, pads = self._form.block_size, [row.num_pads for row in rows]
         blocks = [self._fetch(row) for row in rows]
-        num_blocks = min(map(len, blocks))
-        self.num_cached_tokens = num_blocks * self._shape.block_size
+        num_columns = min(pad + len(each) * size for pad, each in zip(pads, blocks, strict=True))
+        self.cached_tokens_by_row = [max(0, num_columns - pad) for pad in pads]
+        self.num_cached_tokens = max(self.cached_tokens_by_row)
         if self.segments is not None and wanted:
-            blended = self.segments.blend(rows, blocks, wanted)
-            self.num_segment_tokens = self.segments.num_segment_tokens
-            self.num_repaired_tokens = self.segments.num_repaired_tokens
-            if blended is not None:
+            if any(pads):
+                self._say_once("no segments are reused behind padding; pass such a prompt as a batch of its own")
+            elif (blended := self.segments.blend(rows, blocks, wanted)) is not None:
+                self.num_segment_tokens = self.segments.num_segment_tokens
+                self.num_repaired_tokens = self.segments.num_repaired_tokens
                 return blended
-        cache = DynamicCache()
-        fill(cache, [each[:num_blocks] for each in blocks], self.num_cached_tokens, self.model.device)
+        cache = empty_cache(self.model)
+        num_blocks = -(-num_columns // size)
+        fill(cache, self._form, [with_room(each, num_blocks) for each in blocks], num_columns, self.model.device)
+        move_behind_padding(cache, self._form, pads)
         return cache
 
     def _fetch(self, row: PromptRow) -> torch.Tensor:
-        """The row's leading known blocks, `[num_blocks, *block_shape]`, in memory of their own."""
-        usable = (len(row.token_ids) - 1) // self._shape.block_size  # at least the last token is computed
+        """The row's leading known blocks, `[num_blocks, num_elements]`, in memory of their own."""
+        usable = (len(row.token_ids) - 1) // self._form.block_size  # at least the last token is computed
         blocks = self._blocks.load(row.chain.hashes[:usable])
         row.num_loaded = len(blocks)
         return blocks
 
-    def _store(self, rows: Sequence[PromptRow], sequences: torch.Tensor, cache: DynamicCache) -> None:
-        """Keep what is new and exact of every row."""
-        num_tokens = min(cache.get_seq_length(), sequences.shape[1])
-        if not is_whole(cache, len(rows), self._shape, self.model.dtype):
+    def _store(
+        self,
+        rows: Sequence[PromptRow],
+        sequences: torch.Tensor,
+        cache: DynamicCache,
+        ends: Sequence[int] | None = None,
+        num_copies: int = 1,
+    ) -> None:
+        """Keep what is new and exact of every row. Each has `num_copies` rows in the cache, and ends before `ends`."""
+        if self._limit is not None and cache.get_seq_length() > self._limit:
+            return  # RoPE changed on the way
+        num_columns = min(cache.get_seq_length(), sequences.shape[1])
+        if not is_whole(cache, len(rows) * num_copies, self._form, self.model):
             self._say_once("nothing is kept of a cache that dropped tokens or has another shape; let load() make it")
-            num_blocks = len(rows) * num_tokens // self._shape.block_size
+            num_blocks = len(rows) * num_columns // self._form.block_size
             self._tiers.metrics.dropped(L2, Outcome.UNSUPPORTED, num_blocks)
             return
         for index, row in enumerate(rows):
-            end = num_tokens if row.num_exact is None else min(num_tokens, row.num_exact)
-            row.chain.extend(sequences[index, len(row.token_ids) : end].tolist())
-            if run := range(row.num_loaded, end // self._shape.block_size):
-                self._blocks.store(row, run, blocks_of(cache, index, run, self._shape))
+            end = num_columns if ends is None else min(num_columns, ends[index])
+            row.chain.extend(sequences[index, row.num_pads + len(row.token_ids) : end].tolist())
+            num_tokens = end - row.num_pads
+            num_named = num_tokens if row.num_exact is None else min(num_tokens, row.num_exact)
+            if run := range(row.num_loaded, num_named // self._form.block_size):
+                self._blocks.store(row, run, blocks_of(cache, index * num_copies, run, self._form, row.num_pads))
         self._blocks.settle()

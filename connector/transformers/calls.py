@@ -1,55 +1,150 @@
-"""Which calls of `generate` blocks can hold: rows of plain tokens, decoded one after the other behind the prompt."""
+"""Which calls of `generate` blocks can hold, and how each lays its prompts out in the cache."""
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from transformers import __version__ as _version
 
-_ONE: Final = ("num_beams", "num_return_sequences", "num_beam_groups")
-_OWN_WAYS: Final = (  # of decoding, beside one token after the other behind the prompt as it was given
-    "assistant_model",
+from kvtier.connector.transformers.padding import ends_of_answers, inferred_mask, pads_of
+
+_OWN_WAYS: Final = (  # of decoding, whose cache or prompt is not what `generate` was given
     "assistant_early_exit",
-    "prompt_lookup_num_tokens",
     "use_mtp",
     "custom_generate",
     "token_healing",
+    "penalty_alpha",
+    "dola_layers",
+    "constraints",
+    "force_words_ids",
 )
+_ASSISTED: Final = ("assistant_model", "prompt_lookup_num_tokens")
 _WHOLE_PROMPT: Final = ("output_attentions", "output_hidden_states")
 _DYNAMIC: Final = (None, "dynamic", "hybrid")  # the cache that is made here; Gemma's checkpoints name the last
+_QUANTIZED: Final = "quantized"
+_SPECIAL_TOKENS: Final = ("pad_token_id", "eos_token_id", "bos_token_id")
+_CHUNKS_GO_ON: Final = tuple(map(int, _version.split(".")[:2])) >= (5, 23)  # earlier ones count chunks from position 0
 
 
-def no_rows(model: Any, input_ids: torch.Tensor) -> str | None:
-    """What keeps blocks from holding these tokens' KV, and the fix; None for plain rows."""
+class UnheldCallError(Exception):
+    """Blocks cannot hold the KV of a call: why, and the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of `generate` that blocks can hold."""
+
+    pads: tuple[int, ...]  # of each prompt: masked columns in front of it
+    mask: torch.Tensor | None = None  # [rows, tokens], if it hides any column
+    num_copies: int = 1  # rows of the cache for each prompt, one after the other
+    names_answers: bool = True  # whether row i of the cache is row i of what `generate` returns
+    in_chunks: bool = False  # the prompt is computed some tokens at a time: `prefill_chunk_size`
+    is_assisted: bool = False
+    is_quantized: bool = False
+    quantization: Mapping[str, Any] | None = None  # `cache_config`
+    pad_token: int | None = None  # what `generate` puts behind an answer that has ended
+    pad_ends: bool = False  # whether that token ends an answer, too
+
+    @property
+    def loads(self) -> bool:
+        """Whether `generate` goes on behind loaded tokens."""
+        return not self.in_chunks or _CHUNKS_GO_ON
+
+    def options(self, given: Mapping[str, Any], cache: Any) -> dict[str, Any]:
+        """What to give `generate` for it: as the caller did, and with this cache."""
+        options = {**given, "past_key_values": cache, "cache_implementation": None}  # it refuses any beside a cache
+        return options if self.mask is None else {**options, "attention_mask": self.mask}
+
+    def ends(self, sequences: torch.Tensor, num_columns: int) -> list[int]:
+        """Where each answer ends behind `num_columns` of prompt, without the padding of rows that ended early."""
+        return ends_of_answers(sequences, num_columns, self.pad_token, self.pad_ends)
+
+
+def require_rows(model: Any, input_ids: torch.Tensor, limit: int | None) -> None:
+    """UnheldCallError if blocks cannot hold these tokens' KV whatever is asked for.
+
+    Texts of more than `limit` tokens have another RoPE than shorter ones. None: all have the same.
+    """
     if model.training:
-        return "the model is in training mode; call model.eval()"
+        raise UnheldCallError("the model is in training mode; call model.eval()")
     if input_ids.ndim != 2 or input_ids.numel() == 0:
-        return f"input_ids has the shape {tuple(input_ids.shape)}; pass [rows, tokens]"
-    return None
+        raise UnheldCallError(f"input_ids has the shape {tuple(input_ids.shape)}; pass [rows, tokens]")
+    if limit is not None and input_ids.shape[1] > limit:
+        trait = f"this model's RoPE is another for texts above {limit}"
+        raise UnheldCallError(f"{input_ids.shape[1]} tokens: {trait}; use vLLM for long ones")
 
 
-def not_plain(model: Any, input_ids: torch.Tensor, options: dict[str, Any]) -> str | None:
-    """What keeps blocks from holding the KV of `generate(input_ids, **options)`, and the fix; None where they can."""
-    given = {name: asked_for(model, options, name) for name in (*_ONE, *_OWN_WAYS, *_WHOLE_PROMPT)}
-    if options.get("past_key_values") is not None:
-        return "past_key_values is a cache of the caller's; leave it out, or use load() and store()"
+def read_call(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any], limit: int | None = None) -> Call:
+    """`generate(input_ids, **options)` as blocks see it; UnheldCallError if they cannot hold its KV."""
+    require_rows(model, input_ids, limit)
+    if options.get("past_key_values") is not None or options.get("cache_params") is not None:
+        raise UnheldCallError("past_key_values is a cache of the caller's; leave it out, or use load() and store()")
     if asked_for(model, options, "use_cache") is False:
-        return "use_cache=False; leave it out"
-    if (kind := asked_for(model, options, "cache_implementation")) not in _DYNAMIC:
-        return f"cache_implementation={kind!r}; leave it out, or set it to None in model.generation_config"
-    if several := [name for name in _ONE if given[name] not in (None, 1)]:
-        return f"{several[0]}={given[several[0]]}; leave it at 1, and pass a prompt several times for several answers"
-    if ways := [name for name in _OWN_WAYS if given[name]]:
-        return f"{ways[0]} decodes in a way of its own; leave it out"
-    if whole := [name for name in _WHOLE_PROMPT if given[name]]:
-        return f"{whole[0]} would lack the tokens that are loaded; leave it out"
-    if _is_padded(model, input_ids, options):
-        return "padding or a mask; generate rows of one length together, without either"
-    tensors = {name for name, value in options.items() if isinstance(value, torch.Tensor)}
-    if more := sorted(tensors - {"attention_mask", "pad_token_id", "eos_token_id", "bos_token_id"}):
-        return f"{', '.join(more)}: KV that depends on more than the tokens; leave it out if it changes nothing"
-    return None
+        raise UnheldCallError("use_cache=False computes no KV to keep; leave it out, the text is the same")
+    kind = asked_for(model, options, "cache_implementation")
+    if kind not in (*_DYNAMIC, _QUANTIZED):
+        way = "leave it out, or set it to None in model.generation_config; a dynamic and a quantized cache work"
+        raise UnheldCallError(f"cache_implementation={kind!r} has no room for loaded tokens; {way}")
+    if groups := _first(model, options, ("num_beam_groups",), ordinary=(None, 1)):
+        raise UnheldCallError(f"{groups} decodes in a way of its own; leave it at 1, num_beams alone works")
+    if ways := _first(model, options, _OWN_WAYS):
+        way = "leave it out; greedy, sampled, beam, assisted and prompt lookup decoding work"
+        raise UnheldCallError(f"{ways} decodes in a way of its own; {way}")
+    if whole := _first(model, options, _WHOLE_PROMPT):
+        way = "leave it out, or call model.generate() for such outputs"
+        raise UnheldCallError(f"{whole} would lack the tokens that are loaded; {way}")
+    assistant = _first(model, options, _ASSISTED)
+    if assistant is not None and limit is not None:
+        trait = f"may guess past {limit} tokens, where this model's RoPE becomes another"
+        raise UnheldCallError(f"{assistant} {trait}; leave it out, greedy and sampled decoding work")
+    _require_tokens_alone(options)
+    pad_token, ends = _special(model, options)
+    mask = options.get("attention_mask")
+    mask = inferred_mask(input_ids, pad_token, ends) if mask is None else mask
+    pads = pads_of(mask, input_ids)
+    if pads is None:
+        way = "pad on the left alone (tokenizer.padding_side = 'left'), and leave rows without a token out"
+        raise UnheldCallError(f"a mask that hides more than padding in front of each prompt; {way}")
+    is_quantized, in_chunks = kind == _QUANTIZED, asked_for(model, options, "prefill_chunk_size") is not None
+    if is_quantized and any(pads):
+        way = "pass rows of one length together, or leave cache_implementation out"
+        raise UnheldCallError(f"padding in a quantized cache changes how all rows are rounded; {way}")
+    if is_quantized and in_chunks:
+        raise UnheldCallError("prefill_chunk_size rounds parts of a prompt in a quantized cache; leave one of both out")
+    num_beams, num_returned = (asked_for(model, options, name) or 1 for name in ("num_beams", "num_return_sequences"))
+    return Call(
+        pads=pads,
+        mask=mask if any(pads) else None,
+        num_copies=max(num_beams, num_returned),
+        names_answers=num_beams == 1 and not is_quantized,
+        in_chunks=in_chunks,
+        is_assisted=assistant is not None,
+        is_quantized=is_quantized,
+        quantization=asked_for(model, options, "cache_config") if is_quantized else None,
+        pad_token=ends[0] if pad_token is None and ends else pad_token,
+        pad_ends=pad_token is None or pad_token in ends,
+    )
 
 
-def asked_for(model: Any, options: dict[str, Any], name: str) -> Any:
+def require_plain_rows(call: Call, *, in_pieces: bool) -> None:
+    """UnheldCallError if the call does more than to add tokens to rows of one length: states cannot follow that.
+
+    Unless `in_pieces` the model loses its state where several tokens follow it, as chunks of a prompt do.
+    """
+    ways = {
+        "padding": any(call.pads),
+        "several answers or beams": call.num_copies > 1,
+        "an assistant": call.is_assisted,
+        "a quantized cache": call.is_quantized,
+        "prefill_chunk_size": call.in_chunks and not (call.loads and in_pieces),
+    }
+    if odd := [way for way, is_used in ways.items() if is_used]:
+        way = "leave it out, greedy and sampled decoding of rows of one length work"
+        raise UnheldCallError(f"{odd[0]}, of a model with recurrent states; {way}")
+
+
+def asked_for(model: Any, options: Mapping[str, Any], name: str) -> Any:
     """The value `generate` goes by: the argument, else the generation_config argument's, else the model's."""
     if name in options:
         return options[name]
@@ -57,12 +152,37 @@ def asked_for(model: Any, options: dict[str, Any], name: str) -> Any:
     return next((value for one in settings if (value := getattr(one, name, None)) is not None), None)
 
 
-def _is_padded(model: Any, input_ids: torch.Tensor, options: dict[str, Any]) -> bool:
-    """Whether any token is masked. Without a mask `generate` makes one that hides the padding token."""
-    mask = options.get("attention_mask")
-    if mask is not None:
-        return mask.shape != input_ids.shape or not bool(mask.all())
+def _first(
+    model: Any, options: Mapping[str, Any], names: Iterable[str], ordinary: tuple[Any, ...] = (None, False)
+) -> str | None:
+    """The first of these options that is not ordinary, with a plain value's text."""
+    for name in names:
+        value = asked_for(model, options, name)
+        if value not in ordinary:
+            return f"{name}={value!r}" if isinstance(value, int | float | str) else name
+    return None
+
+
+def _special(model: Any, options: Mapping[str, Any]) -> tuple[int | None, list[int]]:
+    """The padding token, and all tokens that end an answer."""
     pad, ends = (asked_for(model, options, name) for name in ("pad_token_id", "eos_token_id"))
-    if pad is None or (ends is not None and bool(torch.isin(torch.as_tensor(ends), torch.as_tensor(pad)).any())):
-        return False
-    return bool((input_ids == pad).any())
+    return (
+        None if pad is None else int(torch.as_tensor(pad).flatten()[0]),
+        [] if ends is None else [int(end) for end in torch.as_tensor(ends).flatten()],
+    )
+
+
+def _require_tokens_alone(options: Mapping[str, Any]) -> None:
+    """UnheldCallError if tensors beside tokens and mask shape the KV: images, embeddings, positions."""
+    plain = {"attention_mask", *_SPECIAL_TOKENS}
+    if more := sorted(name for name, value in options.items() if name not in plain and _holds_tensors(value)):
+        way = "leave it out if it changes nothing; prompts of tokens alone work"
+        raise UnheldCallError(f"{', '.join(more)}: KV that depends on more than the tokens; {way}")
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, torch.Tensor)

@@ -52,12 +52,14 @@ def _attending(model: PreTrainedModel, way: str) -> Iterator[None]:
         model.set_attn_implementation(chosen)
 
 
-def require_blendable(model: PreTrainedModel, shape: KVShape) -> torch.Tensor:
+def require_blendable(model: PreTrainedModel, shape: KVShape | None) -> torch.Tensor:
     """The model's `inv_freq`, if segments can be reused in it. ConfigError names what forbids it.
 
     It measures: 24 tokens, computed layer by layer as a blend does, must have the K and V that the model gives them.
     """
     kind = model.config.model_type
+    if shape is None:
+        raise _refusal(kind, "layers whose K and V differ in shape")
     if model.training:
         raise ConfigError('segments "on": the model is in training mode; call model.eval() before KVTier(model)')
     try:

@@ -59,6 +59,8 @@ class SegmentCalls:
         self.num_repaired_tokens = 0
         self._model = model
         self._blocks = blocks
+        assert blocks.form.shape is not None  # the gate
+        self._shape = blocks.form.shape
         self._config = config.cache
         self._inv_freq = inv_freq
 
@@ -72,7 +74,7 @@ class SegmentCalls:
     ) -> list[WantedReuse]:
         """What each row of that many tokens asks for; RequestError for what cannot be."""
         default = Repair(self._config.repair_rule, self._config.repair_share)
-        chosen = checked_repair(repair, default, self._blocks.shape.num_layers)
+        chosen = checked_repair(repair, default, self._shape.num_layers)
         return [WantedReuse(checked_segments(row, num_tokens), chosen) for row in segments]
 
     def texts(self, texts: abc.Sequence[Any]) -> list[list[int]]:
@@ -118,7 +120,7 @@ class SegmentCalls:
         requests = []
         for row, own, one, table in zip(rows, uses, wanted, tables[len(sources) :], strict=True):
             parts = [ReusedPart(use.start, use.end, use.origin, tuple(blocks_of_segment[use.name])) for use in own]
-            num_computed = row.num_loaded * self._blocks.shape.block_size
+            num_computed = row.num_loaded * self._blocks.form.block_size
             requests.append(BlendRequest(row.token_ids, table, num_computed, parts, one.repair if parts else _IN_FULL))
             row.num_exact = parts[0].start if parts else None
         with paged_attention(self._model):
@@ -128,13 +130,13 @@ class SegmentCalls:
                 self._count(result)
         cache = BlendedCache()
         cache.num_exact = min(row.num_exact for row in rows if row.num_exact is not None)
-        own_blocks = [tensor[table[0] : table[-1] + 1] for table in tables[len(sources) :]]
-        fill(cache, own_blocks, len(rows[0].token_ids) - 1, self._model.device)
+        own_blocks = [tensor[table[0] : table[-1] + 1].flatten(1) for table in tables[len(sources) :]]
+        fill(cache, self._blocks.form, own_blocks, len(rows[0].token_ids) - 1, self._model.device)
         return cache
 
     def _uses(self, row: PromptRow, segments: abc.Sequence[Segment]) -> list[_Use]:
         """What is worth copying: the full blocks of long segments, behind the exact prefix, up to the last token."""
-        size = self._blocks.shape.block_size
+        size = self._blocks.form.block_size
         uses = []
         for segment in segments:
             length = segment.end - segment.start
@@ -166,17 +168,17 @@ class SegmentCalls:
 
     def _brought(self, source: PromptRow, deadline: float) -> tuple[torch.Tensor, bool]:
         """All full blocks of a segment, in host memory, and whether all were loaded. The rest is computed and kept."""
-        names, size = source.chain.hashes, self._blocks.shape.block_size
+        names, size = source.chain.hashes, self._blocks.form.block_size
         blocks = self._blocks.load(names, deadline)
         run = range(len(blocks), len(names))
         if not run:
             return blocks, True
         cache = DynamicCache()
-        fill(cache, [blocks], run.start * size, self._model.device)
+        fill(cache, self._blocks.form, [blocks], run.start * size, self._model.device)
         tokens = torch.tensor([source.token_ids[run.start * size : run.stop * size]], device=self._model.device)
         with torch.inference_mode():
             self._model.model(input_ids=tokens, past_key_values=cache, use_cache=True)
-        fresh = blocks_of(cache, 0, run, self._blocks.shape)
+        fresh = blocks_of(cache, 0, run, self._blocks.form)
         self._blocks.store(source, run, fresh)
         return torch.cat([blocks, fresh]), False
 
@@ -184,13 +186,13 @@ class SegmentCalls:
         self, parts: abc.Sequence[torch.Tensor], num_rows: int, num_tokens: int
     ) -> tuple[torch.Tensor, list[list[int]]]:
         """All parts in one paged tensor, the last `num_rows` with room for their tokens; and the blocks of each."""
-        shape = self._blocks.shape
+        shape = self._shape
         num_sources = len(parts) - num_rows
         num_blocks = [len(part) for part in parts[:num_sources]] + [-(-num_tokens // shape.block_size)] * num_rows
         starts = np.cumsum([0, *num_blocks]).tolist()
-        tensor = torch.zeros(starts[-1], *shape.block_shape, dtype=self._blocks.dtype, device=self._model.device)
+        tensor = torch.zeros(starts[-1], *shape.block_shape, dtype=self._model.dtype, device=self._model.device)
         for start, part in zip(starts, parts, strict=False):
-            tensor[start : start + len(part)] = part
+            tensor[start : start + len(part)] = part.view(-1, *shape.block_shape)
         return tensor, [list(range(start, start + number)) for start, number in zip(starts, num_blocks, strict=False)]
 
     def _count(self, result: BlendResult) -> None:

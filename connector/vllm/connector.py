@@ -28,11 +28,13 @@ except ImportError as error:
 
 from kvtier.connector import open_tiers
 from kvtier.connector.vllm.hashing import name_instead
+from kvtier.connector.vllm.identity import fingerprint
 from kvtier.connector.vllm.messages import LAST_REPORTS, CopyReports, StepMessage
-from kvtier.connector.vllm.model import fingerprint, require_supported_version, slot_plan, why_none
+from kvtier.connector.vllm.model import require_supported_version, why_none
 from kvtier.connector.vllm.options import VllmOptions, warn_of_policy
 from kvtier.connector.vllm.plugin import register
 from kvtier.connector.vllm.scheduler import SchedulerHalf
+from kvtier.connector.vllm.slot_plan import slot_plan
 from kvtier.connector.vllm.stats import KVTierProm, KVTierStats
 from kvtier.connector.vllm.worker import WorkerHalf
 
@@ -58,17 +60,21 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         plan = slot_plan(vllm_config, kv_cache_config, canonical=options.keys == "kvtier")
         self._worker_half: WorkerHalf | None = None
         self._scheduler_half: SchedulerHalf | None = None
+        self._drops = options.on_reset == "drop"
         if role == KVConnectorRole.WORKER:
-            self._worker_half = WorkerHalf(plan, layerwise=options.layerwise)
+            sleeps = vllm_config.model_config.enable_sleep_mode
+            settles = sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches")  # vLLM 0.32 tells nobody
+            self._worker_half = WorkerHalf(plan, layerwise=options.layerwise, settles=settles)
             if get_tensor_model_parallel_rank() == 0:  # only one rank logs it
                 warn_of_policy(_failure_policy(self._kv_transfer_config))
             return
-        options.warn(plan.block_size)
+        stores = self._kv_transfer_config.is_kv_producer  # "kv_consumer" only loads; the others do both
+        options.warn(plan.block_size, stores=stores)
         cache = options.config.cache
         named = fingerprint(vllm_config, kv_cache_config, plan, cache)
-        num_ranks = vllm_config.parallel_config.tensor_parallel_size
-        self._stats = KVTierStats(period=_STATS_EVERY)
         parallel = vllm_config.parallel_config
+        num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._stats = KVTierStats(period=_STATS_EVERY)
         config = options.shared(parallel.data_parallel_rank, parallel.data_parallel_size)
         self._scheduler_half = SchedulerHalf(
             plan, open_tiers(config, named, plan), cache, named, kv_cache_config.num_blocks, num_ranks
@@ -82,7 +88,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 "kv_connector_extra_config, layerwise: ignored, since vLLM schedules asynchronously and could not take "
                 "back a step whose load failed; start it with --no-async-scheduling"
             )
-        self._scheduler_half.configure(layerwise=options.layerwise, waits=waits, keeps=reason is None, shares=shares)
+        self._scheduler_half.configure(
+            layerwise=options.layerwise, waits=waits, keeps=reason is None, shares=shares, stores=stores
+        )
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         self._scheduler_half.names.name_instead = name_instead(algorithm, plan.block_size)
         if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
@@ -134,15 +142,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler.finished(request, block_ids)
-        return False, None
+        return False, self._scheduler.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         """Whether stores are under way: then vLLM keeps stepping, so that an idle engine's last blocks are kept too."""
         return self._scheduler.pending
 
     def reset_cache(self) -> bool:
-        self._scheduler.reset()
+        """vLLM calls this for new weights, and whenever it goes to sleep: they may be others afterwards."""
+        self._scheduler.reset(drops=self._drops)
         return True
 
     def get_kv_connector_stats(self) -> KVTierStats | None:
@@ -169,6 +177,14 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches, get_tensor_model_parallel_rank())
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33 goes to sleep: its KV memory is unmapped next. Raises RuntimeError if copies do not end."""
+        self._worker.sleep()
+
+    def restore_kv_caches(self) -> None:
+        """It is awake, and its KV memory is back at the same addresses, with nothing in it."""
+        self._worker.wake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before the step writes anything: waits until the blocks it writes to have been read."""

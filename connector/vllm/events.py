@@ -32,12 +32,16 @@ class VllmEvents:
     connector's events after those of its GPU blocks. So it would also clear what the same step stored there.
     """
 
-    def __init__(self, hierarchy: Hierarchy, root: ChainHash, groups: Sequence[Any], algorithm: str | None) -> None:
+    def __init__(
+        self, hierarchy: Hierarchy, root: ChainHash, groups: Sequence[Any], hashed: tuple[str, int] | None
+    ) -> None:
         """`root` is where chains begin by default; `groups` are vLLM's KV groups.
 
-        `algorithm` is the one by which vLLM hashes blocks; None if names are kvtier's own.
+        `hashed` is vLLM's algorithm, and how many tokens there are from one hash to the next; None if names are
+        kvtier's own.
         """
         self.source = EventSource(hierarchy)
+        algorithm, self._hash_size = hashed or (None, 0)
         self._hash = None if algorithm is None else get_hash_fn_by_name(algorithm)
         self._root = root
         self._roots: dict[ChainHash, None] = {}  # roots of other tenants and adapters, if names are kvtier's own
@@ -92,9 +96,11 @@ class VllmEvents:
         if is_known and self._hash is None:
             is_known = is_named_by(block)
         elif is_known:
-            parent = self._short(block.parent) if block.parent != self._root else None
+            name: Any = self._short(block.parent) if block.parent != self._root else None
             tokens = np.frombuffer(block.tokens, "<u4").tolist()
-            is_known = bool(hash_block_tokens(self._hash, parent, tokens) == self._short(block.chain_hash))
+            for start in range(0, len(tokens), self._hash_size):
+                name = hash_block_tokens(self._hash, name, tokens[start : start + self._hash_size])
+            is_known = bool(name == self._short(block.chain_hash))
         if not is_known:
             _remember(self._withheld, [(tier, block.chain_hash)], None)
         return is_known

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvtier.connector.models import revision_of
+from kvtier.connector.vllm.drafts import AheadChain
 from kvtier.tiers import ChainHash, ChildBlock, ConfigError
 from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.naming import TokenChain, pack_tokens, root_hash
 
 if TYPE_CHECKING:
-    from kvtier.connector.vllm.model import SlotPlan  # it needs vLLM, this module does not
+    from kvtier.connector.vllm.slot_plan import SlotPlan  # it needs vLLM, this module does not
 
 _log = logging.getLogger(__name__)
 
@@ -25,20 +26,22 @@ NameInstead = Callable[[Any, int, Sequence[int]], bytes]
 
 
 class VllmChain:
-    __slots__ = ("_hashes", "_lora", "_name_instead", "_request", "block_size", "root", "tenant")
+    __slots__ = ("_hash_size", "_hashes", "_lora", "_name_instead", "_request", "block_size", "root", "tenant")
 
     def __init__(
         self,
         request: Any,
         root: ChainHash,
-        block_size: int,
+        sizes: tuple[int, int],
         lora: bytes | None,
         name_instead: NameInstead | None = None,
     ) -> None:
-        """`lora` identifies the adapter's weights: vLLM's hashes cover only its name and path.
+        """`sizes` are the tokens of kvtier's block and those from one of vLLM's hashes to the next, which divide it.
 
-        Without `name_instead` no block counts as named by its tokens, so only whole blocks are ever reused.
+        `lora` identifies the adapter's weights: vLLM's hashes cover only its name and path. Without `name_instead` no
+        block counts as named by its tokens, so only whole blocks are ever reused.
         """
+        block_size, self._hash_size = sizes
         self._request = request
         self._lora = lora
         self._name_instead = name_instead
@@ -53,11 +56,18 @@ class VllmChain:
 
     @property
     def hashes(self) -> Sequence[ChainHash]:
-        """The names of its full blocks; vLLM's own list if its hashes can be used unchanged."""
+        """The names of its full blocks; vLLM's own list if its hashes can be used unchanged.
+
+        A hash covers all tokens before it. So the last one in a block names that block.
+        """
         theirs: list[bytes] = self._request.block_hashes
-        if self._lora is None and (not theirs or len(theirs[0]) == _DIGEST):
+        per_block = self.block_size // self._hash_size
+        if per_block == 1 and self._lora is None and (not theirs or len(theirs[0]) == _DIGEST):
             return theirs
-        self._hashes += map(self._ours, theirs[len(self._hashes) :])
+        at = per_block * len(self._hashes) - 1
+        if self._hashes and (at >= len(theirs) or self._ours(theirs[at]) != self._hashes[-1]):
+            self._hashes = []  # vLLM took tokens back, and perhaps has others since
+        self._hashes += map(self._ours, theirs[per_block * (len(self._hashes) + 1) - 1 :: per_block])
         return self._hashes
 
     def parent(self, block: int) -> ChainHash:
@@ -93,7 +103,7 @@ class VllmChain:
 class OwnChain:
     """A request's blocks under kvtier's own names, the same for every engine. Costs a SHA-256 for each block."""
 
-    __slots__ = ("_chain", "_request")
+    __slots__ = ("_chain", "_last", "_request")
 
     def __init__(
         self, request: Any, named: tuple[bytes, str | None, str | None, bytes | None], block_size: int, scheme: str
@@ -103,11 +113,19 @@ class OwnChain:
         root = root_hash(fingerprint, cache_salt=salt, lora_name=lora_name, lora_digest=lora_digest)
         self._request = request
         self._chain = TokenChain(root, block_size, scheme)
+        self._last: int | None = None  # token of the chain
 
     def current(self) -> TokenChain:
-        """The chain over all tokens the request has now."""
-        if (known := self._chain.num_tokens) < self._request.num_tokens:
-            self._chain.extend(self._request.all_token_ids[known:])
+        """The chain over all tokens the request has now.
+
+        Between the turns of a session vLLM takes the last sampled token back: then the chain is made anew.
+        """
+        tokens, known, chain = self._request.all_token_ids, self._chain.num_tokens, self._chain
+        if known > self._request.num_tokens or (known and tokens[known - 1] != self._last):
+            self._chain, known = TokenChain(chain.root, chain.block_size, chain.scheme), 0
+        if known < self._request.num_tokens:
+            self._chain.extend(tokens[known:])
+            self._last = tokens[self._chain.num_tokens - 1]
         return self._chain
 
 
@@ -121,19 +139,28 @@ class RequestNames:
         self._unnamed: set[str] = set()  # adapters that a word was said about
         self.name_instead: NameInstead | None = None  # without it no part of a block that vLLM named is reused
 
-    def of(self, request: Any) -> VllmChain | OwnChain | None:
+    def of(self, request: Any) -> VllmChain | AheadChain | OwnChain | None:
         """How the request's blocks are named; None if they cannot be."""
         lora = request.lora_request
         digest = None if lora is None else self._lora_digest(lora.lora_path)
         if lora is not None and digest is None:
             return None
         if not self._plan.canonical:
-            return VllmChain(request, self._root, self._plan.block_size, digest, self.name_instead)
+            sizes = self._plan.block_size, self._plan.hash_size
+            return self._ahead(VllmChain(request, self._root, sizes, digest, self.name_instead), request)
         if request.mm_features or request.prompt_embeds is not None:
             return None
         salt = request.cache_salt if request.cache_salt is not None else self._cache.cache_salt
         name = None if lora is None else lora.lora_name
         return OwnChain(request, (self._root, salt, name, digest), self._plan.block_size, self._cache.hash)
+
+    def _ahead(self, chain: VllmChain, request: Any) -> VllmChain | AheadChain | None:
+        """The chain, with the tokens that follow a block in its name if a drafter's KV depends on them."""
+        if not self._plan.lookahead:
+            return chain
+        if request.mm_features or request.prompt_embeds is not None:
+            return None  # what follows a block may be part of an image, which its tokens do not tell
+        return AheadChain(chain, request, self._plan.lookahead)
 
     def _lora_digest(self, path: str) -> bytes | None:
         """The digest of an adapter; None, logged once, if it is not in a local directory."""

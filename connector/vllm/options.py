@@ -1,4 +1,4 @@
-"""Parses vLLM's `kv_connector_extra_config`: kvtier's configuration, and two options for keys and loads."""
+"""Parses vLLM's `kv_connector_extra_config`: kvtier's configuration, and a few words about keys, loads and resets."""
 
 import logging
 from collections.abc import Mapping
@@ -11,11 +11,13 @@ from kvtier.tiers.config import Config, nearest, options
 _log = logging.getLogger(__name__)
 
 Keys = Literal["vllm", "kvtier"]
+OnReset = Literal["drop", "keep"]
 
 _OWN: Final = {
     "config": "a TOML file with kvtier's configuration",
     "keys": '"vllm" (its own hashes) or "kvtier" (names every engine shares)',
     "layerwise": "true to load each layer under the compute of the ones before",
+    "on_reset": '"drop" (vLLM\'s reset of the connector, and so its sleep, empties the tiers) or "keep"',
 }
 
 
@@ -24,6 +26,7 @@ class VllmOptions:
     config: Config
     keys: Keys = "vllm"
     layerwise: bool = False
+    on_reset: OnReset = "drop"
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> "VllmOptions":
@@ -35,8 +38,10 @@ class VllmOptions:
             raise ConfigError(f"kv_connector_extra_config, keys {keys!r}: use {_OWN['keys']}")
         if not isinstance(layerwise, bool):
             raise ConfigError(f"kv_connector_extra_config, layerwise {layerwise!r}: use true or false")
+        if (on_reset := own.get("on_reset", "drop")) not in ("drop", "keep"):
+            raise ConfigError(f"kv_connector_extra_config, on_reset {on_reset!r}: use {_OWN['on_reset']}")
         given = {name: value for name, value in sections.items() if value is not None}
-        return cls(Config.load(own.get("config"), **given), keys, layerwise)
+        return cls(Config.load(own.get("config"), **given), keys, layerwise, on_reset)
 
     def shared(self, replica: int = 0, num_replicas: int = 1) -> Config:
         """The configuration with L2 in memory that vLLM's workers can map. They pin it; this process need not.
@@ -51,9 +56,14 @@ class VllmOptions:
             file = file.model_copy(update=own)
         return self.config.model_copy(update={"host": host, "file": file})
 
-    def warn(self, block_size: int) -> None:
-        """Warn of settings that are valid, but probably not meant."""
+    def warn(self, block_size: int, *, stores: bool = True) -> None:
+        """Warn of settings that are valid, but probably not meant. `stores`: this engine fills its tiers itself."""
         asked = self.config.cache
+        if not stores and self.config.redis.url is None and self.config.service.socket is None:
+            _log.warning(
+                'kv_role "kv_consumer": this vLLM only loads, and nobody else fills its tiers; name a [redis] url or a '
+                '[service] socket that the prefill node has as well, or use "kv_both"'
+            )
         if "block_size" in asked.model_fields_set and asked.block_size != block_size:
             _log.warning(
                 "[cache] block_size %d: vLLM's blocks have %d tokens and so have kvtier's here; leave the option out, "

@@ -5,11 +5,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.connector import BlockChain
+from kvtier.connector.vllm.drafts import AheadChain
 from kvtier.connector.vllm.keys import OwnChain, VllmChain
 from kvtier.connector.vllm.states import ClosedRequest, StateRequest
+from kvtier.tiers import ChainHash
 
 Tables = Sequence[Sequence[int]]
 """A request's block ids, one table for each KV group."""
+
+
+@dataclass(slots=True)
+class Awaited:
+    """What a prefill node says it has stored, and until when a request waits for it."""
+
+    num_tokens: int
+    names: list[ChainHash]  # of the blocks, and of the states behind them
+    until: float  # on the monotonic clock
+    look_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -18,7 +30,7 @@ class TrackedRequest:
 
     request: Any
     request_id: str
-    keys: VllmChain | OwnChain
+    keys: VllmChain | AheadChain | OwnChain
     stored: int | None = None  # leading blocks stored, loaded or found; None: not scheduled yet
     asked: int = 0  # tokens vLLM had at the last lookup
     answer: tuple[int | None, bool] | None = None
@@ -31,6 +43,8 @@ class TrackedRequest:
     has_guessed: bool = False  # tiers that nodes share were asked for its last border
     gives_up: bool = False  # nothing more is loaded for it with its states: a load failed once
     is_counted: bool = False  # its misses, where nothing could be asked for
+    awaited: Awaited | None = None  # what a prefill node says it stored, until that is here or took too long
+    border: int = 0  # the last one, in its prompt, behind which all blocks and states were offered to the tiers
 
     @property
     def chain(self) -> BlockChain:
@@ -48,8 +62,13 @@ class NextStep:
     targets: set[int] = field(default_factory=set)  # blocks that loads write to, by vLLM's ids
 
 
-def handed_out(output: Any, block_size: int) -> set[int]:
-    """Blocks that vLLM gives out anew in this step: only those can be written to while a store still reads them."""
+def handed_out(output: Any, group_sizes: Sequence[int]) -> set[int]:
+    """Blocks that vLLM gives out anew in this step: only those can be written to while a store still reads them.
+
+    Among them are those that it zeroes or copies others to. `group_sizes` are the tokens in a block of each KV group.
+    """
+    others = set(output.new_block_ids_to_zero or ())
+    others |= {copy.dst_block_id for copy in output.kv_cache_block_copies or ()}
     new: list[tuple[Tables, int]] = [(data.block_ids, data.num_computed_tokens) for data in output.scheduled_new_reqs]
     cached = output.scheduled_cached_reqs
     for request_id, tables, num_computed in zip(
@@ -57,4 +76,9 @@ def handed_out(output: Any, block_size: int) -> set[int]:
     ):
         if tables is not None:
             new.append((tables, num_computed if request_id in cached.resumed_req_ids else 0))
-    return {block for tables, num_computed in new for table in tables for block in table[num_computed // block_size :]}
+    return others | {
+        block
+        for tables, num_computed in new
+        for table, size in zip(tables, group_sizes, strict=True)
+        for block in table[num_computed // size :]
+    }

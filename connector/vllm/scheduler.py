@@ -10,10 +10,11 @@ from typing import Any, Final
 from kvtier.connector import CopyOp, SchedulerSide, StepPlan, WorkerReport
 from kvtier.connector.daemon import RemoteTiers
 from kvtier.connector.vllm.events import VllmEvents
+from kvtier.connector.vllm.handover import Handovers
 from kvtier.connector.vllm.keys import RequestNames
 from kvtier.connector.vllm.messages import CopyReports, RegionHandle, StepMessage
-from kvtier.connector.vllm.model import SlotPlan
 from kvtier.connector.vllm.requests import NextStep, Tables, TrackedRequest, handed_out
+from kvtier.connector.vllm.slot_plan import SlotPlan
 from kvtier.connector.vllm.state_side import StateSide, exactly
 from kvtier.connector.vllm.states import owner
 from kvtier.connector.vllm.watched_ops import WatchedOps
@@ -47,7 +48,7 @@ class SchedulerHalf:
     ) -> None:
         """`num_blocks` is vLLM's number of blocks. `root` is where kvtier's chains begin, and the parent of vLLM's."""
         # with several KV groups vLLM's own hits end with a block in every group, and so do ours
-        self.side = SchedulerSide(tiers, partial_blocks=cache.partial_blocks and len(plan.groups) == 1)
+        self.side = SchedulerSide(tiers, partial_blocks=cache.partial_blocks and plan.has_one_table)
         of_states = StateSide(self.side, plan, num_blocks, keeps_answers=cache.store_generated)
         self._states = of_states if plan.states else None
         self._plan = plan
@@ -59,6 +60,7 @@ class SchedulerHalf:
         self._waits = True
         self._keeps = True
         self._shares = True
+        self._stores = True
         self._was_idle = True
         self._awaits = False  # some request has no answer yet
         self._events: VllmEvents | None = None  # None unless vLLM publishes events
@@ -66,31 +68,38 @@ class SchedulerHalf:
         self._ops = WatchedOps(num_blocks, num_ranks)
         self._arriving: dict[str, set[ChainHash]] = {}  # request → blocks on their way to L1 for it
         self._next = NextStep()
-        self._tails: dict[int, Tables] = {}  # stores of requests that have ended, not planned yet, and their blocks
+        self._tails: dict[int, Tables] = {}  # stores not planned yet of blocks that may be reused, and their tables
         self._reported_at = 0.0
         self.names = RequestNames(plan, cache, root)
+        self._handovers = Handovers(tiers, plan, root, cache.prefetch_deadline)
 
-    def configure(self, *, layerwise: bool, waits: bool, keeps: bool, shares: bool) -> None:
+    def configure(self, *, layerwise: bool, waits: bool, keeps: bool, shares: bool, stores: bool) -> None:
         """Set how requests are served.
 
         `layerwise`: every load overlaps the compute of the step that needs it. `waits`: a step may wait for a load;
         otherwise vLLM could not take back what it computed on a failed load. `keeps`: blocks are kept; otherwise every
-        request passes unchanged. `shares`: vLLM shares blocks that one request loaded with the next.
+        request passes unchanged. `shares`: vLLM shares blocks that one request loaded with the next. `stores`: what is
+        computed is stored; otherwise blocks are only loaded.
         """
         self._layerwise = layerwise
-        self._waits = waits and len(self._plan.groups) == 1
+        self._waits = waits and self._plan.has_one_table
         self._keeps = keeps
         self._shares = shares
+        self._stores = stores
 
     def tell(self, groups: Sequence[Any], algorithm: str) -> None:
         """Enable `take_events`. `groups` are vLLM's KV groups; `algorithm` hashes its blocks."""
+        if self._plan.lookahead:
+            _log.warning("kv events: blocks with this draft model's KV have names of their own, and are not published")
+            return
         root = root_hash(self._root, cache_salt=self._cache.cache_salt) if self._plan.canonical else self._root
         if not isinstance(self.side.tiers, Hierarchy):
             _log.warning(
                 "kv events: the daemon publishes the events of its tiers; this process publishes only vLLM's own"
             )
             return
-        self._events = VllmEvents(self.side.tiers, root, groups, None if self._plan.canonical else algorithm)
+        hashed = None if self._plan.canonical else (algorithm, self._plan.hash_size)
+        self._events = VllmEvents(self.side.tiers, root, groups, hashed)
 
     def take_events(self) -> list[Any]:
         return list(self._events.take()) if self._events is not None else []
@@ -104,7 +113,8 @@ class SchedulerHalf:
         if row.answer is not None and row.asked == num_computed_tokens and now < row.good_until:
             return row.answer
         row.asked = num_computed_tokens
-        found = PENDING if self._is_stored_soon(row, now) else self._lookup(row)
+        is_late = self._is_stored_soon(row, now) or self._handovers.is_coming(row, now)
+        found = PENDING if is_late else self._lookup(row)
         self._awaits |= isinstance(found, Pending)
         if isinstance(found, Pending) or (found and self._is_arriving(row)):
             row.answer, row.good_until = (None, False), now + _LOOK_AGAIN
@@ -152,17 +162,20 @@ class SchedulerHalf:
         if self._was_idle and self._awaits:
             self.side.wait(_IDLE_WAIT)
         self._awaits = False
+        if self._states is not None:
+            self._states.begin_step()
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             row = self._rows.get(request_id)
-            if row is not None:
+            if row is not None and self._stores:
                 drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
                 self._offer(row, num_scheduled - drafts, output.kv_connector_block_state)
                 if self._states is not None and not drafts:
-                    self._states.offer(row, num_scheduled, output.kv_connector_block_state)
+                    of_last_step = self._states.offer(row, num_scheduled, output)
+                    self._tails.update(dict.fromkeys(of_last_step, ()))
         tails, plan = self._planned()
         self._expect(tails)
         step, self._next = self._next, NextStep()
-        written = handed_out(output, self._plan.block_size) | step.targets if self._ops.reads else set()
+        written = handed_out(output, self._plan.group_sizes) | step.targets if self._ops.reads else set()
         fences = self._ops.readers(written)
         self._expect(plan)
         return StepMessage(
@@ -197,11 +210,14 @@ class SchedulerHalf:
                 row.stored = min(row.stored or 0, first_block)
                 row.gives_up = True
 
-    def finished(self, request: Any, tables: Tables) -> None:
-        """vLLM's `request_finished`: store the rest of its blocks, which may be reused at once."""
+    def finished(self, request: Any, tables: Tables) -> dict[str, Any] | None:
+        """vLLM's `request_finished`: store the rest of its blocks, which may be reused at once.
+
+        Returns what its answer tells a decode node, if a proxy asked for that.
+        """
         row = self._rows.get(request.request_id)
         if row is None:
-            return
+            return None
         if row.stored is not None and request.num_computed_tokens:
             ops = self._store(row, request.num_computed_tokens - request.num_in_flight_tokens, tables)
             self._tails.update(dict.fromkeys(ops, row.tables))
@@ -209,6 +225,7 @@ class SchedulerHalf:
         for known in (row, row.closed, row.states):
             if known is not None:
                 self.side.finished(known.request_id)
+        return self._handovers.offer(row)
 
     def found_in(self, request: Any, num_tokens: int) -> tuple[int, int]:
         """How many of the tokens to load were in host memory at the first lookup, and how many in lower tiers."""
@@ -216,6 +233,8 @@ class SchedulerHalf:
         if (row := self._rows.get(request_id)) is None:
             return 0, num_tokens
         found = self.side.found((row.closed or row).request_id)
+        if not self._plan.attention:  # a few states stand for all tokens before them
+            return (num_tokens, 0) if found and found[L2] == found.blocks else (0, num_tokens)
         in_host = min(num_tokens - in_part, (found[L2] if found else 0) * self._plan.block_size)
         in_host += in_part if self.side.found_in_part(request_id) == L2 else 0
         return in_host, num_tokens - in_host
@@ -229,12 +248,13 @@ class SchedulerHalf:
         coming = bool(self._ops or self._tails) or (events is not None and events.source.coming)
         return coming and time.monotonic() - self._reported_at < _PATIENCE
 
-    def reset(self) -> None:
-        """Drop every block from every tier below vLLM's own, and every promise of one."""
+    def reset(self, *, drops: bool = True) -> None:
+        """Take back every promise of a block and, with `drops`, drop every block from every tier below vLLM's own."""
         self.side.forget_promises()
         for row in self._rows.values():
             row.answer = None
-        self.side.tiers.reset()
+        if drops:
+            self.side.tiers.reset()
 
     def close(self) -> None:
         """Release what was never reported, then flush and close the tiers. Idempotent."""
@@ -247,7 +267,7 @@ class SchedulerHalf:
     def _is_synchronous(self, num_tokens: int) -> bool:
         """Whether the step waits for this load: it is short, or delays no other request.
 
-        Never with several KV groups: block ids are then ambiguous, so vLLM could not be told of a failure. Never with
+        Never with several KV groups or states: vLLM could not be told of a failure in time. Never with
         several steps in flight: the later ones would compute on a load that failed. Not layer by layer if it ends
         inside a block: vLLM writes what it computes of a layer before it waits for that layer, and the load would
         overwrite it.
@@ -285,6 +305,7 @@ class SchedulerHalf:
         if row is None and self._keeps and (keys := self.names.of(request)) is not None:
             row = self._rows[request.request_id] = TrackedRequest(request, request.request_id, keys)
             self.side.admit(row)
+            self._handovers.admit(row)
             if self._states is not None:
                 self._states.admit(row)
         return row
@@ -300,20 +321,29 @@ class SchedulerHalf:
 
     def _store(self, row: TrackedRequest, num_computed: int, tables: Any) -> list[int]:
         """Plan stores of blocks that are full, named, and not planned yet. Returns the ids of the ops."""
+        if not self._stores:
+            return []
         if not self._cache.store_generated:
             num_computed = min(num_computed, row.request.num_prompt_tokens)
         first = row.stored or 0
-        if num_computed // self._plan.block_size <= first:
+        if num_computed // self._plan.block_size <= first or not self._plan.attention:
             return []
         last = min(len(row.chain.hashes), num_computed // self._plan.block_size)
         if last <= first:
             return []
         row.tables = tables() if callable(tables) else tables
-        tables_of = [row.tables[group] for group in self._plan.attention]
-        kept = [all(table[i] != _NULL for table in tables_of) for i in range(first, last)]
+        kept = [self._is_whole(row.tables, block) for block in range(first, last)]
         row.stored = last
         runs = groupby(range(first, last), lambda i: kept[i - first])
         return [self._store_run(row, list(run)) for is_kept, run in runs if is_kept]
+
+    def _is_whole(self, tables: Tables, block: int) -> bool:
+        """Whether vLLM has all that a prompt needs to go on behind the block."""
+        size = self._plan.block_size
+        return all(
+            tables[lane.group][lane.position(block)] != _NULL or not lane.is_needed(block, size)
+            for _, lane in self._plan.attention
+        )
 
     def _store_run(self, row: TrackedRequest, run: list[int]) -> int:
         op_id = self.side.store(row.request_id, run[0], run)
@@ -347,15 +377,15 @@ class SchedulerHalf:
         return self.memory
 
     def _worker_blocks(self, tables: Tables, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The blocks at these positions of every table of K and V, without those not kept; and the position of each.
+        """vLLM's blocks of these blocks of kvtier's, in every lane of K and V, without those not kept; and whose it is.
 
         A worker's block of a state stands among the positions as `exactly` names it.
         """
         pairs = [
-            (group * self._num_blocks + tables[group][position], at)
-            for group in self._plan.attention
+            (number * self._num_blocks + tables[lane.group][lane.position(position)], at)
+            for number, lane in self._plan.attention
             for at, position in enumerate(positions)
-            if position >= 0 and tables[group][position] != _NULL
+            if position >= 0 and tables[lane.group][lane.position(position)] != _NULL
         ]
         pairs += [(exactly(position), at) for at, position in enumerate(positions) if position < 0]
         return tuple(block for block, _ in pairs), tuple(at for _, at in pairs)

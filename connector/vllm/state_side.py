@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.connector import SchedulerSide
-from kvtier.connector.vllm.requests import TrackedRequest
-from kvtier.connector.vllm.states import ClosedRequest, StateRequest, last_border
+from kvtier.connector.vllm.requests import Tables, TrackedRequest
+from kvtier.connector.vllm.states import ClosedRequest, StateRequest, UnnamedStates, last_border
 from kvtier.tiers.hierarchy import Attribution, Pending
 
 if TYPE_CHECKING:
-    from kvtier.connector.vllm.model import SlotPlan  # it needs vLLM, this module does not
+    from kvtier.connector.vllm.slot_plan import SlotPlan  # it needs vLLM, this module does not
 
 _NULL: Final = 0  # vLLM's block that stands for "not kept"
 
@@ -26,9 +26,14 @@ class StateSide:
         """`num_blocks` is vLLM's number of blocks. `keeps_answers`: also what lies behind the prompts is kept."""
         self._side = side
         self._groups = [state.group for state in plan.states]
+        self._lanes = [state.lane for state in plan.states]
+        self._per_block = [plan.block_size // state.block_size for state in plan.states]  # positions of its table
+        self._keeps_blocks = bool(plan.attention)  # or states alone
         self._num_blocks = num_blocks
         self._size = plan.block_size
         self._keeps_answers = keeps_answers
+        self._unnamed: dict[str, UnnamedStates] = {}  # what this step leaves behind, by request, and
+        self._of_last_step: dict[str, UnnamedStates] = {}  # what the last one did
 
     def admit(self, row: TrackedRequest) -> None:
         """Know a request's states from its first moment: a reset drops them as it drops its blocks."""
@@ -43,22 +48,23 @@ class StateSide:
         if row.closed is None or row.closed.border <= first:
             self.let_go(row)
             usable = min(len(row.chain.hashes), (row.num_tokens - 1) // self._size)
-            border = last_border(self._side.tiers, row.chain, range(first + 1, usable + 1), self._groups)
+            among = range(first + 1, usable + 1)
+            border = last_border(self._side.tiers, row.chain, among, self._groups, keeps_blocks=self._keeps_blocks)
             if not border and usable > first and not row.has_guessed and self._side.tiers.has_lower:
-                row.has_guessed, row.is_counted, border = (
-                    True,
-                    True,
-                    usable,
-                )  # perhaps tiers that nodes share have this very prompt
+                row.has_guessed = row.is_counted = True  # perhaps tiers that nodes share have this very prompt
+                border = usable
             if not border:
                 self._count_misses(row, usable)
                 return 0
-            row.closed = ClosedRequest.of(row.request_id, row.chain, border, self._groups)
-        promised = self._side.lookup(row.closed, row.asked)
+            row.closed = ClosedRequest.of(
+                row.request_id, row.chain, border, self._groups, keeps_blocks=self._keeps_blocks
+            )
+        promised = self._side.lookup(row.closed, row.asked if self._keeps_blocks else 0)
         if isinstance(promised, Pending):
             return promised
         num_blocks = row.closed.border - first
-        if promised == (num_blocks + len(self._groups)) * self._size:
+        num_records = len(self._groups) + (num_blocks if self._keeps_blocks else 0)
+        if promised == num_records * self._size:
             return num_blocks * self._size
         self.let_go(row)
         return 0
@@ -69,41 +75,80 @@ class StateSide:
         if closed is None:
             row.gives_up = True
             return 0
-        at = [row.tables[group][closed.border - 1] for group in self._groups]
-        in_all = num_tokens + len(at) * self._size
+        at = self._at(row.tables, closed.border)
+        in_all = len(at) * self._size + (num_tokens if self._keeps_blocks else 0)
         is_whole = row.asked + num_tokens == closed.border * self._size and _NULL not in at
-        blocks = [*range(closed.border), *self._exact(at)]
+        blocks = [*range(closed.border if self._keeps_blocks else 0), *self._exact(at)]
         loading = self._side.allocated(closed.request_id, blocks, in_all if is_whole else 0)
         row.gives_up = loading != in_all
         return 0 if row.gives_up else num_tokens
 
-    def offer(self, row: TrackedRequest, num_scheduled: int, state: Any) -> None:
+    def begin_step(self) -> None:
+        """A step was scheduled: `offer` comes next for each of its requests."""
+        self._of_last_step, self._unnamed = self._unnamed, {}
+
+    def offer(self, row: TrackedRequest, num_scheduled: int, output: Any) -> list[int]:
         """Plan stores of the states that a step leaves behind, if it ends where a block ends.
 
         vLLM itself keeps those of few such ends. Its table says where each is now; a later step may reuse the place.
+        Under asynchronous scheduling the step's last token may not be known yet, and so the states have no name. The
+        next step's call names and stores them: the ids of those ops are returned. They must read before that step
+        computes, since vLLM may have given the places away.
         """
+        of_last_step = self._name(row, output)
         computed = row.request.num_computed_tokens + num_scheduled
         border = computed // self._size
-        if computed % self._size or border > self._most(row):
-            return
-        tables = state.get_block_ids(row.request_id)
-        for group in self._groups:
-            block = tables[group][border - 1] if tables is not None and border <= len(tables[group]) else _NULL
-            if block == _NULL:
-                continue
-            assert row.states is not None
-            at = row.states.chain.index(border - 1, group)
-            self._side.store(row.states.request_id, at, [exactly(group * self._num_blocks + block)])
+        if computed % self._size or border > self._most(row, computed):
+            return of_last_step
+        tables = output.kv_connector_block_state.get_block_ids(row.request_id)
+        at = self._at(tables, border) if tables is not None else ()
+        left = tuple((group, block) for group, block in zip(self._groups, at, strict=False) if block != _NULL)
+        if border > len(row.chain.hashes):
+            self._unnamed[row.request_id] = UnnamedStates(border, left)
+            return of_last_step
+        self._store(row, border, left)
+        if len(left) == len(self._groups) and border * self._size < row.request.num_prompt_tokens:
+            row.border = border
+        return of_last_step
 
-    def _most(self, row: TrackedRequest) -> int:
-        """Borders of the request that have names and are to be kept."""
-        kept = row.num_tokens if self._keeps_answers else int(row.request.num_prompt_tokens)
-        return min(len(row.chain.hashes), kept // self._size)
+    def _name(self, row: TrackedRequest, output: Any) -> list[int]:
+        """Store the states of the step before, if the token they stand behind is known and is still the request's."""
+        unnamed = self._of_last_step.pop(row.request_id, None)
+        if unnamed is None or unnamed.border > len(row.chain.hashes):
+            return []
+        is_behind = row.request.num_computed_tokens >= unnamed.border * self._size  # else vLLM took tokens back
+        if not is_behind or row.request_id in output.scheduled_cached_reqs.resumed_req_ids:
+            return []
+        return self._store(row, unnamed.border, unnamed.blocks)
+
+    def _store(self, row: TrackedRequest, border: int, blocks: Sequence[tuple[int, int]]) -> list[int]:
+        assert row.states is not None
+        states, lanes = row.states, dict(zip(self._groups, self._lanes, strict=True))
+        return [
+            self._side.store(
+                states.request_id,
+                states.chain.index(border - 1, group),
+                [exactly(lanes[group] * self._num_blocks + block)],
+            )
+            for group, block in blocks
+        ]
+
+    def _at(self, tables: Tables, border: int) -> list[int]:
+        """vLLM's block of each group's state at a border; of one that its table does not reach, none."""
+        positions = [border * per_block - 1 for per_block in self._per_block]
+        return [
+            tables[group][position] if position < len(tables[group]) else _NULL
+            for group, position in zip(self._groups, positions, strict=True)
+        ]
+
+    def _most(self, row: TrackedRequest, computed: int) -> int:
+        """Borders of the request that are to be kept."""
+        kept = computed if self._keeps_answers else int(row.request.num_prompt_tokens)
+        return kept // self._size
 
     def targets(self, row: TrackedRequest) -> list[int]:
         """The workers' blocks that the request's states are loaded to, as `exactly` names them."""
-        border = 0 if row.closed is None else row.closed.border
-        return self._exact([row.tables[group][border - 1] for group in self._groups]) if border else []
+        return self._exact(self._at(row.tables, row.closed.border)) if row.closed is not None else []
 
     def let_go(self, row: TrackedRequest) -> None:
         """Drop what was promised to the request."""
@@ -112,7 +157,7 @@ class StateSide:
             row.closed = None
 
     def _exact(self, blocks: Sequence[int]) -> list[int]:
-        return [exactly(group * self._num_blocks + block) for group, block in zip(self._groups, blocks, strict=True)]
+        return [exactly(lane * self._num_blocks + block) for lane, block in zip(self._lanes, blocks, strict=True)]
 
     def _count_misses(self, row: TrackedRequest, num_blocks: int) -> None:
         if not row.is_counted:

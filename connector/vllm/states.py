@@ -83,6 +83,14 @@ class _StateNames(Sequence[ChainHash]):
 
 
 @dataclass(frozen=True, slots=True)
+class UnnamedStates:
+    """What a step leaves behind at a border while its last token is still being sampled, so that it has no name yet."""
+
+    border: int
+    blocks: tuple[tuple[int, int], ...]  # groups, and vLLM's block of each
+
+
+@dataclass(frozen=True, slots=True)
 class StateRequest:
     """Stores a request's states: a `Request` of the scheduler side's."""
 
@@ -96,16 +104,20 @@ class StateRequest:
 
 
 class ClosedChain:
-    """A request's blocks up to a border, and behind them the states to go on from. A `BlockChain` that is only read."""
+    """A request's blocks up to a border, and behind them the states to go on from. A `BlockChain` that is only read.
+
+    Of a model that keeps states alone it is the states alone.
+    """
 
     __slots__ = ("_blocks", "block_size", "border", "hashes")
 
-    def __init__(self, blocks: BlockChain, border: int, groups: Sequence[int]) -> None:
+    def __init__(self, blocks: BlockChain, border: int, groups: Sequence[int], *, keeps_blocks: bool) -> None:
         self._blocks = blocks
         self.block_size = blocks.block_size
         self.border = border
-        own = list(blocks.hashes[:border])
-        self.hashes: Sequence[ChainHash] = [*own, *(state_name(own[-1], group) for group in groups)]
+        last = blocks.hashes[border - 1]
+        own = blocks.hashes[:border] if keeps_blocks else ()
+        self.hashes: Sequence[ChainHash] = [*own, *(state_name(last, group) for group in groups)]
 
     @property
     def tenant(self) -> ChainHash:
@@ -130,8 +142,11 @@ class ClosedRequest:
     chain: ClosedChain
 
     @classmethod
-    def of(cls, request_id: str, blocks: BlockChain, border: int, groups: Sequence[int]) -> "ClosedRequest":
-        return cls(f"{request_id}{_MARK}{border}", ClosedChain(blocks, border, groups))
+    def of(
+        cls, request_id: str, blocks: BlockChain, border: int, groups: Sequence[int], *, keeps_blocks: bool = True
+    ) -> "ClosedRequest":
+        """`keeps_blocks`: the model keeps K and V, too."""
+        return cls(f"{request_id}{_MARK}{border}", ClosedChain(blocks, border, groups, keeps_blocks=keeps_blocks))
 
     @property
     def border(self) -> int:
@@ -143,15 +158,21 @@ class ClosedRequest:
         return len(self.chain.hashes) * self.chain.block_size + 1
 
 
-def last_border(tiers: CacheTiers, blocks: BlockChain, among: range, groups: Sequence[int]) -> int:
+def last_border(
+    tiers: CacheTiers, blocks: BlockChain, among: range, groups: Sequence[int], *, keeps_blocks: bool = True
+) -> int:
     """The last border in `among` at which blocks and states are known to be held; 0: there is none.
 
-    It knows L2 and the tiers of this node. Tiers that nodes share are asked by a claim, of one border.
+    `keeps_blocks`: the model keeps K and V, too; otherwise states are looked for at every border. It knows L2 and the
+    tiers of this node. Tiers that nodes share are asked by a claim, of one border.
     """
     until = time.monotonic() + _PATIENCE
-    found = tiers.locate(blocks.hashes[: among.stop - 1], 0.0)
-    last = found.blocks - found.miss
-    for border in range(min(last, among.stop - 1), max(among.start, last - _BORDERS + 1) - 1, -1):
+    first, last = among.start, among.stop - 1
+    if keeps_blocks:
+        found = tiers.locate(blocks.hashes[:last], 0.0)
+        last = min(last, found.blocks - found.miss)
+        first = max(first, last - _BORDERS + 1)
+    for border in range(last, first - 1, -1):
         if time.monotonic() >= until:
             return 0
         states = [state_name(blocks.hashes[border - 1], group) for group in groups]

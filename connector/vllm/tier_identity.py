@@ -4,21 +4,21 @@ import hashlib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
 from kvtier.connector.models import revision_of
-from kvtier.connector.vllm.model import checkpoint_path, hash_scheme, require_supported_version
+from kvtier.connector.vllm.identity import checkpoint_path, hash_scheme
+from kvtier.connector.vllm.model import require_supported_version
+from kvtier.connector.vllm.rope import rope_factor
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import ModelIdentity, config_digest
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
-
-_LENGTH_ROPE: Final = "length-rope:"
 
 
 def engine_config(spec: "OffloadingSpec") -> VllmConfig:
@@ -59,8 +59,7 @@ def native_identity(config: VllmConfig, spec: "OffloadingSpec", revision: str | 
         block_size=spec.config.cache.tokens_per_hash,
         layers=tuple(range(model.get_total_num_hidden_layers())),
         quantization=_plain((model.quantization, model.quantization_config)),
-        # vLLM derives the factor from that length
-        rope_factor=float(model.max_model_len) if digest.startswith(_LENGTH_ROPE) else None,
+        rope_factor=rope_factor(model, digest),
         tp_ranks=(0, parallel.tp_size),
         tp_size=parallel.tp_size,
         pp_stages=(0, parallel.pp_size),

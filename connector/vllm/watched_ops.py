@@ -30,7 +30,7 @@ class EndedOps:
 class WatchedOps:
     """Every rank's reports of every copy. Called from the scheduler's thread.
 
-    The workers' id of block `b` of vLLM's group `g` is `g * num_blocks + b`. All groups share one pool and memory,
+    The workers' id of vLLM's block `b` in lane `l` is `l * num_blocks + b`. All groups share one pool and memory,
     so a block is told by `b` alone where it is about to be written.
     """
 

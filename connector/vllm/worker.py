@@ -4,15 +4,16 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from kvtier.connector import CopyOp, StepPlan, WorkerReport, WorkerSide
+from kvtier.connector.vllm.engine_parts import engine_blocks
 from kvtier.connector.vllm.messages import CopyReports, RegionHandle, StepMessage
-from kvtier.connector.vllm.model import SlotPlan, engine_blocks
+from kvtier.connector.vllm.slot_plan import SlotPlan
 from kvtier.tiers import ConfigError, TierUnavailable
-from kvtier.tiers.copies import CudaCopyStream, EngineBlocks, HostCopyStream
+from kvtier.tiers.copies import CopyStream, CudaCopyStream, EngineBlocks, HostCopyStream
 from kvtier.tiers.host import HostRegion
 
 _log = logging.getLogger(__name__)
@@ -26,15 +27,24 @@ class WorkerHalf:
     """One rank's copies. Called from the worker's thread, step by step:
 
     `begin` (before anything is written) → `start_load` → compute, `wait_layer` → `start_store` → `collect`.
+    Between two steps the engine may take its KV memory away: `sleep` → `wake`, or `register` for other memory.
     """
 
-    def __init__(self, plan: SlotPlan, *, layerwise: bool) -> None:
-        """`layerwise`: the engine calls `wait_layer` before each layer; else synchronous loads end in `start_load`."""
+    def __init__(self, plan: SlotPlan, *, layerwise: bool, settles: bool = False) -> None:
+        """`layerwise`: the engine calls `wait_layer` before each layer; else synchronous loads end in `start_load`.
+
+        `settles`: the engine may take its KV memory away behind any step, and calls no `sleep`. All that it does is to
+        wait for what its device was given.
+        """
         self._plan = plan
         self._layerwise = layerwise
+        self._settles = settles
         self._layer_numbers = {name: number for number, name in enumerate(plan.layers)}
         self._rank = 0
         self._blocks: EngineBlocks | None = None
+        self._asleep: EngineBlocks | None = None  # what `wake` brings back
+        self._stream: CopyStream | None = None
+        self._by_thread = True  # some copies may be made by a thread: not all of L2 is pinned yet
         self._region: HostRegion | None = None
         self._side: WorkerSide | None = None
         self._loads: dict[int, CopyOp] = {}
@@ -52,13 +62,30 @@ class WorkerHalf:
         self._invalid: set[int] = set()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], rank: int) -> None:
-        self._rank = rank
+        """Copy from and to these tensors from now on; copies of earlier ones end first."""
+        self.sleep()
+        self._rank, self._asleep = rank, None
         self._blocks = engine_blocks(self._plan, kv_caches, rank)
+
+    def sleep(self) -> None:
+        """The engine's KV memory goes: end every copy, then unpin and unmap L2. Until `wake` nothing is copied.
+
+        Idempotent. RuntimeError if a copy does not end by the deadline: the memory is in use and must stay.
+        """
+        if self._stream is not None and not self._stream.drain(_DEADLINE):
+            raise RuntimeError(f"a copy from or to KV memory has not ended in {_DEADLINE:.0f} s, so it must stay")
+        self._disconnect()
+        self._asleep, self._blocks = self._blocks or self._asleep, None
+
+    def wake(self) -> None:
+        """The memory is back, at the same addresses; what it holds is not known. Idempotent."""
+        self._blocks = self._blocks or self._asleep
 
     def begin(self, message: StepMessage) -> None:
         """Begin a step: wait until the blocks it writes to have been read."""
         if message is self._step:
             return
+        self._refuse(StepPlan(0, 0, (), self._stores.stores))  # vLLM never said that their compute was issued
         self._step, self._spoiled = message, False
         tails = StepPlan.decode(message.tails)
         self._stores = StepPlan.decode(message.plan)
@@ -107,6 +134,11 @@ class WorkerHalf:
         self._refused = []
         if self._side is None:
             return
+        if self._settles and self._by_thread and self._stream is not None and self._region is not None:
+            # From and to pageable memory a thread copies, of which the device knows nothing. What it was given last may
+            # be older than the pin.
+            self._by_thread = not self._region.pinned
+            self._stream.drain(_DEADLINE)
         if self._step is not None and self._step.is_idle:
             self._side.wait(_IDLE_WAIT)
         report = self._side.poll()
@@ -164,7 +196,7 @@ class WorkerHalf:
     def _disconnect(self) -> None:
         if self._side is not None:
             self._take_in(self._side.close(_DEADLINE))
-            self._side = None
+            self._side = self._stream = None
         if self._region is not None:
             self._region.close()
             self._region = None
@@ -176,14 +208,14 @@ class WorkerHalf:
             self._reports.append(WorkerReport(tuple(op.op_id for op in plan.stores)))
 
     def _lost(self, request_id: str, blocks: tuple[int, ...], *, waits: bool) -> None:
-        """Promised KV did not come. With several KV groups block ids are ambiguous, so the request is named instead."""
+        """Promised KV did not come. If blocks do not say whose they are, the request is named instead."""
         self._spoiled |= not waits
         if waits:
             self._received.add(request_id)
-        if len(self._plan.groups) > 1:
-            self._failed.add(request_id)
-        else:
+        if self._plan.has_one_table:
             self._invalid.update(blocks)
+        else:
+            self._failed.add(request_id)
 
     def _refuse(self, plan: StepPlan) -> None:
         """Count copies that cannot be made as failed."""
@@ -196,12 +228,11 @@ class WorkerHalf:
 
         After a daemon's restart its memory is mapped again.
         """
-        if handle is None:
+        if handle is None or self._blocks is None:
             return None
         if self._region is not None and self.memory != handle:
             self._disconnect()
         if self._side is None and (self._unreachable != handle or time.monotonic() >= self._unreachable_until):
-            assert self._blocks is not None
             try:
                 self._region, self.memory = handle.attach(), handle
             except (OSError, ConfigError, TierUnavailable) as error:
@@ -215,29 +246,13 @@ class WorkerHalf:
 
     def _started(self, blocks: EngineBlocks, region: HostRegion) -> WorkerSide:
         if blocks.device.type == "cuda":
-            region.pin(_TorchPin())
-        stream = CudaCopyStream(blocks, region) if blocks.device.type == "cuda" else HostCopyStream(blocks, region)
-        sizes = blocks.num_layers, max(self._plan.layer_bytes)  # of a group of states there may be more than of K and V
+            region.pin(blocks.device.index)
+        on_device = blocks.device.type == "cuda"
+        stream = self._stream = CudaCopyStream(blocks, region) if on_device else HostCopyStream(blocks, region)
+        self._by_thread = True
+        # Models of states alone have no layer of K and V. Of a group of states there may be more layers than of these.
+        sizes = blocks.num_layers, max(self._plan.slot_bytes, default=blocks.slot_bytes)
         return WorkerSide(stream, *sizes, _DEADLINE, by_layers=self._layerwise)
-
-
-class _TorchPin:
-    """Pins memory through torch's CUDA runtime, since vLLM comes without CuPy. Implements `PinRuntime`."""
-
-    def hostRegister(self, ptr: int, size: int, flags: int) -> None:
-        _check(_runtime().cudaHostRegister(ptr, size, flags))
-
-    def hostUnregister(self, ptr: int) -> None:
-        _check(_runtime().cudaHostUnregister(ptr))
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _check(status: Any) -> None:
-    if int(status) != 0:
-        raise RuntimeError(f"CUDA: {status}")
 
 
 def with_blocks(op: CopyOp, blocks: tuple[int, ...], slots_at: tuple[int, ...]) -> CopyOp:

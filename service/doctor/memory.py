@@ -44,19 +44,24 @@ print(SIZE / min(took))
 # Runs in its own process, since a driver may hang or crash.
 _GPU: Final = """
 import json
-from kvtier.tiers.host.host import HostRegion, cuda_runtime
-try:
-    import cupy
-except ImportError as error:
-    print(json.dumps({"missing": str(error)}))
-else:
-    runtime = cuda_runtime()
-    names = []
-    if runtime:
-        names = [runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())]
+from kvtier.tiers.host.cuda_driver import CudaDriver
+from kvtier.tiers.host.host import HostRegion
+driver = CudaDriver.load()
+answer = {"driver": driver is not None}
+if driver is not None:
     region = HostRegion.allocate(16, 4 << 20)
-    print(json.dumps({"cupy": cupy.__version__, "names": names, "pinned": region.pin()}))
+    region.pin(0, driver)
+    region.pinning.wait()
+    answer |= {"batches": driver.copies_in_batches, "refused": region.pinning.error}
     region.close()
+    try:
+        import cupy
+        runtime = cupy.cuda.runtime
+        names = [runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())]
+        answer |= {"cupy": cupy.__version__, "names": names}
+    except ImportError as error:
+        answer["missing"] = str(error)
+print(json.dumps(answer))
 """
 
 
@@ -158,15 +163,18 @@ def check_gpu() -> Finding:
 
 
 def read_gpu(answer: dict[str, object]) -> Finding:
-    names = answer.get("names")
+    """What the probe's program answered, for people."""
+    if not answer.get("driver"):
+        return error("GPU", "libcuda.so.1 is not found or does not start: nothing can be copied", "see `nvidia-smi`")
+    batches = "copies in batches" if answer.get("batches") else "no batched copies (they need driver 570)"
+    if refused := answer.get("refused"):
+        return warning("GPU", f"memory cannot be pinned: {refused}; {batches}", "raise `ulimit -l`, or see `dmesg`")
     if "missing" in answer:
-        return warning("GPU", "found, but CuPy is missing: memory is not pinned", "pip install 'kvtier[cuda]'")
+        return warning("GPU", f"memory can be pinned, {batches}; CuPy is missing", "pip install 'kvtier[cuda]'")
+    names = answer.get("names")
     if not isinstance(names, list) or not names:
         return error("GPU", f"CuPy {answer.get('cupy')} finds no device", _OTHER_CUPY)
-    found = f"{len(names)} × {names[0]}, CuPy {answer.get('cupy')}"
-    if not answer.get("pinned"):
-        return warning("GPU", f"{found}; memory cannot be pinned", "raise `ulimit -l`, or see `dmesg`")
-    return ok("GPU", f"{found}, memory can be pinned")
+    return ok("GPU", f"{len(names)} × {names[0]}, memory can be pinned, {batches}, CuPy {answer.get('cupy')}")
 
 
 def _may_lock_all() -> bool:

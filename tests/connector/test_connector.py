@@ -6,8 +6,9 @@ import pytest
 from connector_rig import NUM_LAYERS, Bench, Request, request_of
 from doubles import BLOCK_SIZE, FakeClock, MemoryTier, chain_of, payload_of, store, wait_until
 
+from kvtier.connector.plan import CopyOp
 from kvtier.connector.scheduler import ConnectorUpdate
-from kvtier.tiers.copies.transfer import CopyEvent
+from kvtier.tiers.copies.transfer import BlockCopies, CopyEvent
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
 
 
@@ -158,14 +159,39 @@ def test_a_failed_load_is_final_for_its_request_and_for_no_other(bench: Bench) -
     bench.scheduler.finished("b")
 
 
+def test_a_steps_copies_are_one_for_the_device_each_way(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device is told by the call: a decoding step of many requests has one store, and every op ends with it."""
+    given: list[int] = []
+    store = bench.stream.store
+
+    def counted(copies: BlockCopies) -> CopyEvent:
+        given.append(len(copies))
+        return store(copies)
+
+    monkeypatch.setattr(bench.stream, "store", counted)
+    requests = [request_of(1, f"r{number}", first_token=100 * number) for number in range(4)]
+    for block, request in enumerate(requests):
+        bench.scheduler.lookup(request, 0)
+        bench.scheduler.allocated(request.request_id, [block], 0)
+        bench.compute(request, 0, [block])
+        bench.scheduler.store(request.request_id, 0, [block])
+    assert len(bench.step().stores) == 4
+    assert given == [4]
+    bench.stream.complete_all()
+    assert sorted(bench.update().released) == [0, 1, 2, 3]
+    assert bench.hierarchy.drain(60)
+    assert all(bench.hierarchy.lookup(request.chain.hashes)["l2"] == 1 for request in requests)
+
+
 def test_a_store_is_fenced_before_its_blocks_are_written_again(bench: Bench) -> None:
     first, second = request_of(1), request_of(1, "b", first_token=100)
+    ops: list[CopyOp] = []
     for request, block in ((first, 0), (second, 1)):
         bench.scheduler.lookup(request, 0)
         bench.scheduler.allocated(request.request_id, [block], 0)
         bench.compute(request, 0, [block])
         bench.scheduler.store(request.request_id, 0, [block])
-    ops = bench.step().stores
+        ops += bench.step().stores
     bench.stream.complete_next()  # the first one has read its block
     bench.worker.fence([op.op_id for op in ops])  # the second one is late: by now its block holds something else
     bench.l1[:2] = 0
@@ -245,6 +271,20 @@ def test_layerwise_each_layer_is_waited_for_by_itself(bench: Bench) -> None:
     bench.stream.complete_next()
     assert bench.worker.wait_layer(3)
     assert bench.update().loaded == ("a",)
+    bench.scheduler.finished("a")
+
+
+def test_a_drafter_computes_behind_the_poll_that_reported_the_load(bench: Bench) -> None:
+    """vLLM polls between the model and its drafter, and stores behind both."""
+    request = request_of(2)
+    store(bench.hierarchy, request.chain)
+    bench.scheduler.lookup(request, 0)
+    bench.scheduler.allocated("a", [0, 1, 2], 2 * BLOCK_SIZE, layerwise=True)
+    bench.step()
+    bench.stream.complete_all()
+    assert bench.update().loaded == ("a",)
+    assert bench.worker.wait_layer(NUM_LAYERS - 1)  # the drafter's layer
+    assert bench.worker.arrived()
     bench.scheduler.finished("a")
 
 

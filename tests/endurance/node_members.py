@@ -23,9 +23,8 @@ from toxic_proxy import ToxicProxy
 
 START: Final = 180.0  # seconds until a process answers, on a busy machine
 _STOP: Final = 90.0
-L2_BYTES: Final = (
-    1 << 20
-)  # some 85 blocks of the engines' model: what they hold at once, and less than what they compute
+BLOCK: Final = 16  # tokens. What follows counts blocks of that size: larger ones leave L1 alone with all that is asked
+L2_BYTES: Final = 1 << 20  # some 85 blocks of the engines' model: what they hold at once, and less than they compute
 FILE: Final = "4MiB"  # some 340
 L1_BLOCKS: Final = 64
 _COMMON: Final = {
@@ -133,6 +132,7 @@ class NodeUnderTest:
             publish, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
             self._add(name, ["engine", "--model", str(model), "--exact"], server__http=self._http[name],
                       service__socket=str(self.socket), host__size=str(L2_BYTES), l1__num_blocks=str(L1_BLOCKS),
+                      cache__block_size=str(BLOCK),
                       events__publish=publish, events__replay=replay)  # fmt: skip
             port = self.line_to_engine.port if name == "engine-b" else self._http[name].rpartition(":")[2]
             specs.append(f"http://127.0.0.1:{port},events={publish},replay={replay}")

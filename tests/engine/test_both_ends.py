@@ -166,7 +166,7 @@ def test_a_step_that_raised_is_made_again() -> None:
     live = engine.add()
     engine.step()
     batch = engine.scheduler.schedule(WorkerReport())
-    engine.scheduler.give_up(batch, stored=True)
+    engine.scheduler.give_up(batch, ())
     engine.report_failed(batch)
     engine.run()
     assert live.num_generated == 1

@@ -10,7 +10,7 @@ from _architectures import ARCHITECTURES, VOCAB, Architecture
 
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
-from kvtier.engine.model import _DENSE, _EXPERTS, SUPPORTED, Model
+from kvtier.engine.model import _NOT_EXACT, SUPPORTED, Model
 from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.errors import ConfigError
 
@@ -22,8 +22,8 @@ def kind_of(architecture: Architecture) -> str:
     return str(config.model_type) if config is not None else ""
 
 
-RUN = {one.name: one for one in ARCHITECTURES if kind_of(one) in SUPPORTED and one.name != "phi3-long"}  # its RoPE
-DENSE = [name for name, one in RUN.items() if kind_of(one) in _DENSE]
+RUN = {one.name: one for one in ARCHITECTURES if kind_of(one) in SUPPORTED}
+EXACT = [name for name, one in RUN.items() if kind_of(one) not in _NOT_EXACT]
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -60,7 +60,7 @@ def test_logits_and_text_are_those_of_plain_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", EXACT)
 def test_exact_bits_do_not_depend_on_the_packing(name: str, dtype: str) -> None:
     prompts = [prompt(1, 90), prompt(2, 17), [*prompt(1, 70), 5, 6, 7]]
 
@@ -76,10 +76,17 @@ def test_exact_bits_do_not_depend_on_the_packing(name: str, dtype: str) -> None:
     assert cut.stats["l1_tokens"] > 150
 
 
-@pytest.mark.parametrize("name", [name for name in RUN if name not in DENSE])
-def test_experts_are_refused_in_exact_mode(name: str) -> None:
-    assert kind_of(RUN[name]) in _EXPERTS
-    with pytest.raises(ConfigError, match="an expert's rows depend on what is packed together; leave exact off"):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mixtral", "an expert's rows depend on what is packed together"),
+        ("deepseek-v3", "a context's latents are expanded together, and its length changes the last bits"),
+        ("bloom", "transformers' own attention of this kind has no tiles"),
+    ],
+)
+def test_what_has_no_exact_mode_says_why(name: str, reason: str) -> None:
+    assert _NOT_EXACT[kind_of(RUN[name])] == reason
+    with pytest.raises(ConfigError, match=f"{reason}; leave exact off"):
         engine_of(name, exact=True)
 
 
@@ -91,6 +98,11 @@ def test_llama_4_ends_where_far_queries_would_be_scaled() -> None:
     assert Model.from_config(row.make_config()).max_model_len == 2048
 
 
-def test_segments_are_refused_for_layers_that_no_blend_knows() -> None:
-    with pytest.raises(ConfigError, match=r"model kind 'gemma2': a blend knows the layers of llama, .*; set them"):
-        engine_of("gemma2", segments="on")
+def test_phi_3_with_long_factors_ends_where_these_begin() -> None:
+    assert Model.from_config(RUN["phi3-long"].make_config()).max_model_len == 1024
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gemma2", "gemma2"), ("llava", "llava"), ("deepseek-v3", "deepseek_v3")])
+def test_segments_are_refused_for_layers_that_no_blend_knows(name: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model kind '{kind}': a blend knows the layers of llama, .*; set them"):
+        engine_of(name, segments="on")

@@ -250,6 +250,109 @@ def test_weights_that_share_an_address_are_all_read() -> None:
     assert digest(5.0) != digest(77.0)
 
 
+@pytest.mark.parametrize("enqueued", [0, 2])  # groups of layers that the stream took before it raised
+@pytest.mark.parametrize("loading", ["async", "layerwise"])
+def test_a_load_that_cannot_be_started_is_computed_once_what_was_enqueued_has_ended(
+    make: Make, monkeypatch: pytest.MonkeyPatch, loading: str, enqueued: int
+) -> None:
+    engine = make(tiers=True, loading=loading, **EXACT)
+    cold = engine.generate([prompt(1, 90)], KEEP)[0]
+    settled(engine)
+    engine.pool.reset()
+    monkeypatch.setattr("kvtier.connector.worker._GROUP_BYTES", 1)  # each layer by itself
+    events: list[HostEvent] = []
+
+    def load(copies: BlockCopies) -> HostEvent:
+        if len(events) == enqueued or loading == "async":
+            raise torch.OutOfMemoryError("no memory for staging")
+        events.append(rubbish(engine, copies))
+        return events[-1]
+
+    name = engine.add_request(prompt(1, 90), KEEP)
+    with monkeypatch.context() as device:
+        device.setattr(stream_of(engine), "load", load)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.step()
+    if events:
+        assert not engine.step()
+        assert engine.request(name).state.name == "LOADING"  # a copy may still write to its blocks
+        assert not engine.drain(0.05)
+    for event in events:
+        event.end()
+    outputs = []
+    while engine.has_unfinished and engine.stats["steps"] < 100:
+        outputs += engine.step()
+    assert np.array_equal(np.array([output.logits for output in outputs]), cold.logits)
+    assert engine.stats["failed_loads"] == 1
+    assert engine.drain(60)
+
+
+def test_a_load_that_hangs_in_no_step_ends_with_its_request(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started for an aborted request, and it raised: nothing waits for its report."""
+    engine = make(tiers=True)
+    engine.generate([prompt(1, 90)], KEEP)
+    settled(engine)
+    engine.pool.reset()
+    name = engine.add_request(prompt(1, 90), KEEP)
+    with monkeypatch.context() as device:
+        device.setattr(stream_of(engine), "load", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert engine.abort(name)
+    assert engine.drain(60)
+
+
+def interrupted(copies: BlockCopies) -> HostEvent:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_copies_that_cannot_be_started_keep_no_engine_from_its_end(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, closes: bool
+) -> None:
+    """The last request's tail goes with `drain` or `close`, beside any step."""
+    engine = make(tiers=True, partial_blocks=True)
+    worker = stream_of(engine)
+
+    def store(copies: BlockCopies) -> HostEvent:
+        raise torch.OutOfMemoryError("no memory for staging")
+
+    with monkeypatch.context() as device:
+        engine.generate([prompt(1, 40)], KEEP)
+        device.setattr(worker, "store", store)
+        if closes:
+            engine.close()
+        else:
+            assert engine.drain(60)
+    assert "1 copies could not be started" in caplog.text
+    assert isinstance(engine.connector, LocalConnector)
+    assert engine.connector.hierarchy.host.pool.check().filling == 0
+
+
+def test_stores_that_cannot_be_started_leave_their_slots_and_blocks(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step's stores are one copy for the device, so they are refused together."""
+    engine = make(tiers=True, **EXACT)
+    stream = stream_of(engine)
+
+    def refuses(copies: BlockCopies) -> Any:
+        raise torch.OutOfMemoryError("no memory for staging")
+
+    for seed in (1, 2):
+        engine.add_request(prompt(seed, 40), ONE)
+    with monkeypatch.context() as device:
+        device.setattr(stream, "store", refuses)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.step()
+    while engine.has_unfinished:
+        engine.step()
+    settled(engine)
+    assert isinstance(engine.connector, LocalConnector)
+    assert engine.connector.hierarchy.host.pool.check().filling == 0
+    assert engine.stats["finished"] == 2
+
+
 def test_a_connector_that_cannot_start_lets_go_of_the_slab(make: Make, tmp_path: Any) -> None:
     config = Config(host={"size": "4MiB"}, file={"path": tmp_path, "size": "16MiB"})  # type: ignore[arg-type]
     model = make().model

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from _architectures import ARCHITECTURES
 from tiny_models import FAMILIES, VOCAB, config_of, plain, plain_logits, prompt
-from transformers import MptConfig
+from transformers import MambaConfig
 
 from kvtier.connector.models.checkpoint import revision_of
 from kvtier.engine.config import EngineConfig
@@ -124,8 +125,8 @@ def test_one_changed_weight_is_another_model() -> None:
 
 
 def test_what_cannot_be_served_is_refused_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model kind 'mpt': this engine does not run it; use one of"):
-        Engine.from_config(MptConfig(n_layers=1, d_model=8, n_heads=1, vocab_size=9))
+    with pytest.raises(ConfigError, match=r"model kind 'mamba': this engine does not run it; use one of"):
+        Engine.from_config(MambaConfig(num_hidden_layers=1, hidden_size=8, vocab_size=9))
     with pytest.raises(ConfigError, match=r"no config\.json there"):
         Engine.from_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="dtype 'int8': use one of auto, float32"):
@@ -134,10 +135,14 @@ def test_what_cannot_be_served_is_refused_with_its_name(tmp_path: Path) -> None:
         Engine.from_config(config_of("llama"), EngineConfig(preemption="offload"))
     with pytest.raises(ConfigError, match="l1_bytes 10: one block"):
         Engine.from_config(config_of("llama"), EngineConfig(l1_bytes=10))
-    config = config_of("llama")
-    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(ConfigError, match="depends on the sequence's length"):
-        Engine.from_config(config)
+
+
+def test_layers_that_differ_are_refused_before_anything_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should a kind that `SUPPORTED` names once have them."""
+    row = next(one for one in ARCHITECTURES if one.name == "gemma4")
+    monkeypatch.setattr("kvtier.engine.model.SUPPORTED", ("gemma4_text",))
+    with pytest.raises(ConfigError, match=r"model kind 'gemma4_text': its layers keep rows of .*; use KVTier for"):
+        Engine.from_config(row.make_config())
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.opening import open_hierarchy
 from kvtier.tiers.hierarchy.settings import HierarchySettings
-from kvtier.tiers.host import host
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.naming.shape import KVShape
 from kvtier.tiers.pool.index import NAME_MIX, to_words
@@ -263,21 +262,26 @@ def test_a_crowded_bucket_of_the_index_hurts_no_load_and_no_store(opened: Open) 
 # 23: memory cannot be pinned.
 
 
-def test_memory_that_cannot_be_pinned_is_used_pageable_after_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_that_cannot_be_pinned_is_used_pageable_after_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     class Refusing:
-        def hostRegister(self, ptr: int, size: int, flags: int) -> None:
-            raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+        def use(self, device: int) -> None:
+            """There is one."""
 
-        def hostUnregister(self, ptr: int) -> None:
+        def register(self, address: int, num_bytes: int) -> None:
+            raise RuntimeError("cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY (2)")
+
+        def unregister(self, address: int) -> None:
             raise AssertionError("nothing was registered")
 
-    monkeypatch.setattr(host, "cuda_runtime", Refusing)
     shape = KVShape(num_layers=2, num_kv_heads=2, head_dim=16, block_size=BLOCK_SIZE, dtype="float32")
     with caplog.at_level(logging.WARNING):
         hierarchy = open_hierarchy(Config.load(host={"size": "1MiB"}), FINGERPRINT, shape)
-        assert not hierarchy.host.region.pinned
+        region = hierarchy.host.region
+        region.pin(0, Refusing())
+        region.pin(0, Refusing())  # by the next stream
+        assert region.pinning is not None
+        assert region.pinning.wait(60)
+        assert not region.is_pinned(np.arange(region.num_slots))
         chain = chain_of(4)
         reservation = reserve(hierarchy, chain.hashes, chain.root)
         assert reservation is not None
@@ -285,7 +289,11 @@ def test_memory_that_cannot_be_pinned_is_used_pageable_after_one_warning(
         assert hierarchy.drain(60)
         assert hierarchy.lookup(chain.hashes)["l2"] == 4
         settle(hierarchy)
-    assert [record.getMessage() for record in caplog.records if "pageable" in record.getMessage()]
+    assert [
+        record.getMessage()
+        for record in caplog.records
+        if "are pinned, copies of the rest are slow" in record.getMessage()
+    ]
     assert len(caplog.records) == 1
 
 

@@ -30,8 +30,9 @@ def pairs(blocks: list[int], slots: list[int], layers: tuple[int, int] | None = 
 def region(request: pytest.FixtureRequest) -> Iterator[HostRegion]:
     region = HostRegion.allocate(NUM_SLOTS, BLOCK_BYTES)
     if request.param == "pinned":
-        pytest.importorskip("cupy", reason="pinning needs CuPy")
-        assert region.pin()
+        region.pin(torch.cuda.current_device())
+        assert region.pinning is not None
+        assert region.pinning.wait(60)
         assert torch.from_numpy(region.array).is_pinned()
     yield region
     region.close()

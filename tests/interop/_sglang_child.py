@@ -7,6 +7,7 @@ Requests: {"generate": [[token, …], …], …cache_salt and the like}, {"flush
 import json
 import multiprocessing
 import sys
+import time
 from typing import Any
 
 import sglang_on_cpu  # noqa: F401 -- before SGLang
@@ -17,18 +18,36 @@ from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401 -- 
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.mem_cache.utils import get_hash_str
 
-SAMPLING = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+SAMPLING: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+
+
+async def generated(engine: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
+    sampling = {**SAMPLING, "max_new_tokens": request.pop("num_tokens", 8)}
+    prompts, timed = request.pop("generate"), request.pop("timed", False)
+    prompts = prompts[0] if timed else prompts
+    asked = GenerateReqInput(input_ids=prompts, sampling_params=sampling, stream=timed, **request)
+    started, first = time.monotonic(), 0.0
+    outputs: list[dict[str, Any]] = []
+    async for output in engine.tokenizer_manager.generate_request(asked, None):
+        first = first or time.monotonic() - started
+        outputs = [output] if timed else output
+    told = []
+    for output in outputs:
+        where = output["meta_info"]["cached_tokens_details"] or {}
+        told.append(
+            {
+                "tokens": output["output_ids"],
+                "storage": where.get("storage", 0),
+                "device": where.get("device", 0),
+                "first_token": first,
+            }
+        )
+    return told
 
 
 def answer(engine: Any, request: dict[str, Any]) -> Any:
     if "generate" in request:
-        asked = GenerateReqInput(input_ids=request.pop("generate"), sampling_params=SAMPLING, **request)
-        outputs = engine.loop.run_until_complete(anext(engine.tokenizer_manager.generate_request(asked, None)))
-        cached = [output["meta_info"]["cached_tokens_details"] or {} for output in outputs]
-        return [
-            {"tokens": output["output_ids"], "storage": where.get("storage", 0), "device": where.get("device", 0)}
-            for output, where in zip(outputs, cached, strict=True)
-        ]
+        return engine.loop.run_until_complete(generated(engine, request))
     if "flush" in request:
         return engine.flush_cache().success
     manager = engine.tokenizer_manager

@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Final
 
+import sglang_recurrent
 import torch
 from transformers.utils.import_utils import is_torchvision_available
 
@@ -69,6 +70,11 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype, **_: object) -> torch.
     return torch.empty(*shape, dtype=dtype)
 
 
+def unpinned_zeros(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+    """torch.zeros where nothing can be pinned: what SGLang's file backend reads a page into is pinned always."""
+    return _zeros(*size, **options)
+
+
 def copy_layers(
     src_layers: Tensors, dst_layers: Tensors, src_indices: torch.Tensor, dst_indices: torch.Tensor, page_size: int
 ) -> None:
@@ -119,7 +125,12 @@ PATCHES: Final[dict[str, Callable[[Any], None]]] = {
     f"{POOLS}.common": use_host_memory,
     f"{POOLS}.mha": use_copies,
     f"{POOLS}.mla": use_copies,
+    f"{POOLS}.mamba": use_copies,
+    f"{POOLS}.dsa": use_copies,
     MLA_HANDLERS: attend_to_latents,
+    "sglang.srt.layers.attention.mamba.causal_conv1d": sglang_recurrent.use_convolutions,
+    "sglang.kernels.ops.attention.fla.fused_norm_gate": sglang_recurrent.use_gated_norm,
+    "sglang.kernels.ops.elementwise.elementwise": sglang_recurrent.use_gated_experts,
 }
 
 
@@ -144,10 +155,17 @@ class StandIns(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return Empty(spec.name)
 
-    def exec_module(self, module: ModuleType) -> None: ...
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ == "sgl_kernel.mamba":
+            module.__dict__.update(sglang_recurrent.KERNELS)
 
 
+_zeros: Final = torch.zeros
+torch.zeros = unpinned_zeros  # type: ignore[assignment]
 is_torchvision_available()  # asks before there is one, and remembers: transformers goes without
 sys.meta_path.insert(0, StandIns())
+for name, operation in sglang_recurrent.OPERATIONS.items():
+    setattr(torch.ops.sgl_kernel, name, operation)
+torch.cpu.Stream.synchronize = lambda *_: None  # type: ignore[attr-defined]
 torch.cpu.Event = Event  # type: ignore[attr-defined, assignment, misc, unused-ignore]
 torch.cpu._is_amx_tile_supported = lambda: False  # its kernels are in sgl_kernel

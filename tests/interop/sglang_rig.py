@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -24,7 +25,6 @@ PAGE_SIZE: Final = 16
 CHILD: Final = Path(__file__).with_name("_sglang_child.py")
 START: Final = 240  # seconds for an engine to come up on a busy machine
 ANSWER: Final = 60
-_FAMILIES: Final = ("llama", "deepseek_v2")  # of SGLang's models: to import them all takes long
 _OPTIONS: Final[dict[str, Any]] = {
     "device": "cpu",
     "dtype": "float32",
@@ -46,8 +46,17 @@ _OPTIONS: Final[dict[str, Any]] = {
 }
 
 
+_ERROR: Final = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+
+
 class Died(AssertionError):
     """The engine ended, or did not answer in time; its log is in the message."""
+
+    @property
+    def reason(self) -> str:
+        """The last error that the log names."""
+        errors = _ERROR.findall(str(self))
+        return errors[-1][:300] if errors else "it did not answer in time"
 
 
 class Sglang:
@@ -78,10 +87,11 @@ class Sglang:
             "hicache_storage_backend_extra_config": json.dumps(backend),
             **options,
         }
+        asked = {name: value for name, value in asked.items() if value is not None}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(CHILD), json.dumps(asked)],
-                env={**os.environ, **variables(), **(environment or {})},
+                env={**os.environ, **variables(model), **(environment or {})},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -101,8 +111,13 @@ class Sglang:
         self.kill()
 
     def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[dict[str, Any]]:
-        """Greedy answers, as {"tokens": …, "storage": cached tokens from kvtier, "device": from SGLang's L1}."""
-        answers: list[dict[str, Any]] = self._ask({"generate": [list(prompt) for prompt in prompts], **options})
+        """Greedy answers, as {"tokens": …, "storage": cached tokens from its storage, "device": from SGLang's L1}.
+
+        `num_tokens` is the length of an answer. With `timed=True` and one prompt "first_token" is the time until the
+        first one, in seconds.
+        """
+        asked = {"generate": [list(prompt) for prompt in prompts], **options}
+        answers: list[dict[str, Any]] = self._ask(asked)
         return answers
 
     def flush(self) -> None:
@@ -133,13 +148,18 @@ class Sglang:
             if pipe is not None:
                 pipe.close()
 
+    def _tail(self) -> str:
+        """The end of the log, from the first error on that is no consequence of another."""
+        log = self.log()
+        return log[max(0, min(log.find("Traceback"), len(log) - 6000)) :] if "Traceback" in log else log[-3000:]
+
     def _ask(self, request: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise Died(self.log()[-3000:]) from None
+            raise Died(self._tail()) from None
         return json.loads(self._line(b"=", ANSWER))
 
     def _line(self, start: bytes, timeout: float) -> bytes:
@@ -157,7 +177,7 @@ class Sglang:
             ready = left > 0 and select.select([self._process.stdout], [], [], left)[0]
             piece = os.read(self._process.stdout.fileno(), 1 << 16) if ready else b""
             if not piece:
-                raise Died(self.log()[-3000:])
+                raise Died(self._tail())
             self._unread += piece
 
 
@@ -212,6 +232,29 @@ class Slab:
         return Codec(self.superblock).to_records(self._rows()[slot : slot + 1])[0].chain_hash
 
 
+def needs(model: Path) -> dict[str, Any]:
+    """Options without which SGLang does not start a model on a CPU."""
+    config = json.loads((model / "config.json").read_text())
+    recurrent = {"lfm2", "qwen3_next", "qwen3_5_text", "falcon_h1", "granitemoehybrid", "nemotron_h", "kimi_linear"}
+    if config["model_type"] not in recurrent:
+        return {}
+    options: dict[str, Any] = {"mamba_radix_cache_strategy": "no_buffer", "page_size": 1}
+    if "full_attention" in config.get("layer_types", []):  # which SGLang knows by another name
+        interval = config["layer_types"].index("full_attention") + 1
+        options["json_model_override_args"] = json.dumps({"full_attention_interval": interval})
+    return options
+
+
+def wait_written(directory: Path, quiet: float = 1.0) -> None:
+    """Wait until nothing new has come to the slab for `quiet` seconds."""
+    known, since = -1, time.monotonic()
+    end = since + 30
+    while time.monotonic() < min(end, since + quiet):
+        if (count := len(Slab(directory).names())) != known:
+            known, since = count, time.monotonic()
+        time.sleep(0.1)
+
+
 def names_of(prompts: Sequence[Sequence[int]]) -> set[bytes]:
     """What SGLang calls the full pages of prompts."""
     return {name for prompt in prompts for name in sglang_hashes(list(prompt), PAGE_SIZE)}
@@ -230,16 +273,20 @@ def wait_until(condition: Any, what: str, timeout: float = 30) -> None:
         time.sleep(0.1)
 
 
-def variables() -> dict[str, str]:
-    """Nothing is fetched or compiled, and of SGLang's models only those in use are imported."""
+def variables(model: Path) -> dict[str, str]:
+    """Nothing is fetched or compiled, and of SGLang's models only that of this checkpoint is imported."""
     spec = find_spec("sglang.srt.models")
     assert spec is not None
     assert spec.submodule_search_locations is not None
-    models = {path.stem for home in spec.submodule_search_locations for path in Path(home).glob("*.py")}
+    files = [path for home in spec.submodule_search_locations for path in Path(home).glob("*.py")]
+    names: list[str] = json.loads((model / "config.json").read_text())["architectures"]
+    needed = re.compile(rf"\b({'|'.join(names)})\b")
+    own = {path.stem for path in files if needed.search(path.read_text())} or {"transformers"}  # its stand-in for all
+    others = {path.stem for path in files} - own
     return {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(models - set(_FAMILIES))),
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others)),
         "SGLANG_USE_CPU_ENGINE": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }

@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang; run `make test-sglang`")
 
-from sglang_rig import PAGE_SIZE, Died, Sglang, Slab, names_of, settle, wait_until
+from sglang_rig import PAGE_SIZE, Died, Sglang, Slab, names_of, needs, settle, wait_until, wait_written
 from tiny_models import SIZES, prompt
-from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, DeepseekV2Config, Lfm2Config, LlamaConfig
 
 from kvtier.tiers.naming.key_schemes import sglang_hashes
 
@@ -218,6 +218,33 @@ def test_pages_of_a_latent_cache(tmp_path: Path) -> None:
         again = engine.generate(PROMPTS[2:])
         assert cached(again) == STORED[2:]
         assert tokens_of(again) == answers[2:]
+
+
+def test_a_chat_goes_on_from_its_recurrent_state(tmp_path: Path) -> None:
+    """LFM2: layers with a state beside layers with KV. SGLang keeps states where requests end."""
+    options: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
+    model = save(Lfm2Config(**{**SIZES, "num_hidden_layers": 4}, **options), tmp_path / "lfm2")
+    directory = tmp_path / "slabs"
+    chosen: dict[str, Any] = {"hicache_mem_layout": "page_first_direct", **needs(model)}
+    with Sglang(model, directory, **chosen) as engine:
+        [first] = tokens_of(engine.generate(PROMPTS[2:]))
+        assert first == greedy(model, PROMPTS[2])  # the stand-ins for its kernels change nothing
+        wait_written(directory)
+    turn = [PROMPTS[2] + first + prompt(5, 20)]
+    with Sglang(model, directory, **chosen) as engine:
+        again = engine.generate(turn)
+        assert cached(again)[0] >= len(PROMPTS[2])
+        # The KV is there up to the end, the state is not: another turn on the same prompt finds as much as has both.
+        engine.flush()
+        other = engine.generate([PROMPTS[2][:100] + prompt(6, 50)])
+        assert cached(other) == [0]
+        engine.clear()
+        engine.flush()
+        computed = engine.generate(turn)
+        assert cached(computed) == [0]
+        assert tokens_of(again) == tokens_of(computed)
+        counters = engine.detach()
+    assert "kvtier_corruption_total" not in " ".join(counters)
 
 
 def test_an_option_kvtier_does_not_know_is_refused(stored: Stored, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def ask_server(home: Path) -> Any:
         process = subprocess.Popen(
             [sys.executable, str(server), *options, *HERE, "--port", url.rpartition(":")[2]],
             cwd=home,
-            env={**os.environ, **variables()},
+            env={**os.environ, **variables(home / "path" / "to" / "checkpoint")},
             stdout=log,
             stderr=log,
             start_new_session=True,

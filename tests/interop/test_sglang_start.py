@@ -16,9 +16,9 @@ if find_spec("sglang") is None:
 import sglang_on_cpu  # noqa: F401 -- before SGLang
 
 # isort: split
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo, PoolName
-from sglang.srt.mem_cache.storage import StorageBackendFactory
-from transformers import AutoModelForCausalLM, LlamaConfig
+import sglang_storages as storages
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolName
+from sglang_storages import save_model, server_arguments, storage_config
 
 from kvtier.connector.sglang import storage as adapter
 from kvtier.connector.sglang.storage import KVTierStorage
@@ -44,45 +44,15 @@ class MHATokenToKVPoolHost:
         return self.kv_buffer[:, :, number * self.page_size : (number + 1) * self.page_size]
 
 
-def storage_config(extra: dict[str, Any], **changes: Any) -> HiCacheStorageConfig:
-    options: dict[str, Any] = {
-        "tp_rank": 0,
-        "tp_size": 1,
-        "pp_rank": 0,
-        "pp_size": 1,
-        "attn_cp_rank": 0,
-        "attn_cp_size": 1,
-        "is_mla_model": False,
-        "enable_storage_metrics": True,
-        "is_page_first_layout": False,
-        "model_name": "served",
-        **changes,
-    }
-    named = {"backend_name": "kvtier", "module_path": "kvtier.connector.sglang", "class_name": "KVTierStorage"}
-    return HiCacheStorageConfig(**options, extra_config={**named, "host": {"size": "1MiB", "pin": False}, **extra})
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "llama"
-    auto: Any = AutoModelForCausalLM
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
-    auto.from_config(config).save_pretrained(path)
-    return path
+    return save_model(tmp_path_factory.mktemp("model") / "llama")
 
 
 @pytest.fixture
 def arguments(model: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """SGLang's own, as it was started; tests change them."""
-    made = SimpleNamespace(
-        model_path=str(model),
-        revision=None,
-        download_dir=None,
-        load_format="auto",
-        dtype="auto",
-        quantization=None,
-        json_model_override_args="{}",
-    )
+    made = server_arguments(model)
     monkeypatch.setattr(adapter, "get_server_args", lambda: made)
     return made
 
@@ -96,16 +66,9 @@ def open_storage(arguments: SimpleNamespace, tmp_path: Path) -> Iterator[Open]:
 
     def open_(extra: dict[str, Any] | None = None, pool: Any = None, **changes: Any) -> KVTierStorage:
         file = {"path": str(tmp_path / "slabs"), "size": "4MiB"}
-        # As SGLang does it: the factory, then the pools, anchor first.
-        made: KVTierStorage = StorageBackendFactory.create_backend(
-            "dynamic", storage_config({"file": file, **(extra or {})}, **changes), None
-        )
-        opened.append(made)
-        pool = pool or MHATokenToKVPoolHost()
-        made.register_mem_pool_host(pool)
-        made.register_mem_host_pool_v2(pool, PoolName.KV)
-        made.on_host_pools_registered()
-        return made
+        config = storage_config({"file": file, **(extra or {})}, **changes)
+        opened.append(storages.open_storage(config, {PoolName.KV: pool or MHATokenToKVPoolHost()}))
+        return opened[-1]
 
     yield open_
     for made in opened:
@@ -127,8 +90,8 @@ def test_pages_go_out_and_come_back_at_other_places(open_storage: Open) -> None:
     before = [pool.page(page).clone() for page in (5, 1, 3)]
     assert storage.batch_set_v1(KEYS[:3], tokens_of(5, 1, 3)) == [True] * 3
     pool.kv_buffer.zero_()
-    assert storage._store is not None
-    assert storage._store.tiers.drain(10)
+    assert storage._tiers is not None
+    assert storage._tiers.drain(10)
     assert storage.batch_exists(KEYS) == 3
     assert storage.exists(KEYS[2])
     assert storage.batch_get_v1(KEYS[:4], tokens_of(0, 7, 2, 4)) == [True, True, True, False]
@@ -202,6 +165,7 @@ def change(**changes: Any) -> Callable[[SimpleNamespace], None]:
     [
         (change(dtype="bfloat16"), {}),
         (change(quantization="fp8"), {}),
+        (change(kv_cache_dtype="fp8_e5m2"), {}),
         (change(json_model_override_args='{"rope_theta": 5000.0}'), {}),
         (change(), {"pool": MHATokenToKVPoolHost(dtype=torch.bfloat16)}),
         (change(), {"pool": MHATokenToKVPoolHost(page_size=2 * TOKENS)}),
@@ -233,7 +197,8 @@ def test_whatever_changes_kv_is_another_name(
         ({"config": "none.toml"}, {}, '--config "none.toml": No such file or directory; '),
         ({"cache": {"cache_salt": "t"}}, {}, '[cache] cache_salt "t": SGLang salts each request; '),
         ({"cache": {"block_size": 32}}, {}, "[cache] block_size 32: SGLang's pages have 4 tokens; leave it out, or "),
-        ({}, {"is_mla_model": True, "tp_size": 2}, "SGLang: tensor parallel size 2 of an MLA model: "),
+        ({}, {"is_mla_model": True, "tp_size": 2}, "SGLang: tensor parallel size 2 of an MLA model: its first rank "
+         "alone stores, and a slab is open in one process; start `kvtier serve` on this node, and add "),
         ({}, {"attn_cp_size": 2}, "SGLang: attn_cp_size 2: "),
     ],
 )  # fmt: skip
@@ -252,13 +217,6 @@ def test_models_without_a_name_are_refused(open_storage: Open, arguments: Simple
     arguments.load_format, arguments.model_path = "auto", "somebody/nothing"
     with pytest.raises(ConfigError, match="--model-path 'somebody/nothing': no checkpoint of that name here"):
         open_storage()
-
-
-def test_an_extra_pool_is_refused(open_storage: Open) -> None:
-    """The KV pages of a hybrid model alone are not its state at a prefix's end."""
-    storage = open_storage()
-    with pytest.raises(ConfigError, match=r"SGLang: extra host pool 'swa' of this model: kvtier cannot store that yet"):
-        storage.register_mem_host_pool_v2(MHATokenToKVPoolHost(), PoolName.SWA)
 
 
 def test_other_versions_are_refused_or_warned_of(caplog: pytest.LogCaptureFixture) -> None:

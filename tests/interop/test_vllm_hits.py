@@ -80,7 +80,7 @@ def test_no_step_waits_for_a_load_where_vllm_could_not_take_it_back(
     with engine(models["llama"], tiers(tmp_path)) as vllm:
         expected = vllm.text([PROMPTS[0]])
         vllm.forget_l1()
-        vllm.half.configure(layerwise=False, waits=waits, keeps=True, shares=True)
+        vllm.half.configure(layerwise=False, waits=waits, keeps=True, shares=True, stores=True)
         llm = vllm.llm.llm_engine
         llm.add_request("asked", {"prompt_token_ids": PROMPTS[0]}, greedy())
         [request] = vllm.scheduler.requests.values()

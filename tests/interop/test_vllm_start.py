@@ -14,8 +14,11 @@ import vllm
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
 from vllm_rig import Engine, make_checkpoint, tiers
 
-from kvtier.connector.vllm import model as vllm_model
-from kvtier.connector.vllm.model import engine_blocks, hash_scheme, identity, require_supported_version, slot_plan
+from kvtier.connector.vllm import slot_plan as vllm_slot_plan
+from kvtier.connector.vllm.engine_parts import engine_blocks
+from kvtier.connector.vllm.identity import hash_scheme, identity
+from kvtier.connector.vllm.model import require_supported_version
+from kvtier.connector.vllm.slot_plan import slot_plan
 from kvtier.tiers.config.sections import CacheConfig
 from kvtier.tiers.errors import ConfigError
 
@@ -39,7 +42,8 @@ def configs(spec: Any = SPEC, *, tp: int = 1, replicas: int = 1, **changed: Any)
         else:
             setattr(config, section, value)
     groups = [KVCacheGroupSpec(list(LAYERS), spec)]
-    return config, SimpleNamespace(kv_cache_groups=groups, kv_tp_replicas=replicas, hash_block_size=spec.block_size)
+    kv_cache = {"kv_cache_groups": groups, "kv_cache_tensors": [], "hash_block_size": spec.block_size}
+    return config, SimpleNamespace(**kv_cache, kv_tp_replicas=replicas)
 
 
 def plan_of(*arguments: Any, canonical: bool = False, **options: Any) -> Any:
@@ -57,16 +61,25 @@ def test_another_version_is_refused_with_both_named(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size 2: .* use 1"),
-        ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
+        (
+            {"parallel_config__decode_context_parallel_size": 2},
+            "decode_context_parallel_size 2: .* set it to 1, and divide",
+        ),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size 2: .* set it to 1, and"),
         ({"load_config__load_format": "dummy"}, 'load_format "dummy": random weights have no name'),
-        ({"speculative_config": SimpleNamespace(method="eagle")}, "speculative method 'eagle': .* use ngram"),
-        ({"model_config__is_encoder_decoder": True}, "an encoder's KV is not kept"),
+        (
+            {"speculative_config": SimpleNamespace(method="dflash")},
+            "speculative method 'dflash': .* draft_model, eagle, ",
+        ),
+        (
+            {"model_config__is_encoder_decoder": True},
+            "vLLM has no KV connectors for encoder-decoder .* without --kv-tr",
+        ),
         ({"spec": replace(SPEC, dtype=torch.uint8)}, r"layer model\.layers\.0.* keeps uint8; kvtier keeps"),
         ({"spec": replace(SPEC, state_content_bytes=100)}, "packs its blocks in an unknown way"),
         (
             {"spec": MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,))},
-            "no layer keeps K and V, only states",
+            "mamba_cache_mode 'none': .* --enable-prefix-caching --mamba-cache-mode align",
         ),
     ],
 )
@@ -75,20 +88,46 @@ def test_what_cannot_be_kept_right_is_refused(changed: dict[str, Any], message: 
         plan_of(**changed)
 
 
-def test_blocks_hashed_in_parts_are_refused() -> None:
-    config, kv_cache = configs()
-    kv_cache.hash_block_size = 16
-    with pytest.raises(ConfigError, match=r"prefix_match_unit 16: kvtier keeps whole blocks of 32 tokens; unset it"):
-        slot_plan(config, kv_cache, canonical=False)
+def staged(*, layers: int, stage: int = 0, **changed: Any) -> tuple[Any, Any]:
+    """The configurations as one of two stages sees them: the model has more layers than it."""
+    config, kv_cache = configs(parallel_config__pipeline_parallel_size=2, **changed)
+    config.model_config.get_total_num_hidden_layers = lambda: layers
+    moved = [name.replace(f".{number}.", f".{number + stage * 3}.") for number, name in enumerate(LAYERS)]
+    kv_cache.kv_cache_groups[0].layer_names[:] = moved
+    return config, kv_cache
 
 
-def test_layers_of_different_sizes_are_refused() -> None:
-    """The scheduler's half sees one of them only: the worker's, made first, refuses."""
+def test_stages_lie_one_behind_the_other_in_each_ranks_part() -> None:
+    layer = 2 * 32 * 2 * 64 * 2  # heads, tokens, K and V, dim, bytes
+    for stage in (0, 1):
+        plan = slot_plan(*staged(layers=6, stage=stage, tp=2), canonical=False)
+        assert plan.block_bytes == 2 * 6 * layer  # as with one stage
+        caches = {name: torch.zeros(5, 2, 32, 128, dtype=torch.bfloat16) for name in plan.layers}
+        starts = [min(part.offset for part in engine_blocks(plan, caches, rank).parts) for rank in (0, 1)]
+        assert starts == [stage * 3 * layer, (6 + stage * 3) * layer]
+
+
+@pytest.mark.parametrize(
+    ("layers", "speculative", "message"),
+    [
+        (
+            8,
+            None,
+            r"pipeline_parallel_size 2: then kvtier keeps models whose 8 layers .* tensor_parallel_size",
+        ),
+        (6, SimpleNamespace(method="ngram"), "pipeline_parallel_size 2 with speculative decoding: .* leave --specul"),
+    ],
+)
+def test_stages_are_refused_where_one_cannot_tell_of_the_others(layers: int, speculative: Any, message: str) -> None:
+    """The scheduler sees the first stage's layers alone. Of eight, a stage would have four: one here has no K and V."""
+    with pytest.raises(ConfigError, match=message):
+        slot_plan(*staged(layers=layers, speculative_config=speculative), canonical=False)
+
+
+def test_hashes_that_end_inside_blocks_are_refused() -> None:
     config, kv_cache = configs()
-    inner = {name: SPEC for name in LAYERS} | {LAYERS[0]: replace(SPEC, num_kv_heads=4)}
-    spec = SimpleNamespace(kv_cache_specs=inner)
-    kv_cache.kv_cache_groups = [SimpleNamespace(layer_names=list(LAYERS), kv_cache_spec=spec)]
-    with pytest.raises(ConfigError, match="layers whose KV differs in size"):
+    kv_cache.hash_block_size = 24
+    with pytest.raises(ConfigError, match=r"prefix_match_unit 24: it does not divide blocks of 32 tokens; unset it"):
         slot_plan(config, kv_cache, canonical=False)
 
 
@@ -176,7 +215,7 @@ def test_the_canonical_order_is_the_same_whatever_the_kernel_keeps(
 ) -> None:
     if content == "cpu-vec" and kernel_blocks > 1:
         pytest.skip("vLLM's CPU kernels take whole blocks")
-    monkeypatch.setattr(vllm_model, "_content", lambda spec, dtype: content)
+    monkeypatch.setattr(vllm_slot_plan, "block_content", lambda spec, dtype: content)
     plan = plan_of(canonical=True)
     keys, values = (torch.randn(4, 32, 2, 64).to(torch.bfloat16) for _ in range(2))  # [blocks, tokens, heads, dim]
     by_head = keys.transpose(1, 2), values.transpose(1, 2)

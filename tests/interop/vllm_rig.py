@@ -45,7 +45,7 @@ _SIZES: Final[dict[str, Any]] = {
 
 
 def config_of(family: str) -> Any:
-    """A fresh config. Windows are 64 tokens; Gemma 3 slides in two of four layers; DeepSeek keeps one latent (MLA)."""
+    """A fresh config. Windows are 64 tokens; Gemmas slide in two of four layers; DeepSeek keeps one latent (MLA)."""
     if family == "qwen3":
         return transformers.Qwen3Config(**_SIZES)
     if family == "mistral-window":
@@ -55,6 +55,11 @@ def config_of(family: str) -> Any:
         return transformers.Gemma3TextConfig(
             **_SIZES, sliding_window=64, layer_types=kinds, query_pre_attn_scalar=32, tie_word_embeddings=False
         )
+    if family == "gemma4":  # full layers have larger heads than sliding ones, which so have more tokens in a block
+        kinds = ["sliding_attention", "full_attention"] * 2
+        heads: dict[str, Any] = {"global_head_dim": 64, "num_kv_shared_layers": 0, "tie_word_embeddings": False}
+        extra: dict[str, Any] = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16}
+        return transformers.Gemma4TextConfig(**_SIZES, **heads, **extra, sliding_window=64, layer_types=kinds)
     if family == "deepseek":
         sizes = {**_SIZES, "num_key_value_heads": 4, "head_dim": None}
         ranks: dict[str, Any] = {

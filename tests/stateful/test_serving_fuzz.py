@@ -152,9 +152,12 @@ class World:
         batch = self.scheduler.schedule(self.worker.poll())
         assert batch.num_tokens <= self.config.token_budget
         assert len(self.scheduler.running) + len(self.scheduler.loading) <= self.config.max_num_seqs
+        if self.dice.random() < 0.03:  # nothing was started
+            self.scheduler.give_up(batch, self.worker.unstarted(batch.plan))
+            return True
         self.worker.start_load(batch.plan)
         if batch.chunks and self.dice.random() < 0.03:
-            self.scheduler.give_up(batch)
+            self.scheduler.give_up(batch, self.worker.unstarted(batch.plan))
             return True
         wrong = self.forward(batch)
         self.worker.start_store(batch.plan)

@@ -32,7 +32,7 @@ class HostConfig(Section):
     size: ByteSize = option("1GiB", "memory for L2")
     shared: bool = option(False, "memfd other processes can map, instead of anonymous memory")
     huge_pages: bool = option(True, "ask the kernel for huge pages")
-    pin: bool = option(True, "register the memory with CUDA, if there is a GPU")
+    pin: bool = option(True, "pin the memory for the GPU that copies from it: piece by piece, in the background")
     verify: Literal["always", "never"] = option(
         "never", "always: hash every block in L2 again before it is promised; never: trust all who share it"
     )

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
@@ -13,11 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies.block_copier import CANCELLED, BlockCopies, CopyDirection, invalid_copies
+from kvtier.tiers.copies.direct_copies import DIRECT_FROM, DirectCopies, Run, pieces_of
 from kvtier.tiers.copies.engine_blocks import EngineBlocks
 from kvtier.tiers.copies.kernels import Canonical, Geometry, LayoutKernels
-from kvtier.tiers.copies.packer import Packer
+from kvtier.tiers.copies.packer import Packer, ends_of_runs
 from kvtier.tiers.copies.transfer import MAX_QUEUED, CopyEvent
-from kvtier.tiers.host import HostRegion
+from kvtier.tiers.host import CudaDriver, HostRegion, cuda_driver
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,8 @@ class CudaCopyStream:
     sees finished blocks, and a load overwrites no block that is still read. `fence` makes that stream wait for a
     copy.
     Nothing cancels a copy that the device was given: it ends even after `close`. Until its event is done, its L1
-    block and L2 slot must stay out of use. With a pageable region a thread makes the copies, since they block.
+    block and L2 slot must stay out of use. Copies of slots that are not pinned (yet) block: a thread makes them, and
+    those of the same direction that come behind them.
     """
 
     def __init__(
@@ -106,20 +108,24 @@ class CudaCopyStream:
         *,
         max_queued: int = MAX_QUEUED,
         cupy: Any = None,
+        driver: CudaDriver | None = None,
     ) -> None:
         """`device` is L1: contiguous `[num_blocks, num_layers, …]`, or an engine's own blocks.
 
-        ValueError if its blocks don't fit the slots.
+        `cupy` and `driver` are the machine's by default. ValueError if its blocks don't fit the slots.
         """
+        driver = driver or cuda_driver()
+        direct = DirectCopies(driver, region) if driver is not None and driver.copies_in_batches else None
         self._copier: TensorCopier | Packer
         if isinstance(device, EngineBlocks):
-            self._copier, tensors = Packer(device, region), [part.tensor for part in device.parts]
+            self._copier, tensors = Packer(device, region, direct), [part.tensor for part in device.parts]
         else:
-            self._copier, tensors = TensorCopier(device, region, cupy), [device]
+            self._copier, tensors = TensorCopier(device, region, cupy, direct), [device]
         self._region = region
         self._max_queued = max_queued
         self._streams: dict[CopyDirection, torch.cuda.Stream] = {"load": _stream(tensors), "store": _stream(tensors)}
-        self._issuer = None if region.pinned else ThreadPoolExecutor(1, "kvtier-copy")
+        self._issuer = ThreadPoolExecutor(1, "kvtier-copy")  # has no thread before its first copy
+        self._last_issued: dict[CopyDirection, Future[None]] = {}  # what the thread was given last
         self._lock = threading.Lock()  # guards the two fields below and the order of issue; never held in a wait
         self._pending: dict[CopyDirection, deque[CudaEvent]] = {"load": deque(), "store": deque()}
         self._closed = False
@@ -150,12 +156,10 @@ class CudaCopyStream:
             self._closed = True
         if not self.drain(timeout):
             logger.warning("closed with copies in flight after %.1f s; the device will end them", timeout)
-        if self._issuer is not None:
-            self._issuer.shutdown(wait=True, cancel_futures=True)
+        self._issuer.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             for event in [*self._pending["load"], *self._pending["store"]]:
-                if self._issuer is not None and not event.done():
-                    event.fail(CANCELLED)
+                event.fail(CANCELLED)  # no effect on what the device was given
 
     def _enqueue(self, direction: CopyDirection, copies: BlockCopies, after: object | None) -> CopyEvent:
         event = CudaEvent()
@@ -177,10 +181,12 @@ class CudaCopyStream:
                 event.fail(error)
                 return event
             pending.append(event)
-            if self._issuer is None:
+            last = self._last_issued.get(direction)
+            if self._region.is_pinned(copies.host_slots) and (last is None or last.done()):
                 self._issue(direction, copies, before, event)
             else:
-                self._issuer.submit(self._issue, direction, copies, before, event)
+                issued = self._issuer.submit(self._issue, direction, copies, before, event)
+                self._last_issued[direction] = issued
         return event
 
     def _predecessor(self, after: object | None) -> "torch.cuda.Event | CudaEvent":
@@ -206,7 +212,7 @@ class CudaCopyStream:
                 return event.fail("what it waits for was not enqueued")
             with torch.cuda.device(self._copier.device), torch.cuda.stream(stream):
                 try:
-                    self._copier.copy(direction, copies)
+                    self._copier.copy(direction, copies, is_chained=isinstance(before, CudaEvent))
                 except RuntimeError as error:  # the device still makes what it was given before
                     failure = str(error)
                 ended = _device_event()
@@ -218,9 +224,12 @@ class CudaCopyStream:
 
 
 class TensorCopier:
-    """Copies our own L1, block-first: neighbours are merged, small pieces go by kernel if there is one."""
+    """Copies our own L1, block-first: neighbours are merged, small pieces go by kernel if there is one.
 
-    def __init__(self, tensor: torch.Tensor, region: HostRegion, cupy: Any) -> None:
+    The others go by one call of the driver, or by one copy of torch's for each where the driver is older.
+    """
+
+    def __init__(self, tensor: torch.Tensor, region: HostRegion, cupy: Any, direct: DirectCopies | None = None) -> None:
         """ValueError if the tensor's blocks are not as large as the region's slots."""
         self.l1 = tensor.view(torch.uint8).view(tensor.shape[0], tensor.shape[1], -1)
         self.device = tensor.device
@@ -228,11 +237,15 @@ class TensorCopier:
         if self.num_layers * self._layer_bytes != region.slot_bytes:
             raise ValueError(f"blocks of {self.num_layers * self._layer_bytes} bytes, slots of {region.slot_bytes}")
         self._region = region
+        self._direct = direct
         self._l2 = torch.from_numpy(region.array)
-        self.kernels = self._compiled(cupy) if region.pinned else None
+        self.kernels = self._compiled(cupy) if region.pinning is not None else None
 
-    def copy(self, direction: CopyDirection, copies: BlockCopies) -> None:
-        """Enqueue valid copies on the current stream. RuntimeError is the driver's."""
+    def copy(self, direction: CopyDirection, copies: BlockCopies, *, is_chained: bool = True) -> None:
+        """Enqueue valid copies on the current stream. RuntimeError is the driver's.
+
+        `is_chained`: what is read may still be on its way there, on a stream that this one waits for.
+        """
         first, last = copies.layers or (0, self.num_layers)
         order = np.argsort(copies.host_slots)
         blocks, slots = copies.device_blocks[order], copies.host_slots[order]
@@ -240,7 +253,15 @@ class TensorCopier:
         if not len(starts):
             return
         mean = len(blocks) * (last - first) * self._layer_bytes // len(starts)
-        if self.kernels is not None and mean < KERNEL_BELOW:
+        is_pinned = self._region.is_pinned(slots)
+        if is_pinned and self._direct is not None and mean >= DIRECT_FROM:
+            start, stride = first * self._layer_bytes, self.num_layers * self._layer_bytes
+            run = Run(self.l1.data_ptr() + start, stride, start, (last - first) * self._layer_bytes)
+            pieces = pieces_of(direction, [run], blocks, slots, self._region)
+            stream = torch.cuda.current_stream(self.device)
+            self._direct.copy(direction, pieces, stream.cuda_stream, is_chained=is_chained)
+            return
+        if is_pinned and self.kernels is not None and mean < KERNEL_BELOW:
             indices = torch.from_numpy(np.stack((blocks, slots))).pin_memory().to(self.l1.device, non_blocking=True)
             canonical = self._canonical(copies.layers)
             launch = self.kernels.scatter if direction == "load" else self.kernels.gather
@@ -274,7 +295,7 @@ class TensorCopier:
         whole = num_layers == self.num_layers and self._region.slot_stride == self._region.slot_bytes
         if not whole or not len(blocks):
             return np.arange(len(blocks))
-        breaks = (np.diff(blocks) != 1) | (np.diff(slots) != 1)
+        breaks = (np.diff(blocks) != 1) | ends_of_runs(slots, self._region)
         return np.flatnonzero(np.concatenate(([True], breaks)))
 
 

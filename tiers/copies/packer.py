@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies.block_copier import BlockCopies, CopyDirection
+from kvtier.tiers.copies.direct_copies import DIRECT_FROM, DirectCopies, Run, pieces_of
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.host import HostRegion
 
@@ -27,27 +28,58 @@ class Packer:
     orders what uses the staging, so the calls of one direction belong on one stream.
     """
 
-    def __init__(self, blocks: EngineBlocks, region: HostRegion) -> None:
-        """ValueError if the blocks are not as large as the region's slots, or a part's elements lie askew in a slot."""
+    def __init__(self, blocks: EngineBlocks, region: HostRegion, direct: DirectCopies | None = None) -> None:
+        """With `direct`, parts that are one run in L1 are copied without staging, if they are large enough.
+
+        ValueError if the blocks are not as large as the region's slots, or a part's elements lie askew in a slot."""
         if blocks.slot_bytes != region.slot_bytes:
             raise ValueError(f"blocks of {blocks.slot_bytes} bytes, slots of {region.slot_bytes}")
         self.device = blocks.device
         self.num_blocks, self.num_layers = blocks.num_blocks, blocks.num_layers
         self._blocks = blocks
+        self._region = region
         self._slots = torch.from_numpy(region.array)
         self._parts = {id(part): _IntegerPart(part) for part in blocks.parts}
+        self._direct = direct
+        self._runs = {id(part): run for part in blocks.parts if (run := _run_of(part)) is not None}
         self._staging: dict[CopyDirection, torch.Tensor] = {}
 
-    def copy(self, direction: CopyDirection, copies: BlockCopies) -> None:
-        """Enqueue valid copies. RuntimeError is the driver's; what was enqueued before it goes on."""
+    def copy(self, direction: CopyDirection, copies: BlockCopies, *, is_chained: bool = True) -> None:
+        """Enqueue valid copies. RuntimeError is the driver's; what was enqueued before it goes on.
+
+        `is_chained`: what is read may still be on its way there, on a stream that this one waits for.
+        """
+        made = self._copy_runs(direction, copies, is_chained) if self._direct is not None else set[int]()
         with torch.inference_mode():  # an engine's tensors may have been made in it; then only it may write to them
             for slots, blocks in _by_slot(self._blocks, copies):
                 parts: list[tuple[_IntegerPart, torch.Tensor]] = []
                 for group, numbers in blocks.items():
-                    index = self._on_device(numbers)
-                    parts += [(self._parts[id(part)], index) for part in self._blocks.select(group, copies.layers)]
+                    staged = [part for part in self._blocks.select(group, copies.layers) if id(part) not in made]
+                    if staged:
+                        index = self._on_device(numbers)
+                        parts += [(self._parts[id(part)], index) for part in staged]
                 if parts:
                     self._copy(direction, slots, parts)
+
+    def _copy_runs(self, direction: CopyDirection, copies: BlockCopies, is_chained: bool) -> set[int]:
+        """Copy the parts that are one run each by one call of the driver, if that is fast. Returns which these are."""
+        assert self._direct is not None
+        if not len(copies) or not self._region.is_pinned(copies.host_slots):
+            return set()
+        made, batches = set[int](), []
+        for group, blocks, slots in self._blocks.by_group(copies):
+            parts = [part for part in self._blocks.select(group, copies.layers) if id(part) in self._runs]
+            if not parts:
+                continue
+            pieces = pieces_of(direction, [self._runs[id(part)] for part in parts], blocks, slots, self._region)
+            if pieces[2].mean() >= DIRECT_FROM:
+                made |= {id(part) for part in parts}
+                batches.append(pieces)
+        if batches:
+            targets, sources, sizes = (np.concatenate(columns) for columns in zip(*batches, strict=True))
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            self._direct.copy(direction, (targets, sources, sizes), stream, is_chained=is_chained)
+        return made
 
     def _copy(
         self, direction: CopyDirection, slots: NDArray[np.int64], parts: "Sequence[tuple[_IntegerPart, torch.Tensor]]"
@@ -83,7 +115,7 @@ class Packer:
         Neighbouring whole slots go together, parts of slots one by one.
         """
         whole = list(spans) == [(0, self._slots.shape[1])]
-        starts = np.flatnonzero(np.diff(slots, prepend=-2) != 1) if whole else np.arange(len(slots))
+        starts = np.append(0, np.flatnonzero(ends_of_runs(slots, self._region)) + 1) if whole else np.arange(len(slots))
         for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(slots)], strict=True):
             slot = int(slots[start])
             for low, high in spans:
@@ -102,6 +134,25 @@ class Packer:
     def _on_device(self, numbers: NDArray[np.int64]) -> torch.Tensor:
         index = torch.from_numpy(numbers)
         return index.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else index
+
+
+def _run_of(part: BlockPart) -> Run | None:
+    """The part as one run in L1; None if its bytes lie scattered there."""
+    if part.run_bytes() != part.num_bytes:
+        return None
+    tensor = part.tensor
+    return Run(tensor.data_ptr(), tensor.stride(0) * tensor.itemsize, part.offset, part.num_bytes)
+
+
+def ends_of_runs(slots: NDArray[np.int64], region: HostRegion) -> NDArray[np.bool_]:
+    """Behind which of these ascending slots (all but the last) a copy has to end.
+
+    The next one is no neighbour, or lies in another piece of memory that was pinned by itself.
+    """
+    breaks: NDArray[np.bool_] = np.diff(slots) != 1
+    if region.pinning is not None:
+        breaks |= np.diff(slots // region.pinning.slots_per_piece) != 0
+    return breaks
 
 
 class _IntegerPart:

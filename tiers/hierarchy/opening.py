@@ -59,8 +59,6 @@ def open_hierarchy(config: Config, fingerprint: bytes, shape: BlockShape, *, lea
         partial_blocks=config.cache.partial_blocks,
     )
     try:
-        if config.host.pin:
-            region.pin()
         ports = _open_ports(config, fingerprint, shape, metrics, rates)
     except BaseException:
         host.close()

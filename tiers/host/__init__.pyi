@@ -1,11 +1,13 @@
 from . import memory
-from .host import HostRegion, HostTier, available_bytes, cuda_runtime, slot_stride
+from .cuda_driver import CudaDriver, cuda_driver
+from .host import HostRegion, HostTier, available_bytes, slot_stride
 
 __all__ = [
+    "CudaDriver",
     "HostRegion",
     "HostTier",
     "available_bytes",
-    "cuda_runtime",
+    "cuda_driver",
     "memory",
     "slot_stride",
 ]

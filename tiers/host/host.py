@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,24 +16,15 @@ from numpy.typing import NDArray
 from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError
 from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.host import memory
+from kvtier.tiers.host.cuda_driver import cuda_driver
+from kvtier.tiers.host.pinning import PinDriver, PinnedPieces
 from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool, Slots
 
 logger = logging.getLogger(__name__)
 
 _PREFAULT_PIECE: Final = 32 << 20  # bytes per madvise: some 10 ms, so that close() need not wait longer
 _HELD_BATCH: Final = 4096  # blocks asked about under the pool's lock at a time
-_REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-class PinRuntime(Protocol):
-    """The two calls of the CUDA runtime that pinning needs; `cupy.cuda.runtime` is one."""
-
-    def hostRegister(self, ptr: int, size: int, flags: int) -> None:
-        """Page-lock [ptr, ptr + size) and make it known to the device; raises if it cannot."""
-
-    def hostUnregister(self, ptr: int) -> None:
-        """Undo `hostRegister`."""
 
 
 class HostRegion:
@@ -55,8 +46,7 @@ class HostRegion:
         self._view = memoryview(mapping)
         flat = np.frombuffer(mapping, np.uint8, num_slots * self.slot_stride)
         self.array: NDArray[np.uint8] = flat.reshape(num_slots, self.slot_stride)
-        self._pinned_by: PinRuntime | None = None
-        self._pin_failed = False
+        self.pinning: PinnedPieces | None = None  # what a device may copy from and to asynchronously
         self._huge_pages = False
         self._closing = threading.Event()
         self._prefault_thread: threading.Thread | None = None
@@ -108,11 +98,6 @@ class HostRegion:
         """Where slot 0 starts in this process."""
         return int(self.array.ctypes.data)
 
-    @property
-    def pinned(self) -> bool:
-        """Whether the device may copy from and to the region asynchronously."""
-        return self._pinned_by is not None
-
     def slot(self, index: int) -> memoryview:
         """The writable bytes of one slot, exactly `slot_bytes` long. IndexError outside the region."""
         if not 0 <= index < self.num_slots:
@@ -120,28 +105,20 @@ class HostRegion:
         start = index * self.slot_stride
         return self._view[start : start + self.slot_bytes]
 
-    def pin(self, runtime: PinRuntime | None = None) -> bool:
-        """Register the region with CUDA at its exact size; True if it is pinned now.
+    def pin(self, device: int, driver: PinDriver | None = None) -> None:
+        """Have the region pinned for a CUDA device, in the background (`pinning`). Idempotent; needs a driver."""
+        driver = driver or cuda_driver()
+        if self.pinning is None and driver is not None:
+            self.pinning = PinnedPieces(self, driver, device)
 
-        Without a CUDA device a no-op. If registering fails the region stays pageable, with one warning: copies
-        then work, but block the thread that makes them.
-        """
-        runtime = runtime or cuda_runtime()
-        if self.pinned or self._pin_failed or runtime is None:
-            return self.pinned
-        self.wait_prefaulted(None)  # pinning faults pages one by one; populated ones it only takes
-        try:
-            runtime.hostRegister(self.address, self.array.nbytes, _REGISTER_PORTABLE)
-        except RuntimeError as error:  # CuPy's CUDARuntimeError is one
-            logger.warning(
-                "[host] %s stays pageable, copies will be slow: %s; lower [host] size or raise `ulimit -l`",
-                show_size(self.array.nbytes),
-                error,
-            )
-            self._pin_failed = True
-            return False
-        self._pinned_by = runtime
-        return True
+    @property
+    def pinned(self) -> bool:
+        """Whether all of it is pinned by now."""
+        return self.pinning is not None and self.pinning.num_bytes == self.array.nbytes
+
+    def is_pinned(self, slots: NDArray[np.int64]) -> bool:
+        """Whether a device may copy from and to all of these slots asynchronously."""
+        return self.pinning is not None and self.pinning.cover(slots)
 
     def wait_prefaulted(self, timeout: float | None = None) -> bool:
         """Wait until every page was faulted in or the attempt ended; False if `timeout` seconds passed first."""
@@ -154,10 +131,9 @@ class HostRegion:
         """Unpin and unmap; idempotent. Memory still seen through a slot's view goes with the last such view."""
         self._closing.set()
         self.wait_prefaulted(None)
-        if self._pinned_by is not None:
-            with contextlib.suppress(RuntimeError):  # the driver may be shutting down, or its context be broken
-                self._pinned_by.hostUnregister(self.address)
-            self._pinned_by = None
+        if self.pinning is not None:
+            self.pinning.close()
+            self.pinning = None
         self.array = np.empty((0, self.slot_stride), np.uint8)
         self.num_slots = 0
         with contextlib.suppress(BufferError):
@@ -293,18 +269,6 @@ class HostTier:
     def close(self) -> None:
         """Give the memory back; idempotent."""
         self.region.close()
-
-
-def cuda_runtime() -> PinRuntime | None:
-    """CuPy's CUDA runtime if it is installed and has a device, else None."""
-    try:
-        from cupy.cuda import runtime
-    except ImportError:
-        return None
-    try:
-        return runtime if runtime.getDeviceCount() > 0 else None
-    except RuntimeError:  # no driver
-        return None
 
 
 def available_bytes() -> int:

@@ -1,4 +1,14 @@
-from .chain import TokenChain, Tokens, chain_hashes, is_named_by, pack_tokens, root_hash, state_name, token_array
+from .chain import (
+    TokenChain,
+    Tokens,
+    chain_hashes,
+    is_named_by,
+    pack_tokens,
+    pool_name,
+    root_hash,
+    state_name,
+    token_array,
+)
 from .identity import ModelIdentity, config_digest
 from .key_schemes import VllmKeys, dynamo_local_hashes, dynamo_seed, dynamo_sequence_hashes, sglang_hashes
 from .shape import DTYPE_BYTES, KVLayout, KVShape
@@ -18,6 +28,7 @@ __all__ = [
     "dynamo_sequence_hashes",
     "is_named_by",
     "pack_tokens",
+    "pool_name",
     "root_hash",
     "sglang_hashes",
     "state_name",

@@ -33,6 +33,7 @@ BlockExtraKeys = Mapping[int, Sequence[tuple[str, bytes]]]
 _MAX_TOKEN: Final = 2**32 - 1
 _ROOT_TAG: Final = b"kvtier-root-v1"
 _STATE_TAG: Final = b"kvtier-state-v1"
+_POOL_TAG: Final = b"kvtier-pool-v1"
 
 
 def token_array(tokens: Tokens) -> "array[int]":
@@ -58,6 +59,16 @@ def state_name(block: ChainHash, group: int) -> ChainHash:
     `group` is the number of the engine's KV group whose layers the state is of.
     """
     return hashlib.sha256(_STATE_TAG + struct.pack("<I", group) + block).digest()
+
+
+def pool_name(page: ChainHash, pool: str, piece: int) -> ChainHash:
+    """The name of a part of what an engine's further pool keeps of a page, or at its end.
+
+    SHA-256("kvtier-pool-v1" ‖ u32 length ‖ pool, UTF-8 ‖ u32 piece ‖ the page's name). `pool` names the pool and all
+    that changes its bytes.
+    """
+    told = pool.encode()
+    return hashlib.sha256(_POOL_TAG + struct.pack("<I", len(told)) + told + struct.pack("<I", piece) + page).digest()
 
 
 def root_hash(

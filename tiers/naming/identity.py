@@ -50,13 +50,14 @@ class ModelIdentity:
     layers: tuple[int, ...]  # global indices of this group's layers, ascending
     kv_scales: tuple[float, ...] | None = None  # of a quantised kv_dtype, K and V per layer
     quantization: str | None = None  # of the weights: method and its settings
-    rope_factor: float | None = None  # the chosen factor, if RoPE depends on the length
+    rope_factor: float | None = None  # which one is meant, if RoPE depends on the length: 1.0 is that of short texts
     kind: str = "full"  # or "sliding", "mla", "state"
     window: int | None = None  # tokens, of a sliding group
     tp_ranks: tuple[int, int] = (0, 1)  # the tensor-parallel ranks whose parts make up a block, in this order
     tp_size: int = 1
     pp_stages: tuple[int, int] = (0, 1)  # the pipeline stages that hold `layers`
     pp_size: int = 1
+    forms: tuple[str, ...] | None = None  # what each of `layers` keeps for each token, if not K and V of one shape
     layout: str = "block-first"  # [layers, 2, block_size, num_kv_heads, head_dim], C-contiguous
     hash_scheme: str = "sha256"  # "xxh3", or a foreign scheme's name (`key_schemes.py`)
     format_version: int = FORMAT_VERSION
@@ -90,7 +91,7 @@ class ModelIdentity:
         if not _CONFIG_DIGEST.fullmatch(self.config_digest):
             raise _bad("config_digest", self.config_digest, "give the result of config_digest()")
         if self.config_digest.startswith(_LENGTH_ROPE) and self.rope_factor is None:
-            fix = "this model's RoPE depends on the sequence's length; name the one factor in use, or don't cache it"
+            fix = "this model's RoPE depends on the text's length in a way unknown here; leave kvtier out for it"
             raise _bad("rope_factor", None, fix)
 
     def _check_numbers(self) -> None:

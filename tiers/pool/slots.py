@@ -5,6 +5,7 @@ chain order, parents first.
 """
 
 from functools import partial
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -93,7 +94,8 @@ class SlotTable:
             self.is_tail[slots] = True
             self.tails.update(dict.fromkeys(slots.tolist()))
             if len(self.tails) > self._max_tails:
-                self.drop(np.array(list(self.tails)[: len(self.tails) - self._max_tails], np.int64))
+                oldest = islice(self.tails, len(self.tails) - self._max_tails)
+                self.drop(np.fromiter(oldest, np.int64))
         elif self.changes is not None:
             self.changes.stored(slots)
 

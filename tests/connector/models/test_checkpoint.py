@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtier.connector.models.checkpoint import config_digest_of, revision_of
-from kvtier.connector.models.hf_model import identity_of, kv_shape
+from kvtier.connector.models.hf_model import identity_of
+from kvtier.connector.transformers.cache_form import CacheForm
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.naming.identity import ModelIdentity
 
@@ -29,7 +30,7 @@ def saved(path: Path, *, tied: bool = False, seed: int = 1) -> Path:
 
 
 def identity(model: LlamaForCausalLM) -> ModelIdentity:
-    return identity_of(model, "m", kv_shape(model, 16), hash_scheme="sha256", epoch=0)
+    return identity_of(model, "m", CacheForm.of(model, 16).outline, hash_scheme="sha256", epoch=0)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -90,6 +90,28 @@ def test_a_batch_larger_than_l2_goes_through_it_both_ways(open_engine: Open) -> 
     assert not [name for name in engine.hierarchy.stats() if "dropped" in name]
 
 
+def test_a_page_of_more_records_than_l2_has_slots_goes_through_it(open_engine: Open) -> None:
+    """A recurrent state is many times a page: all of its records or none count."""
+    engine = open_engine(slots=8)
+    pieces = 20
+    memory = torch.randint(0, 256, (6, pieces, SLOT_BYTES), dtype=torch.uint8)
+    parts = [BlockPart(memory[:, piece], piece, 0, group=piece, record=piece) for piece in range(pieces)]
+    blocks, cache = EngineBlocks(parts, SLOT_BYTES), CacheConfig(prefetch_deadline=60.0)
+    states = PageStore(engine.hierarchy, blocks, ROOT, cache, "states")
+    names = chain_of(6).hashes
+    for i in (1, 2, 4):
+        assert states.store(names[i : i + 1], np.array([i])) == [True]
+    assert engine.hierarchy.drain(60)
+    assert engine.store.held(names) == 0  # they are no pages
+    assert list(states.held_ends(names, 1)) == [5, 3, 2]
+    assert list(states.held_ends(names, 2)) == [3]
+    kept = memory.clone()
+    memory.fill_(0xEE)
+    assert states.load(names[1:4], np.array([3, 0, 5])) == 2
+    assert torch.equal(memory[[3, 0]], kept[[1, 2]])
+    assert (memory[[1, 2, 4]] == 0xEE).all()
+
+
 def test_what_is_held_already_is_not_copied_again(open_engine: Open) -> None:
     engine = open_engine()
     names = chain_of(12).hashes

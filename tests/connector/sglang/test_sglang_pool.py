@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.connector.sglang.pool import pool_blocks, pool_shape
+from kvtier.connector.sglang.pool import page_blocks, pool_pages
 from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.copies.engine_blocks import PartCopier
 from kvtier.tiers.errors import ConfigError
@@ -79,12 +79,13 @@ class MLATokenToKVPoolHost(_Pool):
 
 def through_slots(source: Any, target: Any) -> list[bytes]:
     """Copy every page of one pool into slots and from there, in another order, into another pool; the slots' bytes."""
-    shape = pool_shape(source)
-    assert pool_shape(target) == shape
-    region = HostRegion.allocate(PAGES, shape.block_bytes, huge_pages=False, prefault=False)
+    pages = pool_pages(source)
+    assert pool_pages(target).page_bytes == pages.page_bytes
+    region = HostRegion.allocate(PAGES, pages.page_bytes, huge_pages=False, prefault=False)
     copies = BlockCopies(np.arange(PAGES), np.arange(PAGES)[::-1].copy())
-    assert PartCopier(pool_blocks(source, shape), region).copy("store", copies) is None
-    assert PartCopier(pool_blocks(target, shape), region).copy("load", copies) is None
+    for direction, each in (("store", source), ("load", target)):
+        blocks = page_blocks(pool_pages(each), pages.page_bytes, whole=True)
+        assert PartCopier(blocks, region).copy(direction, copies) is None  # type: ignore[arg-type]
     slots = [bytes(region.slot(slot)) for slot in range(PAGES)][::-1]
     region.close()
     return slots
@@ -113,7 +114,7 @@ def test_every_layout_of_latents_is_one_canonical_block(layout: str) -> None:
     for page, layer, inner in np.ndindex(PAGES, LAYERS, TOKENS):
         source.element(layer, page * TOKENS + inner)[:] = content[page, layer, inner]
     slots = through_slots(source, target)
-    assert pool_shape(source).block_bytes == LAYERS * TOKENS * DIM * 2  # once, not as K and as V
+    assert pool_pages(source).page_bytes == LAYERS * TOKENS * DIM * 2  # once, not as K and as V
     assert slots == [bytes(content[page].contiguous().view(torch.uint8).numpy().tobytes()) for page in range(PAGES)]
     for page, layer, inner in np.ndindex(PAGES, LAYERS, TOKENS):
         assert torch.equal(target.element(layer, page * TOKENS + inner), content[page, layer, inner])
@@ -126,22 +127,20 @@ def pool(**changes: Any) -> MHATokenToKVPoolHost:
     return made
 
 
-class AsymmetricMHATokenToKVPoolHost(MHATokenToKVPoolHost):
+class MHATokenToKOnlyPoolHost(MHATokenToKVPoolHost):
     """A subclass keeps something else."""
 
 
 @pytest.mark.parametrize(
     ("refused", "why"),
     [
-        (AsymmetricMHATokenToKVPoolHost(), "host pool AsymmetricMHATokenToKVPoolHost: "),
+        (MHATokenToKOnlyPoolHost(), "host pool MHATokenToKOnlyPoolHost: "),
         (pool(layout="page_first_kv_split"), "layout 'page_first_kv_split' of MHATokenToKVPoolHost: "),
-        (pool(dtype=torch.uint8), "KV dtype uint8: "),
-        (pool(v_head_dim=4), "heads of 8 (K) and 4 (V): "),
-        (pool(layer_num=LAYERS + 1), "4 layers in the pool of 3: "),
+        (pool(v_head_dim=4), "heads of 8 (K) and 4 (V) in one buffer: "),
         (pool(storage_format_tag="packed"), "page format 'packed': "),
         (pool(kv_buffer=None), "a host pool without memory: "),
     ],
 )
 def test_pools_that_no_block_holds_are_refused_in_one_line(refused: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=f"^SGLang: {re.escape(why)}kvtier cannot store that; .*$"):
-        pool_shape(refused)
+        pool_pages(refused)

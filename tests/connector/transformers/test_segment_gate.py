@@ -8,8 +8,8 @@ import torch
 import transformers
 from tiny_models import SIZES, config_of, prompt
 
-from kvtier.connector.models import kv_shape
 from kvtier.connector.transformers.adapter import KVTier
+from kvtier.connector.transformers.cache_form import CacheForm
 from kvtier.connector.transformers.segment_gate import require_blendable
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config.config import Config
@@ -47,14 +47,14 @@ PASSES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", PASSES)
 def test_models_built_like_llama_pass_and_keep_their_attention(kind: str) -> None:
     model = tiny(PASSES[kind]())
-    require_blendable(model, kv_shape(model, 16))
+    require_blendable(model, CacheForm.of(model, 16).shape)
     assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_pass(dtype: torch.dtype) -> None:
     model = tiny(config_of("qwen3"), dtype)
-    require_blendable(model, kv_shape(model, 16))
+    require_blendable(model, CacheForm.of(model, 16).shape)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -102,7 +102,7 @@ def test_a_model_refused_for_segments_is_cached_exactly_without_them() -> None:
 
 def test_a_model_whose_kv_no_block_holds_is_refused_where_segments_are_on() -> None:
     config = transformers.MambaConfig(vocab_size=211, hidden_size=32, num_hidden_layers=2)
-    with pytest.raises(ConfigError, match="model kind 'mamba': it keeps a state"):
+    with pytest.raises(ConfigError, match="model kind 'mamba' keeps recurrent states"):
         KVTier(tiny(config), Config.load(host={"size": "4MiB"}, cache={"segments": "on"}))
 
 
@@ -116,4 +116,4 @@ def test_weights_on_several_devices_are_refused() -> None:
     model = tiny(config_of("llama"))
     model.lm_head.to("meta")
     with pytest.raises(ConfigError, match=r"weights on several devices|cannot run"):
-        require_blendable(model, kv_shape(model, 16))
+        require_blendable(model, CacheForm.of(model, 16).shape)

@@ -4,13 +4,14 @@ import copy
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kv_tier_rig import Open
 from service_rig import PATIENCE, DaemonThread
 from tiny_models import VOCAB, config_of, prompt
 from transformers import (
@@ -20,8 +21,7 @@ from transformers import (
     DeepseekV3Config,
     DynamicCache,
     Gemma3TextConfig,
-    GenerationConfig,
-    MambaConfig,
+    RwkvConfig,
     T5Config,
 )
 
@@ -37,8 +37,6 @@ from kvtier.tiers.copies.block_copier import BlockCopier
 
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-SETTINGS: Any = GenerationConfig
-Open = Callable[..., KVTier]
 
 
 def model_of(kind: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -52,13 +50,13 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32) -> Any:
             **SIZES, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=16,
             qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, first_k_dense_replace=4, initializer_range=0.2,
         )  # fmt: skip
-    elif kind == "mamba":
-        config = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
+    elif kind == "rwkv":
+        config = RwkvConfig(vocab_size=VOCAB, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
     else:
         config = config_of(kind)
     torch.manual_seed(0)
     auto: Any = AutoModelForCausalLM
-    attention = None if kind == "mamba" else "sdpa"
+    attention = None if kind == "rwkv" else "sdpa"
     return auto.from_config(config, dtype=dtype, attn_implementation=attention).eval()
 
 
@@ -66,29 +64,7 @@ def ids(*rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-@pytest.fixture
-def open_tier(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    """Opens tiers over one directory; laws are checked and all is closed at the end."""
-    monkeypatch.setattr(tier_blocks, "_SEALED", 60.0)
-    opened: list[KVTier] = []
-
-    def factory(model: Any, **cache: Any) -> KVTier:
-        section = {"block_size": 16, "load_or_recompute": "load", "prefetch_deadline": "60s", **cache}
-        file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
-        config = Config.load(host={"size": "8MiB"}, file=file, cache=section)
-        opened.append(KVTier(model, config))
-        return opened[-1]
-
-    yield factory
-    for kv in opened:
-        assert kv.drain()
-        if kv._opened is not None:
-            kv._opened.check()
-        kv.close()
-        kv.close()
-
-
-KINDS = ["llama", "qwen3", "mistral", "mistral-window", "gemma3"]
+KINDS = ["llama", "qwen3", "mistral", "mistral-window", "gemma3", "deepseek-v2", "deepseek-v3"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,7 +89,7 @@ def test_a_prompt_is_found_again_by_the_next_call_turn_and_process(open_tier: Op
     assert again.num_cached_tokens == 80
     stats = again.stats()
     assert stats['kvtier_lookup_blocks_total{tier="file"}'] == 5
-    block_bytes = again._shape.block_bytes
+    block_bytes = again._form.block_bytes
     assert stats['kvtier_bytes_total{tier="l2",direction="load"}'] == 5 * block_bytes
 
 
@@ -179,19 +155,15 @@ def test_a_cache_that_dropped_tokens_is_not_kept(open_tier: Open, caplog: pytest
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"num_beams": 2}, "num_beams=2; leave it at 1"),
-        ({"generation_config": SETTINGS(num_beams=2)}, "num_beams=2; leave it at 1"),
-        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2; leave it at 1"),
-        ({"use_cache": False}, "use_cache=False; leave it out"),
-        ({"cache_implementation": "static"}, "cache_implementation='static'; leave it out, or set"),
+        ({"use_cache": False}, "use_cache=False computes no KV to keep; leave it out"),
         (
-            {"prompt_lookup_num_tokens": 3, "eos_token_id": 1, "pad_token_id": 1},
-            "prompt_lookup_num_tokens decodes in",
+            {"cache_implementation": "static"},
+            "cache_implementation='static' has no room for loaded tokens; leave it out",
         ),
-        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states would lack"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True would lack"),
         ({"past_key_values": DynamicCache()}, "past_key_values is a cache of the caller's; leave it out"),
-        ({"attention_mask": torch.tensor([[0] * 10 + [1] * 80])}, "padding or a mask; generate rows of one length"),
-        ({"pad_token_id": prompt(1, 90)[5]}, "padding or a mask"),  # transformers hides it where it stands
+        ({"attention_mask": torch.tensor([[1] * 40 + [0] * 10 + [1] * 40])}, "pad on the left alone"),
+        ({"pad_token_id": prompt(1, 90)[5]}, "pad on the left alone"),  # transformers hides it where it stands
         ({"position_ids": torch.arange(90)[None]}, "position_ids: KV that depends on more than the tokens"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -265,9 +237,7 @@ def test_a_model_in_training_is_named_with_the_fix(open_tier: Open, caplog: pyte
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("deepseek-v2", "K and V differ in shape"),
-        ("deepseek-v3", "K and V differ in shape"),
-        ("mamba", "it keeps a state"),
+        ("rwkv", "it keeps a state outside of transformers' cache"),
     ],
 )
 def test_a_model_whose_kv_no_block_holds_is_generated_as_ever(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kv_tier_rig import Open, tiers_over
 from service_rig import PATIENCE, DaemonThread
 from small_engines import KEEP, Make, end
 from tiny_models import VOCAB, plain, plain_logits, prompt
@@ -17,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.segments import PAGED_ATTENTION, REPAIR_RULES, Repair, Segment
 from kvtier.connector.segments.blend import Blender
-from kvtier.connector.transformers import tier_blocks
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
@@ -30,7 +30,6 @@ QUESTION = prompt(9, 11)
 REUSED = 48 + 32 + 64  # full blocks of 16
 ON: dict[str, Any] = {"block_size": 16, "segments": "on", "segment_min_tokens": 16}
 UNBOUND = Repair(max_deviation=9)  # K and V of random weights depend much on what stands before
-Open = Callable[..., KVTier]
 
 
 def asked(documents: list[list[int]], lead: int = 5) -> tuple[list[int], list[Segment]]:
@@ -74,24 +73,14 @@ def outcomes(kv: KVTier) -> dict[str, float]:
 
 
 @pytest.fixture
-def open_tier(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+def open_tier(disk_dir: Path) -> Iterator[Open]:
     """Opens tiers over one directory, segments on; laws are checked and all is closed at the end."""
-    monkeypatch.setattr(tier_blocks, "_SEALED", 60.0)
-    opened: list[KVTier] = []
+    with tiers_over(disk_dir) as opener:
 
-    def factory(model: Any = None, host: str = "8MiB", **cache: Any) -> KVTier:
-        section = {**ON, "load_or_recompute": "load", "prefetch_deadline": "60s", **cache}
-        file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
-        chosen: Any = model or plain("llama")
-        opened.append(KVTier(chosen, Config.load(host={"size": host}, file=file, cache=section)))
-        return opened[-1]
+        def factory(model: Any = None, host: str = "8MiB", **cache: Any) -> KVTier:
+            return opener(model or plain("llama"), host, **{**ON, **cache})
 
-    yield factory
-    for kv in opened:
-        assert kv.drain()
-        if kv._opened is not None:
-            kv._opened.check()
-        kv.close()
+        yield factory
 
 
 # what is computed
@@ -388,11 +377,23 @@ def test_a_blend_that_raises_leaves_the_model_and_the_tiers_as_they_were(
     assert kv.model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
+def test_beams_and_several_answers_go_on_from_one_blend(open_tier: Open, options: dict[str, Any]) -> None:
+    kv = open_tier()
+    settings = {**GREEDY, **options}
+    torch.manual_seed(4)
+    expected = kv.model.generate(ids(PROMPT), **settings)
+    torch.manual_seed(4)
+    in_full = Repair(share=1.0)  # then a blend is exact
+    assert torch.equal(kv.generate(ids(PROMPT), segments=SEGMENTS, repair=in_full, **settings), expected)
+    assert kv.num_segment_tokens == kv.num_repaired_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"num_beams": 2}, "num_beams=2; leave it at 1"),
-        ({"attention_mask": torch.tensor([[0] * 10 + [1] * 155])}, "padding or a mask"),
+        ({"use_cache": False}, "use_cache=False computes no KV"),
+        ({"attention_mask": torch.tensor([[0] * 10 + [1] * 155])}, "no segments are reused behind padding"),
     ],
 )
 def test_calls_that_blocks_cannot_hold_reuse_nothing(

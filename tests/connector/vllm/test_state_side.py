@@ -38,11 +38,15 @@ class Story:
     slots: int = 32
     tier: MemoryTier = field(default_factory=MemoryTier)
     chain: TokenChain = field(default_factory=lambda: chain_of(6))
+    keeps_blocks: bool = True  # or states alone
+    state_size: int = BLOCK_SIZE  # tokens in a block of the groups with states
 
     def __post_init__(self) -> None:
         self.hierarchy: Hierarchy = hierarchy_of(self.slots, self.tier)
         self.side = SchedulerSide(self.hierarchy)
-        plan: Any = SimpleNamespace(states=[SimpleNamespace(group=group) for group in GROUPS], block_size=BLOCK_SIZE)
+        states = [SimpleNamespace(group=group, lane=group, block_size=self.state_size) for group in GROUPS]
+        attention = [(1, None)] if self.keeps_blocks else []
+        plan: Any = SimpleNamespace(states=states, block_size=BLOCK_SIZE, attention=attention)
         self.states = StateSide(self.side, plan, NUM_BLOCKS, keeps_answers=True)
         request = SimpleNamespace(num_tokens=6 * BLOCK_SIZE + 1, num_computed_tokens=0, num_prompt_tokens=25)
         keys: Any = Keys(self.chain)
@@ -68,6 +72,14 @@ class Story:
                 return answer
             self.side.wait(0.05)
         raise AssertionError("no answer")
+
+    def step(self, tables: list[list[int]], num_tokens: int, *resumed: str) -> list[int]:
+        """vLLM computes so many tokens of the request. Returns the stores of what the step before left behind."""
+        state = SimpleNamespace(get_block_ids=lambda request_id: tables)
+        cached = SimpleNamespace(resumed_req_ids=set(resumed))
+        output = SimpleNamespace(kv_connector_block_state=state, scheduled_cached_reqs=cached)
+        self.states.begin_step()
+        return self.states.offer(self.row, num_tokens, output)
 
     def close(self) -> None:
         for known in (self.row, self.row.closed, self.row.states):
@@ -173,8 +185,7 @@ def test_a_step_that_ends_where_a_block_ends_leaves_states_to_be_stored(
     story: Story, step: int, stored: list[int]
 ) -> None:
     tables = [[0, 0, 7, 0], [1, 2, 3, 4], [5, 0, 9, 0]]
-    state: Any = SimpleNamespace(get_block_ids=lambda request_id: tables)
-    story.states.offer(story.row, step, state)
+    assert story.step(tables, step) == []
     stores = story.side.build_plan().stores
     blocks = [store.device_blocks for store in stores]
     expected = {0: [(exactly(2 * NUM_BLOCKS + 5),)], 2: [(exactly(7),), (exactly(2 * NUM_BLOCKS + 9),)]}
@@ -191,16 +202,14 @@ def test_a_step_that_ends_where_a_block_ends_leaves_states_to_be_stored(
 def test_a_reset_drops_the_states_of_requests_that_were_there_before(story: Story) -> None:
     """As it drops their blocks: both were perhaps computed with other weights."""
     tables = [[0, 0, 7, 0], [1, 2, 3, 4], [0, 0, 9, 0]]
-    state: Any = SimpleNamespace(get_block_ids=lambda request_id: tables)
     story.hierarchy.reset()
-    story.states.offer(story.row, 3 * BLOCK_SIZE, state)
+    assert story.step(tables, 3 * BLOCK_SIZE) == []
     assert not story.side.build_plan().stores
 
 
 def test_a_states_record_stands_behind_its_block(story: Story) -> None:
     tables = [[0, 0, 7, 0], [1, 2, 3, 4], [0, 0, 9, 0]]
-    state: Any = SimpleNamespace(get_block_ids=lambda request_id: tables)
-    story.states.offer(story.row, 3 * BLOCK_SIZE, state)
+    assert story.step(tables, 3 * BLOCK_SIZE) == []
     stores = story.side.build_plan().stores
     for store, group in zip(stores, GROUPS, strict=True):
         fill_slots(story.hierarchy, store.host_slots, [state_name(story.chain.hashes[2], group)])
@@ -210,3 +219,87 @@ def test_a_states_record_stands_behind_its_block(story: Story) -> None:
         record, _ = story.tier.blocks[state_name(story.chain.hashes[2], group)]
         assert record.parent == story.chain.hashes[2]
         assert record.tokens == story.chain.block_tokens(2)
+
+
+# --- states whose names come later -----------------------------------------------------------------------------------
+
+
+def half_known() -> Story:
+    """vLLM schedules ahead: the last token of its sixth block is being sampled."""
+    tokens = list(range(6 * BLOCK_SIZE))
+    made = Story(chain=TokenChain(chain_of(6).root, BLOCK_SIZE))
+    made.chain.extend(tokens[:-1])
+    made.row.request.num_computed_tokens = 6 * BLOCK_SIZE - 1
+    return made
+
+
+TABLES = [[0, 0, 0, 0, 0, 7], [1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 9]]
+
+
+def test_states_behind_a_token_that_is_being_sampled_are_stored_a_step_later() -> None:
+    story = half_known()
+    assert story.step(TABLES, 1) == []
+    assert not story.side.build_plan().stores  # nobody knows yet what they are behind
+    story.chain.extend([6 * BLOCK_SIZE - 1])
+    story.row.request.num_computed_tokens += 1
+    ops = story.step([[0] * 7, [1, 2, 3, 4, 5, 6, 10], [0] * 7], 1)  # vLLM has given the places up
+    stores = story.side.build_plan().stores
+    assert [store.op_id for store in stores] == ops
+    assert [store.device_blocks for store in stores] == [(exactly(7),), (exactly(2 * NUM_BLOCKS + 9),)]
+    names = [state_name(story.chain.hashes[5], group) for group in GROUPS]
+    for store, name in zip(stores, names, strict=True):
+        fill_slots(story.hierarchy, store.host_slots, [name])
+    story.side.update(WorkerReport(tuple(ops)))
+    assert story.hierarchy.drain(60)
+    assert all(name in story.tier.blocks for name in names)
+    story.close()
+
+
+@pytest.mark.parametrize("between", ["taken back", "resumed", "a step without it", "still unknown"])
+def test_states_are_not_stored_under_a_name_they_were_perhaps_not_computed_for(between: str) -> None:
+    story = half_known()
+    assert story.step(TABLES, 1) == []
+    if between != "still unknown":
+        story.chain.extend([6 * BLOCK_SIZE - 1])
+    if between == "a step without it":
+        story.states.begin_step()
+    if between != "taken back":  # vLLM preempted it, and what was being sampled is sampled again
+        story.row.request.num_computed_tokens += 1
+    assert story.step([[0] * 7, [1, 2, 3, 4, 5, 6, 10], [0] * 7], 1, *(["r"] if between == "resumed" else [])) == []
+    assert not story.side.build_plan().stores
+    story.close()
+
+
+# --- models of states alone, and groups whose blocks differ ----------------------------------------------------------
+
+
+def test_of_a_model_that_keeps_states_alone_the_states_are_all_that_is_asked_for() -> None:
+    story = Story(keeps_blocks=False)
+    for name in story.chain.hashes:
+        del story.tier.blocks[name]  # it has no blocks of K and V
+    story.hold(2, *GROUPS)
+    story.hold(3, GROUPS[0])
+    assert story.asked() == 2 * BLOCK_SIZE
+    story.row.tables = [[0, 7, 8], [], [0, 9, 10]]
+    assert story.states.load(story.row, 2 * BLOCK_SIZE) == 2 * BLOCK_SIZE
+    [load] = story.side.build_plan().loads
+    assert load.device_blocks == (exactly(7), exactly(2 * NUM_BLOCKS + 9))
+    story.side.update(WorkerReport((load.op_id,)))
+    story.close()
+
+
+def test_a_state_stands_where_its_groups_blocks_end() -> None:
+    """Of blocks half as large as kvtier's, it is every other one's."""
+    story = Story(state_size=BLOCK_SIZE // 2)
+    tables = [[0, 0, 0, 0, 0, 7], [1, 2, 3], [0, 0, 0, 0, 0, 9]]
+    assert story.step(tables, 3 * BLOCK_SIZE) == []
+    blocks = [store.device_blocks for store in story.side.build_plan().stores]
+    assert blocks == [(exactly(7),), (exactly(2 * NUM_BLOCKS + 9),)]
+    story.side.close()
+    story.hold(4, *GROUPS)
+    assert story.asked() == 4 * BLOCK_SIZE
+    story.row.tables = [[0] * 7 + [3], [1, 2, 3, 4], [0] * 7 + [5]]
+    assert story.states.load(story.row, 4 * BLOCK_SIZE) == 4 * BLOCK_SIZE
+    [load] = story.side.build_plan().loads
+    assert load.device_blocks[-2:] == (exactly(3), exactly(2 * NUM_BLOCKS + 5))
+    story.close()

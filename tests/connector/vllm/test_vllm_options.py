@@ -11,7 +11,7 @@ from kvtier.connector.vllm.options import VllmOptions, warn_of_policy
 from kvtier.tiers.errors import ConfigError
 
 
-def test_sections_of_our_configuration_and_three_words(tmp_path: Path) -> None:
+def test_sections_of_our_configuration_and_four_words(tmp_path: Path) -> None:
     file = tmp_path / "kvtier.toml"
     file.write_text('[host]\nsize = "2GiB"\n[cache]\nepoch = 3\n')
     options = VllmOptions.of({"config": str(file), "host": {"size": "1MiB"}, "keys": "kvtier", "layerwise": True})
@@ -20,6 +20,8 @@ def test_sections_of_our_configuration_and_three_words(tmp_path: Path) -> None:
     assert options.keys == "kvtier"
     assert options.layerwise
     assert VllmOptions.of({}).keys == "vllm"
+    assert VllmOptions.of({}).on_reset == "drop"
+    assert VllmOptions.of({"on_reset": "keep"}).on_reset == "keep"
 
 
 def test_workers_can_map_l2_and_this_process_does_not_pin_it() -> None:
@@ -52,6 +54,7 @@ def test_a_name_nobody_knows_is_a_warning_with_the_nearest(caplog: pytest.LogCap
     [
         ({"keys": "sglang"}, r"keys 'sglang': use \"vllm\" \(its own hashes\) or \"kvtier\""),
         ({"layerwise": "yes"}, "layerwise 'yes': use true or false"),
+        ({"on_reset": "forget"}, r"on_reset 'forget': use \"drop\" .* or \"keep\""),
         ({"host": 5}, "host 5: not a section"),
         ({"host": {"size": "5 apples"}}, r"\[host\] size \"5 apples\": no unit 'apples'"),
         ({"config": "/nowhere.toml"}, "No such file or directory; name a TOML file"),
@@ -80,3 +83,12 @@ def test_what_is_legal_and_hardly_meant_is_said(caplog: pytest.LogCaptureFixture
 def test_without_vllm_the_import_says_what_to_install() -> None:
     with pytest.raises(ImportError, match=r"needs vLLM 0\.32 or 0\.33 beside it .*pip install vllm"):
         _ = importlib.import_module("kvtier.connector.vllm").KVTierConnector
+
+
+def test_a_consumer_whose_tiers_nobody_fills_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    alone, shared = VllmOptions.of({}), VllmOptions.of({"redis": {"url": "redis://elsewhere"}})
+    alone.warn(16)
+    shared.warn(16, stores=False)
+    assert not caplog.records
+    alone.warn(16, stores=False)
+    assert 'kv_role "kv_consumer": this vLLM only loads, and nobody else fills its tiers' in caplog.text

@@ -198,10 +198,15 @@ def test_the_tunable_is_named_only_where_it_helps(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_the_gpu_probe_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_gpu({"missing": "No module named 'cupy'"}).fix == "pip install 'kvtier[cuda]'"
-    assert read_gpu({"cupy": "14.0", "names": [], "pinned": False}).status is ERROR
-    assert read_gpu({"cupy": "14.0", "names": ["H200"], "pinned": False}).status is WARNING
-    assert read_gpu({"cupy": "14.0", "names": ["H200"] * 2, "pinned": True}).found.startswith("2 × H200, CuPy 14.0")
+    assert read_gpu({"driver": False}).status is ERROR
+    missing = read_gpu({"driver": True, "batches": True, "refused": None, "missing": "No module named 'cupy'"})
+    assert (missing.status, missing.fix) == (WARNING, "pip install 'kvtier[cuda]'")
+    well: dict[str, object] = {"driver": True, "batches": True, "refused": None, "cupy": "14.0", "names": ["H200"] * 2}
+    assert read_gpu({**well, "names": []}).status is ERROR
+    refused = read_gpu({**well, "refused": "cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY (2)"})
+    assert (refused.status, "OUT_OF_MEMORY" in refused.found) == (WARNING, True)
+    assert read_gpu(well).found == "2 × H200, memory can be pinned, copies in batches, CuPy 14.0"
+    assert "driver 570" in read_gpu({**well, "batches": False}).found
     # Its program itself: it runs, fails or hangs in a process of its own.
     monkeypatch.setattr(doctor_memory, "has_gpu", lambda: True)
     assert check_gpu().check == "GPU"

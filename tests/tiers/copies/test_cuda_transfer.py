@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lazy_cuda import pin
 
 from kvtier.tiers.copies import cuda_transfer, packer
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream, CudaEvent
@@ -63,14 +64,6 @@ class FakeDevice:
         self.named = iter(("loads", "stores"))
 
 
-class PinRuntime:
-    def hostRegister(self, ptr: int, size: int, flags: int) -> None:
-        pass
-
-    def hostUnregister(self, ptr: int) -> None:
-        pass
-
-
 class Launches:
     """Stands for LayoutKernels: notes which kernel was launched, for how many blocks."""
 
@@ -111,7 +104,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 @pytest.fixture
 def region() -> Iterator[HostRegion]:
     region = HostRegion.allocate(NUM_SLOTS, BLOCK_BYTES)
-    region.pin(PinRuntime())
+    pin(region)
     yield region
     region.close()
 

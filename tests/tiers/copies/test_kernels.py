@@ -1,26 +1,19 @@
-"""Layout kernels: the numpy reference, the CUDA source run on a CPU as C++, and its compilation for real devices.
+"""Layout kernels: the numpy reference, and the CUDA source run on a CPU as C++.
 
 g++ compiles the very source CuPy would, with a prelude that turns CUDA's built-ins into loops: the kernel's index
 arithmetic and the launch arguments are checked for real, without a device.
 """
 
-import ctypes
 import shutil
-import subprocess
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
+from cpu_cupy import CpuKernel, FakeCupy
 from layout_reference import gather_reference, scatter_reference
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies.kernels import (
-    SOURCE,
-    UNIT_TYPES,
     Canonical,
     Geometry,
     LayoutKernels,
@@ -30,79 +23,6 @@ from kvtier.tiers.naming.shape import KVLayout, KVShape
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=12, block_size=4, dtype="bfloat16")
 NUM_BLOCKS = 6
 HEAD_BYTES = 24
-
-PRELUDE = r"""
-struct uint2 { unsigned x, y; };
-struct uint4 { unsigned x, y, z, w; };
-struct dim3 { unsigned x, y; };
-static dim3 gridDim, blockDim, blockIdx, threadIdx;
-#define __global__ static
-"""
-MAIN = r"""
-extern "C" void run_NAME(unsigned columns, unsigned rows, unsigned threads, void** a)
-{
-    gridDim = {columns, rows}; blockDim = {threads, 1};
-    for (blockIdx.x = 0; blockIdx.x < columns; blockIdx.x++)
-    for (blockIdx.y = 0; blockIdx.y < rows; blockIdx.y++)
-    for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++)
-        NAME(*(unsigned long long**)a[0], *(long long**)a[1], *(long long**)a[2], *(unsigned char**)a[3],
-             *(long long*)a[4], *(long long*)a[5], *(long long*)a[6], *(long long*)a[7], *(long long*)a[8],
-             *(unsigned*)a[9], *(unsigned*)a[10], *(unsigned*)a[11], *(unsigned*)a[12], *(unsigned*)a[13],
-             *(unsigned*)a[14], *(unsigned*)a[15]);
-}
-"""
-
-
-class CompileError(Exception):
-    """CuPy's CompileException: no RuntimeError."""
-
-
-class CpuKernel:
-    """What a RawKernel is to its caller."""
-
-    def __init__(self, run: Callable[..., None] | None) -> None:
-        self.run = run
-
-    def compile(self) -> None:
-        """It was, when it was made; this fails where the test had the compiler fail."""
-        if self.run is None:
-            raise CompileError("nvrtc: error: invalid value for --gpu-architecture (-arch)")
-
-    def __call__(self, grid: tuple[int, int], block: tuple[int], arguments: Sequence[np.generic]) -> None:
-        values = [np.array(argument) for argument in arguments]  # passed by their own size, as CuPy does
-        pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
-        assert self.run is not None
-        self.run(grid[0], grid[1], block[0], pointers)
-
-
-class FakeCupy:
-    """The names of CuPy that `LayoutKernels` uses, with kernels compiled for and run on this CPU."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.streams: list[int] = []
-        self.options: list[tuple[str, ...]] = []
-        compiler = SimpleNamespace(CompileException=CompileError)
-        self.cuda = SimpleNamespace(Stream=SimpleNamespace(from_external=self._stream), compiler=compiler)
-
-    def _stream(self, stream: Any) -> nullcontext[None]:
-        version, pointer = stream.__cuda_stream__()
-        assert version == 0
-        self.streams.append(pointer)
-        return nullcontext()
-
-    @staticmethod
-    def asarray(array: NDArray[np.uint64], blocking: bool) -> Any:
-        assert blocking
-        return SimpleNamespace(data=SimpleNamespace(ptr=array.ctypes.data), array=array)
-
-    def RawKernel(self, source: str, name: str, options: tuple[str, ...]) -> CpuKernel:
-        self.options.append(options)
-        library = self.folder / f"{name}{len(self.options)}.so"
-        code = PRELUDE + source.replace('extern "C" __global__', "__global__") + MAIN.replace("NAME", name)
-        compiler = ["g++", "-O1", "-fwrapv", "-fno-strict-aliasing", "-shared", "-fPIC", "-x", "c++", "-"]
-        subprocess.run([*compiler, *options, "-o", str(library)], input=code, text=True, check=True)
-        return CpuKernel(getattr(ctypes.CDLL(str(library)), f"run_{name}"))
 
 
 @pytest.fixture
@@ -240,21 +160,6 @@ def test_a_block_too_large_for_32_bits_is_refused(cupy: FakeCupy) -> None:
     kernels = LayoutKernels(Geometry.block_first(0, 1 << 16, 1 << 20), cupy)
     with pytest.raises(ValueError, match="32 bits"):
         kernels.gather(0, 0, 1, Canonical(0, 1 << 36), 0)
-
-
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_the_source_compiles_for_real_devices(architecture: str, tmp_path: Path) -> None:
-    if shutil.which("nvcc") is None:
-        pytest.skip("no nvcc to compile with")
-    source = tmp_path / "kernels.cu"
-    source.write_text(SOURCE)
-    for unit in (UNIT_TYPES[16], UNIT_TYPES[1]):
-        command = ["nvcc", "-cubin", f"-arch={architecture}", f"-DUNIT={unit}", "-Werror", "all-warnings"]
-        done = subprocess.run([*command, "-o", str(tmp_path / "out"), str(source)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        code = (tmp_path / "out").read_bytes()
-        assert b"kv_gather" in code
-        assert b"kv_scatter" in code
 
 
 def test_a_latent_is_there_once_not_as_keys_and_values() -> None:

@@ -19,22 +19,6 @@ from kvtier.tiers.host.host import HostRegion, HostTier
 MIB = 1 << 20
 
 
-class FakeRuntime:
-    """The CUDA runtime's two pinning calls; refuses when told to."""
-
-    def __init__(self, refuse: bool = False) -> None:
-        self.refuse = refuse
-        self.registered: dict[int, int] = {}
-
-    def hostRegister(self, ptr: int, size: int, flags: int) -> None:
-        if self.refuse:
-            raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
-        self.registered[ptr] = size
-
-    def hostUnregister(self, ptr: int) -> None:
-        del self.registered[ptr]
-
-
 def resident_bytes(region: HostRegion) -> int:
     """How much of the region the kernel has in memory, from the mappings that lie within it."""
     start, end, total = region.address, region.address + region.array.nbytes, 0
@@ -197,35 +181,6 @@ def test_a_mapping_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPat
 def test_a_size_below_one_block_is_refused(slots: int, slot_bytes: int) -> None:
     with pytest.raises(ConfigError, match=r"\[host\] size"):
         HostRegion.allocate(slots, slot_bytes)
-
-
-def test_pinning_registers_the_exact_size_once_and_close_undoes_it() -> None:
-    runtime = FakeRuntime()
-    region = HostRegion.allocate(3, 5000)
-    assert region.pin(runtime)
-    assert region.pin(runtime)
-    assert region.pinned
-    assert runtime.registered == {region.address: 3 * 8192}  # not rounded up to a power of two
-    region.close()
-    assert not runtime.registered
-
-
-def test_pinning_that_fails_warns_once_and_stays_pageable(caplog: pytest.LogCaptureFixture) -> None:
-    region = HostRegion.allocate(3, 4096)
-    assert not region.pin(FakeRuntime(refuse=True))
-    assert not region.pin(FakeRuntime(refuse=True))
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "pageable" in caplog.text
-    region.slot(0)[:2] = b"ok"
-    region.close()
-
-
-def test_without_cuda_pinning_is_silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(host, "cuda_runtime", lambda: None)
-    region = HostRegion.allocate(1, 4096)
-    assert not region.pin()
-    assert not caplog.records
-    region.close()
 
 
 def test_the_tier_has_a_record_and_a_pool_slot_for_every_slot() -> None:

@@ -22,6 +22,7 @@ from kvtier.tiers.naming.chain import (
     Tokens,
     chain_hashes,
     pack_tokens,
+    pool_name,
     root_hash,
     token_array,
 )
@@ -115,6 +116,14 @@ def test_a_token_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     chain.extend((1615,))
     assert len(hashed) == 101
     assert chain.hashes == chain_hashes(root, range(1616), 16)
+
+
+def test_parts_of_a_page_have_names_of_their_own() -> None:
+    page = bytes(range(32))
+    golden = "0e12ca3c5143043dd6510b5b9fbc0f77c7d23d6392161aa250be5ef9a80cfbbb"  # as docs/format.md says
+    assert pool_name(page, "mamba x", 3).hex() == golden
+    others = {pool_name(page, "mamba x", 2), pool_name(page, "mamba", 3), pool_name(page[::-1], "mamba x", 3)}
+    assert len(others - {bytes.fromhex(golden), page}) == 3
 
 
 def test_every_kind_of_sequence_gives_the_same_hashes() -> None:

@@ -53,6 +53,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "tp_size": {"tp_size": 2},
     "pp_stages": {"pp_size": 2, "pp_stages": (1, 2)},
     "pp_size": {"pp_size": 2},
+    "forms": {"forms": ("2(keys:8)/2(values:4)",) * 2},
     "layout": {"layout": "layer-first"},
     "hash_scheme": {"hash_scheme": "xxh3"},
     "format_version": {"format_version": 2},
@@ -157,7 +158,7 @@ def test_values_no_json_would_hold() -> None:
 )
 def test_rope_that_depends_on_the_length_needs_its_factor(rope: dict[str, object]) -> None:
     digest = config_digest({**CONFIG, **rope})
-    with pytest.raises(ConfigError, match="rope_factor None: this model's RoPE depends on the sequence's length"):
+    with pytest.raises(ConfigError, match="rope_factor None: this model's RoPE depends on the text's length"):
         replace(IDENTITY, config_digest=digest)
     two, four = (replace(IDENTITY, config_digest=digest, rope_factor=factor) for factor in (2.0, 4.0))
     assert two.fingerprint() != four.fingerprint()

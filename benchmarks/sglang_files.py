@@ -1,0 +1,203 @@
+"""SGLang with kvtier below HiCache, beside SGLang's own file backend and no storage: the same model and prompts.
+
+Each engine answers cold and is killed. The next one answers again from what was stored. Then one byte of a stored page
+is changed on the disk, and a third one answers: who serves it? Answers have to be those of the engine without storage.
+
+Runs in `.venv-sglang` (`.ci/beside-engine sglang`), on a CPU, with the stand-ins of tests/interop/sglang_on_cpu.py.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PYTHON: Final = ROOT / ".venv-sglang" / "bin" / "python"
+if find_spec("sglang") is None and PYTHON.exists():
+    os.execv(PYTHON, [str(PYTHON), *sys.argv])
+sys.path.insert(0, str(ROOT / "tests" / "interop"))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from _report import Target, parser, progress, report  # noqa: E402
+from sglang_rig import PAGE_SIZE, Sglang, Slab, names_of, wait_until  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
+
+from kvtier.tiers.naming import sglang_hashes  # noqa: E402
+
+BACKENDS: Final = ("none", "file", "kvtier")
+VOCAB: Final = 512
+
+PromptTokens = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class BackendAnswers:
+    """What became of all prompts, asked one by one."""
+
+    texts: PromptTokens
+    seconds: list[float]  # to the first token of each
+    cached: int  # tokens that came from the storage
+
+
+class Storage:
+    """One backend under SGLang, in a directory of its own, and its pages on the disk."""
+
+    def __init__(self, backend: str, model: Path, home: Path) -> None:
+        self.backend, self._model, self._directory = backend, model, home / backend
+        self._directory.mkdir()
+
+    def engine(self) -> Sglang:
+        """An engine over it."""
+        options: dict[str, Any] = {"max_total_tokens": 8192}
+        if self.backend == "none":
+            options["hicache_storage_backend"] = None
+        elif self.backend == "file":
+            options["hicache_storage_backend"] = "file"
+            options["hicache_storage_backend_extra_config"] = f'{{"prefetch_threshold": {PAGE_SIZE}}}'
+        extra = {"host": {"size": "32MiB"}, "file": {"path": str(self._directory), "size": "256MiB"}}
+        variables = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(self._directory)}
+        return Sglang(self._model, self._directory, extra=extra, environment=variables, **options)
+
+    def settle(self, prompts: PromptTokens) -> None:
+        """Wait until all of the prompts' pages are on the disk."""
+        if self.backend != "none":
+            wait_until(lambda: names_of(prompts) <= self._held(), "pages to be written", 120)
+
+    def bytes_on_disk(self) -> int:
+        """Of pages, with what says which they are."""
+        if self.backend == "kvtier":
+            block = Slab(self._directory).superblock
+            return len(self._held()) * (block.stride + block.entry_bytes)
+        return sum(path.stat().st_size for path in self._directory.glob("*.bin"))
+
+    def change(self, name: bytes) -> None:
+        """Flip one bit, the highest of an exponent, of the first number that the page holds."""
+        if self.backend == "kvtier":
+            slab = Slab(self._directory)
+            payload = slab.payload(name).copy()
+            payload[3] ^= 0x40
+            slab.forge(name, payload, undetectably=False)
+        elif self.backend == "file":
+            [path] = self._directory.glob(f"{name.hex()}*.bin")
+            content = bytearray(path.read_bytes())
+            content[3] ^= 0x40
+            path.write_bytes(content)
+
+    def _held(self) -> set[bytes]:
+        if self.backend == "kvtier":
+            return Slab(self._directory).names() if list(self._directory.glob("*.slab")) else set()
+        return {bytes.fromhex(path.name[:64]) for path in self._directory.glob("*.bin")}
+
+
+def make_model(path: Path, layers: int) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+    )
+    auto: Any = AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(path)
+    return path
+
+
+def ask(engine: Sglang, prompts: PromptTokens) -> BackendAnswers:
+    answers = [engine.generate([prompt], timed=True)[0] for prompt in prompts]
+    seconds = [answer["first_token"] for answer in answers]
+    return BackendAnswers(
+        [answer["tokens"] for answer in answers], seconds, sum(answer["storage"] for answer in answers)
+    )
+
+
+def trial(storage: Storage, prompts: PromptTokens, warm_up: PromptTokens) -> dict[str, Any]:
+    """Cold, after a restart, and after a byte was changed."""
+    with storage.engine() as engine:
+        ask(engine, warm_up)
+        cold = ask(engine, prompts)
+        storage.settle(prompts)
+    with storage.engine() as engine:
+        ask(engine, warm_up[1:])
+        again = ask(engine, prompts)
+    size = storage.bytes_on_disk()
+    for prompt in prompts:
+        storage.change(sglang_hashes(prompt, PAGE_SIZE)[2])
+    with storage.engine() as engine:
+        changed = ask(engine, prompts)
+    row = {
+        "backend": storage.backend,
+        "cold, ms": statistics.median(cold.seconds) * 1e3,
+        "restart, ms": statistics.median(again.seconds) * 1e3,
+        "cached": again.cached / sum(map(len, prompts)),
+        "MB on disk": size / 1e6,
+        "answers right": sum(a == b for a, b in zip(again.texts, cold.texts, strict=True)),
+        "right after a changed byte": sum(a == b for a, b in zip(changed.texts, cold.texts, strict=True)),
+        "cached after it": changed.cached / sum(map(len, prompts)),
+        "texts": cold.texts,
+    }
+    told = ", ".join(f"{name} {value:.3g}" for name, value in row.items() if isinstance(value, float | int))
+    progress(f"{storage.backend:8}{told}")
+    return row
+
+
+def trials(prompts: PromptTokens, warm_up: PromptTokens, layers: int) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model", layers)
+        for backend in BACKENDS:
+            yield trial(Storage(backend, model, Path(folder)), prompts, warm_up)
+
+
+def targets(rows: Sequence[dict[str, Any]], num_prompts: int) -> list[Target]:
+    none, file, ours = rows
+    faster = none["restart, ms"] / ours["restart, ms"]
+    beside = ours["restart, ms"] / file["restart, ms"]
+    return [
+        Target(
+            "answers after a restart that are those without a storage",
+            num_prompts,
+            ours["answers right"],
+            at_most=False,
+        ),
+        Target(
+            "answers after a changed byte as cold, kvtier",
+            num_prompts,
+            ours["right after a changed byte"],
+            at_most=False,
+        ),
+        Target(
+            "answers that a changed byte makes wrong, SGLang's file backend (the test can fail)",
+            1,
+            num_prompts - file["right after a changed byte"],
+            at_most=False,
+        ),
+        Target("time to first token after a restart: no storage ÷ kvtier", 1.0, faster, at_most=False),
+        Target("time to first token after a restart: kvtier ÷ SGLang's file backend", 1.1, beside),
+        Target("bytes on disk: kvtier ÷ SGLang's file backend", 1.1, ours["MB on disk"] / file["MB on disk"]),
+    ]
+
+
+def main() -> int:
+    """Three engines a backend."""
+    chosen = parser(__doc__).parse_args()
+    random = np.random.default_rng(0)
+    num_prompts, length, layers = (2, 512, 2) if chosen.quick else (5, 1536, 8)
+    prompts, warm_up = (random.integers(3, VOCAB, (count, length)).tolist() for count in (num_prompts, 2))
+    rows = list(trials(prompts, warm_up, layers))
+    if len({str(row.pop("texts")) for row in rows}) > 1:
+        raise AssertionError("cold answers differ between storages: nothing here can be compared")
+    setup: dict[str, object] = {"prompts": f"{num_prompts} of {length} tokens", "layers": layers, "page": PAGE_SIZE}
+    return report("sglang_files", rows, targets(rows, num_prompts), chosen.json, chosen.save, setup)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

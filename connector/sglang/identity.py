@@ -1,0 +1,110 @@
+"""What SGLang's pages depend on: what it was told, its pools, its ranks, and the checkpoints themselves."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from huggingface_hub import try_to_load_from_cache
+
+from kvtier.connector.models import config_of, name_of, revision_of
+from kvtier.connector.sglang.pool import PoolPages
+from kvtier.tiers import ConfigError
+from kvtier.tiers.naming import ModelIdentity, config_digest
+
+HASH_SCHEME: Final = "sglang"  # `key_schemes.sglang_hashes`
+_OF_EACH_RANK: Final = "MambaPoolHost"  # of a model whose KV every rank has whole
+
+
+def model_identity(storage: Any, args: Any, pool: Any, pages: PoolPages, slot_bytes: int, epoch: int) -> ModelIdentity:
+    """The identity of the pages of SGLang's first pool; `args` are the server's. ConfigError for no name of its own."""
+    if args.load_format == "dummy":
+        raise ConfigError("--load-format dummy: random weights have no name to store after; save them, serve those")
+    directory = _checkpoint(args.model_path, args.revision, args.download_dir)
+    configuration = config_of(directory) | json.loads(args.json_model_override_args or "{}")
+    dtype = str(configuration.get("dtype") or configuration.get("torch_dtype") or pages.dtype)
+    shared = shares_kv(storage)
+    return ModelIdentity(
+        model=name_of(directory),
+        revision=revision_of(directory),
+        config_digest=config_digest(configuration),
+        dtype=dtype,
+        kv_dtype=pages.dtype,
+        compute_dtype=dtype if args.dtype == "auto" else args.dtype,
+        quantization=args.quantization,
+        num_kv_heads=1 if pages.is_latent else pool.head_num,
+        head_dim=pool.kv_cache_dim if pages.is_latent else pool.head_dim,
+        block_size=pages.page_size,
+        layers=tuple(range(pool.start_layer, pool.end_layer)),
+        kind="mla" if pages.is_latent else "full",
+        layout=_layout(args, pool, pages, slot_bytes),
+        tp_ranks=(0, storage.tp_size) if shared else (storage.tp_rank, storage.tp_rank + 1),
+        tp_size=storage.tp_size,
+        pp_stages=(storage.pp_rank, storage.pp_rank + 1),
+        pp_size=storage.pp_size,
+        hash_scheme=HASH_SCHEME,
+        epoch=epoch,
+    )
+
+
+def pool_text(storage: Any, args: Any, name: str, pages: PoolPages) -> str:
+    """A further pool's name in the names of its records, with all that changes its bytes besides the model."""
+    told = f"{name} {pages.text}{_kv_format(args)}"
+    if name.startswith("draft"):
+        told += _draft(args)
+    if pages.kind == _OF_EACH_RANK and shares_kv(storage):
+        told += f" rank {storage.tp_rank} of {storage.tp_size}"
+    return told
+
+
+def shares_kv(storage: Any) -> bool:
+    """Whether every tensor-parallel rank has all of the KV, and the first one alone stores it."""
+    return bool(storage.is_mla_model and storage.tp_size > 1)
+
+
+def _layout(args: Any, pool: Any, pages: PoolPages, slot_bytes: int) -> str:
+    """The canonical block, and in what this pool's pages differ from it."""
+    told = "block-first" + _kv_format(args)
+    if not pages.is_latent and pool.v_head_dim != pool.head_dim:
+        told += f" values {pool.v_head_dim}"
+    if (num_layers := len(set(pages.layers))) != pool.end_layer - pool.start_layer:
+        told += f" layers {num_layers}"
+    if getattr(pool, "target_layer_num", num_layers) != num_layers:  # a draft model's lie behind the model's own
+        told += _draft(args)
+    if slot_bytes != pages.page_bytes:
+        told += f" slots {slot_bytes}"
+    return told
+
+
+def _kv_format(args: Any) -> str:
+    """How SGLang was told to quantise its KV, nothing if it was not."""
+    asked = getattr(args, "kv_cache_dtype", "auto")
+    scales = getattr(args, "quantization_param_path", None)
+    told = "" if asked == "auto" else f" {asked}"
+    return told if scales is None else f"{told} scales {_digest(Path(scales))}"
+
+
+def _draft(args: Any) -> str:
+    """The draft model: its checkpoint, and how it drafts."""
+    path = args.speculative_draft_model_path or args.model_path
+    directory = _checkpoint(path, args.speculative_draft_model_revision, args.download_dir)
+    told = (args.speculative_algorithm, args.speculative_draft_kv_cache_dtype, revision_of(directory))
+    return f" draft {' '.join(map(str, told))} {config_digest(config_of(directory))}"
+
+
+def _digest(path: Path) -> str:
+    if not path.is_file():
+        raise ConfigError(f"--quantization-param-path {str(path)!r}: no such file; give the scales' JSON file")
+    scales: Mapping[str, object] = json.loads(path.read_text())
+    return config_digest(scales)
+
+
+def _checkpoint(name: str, revision: str | None, downloads: str | None) -> Path:
+    """The directory of a checkpoint, a hub's snapshot in the local cache included."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    found = try_to_load_from_cache(name, "config.json", cache_dir=downloads, revision=revision)
+    if not isinstance(found, str):
+        raise ConfigError(f"--model-path {name!r}: no checkpoint of that name here; give its directory")
+    return Path(found).parent

@@ -1,0 +1,286 @@
+"""What a model's cache keeps for each token, layer by layer: read from a cache that the model itself filled."""
+
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers import __version__ as version
+from transformers import cache_utils as _cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kvtier.connector.transformers.state_form import STATES, StateForm, require_known
+from kvtier.tiers import ConfigError
+from kvtier.tiers.naming import DTYPE_BYTES, KVShape, ModelIdentity
+
+_OWN_CACHE: Final = "MiniMaxCache"  # the one class of its own that holds K and V as others do
+_KEYS: Final = ("keys", "values", "indexer_keys")  # tensors of a cache layer that grow by a row for each token
+_NUM_TOKENS: Final = 7  # of the probe; no other size of a tensor is likely to be this one
+_INDEXED: Final = (5, 19)  # transformers from which indexers work behind a prefix: 5.12's select tokens of the future
+_OTHERS: Final = "docs/models.md lists the models that are kept; leave kvtier out for this one"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a cache layer, `[rows, num_heads, tokens, dim]`; with one head also `[rows, tokens, dim]`."""
+
+    name: str  # the attribute of transformers' cache layer
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """What a block holds of one layer in one piece: `[block_size, num_heads, dim]`, its parts side by side in `dim`."""
+
+    num_heads: int
+    parts: tuple[Part, ...]
+
+    @property
+    def dim(self) -> int:
+        return sum(part.dim for part in self.parts)
+
+    @property
+    def name(self) -> str:
+        """For the identity: `2(keys:16)`, or `1(keys:512+values:64)` if two tensors lie side by side."""
+        return f"{self.num_heads}({'+'.join(f'{part.name}:{part.dim}' for part in self.parts)})"
+
+
+Layer = tuple[Plane, ...]
+"""The planes of one cache layer, in a block's order. Empty: the layer keeps nothing for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheForm:
+    """What a block holds: of each layer that keeps something for each token, its planes one after the other.
+
+    A block in host memory is a flat row of `num_elements` of `dtype`. If all these layers keep K and V of one shape, or
+    all one latent (MLA), it is the canonical block of `shape`, byte for byte. Recurrent states lie in slots of the same
+    size, cut into pieces. If no layer keeps anything for each token, such pieces are all there is.
+    """
+
+    layers: tuple[Layer, ...]  # by the number of the cache's layer; the last one keeps something
+    block_size: int  # tokens
+    dtype: str  # a key of DTYPE_BYTES
+    states: StateForm | None = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, block_size: int) -> Self:
+        """Has the model fill a cache with a few tokens, and reads from it what there is.
+
+        Raises ConfigError for what blocks cannot hold: an encoder, a recurrent state, another dtype.
+        """
+        _require_decoder(model)
+        dtype = str(model.dtype).removeprefix("torch.")
+        if dtype not in DTYPE_BYTES:
+            fix = f"blocks are made of {', '.join(DTYPE_BYTES)}; load the model in one of these"
+            raise ConfigError(f"dtype {dtype}: {fix}")
+        cache = _probe(model)
+        require_known(cache)
+        kind = model.config.get_text_config(decoder=True).model_type
+        if more := sorted({name for layer in cache.layers for name in _unknown(layer)}):
+            kept = f"its layers keep {', '.join(more)} beside or instead of K and V for each token"
+            raise ConfigError(f"model kind {kind!r}: {kept}; {_OTHERS}")
+        try:
+            layers = layers_of(cache, 1, _NUM_TOKENS, model)
+        except ValueError as error:
+            raise ConfigError(f"model kind {kind!r}: of {_NUM_TOKENS} tokens, {error}; {_OTHERS}") from error
+        states = StateForm.of(cache)
+        if model._is_stateful and states is None:
+            kept = "it keeps a state outside of transformers' cache"
+            raise ConfigError(f"model kind {kind!r}: {kept}; {_OTHERS}")
+        if not layers and states is None:
+            raise ConfigError(f"model kind {kind!r}: its cache has no tensor with a row for each token; {_OTHERS}")
+        if any(part.name == "indexer_keys" for layer in layers for plane in layer for part in plane.parts):
+            _require_indexers(kind)
+        return cls(layers, block_size, dtype, states)
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The numbers of the layers that keep something for each token."""
+        return tuple(number for number, layer in enumerate(self.layers) if layer)
+
+    @property
+    def num_elements(self) -> int:
+        """Of one block, or of a piece of a state if there are no blocks."""
+        if not self.layers:
+            assert self.states is not None
+            return self.states.piece_bytes // DTYPE_BYTES[self.dtype]
+        return self.block_size * sum(plane.num_heads * plane.dim for layer in self.layers for plane in layer)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def outline(self) -> KVShape:
+        """The first plane's heads and dim, as if all layers were like it."""
+        if not self.layers:
+            return KVShape(1, 1, 1, self.block_size, self.dtype, 1)
+        first = self.layers[self.kept[0]]
+        num_kv = 1 if _is_latent(first) else 2
+        return KVShape(len(self.kept), first[0].num_heads, first[0].dim, self.block_size, self.dtype, num_kv)
+
+    @property
+    def shape(self) -> KVShape | None:
+        """The shape of the canonical block, if layers are alike: plain K and V, or one latent each. Else None."""
+        if not self.layers:
+            return None
+        first, *others = [self.layers[number] for number in self.kept]
+        alike = all(layer == first for layer in others)
+        return self.outline if alike and (_is_plain(first) or _is_latent(first)) else None
+
+    def planes(self, blocks: torch.Tensor) -> Iterator[tuple[int, Plane, torch.Tensor]]:
+        """Of flat blocks each plane, its layer's number and its view `[num_blocks, block_size, num_heads, dim]`."""
+        offset = 0
+        for number, layer in enumerate(self.layers):
+            for plane in layer:
+                end = offset + self.block_size * plane.num_heads * plane.dim
+                size = (self.block_size, plane.num_heads, plane.dim)
+                yield number, plane, blocks[:, offset:end].view(-1, *size)
+                offset = end
+
+    def named(self, identity: ModelIdentity) -> ModelIdentity:
+        """The identity with every layer's form in it. That of a model with plain K and V in all layers is unchanged."""
+        if self.states is not None:
+            layout = f"{identity.layout}/{self.states.name}"
+            if not self.layers:
+                return replace(identity, kind="state", layout=layout)
+            return replace(self._named(identity), kind="state", layout=layout)
+        return self._named(identity)
+
+    def _named(self, identity: ModelIdentity) -> ModelIdentity:
+        kept = [self.layers[number] for number in self.kept]
+        kind = "mla" if all(_is_latent(layer[:1]) for layer in kept) else identity.kind
+        if self.shape is not None and _is_plain(kept[0]):
+            return replace(identity, layers=self.kept)
+        forms = tuple("/".join(plane.name for plane in layer) for layer in kept)
+        return replace(identity, layers=self.kept, kind=kind, forms=forms)
+
+
+def empty_cache(model: PreTrainedModel) -> DynamicCache:
+    """A cache for the model in which every layer keeps every token, sliding ones too: only their masks slide."""
+    own = getattr(sys.modules[type(model).__module__], _OWN_CACHE, None)
+    if own is not None:
+        made: DynamicCache = own()
+        return made
+    cache = DynamicCache(config=model.config)
+    for number, layer in enumerate(cache.layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[number] = DynamicLayer()  # type: ignore[no-untyped-call]
+        elif type(layer) is getattr(_cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", None):
+            states: Any = layer
+            cache.layers[number] = _cache_utils.LinearAttentionAndFullAttentionLayer(states.number_of_states)
+    return cache
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """Under which name the model's `forward` takes a cache."""
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def layers_of(cache: DynamicCache, num_rows: int, num_tokens: int, model: PreTrainedModel) -> tuple[Layer, ...]:
+    """What each layer of a cache keeps of these tokens; trailing layers that keep nothing are left out.
+
+    ValueError if a tensor lacks tokens or rows, or has another dtype than the model.
+    """
+    config: Any = model.config.get_text_config(decoder=True)
+    # MLA: transformers keeps the latent as keys, and the part with RoPE as values. Attention reads them as one.
+    latent = [(1, getattr(config, "kv_lora_rank", None)), (1, getattr(config, "qk_rope_head_dim", None))]
+    layers: list[Layer] = []
+    cached: Any = cache.layers
+    for layer in cached:
+        tensors = {name: tensor for name in _KEYS if (tensor := per_token(layer, name)) is not None}
+        for name, tensor in tensors.items():
+            if tensor.shape[0] != num_rows or tensor.shape[2] != num_tokens or tensor.dtype != model.dtype:
+                raise ValueError(f"{name} is {tensor.dtype} of {tuple(tensor.shape)}")
+        planes = [Plane(tensor.shape[1], (Part(name, tensor.shape[3]),)) for name, tensor in tensors.items()]
+        if [(plane.num_heads, plane.dim) for plane in planes[:2]] == latent:
+            planes[:2] = [Plane(1, planes[0].parts + planes[1].parts)]
+        layers.append(tuple(planes))
+    while layers and not layers[-1]:
+        layers.pop()
+    return tuple(layers)
+
+
+def per_token(layer: Any, name: str) -> torch.Tensor | None:
+    """A tensor of a cache layer as `[rows, heads, tokens, dim]`; None if the layer keeps no such thing."""
+    tensor: torch.Tensor | None = getattr(layer, name, None)
+    if tensor is None or not tensor.numel():
+        return None
+    return tensor if tensor.ndim == 4 else tensor.unsqueeze(1)
+
+
+def _unknown(layer: Any) -> Sequence[str]:
+    """Names of what a layer holds beside tensors with a row for each token."""
+    held = []
+    for name, value in vars(layer).items():
+        tensors = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        if name not in (*_KEYS, *STATES) and any(isinstance(each, torch.Tensor) and each.ndim for each in tensors):
+            held.append(name)
+    return held
+
+
+def _is_plain(layer: Layer) -> bool:
+    """Whether it keeps K and V of one shape, and nothing else."""
+    heads, dim = layer[0].num_heads, layer[0].dim
+    return layer == (Plane(heads, (Part("keys", dim),)), Plane(heads, (Part("values", dim),)))
+
+
+def _is_latent(layer: Layer) -> bool:
+    """Whether it keeps what attention reads as one latent, and nothing else."""
+    return len(layer) == 1 and len(layer[0].parts) == 2
+
+
+def _require_decoder(model: PreTrainedModel) -> None:
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"model kind {config.model_type!r}: K and V also depend on the encoder's text; {_OTHERS}")
+
+
+def plain_tokens(model: PreTrainedModel, count: int) -> list[int]:
+    """Token ids that stand for nothing but text: images and other inputs have tokens of their own."""
+    whole: Any = model.config
+    config = whole.get_text_config(decoder=True)
+    special = {str(value) for each in (whole, config) for name, value in vars(each).items() if "token_i" in name}
+    return [number for number in range(config.vocab_size) if str(number) not in special][:count]
+
+
+def _require_indexers(kind: str) -> None:
+    if tuple(int(number) for number in version.split(".")[:2]) < _INDEXED:
+        said = f"transformers {version} selects wrong tokens behind a prefix"
+        raise ConfigError(f"model kind {kind!r}: {said}; install {'.'.join(map(str, _INDEXED))} or newer")
+
+
+def _probe(model: PreTrainedModel) -> DynamicCache:
+    """A cache that the model filled with a few plain tokens."""
+    module: Any = model
+    ids = torch.tensor([plain_tokens(model, _NUM_TOKENS)], device=model.device)
+    kind = model.config.get_text_config(decoder=True).model_type
+    before = _beside(model)
+    try:
+        cache = empty_cache(model)
+        with torch.no_grad():
+            module(input_ids=ids, use_cache=True, **{cache_name(model): cache})
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        said = f"{_NUM_TOKENS} tokens could not be put into its cache ({reason})"
+        raise ConfigError(f"model kind {kind!r}: {said}; {_OTHERS}") from error
+    after = _beside(model)
+    if beside := {name for (module, name), tensor in after.items() if tensor is not before.get((module, name))}:
+        said = f"its layers keep {', '.join(sorted(beside))} beside its cache"
+        raise ConfigError(f"model kind {kind!r}: {said}; install a newer transformers, or leave kvtier out")
+    return cache
+
+
+def _beside(model: PreTrainedModel) -> dict[tuple[str, str], torch.Tensor]:
+    """Tensors that modules hold and that could be what they keep of the probe's tokens, by module and name."""
+    held = {}
+    for path, module in model.named_modules():
+        for name, value in [*vars(module).items(), *module.named_buffers(recurse=False)]:
+            if isinstance(value, torch.Tensor) and value.ndim > 1 and _NUM_TOKENS in value.shape:
+                held[path, name] = value
+    return held

@@ -1,0 +1,202 @@
+"""Calls of a model with recurrent states: a prompt goes on from a border, and leaves states at borders behind."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvtier.connector.transformers.cache_form import cache_name, empty_cache, layers_of, per_token
+from kvtier.connector.transformers.calls import asked_for
+from kvtier.connector.transformers.kv_cache import blocks_of, fill
+from kvtier.connector.transformers.state_form import StateForm
+from kvtier.connector.transformers.state_gate import GoingOn
+from kvtier.connector.transformers.state_passes import FollowedPasses, feed
+from kvtier.connector.transformers.states import FoundBorder, StateRecords
+from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
+from kvtier.tiers import L2, Outcome
+
+_SHORTEST: Final = 512  # tokens before the first of the states that a long prompt leaves at powers of two
+# So many tokens of a prompt take about as long as one token by itself: on other devices than a CPU that is many.
+_STEP_COSTS: Final = {"cpu": 16}
+_STEP_COST: Final = 256
+
+TakenStates = dict[int, torch.Tensor]
+"""By border (blocks before it): the states of all rows, `[rows, num_bytes]` of bytes in host memory."""
+
+
+class StateCalls:
+    """What `KVTier` does for a model whose cache keeps states. One thread at a time."""
+
+    def __init__(
+        self, model: PreTrainedModel, blocks: TierBlocks, going_on: GoingOn, limit: int | None, *, keeps_answers: bool
+    ) -> None:
+        """Nothing is kept of texts above `limit` tokens. `keeps_answers`: also what `generate` adds to a prompt is."""
+        assert blocks.form.states is not None
+        self.num_cached_tokens = 0  # of the last call, in every row
+        self._model: Any = model
+        self._blocks = blocks
+        self._form = blocks.form
+        self._states: StateForm = blocks.form.states
+        self._records = StateRecords(blocks, self._states)
+        self._going_on = going_on
+        self._limit = limit
+        self._keeps_answers = keeps_answers and going_on.by_steps
+        self._size = blocks.form.block_size
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether several tokens at once may follow a state."""
+        return self._going_on.in_pieces
+
+    def generate(
+        self,
+        rows: Sequence[PromptRow],
+        input_ids: torch.Tensor,
+        options: dict[str, Any],
+        ends_of: Callable[[torch.Tensor], Sequence[int]],
+    ) -> Any:
+        """`model.generate(input_ids, **options)` behind what is known of the rows. What is new of it is kept.
+
+        `ends_of` tells where each row ends in what `generate` returns.
+        """
+        num_tokens = input_ids.shape[1]
+        cache, found = self._load(rows)
+        at_once = asked_for(self._model, options, "prefill_chunk_size")
+        taken, num_fed = self._prefill(rows, input_ids.to(self._model.device), cache, found, at_once)
+        passes = FollowedPasses(cache, self._states, num_fed, num_tokens, self._size)
+        with passes.following(self._model):
+            result = self._model.generate(input_ids, **{**options, cache_name(self._model): cache})
+        sequences = result if isinstance(result, torch.Tensor) else result.sequences
+        end = num_tokens
+        if self._keeps_answers and passes.was_fed(sequences):
+            end = passes.num_fed
+            if passes.latest is not None:
+                at, states = passes.latest
+                taken[at // self._size] = self._states.rows(states)
+        ends = [min(end, each) for each in ends_of(sequences)]
+        if self._limit is None or passes.num_fed <= self._limit:  # else RoPE changed on the way
+            self._store(rows, sequences, cache, ends, taken)
+        return result
+
+    def load(self, rows: Sequence[PromptRow], input_ids: torch.Tensor) -> tuple[DynamicCache, int]:
+        """A cache with the tokens that are known of every row, and how many it has.
+
+        A model that takes one token at a time is given all but the last here: the caller would give it several.
+        """
+        cache, found = self._load(rows)
+        num_fed = found.border * self._size
+        return cache, self._feed_one_by_one(cache, input_ids.to(self._model.device), num_fed)
+
+    def store(self, rows: Sequence[PromptRow], input_ids: torch.Tensor, cache: DynamicCache) -> bool:
+        """Keep the blocks of the rows, and the states if a block ends with the last token.
+
+        The cache must hold exactly these tokens. False if that cannot be seen: without K and V nothing tells.
+        """
+        num_tokens = input_ids.shape[1]
+        if not self._form.layers or not self._is_whole(cache, len(rows), num_tokens):
+            return False
+        border, rest = divmod(num_tokens, self._size)
+        taken = {border: self._states.rows(self._states.take(cache))} if border and not rest else {}
+        self._store(rows, input_ids, cache, [num_tokens] * len(rows), taken)
+        return True
+
+    def _load(self, rows: Sequence[PromptRow]) -> tuple[DynamicCache, FoundBorder]:
+        """A cache of the last border that all rows can go on from; an empty one if there is none."""
+        found = self._records.find(rows, self._least(len(rows[0].token_ids)))
+        cache = empty_cache(self._model)
+        self.num_cached_tokens = found.border * self._size
+        if found.states is not None:
+            if self._form.layers:
+                fill(cache, self._form, found.blocks, self.num_cached_tokens, self._model.device)
+            self._states.put(cache, found.states, self._model.device)
+        for row in rows:
+            row.num_loaded = found.border
+        return cache, found
+
+    def _least(self, num_tokens: int) -> int:
+        """The first border from which going on is worth it."""
+        if self.in_pieces:
+            return 1
+        most = num_tokens // _STEP_COSTS.get(self._model.device.type, _STEP_COST)  # tokens, one by one
+        return max(1, -(-(num_tokens - most) // self._size))
+
+    def _prefill(
+        self,
+        rows: Sequence[PromptRow],
+        input_ids: torch.Tensor,
+        cache: DynamicCache,
+        found: FoundBorder,
+        at_once: int | None,
+    ) -> tuple[TakenStates, int]:
+        """Compute the prompt up to its last border, and take the states on the way. Returns how many tokens it has."""
+        num_fed, taken = found.border * self._size, TakenStates()
+        for border in self._borders(rows, input_ids.shape[1], found):
+            end = border * self._size
+            self._feed(cache, input_ids, num_fed, end, at_once)
+            taken[border] = self._states.rows(self._states.take(cache))
+            num_fed = end
+        return taken, self._feed_one_by_one(cache, input_ids, num_fed)
+
+    def _feed_one_by_one(self, cache: DynamicCache, input_ids: torch.Tensor, num_fed: int) -> int:
+        """Behind a state, if it must be so, all but the last token. Returns how many tokens the cache has."""
+        if not num_fed or self.in_pieces:
+            return num_fed
+        end = input_ids.shape[1] - 1
+        self._feed(cache, input_ids, num_fed, end, 1)
+        return end
+
+    def _feed(self, cache: DynamicCache, input_ids: torch.Tensor, start: int, end: int, at_once: int | None) -> None:
+        if start and not self.in_pieces:
+            at_once = 1
+        if start < end:
+            feed(self._model, cache, input_ids[:, start:end], start, at_once)
+
+    def _borders(self, rows: Sequence[PromptRow], num_tokens: int, found: FoundBorder) -> list[int]:
+        """Where to take states: at the prompt's last border, where it parts from a known one, and at powers of two."""
+        last = (num_tokens - 1) // self._size
+        if not self.in_pieces:
+            return [last] if max(found.border + 1, self._least(num_tokens)) <= last else []
+        wanted, power = {found.parted}, 1
+        while power < last:
+            if power * self._size >= _SHORTEST:
+                wanted.add(power)
+            power *= 2
+        between = {border for border in wanted if found.border < border < last}
+        deadline = self._blocks.deadline
+        new = {border for border in between if not all(self._records.is_held(row, border, deadline) for row in rows)}
+        return sorted(new | {last}) if found.border < last else []
+
+    def _store(
+        self,
+        rows: Sequence[PromptRow],
+        sequences: torch.Tensor,
+        cache: DynamicCache,
+        ends: Sequence[int],
+        taken: TakenStates,
+    ) -> None:
+        """Keep what is new of every row up to its end."""
+        if self._form.layers and not self._is_whole(cache, len(rows), None):
+            self._blocks.tiers.metrics.dropped(L2, Outcome.UNSUPPORTED, sum(ends) // self._size)
+            return
+        for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
+            row.chain.extend(sequences[index, len(row.token_ids) : end].tolist())
+            run = range(row.num_loaded, end // self._size)
+            if run and self._form.layers:
+                self._blocks.store(row, run, blocks_of(cache, index, run, self._form))
+            for border, states in sorted(taken.items()):
+                if border * self._size > end:
+                    continue
+                self._records.store(row, border, states[index])
+        self._blocks.settle()
+
+    def _is_whole(self, cache: Any, num_rows: int, num_tokens: int | None) -> bool:
+        """Whether a cache has the K and V of all its tokens, and of that many."""
+        first = self._form.kept[0]
+        keys = per_token(cache.layers[first], "keys") if len(cache.layers) > first else None
+        held = 0 if keys is None else keys.shape[2]
+        try:
+            layers = layers_of(cache, num_rows, held, self._model)
+        except ValueError:
+            return False
+        return layers == self._form.layers and num_tokens in (None, held)

@@ -1,0 +1,171 @@
+"""Names a vLLM model's KV by everything its bytes depend on: the checkpoint, and how vLLM computes and stores KV."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+from kvtier.connector.models import config_digest_of, name_of, revision_of
+from kvtier.connector.vllm.drafts import has_kv
+from kvtier.connector.vllm.layer_specs import is_mla, is_packed, is_state, layer_index, layer_specs, specs_of_group
+from kvtier.connector.vllm.rope import rope_factor
+from kvtier.connector.vllm.slot_plan import SlotPlan
+from kvtier.tiers import ConfigError
+from kvtier.tiers.config import CacheConfig
+from kvtier.tiers.naming import DTYPE_BYTES, ModelIdentity, config_digest, root_hash
+
+
+def fingerprint(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: CacheConfig) -> bytes:
+    """32 bytes that name this model's KV. Raises ConfigError if it could not be told from another's."""
+    named = identity(vllm_config, kv_cache_config, plan, cache).fingerprint()
+    if plan.canonical or cache.cache_salt is None:  # kvtier's own keys include the salt
+        return named
+    return root_hash(named, cache_salt=cache.cache_salt)
+
+
+def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: CacheConfig) -> ModelIdentity:
+    """Everything the KV depends on: the checkpoint, and vLLM's settings for computing and storing it."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    path = checkpoint_path(model)
+    digest = _config_digest(model, path)
+    specs = layer_specs(kv_cache_config)
+    spec = specs[plan.layers[0]] if plan.layers else None
+    dtype = str(model.dtype).removeprefix("torch.")
+    draft = _draft_layout(vllm_config.speculative_config, plan)
+    return ModelIdentity(
+        model=name_of(path),
+        revision=revision_of(path),
+        config_digest=digest,
+        rope_factor=rope_factor(model, digest),
+        dtype=dtype,
+        kv_dtype=dtype if spec is None else _kv_dtype(vllm_config, spec),
+        compute_dtype=dtype,
+        quantization=_quantization(model),
+        num_kv_heads=1 if spec is None else spec.num_kv_heads * plan.num_parts,
+        head_dim=1 if spec is None else spec.head_size,
+        block_size=plan.block_size,
+        layers=_layers(vllm_config, plan),
+        kind="state" if plan.states else "mla" if is_mla(spec) else "full",
+        tp_ranks=(0, parallel.tensor_parallel_size),
+        tp_size=parallel.tensor_parallel_size,
+        layout="block-first" if plan.canonical else _layout(vllm_config, kv_cache_config, plan) + draft,
+        hash_scheme=cache.hash if plan.canonical else hash_scheme(vllm_config.cache_config.prefix_caching_hash_algo),
+        epoch=cache.epoch,
+    )
+
+
+def _layers(vllm_config: Any, plan: SlotPlan) -> tuple[int, ...]:
+    """The numbers of a slot's layers, whatever pipeline stage computes them."""
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return tuple(range(vllm_config.model_config.get_total_num_hidden_layers()))
+    return tuple(sorted({layer_index(name) for name in _kept_layers(plan)}))
+
+
+def _draft_layout(speculative: Any, plan: SlotPlan) -> str:
+    """What a draft model's KV in a slot depends on: the method, its checkpoint and settings. Empty without such KV."""
+    if not has_kv(speculative):
+        return ""
+    model = speculative.draft_model_config
+    path = checkpoint_path(model)
+    parts = (
+        *(speculative.method, plan.lookahead, plan.layers, revision_of(path), _config_digest(model, path)),
+        *(model.dtype, model.quantization, model.quantization_config),
+    )
+    return f"/draft:{hashlib.sha256(' '.join(map(str, parts)).encode()).hexdigest()}"
+
+
+def _kept_layers(plan: SlotPlan) -> Iterable[str]:
+    """The layers whose indices name the model's part: those of K and V, or of states if there are no others."""
+    return plan.layers or (name for state in plan.states for name in state.layers)
+
+
+def _layout(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan) -> str:
+    """What a slot holds, in vLLM's own form: an order, and what tells kernels and models apart that arrange it else."""
+    layout = "vllm-layer-head-token" if plan.content == "plain" else f"vllm-layer-head-token/{plan.content}"
+    specs = layer_specs(kv_cache_config)
+    packed = [spec for spec in (specs[name] for name in plan.layers) if is_packed(spec)]
+    if packed:
+        spec, backend = packed[0], getattr(vllm_config.attention_config, "backend", None)
+        platform = f"{current_platform.device_type}:{getattr(backend, 'name', backend)}"
+        layout += f"/{spec.num_head_slots}x{spec.state_content_bytes}/{platform}"
+    if plan.is_uneven:
+        layout += _uneven_layout(vllm_config, kv_cache_config, plan)
+    for state in plan.states:
+        if len({*state.layer_bytes}) > 1 or state.block_size != plan.block_size:
+            layout += f"/states {state.group}:{state.block_size}:{','.join(map(str, state.layer_bytes))}"
+    return layout + _state_layout(kv_cache_config)
+
+
+def _uneven_layout(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan) -> str:
+    """Each group's blocks and the spec that vLLM shows of it, and each layer's bytes. Some layers' specs are hidden.
+
+    What those are follows from the model's configuration, from vLLM's dtype of KV and from the platform.
+    """
+    kinds = []
+    for number, names in enumerate(plan.groups):
+        count = next((lane.count for lane in plan.lanes if lane.group == number), 0)
+        spec = specs_of_group(kv_cache_config.kv_cache_groups[number])[names[0]]
+        if count and not is_state(spec):
+            shown = f"{type(spec).__name__}:{spec.num_kv_heads}:{spec.head_size}:{spec.head_size_v}:{spec.dtype}"
+            kinds.append(f"/{number}:{count}x{plan.group_sizes[number]}:{shown}")
+    layers = ",".join(f"{layer_index(name)}:{size}" for name, size in zip(plan.layers, plan.layer_bytes, strict=True))
+    platform = f"{current_platform.device_type}:{current_platform.fp8_dtype()}:{vllm_config.cache_config.cache_dtype}"
+    return "".join(kinds) + f"/{layers}/{platform}"
+
+
+def _kv_dtype(vllm_config: Any, spec: Any) -> str:
+    """What a stored number is; of quantised KV, how vLLM quantises it, too."""
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if not spec.kv_quant_mode and dtype in DTYPE_BYTES:
+        return dtype
+    return f"{vllm_config.cache_config.cache_dtype}/{dtype}/{current_platform.fp8_dtype()}"  # two platforms' fp8 differ
+
+
+def _config_digest(model: Any, path: Path) -> str:
+    """The digest of the checkpoint's configuration, or of the one that overrides it in vLLM."""
+    if model.hf_overrides or model.hf_config_path:
+        return config_digest(model.hf_config.to_dict())
+    return config_digest_of(path)
+
+
+def _quantization(model: Any) -> str | None:
+    """Quantization method and settings given to vLLM; the checkpoint's own are in its configuration."""
+    settings = model.quantization_config
+    return model.quantization if settings is None else f"{model.quantization} {settings}"
+
+
+def hash_scheme(algorithm: str) -> str:
+    """How vLLM names blocks: its hash algorithm, and where chains begin. Raises ConfigError if that is random."""
+    function = get_hash_fn_by_name(algorithm)
+    seed = resolve_none_hash_seed(function)
+    if seed != resolve_none_hash_seed(function):
+        fix = "set PYTHONHASHSEED to one value for every process, or use --prefix-caching-hash-algo sha256"
+        raise ConfigError(f"prefix_caching_hash_algo {algorithm!r}: its chains begin at a random value; {fix}")
+    return f"vllm-{algorithm}-{function(seed).hex()}"
+
+
+def checkpoint_path(model_config: Any) -> Path:
+    """The local directory from which vLLM reads the model. Raises ConfigError if there is none."""
+    path = Path(model_config.model)
+    if path.is_dir():
+        return path.resolve()
+    try:
+        return Path(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError) as error:
+        raise ConfigError(f"model {model_config.model!r}: no local checkpoint to name blocks after ({error})") from None
+
+
+def _state_layout(kv_cache_config: Any) -> str:
+    """What states are, for the identity: each group's layers, and shape and dtype of all that vLLM keeps of one."""
+    kinds = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        for name, spec in specs_of_group(group).items():
+            if is_state(spec):
+                kinds.append(f"/{number}:{layer_index(name)}:{spec.mamba_type}:{spec.shapes}:{spec.dtypes}")
+    return "".join(kinds)

@@ -1,0 +1,249 @@
+"""Stories of KVTier with caches that are not K and V of one shape: MLA, indexer keys, layers that differ or share."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from _architectures import ARCHITECTURES, Architecture
+from kv_tier_rig import Open
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from kvtier.connector.models.hf_model import identity_of
+from kvtier.connector.transformers import cache_form
+from kvtier.connector.transformers.adapter import KVTier
+from kvtier.connector.transformers.cache_form import CacheForm
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.naming import KVShape
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+ROWS = {row.name: row for row in ARCHITECTURES}
+LATENT = ["deepseek-v2", "deepseek-v3", "minicpm3", "longcat-flash", "glm4-moe-lite"]  # one latent a token
+INDEXED = ["deepseek-v3.2", "glm-moe-dsa"]  # and a key of the indexer
+SHARING = ["gemma3n", "gemma4-shared"]  # the last two of four layers read what others keep
+FORMS = [*LATENT, *INDEXED, *SHARING, "gemma4", "mimo-v2-flash"]
+
+
+@cache
+def model_of(name: str) -> Any:
+    lacks = name in INDEXED and int(transformers.__version__.split(".")[1]) < 19
+    if lacks or ROWS[name].make_config() is None:
+        pytest.skip(f"transformers {transformers.__version__} lacks {name}")
+    return ROWS[name].make_model()
+
+
+def prompt(seed: int, length: int) -> torch.Tensor:
+    return torch.randint(3, 500, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def tensors(one: DynamicCache, num_tokens: int) -> dict[str, torch.Tensor]:
+    """All that a cache holds of its first tokens, by layer and name."""
+    held = {}
+    layers: Any = one.layers
+    for number, layer in enumerate(layers):
+        for name in ("keys", "values", "indexer_keys"):
+            tensor = getattr(layer, name, None)
+            if tensor is not None and tensor.numel():
+                held[f"{number}.{name}"] = tensor[..., :num_tokens, :]
+    return held
+
+
+def computed(kv: KVTier, tokens: torch.Tensor) -> DynamicCache:
+    """What the model caches of the tokens, in a cache that `load` made."""
+    cache = kv.load(tokens)[0]
+    with torch.inference_mode():
+        kv.model(tokens[:, cache.get_seq_length() :], past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_prompt_is_found_by_the_next_call_and_after_a_restart(open_tier: Open, name: str) -> None:
+    model = model_of(name)
+    tokens = prompt(1, 90)
+    expected = model.generate(tokens, **GREEDY)
+    # The answer depends on the prompt, and on more of it than its last block.
+    answers = {
+        tuple(model.generate(each, **GREEDY)[0, 90:].tolist())
+        for each in (tokens, prompt(2, 90), torch.cat([prompt(2, 80), tokens[:, 80:]], dim=1))
+    }
+    assert len(answers) == 3
+    kv = open_tier(model)
+    for num_cached in (0, 80):
+        assert torch.equal(kv.generate(tokens, **GREEDY), expected)
+        assert kv.num_cached_tokens == num_cached
+    turn = torch.cat([expected, prompt(3, 9)], dim=1)
+    assert torch.equal(kv.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
+    assert kv.num_cached_tokens == 96
+    assert kv.drain()
+    kv.close()
+    again = open_tier(model)
+    assert torch.equal(again.generate(tokens, **GREEDY), expected)
+    assert again.num_cached_tokens == 80
+    assert again.stats()['kvtier_lookup_blocks_total{tier="file"}'] == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_loaded_is_what_was_stored_bit_for_bit(open_tier: Open, name: str, dtype: torch.dtype) -> None:
+    model = model_of(name)
+    if dtype != torch.float32:
+        model = ROWS[name].make_model().to(dtype)
+    tokens = torch.cat([prompt(1, 70), prompt(2, 70)])
+    kv = open_tier(model)
+    stored = computed(kv, tokens)
+    kv.store(tokens, stored)
+    assert kv.drain()
+    kv.close()
+    again = open_tier(model)
+    loaded, num_cached = again.load(tokens)
+    assert num_cached == 64
+    held, expected = tensors(loaded, 64), tensors(stored, 64)
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(held[key], expected[key]) for key in held)
+    assert len({tuple(tensor.flatten().tolist()) for tensor in expected.values()}) == len(
+        expected
+    )  # none could be swapped
+    layers: Any = loaded.layers
+    kept = {number for number, layer in enumerate(layers) if layer.keys is not None and layer.keys.numel()}
+    assert kept == ({0, 1} if name in SHARING else {0, 1, 2, 3})
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_a_block_of_mla_is_one_latent_for_each_token(open_tier: Open, name: str) -> None:
+    """The canonical block of such a model: what attention reads of a token lies in one piece."""
+    kv = open_tier(model_of(name))
+    if int(transformers.__version__.split(".")[1]) < 19:
+        pytest.skip("this transformers caches K and V of all heads")
+    tokens = prompt(1, 70)
+    stored: Any = computed(kv, tokens)
+    kv.store(tokens, stored)
+    [row] = kv._rows(tokens)
+    blocks = kv._blocks.load(row.chain.hashes)
+    assert kv._form.shape == KVShape(4, 1, 576, 16, "float32", num_kv=1)
+    for number, layer in enumerate(stored.layers):
+        both = torch.cat([layer.keys, layer.values], dim=-1)[0, 0, :64]
+        assert torch.equal(blocks.view(4, 4, 16, 576)[:, number].flatten(0, 1), both)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "gemma4", "mimo-v2-flash"])
+def test_a_block_holds_layer_by_layer_what_each_keeps(open_tier: Open, name: str) -> None:
+    kv = open_tier(model_of(name))
+    tokens = prompt(1, 70)
+    stored: Any = computed(kv, tokens)
+    kv.store(tokens, stored)
+    [row] = kv._rows(tokens)
+    blocks = kv._blocks.load(row.chain.hashes)
+    offset = 0
+    for layer in stored.layers:
+        pieces = [layer.keys, layer.values]
+        if name == "deepseek-v3.2":
+            pieces = [torch.cat(pieces, dim=-1), layer.indexer_keys[:, None]]
+        for tensor in pieces:
+            first = tensor[0, :, 16:32].transpose(0, 1).flatten()  # tokens, heads, dim of the second block
+            assert torch.equal(blocks[1, offset : offset + len(first)], first)
+            offset += len(first)
+    assert offset == blocks.shape[1] == kv._form.block_bytes // 4
+    assert kv._form.shape is None
+
+
+def test_models_of_one_shape_keep_their_names_and_their_blocks() -> None:
+    """Slabs that were written before other forms were kept stay readable."""
+    for name, num_heads in (("llama", 2), ("gemma3", 2), ("falcon", 4), ("bloom", 4), ("llava", 2)):
+        model = model_of(name)
+        form, shape = CacheForm.of(model, 16), KVShape(4, num_heads, 32, 16, "float32")
+        assert form.shape == shape
+        assert form.block_bytes == shape.block_bytes
+        identity = identity_of(model, "m", shape, hash_scheme="sha256", epoch=0)
+        assert form.named(identity) == identity_of(model, "m", form.outline, hash_scheme="sha256", epoch=0) == identity
+
+
+def test_the_identity_names_what_every_layer_keeps() -> None:
+    def named(name: str) -> Any:
+        form = CacheForm.of(model_of(name), 16)
+        return form.named(identity_of(model_of(name), "m", form.outline, hash_scheme="sha256", epoch=0))
+
+    latent, indexed, differing, sharing = (named(n) for n in ("deepseek-v3", "deepseek-v3.2", "gemma4", "gemma3n"))
+    assert (latent.kind, latent.num_kv_heads, latent.head_dim) == ("mla", 1, 576)
+    assert latent.forms == ("1(keys:512+values:64)",) * 4
+    assert indexed.kind == "mla"
+    assert indexed.forms == ("1(keys:512+values:64)/1(indexer_keys:128)",) * 4
+    assert differing.kind == "full"
+    assert differing.forms == ("2(keys:32)/2(values:32)", "2(keys:64)/2(values:64)") * 2
+    assert (sharing.layers, sharing.forms) == ((0, 1), None)  # canonical blocks of two layers
+
+
+@pytest.mark.parametrize("names", [("deepseek-v2", "deepseek-v3"), ("gemma4", "gemma4-shared")])
+def test_two_models_over_one_directory_find_nothing_of_each_other(open_tier: Open, names: tuple[str, str]) -> None:
+    tokens = prompt(1, 90)
+    for name in names:
+        model = model_of(name)
+        kv = open_tier(model, name="m")
+        assert torch.equal(kv.generate(tokens, **GREEDY), model.generate(tokens, **GREEDY))
+        assert kv.num_cached_tokens == 0
+        assert kv.drain()
+        kv.close()
+
+
+def test_a_cache_of_another_form_is_not_kept(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
+    kv = open_tier(model_of("deepseek-v3.2"))
+    tokens = prompt(1, 70)
+    stored: Any = computed(kv, tokens)
+    stored.layers[2].indexer_keys = stored.layers[2].indexer_keys[:, :-1]
+    kv.store(tokens, stored)
+    assert "nothing is kept of a cache that dropped tokens or has another shape" in caplog.text
+    other = DynamicCache()
+    with torch.inference_mode():
+        model_of("llama")(tokens, past_key_values=other)
+    kv.store(tokens, other)
+    assert kv.load(tokens)[1] == 0
+    assert kv.stats()['kvtier_store_dropped_total{tier="l2",reason="unsupported"}'] == 8
+
+
+def test_a_layer_that_keeps_more_than_blocks_hold_is_named() -> None:
+    """DeepSeek V4 compresses several tokens into one entry."""
+    kind = getattr(transformers, "DeepseekV4Config", None)
+    if kind is None:
+        pytest.skip(f"transformers {transformers.__version__} lacks it")
+    config = kind(
+        vocab_size=512, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        head_dim=32, q_lora_rank=32, o_lora_rank=32, o_groups=2, n_routed_experts=4, num_experts_per_tok=2,
+        index_n_heads=2, index_head_dim=32, qk_rope_head_dim=16, mlp_layer_types=["moe"] * 2,
+    )  # fmt: skip
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(config).eval()
+    with pytest.raises(
+        ConfigError, match=r"model kind 'deepseek_v4': .*; docs/models.md lists the models that are kept"
+    ):
+        CacheForm.of(model, 16)
+
+
+def test_what_modules_keep_beside_the_cache_is_named() -> None:
+    """As GLM-5's indexer did in transformers 5.6: blocks would lack its keys."""
+    model = ROWS["llama"].make_model()
+
+    def keep(module: Any, given: Any, output: torch.Tensor) -> None:
+        module._cached_keys = output
+
+    model.model.layers[1].self_attn.k_proj.register_forward_hook(keep)
+    with pytest.raises(ConfigError, match="keep _cached_keys beside its cache; install a newer transformers, or leave"):
+        CacheForm.of(model, 16)
+
+
+def test_indexers_that_see_the_future_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_form, "version", "5.12.1")
+    with pytest.raises(ConfigError, match=r"transformers 5\.12\.1 selects wrong tokens .*; install 5\.19 or newer"):
+        CacheForm.of(model_of("deepseek-v3.2"), 16)
+
+
+@pytest.mark.parametrize("row", [ROWS["t5"], ROWS["bart"]], ids=lambda row: row.name)
+def test_an_encoders_text_has_no_part_in_a_name(open_tier: Open, row: Architecture) -> None:
+    with pytest.raises(
+        ConfigError, match=r"K and V also depend on the encoder's text; .* leave kvtier out for this one"
+    ):
+        CacheForm.of(row.make_model(), 16)
+
+
+def test_segments_are_refused_where_layers_differ(open_tier: Open) -> None:
+    with pytest.raises(ConfigError, match="layers whose K and V differ in shape; models built as Llama"):
+        open_tier(model_of("gemma4"), segments="on")

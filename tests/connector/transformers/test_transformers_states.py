@@ -1,0 +1,517 @@
+"""Stories of KVTier with models that keep recurrent states: where prompts go on, and what a lost record costs."""
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from kv_tier_rig import Open
+from service_rig import PATIENCE, DaemonThread
+from tiny_models import VOCAB, prompt
+
+from kvtier.connector.transformers import state_calls
+from kvtier.connector.transformers.adapter import KVTier
+from kvtier.connector.transformers.cache_form import CacheForm, cache_name
+from kvtier.connector.transformers.state_gate import GoingOn, how_it_goes_on
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.errors import ConfigError
+from kvtier.tiers.hierarchy.evict import evict_everywhere
+
+GREEDY: dict[str, Any] = {
+    "max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "suppress_tokens": [0],
+}  # fmt: skip
+BLOCK = 16
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+MAMBA2: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+BOTH = ["linear_attention", "full_attention"]
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("MambaConfig", {"intermediate_size": 128, "state_size": 8}),
+    "mamba2": ("Mamba2Config", {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1}),
+    "jamba": (
+        "JambaConfig",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 8,
+         "use_mamba_kernels": False},
+    ),
+    "bamba": ("BambaConfig", {**MAMBA2, "mamba_expand": 2, "attn_layer_indices": [1]}),
+    "falcon-h1": ("FalconH1Config", {**MAMBA2, "mamba_d_ssm": 128, "head_dim": 16}),
+    "granite-hybrid": (
+        "GraniteMoeHybridConfig",
+        {**MAMBA2, "mamba_expand": 2, "layer_types": ["mamba", "attention"], "num_local_experts": 2,
+         "num_experts_per_tok": 1, "shared_intermediate_size": 32},
+    ),
+    "nemotron-h": (
+        "NemotronHConfig",
+        {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16,
+         "n_groups": 1, "head_dim": 16},
+    ),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {**DELTA, **EXPERTS, "layer_types": BOTH, "shared_expert_intermediate_size": 32, "head_dim": 16},
+    ),
+    "qwen3.5": ("Qwen3_5TextConfig", {**DELTA, "layer_types": BOTH, "head_dim": 16}),
+    "kimi-linear": (
+        "KimiLinearConfig",
+        {"layer_types": BOTH, "linear_head_dim": 16, "linear_num_heads": 4, "num_key_value_heads": 4,
+         "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
+         "first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        {"layer_types": BOTH, "num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 32, "head_dim": 16},
+    ),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
+    "zamba2": (
+        "Zamba2Config",
+        {"layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 16, "mamba_expand": 2, "mamba_ngroups": 1,
+         "n_mamba_heads": 4, "num_mem_blocks": 1, "attention_hidden_size": 128, "attention_head_dim": 32,
+         "adapter_rank": 8, "use_mem_eff_path": False},
+    ),
+}  # fmt: skip
+ONE_BY_ONE = ("mamba", "jamba", "minimax")  # transformers takes one token at a time behind a state
+COARSE_STEPS = ("nemotron-h", "zamba2")  # … and these differ by 0.1 % between a step and a prompt
+PURE = ("mamba", "mamba2")  # no K and V at all
+
+
+def model_of(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """Random weights, the same for the same kind, dtype and seed."""
+    name, options = CONFIGS[kind]
+    config = getattr(transformers, name)(**{**SIZES, **options})
+    auto: Any = transformers.AutoModelForCausalLM
+    torch.manual_seed(seed)
+    return auto.from_config(config, dtype=dtype).eval()
+
+
+def ids(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+def names_of(kv: KVTier, tokens: list[int], border: int) -> list[bytes]:
+    """The names of a state's records behind the first `border` blocks."""
+    assert kv._states is not None
+    return list(kv._states._records._pieces(kv._blocks.row(tokens), border).hashes)
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_a_prompt_is_found_again_by_the_next_call_turn_and_process(open_tier: Open, kind: str) -> None:
+    model = model_of(kind)
+    tokens, other = ids(prompt(1, 391)), ids(prompt(2, 391))
+    expected = model.generate(tokens, **GREEDY)
+    # The comparison proves something: the text depends on the prompt.
+    assert not torch.equal(expected[:, 391:], model.generate(other, **GREEDY)[:, 391:])
+    kv = open_tier(model)
+    for num_cached in (0, 384):
+        assert torch.equal(kv.generate(tokens, **GREEDY), expected)
+        assert kv.num_cached_tokens == num_cached
+    # The next turn goes on behind the answer, or behind the prompt if transformers computes answers less exactly.
+    turn = torch.cat([expected, ids(prompt(3, 6))], dim=1)
+    assert torch.equal(kv.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
+    assert kv.num_cached_tokens == (384 if kind in COARSE_STEPS else 400)
+    # So does another process.
+    assert kv.drain()
+    kv.close()
+    again = open_tier(model)
+    assert torch.equal(again.generate(tokens, **GREEDY), expected)
+    assert again.num_cached_tokens == 384
+    assert torch.equal(again.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
+    assert again.num_cached_tokens == 416
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gate_tells_how_each_kind_goes_on(kind: str, dtype: torch.dtype) -> None:
+    model = model_of(kind, dtype)
+    found = how_it_goes_on(model, CacheForm.of(model, BLOCK))
+    assert found.in_pieces == (kind not in ONE_BY_ONE)
+    if dtype is torch.float32:
+        assert found == GoingOn(kind not in ONE_BY_ONE, kind not in COARSE_STEPS)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3.5", "falcon-h1", "lfm2", "jamba"])
+def test_states_come_back_bit_for_bit(open_tier: Open, kind: str) -> None:
+    model = model_of(kind, torch.bfloat16)
+    rows = ids(prompt(1, 391), prompt(2, 391))
+    kv = open_tier(model)
+    kv.generate(rows, **GREEDY)
+    form, direct = kv._form.states, CacheForm.of(model, BLOCK)
+    assert form is not None
+    cache: Any
+    cache, num_cached = kv.load(rows[:, :385])
+    assert num_cached == 384
+    with torch.no_grad():
+        own: Any = model(rows[:, :384], use_cache=True)
+    whole = own.get("past_key_values", own.get("cache_params"))
+    assert torch.equal(form.rows(form.take(cache)), form.rows(form.take(whole)))
+    for number in direct.kept:
+        assert torch.equal(cache.layers[number].keys, whole.layers[number].keys)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3.5", "kimi-linear"])
+def test_prompts_that_part_in_the_middle_share_what_is_before(open_tier: Open, kind: str) -> None:
+    model = model_of(kind)
+    shared = prompt(1, 1100)
+    kv = open_tier(model)
+    found = []
+    for seed in (2, 3, 4):
+        tokens = ids([*shared, *prompt(seed, 100)])
+        assert torch.equal(kv.generate(tokens, **GREEDY), model.generate(tokens, **GREEDY))
+        found.append(kv.num_cached_tokens)
+    # A long prompt leaves states at powers of two. With K and V the second prompt sees where it parts from the first.
+    assert found == ([0, 1024, 1024] if kind in PURE else [0, 1024, 1088])
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "qwen3.5", "falcon-h1"])
+def test_rows_of_a_batch_go_on_from_one_border(open_tier: Open, kind: str) -> None:
+    model = model_of(kind)
+    one, two, three = prompt(1, 391), prompt(2, 391), prompt(3, 391)
+    kv = open_tier(model)
+    both = ids(one, two)
+    expected = model.generate(both, **GREEDY)
+    for num_cached in (0, 384):
+        assert torch.equal(kv.generate(both, **GREEDY), expected)
+        assert kv.num_cached_tokens == num_cached
+    # Each is known by itself, too, but not beside a row that nobody knows.
+    assert torch.equal(kv.generate(ids(two), **GREEDY), model.generate(ids(two), **GREEDY))
+    assert kv.num_cached_tokens == 384
+    mixed = ids(two, three)
+    assert torch.equal(kv.generate(mixed, **GREEDY), model.generate(mixed, **GREEDY))
+    assert kv.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3.5"])
+def test_the_test_can_fail_another_state_gives_another_text(open_tier: Open, kind: str) -> None:
+    model = model_of(kind)
+    tokens = ids(prompt(1, 391))
+    kv = open_tier(model)
+    expected = kv.generate(tokens, **GREEDY)
+    states: Any = kv._states
+    put = states._states.put
+    with pytest.MonkeyPatch.context() as patch:
+        flipped = lambda self, cache, rows, device: put(cache, rows.flip(1), device)  # noqa: E731
+        patch.setattr(type(states._states), "put", flipped)
+        assert not torch.equal(kv.generate(tokens, **GREEDY), expected)
+    assert torch.equal(kv.generate(tokens, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3.5", "falcon-h1"])
+def test_a_lost_state_costs_hits_and_nothing_else(open_tier: Open, kind: str) -> None:
+    model = model_of(kind)
+    tokens = prompt(1, 1200)
+    expected = model.generate(ids(tokens), **GREEDY)
+    kv = open_tier(model)
+    kv.generate(ids(tokens), **GREEDY)
+    assert kv.drain()
+    hierarchy: Any = kv._opened
+    # One record of the last border's state is gone, and its blocks are there: the border before serves.
+    last = names_of(kv, tokens, 74)
+    assert evict_everywhere(hierarchy, last[-1:], 60)["file"] == 1
+    assert torch.equal(kv.generate(ids(tokens), **GREEDY), expected)
+    assert kv.num_cached_tokens == 1024
+    assert torch.equal(kv.generate(ids(tokens), **GREEDY), expected)  # it was stored again
+    assert kv.num_cached_tokens == 1184
+    # All states are gone.
+    assert kv.drain()
+    for border in (32, 64, 74):
+        evict_everywhere(hierarchy, names_of(kv, tokens, border), 60)
+    assert torch.equal(kv.generate(ids(tokens), **GREEDY), expected)
+    assert kv.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "falcon-h1"])
+def test_a_state_whose_blocks_are_lost_is_not_used(open_tier: Open, kind: str) -> None:
+    model = model_of(kind)
+    tokens = prompt(1, 1200)
+    expected = model.generate(ids(tokens), **GREEDY)
+    kv = open_tier(model)
+    kv.generate(ids(tokens), **GREEDY)
+    assert kv.drain()
+    lost = kv._blocks.row(tokens).chain.hashes[70]
+    hierarchy: Any = kv._opened
+    evict_everywhere(hierarchy, [lost], 60)
+    assert torch.equal(kv.generate(ids(tokens), **GREEDY), expected)
+    assert kv.num_cached_tokens == 1024
+    assert torch.equal(kv.generate(ids(tokens), **GREEDY), expected)
+    assert kv.num_cached_tokens == 1184
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3.5"])
+def test_a_corrupt_state_in_the_slab_is_a_miss(open_tier: Open, kind: str) -> None:
+    model = model_of(kind)
+    tokens = prompt(1, 1200)
+    expected = model.generate(ids(tokens), **GREEDY)
+    kv = open_tier(model)
+    kv.generate(ids(tokens), **GREEDY)
+    assert kv.drain()
+    kv.close()
+    again = open_tier(model)
+    [port] = again._opened.ports  # type: ignore[union-attr]
+    slab: Any = port.tier
+    name = names_of(again, tokens, 74)[0]
+    rotten = memoryview(mmap.mmap(-1, slab.superblock.stride))  # aligned, as the slab wants it
+    slab._payload.write(slab.superblock.payload_offset(slab._blocks.index[name]), [rotten])
+    assert torch.equal(again.generate(ids(tokens), **GREEDY), expected)
+    assert again.num_cached_tokens == 1024
+    assert again.stats()['kvtier_corruption_total{tier="file"}'] == 1
+
+
+def test_another_model_and_another_tenant_find_nothing(open_tier: Open) -> None:
+    tokens = ids(prompt(1, 391))
+    kv = open_tier(model_of("qwen3.5"))
+    kv.generate(tokens, **GREEDY)
+    kv.close()
+    salted: dict[str, Any] = {"cache_salt": "t"}
+    others: list[tuple[Any, dict[str, Any]]] = [
+        (model_of("qwen3.5", seed=1), {}),
+        (model_of("qwen3.5", torch.bfloat16), {}),
+        (model_of("qwen3.5"), salted),
+    ]
+    for model, cache in others:
+        other = open_tier(model, **cache)
+        assert torch.equal(other.generate(tokens, **GREEDY), model.generate(tokens, **GREEDY))
+        assert other.num_cached_tokens == 0
+        other.close()
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3.5"])
+def test_after_a_reset_no_state_is_found(open_tier: Open, kind: str) -> None:
+    model = model_of(kind)
+    tokens = ids(prompt(1, 391))
+    kv = open_tier(model)
+    kv.generate(tokens, **GREEDY)
+    assert kv._opened is not None
+    kv._opened.reset()
+    expected = model.generate(tokens, **GREEDY)
+    for num_cached in (0, 384):
+        assert torch.equal(kv.generate(tokens, **GREEDY), expected)
+        assert kv.num_cached_tokens == num_cached
+
+
+def test_a_reset_while_text_is_generated_keeps_nothing_of_it(open_tier: Open) -> None:
+    model = model_of("qwen3.5")
+    tokens = ids(prompt(1, 391))
+    kv = open_tier(model)
+
+    class Resetting(transformers.StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            if input_ids.shape[1] == 395:
+                assert kv._opened is not None
+                kv._opened.reset()
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    kv.generate(tokens, **GREEDY, stopping_criteria=transformers.StoppingCriteriaList([Resetting()]))
+    kv.generate(tokens, **GREEDY)
+    assert kv.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3.5"])
+def test_over_a_daemon_a_state_is_found_as_in_the_process(tmp_path: Path, disk_dir: Path, kind: str) -> None:
+    cache = {"block_size": BLOCK, "load_or_recompute": "load", "prefetch_deadline": "60s"}
+    file = {"path": str(disk_dir), "size": "64MiB", "deadline": "60s"}
+    daemon = DaemonThread(tmp_path / "s", host={"size": "16MiB"}, file=file, cache=cache)
+    config = Config.load(host={"size": "16MiB"}, cache=cache, service={"socket": str(tmp_path / "s")})
+    model = model_of(kind)
+    tokens = ids(prompt(1, 391))
+    expected = model.generate(tokens, **GREEDY)
+    for num_cached in (0, 384):  # of two clients, one after the other
+        with KVTier(model, config) as kv:
+            assert torch.equal(kv.generate(tokens, **GREEDY), expected)
+            assert kv.num_cached_tokens == num_cached
+            assert kv.drain(PATIENCE)
+    daemon.check()
+    daemon.close()
+
+
+def test_segments_are_refused_with_a_state(open_tier: Open) -> None:
+    with pytest.raises(ConfigError, match="segments \"on\": model kind 'qwen3_5_text' keeps recurrent states"):
+        open_tier(model_of("qwen3.5"), segments="on")
+
+
+def test_a_state_that_host_memory_cannot_hold_is_no_failure(open_tier: Open) -> None:
+    model = model_of("qwen3.5")
+    tokens = ids(prompt(1, 391))
+    kv = open_tier(model, host="64KiB")
+    for _ in range(2):
+        assert torch.equal(kv.generate(tokens, **GREEDY), model.generate(tokens, **GREEDY))
+
+
+def test_where_one_token_at_a_time_would_take_too_long_the_prompt_is_computed(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("mamba")
+    kv = open_tier(model)
+    tokens = ids(prompt(1, 391))
+    monkeypatch.setitem(state_calls._STEP_COSTS, "cpu", 100)  # 7 tokens one by one would be too many
+    expected = model.generate(tokens, **GREEDY)
+    for _ in range(2):
+        assert torch.equal(kv.generate(tokens, **GREEDY), expected)
+        assert kv.num_cached_tokens == 0
+    # The answer's last border cost nothing. Behind it there are few tokens.
+    turn = torch.cat([expected, ids(prompt(3, 1))], dim=1)[:, :403]
+    assert torch.equal(kv.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
+    assert kv.num_cached_tokens == 400
+
+
+def test_answers_are_not_kept_if_they_are_not_wanted(open_tier: Open) -> None:
+    model = model_of("qwen3.5")
+    kv = open_tier(model, store_generated=False)
+    expected = kv.generate(ids(prompt(1, 391)), **GREEDY)
+    turn = torch.cat([expected, ids(prompt(3, 6))], dim=1)
+    assert torch.equal(kv.generate(turn, **GREEDY), model.generate(turn, **GREEDY))
+    assert kv.num_cached_tokens == 384
+
+
+@pytest.mark.parametrize(
+    "options", [{"prefill_chunk_size": 100}, {"return_dict_in_generate": True, "output_scores": True}]
+)
+def test_ways_to_generate_are_those_of_the_model(open_tier: Open, options: dict[str, Any]) -> None:
+    model = model_of("qwen3.5")
+    tokens = ids(prompt(1, 391))
+    expected = model.generate(tokens, **GREEDY)
+    kv = open_tier(model)
+    for num_cached in (0, 384):
+        result = kv.generate(tokens, **GREEDY, **options)
+        assert torch.equal(result if isinstance(result, torch.Tensor) else result.sequences, expected)
+        assert kv.num_cached_tokens == num_cached
+
+
+def test_the_two_halves_keep_what_ends_with_a_block(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of("qwen3.5")
+    tokens = ids(prompt(1, 391))
+    kv = open_tier(model)
+    cache, num_cached = kv.load(tokens)
+    with torch.no_grad():
+        model(tokens[:, num_cached:384], past_key_values=cache)
+        kv.store(tokens[:, :384], cache)
+        cache, num_cached = kv.load(tokens)
+        assert num_cached == 384
+        loaded = model(tokens[:, 384:], past_key_values=cache).logits[0, -1]
+        whole = model(tokens).logits[0, -1]
+    assert torch.allclose(loaded, whole, atol=1e-4)
+    # A cache of more tokens than these would be stored under a wrong name.
+    kv.store(tokens[:, :384], cache)
+    assert "other tokens than these" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ONE_BY_ONE)
+def test_load_leaves_one_token_to_a_model_that_takes_no_more(open_tier: Open, kind: str) -> None:
+    model = model_of(kind)
+    tokens = ids(prompt(1, 391))
+    kv = open_tier(model)
+    kv.generate(tokens, **GREEDY)
+    cache, num_tokens = kv.load(tokens)
+    assert (kv.num_cached_tokens, num_tokens) == (384, 390)
+    position = {} if kind == "mamba" else {"position_ids": ids([390])}
+    with torch.no_grad():
+        loaded = model(tokens[:, 390:], **{cache_name(model): cache}, use_cache=True, **position).logits[0, -1]
+        whole = model(tokens).logits[0, -1]
+    assert torch.allclose(loaded, whole, atol=1e-4 * float(whole.abs().max()))
+
+
+def test_chunks_of_a_prompt_leave_nothing_if_the_model_loses_its_state_between_them(
+    open_tier: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of("jamba")
+    tokens = ids(prompt(1, 100))
+    kv = open_tier(model)
+    options = {**GREEDY, "prefill_chunk_size": 16}
+    expected = model.generate(tokens, **options)
+    assert not torch.equal(expected, model.generate(tokens, **GREEDY))  # in transformers itself
+    assert torch.equal(kv.generate(tokens, **options), expected)
+    assert "prefill_chunk_size, of a model with recurrent states; leave it out" in caplog.text
+    assert torch.equal(kv.generate(tokens, **GREEDY), model.generate(tokens, **GREEDY))
+    assert kv.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "mamba2", "minimax"])
+def test_the_two_halves_give_a_cache_of_the_models_own_also_when_nothing_is_kept(open_tier: Open, kind: str) -> None:
+    model = model_of(kind)
+    tokens = ids(prompt(1, 40))
+    kv = open_tier(model)
+    with torch.no_grad():
+        whole = model(tokens).logits[0, -1]
+        cache, num_tokens = kv.load(tokens)
+        kv.store(tokens, cache)  # without a forward pass it has nothing
+        kv.close()
+        cache, num_tokens = kv.load(tokens)
+        assert num_tokens == 0
+        logits = model(tokens, **{cache_name(model): cache}, use_cache=True).logits[0, -1]
+        kv.store(tokens, cache)
+    assert torch.allclose(logits, whole, atol=1e-4 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["RwkvConfig", "RecurrentGemmaConfig"])
+def test_a_state_outside_of_the_cache_is_refused_by_name(kind: str) -> None:
+    auto: Any = transformers.AutoModelForCausalLM
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    more = {"attention_hidden_size": 32} if kind == "RwkvConfig" else {"intermediate_size": 64, "lru_width": 32}
+    model = auto.from_config(getattr(transformers, kind)(**sizes, **more)).eval()
+    with pytest.raises(ConfigError, match="keeps a state outside of transformers' cache"):
+        CacheForm.of(model, BLOCK)
+
+
+def test_a_model_that_does_not_go_on_behind_a_state_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mamba's passes of one token lose the state here, as those of several do in transformers."""
+    model = model_of("mamba")
+    form = CacheForm.of(model, BLOCK)
+    mixer = type(model.backbone.layers[0].mixer)
+    own = mixer.forward
+
+    def forgetful(self: Any, hidden_states: Any, cache_params: Any = None, **options: Any) -> Any:
+        if cache_params is not None and hidden_states.shape[1] == 1:
+            cache_params.layers[self.layer_idx].recurrent_states[0].zero_()
+        return own(self, hidden_states, cache_params=cache_params, **options)
+
+    monkeypatch.setattr(mixer, "forward", forgetful)
+    with pytest.raises(ConfigError, match="transformers computes whole prompts of it only"):
+        how_it_goes_on(model, form)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"attention_mask": torch.tensor([[0] * 10 + [1] * 381])}, "padding, of a model with recurrent states"),
+        ({"num_return_sequences": 2, "do_sample": True}, "several answers or beams, of a model"),
+        ({"num_beams": 2}, "several answers or beams, of a model"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_other_ways_to_generate_go_on_as_ever_and_are_named_once(
+    open_tier: Open, caplog: pytest.LogCaptureFixture, options: dict[str, Any], said: str
+) -> None:
+    model = model_of("qwen3.5")
+    tokens = ids(prompt(1, 391))
+    kv = open_tier(model)
+    for _ in range(2):
+        torch.manual_seed(5)
+        expected = model.generate(tokens, **{**GREEDY, **options})
+        torch.manual_seed(5)
+        assert torch.equal(kv.generate(tokens, **{**GREEDY, **options}), expected)
+        assert kv.num_cached_tokens == 0
+    [warning] = [record.message for record in caplog.records if record.name == "kvtier.connector.transformers"]
+    assert said in warning
+    assert "greedy and sampled decoding of rows of one length work" in warning
+
+
+def test_a_row_that_ends_early_is_kept_up_to_its_end(open_tier: Open) -> None:
+    model = model_of("qwen3.5")
+    rows = ids(prompt(1, 391), prompt(2, 391))
+    answers = model.generate(rows, **GREEDY)[:, 391:].tolist()
+    ends = next(token for token in answers[0][:8] if token not in answers[1])
+    options = {**GREEDY, "eos_token_id": ends}
+    kv = open_tier(model)
+    expected = model.generate(rows, **options)
+    assert torch.equal(kv.generate(rows, **options), expected)
+    for row, num_cached in ((0, 384), (1, 400)):
+        turn = torch.cat([expected[row : row + 1, :400], ids(prompt(3, 6))], dim=1)
+        kv.generate(turn, **{**GREEDY, "attention_mask": torch.ones_like(turn)})
+        assert kv.num_cached_tokens == num_cached

@@ -1,0 +1,149 @@
+"""What a prefill node's answer says and what a decode node makes of it, without vLLM."""
+
+import logging
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from doubles import BLOCK_SIZE, MemoryTier, chain_of, hierarchy_of
+
+from kvtier.connector.vllm.handover import Handovers
+from kvtier.connector.vllm.requests import TrackedRequest
+from kvtier.tiers import ChainHash, Outcome
+from kvtier.tiers.hierarchy import Hierarchy
+
+STORE = b"s" * 32
+ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+class SharedTier(MemoryTier):
+    """A tier that other nodes fill, too."""
+
+    def locate(self, hashes: list[ChainHash]) -> int | Outcome:
+        return self.lookup(hashes)
+
+
+class Node:
+    """One engine's hand-overs, over tiers of its own and one that is shared."""
+
+    def __init__(self, tier: MemoryTier, groups: tuple[int, ...] = (), store: bytes = STORE) -> None:
+        states = [SimpleNamespace(group=group) for group in groups]
+        plan: Any = SimpleNamespace(block_size=BLOCK_SIZE, states=states, lookahead=0, attention=(0,))
+        self.hierarchy: Hierarchy = hierarchy_of(16, tier)
+        self.handovers = Handovers(self.hierarchy, plan, store, 60.0)
+
+    def row(self, params: Any, num_blocks: int = 4) -> TrackedRequest:
+        request = SimpleNamespace(kv_transfer_params=params, num_prompt_tokens=num_blocks * BLOCK_SIZE + 1)
+        chain = chain_of(num_blocks)
+        keys: Any = SimpleNamespace(current=lambda: chain)
+        return TrackedRequest(request, "r", keys)
+
+    def close(self) -> None:
+        self.hierarchy.drain(5)
+        self.hierarchy.check()
+        self.hierarchy.close()
+
+
+@pytest.fixture
+def tier() -> MemoryTier:
+    return SharedTier()
+
+
+def prefilled(tier: MemoryTier, **more: Any) -> dict[str, Any]:
+    node = Node(tier, **more)
+    row = node.row(ASKED)
+    row.stored, row.border = 9, 3  # with blocks of its answer
+    said = node.handovers.offer(row)
+    assert said is not None
+    assert node.handovers.offer(row) is None  # another kvtier of this engine says it no second time
+    assert "kvtier" not in ASKED
+    node.close()
+    return said
+
+
+def test_it_names_the_prompts_blocks_or_the_last_border_with_states(tier: MemoryTier) -> None:
+    assert prefilled(tier)["kvtier"]["blocks"] == 4
+    assert prefilled(tier, groups=(0, 2))["kvtier"]["blocks"] == 3
+
+
+@pytest.mark.parametrize("params", [None, {}, [], {"do_remote_decode": False}, {"do_remote_prefill": True}])
+def test_nothing_is_said_to_who_did_not_ask(params: Any, tier: MemoryTier) -> None:
+    node = Node(tier)
+    row = node.row(params)
+    row.stored = 4
+    assert node.handovers.offer(row) is None
+    row = node.row(ASKED)  # and nothing of what was not stored
+    assert node.handovers.offer(row) is None
+    node.close()
+
+
+def test_it_waits_until_all_is_there_and_looks_now_and_then(tier: MemoryTier) -> None:
+    said = prefilled(tier)
+    node = Node(tier)
+    row = node.row(said)
+    node.handovers.admit(row)
+    now = time.monotonic()
+    assert node.handovers.is_coming(row, now)
+    tier.fill(chain_of(4))
+    assert node.handovers.is_coming(row, now + 0.001)  # it does not look at every step
+    assert not node.handovers.is_coming(row, now + 0.1)
+    assert not node.handovers.is_coming(row, now + 0.2)
+    node.close()
+
+
+def test_it_does_not_wait_for_ever_nor_for_what_l1_has(tier: MemoryTier) -> None:
+    said = prefilled(tier)
+    node = Node(tier)
+    late, known = node.row(said), node.row(said)
+    node.handovers.admit(late)
+    node.handovers.admit(known)
+    known.asked = 4 * BLOCK_SIZE
+    assert not node.handovers.is_coming(known, time.monotonic())
+    assert node.handovers.is_coming(late, time.monotonic())
+    assert not node.handovers.is_coming(late, time.monotonic() + 61)
+    node.close()
+
+
+def test_with_no_tier_that_nodes_share_nothing_can_come(tier: MemoryTier) -> None:
+    said = prefilled(tier)
+    node = Node(MemoryTier())
+    row = node.row(said)
+    node.handovers.admit(row)
+    assert not node.handovers.is_coming(row, time.monotonic())
+    node.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"blocks": 0},
+        {"blocks": 5},
+        {"blocks": "4"},
+        {"blocks": None},
+        {"store": "00"},
+        {"last": "00"},
+        {"last": 7},
+    ],
+)
+def test_what_does_not_fit_is_not_waited_for(
+    change: dict[str, Any], tier: MemoryTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = prefilled(tier)
+    node = Node(tier)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            row = node.row({"kvtier": said["kvtier"] | change})
+            node.handovers.admit(row)
+            assert not node.handovers.is_coming(row, time.monotonic())
+    assert len(caplog.records) == (0 if "blocks" in change else 1)
+    node.close()
+
+
+@pytest.mark.parametrize("more", [{"do_remote_prefill": True}, {"do_remote_decode": True}])
+def test_kv_that_another_connector_delivers_is_not_waited_for(more: dict[str, Any], tier: MemoryTier) -> None:
+    node = Node(tier)
+    row = node.row(prefilled(tier) | more)
+    node.handovers.admit(row)
+    assert not node.handovers.is_coming(row, time.monotonic())
+    node.close()

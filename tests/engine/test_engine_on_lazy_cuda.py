@@ -1,0 +1,133 @@
+"""The engine over an adversary's CUDA: copies run late and in any order, answers are a cold engine's, nothing races."""
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cpu_cupy import LazyCupy
+from lazy_cuda import LazyCuda, LazyDriver, pin, ranges_of, rows_of
+from tiny_models import config_of, prompt
+
+from kvtier.connector import local
+from kvtier.connector.local import LocalConnector
+from kvtier.connector.segments.paged_attention import PagedKV
+from kvtier.engine.batch import Batch
+from kvtier.engine.config import EngineConfig
+from kvtier.engine.llm import Engine
+from kvtier.engine.model import Model
+from kvtier.engine.model_runner import ModelRunner
+from kvtier.engine.sequence import SampledToken, SamplingParams
+from kvtier.tiers.config.config import Config
+from kvtier.tiers.copies import cuda_transfer
+from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
+from kvtier.tiers.copies.device import BlockPool
+from kvtier.tiers.host.host import HostRegion
+
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+SHARED = prompt(3, 64)
+PROMPTS = [[*SHARED, *prompt(10 + i, 20 + 9 * i)] for i in range(8)]  # together more than L1 has
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model.from_config(config_of("llama"), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def answers(model: Model) -> list[list[int]]:
+    """What an engine without a cache says."""
+    config = EngineConfig(block_size=16, num_blocks=128, max_num_batched_tokens=16, enable_prefix_caching=False)
+    with Engine(model, config) as engine:
+        return [engine.generate([tokens], GREEDY)[0].token_ids for tokens in PROMPTS]
+
+
+@pytest.fixture(params=range(2))
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[LazyCuda]:
+    """The device below the engine: what it computes reads and writes L1 at once, copies run when they like."""
+    seed = int(request.param)
+    cuda = LazyCuda(seed, eager=random.Random(seed).choice([0.0, 0.05, 0.3]))
+    cuda.patch(monkeypatch)
+    write, gather, copy, sample = PagedKV.write, PagedKV.gather, BlockPool.copy, ModelRunner.sample
+
+    def written(self: PagedKV, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        for half in (0, 1):
+            rows = slots + (layer * 2 + half) * self.block_size
+            cuda.compute_op("KV written", [], rows_of(self._token_rows, rows))
+        write(self, layer, slots, key, value)
+
+    def gathered(self: PagedKV, layer: int, blocks: torch.Tensor, num_tokens: int) -> Any:
+        for half in (0, 1):
+            index = blocks * (self.num_layers * 2) + (layer * 2 + half)
+            cuda.compute_op("KV read", rows_of(self._block_rows, index), [])
+        return gather(self, layer, blocks, num_tokens)
+
+    def copied(self: BlockPool, pairs: list[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            cuda.compute_op("a block copied", ranges_of(self.tensor[source]), ranges_of(self.tensor[target]))
+        copy(self, pairs)
+
+    def sampled(self: ModelRunner, batch: Batch, logits: torch.Tensor) -> list[SampledToken]:
+        cuda.compute.synchronize()  # the host reads the logits
+        return sample(self, batch, logits)
+
+    monkeypatch.setattr(PagedKV, "write", written)
+    monkeypatch.setattr(PagedKV, "gather", gathered)
+    monkeypatch.setattr(BlockPool, "copy", copied)
+    monkeypatch.setattr(ModelRunner, "sample", sampled)
+    yield cuda
+    cuda.finish()
+
+
+@pytest.mark.parametrize("loading", ["async", "layerwise"])
+@pytest.mark.parametrize("way", ["kernel", "copies", "batches"])
+def test_answers_are_a_cold_engines_and_nothing_races(
+    cuda: LazyCuda,
+    loading: str,
+    way: str,
+    model: Model,
+    answers: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if way == "kernel" and shutil.which("g++") is None:
+        pytest.skip("no g++ to run the kernel's source on this CPU")
+    monkeypatch.setattr(cuda_transfer, "KERNEL_BELOW", 1 << 30 if way == "kernel" else 0)
+    monkeypatch.setattr(cuda_transfer, "DIRECT_FROM", 0)
+    driver: Any = LazyDriver(cuda) if way == "batches" else None
+
+    def stream(tensor: torch.Tensor, region: HostRegion) -> CudaCopyStream:
+        cuda.own(tensor)
+        pin(region, cuda, piece_bytes=64 << 10)
+        return CudaCopyStream(tensor, region, cupy=LazyCupy(tmp_path, cuda), driver=driver)
+
+    monkeypatch.setattr(local, "HostCopyStream", stream)
+    cache = {"block_size": 16, "load_or_recompute": "load", "prefetch_deadline": "30s"}
+    file = {"path": str(tmp_path / "slab"), "size": "16MiB", "deadline": "30s"} if cuda.seed % 2 else {}
+    config = Config.load(host={"size": ["64MiB", "2MiB"][cuda.seed % 2]}, file=file, cache=cache)
+    settings = EngineConfig(
+        block_size=16,
+        num_blocks=24,
+        max_num_batched_tokens=96,
+        loading=loading,  # type: ignore[arg-type]
+        preemption="offload" if cuda.seed % 2 else "recompute",
+    )
+    with Engine(model, settings, LocalConnector.connect(config)) as engine:
+        for turn in range(3):
+            given = engine.generate(PROMPTS, GREEDY)
+            assert [answer.token_ids for answer in given] == answers
+            cuda.require_clean()
+            if turn == 1:
+                assert engine.drain(30)
+                engine.pool.reset()  # all of it comes from L2 or below
+        assert engine.stats["external_tokens"] > 0
+        assert driver is None or driver.num_batches > 10
+        assert not engine.stats["failed_loads"]
+        assert engine.drain(30)
+        engine.pool.check()
+        assert isinstance(engine.connector, LocalConnector)
+        assert engine.connector.hierarchy.drain(30)
+        engine.connector.hierarchy.check()

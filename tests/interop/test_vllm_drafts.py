@@ -1,0 +1,103 @@
+"""Speculative decoding in a real vLLM: draft KV is kept beside the model's, and rejected tokens leave no trace."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
+
+from vllm_drafters import let_vllm_register_its_cpu_kernels, make_drafter
+from vllm_rig import Engine, engine, make_checkpoint, prompt, tiers
+
+from kvtier.tiers.errors import ConfigError
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+
+PROMPTS = [prompt(1, 200), prompt(2, 96), prompt(3, 20) * 6]
+ANSWER = 40  # tokens: more than a block, so that answers fill blocks, too
+CACHED = {
+    "whole": [192, 64, 96],
+    "part": [199, 95, 119],
+}  # tokens; without lookahead also the start of an answer's block
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    let_vllm_register_its_cpu_kernels()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def said(model: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """What a vLLM without kvtier and without a drafter answers, and what it says when it is asked to go on."""
+    with engine(model) as plain:
+        answers = plain.text(PROMPTS, ANSWER)
+        return answers, plain.text(followed(answers))
+
+
+@pytest.fixture(scope="module")
+def expected(said: tuple[list[list[int]], list[list[int]]]) -> list[list[int]]:
+    return said[0]
+
+
+def followed(answers: list[list[int]]) -> list[list[int]]:
+    """Prompts that go on behind the answers."""
+    return [[*asked, *answer] for asked, answer in zip(PROMPTS, answers, strict=True)]
+
+
+def drafter(method: str, model: Path, path: Path) -> dict[str, Any]:
+    path.mkdir()
+    return make_drafter(method, path, model)
+
+
+def accepted(vllm: Engine) -> float:
+    """Draft tokens that the model accepted so far."""
+    [count] = [each.value for each in vllm.llm.get_metrics() if each.name == "vllm:spec_decode_num_accepted_tokens"]
+    return float(count)
+
+
+@pytest.mark.parametrize("method", ["ngram", "near", "draft_model", "eagle", "eagle3"])
+def test_the_text_is_the_models_own_cold_warm_and_after_a_restart(
+    method: str, model: Path, said: tuple[list[list[int]], list[list[int]]], tmp_path: Path
+) -> None:
+    expected, right = said
+    spec = drafter(method, model, tmp_path / "drafter")
+    ahead = method.startswith("eagle")
+    cached = CACHED["whole" if ahead else "part"]
+    with engine(model, tiers(tmp_path / "store"), speculative_config=spec) as vllm:
+        outputs = vllm.run(PROMPTS, ANSWER)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        cold = accepted(vllm)
+        vllm.forget_l1()
+        outputs = vllm.run(PROMPTS, ANSWER)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert [output.num_cached_tokens for output in outputs] == cached
+        assert accepted(vllm) == 2 * cold  # the drafter guesses as before: its KV is the same
+    # After a restart, prompts go on behind the answers: what was rejected there is in no block.
+    with engine(model, tiers(tmp_path / "store"), speculative_config=spec) as vllm:
+        outputs = vllm.run(followed(expected))
+        assert [list(output.outputs[0].token_ids) for output in outputs] == right
+        assert all(output.num_cached_tokens > len(asked) for output, asked in zip(outputs, PROMPTS, strict=True))
+    if method == "near":
+        assert 0 < cold < 3 * ANSWER - 3  # some accepted, some rejected
+
+
+def test_other_drafters_have_other_names(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    """The draft KV of one is nothing to another, and nothing to a vLLM without."""
+    with engine(model, tiers(tmp_path / "store"), speculative_config=drafter("near", model, tmp_path / "one")) as vllm:
+        assert vllm.text(PROMPTS, ANSWER) == expected
+    for spec in (drafter("draft_model", model, tmp_path / "two"), None):
+        with engine(model, tiers(tmp_path / "store"), speculative_config=spec) as vllm:
+            outputs = vllm.run(PROMPTS, ANSWER)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+            assert [output.num_cached_tokens for output in outputs] == [0, 0, 0]
+
+
+def test_shared_names_are_refused_for_blocks_with_draft_kv(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a draft model's KV has no canonical form; use keys \"vllm\""):
+        Engine(model, tiers(keys="kvtier"), speculative_config=drafter("near", model, tmp_path / "near"))

@@ -1,0 +1,122 @@
+"""Pins a region for the device that copies from it: piece by piece, in the background, while it is in use already."""
+
+import logging
+import threading
+import time
+from contextlib import suppress
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers.config import show_size
+
+logger = logging.getLogger(__name__)
+
+# Bytes registered by one call, at most. The device stands still meanwhile, some 0.1 s a GiB, and one call for more than
+# 512 GiB always fails.
+PIECE_BYTES: Final = 1 << 30
+_PAUSE: Final = 0.01  # seconds between two pieces: what the device was given meanwhile gets its turn
+
+
+class PinDriver(Protocol):
+    """What pinning asks of a driver; `CudaDriver` is the real one. RuntimeError where it cannot."""
+
+    def use(self, device: int) -> None:
+        """Make the device's context current on this thread."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Page-lock [address, address + num_bytes)."""
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+
+
+class Pinnable(Protocol):
+    """What is pinned: a `HostRegion`."""
+
+    num_slots: int
+    slot_stride: int  # bytes from slot to slot
+
+    @property
+    def address(self) -> int:
+        """Where slot 0 starts."""
+
+    def wait_prefaulted(self, timeout: float | None = None) -> bool:
+        """Wait until every page is there."""
+
+
+class PinnedPieces:
+    """Which slots of a region are pinned by now. No piece ends inside a slot. Thread-safe: a piece becomes pinned once.
+
+    A copy may be asynchronous only if all of its slots are pinned, and no single piece of it reaches over a border.
+    """
+
+    def __init__(self, region: Pinnable, driver: PinDriver, device: int, *, piece_bytes: int = PIECE_BYTES) -> None:
+        """Start pinning; `device` is the number of the one that copies."""
+        self.slots_per_piece = max(1, piece_bytes // region.slot_stride)
+        self.error: str | None = None  # why the rest stays pageable
+        self._address = region.address
+        self._num_slots = region.num_slots
+        self._slot_stride = region.slot_stride
+        self._wait_prefaulted = region.wait_prefaulted
+        self._driver = driver
+        self._device = device
+        self._pinned = np.zeros(-(-region.num_slots // self.slots_per_piece), bool)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._pin, name="kvtier-pin", daemon=True)
+        self._thread.start()
+
+    def cover(self, slots: NDArray[np.int64]) -> bool:
+        """Whether all of these slots are pinned."""
+        return bool(self._pinned[slots // self.slots_per_piece].all())
+
+    @property
+    def num_bytes(self) -> int:
+        """How much is pinned by now."""
+        whole = int(np.count_nonzero(self._pinned)) * self.slots_per_piece
+        missing = len(self._pinned) * self.slots_per_piece - self._num_slots if self._pinned[-1] else 0
+        return (whole - missing) * self._slot_stride
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all is pinned or was given up; False if `timeout` seconds passed first."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Give all of it back; a piece that is just being pinned ends first. Idempotent. No copy may be under way."""
+        self._closing.set()
+        self._thread.join()
+        with suppress(RuntimeError):  # the driver may be shutting down, or its context be broken
+            self._driver.use(self._device)
+        for piece in np.flatnonzero(self._pinned).tolist():
+            self._pinned[piece] = False
+            with suppress(RuntimeError):
+                self._driver.unregister(self._span(piece)[0])
+
+    def _pin(self) -> None:
+        self._wait_prefaulted(None)  # pinning faults pages one by one; populated ones it only takes
+        started = time.monotonic()
+        try:
+            self._driver.use(self._device)
+            for piece in range(len(self._pinned)):
+                if self._closing.wait(_PAUSE if piece else 0):
+                    return
+                self._driver.register(*self._span(piece))
+                self._pinned[piece] = True
+        except RuntimeError as error:
+            self.error = str(error)
+            total = self._num_slots * self._slot_stride
+            logger.warning(
+                "[host] %s of %s are pinned, copies of the rest are slow: %s; lower [host] size or raise `ulimit -l`",
+                show_size(self.num_bytes),
+                show_size(total),
+                error,
+            )
+            return
+        logger.info("[host] pinned %s in %.1f s", show_size(self.num_bytes), time.monotonic() - started)
+
+    def _span(self, piece: int) -> tuple[int, int]:
+        first = piece * self.slots_per_piece
+        count = min(self.slots_per_piece, self._num_slots - first)
+        return self._address + first * self._slot_stride, count * self._slot_stride
