@@ -1,17 +1,18 @@
 """Runs one batch: packs its chunks into tensors, attends over the paged pool, samples."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvtier.connector.segments import AttentionSpan, PackedAttention, PagedKV, Scoring
+from kvtier.connector.segments import AttentionSpan, PackedAttention, PagedKV, Scoring, uploaded
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import TILE, EngineConfig
 from kvtier.engine.model import Model
@@ -92,15 +93,14 @@ class ModelRunner:
             token_ids += [0] * padding
             positions = np.concatenate([positions, np.zeros(padding, np.int64)])
             rows += [0] * (self._config.max_num_seqs - num_rows)
+        size = self._config.block_size
+        tables = [np.array(chunk.sequence.block_table[: -(-chunk.end // size)], np.int64) for chunk in chunks]
+        named = [np.array(token_ids, np.int64), positions, np.array(rows, np.int64), slots]
+        sent_ids, sent_positions, sent_rows, sent_slots, *blocks = uploaded([*named, *tables], device)
         wait_layer = self._wait_layer if batch.plan.loads else None
-        attention = self._attention(self._kv, self._spans(chunks), torch.from_numpy(slots).to(device), wait_layer)
+        attention = self._attention(self._kv, _spans(chunks, blocks), sent_slots, wait_layer)
         with _kernels(device, self._config.exact):
-            logits = self._model.forward(
-                torch.tensor([token_ids], device=device),
-                torch.from_numpy(positions).to(device)[None],
-                torch.tensor(rows, dtype=torch.int64, device=device),
-                attention,
-            )
+            logits = self._model.forward(sent_ids[None], sent_positions[None], sent_rows, attention)
         batch.arrived &= attention.arrived
         return logits[:num_rows]
 
@@ -112,24 +112,27 @@ class ModelRunner:
                 torch.cuda.current_stream(logits.device).synchronize()
             return []
         greedy: list[int] = logits.argmax(-1).tolist()
+        read = [row for row, each in enumerate(sampling) if each.params.temperature or each.params.keep_logits]
+        values_of: dict[int, NDArray[np.float32]] = {}
+        if read:
+            values_of = dict(zip(read, torch.stack([logits[row] for row in read]).float().cpu().numpy(), strict=True))
         samples = []
         for row, (sequence, token_id) in enumerate(zip(sampling, greedy, strict=True)):
-            params = sequence.params
-            values = logits[row].float().cpu().numpy() if params.temperature or params.keep_logits else None
+            params, values = sequence.params, values_of.get(row)
             if params.temperature and values is not None:
                 token_id = sample(values, params, sequence.seed, sequence.num_generated)
-            samples.append(SampledToken(token_id, values if params.keep_logits else None))
+            samples.append(SampledToken(token_id, values.copy() if params.keep_logits and values is not None else None))
         return samples
 
-    def _spans(self, chunks: list[Chunk]) -> list[AttentionSpan]:
-        spans, first = [], 0
-        for chunk in chunks:
-            last = first + chunk.end - chunk.start
-            table = chunk.sequence.block_table[: -(-chunk.end // self._config.block_size)]
-            blocks = torch.tensor(table, dtype=torch.int64, device=self._model.device)
-            spans.append(AttentionSpan(first, last, chunk.start, chunk.end, blocks))
-            first = last
-        return spans
+
+def _spans(chunks: Sequence[Chunk], blocks: Sequence[torch.Tensor]) -> list[AttentionSpan]:
+    """Where each chunk's tokens stand among the step's, and the blocks that they attend to."""
+    spans, first = [], 0
+    for chunk, table in zip(chunks, blocks, strict=True):
+        last = first + chunk.end - chunk.start
+        spans.append(AttentionSpan(first, last, chunk.start, chunk.end, table))
+        first = last
+    return spans
 
 
 def _kernels(device: torch.device, exact: bool) -> AbstractContextManager[None]:

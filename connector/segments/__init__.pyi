@@ -14,6 +14,7 @@ from .segment import (
     checked_repair,
     checked_segments,
 )
+from .uploads import uploaded
 
 __all__ = [
     "COUNTED",
@@ -37,4 +38,5 @@ __all__ = [
     "checked_segments",
     "deviation_bound",
     "require_rotatable",
+    "uploaded",
 ]

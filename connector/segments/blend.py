@@ -9,7 +9,9 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from kvtier.connector.segments.blend_attention import BlendAttention, BlendSpan
@@ -18,6 +20,7 @@ from kvtier.connector.segments.progress import Blend, BlendResult, Work
 from kvtier.connector.segments.rope import PIECE, rotated
 from kvtier.connector.segments.segment import BlendRequest, ReusedPart
 from kvtier.connector.segments.selection import Positions
+from kvtier.connector.segments.uploads import uploaded
 
 
 @dataclass(slots=True)
@@ -113,7 +116,7 @@ class Blender:
     def _copy(self, blend: Blend, part: ReusedPart) -> None:
         """A part's KV into the request's own blocks, its keys rotated from the segment's places to the request's."""
         size, layers = self._block_size, slice(blend.num_kept_layers, None)
-        blocks, own = torch.tensor(part.blocks, device=self._device), self._own(blend, part.end)
+        blocks, own = uploaded([np.array(part.blocks, np.int64), self._own(blend, part.end)], self._device)
         for start in range(part.start, part.end, PIECE):
             there = torch.arange(start, min(start + PIECE, part.end), device=self._device)
             here = there - part.origin
@@ -126,10 +129,10 @@ class Blender:
         """How far these copied tokens' K and V are from computed ones, and how large they are, both squared."""
         assert blend.states is not None
         layer, size = blend.num_kept_layers, self._block_size
-        positions = torch.from_numpy(places).to(self._device)
+        positions, own = uploaded([places, self._own(blend, int(places[-1]) + 1)], self._device)
         states = blend.states[positions - blend.first]
         turns = self._decoder.rotary_emb(states[None], positions[None])
-        block, offset = self._own(blend, int(places[-1]) + 1)[positions // size], positions % size
+        block, offset = own[positions // size], positions % size
         apart, sizes = [], []
         for half, new in enumerate(_keys_and_values(self._decoder.layers[layer], states, turns)):
             kept = self._tensor[block, layer, half, offset].float()
@@ -139,16 +142,16 @@ class Blender:
 
     def _rows(self, blend: Blend, work: Work, places: Positions) -> _BlendRows:
         """These places before the first layer of this work."""
-        slots = torch.from_numpy(blend.slots[places]).to(self._device)
-        positions = torch.from_numpy(places).to(self._device)
-        span = BlendSpan(positions, slots, self._own(blend, int(places[-1]) + 1))
+        token_ids = np.array([blend.request.token_ids[place] for place in places.tolist()], np.int64)
+        numbers = [places, blend.slots[places], token_ids, self._own(blend, int(places[-1]) + 1)]
+        positions, slots, tokens, own = uploaded(numbers, self._device)
+        span = BlendSpan(positions, slots, own)
         first_layer = 0
         if work is Work.REPAIR and blend.states is not None:
             first_layer, states = blend.num_kept_layers, blend.states[: len(places)]
             blend.states = blend.states[len(places) :]
         else:
-            token_ids = [blend.request.token_ids[place] for place in places.tolist()]
-            states = self._decoder.embed_tokens(torch.tensor(token_ids, device=self._device))
+            states = self._decoder.embed_tokens(tokens)
         if work is Work.ASK:
             if blend.attended is None:
                 blend.attended = torch.zeros(blend.end + 1, device=self._device)
@@ -157,10 +160,9 @@ class Blender:
         until = blend.num_kept_layers if work is Work.CHECK else self._num_layers
         return _BlendRows(blend, places, span, states, turns, first_layer, until)
 
-    def _own(self, blend: Blend, num_tokens: int) -> torch.Tensor:
+    def _own(self, blend: Blend, num_tokens: int) -> NDArray[np.int64]:
         """The request's blocks of its first tokens."""
-        table = blend.request.block_table[: -(-num_tokens // self._block_size)]
-        return torch.tensor(table, dtype=torch.int64, device=self._device)
+        return np.array(blend.request.block_table[: -(-num_tokens // self._block_size)], np.int64)
 
     def _run(self, rows: list[_BlendRows]) -> None:
         """Take all rows from their layer to where each of them stops, packed; a request's own in order."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvtier.connector.segments.segment import BlendRequest, ReusedPart
 from kvtier.connector.segments.selection import Positions, borders_of, count, drawn, first_of, highest
+from kvtier.connector.segments.uploads import uploaded
 
 _COPIES: Final = 16  # tokens are copied for the price of one that is computed; on a GPU it could be ten times as many
 _COMPARISONS: Final = 64  # … or compared: that takes K and V of one layer
@@ -188,7 +189,8 @@ class Blend:
             self._repaired = rows([np.arange(part.start, part.end) for part in parts], share)
         self._places[Work.REPAIR] = chosen = np.union1d(self._missing, self._repaired)
         if self.states is not None:
-            self.states = self.states[torch.from_numpy(chosen - self.first).to(self.states.device)]
+            [kept] = uploaded([chosen - self.first], self.states.device)
+            self.states = self.states[kept]
         self.compared, self.attended = [], None
 
     def _deviating(self) -> Positions:

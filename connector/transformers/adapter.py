@@ -18,10 +18,11 @@ from kvtier.connector import open_tiers
 from kvtier.connector.models import identity_of, name_of, rope_limit
 from kvtier.connector.segments import Repair, WantedReuse
 from kvtier.connector.transformers.assisted import going_on_from
+from kvtier.connector.transformers.blocks import Blocks
 from kvtier.connector.transformers.cache_form import CacheForm, empty_cache
 from kvtier.connector.transformers.calls import Call, UnheldCallError, read_call, require_plain_rows, require_rows
 from kvtier.connector.transformers.kv_cache import BlendedCache, blocks_of, fill, is_whole
-from kvtier.connector.transformers.padding import move_behind_padding, why_padding_shows, with_room
+from kvtier.connector.transformers.padding import move_behind_padding, why_padding_shows
 from kvtier.connector.transformers.quantized import quantized_cache
 from kvtier.connector.transformers.segment_gate import require_blendable
 from kvtier.connector.transformers.segments import SegmentCalls, SegmentLists, lists_of
@@ -80,7 +81,7 @@ class KVTier:
         fingerprint = self._form.named(identity).fingerprint()
         root = root_hash(fingerprint, cache_salt=cache.cache_salt)
         self._opened = open_tiers(self._config, fingerprint, self._form)
-        self._blocks = TierBlocks(self._opened, root, self._form, self._config)
+        self._blocks = TierBlocks(self._opened, root, self._form, self._config, model.device)
         if going_on is not None:
             keeps_answers = cache.store_generated
             self._states = StateCalls(model, self._blocks, going_on, self._limit, keeps_answers=keeps_answers)
@@ -191,12 +192,13 @@ class KVTier:
 
     def drain(self, timeout: float = 30.0) -> bool:
         """Wait until everything stored so far is in the lowest tier; False when `timeout` seconds pass first."""
-        return self._opened is None or self._opened.drain(timeout)
+        return self._opened is None or self._blocks.drain(timeout)
 
     def close(self) -> None:
         """Flush and close the tiers. Idempotent; later calls generate without them."""
         tiers, self._opened = self._opened, None
         if tiers is not None:
+            self._blocks.close()
             tiers.close()
 
     def __enter__(self) -> Self:
@@ -294,13 +296,12 @@ class KVTier:
                 self.num_repaired_tokens = self.segments.num_repaired_tokens
                 return blended
         cache = empty_cache(self.model)
-        num_blocks = -(-num_columns // size)
-        fill(cache, self._form, [with_room(each, num_blocks) for each in blocks], num_columns, self.model.device)
+        fill(cache, self._form, blocks, num_columns, self.model.device)
         move_behind_padding(cache, self._form, pads)
         return cache
 
-    def _fetch(self, row: PromptRow) -> torch.Tensor:
-        """The row's leading known blocks, `[num_blocks, num_elements]`, in memory of their own."""
+    def _fetch(self, row: PromptRow) -> Blocks:
+        """The row's leading known blocks, in memory of their own."""
         usable = (len(row.token_ids) - 1) // self._form.block_size  # at least the last token is computed
         blocks = self._blocks.load(row.chain.hashes[:usable])
         row.num_loaded = len(blocks)

@@ -140,7 +140,7 @@ class CacheForm:
             for plane in layer:
                 end = offset + self.block_size * plane.num_heads * plane.dim
                 size = (self.block_size, plane.num_heads, plane.dim)
-                yield number, plane, blocks[:, offset:end].view(-1, *size)
+                yield number, plane, blocks[:, offset:end].view(len(blocks), *size)
                 offset = end
 
     def named(self, identity: ModelIdentity) -> ModelIdentity:

@@ -21,6 +21,7 @@ from kvtier.connector.segments import (
     checked_segments,
     deviation_bound,
 )
+from kvtier.connector.transformers.blocks import Blocks
 from kvtier.connector.transformers.kv_cache import BlendedCache, blocks_of, fill
 from kvtier.connector.transformers.segment_gate import paged_attention
 from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
@@ -104,7 +105,7 @@ class SegmentCalls:
         self._blocks.settle()
 
     def blend(
-        self, rows: abc.Sequence[PromptRow], loaded: abc.Sequence[torch.Tensor], wanted: abc.Sequence[WantedReuse]
+        self, rows: abc.Sequence[PromptRow], loaded: abc.Sequence[Blocks], wanted: abc.Sequence[WantedReuse]
     ) -> BlendedCache | None:
         """A cache of all tokens of every row but the last, behind what was `loaded` of it; None: nothing is reused.
 
@@ -130,7 +131,8 @@ class SegmentCalls:
                 self._count(result)
         cache = BlendedCache()
         cache.num_exact = min(row.num_exact for row in rows if row.num_exact is not None)
-        own_blocks = [tensor[table[0] : table[-1] + 1].flatten(1) for table in tables[len(sources) :]]
+        slots = [tensor[table[0] : table[-1] + 1].flatten(1) for table in tables[len(sources) :]]
+        own_blocks = [Blocks.of(each, self._blocks.form, len(each)) for each in slots]
         fill(cache, self._blocks.form, own_blocks, len(rows[0].token_ids) - 1, self._model.device)
         return cache
 
@@ -153,10 +155,10 @@ class SegmentCalls:
                 uses.append(_Use(start, end, segment.start, source))
         return uses
 
-    def _gather(self, uses: abc.Sequence[_Use]) -> dict[ChainHash, torch.Tensor]:
+    def _gather(self, uses: abc.Sequence[_Use]) -> dict[ChainHash, Blocks]:
         """The blocks of each different segment, by name. All are waited for together, no longer than for one."""
         deadline = self._blocks.deadline
-        sources: dict[ChainHash, torch.Tensor] = {}
+        sources: dict[ChainHash, Blocks] = {}
         for use in uses:
             if use.name in sources:
                 self.stats["segments_held"] += 1  # by this call
@@ -166,8 +168,8 @@ class SegmentCalls:
         self._blocks.settle()
         return sources
 
-    def _brought(self, source: PromptRow, deadline: float) -> tuple[torch.Tensor, bool]:
-        """All full blocks of a segment, in host memory, and whether all were loaded. The rest is computed and kept."""
+    def _brought(self, source: PromptRow, deadline: float) -> tuple[Blocks, bool]:
+        """All full blocks of a segment, and whether all were loaded. The rest is computed and kept."""
         names, size = source.chain.hashes, self._blocks.form.block_size
         blocks = self._blocks.load(names, deadline)
         run = range(len(blocks), len(names))
@@ -178,12 +180,11 @@ class SegmentCalls:
         tokens = torch.tensor([source.token_ids[run.start * size : run.stop * size]], device=self._model.device)
         with torch.inference_mode():
             self._model.model(input_ids=tokens, past_key_values=cache, use_cache=True)
-        fresh = blocks_of(cache, 0, run, self._blocks.form)
-        self._blocks.store(source, run, fresh)
-        return torch.cat([blocks, fresh]), False
+        self._blocks.store(source, run, blocks_of(cache, 0, run, self._blocks.form))
+        return blocks_of(cache, 0, range(len(names)), self._blocks.form), False
 
     def _paged(
-        self, parts: abc.Sequence[torch.Tensor], num_rows: int, num_tokens: int
+        self, parts: abc.Sequence[Blocks], num_rows: int, num_tokens: int
     ) -> tuple[torch.Tensor, list[list[int]]]:
         """All parts in one paged tensor, the last `num_rows` with room for their tokens; and the blocks of each."""
         shape = self._shape
@@ -191,8 +192,11 @@ class SegmentCalls:
         num_blocks = [len(part) for part in parts[:num_sources]] + [-(-num_tokens // shape.block_size)] * num_rows
         starts = np.cumsum([0, *num_blocks]).tolist()
         tensor = torch.zeros(starts[-1], *shape.block_shape, dtype=self._model.dtype, device=self._model.device)
+        planes = tensor.flatten(1, 2)  # [blocks, layers * (K, V), block_size, heads, dim]
         for start, part in zip(starts, parts, strict=False):
-            tensor[start : start + len(part)] = part.view(-1, *shape.block_shape)
+            end = start + len(part)
+            for index, plane in enumerate(part.take()):
+                planes[start:end, index] = plane
         return tensor, [list(range(start, start + number)) for start, number in zip(starts, num_blocks, strict=False)]
 
     def _count(self, result: BlendResult) -> None:

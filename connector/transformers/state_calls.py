@@ -8,6 +8,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvtier.connector.transformers.cache_form import cache_name, empty_cache, layers_of, per_token
 from kvtier.connector.transformers.calls import asked_for
+from kvtier.connector.transformers.device_copies import DEADLINE
+from kvtier.connector.transformers.host_copy import HostCopy
 from kvtier.connector.transformers.kv_cache import blocks_of, fill
 from kvtier.connector.transformers.state_form import StateForm
 from kvtier.connector.transformers.state_gate import GoingOn
@@ -21,8 +23,8 @@ _SHORTEST: Final = 512  # tokens before the first of the states that a long prom
 _STEP_COSTS: Final = {"cpu": 16}
 _STEP_COST: Final = 256
 
-TakenStates = dict[int, torch.Tensor]
-"""By border (blocks before it): the states of all rows, `[rows, num_bytes]` of bytes in host memory."""
+TakenStates = dict[int, HostCopy]
+"""By border (blocks before it): the states of all rows, `[rows, num_bytes]` of bytes on their way to host memory."""
 
 
 class StateCalls:
@@ -179,15 +181,17 @@ class StateCalls:
         if self._form.layers and not self._is_whole(cache, len(rows), None):
             self._blocks.tiers.metrics.dropped(L2, Outcome.UNSUPPORTED, sum(ends) // self._size)
             return
+        brought = {border: sent.wait(DEADLINE) for border, sent in sorted(taken.items())}
+        if lost := sum(states is None for states in brought.values()) * len(rows) * self._records.num_slots:
+            self._blocks.tiers.metrics.dropped(L2, Outcome.COPY_FAILED, lost)
         for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
             row.chain.extend(sequences[index, len(row.token_ids) : end].tolist())
             run = range(row.num_loaded, end // self._size)
             if run and self._form.layers:
                 self._blocks.store(row, run, blocks_of(cache, index, run, self._form))
-            for border, states in sorted(taken.items()):
-                if border * self._size > end:
-                    continue
-                self._records.store(row, border, states[index])
+            for border, states in brought.items():
+                if states is not None and border * self._size <= end:
+                    self._records.store(row, border, states[index])
         self._blocks.settle()
 
     def _is_whole(self, cache: Any, num_rows: int, num_tokens: int | None) -> bool:

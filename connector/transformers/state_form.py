@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 from transformers import cache_utils as _cache_utils
 
+from kvtier.connector.transformers.host_copy import HostCopy
 from kvtier.tiers import ConfigError
 
 _MIXIN: Final[Any] = getattr(_cache_utils, "LinearAttentionCacheLayerMixin", ())  # () where transformers is older
@@ -76,10 +77,10 @@ class StateForm:
             raise ValueError("the cache keeps other states than it did")
         return [tensor.detach().clone() for tensor in tensors]
 
-    def rows(self, taken: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What `take` took as bytes in host memory, `[rows, num_bytes]`."""
-        rows = [tensor.cpu().contiguous().view(len(tensor), -1).view(torch.uint8) for tensor in taken]
-        return torch.cat(rows, dim=1)
+    def rows(self, taken: Sequence[torch.Tensor]) -> HostCopy:
+        """What `take` took as bytes on their way to host memory, `[rows, num_bytes]`."""
+        rows = [tensor.contiguous().view(len(tensor), -1).view(torch.uint8) for tensor in taken]
+        return HostCopy(torch.cat(rows, dim=1))
 
     def put(self, cache: DynamicCache, rows: torch.Tensor, device: torch.device) -> None:
         """Give an empty cache the states of these rows, `[rows, num_bytes]` of bytes."""

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvtier.connector.transformers.cache_form import CacheForm, empty_cache, plain_tokens
+from kvtier.connector.transformers.device_copies import DEADLINE
 from kvtier.connector.transformers.kv_cache import blocks_of, fill
 from kvtier.connector.transformers.state_form import StateForm
 from kvtier.connector.transformers.state_passes import feed
@@ -91,7 +92,10 @@ def _restored(model: Any, form: CacheForm, tokens: torch.Tensor) -> DynamicCache
     if form.layers:
         one_block = replace(form, block_size=_BORDER)
         fill(restored, one_block, [blocks_of(first, 0, range(1), one_block)], _BORDER, model.device)
-    form.states.put(restored, form.states.rows(form.states.take(first)), model.device)
+    states = form.states.rows(form.states.take(first)).wait(DEADLINE)
+    if states is None:
+        raise RuntimeError(f"its states did not come from {model.device} in {DEADLINE:.0f} s")
+    form.states.put(restored, states, model.device)
     feed(model, other, tokens.flip(1), 0)  # what a model keeps outside of the cache is of these tokens now
     return restored
 

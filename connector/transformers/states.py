@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from kvtier.connector.transformers.blocks import Blocks
 from kvtier.connector.transformers.state_form import StateForm
 from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
 from kvtier.tiers import ChainHash
@@ -51,7 +52,7 @@ class FoundBorder:
 
     border: int = 0  # blocks
     parted: int = 0  # leading blocks that are held of the best known row
-    blocks: Sequence[torch.Tensor] = ()  # of each row, `[border, num_elements]`
+    blocks: Sequence[Blocks] = ()  # of each row
     states: torch.Tensor | None = None  # `[rows, num_bytes]` of bytes
 
 
@@ -63,7 +64,7 @@ class StateRecords:
         self._states = states
         self._has_blocks = bool(blocks.form.layers)
         self._size = blocks.form.block_size
-        self._count_slots = -(-states.num_bytes // blocks.form.block_bytes)  # records of one row's states
+        self.num_slots = -(-states.num_bytes // blocks.form.block_bytes)  # of one row's states: a record each
 
     def find(self, rows: Sequence[PromptRow], least: int) -> FoundBorder:
         """The last border at which every row's blocks and states are held whole, `least` blocks or more."""
@@ -84,7 +85,7 @@ class StateRecords:
             if all(each is not None for each in loaded):
                 whole = [each for each in loaded if each is not None]
                 self._count(rows, usable, border, deadline)
-                return FoundBorder(border, parted, [each[:border] for each in whole], self._bytes(whole))
+                return FoundBorder(border, parted, whole, self._bytes(whole))
             num_lost += 1
         self._count(rows, usable, 0, deadline)
         return FoundBorder(parted=parted)
@@ -96,26 +97,28 @@ class StateRecords:
     def store(self, row: PromptRow, border: int, state: torch.Tensor) -> None:
         """Keep a row's states, `[num_bytes]`, as they are behind its first `border` blocks: all their pieces."""
         pieces = self._pieces(row, border)
-        slots = torch.zeros(self._count_slots, self._blocks.form.block_bytes, dtype=torch.uint8)
+        slots = torch.zeros(self.num_slots, self._blocks.form.block_bytes, dtype=torch.uint8)
         slots.view(-1)[: len(state)] = state
-        self._blocks.store_chain(pieces, range(len(slots)), slots.view(self._blocks.dtype), row.epoch)
+        records = Blocks.of(slots.view(self._blocks.dtype), self._blocks.form, 0)
+        self._blocks.store_chain(pieces, range(len(slots)), records, row.epoch)
 
     def _pieces(self, row: PromptRow, border: int) -> StatePieces:
-        return StatePieces(row.chain, border, self._count_slots)
+        return StatePieces(row.chain, border, self.num_slots)
 
-    def _bring(self, row: PromptRow, border: int, deadline: float) -> torch.Tensor | None:
+    def _bring(self, row: PromptRow, border: int, deadline: float) -> Blocks | None:
         """A row's blocks up to a border, if there are such, and behind them its states; None if anything is lost."""
         pieces = self._pieces(row, border)
         if self._has_blocks:
             names, parent, block_size = [*row.chain.hashes[:border], *pieces.hashes], row.chain.root, self._size
         else:  # what a few records save is the whole prompt
             names, parent, block_size = list(pieces.hashes), pieces.root, 0
-        loaded = self._blocks.bring(names, parent, deadline, block_size)
+        num_blocks = border if self._has_blocks else 0
+        loaded = self._blocks.bring(names, parent, deadline, block_size, num_blocks)
         return loaded if len(loaded) == len(names) else None
 
-    def _bytes(self, loaded: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Of each row's records the states, which are the last ones."""
-        rows = [each[-self._count_slots :].reshape(-1).view(torch.uint8) for each in loaded]
+    def _bytes(self, loaded: Sequence[Blocks]) -> torch.Tensor:
+        """The states of each row."""
+        rows = [each.states.reshape(-1).view(torch.uint8) for each in loaded]
         return torch.stack([row[: self._states.num_bytes] for row in rows])
 
     def _count(self, rows: Sequence[PromptRow], usable: int, border: int, deadline: float) -> None:

@@ -1,4 +1,4 @@
-"""Blocks of token chains: from the tiers into memory of our own, and from there to the tiers, on the calling thread."""
+"""Blocks of token chains: from the tiers to where the model computes, and back, on the calling thread."""
 
 import time
 from collections.abc import Sequence
@@ -9,12 +9,16 @@ import numpy as np
 import torch
 
 from kvtier.connector import BlockChain
+from kvtier.connector.transformers.blocks import Blocks
 from kvtier.connector.transformers.cache_form import CacheForm
+from kvtier.connector.transformers.device_copies import DEADLINE, Sent, copies_of
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
 from kvtier.tiers.config import Config
 from kvtier.tiers.copies import BlockCopier, BlockCopies
 from kvtier.tiers.hierarchy import Attribution, CacheTiers, Wanted, bring
+from kvtier.tiers.host import HostRegion
 from kvtier.tiers.naming import TokenChain
+from kvtier.tiers.pool import Lease, Reservation
 
 _SEALED: Final = 1.0  # seconds for new blocks to be hashed
 _GRACE: Final = 1.0  # seconds the tiers' answer may come after their own deadline: it is what has arrived by then
@@ -38,14 +42,33 @@ class PromptRow:
         return [self, *others]
 
 
-class TierBlocks:
-    """Loads and stores blocks of one model's chains. Waits for them; never raises for a storage failure."""
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """What is sealed, or given up, once its copies have ended."""
 
-    def __init__(self, tiers: CacheTiers, root: ChainHash, form: CacheForm, config: Config) -> None:
+    reservation: Reservation
+    records: list[BlockRecord]
+    epoch: int
+    sent: Sent
+
+
+class TierBlocks:
+    """Loads and stores blocks of one model's chains. Waits for them; never raises for a storage failure.
+
+    On a GPU a store is only enqueued: `settle`, `drain` and `close` wait for its copies, and have them sealed.
+    """
+
+    def __init__(
+        self, tiers: CacheTiers, root: ChainHash, form: CacheForm, config: Config, device: torch.device
+    ) -> None:
+        """`device` is where the model computes."""
         self.tiers = tiers
         self.form = form
         self._root = root
         self._config = config.cache
+        self._device = copies_of(form, device, pin=config.host.pin)  # None: the CPU copies
+        self._stores: list[_Store] = []  # whose copies are under way, the oldest first
+        self._lost: list[tuple[Lease, Sent]] = []  # loads that a dead device has not ended: it may still read
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,20 +91,22 @@ class TierBlocks:
         """Where the blocks of a chain are; nothing is promised or counted."""
         return self.tiers.locate(hashes, max(0.0, deadline - time.monotonic()))
 
-    def load(self, hashes: Sequence[ChainHash], deadline: float | None = None) -> torch.Tensor:
-        """Leading blocks of a chain that came in time, `[num_blocks, num_elements]`, in host memory of their own.
+    def load(self, hashes: Sequence[ChainHash], deadline: float | None = None) -> Blocks:
+        """Leading blocks of a chain that came in time, in memory of their own, on the model's device if it has room.
 
         `deadline` as the property tells it; by default that of a question asked now.
         """
         left = self._config.prefetch_deadline if deadline is None else max(0.0, deadline - time.monotonic())
         self.tiers.count(self.tiers.locate(hashes, left))
         until = time.monotonic() + left if deadline is None else deadline
-        return self.bring(hashes, self._root, until, self.form.block_size)
+        return self.bring(hashes, self._root, until, self.form.block_size, len(hashes))
 
-    def bring(self, hashes: Sequence[ChainHash], parent: ChainHash, deadline: float, block_size: int) -> torch.Tensor:
+    def bring(
+        self, hashes: Sequence[ChainHash], parent: ChainHash, deadline: float, block_size: int, num_blocks: int
+    ) -> Blocks:
         """As `load`, for a chain that begins behind `parent`, and without counting a lookup.
 
-        `block_size` as the tiers' `ask` takes it.
+        `block_size` as the tiers' `ask` takes it. The first `num_blocks` names are blocks', the others states'.
         """
         tiers = self.tiers
         region = tiers.region  # before asking: a daemon that was restarted since has another
@@ -89,23 +114,25 @@ class TierBlocks:
         lease = bring(tiers, hashes, parent, deadline + _GRACE, block_size=block_size)
         if lease is None:
             tiers.metrics.missed(Outcome.NO_SLOT, len(hashes))
-            return self._empty(0)
-        with lease:
-            blocks, num_loaded = self._empty(len(lease)), 0
-            if len(lease) and region is not None and region is tiers.region:
-                pairs = BlockCopies(np.arange(len(lease)), lease.slots)
-                if BlockCopier(blocks.unsqueeze(1), region).copy("load", pairs) is None:
-                    num_loaded = len(lease)
-                    tiers.metrics.moved(L2, "load", num_loaded * region.slot_bytes, time.monotonic() - started)
-                else:
-                    tiers.metrics.missed(Outcome.COPY_FAILED, len(lease))
-        return blocks[:num_loaded]
+            return self._none()
+        try:
+            if not len(lease) or region is None or region is not tiers.region:
+                return self._none()
+            blocks = self._copied(region, lease, min(num_blocks, len(lease)))
+            if blocks is None:
+                tiers.metrics.missed(Outcome.COPY_FAILED, len(lease))
+                return self._none()
+            tiers.metrics.moved(L2, "load", len(lease) * region.slot_bytes, time.monotonic() - started)
+            return blocks
+        finally:
+            if not any(lost is lease for lost, _ in self._lost):
+                lease.release()
 
-    def store(self, row: PromptRow, run: range, blocks: torch.Tensor) -> None:
+    def store(self, row: PromptRow, run: range, blocks: Blocks) -> None:
         """Copy those of a row's blocks `run` that are not held yet to L2, and have them sealed."""
         self.store_chain(row.chain, run, blocks, row.epoch)
 
-    def store_chain(self, chain: BlockChain, run: range, blocks: torch.Tensor, epoch: int) -> None:
+    def store_chain(self, chain: BlockChain, run: range, blocks: Blocks, epoch: int) -> None:
         """`store` for any chain, of what was computed in the tiers' epoch `epoch`."""
         tiers = self.tiers
         region = tiers.region  # before asking, as in `bring`
@@ -113,19 +140,74 @@ class TierBlocks:
         [reservation] = tiers.reserve([wanted])
         if reservation is None or not reservation.hashes:
             return
-        pairs = BlockCopies(np.array(reservation.indices, np.int64), reservation.slots)
-        is_same = region is tiers.region
-        if region is None or not is_same or BlockCopier(blocks.unsqueeze(1), region).copy("store", pairs):
+        if region is None or region is not tiers.region:
             tiers.abandon(reservation, Outcome.COPY_FAILED)
             return
         positions = [run[index] for index in reservation.indices]
         records = [BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0) for i in positions]
-        tiers.metrics.moved(L2, "store", len(records) * region.slot_bytes, 0.0)
-        tiers.seal(reservation, records, epoch)
+        sent = self._sent(region, reservation, blocks)
+        self._stores.append(_Store(reservation, records, epoch, sent))
+        self._seal(0.0)
 
     def settle(self) -> None:
         """Wait a moment for new blocks: the next call finds what this one computed."""
+        self._seal(_SEALED)
         self.tiers.drain(_SEALED, below=False)
 
-    def _empty(self, num_blocks: int) -> torch.Tensor:
-        return torch.empty(num_blocks, self.form.num_elements, dtype=self.dtype)
+    def drain(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds until everything stored so far is in the lowest tier; False if it is not."""
+        until = time.monotonic() + timeout
+        return self._seal(timeout) and self.tiers.drain(max(0.0, until - time.monotonic()))
+
+    def close(self) -> None:
+        """End the copies. What a dead device has not ended keeps its slots. Idempotent."""
+        self._seal(DEADLINE)
+        if self._device is not None:
+            self._device.close()
+
+    def _copied(self, region: HostRegion, lease: Lease, num_blocks: int) -> Blocks | None:
+        """What lies in the lease's slots, in memory of its own; None if the copy failed."""
+        if self._device is not None and (loaded := self._device.load(region, lease.slots, num_blocks)) is not None:
+            blocks, sent = loaded
+            if not sent.done():
+                self._lost = [(kept, one) for kept, one in self._lost if not one.done()] + [(lease, sent)]
+                return None
+            return blocks if sent.failure is None else None
+        slots = self._slots(len(lease))
+        pairs = BlockCopies(np.arange(len(lease)), lease.slots)
+        if BlockCopier(slots.unsqueeze(1), region).copy("load", pairs) is not None:
+            return None
+        return Blocks.of(slots, self.form, num_blocks)
+
+    def _sent(self, region: HostRegion, reservation: Reservation, blocks: Blocks) -> Sent:
+        """Copy the blocks to their slots, or have the device do it. States come from host memory, and go at once."""
+        if self._device is not None and not len(blocks.states):
+            sent = self._device.store(region, reservation.slots, blocks, reservation.indices)
+            if sent is not None:
+                return sent
+        slots = self._slots(len(reservation))
+        blocks.read(slots, self.form, reservation.indices)
+        pairs = BlockCopies(np.arange(len(reservation)), reservation.slots)
+        return Sent(error=BlockCopier(slots.unsqueeze(1), region).copy("store", pairs))
+
+    def _seal(self, timeout: float) -> bool:
+        """Seal what has been copied, in order, waiting for it up to `timeout` seconds. False if some is not yet."""
+        until = time.monotonic() + timeout
+        while self._stores:
+            store = self._stores[0]
+            if not store.sent.wait(until):
+                return False
+            self._stores.pop(0)
+            if store.sent.failure is not None:
+                self.tiers.abandon(store.reservation, Outcome.COPY_FAILED)
+                continue
+            num_bytes = len(store.records) * self.form.block_bytes
+            self.tiers.metrics.moved(L2, "store", num_bytes, 0.0)
+            self.tiers.seal(store.reservation, store.records, store.epoch)
+        return True
+
+    def _none(self) -> Blocks:
+        return Blocks.of(self._slots(0), self.form, 0)
+
+    def _slots(self, number: int) -> torch.Tensor:
+        return torch.empty(number, self.form.num_elements, dtype=self.dtype)

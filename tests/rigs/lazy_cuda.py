@@ -139,6 +139,7 @@ class LazyCuda:
         self._issued: list[Op] = []
         self._inside: list[LazyStream] = []  # streams that were made current
         self._guards = 0
+        self._real_copy = torch.Tensor.copy_
         self._pinned: set[int] = set()  # addresses of tensors in pinned memory
         self._owned: list[
             tuple[tuple[int, int], set[str]]
@@ -310,6 +311,8 @@ class LazyCuda:
         """Its bytes are there at once, its op is not: who reads them on another stream is found as a race."""
 
         def to(tensor: torch.Tensor, *args: Any, non_blocking: bool = False, **options: Any) -> torch.Tensor:
+            if non_blocking and args == ("cpu",):
+                return self._download(tensor)
             if (stream := self._side) is None or not non_blocking:
                 moved: torch.Tensor = real(tensor, *args, **options)
                 return moved
@@ -320,6 +323,15 @@ class LazyCuda:
             return uploaded
 
         return to
+
+    def _download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rubbish, until the stream comes to it: the host has to wait for an event behind it."""
+        stream = self.current_stream(tensor.device)
+        brought = torch.empty_like(tensor)
+        brought.view(torch.uint8).fill_(0xAB)
+        copy_ = self._real_copy
+        self.issue(stream, "download", ranges_of(tensor), ranges_of(brought), lambda: copy_(brought, tensor))
+        return brought
 
     def _check(self, op: Op) -> None:
         for other in reversed(self._issued):

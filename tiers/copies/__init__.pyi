@@ -1,5 +1,5 @@
 from .block_copier import BlockCopier, BlockCopies, CopyDirection, block_bytes_view
-from .cuda_transfer import CudaCopyStream
+from .cuda_transfer import CudaCopyStream, CudaEvent
 from .device import BlockPool
 from .engine_blocks import BlockPart, EngineBlocks, PartCopier
 from .transfer import CopyEvent, CopyStream, HostCopyStream, HostEvent
@@ -13,6 +13,7 @@ __all__ = [
     "CopyEvent",
     "CopyStream",
     "CudaCopyStream",
+    "CudaEvent",
     "EngineBlocks",
     "HostCopyStream",
     "HostEvent",

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 # Mean bytes of a merged piece below which one kernel reads and writes the pinned slots itself: a torch copy costs some
 # 6 us of Python, in which PCIe 5 moves 300 KB. To be calibrated on the device.
 KERNEL_BELOW: Final = 512 << 10
+# Of a CuPy that is missing, broken, or for another driver. Its own errors are RuntimeErrors.
+_NO_CUPY: Final = (ImportError, RuntimeError, AttributeError, TypeError, ValueError, OSError)
 _POLL: Final = 50e-6  # seconds between looks at a device event in `wait`
 
 
@@ -285,8 +288,8 @@ class TensorCopier:
             with torch.cuda.device(self.l1.device):
                 kernels = LayoutKernels(geometry, cupy)
                 kernels.compile(self._canonical())
-        except (ImportError, RuntimeError) as failure:
-            logger.warning("no copy kernel, small blocks are copied one by one, more slowly: %s", failure)
+        except _NO_CUPY as failure:
+            _say_what_is_lost(f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}")
             return None
         return kernels
 
@@ -297,6 +300,18 @@ class TensorCopier:
             return np.arange(len(blocks))
         breaks = (np.diff(blocks) != 1) | ends_of_runs(slots, self._region)
         return np.flatnonzero(np.concatenate(([True], breaks)))
+
+
+@cache
+def _say_what_is_lost(reason: str) -> None:
+    """Once in a process: every stream finds the same."""
+    extra = f"cuda{(torch.version.cuda or '13').partition('.')[0]}"
+    logger.warning(
+        "no copy kernel, so small blocks are copied one by one, more slowly: CuPy does not work here (%s);"
+        " pip install 'kvtier[%s]', or the one for this driver",
+        reason,
+        extra,
+    )
 
 
 def _stream(tensors: Sequence[torch.Tensor]) -> torch.cuda.Stream:

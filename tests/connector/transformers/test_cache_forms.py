@@ -57,6 +57,15 @@ def computed(kv: KVTier, tokens: torch.Tensor) -> DynamicCache:
     return cache
 
 
+def slots_of(kv: KVTier, tokens: torch.Tensor) -> torch.Tensor:
+    """What the tiers hold of the tokens, `[num_blocks, num_elements]`."""
+    [row] = kv._rows(tokens)
+    blocks = kv._blocks.load(row.chain.hashes)
+    slots = torch.empty(len(blocks), kv._form.num_elements)
+    blocks.read(slots, kv._form, range(len(blocks)))
+    return slots
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_a_prompt_is_found_by_the_next_call_and_after_a_restart(open_tier: Open, name: str) -> None:
     model = model_of(name)
@@ -118,8 +127,7 @@ def test_a_block_of_mla_is_one_latent_for_each_token(open_tier: Open, name: str)
     tokens = prompt(1, 70)
     stored: Any = computed(kv, tokens)
     kv.store(tokens, stored)
-    [row] = kv._rows(tokens)
-    blocks = kv._blocks.load(row.chain.hashes)
+    blocks = slots_of(kv, tokens)
     assert kv._form.shape == KVShape(4, 1, 576, 16, "float32", num_kv=1)
     for number, layer in enumerate(stored.layers):
         both = torch.cat([layer.keys, layer.values], dim=-1)[0, 0, :64]
@@ -132,8 +140,7 @@ def test_a_block_holds_layer_by_layer_what_each_keeps(open_tier: Open, name: str
     tokens = prompt(1, 70)
     stored: Any = computed(kv, tokens)
     kv.store(tokens, stored)
-    [row] = kv._rows(tokens)
-    blocks = kv._blocks.load(row.chain.hashes)
+    blocks = slots_of(kv, tokens)
     offset = 0
     for layer in stored.layers:
         pieces = [layer.keys, layer.values]
