@@ -12,7 +12,7 @@
 #   make soak         a whole node under faults for MINUTES=…; likewise kills and crash-images COUNT=…, fuzz MINUTES=…
 #   make setup        only the set-up: .venv with the `kvtier` command
 #
-# On a GPU machine, first:  export TORCH=torch EXTRAS=cuda,engine,service,dev
+# On a GPU machine, first:  export TORCH=torch EXTRAS=cuda13,engine,service,dev  (or cuda12)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c

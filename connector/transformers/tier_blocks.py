@@ -109,6 +109,7 @@ class TierBlocks:
         `block_size` as the tiers' `ask` takes it. The first `num_blocks` names are blocks', the others states'.
         """
         tiers = self.tiers
+        self._release_ended()
         region = tiers.region  # before asking: a daemon that was restarted since has another
         started = time.monotonic()
         lease = bring(tiers, hashes, parent, deadline + _GRACE, block_size=block_size)
@@ -170,7 +171,7 @@ class TierBlocks:
         if self._device is not None and (loaded := self._device.load(region, lease.slots, num_blocks)) is not None:
             blocks, sent = loaded
             if not sent.done():
-                self._lost = [(kept, one) for kept, one in self._lost if not one.done()] + [(lease, sent)]
+                self._lost.append((lease, sent))
                 return None
             return blocks if sent.failure is None else None
         slots = self._slots(len(lease))
@@ -193,6 +194,7 @@ class TierBlocks:
     def _seal(self, timeout: float) -> bool:
         """Seal what has been copied, in order, waiting for it up to `timeout` seconds. False if some is not yet."""
         until = time.monotonic() + timeout
+        self._release_ended()
         while self._stores:
             store = self._stores[0]
             if not store.sent.wait(until):
@@ -205,6 +207,13 @@ class TierBlocks:
             self.tiers.metrics.moved(L2, "store", num_bytes, 0.0)
             self.tiers.seal(store.reservation, store.records, store.epoch)
         return True
+
+    def _release_ended(self) -> None:
+        """Release the leases of loads that were given up and have ended by now."""
+        ended = [lost for lost in self._lost if lost[1].done()]
+        self._lost = [lost for lost in self._lost if lost not in ended]
+        for lease, _ in ended:
+            lease.release()
 
     def _none(self) -> Blocks:
         return Blocks.of(self._slots(0), self.form, 0)

@@ -21,7 +21,8 @@ _COPY_PAIRS: Final = 3
 _COPY_BYTES: Final = 128 << 20  # bytes of each side; the probe needs twice that
 _COPY_SECONDS: Final = 10.0
 _GPU_SECONDS: Final = 60.0  # seconds; a driver's first use is slow
-_OTHER_CUPY: Final = "install the CuPy for this driver's CUDA version"
+_LOST: Final = "small blocks are copied more slowly"
+_CUPY: Final = "pip install 'kvtier[cuda13]', or 'kvtier[cuda12]' if the driver is older than 580"
 # Gathers scattered blocks of 512 KiB, as L2's copies do; prints the best of six rates in bytes per second.
 _COPY: Final = """
 import mmap, time
@@ -59,8 +60,10 @@ if driver is not None:
         runtime = cupy.cuda.runtime
         names = [runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())]
         answer |= {"cupy": cupy.__version__, "names": names}
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         answer["missing"] = str(error)
+    except Exception as error:
+        answer["broken"] = f"{type(error).__name__}: {error}".strip().partition(chr(10))[0]
 print(json.dumps(answer))
 """
 
@@ -157,7 +160,7 @@ def check_gpu() -> Finding:
         return error("GPU", f"the driver did not answer within {_GPU_SECONDS:.0f} s", "see `nvidia-smi` and `dmesg`")
     except subprocess.CalledProcessError as failed:
         last = (failed.stderr.strip().splitlines() or [f"status {failed.returncode}"])[-1]
-        return error("GPU", f"CuPy fails: {last}", _OTHER_CUPY)
+        return error("GPU", f"the probe fails: {last}", "see `nvidia-smi`")
     except (OSError, ValueError, IndexError) as failed:
         return error("GPU", f"the probe fails: {failed}", "see `nvidia-smi`")
 
@@ -170,10 +173,12 @@ def read_gpu(answer: dict[str, object]) -> Finding:
     if refused := answer.get("refused"):
         return warning("GPU", f"memory cannot be pinned: {refused}; {batches}", "raise `ulimit -l`, or see `dmesg`")
     if "missing" in answer:
-        return warning("GPU", f"memory can be pinned, {batches}; CuPy is missing", "pip install 'kvtier[cuda]'")
+        return warning("GPU", f"memory can be pinned, {batches}; CuPy is missing: {_LOST}", _CUPY)
+    if broken := answer.get("broken"):
+        return warning("GPU", f"memory can be pinned, {batches}; CuPy fails ({broken}): {_LOST}", _CUPY)
     names = answer.get("names")
     if not isinstance(names, list) or not names:
-        return error("GPU", f"CuPy {answer.get('cupy')} finds no device", _OTHER_CUPY)
+        return warning("GPU", f"CuPy {answer.get('cupy')} finds no device: {_LOST}", _CUPY)
     return ok("GPU", f"{len(names)} × {names[0]}, memory can be pinned, {batches}, CuPy {answer.get('cupy')}")
 
 

@@ -1,5 +1,6 @@
 """The whole engine on a real device: the same greedy text from L1, from L2, from the slab, and without kvtier."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.model import Model
+from kvtier.engine.model_runner import ModelRunner
 from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies import cuda_transfer
@@ -154,6 +156,41 @@ def test_exact_mode_gives_the_same_bits_however_a_prompt_is_cut(disk_dir: Path) 
         [answer] = engine.generate([tokens], GREEDY)
         assert answer.num_external_tokens == 64
         assert same(answer, expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_step_waits_for_the_device_only_to_read_its_tokens(
+    temperature: float, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA itself warns of every call that waits: of those, a step has one for greedy tokens, one for drawn ones."""
+    model = model_of("llama", "float32")
+    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=temperature, seed=1)
+    with engine_of(model, disk_dir, max_num_batched_tokens=256) as engine:
+        engine.generate([prompt(1, 90)], params)  # kernels are loaded, memory is taken
+        settle(engine)
+        assert hierarchy_of(engine).host.region.pinning.wait(60)
+        for number in range(4):
+            engine.add_request(prompt(2 + number, 40), params)
+        waits, sample = list[int](), ModelRunner.sample
+
+        def sampled(self: ModelRunner, *arguments: Any) -> Any:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                tokens = sample(self, *arguments)
+            waits.append(sum("synchronizing" in str(each.message) for each in caught))
+            return tokens
+
+        monkeypatch.setattr(ModelRunner, "sample", sampled)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*synchronizing.*")
+                while engine.has_unfinished:
+                    engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert waits
+        assert max(waits) <= (2 if temperature else 1)
 
 
 @pytest.mark.parametrize("rule", ["deviation", "question"])

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import fields, replace
+from itertools import product
 from typing import Any
 
 import msgpack
@@ -67,6 +68,26 @@ def test_every_field_changes_the_fingerprint() -> None:
     prints.append(replace(IDENTITY, kind="sliding", window=128).fingerprint())
     assert len(set(prints)) == len(prints)
     assert {len(name) for name in prints} == {32}
+
+
+def test_no_two_quantisations_share_a_name() -> None:
+    """Of KV, as the vLLM connector calls it, with scales of its own; of weights, by settings or by the checkpoint."""
+    kv = ["bfloat16", "float8_e4m3fn", "fp8/uint8/torch.float8_e4m3fn", "fp8/uint8/torch.float8_e4m3fnuz"]
+    kv += [
+        "fp8_e5m2/uint8/torch.float8_e4m3fn",
+        "fp8_e4m3/uint8/torch.float8_e4m3fn",
+        "nvfp4/uint8/torch.float8_e4m3fn",
+    ]
+    scales = [None, (1.0, 1.0), (1.0, 0.5), (0.5, 1.0), (1.0,)]
+    weights = [None, "fp8", "awq", "hqq {'nbits': 4}", "hqq {'nbits': 8}"]
+    checkpoints = [{}, {"quantization_config": {"bits": 4}}, {"quantization_config": {"bits": 8}}]
+    names = [
+        replace(
+            IDENTITY, kv_dtype=dtype, kv_scales=scale, quantization=weight, config_digest=config_digest(CONFIG | given)
+        ).fingerprint()
+        for dtype, scale, weight, given in product(kv, scales, weights, checkpoints)
+    ]
+    assert len(set(names)) == len(names) == 525
 
 
 def test_golden_fingerprint() -> None:

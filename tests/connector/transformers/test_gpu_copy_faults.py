@@ -1,0 +1,198 @@
+"""Copies of a GPU's blocks that find no room, fail, or never end: a miss or a dropped store, and nothing is reused."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from gpu_tier_rig import GpuBelow
+from kv_tier_rig import GREEDY, Open, model_of
+from lazy_cuda import LazyCuda
+from tiny_models import prompt
+
+from kvtier.connector.transformers import device_copies, tier_blocks
+from kvtier.connector.transformers.adapter import KVTier
+from kvtier.connector.transformers.blocks import Blocks, _runs
+from kvtier.connector.transformers.host_copy import HostCopy
+from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
+from kvtier.tiers.copies.transfer import HostEvent
+
+ROWS = torch.tensor([prompt(1, 150)])
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuBelow]:
+    cuda = LazyCuda(eager=0.3)
+    yield GpuBelow(cuda, monkeypatch, slots=4, batches=False)
+    cuda.finish()
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[tuple[int, ...]]:
+    """`torch.empty` on a device that has no room for more bytes at once; returns what it refused."""
+    real, refused = torch.empty, list[tuple[int, ...]]()
+
+    def empty(*size: int, device: Any = None, **options: Any) -> torch.Tensor:
+        made: torch.Tensor = real(*size, device=device, **options)
+        if device is not None and made.nbytes > most:
+            refused.append(tuple(made.shape))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made
+
+    monkeypatch.setattr(torch, "empty", empty)
+    return refused
+
+
+def test_staging_shrinks_to_what_there_is_room_for(
+    gpu: GpuBelow, open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama")
+    expected = model.generate(ROWS, **GREEDY)
+    kv = open_tier(model)
+    refused = short_of_memory(monkeypatch, 5 * kv._form.block_bytes)  # four of one slot each
+    for cached in (0, 144):
+        assert torch.equal(kv.generate(ROWS, **GREEDY), expected)
+        assert kv.num_cached_tokens == cached
+    assert [shape[:2] for shape in refused[:2]] == [(4, 4), (4, 2)]
+    assert gpu.num_gathered == gpu.num_scattered == 9
+
+
+def test_without_any_room_blocks_are_copied_as_a_cpu_copies_them(
+    gpu: GpuBelow, open_tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of("llama")
+    expected = model.generate(ROWS, **GREEDY)
+    kv = open_tier(model)
+    short_of_memory(monkeypatch, 0)
+    for cached in (0, 144):
+        assert torch.equal(kv.generate(ROWS, **GREEDY), expected)
+        assert kv.num_cached_tokens == cached
+    assert gpu.num_streams == 0
+    assert caplog.text.count("no staging on cpu, so blocks are copied one plane at a time: CUDA out of memory") == 1
+
+
+def failing(real: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """The copy of that number fails, behind others that the device makes."""
+    calls = iter(range(1_000))
+
+    def copy(stream: CudaCopyStream, *arguments: Any, **options: Any) -> Any:
+        if next(calls) != number:
+            return real(stream, *arguments, **options)
+        event = HostEvent()
+        event.end("CUDA error: unspecified launch failure")
+        return event
+
+    return copy
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_store_that_fails_in_the_middle_keeps_nothing_and_costs_no_slots(
+    gpu: GpuBelow, open_tier: Open, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    model = model_of("llama")
+    kv = open_tier(model)
+    expected = model.generate(ROWS, **GREEDY)
+    with monkeypatch.context() as broken:
+        broken.setattr(CudaCopyStream, "store", failing(CudaCopyStream.store, number))
+        assert torch.equal(kv.generate(ROWS, **GREEDY), expected)
+    assert kv.stats()['kvtier_store_dropped_total{tier="l2",reason="copy_failed"}'] == 9
+    assert kv.load(ROWS)[1] == 0
+    assert torch.equal(kv.generate(ROWS, **GREEDY), expected)
+    assert kv.load(ROWS)[1] == 144
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_load_that_fails_in_the_middle_is_a_miss(
+    gpu: GpuBelow, open_tier: Open, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    model = model_of("llama")
+    kv = open_tier(model)
+    expected = kv.generate(ROWS, **GREEDY)
+    with monkeypatch.context() as broken:
+        broken.setattr(CudaCopyStream, "load", failing(CudaCopyStream.load, number))
+        assert torch.equal(kv.generate(ROWS, **GREEDY), expected)
+        assert kv.num_cached_tokens == 0
+    assert kv.stats()['kvtier_miss_total{reason="copy_failed"}'] == 9
+    assert kv.load(ROWS)[1] == 144
+
+
+def dead(kv: KVTier, monkeypatch: pytest.MonkeyPatch) -> list[HostEvent]:
+    """From now on the device ends no copy; every wait is short."""
+    monkeypatch.setattr(device_copies, "DEADLINE", 0.2)
+    monkeypatch.setattr(tier_blocks, "DEADLINE", 0.2)
+    monkeypatch.setattr(tier_blocks, "_SEALED", 0.2)
+    events: list[HostEvent] = []
+
+    def never(stream: CudaCopyStream, *_: Any, **__: Any) -> HostEvent:
+        events.append(HostEvent())
+        return events[-1]
+
+    monkeypatch.setattr(CudaCopyStream, "load", never)
+    monkeypatch.setattr(CudaCopyStream, "store", never)
+    return events
+
+
+def test_what_a_dead_device_was_given_stays_its_own(
+    gpu: GpuBelow, open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama")
+    other = torch.tensor([prompt(2, 150)])
+    kv = open_tier(model)
+    expected = kv.generate(ROWS, **GREEDY)
+    hierarchy: Any = kv._opened
+    with monkeypatch.context() as broken:
+        events = dead(kv, broken)
+        # A load is a miss after the deadline; the device may still read its slots, which stay leased.
+        assert torch.equal(kv.generate(ROWS, **GREEDY), expected)
+        assert kv.num_cached_tokens == 0
+        assert hierarchy.host.pool.counts().leased == 9
+        # Stores are not sealed, and their slots not given to others.
+        kv.generate(other, **GREEDY)
+        assert hierarchy.host.pool.counts().filling > 0
+        assert not kv.drain(0.2)
+        # Nothing waits for long, and nothing raises. At last the device comes back.
+        for event in events:
+            event.end("the device was reset")
+    assert kv.drain()
+    assert kv.load(ROWS)[1] == 144
+    assert kv.load(other)[1] == 0
+    assert hierarchy.host.pool.counts().leased == 0
+    assert hierarchy.host.pool.counts().filling == 0
+
+
+def test_the_gather_follows_the_compute_and_a_store_does_not_hold_the_caller(
+    gpu: GpuBelow, open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`store` of the tier's half returns while every copy is still to be made."""
+    kv = open_tier(model_of("llama"))
+    gpu.cuda.eager = 0.0
+    settled = list[int]()
+    settle = kv._blocks.settle
+
+    def settles() -> None:
+        settled.append(sum(not store.sent.done() for store in kv._blocks._stores))
+        settle()
+
+    monkeypatch.setattr(kv._blocks, "settle", settles)
+    kv.generate(torch.tensor([prompt(1, 70), prompt(2, 70)]), **GREEDY)
+    assert settled == [2]  # of two rows, each still on its way when all had been enqueued
+
+
+def test_states_that_never_arrive_are_not_kept(gpu: GpuBelow, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.arange(8)
+    sent = HostCopy(tensor)
+    monkeypatch.setattr(torch.cuda.Event, "query", lambda event: False)
+    assert sent.wait(0.05) is None
+    monkeypatch.undo()
+    gpu.cuda.finish()
+    found = sent.wait(0)
+    assert found is not None
+    assert torch.equal(found, tensor)
+
+
+def test_blocks_are_taken_once_and_runs_end_where_states_begin() -> None:
+    assert list(_runs([0, 1, 2, 5, 6, 8], 2)) == [(0, 0, 2), (2, 2, 1), (3, 5, 2), (5, 8, 1)]
+    assert list(_runs(range(0), 2)) == []
+    blocks = Blocks([[torch.zeros(2, 4, 1, 8)]], torch.empty(1, 32))
+    assert len(blocks) == 3
+    assert [len(plane) for plane in blocks.take()] == [2]
+    assert list(blocks.take()) == []
