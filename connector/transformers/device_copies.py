@@ -20,7 +20,7 @@ _log = logging.getLogger(__package__)
 
 STAGING_BYTES: Final = 16 << 20  # of one of four: while one is copied, the other of its direction is gathered
 DEADLINE: Final = 30.0  # seconds for what the device was given: memory to memory, so only a dead one takes longer
-_AHEAD: Final = 64  # pieces of one store that the device is given before the first has to have ended
+_AHEAD: Final = 64  # pieces of one call that the device is given before the first has to have ended
 
 
 @dataclass(slots=True)
@@ -102,8 +102,9 @@ class DeviceCopies:
             for number, first in enumerate(range(0, len(slots), size)):
                 which, piece = number % 2, slots[first : first + size]
                 copies = BlockCopies(which * size + np.arange(len(piece)), piece)
+                in_time = self._keeps_up(sent)
                 sent.events.append(stream.load(copies, after=self._scattered[which]))
-                if not stream.fence(sent.events[-1], DEADLINE):
+                if not in_time or not stream.fence(sent.events[-1], DEADLINE):
                     sent.error = "it failed, or was not started in time"
                     break
                 blocks.write(staging[which, : len(piece)], self._form, first)

@@ -29,6 +29,7 @@ class GpuBelow:
         set_ = monkeypatch.setattr
         for threshold in ("KERNEL_BELOW", "DIRECT_FROM"):  # of tiny blocks, too
             set_(cuda_transfer, threshold, 0, raising=False)
+        set_(device_copies, "_AHEAD", 8)  # fewer than some calls have pieces
         set_(device_copies, "CudaCopyStream", self.stream)
         set_(tier_blocks, "copies_of", self.copies)
         set_(host_copy, "is_on_gpu", lambda tensor: True)
