@@ -131,7 +131,8 @@ class _LazyKernel(CpuKernel):
         index = [(address, address + 8 * count) for address in (blocks, slots)]
         launch, held = super().__call__, list(arguments)
         stream = streams[0] if streams else cuda.elsewhere
-        cuda.issue(stream, self.name, [*reads, *index], writes, lambda: launch(grid, block, held))
+        what = f"{self.name} by {grid[0] * grid[1]} blocks"
+        cuda.issue(stream, what, [*reads, *index], writes, lambda: launch(grid, block, held))
 
 
 def _numbers_at(address: int, count: int) -> list[int]:

@@ -1,7 +1,7 @@
 from .config import Config, child_environment, nearest, options
 from .quantities import format_size, parse_duration, parse_size, parse_time, show_size
 from .router import MAX_BLOCKS, RouterConfig
-from .sections import CacheConfig, EventsConfig, FileConfig, RedisConfig, ServerConfig, ServiceConfig
+from .sections import CacheConfig, EventsConfig, FileConfig, HostConfig, RedisConfig, ServerConfig, ServiceConfig
 from .values import ByteSize, Lifetime
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Config",
     "EventsConfig",
     "FileConfig",
+    "HostConfig",
     "Lifetime",
     "RedisConfig",
     "RouterConfig",
