@@ -393,7 +393,7 @@ class LazyDriver:
             for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
                 ctypes.memmove(target, source, size)
 
-        self.cuda.issue(on, "batch", spans[0], spans[1], run)
+        self.cuda.issue(on, f"batch of {len(sizes)} pieces", spans[0], spans[1], run)
 
 
 def pin(region: HostRegion, cuda: LazyCuda | None = None, *, piece_bytes: int = PIECE_BYTES) -> None:

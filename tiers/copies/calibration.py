@@ -89,15 +89,18 @@ class Calibration:
         make_probe: Callable[[], AbstractContextManager[Probe]],
         *,
         kept: KeptChoices | None = None,
-        deadline: float = DEADLINE,
+        deadline: float | None = None,
     ) -> None:
-        """Take what was measured before, or start measuring. `make_probe` is called on the thread."""
+        """Take what was measured before, or start measuring. `make_probe` is called on the thread.
+
+        `deadline` are the seconds for all of it, 5 by default.
+        """
         self._ways = ways
         self._key = key
         self._make_probe = make_probe
         self._kept = kept or KeptChoices()
-        self._deadline = deadline
-        self._give_up_at = time.monotonic() + deadline
+        self._deadline = DEADLINE if deadline is None else deadline
+        self._give_up_at = time.monotonic() + self._deadline
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         if "+" not in key.ways:

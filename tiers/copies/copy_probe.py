@@ -16,6 +16,8 @@ from kvtier.tiers.host import CudaDriver, HostRegion
 _REPEATS: Final = 3  # the fastest counts: what else the device does only adds
 _PATIENCE: Final = 1.0  # seconds that copies of some MiB may take
 _POLL: Final = 50e-6
+_MAX_PIECES: Final = 512  # copied at a time, and of their bytes:
+_MAX_BYTES: Final = 8 << 20
 _PARTS: Final = 8  # of an engine's block
 _FORCED: Final[dict[Way, CopyChoice]] = {
     "batch": CopyChoice(batch_from=0),
@@ -52,6 +54,8 @@ class CopyProbe:
         self._make_copier = make_copier
         self._sleep = sleep
         self._bench: _Bench | None = None
+        self._copier: Copier
+        self._forced = CopyWays()
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -75,10 +79,10 @@ class CopyProbe:
             self.close()
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 self._bench = _Bench(self._device, self._driver, piece_bytes, is_engine="staging" in self.ways)
+                self._copier = self._make_copier(self._bench.memory, self._bench.region, self._forced)
         bench, forced = self._bench, _FORCED[way]
-        ways = CopyWays(CopyChoice(forced.batch_from, forced.torch_from, grid))
-        copier = self._make_copier(bench.memory, bench.region, ways)
-        seconds = self._seconds(copier, "load", bench.copies) + self._seconds(copier, "store", bench.copies)
+        self._forced.choice = CopyChoice(forced.batch_from, forced.torch_from, grid)
+        seconds = self._seconds("load", bench.copies) + self._seconds("store", bench.copies)
         return 2 * len(bench.copies) * bench.region.slot_bytes / max(seconds, 1e-9)
 
     def close(self) -> None:
@@ -87,14 +91,14 @@ class CopyProbe:
             self._bench.region.close()
             self._bench = None
 
-    def _seconds(self, copier: Copier, direction: CopyDirection, copies: BlockCopies) -> float:
+    def _seconds(self, direction: CopyDirection, copies: BlockCopies) -> float:
         took = float("inf")
         for _ in range(_REPEATS):
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 begun, ended = _timed_event(), _timed_event()
                 begun.record(self._stream)
                 try:
-                    copier.copy(direction, copies, is_chained=False)
+                    self._copier.copy(direction, copies, is_chained=False)
                 finally:  # what was enqueued before a failure uses memory that goes next
                     ended.record(self._stream)
                     self._wait(ended)
@@ -115,8 +119,8 @@ class _Bench:
 
     def __init__(self, device: torch.device, driver: CudaDriver, piece_bytes: int, *, is_engine: bool) -> None:
         self.piece_bytes = piece_bytes
-        count = max(2, min(512, (8 << 20) // piece_bytes)) // (_PARTS if is_engine else 1)
-        count = max(2, count)
+        pieces = min(_MAX_PIECES, _MAX_BYTES // piece_bytes)
+        count = max(2, pieces // _PARTS if is_engine else pieces)
         self.memory: torch.Tensor | EngineBlocks
         if is_engine:
             slot_bytes = _PARTS * piece_bytes
