@@ -15,8 +15,8 @@ _TOKENS_FIRST: Final = ("LBNHC", "BLNHC")  # vLLM's names of layouts whose block
 def slot_order(order: Order, vllm_config: Any, kv_cache_config: Any) -> str:
     """The order's name, the same in both halves: it is part of the blocks' identity.
 
-    Whatever it is, slots hold exactly that order; if vLLM's memory has it, a layer of a block is one run. ConfigError if
-    vLLM's own order is asked for, and vLLM does not say which it is.
+    Whatever it is, slots hold exactly that order; if vLLM's memory has it, a layer of a block is one run. ConfigError
+    if vLLM's own order is asked for, and vLLM does not say which it is.
     """
     if order == "head-token":
         return order
@@ -31,10 +31,8 @@ def warn_of_order(plan: SlotPlan, vllm_config: Any, kv_cache_config: Any) -> Non
     """Say once what a transpose would be spared by."""
     layout = _layout_of(vllm_config, kv_cache_config)
     if layout in _TOKENS_FIRST and plan.order == "head-token" and not plan.canonical:
-        _log.info(
-            'vLLM keeps KV as %s, so every block is transposed; "order": "physical" keeps it so, under other names',
-            layout,
-        )
+        spared = 'every block is transposed; "order": "physical" keeps it so, under other names'
+        _log.info("vLLM keeps KV as %s, so %s", layout, spared)
 
 
 def _layout_of(vllm_config: Any, kv_cache_config: Any) -> str | None:

@@ -80,10 +80,10 @@ class StateGroup:
 class SlotPlan:
     """What one slot holds for `block_size` tokens: every rank's part, and in it every layer in order of index.
 
-    In native form a layer is `[heads, tokens, content]`, as vLLM presents it, or `[tokens, heads, content]` (`order`); of
-    a group with smaller blocks that comes several
-    times, block by block. In canonical form a layer is `[2 (K, V), tokens, heads, dim]`. A slot that has a group's
-    state instead of a block holds layer by layer what vLLM keeps of it.
+    In native form a layer is `[heads, tokens, content]`, as vLLM presents it, or `[tokens, heads, content]` (`order`).
+    Of a group with smaller blocks that comes several times, block by block. In canonical form a layer is
+    `[2 (K, V), tokens, heads, dim]`. A slot that has a group's state instead of a block holds layer by layer what vLLM
+    keeps of it.
     """
 
     block_size: int  # tokens: of the largest blocks of all groups, or what they all divide

@@ -100,7 +100,7 @@ def test_the_one_order_is_the_same_bytes_from_every_layout() -> None:
         assert PartCopier(engine_blocks(plan, caches, 0), region).copy("store", copies) is None
         slots.append(region.array[0, : plan.block_bytes].copy())
         region.close()
-    assert np.array_equal(*slots)
+    assert np.array_equal(slots[0], slots[1])
     assert NUM_BLOCKS > 7
 
 

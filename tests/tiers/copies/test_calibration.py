@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,10 +136,8 @@ def test_a_measurement_that_fails_midway_leaves_the_defaults_and_says_why(
 
 
 def test_a_probe_that_cannot_be_made_leaves_the_defaults(kept: KeptChoices) -> None:
-    @contextmanager
-    def none() -> Iterator[ScriptedProbe]:
+    def none() -> AbstractContextManager[ScriptedProbe]:
         raise OSError("no memory")
-        yield ScriptedProbe(h200)
 
     ways = CopyWays()
     assert Calibration(ways, KEY, none, kept=kept).wait(60)
