@@ -1,4 +1,4 @@
-from .config import Config, child_environment, nearest, options
+from .config import Config, cache_directory, child_environment, nearest, options
 from .quantities import format_size, parse_duration, parse_size, parse_time, show_size
 from .router import MAX_BLOCKS, RouterConfig
 from .sections import CacheConfig, EventsConfig, FileConfig, HostConfig, RedisConfig, ServerConfig, ServiceConfig
@@ -17,6 +17,7 @@ __all__ = [
     "RouterConfig",
     "ServerConfig",
     "ServiceConfig",
+    "cache_directory",
     "child_environment",
     "format_size",
     "nearest",

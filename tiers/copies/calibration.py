@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Final, Protocol
 
 from kvtier.tiers.config import format_size
-from kvtier.tiers.copies.copy_ways import DEFAULT, CopyChoice, CopyWays, Way
+from kvtier.tiers.copies.copy_ways import DEFAULT, CopyChoice, CopyWay, CopyWays
 from kvtier.tiers.copies.kept_choices import ChoiceKey, KeptChoices
 
 logger = logging.getLogger(__name__)
@@ -21,14 +21,14 @@ NO_BATCHES: Final = "this driver has no batched copies (they need driver 570)"
 DEADLINE: Final = 5.0  # seconds for all of it, those included in which another process measures
 
 
-class Probe(Protocol):
+class CopyTimer(Protocol):
     """Copies on a device that can be timed."""
 
     @property
-    def ways(self) -> Sequence[Way]:
+    def ways(self) -> Sequence[CopyWay]:
         """Those there are here."""
 
-    def rate(self, way: Way, piece_bytes: int, grid: int) -> float:
+    def rate(self, way: CopyWay, piece_bytes: int, grid: int) -> float:
         """Bytes per second of many scattered pieces of one size, there and back. RuntimeError is the driver's."""
 
 
@@ -36,10 +36,10 @@ class MeasuringStopped(RuntimeError):
     """The measurement is not wanted any more, or is past its deadline."""
 
 
-def measured(probe: Probe, go_on: Callable[[], None] = lambda: None) -> CopyChoice:
+def measured(probe: CopyTimer, go_on: Callable[[], None] = lambda: None) -> CopyChoice:
     """Compare the ways. `go_on` is called before each measurement, and raises if there shall be no more."""
 
-    def rate(way: Way, size: int, grid: int) -> float:
+    def rate(way: CopyWay, size: int, grid: int) -> float:
         go_on()
         return probe.rate(way, size, grid)
 
@@ -47,7 +47,7 @@ def measured(probe: Probe, go_on: Callable[[], None] = lambda: None) -> CopyChoi
     if "kernel" in probe.ways:
         kernel_rates = {grid: rate("kernel", _GRID_SIZE, grid) for grid in GRIDS}
         grid = next(grid for grid in GRIDS if kernel_rates[grid] >= _AS_GOOD * max(kernel_rates.values()))
-    rates: dict[Way, dict[int, float]] = {way: {} for way in probe.ways}
+    rates: dict[CopyWay, dict[int, float]] = {way: {} for way in probe.ways}
     for size in SIZES:
         for way in probe.ways:
             rates[way][size] = rate(way, size, grid)
@@ -70,7 +70,7 @@ def _from(rates: Mapping[int, float], others: Mapping[int, float]) -> int | None
     return 0
 
 
-def _reason(rates: Mapping[Way, Mapping[int, float]], batch_from: int | None) -> str:
+def _reason(rates: Mapping[CopyWay, Mapping[int, float]], batch_from: int | None) -> str:
     """The rates where the decision fell."""
     if "batch" not in rates:
         return NO_BATCHES
@@ -86,7 +86,7 @@ class Calibration:
         self,
         ways: CopyWays,
         key: ChoiceKey,
-        make_probe: Callable[[], AbstractContextManager[Probe]],
+        make_probe: Callable[[], AbstractContextManager[CopyTimer]],
         *,
         kept: KeptChoices | None = None,
         deadline: float | None = None,
@@ -130,27 +130,21 @@ class Calibration:
                 choice = self._kept.load(self._key)  # another process may have measured meanwhile
                 if choice is None:
                     choice = self._measured() if is_alone else _failed("another process measures, for too long")
-        except Exception as error:  # the top of a thread: nothing here may cost the engine more than a good choice
-            choice = _failed(f"{type(error).__name__}: {error}")
+        except Exception as error:  # whatever a driver, torch or CuPy can think of: it may cost no more than the choice
+            is_ours = isinstance(error, MeasuringStopped)
+            choice = _failed(str(error) if is_ours else f"{type(error).__name__}: {error}")
+            if not self._closing.is_set():
+                self._kept.keep(self._key, choice)  # for `doctor`; the next start measures
+                logger.warning("how copies go best is not known, so published figures count: %s", choice.reason)
         self._ways.choose(choice)
         self._ways.show(self._key.device)
 
     def _measured(self) -> CopyChoice:
-        try:
-            with self._make_probe() as probe:
-                choice = measured(probe, self._go_on)
-        except MeasuringStopped as stopped:
-            choice = _failed(str(stopped))
-        except Exception as error:  # whatever a driver, torch or CuPy can think of
-            choice = _failed(f"{type(error).__name__}: {error}")
-        if self._closing.is_set():
-            return choice
+        with self._make_probe() as probe:
+            choice = measured(probe, self._go_on)
         self._kept.keep(self._key, choice)
-        if choice.source == "measured":
-            text = "never" if choice.batch_from is None else f"from {choice.batch_from} bytes on"
-            logger.info("copies by the driver: %s (%s)", text, choice.reason)
-        else:
-            logger.warning("how copies go best was not measured, so published figures count: %s", choice.reason)
+        text = "never" if choice.batch_from is None else f"from {choice.batch_from} bytes on"
+        logger.info("copies by the driver: %s (%s)", text, choice.reason)
         return choice
 
     def _is_over(self) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvtier.tiers.copies.block_copier import BlockCopies, CopyDirection
-from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays, Way
+from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWay, CopyWays
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.host import CudaDriver, HostRegion
 
@@ -19,7 +19,7 @@ _POLL: Final = 50e-6
 _MAX_PIECES: Final = 512  # copied at a time, and of their bytes:
 _MAX_BYTES: Final = 8 << 20
 _PARTS: Final = 8  # of an engine's block
-_FORCED: Final[dict[Way, CopyChoice]] = {
+_FORCED: Final[dict[CopyWay, CopyChoice]] = {
     "batch": CopyChoice(batch_from=0),
     "kernel": CopyChoice(batch_from=None, torch_from=None),
     "torch": CopyChoice(batch_from=None, torch_from=0),
@@ -38,14 +38,14 @@ MakeCopier = Callable[[torch.Tensor | EngineBlocks, HostRegion, CopyWays], Copie
 
 
 class CopyProbe:
-    """A `Probe` of a device, by the very copiers that are to choose. It touches neither L1 nor L2, which are in use.
+    """A `CopyTimer` of a device, by the very copiers that are to choose. It touches neither L1 nor L2: both are in use.
 
     Times are the device's own, from before the first copy was enqueued to the end of the last. So they include the
     enqueueing, where that takes longer than the copies.
     """
 
     def __init__(
-        self, device: torch.device, driver: CudaDriver, make_copier: MakeCopier, ways: Sequence[Way],
+        self, device: torch.device, driver: CudaDriver, make_copier: MakeCopier, ways: Sequence[CopyWay],
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:  # fmt: skip
         self.ways = ways
@@ -53,7 +53,7 @@ class CopyProbe:
         self._driver = driver
         self._make_copier = make_copier
         self._sleep = sleep
-        self._bench: _Bench | None = None
+        self._bench: _ProbeMemory | None = None
         self._copier: Copier
         self._forced = CopyWays()
         with torch.cuda.device(device):
@@ -62,7 +62,7 @@ class CopyProbe:
     @classmethod
     @contextmanager
     def open(
-        cls, device: torch.device, driver: CudaDriver, make_copier: MakeCopier, ways: Sequence[Way]
+        cls, device: torch.device, driver: CudaDriver, make_copier: MakeCopier, ways: Sequence[CopyWay]
     ) -> "Iterator[CopyProbe]":
         """A probe for the length of a `with`, on the calling thread."""
         driver.use(device.index)
@@ -73,12 +73,12 @@ class CopyProbe:
         finally:
             probe.close()
 
-    def rate(self, way: Way, piece_bytes: int, grid: int) -> float:
+    def rate(self, way: CopyWay, piece_bytes: int, grid: int) -> float:
         """Bytes per second of scattered pieces, loads and stores together. RuntimeError if the device refuses."""
         if self._bench is None or self._bench.piece_bytes != piece_bytes:
             self.close()
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                self._bench = _Bench(self._device, self._driver, piece_bytes, is_engine="staging" in self.ways)
+                self._bench = _ProbeMemory(self._device, self._driver, piece_bytes, is_engine="staging" in self.ways)
                 self._copier = self._make_copier(self._bench.memory, self._bench.region, self._forced)
         bench, forced = self._bench, _FORCED[way]
         self._forced.choice = CopyChoice(forced.batch_from, forced.torch_from, grid)
@@ -114,7 +114,7 @@ class CopyProbe:
             self._sleep(_POLL)
 
 
-class _Bench:
+class _ProbeMemory:
     """Memory of both sides for pieces of one size: every other slot, blocks in descending order, so nothing merges."""
 
     def __init__(self, device: torch.device, driver: CudaDriver, piece_bytes: int, *, is_engine: bool) -> None:

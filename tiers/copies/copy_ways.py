@@ -8,7 +8,7 @@ from kvtier.tiers import Metrics
 if TYPE_CHECKING:
     from kvtier.tiers.config import HostConfig
 
-Way = Literal["batch", "kernel", "staging", "torch"]
+CopyWay = Literal["batch", "kernel", "staging", "torch"]
 """By one call of the driver; by a kernel that reads and writes pinned slots; through staging on the device; by torch.
 
 Our own blocks take the kernel, an engine's the staging.
@@ -32,7 +32,7 @@ class CopyChoice:
     source: Literal["default", "measured", "configured"] = "default"
     reason: str = "not measured"
 
-    def way(self, mean_bytes: float, *, has_batch: bool, has_kernel: bool) -> Way:
+    def way(self, mean_bytes: float, *, has_batch: bool, has_kernel: bool) -> CopyWay:
         """Of pinned pieces of that mean size; what is missing is never chosen."""
         if has_batch and self.is_batched(mean_bytes):
             return "batch"
@@ -87,7 +87,7 @@ class CopyWays:
         if self.metrics is not None:
             self.metrics.copies.chosen(device, self.choice.batch_from, self.choice.grid)
 
-    def count(self, way: Way, num_bytes: int) -> None:
+    def count(self, way: CopyWay, num_bytes: int) -> None:
         """One batch of copies was given to the device."""
         if self.metrics is not None:
             self.metrics.copies.made(way, num_bytes)

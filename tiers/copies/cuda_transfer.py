@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvtier.tiers.copies.block_copier import CANCELLED, BlockCopies, CopyDirection, invalid_copies
 from kvtier.tiers.copies.calibration import Calibration
 from kvtier.tiers.copies.copy_probe import CopyProbe, MakeCopier
-from kvtier.tiers.copies.copy_ways import CopyWays, Way
+from kvtier.tiers.copies.copy_ways import CopyWay, CopyWays
 from kvtier.tiers.copies.direct_copies import DirectCopies, Run, pieces_of
 from kvtier.tiers.copies.engine_blocks import EngineBlocks
 from kvtier.tiers.copies.kept_choices import ChoiceKey
@@ -265,9 +265,9 @@ class TensorCopier:
         self.kernels = self._compiled(cupy) if region.pinning is not None else None
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def ways(self) -> tuple[CopyWay, ...]:
         """Those there are on this machine."""
-        batch: tuple[Way, ...] = ("batch",) if self._direct is not None else ()
+        batch: tuple[CopyWay, ...] = ("batch",) if self._direct is not None else ()
         return (*batch, *(("kernel",) if self.kernels is not None else ()), "torch")
 
     def copy(self, direction: CopyDirection, copies: BlockCopies, *, is_chained: bool = True) -> None:
@@ -306,7 +306,7 @@ class TensorCopier:
         for i, j, length in zip(into[starts].tolist(), out_of[starts].tolist(), (ends - starts).tolist(), strict=True):
             target[i : i + length].copy_(source[j : j + length], non_blocking=True)
 
-    def _way(self, mean_bytes: float, slots: NDArray[np.int64]) -> Way:
+    def _way(self, mean_bytes: float, slots: NDArray[np.int64]) -> CopyWay:
         if not self._region.is_pinned(slots):
             return "torch"
         has = self._direct is not None, self.kernels is not None

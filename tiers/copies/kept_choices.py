@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from kvtier.tiers.config import cache_directory
 from kvtier.tiers.copies.copy_ways import MAX_GRID, CopyChoice
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class KeptChoices:
 
     def __init__(self, directory: Path | None = None) -> None:
         """`directory` is `kvtier/copies` in `$XDG_CACHE_HOME`, or in `~/.cache`, unless it is given."""
-        self._directory = directory or _cache_directory()
+        self._directory = directory or cache_directory() / "copies"
 
     def load(self, key: ChoiceKey) -> CopyChoice | None:
         """What was measured for exactly this set-up; None: nothing, or the measurement had failed."""
@@ -101,12 +102,6 @@ class KeptChoices:
             _unwritable.add(self._directory)
             logger.warning("%s: what is measured of copies is not kept, and measured at every start: %s",
                            self._directory, error.strerror or error)  # fmt: skip
-
-
-def _cache_directory() -> Path:
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~")) / ".cache"
-    return base / "kvtier" / "copies"
 
 
 def _locked(lock: int, give_up: Callable[[], bool]) -> bool:

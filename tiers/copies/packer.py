@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies.block_copier import BlockCopies, CopyDirection
-from kvtier.tiers.copies.copy_ways import CopyWays, Way
+from kvtier.tiers.copies.copy_ways import CopyWay, CopyWays
 from kvtier.tiers.copies.direct_copies import DirectCopies, Run, pieces_of
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.host import HostRegion
@@ -49,7 +49,7 @@ class Packer:
         self._parts = {id(part): _IntegerPart(part) for part in blocks.parts}
         self._direct = direct
         self._ways = ways or CopyWays()
-        self.ways: tuple[Way, ...] = ("staging",) if direct is None else ("batch", "staging")
+        self.ways: tuple[CopyWay, ...] = ("staging",) if direct is None else ("batch", "staging")
         self._runs = {id(part): run for part in blocks.parts if (run := _run_of(part)) is not None}
         self._staging: dict[CopyDirection, torch.Tensor] = {}
 

@@ -10,28 +10,28 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.tiers.config.config import cache_directory
 from kvtier.tiers.config.sections import HostConfig
-from kvtier.tiers.copies import kept_choices
 from kvtier.tiers.copies.calibration import GRIDS, SIZES, Calibration, measured
-from kvtier.tiers.copies.copy_ways import DEFAULT, CopyChoice, CopyWays, Way
+from kvtier.tiers.copies.copy_ways import DEFAULT, CopyChoice, CopyWay, CopyWays
 from kvtier.tiers.copies.kept_choices import ChoiceKey, KeptChoices
 from kvtier.tiers.metrics import Metrics
 
 KEY = ChoiceKey("NVIDIA H200", "12.8", "12.8", "14.0", "0.1.0", "own", "batch+kernel+torch")
 KIB = 1 << 10
 
-Script = Callable[[Way, int, int], float]
+Script = Callable[[CopyWay, int, int], float]
 
 
 class ScriptedProbe:
     """Answers with a script's rates, and notes what it was asked."""
 
-    def __init__(self, script: Script, ways: Sequence[Way] = ("batch", "kernel", "torch")) -> None:
+    def __init__(self, script: Script, ways: Sequence[CopyWay] = ("batch", "kernel", "torch")) -> None:
         self.script = script
         self.ways = ways
-        self.asked: list[tuple[Way, int, int]] = []
+        self.asked: list[tuple[CopyWay, int, int]] = []
 
-    def rate(self, way: Way, piece_bytes: int, grid: int) -> float:
+    def rate(self, way: CopyWay, piece_bytes: int, grid: int) -> float:
         self.asked.append((way, piece_bytes, grid))
         return self.script(way, piece_bytes, grid)
 
@@ -40,13 +40,13 @@ class ScriptedProbe:
         yield self
 
 
-def h200(way: Way, size: int, grid: int) -> float:
+def h200(way: CopyWay, size: int, grid: int) -> float:
     """As published: batches from 64 KiB on, the kernel's rate up to a grid of 16, torch's by its call."""
     batch = 51e9 if size >= 64 * KIB else 5e9
     return {"batch": batch, "kernel": 41e9 * min(1, grid / 16), "torch": size / (6e-6 + size / 51e9)}[way]
 
 
-def never(way: Way, size: int, grid: int) -> float:
+def never(way: CopyWay, size: int, grid: int) -> float:
     return 5e9 if way == "batch" else h200(way, size, grid)
 
 
@@ -122,7 +122,7 @@ def test_the_least_grid_that_does_not_cost_copies(kept: KeptChoices) -> None:
 def test_a_measurement_that_fails_midway_leaves_the_defaults_and_says_why(
     kept: KeptChoices, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def failing(way: Way, size: int, grid: int) -> float:
+    def failing(way: CopyWay, size: int, grid: int) -> float:
         if size > 64 * KIB:
             raise RuntimeError("CUDA error: out of memory")
         return h200(way, size, grid)
@@ -154,7 +154,7 @@ def test_past_its_deadline_nothing_more_is_measured(kept: KeptChoices) -> None:
 def test_closing_ends_a_measurement_and_keeps_nothing_of_it(kept: KeptChoices) -> None:
     holder: list[Calibration] = []
 
-    def closing(way: Way, size: int, grid: int) -> float:
+    def closing(way: CopyWay, size: int, grid: int) -> float:
         holder[0]._closing.set()
         return h200(way, size, grid)
 
@@ -306,7 +306,7 @@ def test_the_cache_directory_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert len(list((tmp_path / "kvtier" / "copies").glob("*.json"))) == 1
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # such a value counts as none, by the XDG specification
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert kept_choices._cache_directory() == tmp_path / "home" / ".cache" / "kvtier" / "copies"
+    assert cache_directory() == tmp_path / "home" / ".cache" / "kvtier"
 
 
 def test_a_measurement_is_logged_with_its_reason(kept: KeptChoices, caplog: pytest.LogCaptureFixture) -> None:
