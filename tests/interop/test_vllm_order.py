@@ -3,6 +3,7 @@
 vLLM's own classes make the memory of each of its layouts; a real engine has the one that CPUs know.
 """
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 import torch
 from lazy_cuda import LazyCuda, LazyDriver, pin
 from test_vllm_groups import FULL, NUM_BLOCKS, kv_cache_configs, layers, memory_of
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_rig import BLOCK, engine, make_checkpoint, prompt, tiers
 
 from kvtier.connector.vllm import slot_plan as vllm_slot_plan
@@ -153,6 +155,14 @@ def test_a_real_engine_keeps_its_own_order(model: Path, tmp_path: Path) -> None:
         right = cold.text([asked], 8)
     with engine(model, tiers(tmp_path, order="physical")) as vllm:
         assert vllm.text([asked], 8) == right
+        # a worker's copies are counted where vLLM looks, as on a GPU, which this one has not
+        ways = get_kv_transfer_group()._worker._ways
+        assert ways.wants_measuring
+        ways.count("batch", 4096)
+        time.sleep(1.1)  # reports come once a second
+        vllm.text([prompt(2, 40)], 4)
+        reported = {name: value for name, value in vllm.reported().items() if name.startswith("vllm:kvtier_copy_bytes")}
+        assert list(reported.values()) == [4096]
     with engine(model, tiers(tmp_path)) as vllm:
         output = vllm.run([asked], 8)[0]
         assert output.num_cached_tokens == 6 * BLOCK
