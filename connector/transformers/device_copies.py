@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from kvtier.connector.transformers.blocks import Blocks
 from kvtier.connector.transformers.cache_form import CacheForm
-from kvtier.tiers.config import show_size
-from kvtier.tiers.copies import BlockCopies, CopyEvent, CudaCopyStream
+from kvtier.tiers.config import HostConfig, show_size
+from kvtier.tiers.copies import BlockCopies, CopyEvent, CopyWays, CudaCopyStream
 from kvtier.tiers.host import HostRegion, cuda_driver
+from kvtier.tiers.metrics import Metrics
 
 _log = logging.getLogger(__package__)
 
@@ -49,11 +50,12 @@ class DeviceCopies:
     A store is gathered by the compute's own stream, so the cache may change or go as soon as the call returns.
     """
 
-    def __init__(self, form: CacheForm, device: torch.device, *, pin: bool) -> None:
-        """`pin`: have the region pinned. Nothing is taken from the device before the first copy."""
+    def __init__(self, form: CacheForm, device: torch.device, host: HostConfig, metrics: Metrics) -> None:
+        """`host` says whether the region is pinned, and how copies go. The device gives nothing before the first one."""
         self._form = form
         self._device = device
-        self._pin = pin
+        self._host = host
+        self._metrics = metrics
         self._region: HostRegion | None = None
         self._stream: CudaCopyStream | None = None
         self._staging: torch.Tensor | None = None  # `[4, slots, num_elements]`: two to load, two to store
@@ -61,7 +63,7 @@ class DeviceCopies:
         self._stored: list[CopyEvent | None] = [None, None]  # of each to store: its copy
         self._turn = 0
         self._refused = False
-        if pin and cuda_driver() is None:
+        if host.pin and cuda_driver() is None:
             _log.warning("[host] pin: libcuda.so.1 is not found or does not start, so copies will be slow")
 
     def connect(self, region: HostRegion) -> bool:
@@ -71,9 +73,10 @@ class DeviceCopies:
         self.close()
         try:
             staging = self._allocate()
-            if self._pin:
+            if self._host.pin:
                 region.pin(staging.device.index or 0)
-            stream = CudaCopyStream(staging.view(-1, 1, self._form.num_elements), region)
+            ways = CopyWays.to_measure(self._host, self._metrics)
+            stream = CudaCopyStream(staging.view(-1, 1, self._form.num_elements), region, ways=ways)
         except RuntimeError as error:
             if not self._refused:
                 _log.warning("no staging on %s, so blocks are copied one plane at a time: %s", self._device, error)
@@ -178,6 +181,6 @@ class DeviceCopies:
         return event
 
 
-def copies_of(form: CacheForm, device: torch.device, *, pin: bool) -> DeviceCopies | None:
+def copies_of(form: CacheForm, device: torch.device, host: HostConfig, metrics: Metrics) -> DeviceCopies | None:
     """For a model on that device; None where blocks are copied by the CPU."""
-    return DeviceCopies(form, device, pin=pin) if device.type == "cuda" else None
+    return DeviceCopies(form, device, host, metrics) if device.type == "cuda" else None

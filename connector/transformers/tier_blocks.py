@@ -66,7 +66,7 @@ class TierBlocks:
         self.form = form
         self._root = root
         self._config = config.cache
-        self._device = copies_of(form, device, pin=config.host.pin)  # None: the CPU copies
+        self._device = copies_of(form, device, config.host, tiers.metrics)  # None: the CPU copies
         self._stores: list[_Store] = []  # whose copies are under way, the oldest first
         self._lost: list[tuple[Lease, Sent]] = []  # loads that a dead device has not ended: it may still read
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.tiers.copies import cuda_transfer, packer
+from kvtier.tiers.copies import packer
+from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream, TensorCopier
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks, PartCopier
 from kvtier.tiers.copies.transfer import BlockCopies
@@ -39,13 +40,11 @@ def region(request: pytest.FixtureRequest) -> Iterator[HostRegion]:
 
 
 @pytest.fixture(params=["kernel", "copy"])
-def stream(
-    request: pytest.FixtureRequest, region: HostRegion, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[CudaCopyStream]:
-    monkeypatch.setattr(cuda_transfer, "KERNEL_BELOW", 1 << 30 if request.param == "kernel" else 0)
+def stream(request: pytest.FixtureRequest, region: HostRegion) -> Iterator[CudaCopyStream]:
+    choice = CopyChoice(batch_from=None, torch_from=None if request.param == "kernel" else 0)
     torch.manual_seed(11)
     l1 = torch.randn(SHAPE, device="cuda").to(torch.bfloat16)
-    stream = CudaCopyStream(l1, region)
+    stream = CudaCopyStream(l1, region, ways=CopyWays(choice))
     yield stream
     stream.close(30)
 

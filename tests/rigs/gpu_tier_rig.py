@@ -1,6 +1,7 @@
 """A model on an adversary's GPU for stories of KVTier: what it computes is on time, every copy is late."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from kvtier.connector.transformers import device_copies, host_copy, tier_blocks
 from kvtier.connector.transformers.blocks import Blocks
 from kvtier.connector.transformers.cache_form import CacheForm
 from kvtier.connector.transformers.device_copies import DeviceCopies
-from kvtier.tiers.copies import cuda_transfer
+from kvtier.tiers.config import HostConfig
+from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.host.host import HostRegion
+from kvtier.tiers.metrics import Metrics
 
 
 class GpuBelow:
@@ -27,8 +30,6 @@ class GpuBelow:
         self.slots = slots
         cuda.patch(monkeypatch)
         set_ = monkeypatch.setattr
-        for threshold in ("KERNEL_BELOW", "DIRECT_FROM"):  # of tiny blocks, too
-            set_(cuda_transfer, threshold, 0, raising=False)
         set_(device_copies, "_AHEAD", 8)  # fewer than some calls have pieces
         set_(device_copies, "CudaCopyStream", self.stream)
         set_(tier_blocks, "copies_of", self.copies)
@@ -37,15 +38,16 @@ class GpuBelow:
         set_(Blocks, "write", self._moving(Blocks.write, "scattered"))
         self._set = set_
 
-    def copies(self, form: CacheForm, device: torch.device, *, pin: bool) -> DeviceCopies:
+    def copies(self, form: CacheForm, device: torch.device, host: HostConfig, metrics: Metrics) -> DeviceCopies:
         self._set(device_copies, "STAGING_BYTES", self.slots * form.block_bytes)
-        return DeviceCopies(form, device, pin=False)
+        return DeviceCopies(form, device, replace(host, pin=False), metrics)
 
-    def stream(self, tensor: torch.Tensor, region: HostRegion) -> CudaCopyStream:
+    def stream(self, tensor: torch.Tensor, region: HostRegion, *, ways: CopyWays) -> CudaCopyStream:
         self.num_streams += 1
         self.cuda.own(tensor)
         pin(region, self.cuda, piece_bytes=64 << 10)
-        return CudaCopyStream(tensor, region, driver=self.driver)
+        every_size = CopyWays(CopyChoice(batch_from=0), ways.metrics)  # of tiny blocks, too
+        return CudaCopyStream(tensor, region, driver=self.driver, ways=every_size)
 
     def _moving(self, real: Callable[..., None], what: str) -> Callable[..., None]:
         """What the compute's stream is given: it reads or writes staging in its turn."""

@@ -181,6 +181,26 @@ def test_the_driver_pins_a_region_and_copies_a_batch(library: ctypes.CDLL) -> No
     region.close()
 
 
+def test_the_driver_says_its_version_and_stays_out_of_captures(library: ctypes.CDLL) -> None:
+    driver = CudaDriver(library)
+    assert driver.version == "12.8"
+    mode = ctypes.c_int(0)
+    driver.beside_captures()
+    assert library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == 0
+    assert mode.value == 2  # relaxed, on this thread
+    found: list[int] = []
+
+    def of_another_thread() -> None:
+        other = ctypes.c_int(0)
+        library.cuThreadExchangeStreamCaptureMode(ctypes.byref(other))
+        found.append(other.value)
+
+    thread = threading.Thread(target=of_another_thread)
+    thread.start()
+    thread.join(10)
+    assert found == [0]
+
+
 def test_what_the_driver_refuses_is_named(library: ctypes.CDLL) -> None:
     ctypes.c_int.in_dll(library, "refuse_after").value = 1
     driver, region = CudaDriver(library), HostRegion.allocate(2, SLOT)
