@@ -5,7 +5,7 @@ With `--dry` the device is this CPU and everything is small: the same code, with
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -24,15 +24,13 @@ from kvtier.tiers.copies import (
     CudaCopyStream,
     EngineBlocks,
     HostCopyStream,
-    cuda_transfer,
-    kernels,
-    packer,
 )
 from kvtier.tiers.host import HostRegion
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 DEADLINE: Final = 60.0  # seconds for any copy
+BenchRow = dict[str, object]  # of a report's table
 WAYS: Final = ("chosen", "kernel", "batch", "copies")
 LAYOUTS: Final = ("own", "NHD", "HND", "cross-layer")  # where an engine keeps a block: our L1, and vLLM's three
 
@@ -109,12 +107,12 @@ def cuda_stream(
     with ExitStack() as patches:
         if way != "chosen":
             direct_from = always if way == "batch" else never
-            for module in (cuda_transfer, packer):
-                patches.enter_context(patch.object(module, "DIRECT_FROM", direct_from))
+            for module in ("cuda_transfer", "packer"):
+                patches.enter_context(patch(f"kvtier.tiers.copies.{module}.DIRECT_FROM", direct_from))
             kernel_below = never if way == "kernel" else always
-            patches.enter_context(patch.object(cuda_transfer, "KERNEL_BELOW", kernel_below))
+            patches.enter_context(patch("kvtier.tiers.copies.cuda_transfer.KERNEL_BELOW", kernel_below))
         if grid is not None:
-            patches.enter_context(patch.object(kernels, "MAX_GRID", grid))
+            patches.enter_context(patch("kvtier.tiers.copies.kernels.MAX_GRID", grid))
         stream = CudaCopyStream(l1, region, cupy=cupy, driver=driver)
         try:
             yield stream
@@ -174,7 +172,7 @@ def piece_tensor(layout: str, num_blocks: int, piece_bytes: int, num_layers: int
 
 
 @dataclass
-class Batches:
+class ScatteredBatches:
     """Random blocks and slots for copies both ways at once: loads have the lower halves, stores the upper ones."""
 
     num_blocks: int
@@ -249,6 +247,13 @@ def interleaved(
             cpu[name].append(time.thread_time() - spent)
             wall[name].append(time.perf_counter() - started)
     return {name: (np.array(wall[name][1:]), np.array(cpu[name][1:])) for name in variants}
+
+
+def told(rows: Iterable[BenchRow]) -> Iterator[BenchRow]:
+    """The same rows, each told on the way: a run that is cut short has not measured in vain."""
+    for row in rows:
+        _report.progress("  ".join(f"{name} {value}" for name, value in row.items()))
+        yield row
 
 
 def setup_of(options: argparse.Namespace) -> dict[str, object]:

@@ -19,7 +19,7 @@ from typing import Final
 import _gpu
 import numpy as np
 import torch
-from _gpu import KIB, MIB, Geometry8B
+from _gpu import KIB, MIB, BenchRow, Geometry8B
 from _report import Target, progress, report
 
 from kvtier.connector import CopyOp, StepPlan, WorkerSide
@@ -35,8 +35,6 @@ DEPTH: Final = 4  # batches enqueued back to back
 MAX_PIECES: Final = 16384  # of a batch: more only cost time to list
 LARGE_KIB, SMALL_KIB = 512, 24  # the goals' borders
 COPIES_FROM_KIB: Final = 64  # smaller ones by one call each show nothing but the calls
-
-Row = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ class Scale:
         return cls(device, pieces, 4 << 30, 512 * MIB, 3 if quick else 9, 32, first_use, Geometry8B())
 
 
-class Pools:
+class PiecePools:
     """L1, pinned L2 and the limit for pieces of one size."""
 
     def __init__(self, scale: Scale, layout: str, piece_bytes: int) -> None:
@@ -72,7 +70,7 @@ class Pools:
         self.block_bytes = piece_bytes * self.per_block
         num_blocks = max(4, scale.pool_bytes // self.block_bytes)
         count = max(1, min(scale.batch_bytes // self.block_bytes, MAX_PIECES // self.per_block, num_blocks // 2))
-        self.batches = _gpu.Batches(num_blocks, count)
+        self.batches = _gpu.ScatteredBatches(num_blocks, count)
         self.batch_bytes = count * self.block_bytes
         self.l1 = _gpu.piece_tensor(layout, num_blocks, piece_bytes, scale.num_layers, scale.device)
         self.region = _gpu.pinned_region(num_blocks, self.block_bytes, scale.device)
@@ -96,13 +94,13 @@ class Pools:
         self.region.close()
 
 
-def gbps(pools: Pools, directions: Sequence[str], seconds: float) -> float:
+def gbps(pools: PiecePools, directions: Sequence[str], seconds: float) -> float:
     return round(DEPTH * len(directions) * pools.batch_bytes / seconds / 1e9, 2)
 
 
-def measure_pieces(scale: Scale, layout: str, kib: int) -> Iterator[Row]:
+def measure_pieces(scale: Scale, layout: str, kib: int) -> Iterator[BenchRow]:
     """One row for each way and direction."""
-    pools = Pools(scale, layout, kib * KIB)
+    pools = PiecePools(scale, layout, kib * KIB)
     try:
         for way in _gpu.ways(scale.device):
             if way == "copies" and kib < COPIES_FROM_KIB:
@@ -125,9 +123,9 @@ def measure_pieces(scale: Scale, layout: str, kib: int) -> Iterator[Row]:
         pools.close()
 
 
-def sweep_grid(scale: Scale) -> Iterator[Row]:
+def sweep_grid(scale: Scale) -> Iterator[BenchRow]:
     """The kernel's bandwidth by its number of blocks of threads, for small pieces. Only a GPU launches any."""
-    pools = Pools(scale, "own", 16 * KIB)
+    pools = PiecePools(scale, "own", 16 * KIB)
     try:
         for grid, direction in itertools.product(GRIDS, ("load", "store")):
             with _gpu.copying(pools.l1, pools.region, scale.device, "kernel", grid) as stream:
@@ -146,7 +144,7 @@ def store_plan(first: int, num_ops: int) -> StepPlan:
     return StepPlan(0, 0, (), tuple(ops))
 
 
-def measure_steps(scale: Scale) -> Iterator[Row]:
+def measure_steps(scale: Scale) -> Iterator[BenchRow]:
     """What a worker's thread spends on a step's stores, for each place where engines keep blocks."""
     num_blocks = 128
     for layout in _gpu.LAYOUTS:
@@ -156,7 +154,7 @@ def measure_steps(scale: Scale) -> Iterator[Row]:
             worker = WorkerSide(stream, scale.geometry.num_layers, scale.geometry.layer_bytes, _gpu.DEADLINE)
             for num_stores in (1, 16, 64):
                 cpu, wall = stores(worker, num_stores, 4 + 4 * scale.rounds)
-                row: Row = {"layout": layout, "stores of a step": num_stores}
+                row: BenchRow = {"layout": layout, "stores of a step": num_stores}
                 yield row | {"CPU ms": round(float(np.median(cpu)), 3), "ms": round(float(np.median(wall)), 3)}
         region.close()
 
@@ -176,7 +174,7 @@ def stores(worker: WorkerSide, num_stores: int, num_steps: int) -> tuple[list[fl
     return cpu[4:], wall[4:]  # without those that warm up
 
 
-class Loop:
+class StepLoop:
     """Steps of a little compute, as an engine makes them, and a store in each once there is a stream for it."""
 
     def __init__(self, scale: Scale, num_slots: int) -> None:
@@ -203,11 +201,11 @@ class Loop:
         return took
 
 
-def first_use(scale: Scale) -> Iterator[Row]:
+def first_use(scale: Scale) -> Iterator[BenchRow]:
     """Steps before L2 is there, while it is pre-faulted and pinned, and behind that."""
     block_bytes = scale.geometry.block_bytes
     num_slots = scale.first_use_bytes // block_bytes
-    loop = Loop(scale, num_slots)
+    loop = StepLoop(scale, num_slots)
     loop.run(lambda n: n >= 20)  # warms up
     phases = {"before": loop.run(lambda n: n >= 200)}
     began = time.perf_counter()
@@ -225,12 +223,12 @@ def first_use(scale: Scale) -> Iterator[Row]:
     if error is not None:
         raise SystemExit(f"L2 could not be pinned: {error}; raise `ulimit -l`")
     for phase, ms in phases.items():
-        row: Row = {"L2 MiB": scale.first_use_bytes // MIB, "phase": phase, "steps": len(ms)}
+        row: BenchRow = {"L2 MiB": scale.first_use_bytes // MIB, "phase": phase, "steps": len(ms)}
         row |= {"p50 ms": round(float(np.median(ms)), 3), "p99 ms": round(float(np.quantile(ms, 0.99)), 3)}
         yield row | {"longest ms": round(max(ms), 3)} | ({"seconds": round(seconds, 2)} if phase == "first use" else {})
 
 
-def goals(rows: Sequence[Row]) -> list[Target]:
+def goals(rows: Sequence[BenchRow]) -> list[Target]:
     """The worst value of each goal, by the way that kvtier chooses."""
     chosen = [row for row in rows if row.get("way") == "chosen"]
     large = [row for row in chosen if number(row, "KiB") >= LARGE_KIB]
@@ -250,11 +248,11 @@ def goals(rows: Sequence[Row]) -> list[Target]:
     ]
 
 
-def least(rows: Sequence[Row], name: str) -> float:
+def least(rows: Sequence[BenchRow], name: str) -> float:
     return min(number(row, name) for row in rows)
 
 
-def number(row: Row, name: str) -> float:
+def number(row: BenchRow, name: str) -> float:
     return float(str(row[name]))
 
 
@@ -262,15 +260,15 @@ def main() -> int:
     """Measure, print, and say which goals were met."""
     options = _gpu.arguments(__doc__)
     scale = Scale.of(options.device, options.quick)
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     for layout, kib in itertools.product(("own", "layers"), scale.pieces_kib):
         if layout == "own" or kib <= LAYERED_TO_KIB:
             progress(f"{scale.device}: {layout}, pieces of {kib} KiB")
-            rows += measure_pieces(scale, layout, kib)
+            rows += _gpu.told(measure_pieces(scale, layout, kib))
     progress("the kernel's grid; stores of a step; first use of L2")
-    rows += sweep_grid(scale)
-    rows += measure_steps(scale)
-    rows += first_use(scale)
+    rows += _gpu.told(sweep_grid(scale))
+    rows += _gpu.told(measure_steps(scale))
+    rows += _gpu.told(first_use(scale))
     return report("gpu_bandwidth", rows, goals(rows), options.json, options.save, _gpu.setup_of(options))
 
 

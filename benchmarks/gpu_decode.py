@@ -17,7 +17,7 @@ from typing import Final
 import _gpu
 import numpy as np
 import torch
-from _gpu import Geometry8B
+from _gpu import BenchRow, Geometry8B
 from _report import Target, progress, report
 
 from kvtier.connector import CopyOp, StepPlan, WorkerSide
@@ -27,11 +27,9 @@ SLOWDOWN: Final = 1.02
 NUM_STORED: Final = 4  # blocks a step
 WARM_UP: Final = 3
 
-Row = dict[str, object]
-
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class DecodeLoad:
     """How much is decoded beside how much."""
 
     device: torch.device
@@ -46,7 +44,7 @@ class Load:
     steps: int
 
     @classmethod
-    def of(cls, device: torch.device, quick: bool) -> "Load":
+    def of(cls, device: torch.device, quick: bool) -> "DecodeLoad":
         """A GPU's, or this CPU's."""
         if device.type == "cpu":
             return cls(device, _gpu.SMALL, 64, 128, 4, 1 << 16, 32, 8, 2, 4)
@@ -57,7 +55,7 @@ class Load:
 class DecodeStep:
     """One step's compute on random weights: `run` enqueues it, `is_graph` says whether it is one launch."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: DecodeLoad) -> None:
         self.device = load.device
         hidden, both = load.hidden, 2 * load.intermediate
         shapes = [(hidden, hidden * 3 // 2), (hidden, hidden), (hidden, both), (load.intermediate, hidden)]
@@ -104,7 +102,7 @@ class Beside:
     """A worker's copies beside the steps: stores have the lower half of blocks and slots, loads the upper one."""
 
     worker: WorkerSide
-    load: Load
+    load: DecodeLoad
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(5))
     num_ops: int = 0
     num_blocks: int = 0
@@ -164,7 +162,7 @@ def steps(decode: DecodeStep, beside: Beside, kind: str, count: int) -> tuple[li
     return took, [each * 1e3 for each in cpu]
 
 
-def measure(decode: DecodeStep, load: Load, layout: str, way: str) -> Iterator[Row]:
+def measure(decode: DecodeStep, load: DecodeLoad, layout: str, way: str) -> Iterator[BenchRow]:
     """One row for each kind of copies beside the steps."""
     l1 = _gpu.engine_tensor(layout, load.num_blocks, load.geometry, load.device)
     region = _gpu.pinned_region(load.num_blocks, load.geometry.block_bytes, load.device)
@@ -201,7 +199,7 @@ def measure(decode: DecodeStep, load: Load, layout: str, way: str) -> Iterator[R
         }
 
 
-def goals(rows: Sequence[Row]) -> list[Target]:
+def goals(rows: Sequence[BenchRow]) -> list[Target]:
     """The slowest place for blocks, by the way that kvtier chooses."""
     chosen = [row for row in rows if row["way"] == "chosen"]
     worst = {kind: max(float(str(row["slowdown"])) for row in chosen if row["beside"] == kind) for kind in BESIDE[1:]}
@@ -211,14 +209,14 @@ def goals(rows: Sequence[Row]) -> list[Target]:
 def main() -> int:
     """Measure, print, and say whether the goals were met."""
     options = _gpu.arguments(__doc__)
-    load = Load.of(options.device, options.quick)
+    load = DecodeLoad.of(options.device, options.quick)
     progress(f"{load.device}: a decode step's weights and graph")
     decode = DecodeStep(load)
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     others = [("own", way) for way in _gpu.ways(load.device)[1:]]
     for layout, way in [*((layout, "chosen") for layout in _gpu.LAYOUTS), *others]:
         progress(f"blocks: {layout}, way: {way}")
-        rows += measure(decode, load, layout, way)
+        rows += _gpu.told(measure(decode, load, layout, way))
     return report("gpu_decode", rows, goals(rows), options.json, options.save, _gpu.setup_of(options))
 
 

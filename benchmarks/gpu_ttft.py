@@ -21,6 +21,7 @@ import _gpu
 import matplotlib
 import numpy as np
 import torch
+from _gpu import BenchRow
 from _report import RESULTS, Target, progress, report
 from transformers import LlamaConfig
 
@@ -37,13 +38,12 @@ ONE: Final = SamplingParams(max_tokens=1, ignore_eos=True)
 SETTLE: Final = 120.0  # seconds for everything stored to reach the slab
 GOALS: Final = (("L2", 20), ("slab", 5))
 
-Row = dict[str, object]
 Loading = Literal["async", "layerwise"]
 LOADINGS: Final[tuple[Loading, ...]] = ("async", "layerwise")
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
+class AskedPrompts:
     """Which model is asked how long prompts."""
 
     device: torch.device
@@ -54,7 +54,7 @@ class Prompts:
     tier_size: str
 
     @classmethod
-    def of(cls, device: torch.device, quick: bool) -> "Prompts":
+    def of(cls, device: torch.device, quick: bool) -> "AskedPrompts":
         """A GPU's, or this CPU's."""
         if device.type == "cpu":
             return cls(device, sizes(64, 128, 2, 4, 2, 512), "float32", (128, 256), 1, "64MiB")
@@ -80,14 +80,14 @@ def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
     }
 
 
-def random_model(prompts: Prompts) -> Model:
+def random_model(prompts: AskedPrompts) -> Model:
     """Made where it runs: a CPU would take minutes for as many random numbers."""
     with torch.device(prompts.device):
         config = LlamaConfig(**prompts.model)  # type: ignore[arg-type]
         return Model.from_config(config, dtype=prompts.dtype, device=str(prompts.device))
 
 
-def opened(model: Model, prompts: Prompts, loading: Loading, home: str) -> Engine:
+def opened(model: Model, prompts: AskedPrompts, loading: Loading, home: str) -> Engine:
     """An engine whose L2 is there, and pinned on a GPU, before anything is asked."""
     config = Config.load(
         host={"size": prompts.tier_size},
@@ -143,7 +143,7 @@ def ask_each_tier(engine: Engine, prompt: list[int]) -> tuple[dict[str, float], 
     return ms, len(tokens) == 1
 
 
-def measure(model: Model, prompts: Prompts, loading: Loading) -> Iterator[Row]:
+def measure(model: Model, prompts: AskedPrompts, loading: Loading) -> Iterator[BenchRow]:
     """One row for each length."""
     rng = np.random.default_rng(1)
     with tempfile.TemporaryDirectory(prefix=".gpu-ttft-", dir=Path(__file__).parent) as home:
@@ -158,7 +158,7 @@ def measure(model: Model, prompts: Prompts, loading: Loading) -> Iterator[Row]:
                     progress(f"{loading}, {length} tokens: round {round_ + 1} of {prompts.rounds}")
                     rounds.append(ask_each_tier(engine, rng.integers(0, prompts.vocabulary, length + 1).tolist()))
                 times = [ms for ms, _ in rounds]
-                row: Row = {"loading": loading, "tokens": length}
+                row: BenchRow = {"loading": loading, "tokens": length}
                 row |= {f"{tier} ms": round(statistics.median(ms[tier] for ms in times), 2) for tier in TIERS}
                 for tier in TIERS[1:]:
                     row[f"cold ÷ {tier}"] = round(statistics.median(ms["cold"] / ms[tier] for ms in times), 2)
@@ -169,7 +169,7 @@ def measure(model: Model, prompts: Prompts, loading: Loading) -> Iterator[Row]:
             engine.close()
 
 
-def goals(rows: Sequence[Row]) -> list[Target]:
+def goals(rows: Sequence[BenchRow]) -> list[Target]:
     """Of the longest prompt, with each kind of loads."""
     longest = max(int(str(row["tokens"])) for row in rows)
     return [
@@ -180,7 +180,7 @@ def goals(rows: Sequence[Row]) -> list[Target]:
     ]
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[BenchRow], path: Path) -> None:
     """The times of every tier, by length and kind of loads."""
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     for place, tier in enumerate(TIERS):
@@ -200,10 +200,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def main() -> int:
     """Measure, print, and say whether the goals were met."""
     options = _gpu.arguments(__doc__)
-    prompts = Prompts.of(options.device, options.quick)
+    prompts = AskedPrompts.of(options.device, options.quick)
     progress(f"{prompts.device}: a model of random weights")
     model = random_model(prompts)
-    rows = [row for loading in LOADINGS for row in measure(model, prompts, loading)]
+    rows = [row for loading in LOADINGS for row in _gpu.told(measure(model, prompts, loading))]
     if options.save:
         draw(rows, RESULTS / "gpu_ttft.png")
     return report("gpu_ttft", rows, goals(rows), options.json, options.save, _gpu.setup_of(options))

@@ -19,6 +19,9 @@ import gpu_ttft
 import pytest
 import torch
 from _readme import CLAIMS, figures
+from device_rig import WAYS, LazyRig, ended_well, pairs, rig_of
+
+from kvtier.tiers.host.host import HostRegion
 
 PROGRAMS: list[ModuleType] = [gpu_bandwidth, gpu_decode, gpu_ttft]
 
@@ -116,3 +119,19 @@ def test_a_copy_of_a_checkout_knows_its_commit(tmp_path: Path, monkeypatch: pyte
     (tmp_path / ".gpu").mkdir()
     (tmp_path / ".gpu" / "commit").write_text("0123456789ab\n")
     assert _report.commit() == "0123456789ab"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forced_way_is_the_one_that_copies_go(way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with rig_of("lazy", 1, monkeypatch, tmp_path) as rig:
+        assert isinstance(rig, LazyRig)
+        for num_bytes in (4 << 10, 2 << 20):
+            batches, launches = rig.driver.num_batches, len(rig.cupy.streams)
+            l1 = rig.upload(_gpu.piece_tensor("own", 4, num_bytes, 1, rig.device))
+            region = HostRegion.allocate(4, num_bytes)
+            rig.pin(region)
+            with rig.stream(l1, region, way) as stream:
+                ended_well(_gpu.enqueue(stream, "store", pairs([0, 2], [3, 1])))
+            region.close()
+            taken = {"batch": rig.driver.num_batches - batches, "kernel": len(rig.cupy.streams) - launches}
+            assert taken == {"batch": 0, "kernel": 0} | ({way: 1} if way in taken else {})

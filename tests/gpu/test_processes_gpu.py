@@ -70,16 +70,16 @@ def test_two_ranks_store_and_load_their_halves_of_the_same_slots(rig: DeviceRig,
             ranks.append(Child("rank", kind, rank, region.fd, folder, fds=(region.fd,)))
             closing.callback(ranks[-1].close)
         for told in ({"ready": True}, {"stored": NUM_BLOCKS}):
-            assert [rank.says() for rank in ranks] == [told, told]
+            assert [child.says() for child in ranks] == [told, told]
             if "stored" in told:  # both halves of every slot, as a third process sees them
                 wanted = np.concatenate([kv.numpy() for rank in (0, 1) for kv in kv_of(rank)], axis=1)
                 assert wanted.shape == (NUM_BLOCKS, 2 * LAYERS * PART)
                 assert np.array_equal(region.array[slot_table(), :SLOT], wanted)
-            for rank in ranks:
-                rank.go_on()
-        assert [rank.says() for rank in ranks] == [{"right": True}] * 2
-        for rank in ranks:
-            rank.go_on()
+            for child in ranks:
+                child.go_on()
+        assert [child.says() for child in ranks] == [{"right": True}] * 2
+        for child in ranks:
+            child.go_on()
 
 
 def test_copies_of_a_broken_device_fail_in_time_and_say_why(rig: DeviceRig, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Final
@@ -30,7 +31,7 @@ def kv_of(rank: int) -> list[torch.Tensor]:
 
 def slot_table() -> list[int]:
     """Which slot a block is stored to: both ranks have the same tables."""
-    return np.random.default_rng(4).permutation(NUM_BLOCKS).tolist()
+    return [int(slot) for slot in np.random.default_rng(4).permutation(NUM_BLOCKS)]
 
 
 def rank_story(rig: DeviceRig, rank: int, region: HostRegion) -> None:
@@ -81,7 +82,7 @@ def main(story: str, kind: str, *rest: str) -> None:
         if story == "broken":
             with rig_of(kind, 0, patch, Path(rest[0])) as rig:
                 print(json.dumps(broken_story(rig)), flush=True)
-            return
+                os._exit(0)  # what CUDA's own end makes of it is another story
         rank, fd = int(rest[0]), int(rest[1])
         with rig_of(kind, rank, patch, Path(rest[2])) as rig:
             region = HostRegion.attach(fd, NUM_BLOCKS, SLOT)
