@@ -6,21 +6,22 @@ With `--dry` the device is this CPU and everything is small: the same code, with
 import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
-from unittest.mock import patch
 
 import _report
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvtier.tiers.config import Config
 from kvtier.tiers.copies import (
     BlockCopies,
     BlockPart,
     CopyEvent,
     CopyStream,
+    CopyWays,
     CudaCopyStream,
     EngineBlocks,
     HostCopyStream,
@@ -99,25 +100,25 @@ def cuda_stream(
     cupy: Any = None,
     driver: Any = None,
 ) -> Iterator[CudaCopyStream]:
-    """A GPU's stream; every copy enqueued within goes this way, whatever its size. "chosen": as the product decides.
+    """A GPU's stream whose pinned copies go this way, whatever their size; "chosen": as the product decides.
 
     `grid`: the kernel's blocks of threads. `cupy` and `driver` are the machine's by default.
     """
-    never, always = 1 << 40, 0
-    with ExitStack() as patches:
-        if way != "chosen":
-            direct_from = always if way == "batch" else never
-            for module in ("cuda_transfer", "packer"):
-                patches.enter_context(patch(f"kvtier.tiers.copies.{module}.DIRECT_FROM", direct_from))
-            kernel_below = never if way == "kernel" else always
-            patches.enter_context(patch("kvtier.tiers.copies.cuda_transfer.KERNEL_BELOW", kernel_below))
-        if grid is not None:
-            patches.enter_context(patch("kvtier.tiers.copies.kernels.MAX_GRID", grid))
-        stream = CudaCopyStream(l1, region, cupy=cupy, driver=driver)
-        try:
-            yield stream
-        finally:
-            stream.close(DEADLINE)
+    if way == "chosen":
+        ways = CopyWays.to_measure(Config.load().host)
+    else:
+        always, never = 0, None
+        choice = replace(
+            CopyWays().choice,
+            batch_from=always if way == "batch" else never,
+            torch_from=never if way == "kernel" else always,
+        )
+        ways = CopyWays(choice if grid is None else replace(choice, grid=grid))
+    stream = CudaCopyStream(l1, region, cupy=cupy, driver=driver, ways=ways)
+    try:
+        yield stream
+    finally:
+        stream.close(DEADLINE)
 
 
 @contextmanager
@@ -131,6 +132,8 @@ def copying(
     """The stream that an engine on this device gets. A CPU has one way."""
     if device.type == "cuda":
         with cuda_stream(l1, region, way, grid=grid) as on_device:
+            if region.pinned and not await_choice(on_device):
+                _report.progress("the ways of copying are not measured yet: published figures count")
             yield on_device
         return
     stream = HostCopyStream(l1, region)
@@ -138,6 +141,16 @@ def copying(
         yield stream
     finally:
         stream.close(DEADLINE)
+
+
+def await_choice(stream: CudaCopyStream) -> bool:
+    """Wait until it is measured which way copies go best on this device, if it is measured at all; False: it hangs."""
+    unmeasured, give_up_at = CopyWays().choice.reason, time.monotonic() + 10
+    while stream.ways.wants_measuring and stream.ways.choice.reason == unmeasured:
+        if time.monotonic() > give_up_at:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def engine_tensor(layout: str, num_blocks: int, geometry: Geometry8B, device: torch.device) -> Any:

@@ -8,7 +8,7 @@ from kvtier.connector.both_ends import BothEndsSide
 from kvtier.connector.opening import open_tiers
 from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.config import Config
-from kvtier.tiers.copies import BlockPool, CopyStream, CudaCopyStream, HostCopyStream
+from kvtier.tiers.copies import BlockPool, CopyStream, CopyWays, CudaCopyStream, HostCopyStream
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.host import cuda_driver
 from kvtier.tiers.naming import KVShape, ModelIdentity
@@ -51,7 +51,7 @@ class LocalConnector:
                 return HostCopyStream(tensor, region)
             if config.host.pin:
                 region.pin(tensor.device.index)
-            return CudaCopyStream(tensor, region)
+            return CudaCopyStream(tensor, region, ways=CopyWays.to_measure(config.host, self.tiers.metrics))
 
         self.scheduler = BothEndsSide(self.tiers, partial_blocks=partial_blocks and config.cache.partial_blocks)
         self.worker = WorkerSide(follow, shape.num_layers, shape.layer_bytes, _COPY_DEADLINE)

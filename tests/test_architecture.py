@@ -99,6 +99,7 @@ EXPLAINED: Final = {
     "connector/scheduler.py:SchedulerSide": "all that an engine's scheduler asks and tells, request by request",
     "connector/vllm/connector.py:KVTierConnector": "vLLM's interface, whose methods these are; each is a line or two",
     "connector/models/tokenizer.py:load_tokenizer:except": "tokenizers raises no narrower type for a file that is none",
+    "tiers/copies/calibration.py:_run:except": "top of a thread: drivers and compilers raise what they like",
     "tiers/copies/transfer.py:_work:except": "top of the worker loop: a failed copy is reported, the thread lives on",
 }
 

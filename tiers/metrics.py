@@ -21,6 +21,28 @@ class Series(NamedTuple):
     value: float = 0.0
 
 
+class CopyMetrics:
+    """The counters of copies between L1 on a GPU and L2. `way` is one of `copy_ways.py`."""
+
+    def __init__(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
+        self._batches = counter("kvtier_copies", "Batches of copies given to a GPU, by the way they went", "way")
+        self._bytes = counter("kvtier_copy_bytes", "Bytes of copies given to a GPU, by the way they went", "way")
+        self._batch_from = gauge(
+            "kvtier_copy_batch_from_bytes", "Pieces from this size on are copied by the driver; -1: never", "device"
+        )
+        self._grid = gauge("kvtier_copy_grid", "Blocks of threads of the copy kernel", "device")
+
+    def made(self, way: str, num_bytes: int) -> None:
+        """One batch of copies was given to the device."""
+        self._batches.labels(way).inc()
+        self._bytes.labels(way).inc(num_bytes)
+
+    def chosen(self, device: str, batch_from: int | None, grid: int) -> None:
+        """From which size of pieces on the driver copies for a device (None: never), and how large the kernel is."""
+        self._batch_from.labels(device).set(-1 if batch_from is None else batch_from)
+        self._grid.labels(device).set(grid)
+
+
 class Metrics:
     """The counters of one hierarchy. Thread-safe; callers count whole batches, one call costs a microsecond or two.
 
@@ -40,6 +62,7 @@ class Metrics:
         self._evict = self._counter("kvtier_evicted", "Blocks evicted", "tier")
         self._breaker = self._gauge("kvtier_breaker_open", "1 while a tier is detached", "tier", "direction")
         self._slots = self._gauge("kvtier_pool_slots", "Slots by state", "tier", "state")
+        self.copies = CopyMetrics(self._counter, self._gauge)
         self._load_seconds = Histogram(
             "kvtier_load_seconds",
             "Time of one batch moved towards the engine",

@@ -8,6 +8,7 @@ vLLM makes one connector in each worker, and then one in its scheduler's process
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -34,9 +35,12 @@ from kvtier.connector.vllm.model import require_supported_version, why_none
 from kvtier.connector.vllm.options import VllmOptions, warn_of_policy
 from kvtier.connector.vllm.plugin import register
 from kvtier.connector.vllm.scheduler import SchedulerHalf
+from kvtier.connector.vllm.slot_order import slot_order, warn_of_order
 from kvtier.connector.vllm.slot_plan import slot_plan
 from kvtier.connector.vllm.stats import KVTierProm, KVTierStats
 from kvtier.connector.vllm.worker import WorkerHalf
+from kvtier.tiers import Metrics
+from kvtier.tiers.copies import CopyWays
 
 _log = logging.getLogger(__name__)
 
@@ -57,24 +61,28 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         require_supported_version()
         options = VllmOptions.of(self._kv_transfer_config.kv_connector_extra_config)
-        plan = slot_plan(vllm_config, kv_cache_config, canonical=options.keys == "kvtier")
+        order = slot_order(options.order, vllm_config, kv_cache_config)
+        plan = replace(slot_plan(vllm_config, kv_cache_config, canonical=options.keys == "kvtier"), order=order)
         self._worker_half: WorkerHalf | None = None
         self._scheduler_half: SchedulerHalf | None = None
         self._drops = options.on_reset == "drop"
+        self._metrics = Metrics()  # a worker's: of its copies. The scheduler's half counts in its tiers
+        self._stats = KVTierStats(period=_STATS_EVERY)
         if role == KVConnectorRole.WORKER:
             sleeps = vllm_config.model_config.enable_sleep_mode
             settles = sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches")  # vLLM 0.32 tells nobody
-            self._worker_half = WorkerHalf(plan, layerwise=options.layerwise, settles=settles)
+            ways = CopyWays.to_measure(options.config.host, self._metrics)
+            self._worker_half = WorkerHalf(plan, layerwise=options.layerwise, settles=settles, ways=ways)
             if get_tensor_model_parallel_rank() == 0:  # only one rank logs it
                 warn_of_policy(_failure_policy(self._kv_transfer_config))
             return
         stores = self._kv_transfer_config.is_kv_producer  # "kv_consumer" only loads; the others do both
         options.warn(plan.block_size, stores=stores)
+        warn_of_order(plan, vllm_config, kv_cache_config)
         cache = options.config.cache
         named = fingerprint(vllm_config, kv_cache_config, plan, cache)
         parallel = vllm_config.parallel_config
         num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        self._stats = KVTierStats(period=_STATS_EVERY)
         config = options.shared(parallel.data_parallel_rank, parallel.data_parallel_size)
         self._scheduler_half = SchedulerHalf(
             plan, open_tiers(config, named, plan), cache, named, kv_cache_config.num_blocks, num_ranks
@@ -154,10 +162,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def get_kv_connector_stats(self) -> KVTierStats | None:
-        """What the tiers counted since the last call, about once a second."""
-        if self._scheduler_half is None:
-            return None
-        return self._stats.since_last(self._scheduler_half.side.tiers.metrics)
+        """What the tiers, or a worker's copies, counted since the last call, about once a second."""
+        half = self._scheduler_half
+        return self._stats.since_last(self._metrics if half is None else half.side.tiers.metrics)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:

@@ -10,6 +10,8 @@ from kvtier.connector.vllm.slot_plan import LEAVE_OUT, SlotPlan
 from kvtier.tiers import ConfigError
 from kvtier.tiers.copies import BlockPart, EngineBlocks
 
+# of [blocks, kernel blocks, heads, tokens, content]
+_ORDERS: Final = {"head-token": (0, 2, 1, 3, 4), "token-head": (0, 1, 3, 2, 4)}
 _CPU_TILE: Final = 32  # vLLM's CPU kernels keep the keys of this many tokens transposed
 
 
@@ -35,7 +37,8 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
                 continue
             offset = start + lane.place * sizes[name]
             if not plan.canonical:
-                parts.append(BlockPart(tensor.transpose(1, 2), number, offset, lane_number))
+                view = tensor.permute(*_ORDERS[plan.order])
+                parts.append(BlockPart(view, number, offset, lane_number))
                 continue
             for view in _keys_and_values(tensor, plan.content):
                 parts.append(BlockPart(view, number, offset, lane_number))

@@ -87,7 +87,7 @@ def _kept_layers(plan: SlotPlan) -> Iterable[str]:
 
 def _layout(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan) -> str:
     """What a slot holds, in vLLM's own form: an order, and what tells kernels and models apart that arrange it else."""
-    layout = "vllm-layer-head-token" if plan.content == "plain" else f"vllm-layer-head-token/{plan.content}"
+    layout = f"vllm-layer-{plan.order}" + ("" if plan.content == "plain" else f"/{plan.content}")
     specs = layer_specs(kv_cache_config)
     packed = [spec for spec in (specs[name] for name in plan.layers) if is_packed(spec)]
     if packed:

@@ -12,11 +12,13 @@ _log = logging.getLogger(__name__)
 
 Keys = Literal["vllm", "kvtier"]
 OnReset = Literal["drop", "keep"]
+Order = Literal["head-token", "physical"]
 
 _OWN: Final = {
     "config": "a TOML file with kvtier's configuration",
     "keys": '"vllm" (its own hashes) or "kvtier" (names every engine shares)',
     "layerwise": "true to load each layer under the compute of the ones before",
+    "order": '"head-token" (one order for every backend) or "physical" (as vLLM\'s memory has it, without a transpose)',
     "on_reset": '"drop" (vLLM\'s reset of the connector, and so its sleep, empties the tiers) or "keep"',
 }
 
@@ -27,6 +29,7 @@ class VllmOptions:
     keys: Keys = "vllm"
     layerwise: bool = False
     on_reset: OnReset = "drop"
+    order: Order = "head-token"
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> "VllmOptions":
@@ -40,8 +43,13 @@ class VllmOptions:
             raise ConfigError(f"kv_connector_extra_config, layerwise {layerwise!r}: use true or false")
         if (on_reset := own.get("on_reset", "drop")) not in ("drop", "keep"):
             raise ConfigError(f"kv_connector_extra_config, on_reset {on_reset!r}: use {_OWN['on_reset']}")
+        if (order := own.get("order", "head-token")) not in ("head-token", "physical"):
+            raise ConfigError(f"kv_connector_extra_config, order {order!r}: use {_OWN['order']}")
+        if order == "physical" and keys == "kvtier":
+            fix = 'keys "kvtier" has one order for every engine; leave order out, or use keys "vllm"'
+            raise ConfigError(f"kv_connector_extra_config, order {order!r}: {fix}")
         given = {name: value for name, value in sections.items() if value is not None}
-        return cls(Config.load(own.get("config"), **given), keys, layerwise, on_reset)
+        return cls(Config.load(own.get("config"), **given), keys, layerwise, on_reset, order)
 
     def shared(self, replica: int = 0, num_replicas: int = 1) -> Config:
         """The configuration with L2 in memory that vLLM's workers can map. They pin it; this process need not.

@@ -80,9 +80,10 @@ class StateGroup:
 class SlotPlan:
     """What one slot holds for `block_size` tokens: every rank's part, and in it every layer in order of index.
 
-    In native form a layer is `[heads, tokens, content]`, as in vLLM; of a group with smaller blocks that comes several
-    times, block by block. In canonical form a layer is `[2 (K, V), tokens, heads, dim]`. A slot that has a group's
-    state instead of a block holds layer by layer what vLLM keeps of it.
+    In native form a layer is `[heads, tokens, content]`, as vLLM presents it, or `[tokens, heads, content]` (`order`).
+    Of a group with smaller blocks that comes several times, block by block. In canonical form a layer is
+    `[2 (K, V), tokens, heads, dim]`. A slot that has a group's state instead of a block holds layer by layer what vLLM
+    keeps of it.
     """
 
     block_size: int  # tokens: of the largest blocks of all groups, or what they all divide
@@ -99,6 +100,7 @@ class SlotPlan:
     states: tuple[StateGroup, ...] = ()
     around: tuple[int, int] = (0, 0)  # bytes of other pipeline stages' layers in a part, before these and behind them
     lookahead: int = 0  # tokens behind a block that its draft KV depends on
+    order: str = "head-token"  # what of a layer comes first in native form; or "token-head"
 
     @property
     def slot_bytes(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from kvtier.connector.vllm.engine_parts import engine_blocks
 from kvtier.connector.vllm.messages import CopyReports, RegionHandle, StepMessage
 from kvtier.connector.vllm.slot_plan import SlotPlan
 from kvtier.tiers import ConfigError, TierUnavailable
-from kvtier.tiers.copies import CopyStream, CudaCopyStream, EngineBlocks, HostCopyStream
+from kvtier.tiers.copies import CopyStream, CopyWays, CudaCopyStream, EngineBlocks, HostCopyStream
 from kvtier.tiers.host import HostRegion
 
 _log = logging.getLogger(__name__)
@@ -30,15 +30,16 @@ class WorkerHalf:
     Between two steps the engine may take its KV memory away: `sleep` → `wake`, or `register` for other memory.
     """
 
-    def __init__(self, plan: SlotPlan, *, layerwise: bool, settles: bool = False) -> None:
+    def __init__(self, plan: SlotPlan, *, layerwise: bool, settles: bool = False, ways: CopyWays | None = None) -> None:
         """`layerwise`: the engine calls `wait_layer` before each layer; else synchronous loads end in `start_load`.
 
         `settles`: the engine may take its KV memory away behind any step, and calls no `sleep`. All that it does is to
-        wait for what its device was given.
+        wait for what its device was given. `ways`: how a GPU copies, and whether that is measured.
         """
         self._plan = plan
         self._layerwise = layerwise
         self._settles = settles
+        self._ways = ways
         self._layer_numbers = {name: number for number, name in enumerate(plan.layers)}
         self._rank = 0
         self._blocks: EngineBlocks | None = None
@@ -248,7 +249,9 @@ class WorkerHalf:
         if blocks.device.type == "cuda":
             region.pin(blocks.device.index)
         on_device = blocks.device.type == "cuda"
-        stream = self._stream = CudaCopyStream(blocks, region) if on_device else HostCopyStream(blocks, region)
+        stream: CopyStream
+        stream = CudaCopyStream(blocks, region, ways=self._ways) if on_device else HostCopyStream(blocks, region)
+        self._stream = stream
         self._by_thread = True
         # Models of states alone have no layer of K and V. Of a group of states there may be more layers than of these.
         sizes = blocks.num_layers, max(self._plan.slot_bytes, default=blocks.slot_bytes)

@@ -9,6 +9,7 @@ from importlib import metadata
 from itertools import chain
 from typing import Final
 
+from kvtier.service.doctor.copies import check_copies
 from kvtier.service.doctor.memory import check_gpu, check_huge_pages, check_memlock, check_room, check_tunable, has_gpu
 from kvtier.tiers import Finding, checksum, error, ok, warning
 from kvtier.tiers.config import Config, ServiceConfig
@@ -62,6 +63,7 @@ def examine(config: Config) -> list[Finding]:
         check_huge_pages(config),
         check_tunable(),
         check_gpu(),
+        check_copies(config, has_gpu=has_gpu()),
         *chain.from_iterable(module.examine(config) for _, module in lower_modules()),
         check_socket(config.service),
         check_engines(),

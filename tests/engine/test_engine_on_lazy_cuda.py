@@ -22,7 +22,7 @@ from kvtier.engine.model import Model
 from kvtier.engine.model_runner import ModelRunner
 from kvtier.engine.sequence import SampledToken, SamplingParams
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.copies import cuda_transfer
+from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.host.host import HostRegion
@@ -95,14 +95,13 @@ def test_answers_are_a_cold_engines_and_nothing_races(
 ) -> None:
     if way == "kernel" and shutil.which("g++") is None:
         pytest.skip("no g++ to run the kernel's source on this CPU")
-    monkeypatch.setattr(cuda_transfer, "KERNEL_BELOW", 1 << 30 if way == "kernel" else 0)
-    monkeypatch.setattr(cuda_transfer, "DIRECT_FROM", 0)
+    ways = CopyWays(CopyChoice(batch_from=0, torch_from=None if way == "kernel" else 0))
     driver: Any = LazyDriver(cuda) if way == "batches" else None
 
     def stream(tensor: torch.Tensor, region: HostRegion) -> CudaCopyStream:
         cuda.own(tensor)
         pin(region, cuda, piece_bytes=64 << 10)
-        return CudaCopyStream(tensor, region, cupy=LazyCupy(tmp_path, cuda), driver=driver)
+        return CudaCopyStream(tensor, region, cupy=LazyCupy(tmp_path, cuda), driver=driver, ways=ways)
 
     monkeypatch.setattr(local, "HostCopyStream", stream)
     cache = {"block_size": 16, "load_or_recompute": "load", "prefetch_deadline": "30s"}

@@ -18,7 +18,7 @@ from kvtier.engine.llm import Engine
 from kvtier.engine.model import Model
 from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.copies import cuda_transfer
+from kvtier.tiers.copies import copy_ways
 
 DEVICE = "cuda"
 pytestmark = [
@@ -35,7 +35,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """How blocks move: by the kernel and by the copy engine, both with a pinned L2, or by a thread."""
     if request.param != "pageable":
         pytest.importorskip("cupy", reason="pinning needs CuPy")
-    monkeypatch.setattr(cuda_transfer, "KERNEL_BELOW", 1 << 30 if request.param == "kernel" else 0)
+    choice = copy_ways.CopyChoice(batch_from=None, torch_from=None if request.param == "kernel" else 0)
+    monkeypatch.setattr(copy_ways.CopyWays, "to_measure", lambda host, metrics: copy_ways.CopyWays(choice, metrics))
     return str(request.param)
 
 

@@ -70,6 +70,7 @@ class FakeCupy:
         self.folder = folder
         self.streams: list[int] = []
         self.options: list[tuple[str, ...]] = []
+        self.compiled: dict[tuple[str, tuple[str, ...]], CpuKernel] = {}
         compiler = SimpleNamespace(CompileException=CompileError)
         self.cuda = SimpleNamespace(Stream=SimpleNamespace(from_external=self._stream), compiler=compiler)
 
@@ -86,6 +87,11 @@ class FakeCupy:
 
     def RawKernel(self, source: str, name: str, options: tuple[str, ...]) -> CpuKernel:
         self.options.append(options)
+        if (kernel := self.compiled.get((name, options))) is None:
+            kernel = self.compiled[name, options] = self._compile(source, name, options)
+        return kernel
+
+    def _compile(self, source: str, name: str, options: tuple[str, ...]) -> CpuKernel:
         library = self.folder / f"{name}{len(self.options)}.so"
         code = PRELUDE + source.replace('extern "C" __global__', "__global__") + MAIN.replace("NAME", name)
         compiler = ["g++", "-O1", "-fwrapv", "-fno-strict-aliasing", "-shared", "-fPIC", "-x", "c++", "-"]
@@ -131,7 +137,8 @@ class _LazyKernel(CpuKernel):
         index = [(address, address + 8 * count) for address in (blocks, slots)]
         launch, held = super().__call__, list(arguments)
         stream = streams[0] if streams else cuda.elsewhere
-        cuda.issue(stream, self.name, [*reads, *index], writes, lambda: launch(grid, block, held))
+        what = f"{self.name} by {grid[0] * grid[1]} blocks"
+        cuda.issue(stream, what, [*reads, *index], writes, lambda: launch(grid, block, held))
 
 
 def _numbers_at(address: int, count: int) -> list[int]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -24,7 +23,6 @@ from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.host.pinning import PinDriver, PinnedPieces
 
 WAYS: Final = ("kernel", "batch", "copies")
-NO_BATCHES: Final = SimpleNamespace(copies_in_batches=False)
 
 
 class DeviceRig(Protocol):
@@ -183,7 +181,7 @@ class LazyRig:
     def stream(self, l1: torch.Tensor | EngineBlocks, region: HostRegion, way: str) -> Iterator[CudaCopyStream]:
         if way == "kernel" and shutil.which("g++") is None:
             pytest.skip("no g++ to run the kernel's source on this CPU")
-        driver = self.driver if way == "batch" else NO_BATCHES
+        driver = self.driver if way == "batch" else LazyDriver(self.cuda, copies_in_batches=False)
         with cuda_stream(l1, region, way, cupy=self.cupy, driver=driver) as stream:
             issuer, stream._issuer = stream._issuer, _AtOnce()  # type: ignore[assignment]  # the device has no lock
             issuer.shutdown()

@@ -8,6 +8,7 @@ enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_REGISTERED = 713 };
 
 static struct { uintptr_t start; size_t size; } ranges[RANGES];
 static _Thread_local int has_context;
+_Thread_local int capture_mode; /* 0: global, 1: of this thread, 2: relaxed */
 int registrations, refuse_after = -1, batches, pieces, last_order;
 size_t largest;
 
@@ -17,7 +18,17 @@ typedef struct { unsigned order; Location source, target; unsigned flags; } Attr
 int cuInit(unsigned flags) { return flags ? INVALID_VALUE : 0; }
 int cuDeviceGet(int *device, int number) { *device = number; return number < 0 ? INVALID_VALUE : 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &ranges; return 0; }
+int cuDriverGetVersion(int *version) { *version = 12080; return 0; }
 int cuCtxSetCurrent(void *context) { has_context = context != NULL; return 0; }
+
+int cuThreadExchangeStreamCaptureMode(int *mode)
+{
+    int before = capture_mode;
+    if (*mode < 0 || *mode > 2) return INVALID_VALUE;
+    capture_mode = *mode;
+    *mode = before;
+    return 0;
+}
 
 int cuMemHostRegister_v2(void *address, size_t size, unsigned flags)
 {

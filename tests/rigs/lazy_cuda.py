@@ -58,6 +58,7 @@ class LazyStream:
         self.clock: dict[str, int] = {}
         self.queue: list[Op] = []
         self.waits: dict[int, list[tuple[str, int]]] = {}  # op → (stream, op of it) that it waits for
+        self.took: dict[int, float] = {}  # op → seconds of the device that it cost
         cuda.streams[name] = self
 
     def wait_event(self, event: "LazyEvent") -> None:
@@ -83,6 +84,7 @@ class LazyStream:
         with torch.inference_mode():
             op.run()
         self.num_done = op.number
+        self.took[op.number] = self.cuda.cost(op)
 
     def __repr__(self) -> str:
         return self.name
@@ -93,7 +95,7 @@ class LazyEvent:
 
     cuda: "LazyCuda"  # set on the class that `LazyCuda.patch` makes of it
 
-    def __init__(self) -> None:
+    def __init__(self, enable_timing: bool = False) -> None:
         self.stream: LazyStream | None = None
         self.number = 0
         self.clock: dict[str, int] = {}
@@ -113,6 +115,14 @@ class LazyEvent:
         _join(self.cuda.host, self.clock)
         return True
 
+    def elapsed_time(self, end: "LazyEvent") -> float:
+        """Milliseconds that the ops between two events of one stream cost. RuntimeError if one has not passed."""
+        assert self.stream is not None
+        assert self.stream is end.stream
+        if self.stream.num_done < end.number:
+            raise RuntimeError("CUDA error: device not ready")
+        return 1e3 * sum(self.stream.took[number] for number in range(self.number + 1, end.number + 1))
+
     def synchronize(self) -> None:
         if self.stream is not None:
             self.cuda.run_to(self.stream, self.number)
@@ -131,6 +141,7 @@ class LazyCuda:
     host: dict[str, int] = field(default_factory=dict)  # stream → what the host knows to be over
     registered: Ranges = field(default_factory=list)  # pieces of memory that were pinned, each by itself
     num_ops: int = 0
+    cost: Callable[[Op], float] = lambda op: 0.0  # seconds of the device
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -228,6 +239,7 @@ class LazyCuda:
         set_(torch.cuda, "Event", event)
         set_(torch.cuda, "Stream", lambda device=None, **_: LazyStream(self, next(names)))
         set_(torch.cuda, "current_stream", self.current_stream)
+        set_(torch.cuda, "get_device_name", lambda device: "an adversary's device")
         set_(torch.cuda, "stream", self._entered)
         set_(torch.cuda, "device", self._guarded)
         set_(torch.Tensor, "record_stream", lambda tensor, stream: self._record(tensor, stream))
@@ -340,13 +352,29 @@ class LazyCuda:
 
 
 class LazyDriver:
-    """The driver's batched copies: one op of the stream; sources that may be read at any time are read at once."""
+    """The driver's batched copies: one op of the stream; sources that may be read at any time are read at once.
 
-    copies_in_batches = True
+    What it is given to pin is pinned at once.
+    """
 
-    def __init__(self, cuda: LazyCuda) -> None:
+    version = "12.8"
+
+    def __init__(self, cuda: LazyCuda, *, copies_in_batches: bool = True) -> None:
         self.cuda = cuda
-        self.num_batches = 0
+        self.copies_in_batches = copies_in_batches
+        self.num_batches = self.num_pieces = 0
+
+    def use(self, device: int) -> None:
+        """Every device is this one."""
+
+    def beside_captures(self) -> None:
+        """Nothing captures."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        self.cuda.registered.append((address, address + num_bytes))
+
+    def unregister(self, address: int) -> None:
+        self.cuda.registered[:] = [span for span in self.cuda.registered if span[0] != address]
 
     def copy(
         self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], sizes: NDArray[np.uint64], stream: int,
@@ -357,6 +385,7 @@ class LazyDriver:
             [(int(at), int(at + size)) for at, size in zip(side, sizes, strict=True)] for side in (sources, targets)
         ]
         self.num_batches += 1
+        self.num_pieces += len(sizes)
         if at_any_time:
             self.cuda.host_touches("a batch that reads at once", spans[0], writes=False)
 
@@ -364,30 +393,12 @@ class LazyDriver:
             for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
                 ctypes.memmove(target, source, size)
 
-        self.cuda.issue(on, "batch", spans[0], spans[1], run)
-
-
-class _PinsAtOnce:
-    """A driver that pins whatever it is given."""
-
-    def __init__(self, registered: Ranges) -> None:
-        self.registered = registered
-
-    def use(self, device: int) -> None:
-        """Every device is this one."""
-
-    def register(self, address: int, num_bytes: int) -> None:
-        self.registered.append((address, address + num_bytes))
-
-    def unregister(self, address: int) -> None:
-        self.registered[:] = [span for span in self.registered if span[0] != address]
+        self.cuda.issue(on, f"batch of {len(sizes)} pieces", spans[0], spans[1], run)
 
 
 def pin(region: HostRegion, cuda: LazyCuda | None = None, *, piece_bytes: int = PIECE_BYTES) -> None:
     """All of the region is pinned now, in pieces of that size; `cuda` knows them."""
-    region.pinning = PinnedPieces(
-        region, _PinsAtOnce([] if cuda is None else cuda.registered), 0, piece_bytes=piece_bytes
-    )
+    region.pinning = PinnedPieces(region, LazyDriver(cuda or LazyCuda()), 0, piece_bytes=piece_bytes)
     assert region.pinning.wait(60)
 
 

@@ -83,6 +83,13 @@ def child_environment(values: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **values}
 
 
+def cache_directory() -> Path:
+    """Where what was measured is kept for this user, by the XDG specification: a relative path counts as none."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(given) if os.path.isabs(given) else Path(os.environ.get("HOME", "/")) / ".cache"
+    return base / "kvtier"
+
+
 def options() -> list[tuple[str, str, FieldInfo]]:
     """Every (section, option, field) in order: what `kvtier config` shows and docs/configuration.md lists."""
     return [(section, name, field) for section in Config.model_fields for name, field in _fields(section).items()]

@@ -33,6 +33,12 @@ class HostConfig(Section):
     shared: bool = option(False, "memfd other processes can map, instead of anonymous memory")
     huge_pages: bool = option(True, "ask the kernel for huge pages")
     pin: bool = option(True, "pin the memory for the GPU that copies from it: piece by piece, in the background")
+    batch_copies_from: ByteSize | None = option(
+        None, "mean size of pieces from which CUDA's driver copies them, not a kernel; none = measured on the device"
+    )
+    copy_grid: Annotated[WholeNumber, Field(ge=1, le=32)] | None = option(
+        None, "blocks of threads of the copy kernel, 1 to 32; none = measured on the device"
+    )
     verify: Literal["always", "never"] = option(
         "never", "always: hash every block in L2 again before it is promised; never: trust all who share it"
     )

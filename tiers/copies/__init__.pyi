@@ -1,7 +1,9 @@
 from .block_copier import BlockCopier, BlockCopies, CopyDirection, block_bytes_view
+from .copy_ways import CopyWays
 from .cuda_transfer import CudaCopyStream
 from .device import BlockPool
 from .engine_blocks import BlockPart, EngineBlocks, PartCopier
+from .kept_choices import KeptChoice, KeptChoices
 from .transfer import CopyEvent, CopyStream, HostCopyStream, HostEvent
 
 __all__ = [
@@ -12,10 +14,13 @@ __all__ = [
     "CopyDirection",
     "CopyEvent",
     "CopyStream",
+    "CopyWays",
     "CudaCopyStream",
     "EngineBlocks",
     "HostCopyStream",
     "HostEvent",
+    "KeptChoice",
+    "KeptChoices",
     "PartCopier",
     "block_bytes_view",
 ]

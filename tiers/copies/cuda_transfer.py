@@ -1,6 +1,7 @@
 """The copy stream of a GPU: torch streams and events both ways, neighbours merged, a kernel for small pieces."""
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -13,8 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies.block_copier import CANCELLED, BlockCopies, CopyDirection, invalid_copies
-from kvtier.tiers.copies.direct_copies import DIRECT_FROM, DirectCopies, Run, pieces_of
+from kvtier.tiers.copies.calibration import Calibration
+from kvtier.tiers.copies.copy_probe import CopyProbe, MakeCopier
+from kvtier.tiers.copies.copy_ways import CopyWay, CopyWays
+from kvtier.tiers.copies.direct_copies import DirectCopies, Run, pieces_of
 from kvtier.tiers.copies.engine_blocks import EngineBlocks
+from kvtier.tiers.copies.kept_choices import ChoiceKey
 from kvtier.tiers.copies.kernels import Canonical, Geometry, LayoutKernels
 from kvtier.tiers.copies.packer import Packer, ends_of_runs
 from kvtier.tiers.copies.transfer import MAX_QUEUED, CopyEvent
@@ -22,9 +27,6 @@ from kvtier.tiers.host import CudaDriver, HostRegion, cuda_driver
 
 logger = logging.getLogger(__name__)
 
-# Mean bytes of a merged piece below which one kernel reads and writes the pinned slots itself: a torch copy costs some
-# 6 us of Python, in which PCIe 5 moves 300 KB. To be calibrated on the device.
-KERNEL_BELOW: Final = 512 << 10
 _POLL: Final = 50e-6  # seconds between looks at a device event in `wait`
 
 
@@ -109,18 +111,29 @@ class CudaCopyStream:
         max_queued: int = MAX_QUEUED,
         cupy: Any = None,
         driver: CudaDriver | None = None,
+        ways: CopyWays | None = None,
     ) -> None:
         """`device` is L1: contiguous `[num_blocks, num_layers, …]`, or an engine's own blocks.
 
-        `cupy` and `driver` are the machine's by default. ValueError if its blocks don't fit the slots.
+        `cupy` and `driver` are the machine's by default. `ways` says how to copy, and may ask for a measurement of the
+        device, in the background; by default published figures count. ValueError if its blocks don't fit the slots.
         """
         driver = driver or cuda_driver()
-        direct = DirectCopies(driver, region) if driver is not None and driver.copies_in_batches else None
-        self._copier: TensorCopier | Packer
-        if isinstance(device, EngineBlocks):
-            self._copier, tensors = Packer(device, region, direct), [part.tensor for part in device.parts]
-        else:
-            self._copier, tensors = TensorCopier(device, region, cupy, direct), [device]
+        self.ways = ways or CopyWays()
+
+        def make_copier(
+            memory: torch.Tensor | EngineBlocks, region: HostRegion, ways: CopyWays
+        ) -> TensorCopier | Packer:
+            direct = DirectCopies(driver, region) if driver is not None and driver.copies_in_batches else None
+            if isinstance(memory, EngineBlocks):
+                return Packer(memory, region, direct, ways)
+            return TensorCopier(memory, region, cupy, direct, ways)
+
+        self._copier = make_copier(device, region, self.ways)
+        tensors = [part.tensor for part in device.parts] if isinstance(device, EngineBlocks) else [device]
+        self._calibration: Calibration | None = None
+        if driver is not None and region.pinning is not None and self.ways.wants_measuring:
+            self._calibration = _calibration(self._copier, self.ways, driver, make_copier)
         self._region = region
         self._max_queued = max_queued
         self._streams: dict[CopyDirection, torch.cuda.Stream] = {"load": _stream(tensors), "store": _stream(tensors)}
@@ -154,6 +167,8 @@ class CudaCopyStream:
         """Drain; copies no device knows of yet are cancelled, those it knows of run on. Idempotent."""
         with self._lock:
             self._closed = True
+        if self._calibration is not None:
+            self._calibration.close(timeout)
         if not self.drain(timeout):
             logger.warning("closed with copies in flight after %.1f s; the device will end them", timeout)
         self._issuer.shutdown(wait=True, cancel_futures=True)
@@ -229,7 +244,14 @@ class TensorCopier:
     The others go by one call of the driver, or by one copy of torch's for each where the driver is older.
     """
 
-    def __init__(self, tensor: torch.Tensor, region: HostRegion, cupy: Any, direct: DirectCopies | None = None) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        region: HostRegion,
+        cupy: Any,
+        direct: DirectCopies | None = None,
+        ways: CopyWays | None = None,
+    ) -> None:
         """ValueError if the tensor's blocks are not as large as the region's slots."""
         self.l1 = tensor.view(torch.uint8).view(tensor.shape[0], tensor.shape[1], -1)
         self.device = tensor.device
@@ -238,8 +260,15 @@ class TensorCopier:
             raise ValueError(f"blocks of {self.num_layers * self._layer_bytes} bytes, slots of {region.slot_bytes}")
         self._region = region
         self._direct = direct
+        self._ways = ways or CopyWays()
         self._l2 = torch.from_numpy(region.array)
         self.kernels = self._compiled(cupy) if region.pinning is not None else None
+
+    @property
+    def ways(self) -> tuple[CopyWay, ...]:
+        """Those there are on this machine."""
+        batch: tuple[CopyWay, ...] = ("batch",) if self._direct is not None else ()
+        return (*batch, *(("kernel",) if self.kernels is not None else ()), "torch")
 
     def copy(self, direction: CopyDirection, copies: BlockCopies, *, is_chained: bool = True) -> None:
         """Enqueue valid copies on the current stream. RuntimeError is the driver's.
@@ -252,18 +281,20 @@ class TensorCopier:
         starts = self._runs(blocks, slots, last - first)
         if not len(starts):
             return
-        mean = len(blocks) * (last - first) * self._layer_bytes // len(starts)
-        is_pinned = self._region.is_pinned(slots)
-        if is_pinned and self._direct is not None and mean >= DIRECT_FROM:
+        num_bytes = len(blocks) * (last - first) * self._layer_bytes
+        way = self._way(num_bytes / len(starts), slots)
+        self._ways.count(way, num_bytes)
+        if way == "batch" and self._direct is not None:
             start, stride = first * self._layer_bytes, self.num_layers * self._layer_bytes
             run = Run(self.l1.data_ptr() + start, stride, start, (last - first) * self._layer_bytes)
             pieces = pieces_of(direction, [run], blocks, slots, self._region)
             stream = torch.cuda.current_stream(self.device)
             self._direct.copy(direction, pieces, stream.cuda_stream, is_chained=is_chained)
             return
-        if is_pinned and self.kernels is not None and mean < KERNEL_BELOW:
+        if way == "kernel" and self.kernels is not None:
             indices = torch.from_numpy(np.stack((blocks, slots))).pin_memory().to(self.l1.device, non_blocking=True)
             canonical = self._canonical(copies.layers)
+            self.kernels.grid = self._ways.choice.grid
             launch = self.kernels.scatter if direction == "load" else self.kernels.gather
             stream = torch.cuda.current_stream(self.device)
             launch(indices[0].data_ptr(), indices[1].data_ptr(), len(blocks), canonical, stream.cuda_stream)
@@ -274,6 +305,12 @@ class TensorCopier:
         ends = np.append(starts[1:], len(blocks))
         for i, j, length in zip(into[starts].tolist(), out_of[starts].tolist(), (ends - starts).tolist(), strict=True):
             target[i : i + length].copy_(source[j : j + length], non_blocking=True)
+
+    def _way(self, mean_bytes: float, slots: NDArray[np.int64]) -> CopyWay:
+        if not self._region.is_pinned(slots):
+            return "torch"
+        has = self._direct is not None, self.kernels is not None
+        return self._ways.choice.way(mean_bytes, has_batch=has[0], has_kernel=has[1])
 
     def _canonical(self, layers: tuple[int, int] | None = None) -> Canonical:
         return Canonical(self._region.address, self._region.slot_stride, layers)
@@ -297,6 +334,32 @@ class TensorCopier:
             return np.arange(len(blocks))
         breaks = (np.diff(blocks) != 1) | ends_of_runs(slots, self._region)
         return np.flatnonzero(np.concatenate(([True], breaks)))
+
+
+def _calibration(
+    copier: TensorCopier | Packer, ways: CopyWays, driver: CudaDriver, make_copier: MakeCopier
+) -> Calibration | None:
+    """What measures the copier's device, or knows it already."""
+    try:
+        name = torch.cuda.get_device_name(copier.device)
+    except RuntimeError as error:  # the driver's: copies will fail, too, and say so
+        logger.warning("the device's name is not known, so how copies go best is not measured: %s", error)
+        return None
+    key = ChoiceKey(
+        device=name,
+        driver=driver.version,
+        cuda=str(torch.version.cuda),
+        cupy=_version_of("cupy"),
+        kvtier=_version_of("kvtier"),
+        kind="engine" if isinstance(copier, Packer) else "own",
+        ways="+".join(copier.ways),
+    )
+    return Calibration(ways, key, lambda: CopyProbe.open(copier.device, driver, make_copier, copier.ways))
+
+
+def _version_of(module: str) -> str:
+    """Of a module that is loaded; loading CuPy only for its version would take seconds."""
+    return str(getattr(sys.modules.get(module), "__version__", "none"))
 
 
 def _stream(tensors: Sequence[torch.Tensor]) -> torch.cuda.Stream:

@@ -1,7 +1,7 @@
 """Copies pieces that are one run on both sides, in L1 and in its slot: all of a batch by one call of the driver."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +11,6 @@ from kvtier.tiers.host import HostRegion
 
 if TYPE_CHECKING:
     from kvtier.tiers.host import CudaDriver
-
-# Mean bytes of a piece from which on the driver's engines are as fast as a kernel. Published: 51 GB/s at 64 KiB, 40 to
-# 44 at 28 KiB, 4 to 7 at 24 KiB and less. To be calibrated on the device.
-DIRECT_FROM: Final = 28 << 10
 
 
 class Run(NamedTuple):

@@ -11,9 +11,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvtier.tiers.copies.copy_ways import DEFAULT
 from kvtier.tiers.naming import DTYPE_BYTES, KVLayout, KVShape
 
-# One CUDA block of threads takes a (block, slot) pair, or a slice of it (blockIdx.y); consecutive threads take
+# The work is cut into pieces, of as many units as a block of threads has threads; no piece is of two (block, slot)
+# pairs. Each block of threads takes neighbouring pieces, as many as any other, or one more. Consecutive threads take
 # consecutive units, so canonical accesses always coalesce and layout accesses do within a run.
 SOURCE: Final = r"""
 #define KV_KERNEL(NAME, COPY)                                                                                  \
@@ -25,9 +27,14 @@ extern "C" __global__ void NAME(                                                
 {                                                                                                              \
     const unsigned layer_units = num_kv * num_tokens * num_heads * run_units;                                  \
     const unsigned units = num_layers * layer_units;                                                           \
-    for (unsigned pair = blockIdx.x; pair < num_pairs; pair += gridDim.x) {                                    \
-        UNIT* slot = (UNIT*)(canonical + slots[pair] * slot_stride) + (long long)first_layer * layer_units;    \
-        for (unsigned u = blockIdx.y * blockDim.x + threadIdx.x; u < units; u += gridDim.y * blockDim.x) {     \
+    const unsigned pieces = (units + blockDim.x - 1) / blockDim.x;                                             \
+    const unsigned long long all = (unsigned long long)pieces * num_pairs;                                     \
+    const unsigned long long start = all * blockIdx.x / gridDim.x, end = all * (blockIdx.x + 1) / gridDim.x;   \
+    unsigned pair = (unsigned)(start / pieces), piece = (unsigned)(start % pieces);                            \
+    for (unsigned long long left = end - start; left > 0; left--) {                                            \
+        const unsigned u = piece * blockDim.x + threadIdx.x;                                                   \
+        if (u < units) {                                                                                       \
+            UNIT* slot = (UNIT*)(canonical + slots[pair] * slot_stride) + (long long)first_layer * layer_units; \
             unsigned rest = u / run_units;                                                                     \
             const unsigned head = rest % num_heads; rest /= num_heads;                                         \
             const unsigned token = rest % num_tokens; rest /= num_tokens;                                      \
@@ -37,6 +44,7 @@ extern "C" __global__ void NAME(                                                
                                 + token * token_stride + head * head_stride);                                  \
             COPY(slot[u], run[u % run_units]);                                                                 \
         }                                                                                                      \
+        if (++piece == pieces) { piece = 0; pair++; }                                                          \
     }                                                                                                          \
 }
 #define KV_TAKE(canonical, own) canonical = own
@@ -46,7 +54,6 @@ KV_KERNEL(kv_scatter, KV_GIVE)
 """
 UNIT_TYPES: Final = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 THREADS: Final = 512
-MAX_GRID: Final = 64  # blocks of threads: enough to fill PCIe, and most multiprocessors stay with the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,7 @@ class LayoutKernels:
     def __init__(self, geometry: Geometry, cupy: Any = None) -> None:
         """Upload the layers' addresses. Raises ImportError without CuPy."""
         self.geometry = geometry
+        self.grid = DEFAULT.grid  # blocks of threads of a launch, at most
         self._cupy = cupy or importlib.import_module("cupy")
         # blocking: CuPy's stream is another than the launches', which would not wait for the upload
         self._bases = self._cupy.asarray(np.array(geometry.bases, np.uint64), blocking=True)
@@ -140,8 +148,7 @@ class LayoutKernels:
             raise ValueError(f"{units} units of {unit} bytes per block: the kernel counts in 32 bits")
         if count < 1:
             return
-        columns = min(count, MAX_GRID)
-        rows = min(MAX_GRID // columns, -(-units // THREADS))
+        grid = min(self.grid, count * -(-units // THREADS))
         arguments = (
             *(np.uint64(self._bases.data.ptr), np.uint64(blocks), np.uint64(slots), np.uint64(canonical.address)),
             *(np.int64(canonical.slot_stride), np.int64(geometry.block_stride), np.int64(geometry.kv_stride)),
@@ -150,7 +157,7 @@ class LayoutKernels:
             *(np.uint32(geometry.num_heads), np.uint32(geometry.run_bytes // unit), np.uint32(count)),
         )
         with self._cupy.cuda.Stream.from_external(_StreamPointer(stream)):
-            self._kernel(name, unit)((columns, rows), (THREADS,), arguments)
+            self._kernel(name, unit)((grid, 1), (THREADS,), arguments)
 
     def _kernel(self, name: str, unit: int) -> Any:
         if (name, unit) not in self._kernels:

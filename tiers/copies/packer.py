@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies.block_copier import BlockCopies, CopyDirection
-from kvtier.tiers.copies.direct_copies import DIRECT_FROM, DirectCopies, Run, pieces_of
+from kvtier.tiers.copies.copy_ways import CopyWay, CopyWays
+from kvtier.tiers.copies.direct_copies import DirectCopies, Run, pieces_of
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.host import HostRegion
 
@@ -28,8 +29,14 @@ class Packer:
     orders what uses the staging, so the calls of one direction belong on one stream.
     """
 
-    def __init__(self, blocks: EngineBlocks, region: HostRegion, direct: DirectCopies | None = None) -> None:
-        """With `direct`, parts that are one run in L1 are copied without staging, if they are large enough.
+    def __init__(
+        self,
+        blocks: EngineBlocks,
+        region: HostRegion,
+        direct: DirectCopies | None = None,
+        ways: CopyWays | None = None,
+    ) -> None:
+        """With `direct`, parts that are one run in L1 are copied without staging, if `ways` says that this is faster.
 
         ValueError if the blocks are not as large as the region's slots, or a part's elements lie askew in a slot."""
         if blocks.slot_bytes != region.slot_bytes:
@@ -41,6 +48,8 @@ class Packer:
         self._slots = torch.from_numpy(region.array)
         self._parts = {id(part): _IntegerPart(part) for part in blocks.parts}
         self._direct = direct
+        self._ways = ways or CopyWays()
+        self.ways: tuple[CopyWay, ...] = ("staging",) if direct is None else ("batch", "staging")
         self._runs = {id(part): run for part in blocks.parts if (run := _run_of(part)) is not None}
         self._staging: dict[CopyDirection, torch.Tensor] = {}
 
@@ -59,7 +68,8 @@ class Packer:
                         index = self._on_device(numbers)
                         parts += [(self._parts[id(part)], index) for part in staged]
                 if parts:
-                    self._copy(direction, slots, parts)
+                    self._copy(direction, slots, parts, is_chained)
+                    self._ways.count("staging", len(slots) * sum(part.span[1] - part.span[0] for part, _ in parts))
 
     def _copy_runs(self, direction: CopyDirection, copies: BlockCopies, is_chained: bool) -> set[int]:
         """Copy the parts that are one run each by one call of the driver, if that is fast. Returns which these are."""
@@ -72,17 +82,22 @@ class Packer:
             if not parts:
                 continue
             pieces = pieces_of(direction, [self._runs[id(part)] for part in parts], blocks, slots, self._region)
-            if pieces[2].mean() >= DIRECT_FROM:
+            if self._ways.choice.is_batched(float(pieces[2].mean())):
                 made |= {id(part) for part in parts}
                 batches.append(pieces)
         if batches:
             targets, sources, sizes = (np.concatenate(columns) for columns in zip(*batches, strict=True))
             stream = torch.cuda.current_stream(self.device).cuda_stream
             self._direct.copy(direction, (targets, sources, sizes), stream, is_chained=is_chained)
+            self._ways.count("batch", int(sizes.sum()))
         return made
 
     def _copy(
-        self, direction: CopyDirection, slots: NDArray[np.int64], parts: "Sequence[tuple[_IntegerPart, torch.Tensor]]"
+        self,
+        direction: CopyDirection,
+        slots: NDArray[np.int64],
+        parts: "Sequence[tuple[_IntegerPart, torch.Tensor]]",
+        is_chained: bool,
     ) -> None:
         """Slots of which the same parts are asked for, each with the numbers of the blocks it is from or for."""
         spans = _spans([part for part, _ in parts])
@@ -93,13 +108,13 @@ class Packer:
             batch = slice(start, start + per_batch)
             staging = self._rows(direction, len(slots[batch]), width)
             if direction == "load":
-                self._between(direction, staging, first, slots[batch], spans)
+                self._between(direction, staging, first, slots[batch], spans, is_chained)
                 for part, numbers in parts:
                     part.tensor.index_copy_(0, numbers[batch], part.within(staging, first))
             else:
                 for part, numbers in parts:
                     torch.index_select(part.tensor, 0, numbers[batch], out=part.within(staging, first))
-                self._between(direction, staging, first, slots[batch], spans)
+                self._between(direction, staging, first, slots[batch], spans, is_chained)
 
     def _between(
         self,
@@ -108,12 +123,19 @@ class Packer:
         first: int,
         slots: NDArray[np.int64],
         spans: Sequence[ByteRange],
+        is_chained: bool,
     ) -> None:
         """Copy the spans of slots from or to the rows of the staging, which hold a slot's bytes from `first` on.
 
-        Every copy is one run on both sides: torch makes any other through pageable memory and waits for it.
-        Neighbouring whole slots go together, parts of slots one by one.
+        By one call of the driver. Where it is older, a torch call for each run: neighbouring whole slots go together,
+        parts of slots one by one. Torch makes any other copy through pageable memory and waits for it.
         """
+        if self._direct is not None and self._region.is_pinned(slots):
+            width = staging.stride(0)
+            runs = [Run(staging.data_ptr() + low - first, width, low, high - low) for low, high in spans]
+            pieces = pieces_of(direction, runs, np.arange(len(slots)), slots, self._region)
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            return self._direct.copy(direction, pieces, stream, is_chained=is_chained)
         whole = list(spans) == [(0, self._slots.shape[1])]
         starts = np.append(0, np.flatnonzero(ends_of_runs(slots, self._region)) + 1) if whole else np.arange(len(slots))
         for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(slots)], strict=True):
@@ -123,6 +145,7 @@ class Packer:
                 kept = self._slots[slot : slot + end - start, low:high]
                 target, source = (rows, kept) if direction == "load" else (kept, rows)
                 target.copy_(source, non_blocking=True)
+        return None
 
     def _rows(self, direction: CopyDirection, num_rows: int, width: int) -> torch.Tensor:
         """`[num_rows, width]` bytes of staging. Made at the first copy: if there is no room, only that one fails."""

@@ -15,6 +15,7 @@ _PORTABLE: Final = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of
 _BATCHES_SINCE: Final = 12080  # CUDA 12.8: cuMemcpyBatchAsync with the index of the piece that failed
 _IN_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources may be read only when the stream comes to it
 _AT_ANY_TIME: Final = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY: sources hold what is to be copied already
+_RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _BESIDE_COMPUTE: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE, a hint
 
 
@@ -59,6 +60,23 @@ class CudaDriver:
     def copies_in_batches(self) -> bool:
         """Whether `copy` is there: from CUDA 12.8 on, driver 570."""
         return self._batch is not None
+
+    @property
+    def version(self) -> str:
+        """The CUDA version that the driver has, as in "12.8"; "unknown" of one that does not say."""
+        number = ctypes.c_int()
+        ask = getattr(self._library, "cuDriverGetVersion", None)
+        if ask is None or ask(ctypes.byref(number)):
+            return "unknown"
+        return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+    def beside_captures(self) -> None:
+        """From now on what the calling thread does spoils no CUDA graph that another thread captures meanwhile.
+
+        For threads that capture none themselves.
+        """
+        mode = ctypes.c_int(_RELAXED)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def use(self, device: int) -> None:
         """Make a device's context, the one that torch uses too, current on the calling thread."""

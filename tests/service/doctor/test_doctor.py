@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,18 @@ from command_rig import kvtier
 from redis_rig import NO_REDIS, cluster, standalone, wait_for, watched
 from service_rig import PATIENT
 
+from kvtier import __version__
 from kvtier.cli import checks_cli
 from kvtier.service.command_line import Exit
 from kvtier.service.doctor import doctor
 from kvtier.service.doctor import memory as doctor_memory
+from kvtier.service.doctor.copies import check_copies
 from kvtier.service.doctor.doctor import check_engines, check_hashes, check_socket
 from kvtier.service.doctor.memory import check_gpu, check_huge_pages, check_room, check_tunable, read_gpu
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.config.sections import FileConfig
+from kvtier.tiers.copies.copy_ways import CopyChoice
+from kvtier.tiers.copies.kept_choices import ChoiceKey, KeptChoices
 from kvtier.tiers.file import doctor as doctor_disk
 from kvtier.tiers.file.doctor import DiskRates, check_disk, check_key
 from kvtier.tiers.file.store import FileStore
@@ -60,7 +65,7 @@ def test_every_check_has_a_line_and_leaves_nothing_behind(disk_dir: Path) -> Non
     done = run("doctor", "--json", file__path=str(disk_dir), file__size="64MiB", host__size="64MiB")
     lines: list[dict[str, str]] = json.loads(done.stdout)
     assert [line["check"] for line in lines] == [
-        *("hashes", "memory", "memlock", "huge pages", "glibc", "GPU"),
+        *("hashes", "memory", "memlock", "huge pages", "glibc", "GPU", "copies"),
         *("free space", "O_DIRECT", "disk rate", "encryption", "redis", "daemon", "engines"),
     ]
     assert all(line.keys() == {"check", "status", "found", "fix"} for line in lines)
@@ -218,6 +223,29 @@ def test_what_the_gpu_probe_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The disk.
+
+
+def test_which_way_copies_go(tmp_path: Path) -> None:
+    kept, config = KeptChoices(tmp_path), Config()
+    nothing = check_copies(config, has_gpu=False, kept=kept)
+    assert (nothing.status, nothing.found) == (Status.OK, "not measured: no CUDA device")
+    assert check_copies(config, has_gpu=True, kept=kept).found.startswith("not measured yet: an engine's first start")
+    key = ChoiceKey("NVIDIA H200", "12.8", "12.8", "14.0", __version__, "own", "batch+kernel+torch")
+    reason = "pieces of 64KiB: batch 51.0, kernel 41.0, torch 9.0 GB/s"
+    kept.keep(key, CopyChoice(64 << 10, 512 << 10, 16, "measured", reason))
+    kept.keep(replace(key, kvtier="0.0.9"), CopyChoice(0, None, 8, "measured", "of another version"))
+    shown = check_copies(config, has_gpu=True, kept=kept)
+    text = f"NVIDIA H200, kvtier's engine: in batches from 64KiB, kernel of 16 blocks ({reason}; driver 12.8, 20"
+    assert (shown.status, shown.found[: len(text)]) == (Status.OK, text)
+    decided = Config.load(host={"batch_copies_from": "1MiB", "copy_grid": 8})
+    assert check_copies(decided, has_gpu=True, kept=kept).found.endswith(
+        "; configured: batches from 1MiB, 8 blocks of threads"
+    )
+    failed = CopyChoice(reason="not measured: RuntimeError: CUDA error: out of memory")
+    kept.keep(replace(key, kind="engine", ways="batch+staging"), failed)
+    shown = check_copies(config, has_gpu=True, kept=kept)
+    assert shown.status is Status.WARNING
+    assert "engines such as vLLM: in batches from 28KiB (not measured: RuntimeError: CUDA error" in shown.found
 
 
 def test_a_directory_that_is_well_or_not_there_yet(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from lazy_cuda import LazyCuda, LazyDriver, LazyStream, pin, ranges_of
 
 from kvtier.tiers.copies import cuda_transfer, direct_copies, packer
 from kvtier.tiers.copies.block_copier import CopyDirection
+from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream, CudaEvent
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.copies.transfer import BlockCopies
@@ -29,7 +30,7 @@ LAYER = HEADS * TOKENS * 2 * DIM * 2  # bytes
 SLOT = LAYERS * LAYER  # a multiple of 4096: neighbouring slots lie without a gap
 LAYOUTS = ["whole", "token-major", "groups", "one rank"]
 OWN = ["own, by kernel", "own, by copies", "own, by batches"]
-BATCHED = ["whole, by batches", "groups, by batches", "one rank, by batches"]
+BATCHED = [f"{layout}, by batches" for layout in LAYOUTS]
 STEPS = 60
 
 
@@ -39,12 +40,15 @@ class Client:
     def __init__(self, cuda: LazyCuda, layout: str, folder: Path) -> None:
         self.cuda = cuda
         self.rng = random.Random(cuda.seed)
-        token_major = layout == "token-major"
+        token_major = layout.startswith("token-major")
         shape = (BLOCKS, TOKENS, HEADS, 2 * DIM) if token_major else (BLOCKS, HEADS, TOKENS, 2 * DIM)
         self.region = HostRegion.allocate(SLOTS, SLOT, prefault=False)
         pin(self.region, cuda, piece_bytes=4 * SLOT)
         by_batches = layout.endswith("by batches")
         driver: Any = LazyDriver(cuda) if by_batches else None
+        # without batches of runs what is staged still goes by one call
+        batch_from = None if layout.startswith("token-major") else 0
+        choice = CopyChoice(batch_from, torch_from=None if layout == "own, by kernel" else 0)
         self.kept = np.zeros_like(self.region.array)  # the twin's L2
         if layout in OWN:
             l1 = torch.zeros(BLOCKS, LAYERS, LAYER // 2, dtype=torch.bfloat16)
@@ -52,7 +56,8 @@ class Client:
             parts = _own_parts(l1)
             self.twins = _own_parts(l1.clone())
             cuda.own(l1)
-            self.stream = CudaCopyStream(l1, self.region, cupy=LazyCupy(folder, cuda), driver=driver)
+            cupy = LazyCupy(folder, cuda)
+            self.stream = CudaCopyStream(l1, self.region, cupy=cupy, driver=driver, ways=CopyWays(choice))
         else:
             self.tensors = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)]
             kind = layout.partition(",")[0]
@@ -60,7 +65,7 @@ class Client:
             self.twins = _parts([tensor.clone() for tensor in self.tensors], kind)
             for tensor in self.tensors:
                 cuda.own(tensor)
-            self.stream = CudaCopyStream(EngineBlocks(parts, SLOT), self.region, driver=driver)
+            self.stream = CudaCopyStream(EngineBlocks(parts, SLOT), self.region, driver=driver, ways=CopyWays(choice))
         self.parts = parts
         self.num_ids = BLOCKS * (1 + max(part.group for part in parts))
         self.users: dict[int, tuple[CudaEvent, CopyDirection]] = {}  # block → the copy that uses it
@@ -209,9 +214,6 @@ def program(
     with pytest.MonkeyPatch.context() as patch:
         cuda = LazyCuda(seed, eager=random.Random(seed).choice([0.0, 0.05, 0.3]))
         cuda.patch(patch)
-        patch.setattr(cuda_transfer, "KERNEL_BELOW", 1 << 30 if layout == "own, by kernel" else 0)
-        for module in (cuda_transfer, packer):
-            patch.setattr(module, "DIRECT_FROM", 0)
         patch.setattr(packer, "STAGING_BYTES", random.Random(seed + 1).choice([SLOT, 3 * SLOT, 1 << 20]))
         if plant is not None:
             plant(patch)

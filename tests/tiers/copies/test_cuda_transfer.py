@@ -13,6 +13,7 @@ import torch
 from lazy_cuda import pin
 
 from kvtier.tiers.copies import cuda_transfer, packer
+from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream, CudaEvent
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.copies.transfer import BlockCopies, HostEvent
@@ -340,8 +341,7 @@ def test_small_pieces_go_by_kernel_and_large_ones_by_copy(
     device: FakeDevice, region: HostRegion, l1: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_transfer, "LayoutKernels", Launches)
-    monkeypatch.setattr(cuda_transfer, "KERNEL_BELOW", 2 * BLOCK_BYTES)
-    stream = CudaCopyStream(l1, region)
+    stream = CudaCopyStream(l1, region, ways=CopyWays(CopyChoice(torch_from=2 * BLOCK_BYTES)))
     copier: Any = stream._copier
     launches = copier.kernels
     stream.store(pairs([0, 2, 5], [9, 4, 1]))

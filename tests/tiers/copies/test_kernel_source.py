@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 from layout_reference import gather_reference, scatter_reference
 
-from kvtier.tiers.copies.kernels import MAX_GRID, SOURCE, UNIT_TYPES, Canonical, Geometry, LayoutKernels
+from kvtier.tiers.copies.copy_ways import MAX_GRID
+from kvtier.tiers.copies.kernels import SOURCE, UNIT_TYPES, Canonical, Geometry, LayoutKernels
 from kvtier.tiers.naming.shape import KVLayout, KVShape
 
 RIG: Final = Path(__file__).parents[2] / "rigs" / "sanitized_kernels.cpp"
@@ -85,7 +86,7 @@ class Launch:
         count = int(rng.integers(1, min(sizes["b"], num_slots) + 1))
         self.blocks, self.numbers = (rng.permutation(most)[:count].astype(np.int64) for most in (sizes["b"], num_slots))
         self.is_gather = bool(rng.integers(2))
-        self.call = self._launched(strides, slot_stride)
+        self.call = self._launched(strides, slot_stride, int(rng.integers(1, MAX_GRID + 1)))
         self.before = [*(layer.tobytes() for layer in self.layers), self.slots.tobytes()]
         layout = KVLayout(
             [layer.ctypes.data for layer in self.layers], strides["b"], strides["k"], strides["t"], strides["h"]
@@ -101,7 +102,9 @@ class Launch:
         after = padded.reshape(-1)[: len(self.slots)]
         self.after = [*(layer.tobytes() for layer in self.layers), after.tobytes()]
 
-    def _launched(self, strides: dict[str, int], slot_stride: int) -> tuple[int, tuple[int, int], int, Sequence[Any]]:
+    def _launched(
+        self, strides: dict[str, int], slot_stride: int, grid: int
+    ) -> tuple[int, tuple[int, int], int, Sequence[Any]]:
         """Unit, grid, threads and arguments; addresses count only by how they are aligned."""
         bases = tuple((layer + 1 << 24) + self.askew[0] for layer in range(self.shape.num_layers))
         layout = KVLayout(bases, strides["b"], strides["k"], strides["t"], strides["h"])
@@ -117,6 +120,7 @@ class Launch:
             cuda=SimpleNamespace(Stream=stream), asarray=lambda array, blocking: upload, RawKernel=kernel
         )
         kernels = LayoutKernels(Geometry.of(layout, self.shape), cupy)
+        kernels.grid = grid
         launch = kernels.gather if self.is_gather else kernels.scatter
         launch(0, 0, len(self.blocks), Canonical((1 << 40) + self.askew[1], slot_stride), 0)
         [call] = calls

@@ -1,0 +1,144 @@
+"""The measurement of a device on an adversary's CUDA: real copiers and streams, times that a script gives."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cpu_cupy import LazyCupy
+from lazy_cuda import LazyCuda, LazyDriver, Op, pin
+
+from kvtier.tiers.config.sections import HostConfig
+from kvtier.tiers.copies import calibration, copy_probe
+from kvtier.tiers.copies.copy_ways import CopyWays
+from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
+from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
+from kvtier.tiers.copies.kept_choices import KeptChoices
+from kvtier.tiers.host.host import HostRegion
+from kvtier.tiers.metrics import Metrics
+
+KIB = 1 << 10
+SLOT = 16 * KIB
+
+
+def scripted(op: Op) -> float:
+    """Seconds on a device whose batches are as fast as its kernel from 64 KiB on, and whose kernel needs 16 blocks."""
+    num_bytes = sum(high - low for low, high in op.writes)
+    if op.what.startswith("batch of"):
+        return num_bytes / (51e9 if num_bytes / int(op.what.split()[2]) >= 64 * KIB else 5e9)
+    if op.what.startswith("kv_"):
+        blocks = int(op.what.split()[-2])
+        return num_bytes / (41e9 * min(1.0, blocks / 16))
+    if op.what.startswith("copy of"):
+        return 6e-6 + num_bytes / 51e9
+    return num_bytes / 1500e9  # gathers on the device
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LazyCuda:
+    monkeypatch.setattr(copy_probe, "_MAX_PIECES", 16)  # every op is compared with every other
+    monkeypatch.setattr(calibration, "DEADLINE", 300.0)
+    monkeypatch.setattr(copy_probe, "_PATIENCE", 60.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cuda = LazyCuda(5, eager=0.9, cost=scripted)
+    cuda.patch(monkeypatch)
+    return cuda
+
+
+@pytest.fixture
+def region(cuda: LazyCuda) -> Iterator[HostRegion]:
+    region = HostRegion.allocate(8, SLOT, prefault=False)
+    pin(region, cuda)
+    yield region
+    region.close()
+
+
+def ended(stream: CudaCopyStream) -> None:
+    assert stream._calibration is not None
+    assert stream._calibration.wait(120)
+
+
+def own(region: HostRegion, driver: Any, ways: CopyWays, cupy: Any) -> CudaCopyStream:
+    return CudaCopyStream(torch.zeros(8, 4, SLOT // 4, dtype=torch.uint8), region, cupy=cupy, driver=driver, ways=ways)
+
+
+def test_our_own_blocks_are_measured_by_the_copies_they_get(cuda: LazyCuda, region: HostRegion, tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to run the kernel's source on this CPU")
+    kept, driver, metrics = region.array.copy(), LazyDriver(cuda), Metrics()
+    ways = CopyWays.to_measure(HostConfig(), metrics)
+    stream = own(region, driver, ways, LazyCupy(tmp_path, cuda))
+    ended(stream)
+    assert (ways.choice.batch_from, ways.choice.grid, ways.choice.source) == (64 * KIB, 16, "measured")
+    assert ways.choice.reason.startswith("pieces of 64KiB: batch 51.0, kernel 41.0, torch")
+    assert "kvtier_copies_total" not in "".join(metrics.snapshot())  # what is measured with is not counted
+    stream.close(1)
+    cuda.finish()
+    assert (region.array == kept).all()  # L2 was not touched
+    assert len(cuda.registered) == 1  # nothing but L2 is pinned any more
+    # the next stream knows it
+    num_ops, again = cuda.num_ops, CopyWays.to_measure(HostConfig())
+    stream = own(region, driver, again, LazyCupy(tmp_path, cuda))
+    assert again.choice == ways.choice
+    assert cuda.num_ops == num_ops
+    stream.close(1)
+
+
+def test_an_engines_blocks_are_measured_against_their_staging(cuda: LazyCuda, region: HostRegion) -> None:
+    driver: Any = LazyDriver(cuda)
+    parts = [BlockPart(torch.zeros(8, SLOT, dtype=torch.uint8), 0, 0)]
+    ways = CopyWays.to_measure(HostConfig())
+    stream = CudaCopyStream(EngineBlocks(parts, SLOT), region, driver=driver, ways=ways)
+    ended(stream)
+    # staged pieces travel eight at a time: 8 KiB are 64 KiB then, which a batch moves fast
+    assert (ways.choice.batch_from, ways.choice.source) == (64 * KIB, "measured")
+    assert ways.choice.reason.startswith("pieces of 64KiB: batch 51.0, staging ")
+    assert [each.key.kind for each in KeptChoices().all()] == ["engine"]
+    stream.close(1)
+    cuda.finish()
+
+
+def test_an_old_driver_leaves_an_engine_one_way(cuda: LazyCuda, region: HostRegion) -> None:
+    driver: Any = LazyDriver(cuda, copies_in_batches=False)
+    parts = [BlockPart(torch.zeros(8, SLOT, dtype=torch.uint8), 0, 0)]
+    ways, num_ops = CopyWays.to_measure(HostConfig()), cuda.num_ops
+    stream = CudaCopyStream(EngineBlocks(parts, SLOT), region, driver=driver, ways=ways)
+    ended(stream)
+    assert ways.choice.reason == "nothing to choose from: this driver has no batched copies (they need driver 570)"
+    assert cuda.num_ops == num_ops
+    stream.close(1)
+
+
+def test_a_device_that_refuses_midway_leaves_the_defaults(
+    cuda: LazyCuda, region: HostRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LazyDriver.copy
+
+    def refusing(driver: LazyDriver, *rest: Any, at_any_time: bool) -> None:
+        if driver.num_batches == 20:
+            raise RuntimeError("cuMemcpyBatchAsync, piece 3 of 128: CUDA_ERROR_INVALID_VALUE (1)")
+        real(driver, *rest, at_any_time=at_any_time)
+
+    monkeypatch.setattr(LazyDriver, "copy", refusing)
+    ways = CopyWays.to_measure(HostConfig())
+    stream = CudaCopyStream(
+        EngineBlocks([BlockPart(torch.zeros(8, SLOT, dtype=torch.uint8), 0, 0)], SLOT),
+        region,
+        driver=LazyDriver(cuda),  # type: ignore[arg-type]
+        ways=ways,
+    )
+    ended(stream)
+    assert (ways.choice.batch_from, ways.choice.source) == (28 * KIB, "default")
+    assert ways.choice.reason.startswith("not measured: RuntimeError: cuMemcpyBatchAsync, piece 3 of 128")
+    stream.close(1)
+    cuda.finish()
+    assert len(cuda.registered) == 1
+
+
+def test_what_is_configured_is_not_measured(cuda: LazyCuda, region: HostRegion) -> None:
+    ways = CopyWays.to_measure(HostConfig(batch_copies_from=1, copy_grid=8))
+    stream = own(region, LazyDriver(cuda), ways, None)
+    assert stream._calibration is None
+    stream.close(1)
