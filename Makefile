@@ -9,6 +9,8 @@
 #   make test-sglang  a real SGLang, likewise; test-vllm-0.33: vLLM's next release on this one's CPU kernels
 #   make check        ruff, ruff format, strict mypy, the architecture test
 #   make bench        every benchmark in its quick form
+#   make gpu          on a machine with a GPU: its tests and benchmarks, in half an hour; PART=tests, sanitizer,
+#                     bandwidth, decode or ttft is one of them. gpu-bundle: what such a machine without a network lacks
 #   make soak         a whole node under faults for MINUTES=…; likewise kills and crash-images COUNT=…, fuzz MINUTES=…
 #   make setup        only the set-up: .venv with the `kvtier` command
 #
@@ -34,10 +36,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
 STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
-.PHONY: help setup demo demo-rag beside test quick coverage test-vllm test-vllm-0.33 test-sglang check format bench soak kills crash-images fuzz clean
+.PHONY: help setup demo demo-rag beside test quick coverage test-vllm test-vllm-0.33 test-sglang check format bench gpu gpu-bundle \
+	soak kills crash-images fuzz clean
 
 help:
-	sed -n '3,13s/^# *//p' Makefile
+	sed -n '3,15s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -98,8 +101,16 @@ bench: setup
 	.ci/debian-package redis-server redis-server
 	for program in benchmarks/[!_]*.py; do
 		echo "== $$program"
-		$(VENV)/bin/python $$program --quick
+		dry=; [[ $$program != */gpu_* ]] || nvidia-smi -L >/dev/null 2>&1 || dry=--dry
+		$(VENV)/bin/python $$program --quick $$dry
 	done
+
+# No set-up: such a machine may have no network (docs/gpu.md).
+gpu:
+	.ci/gpu-proof $(PART)
+
+gpu-bundle: setup
+	VENV=$(VENV) .ci/gpu-bundle
 
 # Runs at length (docs/faults.md): SEED=… repeats the choices of a run, JSON=FILE keeps its figures.
 soak kills crash-images fuzz: setup

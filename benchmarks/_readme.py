@@ -95,6 +95,16 @@ CLAIMS: Final = (
     ("the same with repair: CPU time ÷ a full prefill's", "segments", "^blend"),
     ("a prompt held in a slow tier, load ÷ compute 0.5 – 2: from both ends ÷ the best single way", "both_ends", "^bal"),
     ("the same, elsewhere", "both_ends", "^elsewhere"),
+    ("GPU ↔ L2, pieces of 512 KiB and more, one way: of one big copy", "gpu_bandwidth", "^one way.*big copy"),
+    ("the same, GB/s", "gpu_bandwidth", "^one way.*GB/s"),
+    ("the same both ways at once: of big copies both ways", "gpu_bandwidth", "^both ways.*big copies"),
+    ("the same, GB/s", "gpu_bandwidth", "^both ways.*GB/s"),
+    ("GPU ↔ L2, pieces of 4 to 24 KiB, GB/s", "gpu_bandwidth", "^pieces"),
+    ("a worker's step with 64 stores, CPU ms to enqueue them", "gpu_bandwidth", "^a step"),
+    ("first use of L2: longest step of the GPU beside it, ms", "gpu_bandwidth", "^first use"),
+    ("a decode step beside stores, loads, and both: ÷ alone", "gpu_decode", "^a decode step"),
+    ("a Llama-8B's geometry on a GPU, 32,768 tokens: time to first token, cold ÷ L2", "gpu_ttft", "L2$"),
+    ("the same: cold ÷ slab", "gpu_ttft", "slab$"),
 )
 
 # The six that the README shows, in its own words.
@@ -128,6 +138,10 @@ def figures(claims: tuple[tuple[str, str, str], ...] = CLAIMS) -> str:
         + "."
         for machine, commits in sorted(origins.items())
     ]
+    missing = sorted({name for _, name, _ in claims if name.startswith("gpu_")} - results.keys())
+    if missing:
+        names = ", ".join(f"`{name}`" for name in missing)
+        told.append(f"Not run on a GPU yet: {names}. [gpu.md](gpu.md) says how to run them.")
     return "\n\n".join(["\n".join(lines), *told]) + "\n"
 
 
@@ -154,7 +168,8 @@ def _line(label: str, targets: list[dict[str, Any]], pattern: str) -> str:
 
 def machine_line(machine: Mapping[str, Any]) -> str:
     """What of a machine decides its figures, as people write it."""
-    gpu = f", {machine['gpu']}" if machine["gpu"] else ""
+    driver = f" with driver {machine['driver']}" if machine.get("driver") else ""
+    gpu = f", {machine['gpu']}{driver}" if machine["gpu"] else ""
     versions = f"Python {machine['python']}, numpy {machine['numpy']}, torch {machine['torch']}"
     kernel = machine["kernel"].split("-")[0]
     return f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB{gpu}, kernel {kernel}, {versions}"

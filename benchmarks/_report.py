@@ -62,7 +62,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def machine() -> dict[str, object]:
-    """What of the machine decides a figure: processor, cores, memory (GiB), kernel, Python, libraries, GPU."""
+    """What of the machine decides a figure: processor, cores, memory (GiB), kernel, Python, libraries, GPU, driver."""
     return {
         "cpu": _cpu_model(),
         "cores": _num_cores(),
@@ -72,15 +72,19 @@ def machine() -> dict[str, object]:
         "numpy": _version("numpy"),
         "torch": _version("torch"),
         "gpu": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or None,
     }
 
 
 def commit() -> str:
     """The checked-out commit, short, with `-dirty` if the code differs from it; `unknown` outside a git checkout.
 
-    Results and pages don't count as code: saving one benchmark would make the next one dirty.
+    Results and pages don't count as code: saving one benchmark would make the next one dirty. In a copy of a checkout
+    that was made for another machine (docs/gpu.md) it is what `.gpu/commit` says.
     """
     head = _output("git", "-C", str(_ROOT), "rev-parse", "--short=12", "HEAD")
+    if not head and (carried := _lines(str(_ROOT / ".gpu" / "commit"))):
+        return carried[0]
     code = ("--", ".", ":!benchmarks/results", ":!*.md")
     changed = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no", *code)
     return f"{head or 'unknown'}{'-dirty' if head and changed else ''}"
@@ -128,16 +132,18 @@ def _print_tables(
     name: str, rows: Sequence[Mapping[str, object]], targets: Sequence[Target], setup: Mapping[str, object]
 ) -> None:
     console = Console()
-    columns = list(dict.fromkeys(key for row in rows for key in row))
     caption = "  ·  ".join(f"{what} {value}" for what, value in setup.items()) or None
     title = f"{name}  ·  {machine()['cpu']}, {machine()['cores']} cores  ·  {commit()}"
-    table = Table(title=title, caption=caption)
-    for column in columns:
-        numeric = all(isinstance(row.get(column), int | float | None) for row in rows)
-        table.add_column(column, justify="right" if numeric else "left")
-    for row in rows:
-        table.add_row(*(_cell(row.get(column)) for column in columns))
-    console.print(table)
+    for kind in _of_one_kind(rows):
+        columns = list(dict.fromkeys(key for row in kind for key in row))
+        table = Table(title=title, caption=caption)
+        for column in columns:
+            numeric = all(isinstance(row.get(column), int | float | None) for row in kind)
+            table.add_column(column, justify="right" if numeric else "left")
+        for row in kind:
+            table.add_row(*(_cell(row.get(column)) for column in columns))
+        console.print(table)
+        title, caption = "", None
     if not targets:
         return
     verdicts = Table("target", "limit", "measured", "met")
@@ -146,6 +152,18 @@ def _print_tables(
         verdict = "[green]yes[/]" if target.met else "[red]no[/]"
         verdicts.add_row(target.name, f"{sign} {target.limit:g}", f"{target.measured:.4g}", verdict)
     console.print(verdicts)
+
+
+def _of_one_kind(rows: Sequence[Mapping[str, object]]) -> list[list[Mapping[str, object]]]:
+    """Rows of one table: each has all columns of the one before it, or some of them and no other."""
+    kinds: list[list[Mapping[str, object]]] = []
+    for row in rows:
+        last = kinds[-1][-1].keys() if kinds else set[str]()
+        if kinds and (row.keys() <= last or row.keys() >= last):
+            kinds[-1].append(row)
+        else:
+            kinds.append([row])
+    return kinds
 
 
 def _cell(value: object) -> str:

@@ -1,9 +1,9 @@
-"""L1 ↔ L2 copies of scattered blocks, against the fastest plain copy of as many bytes in the same run.
+"""L1 ↔ L2 copies of scattered blocks on a CPU, against the fastest plain copy of as many bytes in the same run.
 
-On a CPU: HostCopyStream, from enqueue to event, against the better of one `np.take(out=)` (scattered blocks into one
-contiguous run, an easier task) and a loop of `numpy.copyto` (block by block). On a GPU: CudaCopyStream against one big
-pinned cudaMemcpyAsync. A ratio is the median over interleaved rounds of the limit's time by ours; GB = 1e9 bytes.
-Run it on an idle machine: a stream hands its work to a thread, which a crowded scheduler delays.
+HostCopyStream, from enqueue to event, against the better of one `np.take(out=)` (scattered blocks into one contiguous
+run, an easier task) and a loop of `numpy.copyto` (block by block). A ratio is the median over interleaved rounds of the
+limit's time by ours; GB = 1e9 bytes. Run it on an idle machine: a stream hands its work to a thread, which a crowded
+scheduler delays. gpu_bandwidth.py measures a GPU's copies.
 """
 
 import itertools
@@ -15,17 +15,16 @@ from typing import Final
 
 import _report
 import numpy as np
-import torch
 from _busy import busy_thread
 from numpy.typing import NDArray
 
-from kvtier.tiers.copies import BlockCopies, BlockPool, CopyStream, CudaCopyStream, HostCopyStream, block_bytes_view
+from kvtier.tiers.copies import BlockCopies, BlockPool, CopyStream, HostCopyStream, block_bytes_view
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.naming import KVShape
 
 KIB: Final = 1024
-POOL_BYTES: Final = {"cpu": 512 << 20, "cuda": 2 << 30}  # of L1 and of L2: far more than the processor's caches
-BATCH_BYTES: Final = {"cpu": 64 << 20, "cuda": 512 << 20}  # some 10 ms: a look at an event is no part of the figure
+POOL_BYTES: Final = 512 << 20  # of L1 and of L2: far more than the processor's caches
+BATCH_BYTES: Final = 64 << 20  # some 10 ms: a look at an event is no part of the figure
 BLOCK_SIZES: Final = [size * KIB for size in (64, 128, 256, 512, 1024, 2048, 4096, 8192)]
 DIRECTIONS: Final = ("load", "store")
 PATTERNS: Final = ("slots", "both")  # what is scattered: L2 slots alone, or L1 blocks as well
@@ -41,25 +40,17 @@ class Pools:
     """L1, L2 and the stream between them, for one block size."""
 
     block_bytes: int
-    device: str
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
 
     def __post_init__(self) -> None:
         heads = self.block_bytes // (4 * 2 * 16 * 64 * 2)  # 4 layers, K and V, 16 tokens, head_dim 64, bfloat16
         shape = KVShape(num_layers=4, num_kv_heads=heads, head_dim=64, block_size=16, dtype="bfloat16")
-        self.batch_bytes = BATCH_BYTES[self.device]
-        self.num_blocks = POOL_BYTES[self.device] // self.block_bytes
-        self.l1 = BlockPool(shape, self.num_blocks, device=self.device).tensor
+        self.batch_bytes = BATCH_BYTES
+        self.num_blocks = POOL_BYTES // self.block_bytes
+        self.l1 = BlockPool(shape, self.num_blocks).tensor
         self.region = HostRegion.allocate(self.num_blocks, self.block_bytes)
         self.region.wait_prefaulted()
-        self.stream: CopyStream
-        if self.device == "cpu":
-            self.stream = HostCopyStream(self.l1, self.region)
-        else:
-            self.region.pin(self.l1.device.index)
-            if self.region.pinning is None or not self.region.pinning.wait() or self.region.pinning.error:
-                raise RuntimeError("L2 could not be pinned: see whether libcuda.so.1 is there, raise `ulimit -l`")
-            self.stream = CudaCopyStream(self.l1, self.region)
+        self.stream = HostCopyStream(self.l1, self.region)
 
     def batch(self, pattern: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Random distinct L2 slots, and L1 blocks that are as random, or a run such as an idle pool hands out."""
@@ -105,21 +96,6 @@ def cpu_limits(pools: Pools, direction: str) -> dict[str, Copy]:
     return {"np.take": take, "np.copyto": copyto}
 
 
-def gpu_limits(pools: Pools, direction: str) -> dict[str, Copy]:
-    """One big cudaMemcpyAsync of as many bytes, from or into pinned memory."""
-    l1 = pools.l1.view(torch.uint8).reshape(-1)
-    l2 = torch.from_numpy(pools.region.array).reshape(-1)
-    target, source = (l1, l2) if direction == "load" else (l2, l1)
-
-    def big_copy(blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
-        start = int(pools.rng.integers(0, len(l2) - pools.batch_bytes)) // 4096 * 4096
-        end = start + pools.batch_bytes
-        target[start:end].copy_(source[start:end], non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-
-    return {"cudaMemcpyAsync": big_copy}
-
-
 def timings(pools: Pools, variants: dict[str, Copy], rounds: int, pattern: str) -> dict[str, NDArray[np.float64]]:
     """Seconds of each variant in each round, interleaved, each on its own batch; a round before them warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
@@ -138,16 +114,16 @@ def gbps(pools: Pools, seconds: NDArray[np.float64]) -> float:
     return float(moved / np.median(seconds) / 1e9)
 
 
-def measure(block_bytes: int, device: str, rounds: int) -> Iterator[dict[str, object]]:
+def measure(block_bytes: int, rounds: int) -> Iterator[dict[str, object]]:
     """One row per direction and pattern."""
-    pools = Pools(block_bytes, device)
+    pools = Pools(block_bytes)
     try:
         for direction, pattern in itertools.product(DIRECTIONS, PATTERNS):
-            limits = (cpu_limits if device == "cpu" else gpu_limits)(pools, direction)
+            limits = cpu_limits(pools, direction)
             copies = {"kvtier": stream_copy(pools.stream, direction), **limits}
             seconds = timings(pools, copies, rounds, pattern)
             best = min(limits, key=lambda name: float(np.median(seconds[name])))
-            row: dict[str, object] = {"device": device, "block_kib": block_bytes // KIB, "direction": direction}
+            row: dict[str, object] = {"device": "cpu", "block_kib": block_bytes // KIB, "direction": direction}
             row["scattered"] = pattern
             row |= {f"{name}_gbps": round(gbps(pools, times), 2) for name, times in seconds.items()}
             row["ratio"] = round(float(np.median(seconds[best] / seconds["kvtier"])), 3)
@@ -158,7 +134,7 @@ def measure(block_bytes: int, device: str, rounds: int) -> Iterator[dict[str, ob
 
 def measure_busy(rounds: int) -> float:
     """GB/s of 128 KiB loads beside a busy Python thread."""
-    pools = Pools(128 * KIB, "cpu")
+    pools = Pools(128 * KIB)
     try:
         with busy_thread():
             copies = {"kvtier": stream_copy(pools.stream, "load")}
@@ -172,11 +148,10 @@ def main() -> int:
     options = _report.parser(__doc__).parse_args()
     rounds = 5 if options.quick else 31
     sizes = [128 * KIB, 2048 * KIB] if options.quick else BLOCK_SIZES
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: list[dict[str, object]] = []
     for block_bytes in sizes:
-        _report.progress(f"{device}: blocks of {block_bytes // KIB} KiB")
-        rows += measure(block_bytes, device, rounds)
+        _report.progress(f"blocks of {block_bytes // KIB} KiB")
+        rows += measure(block_bytes, rounds)
     targets = [
         _report.Target(
             f"{row['direction']} {row['block_kib']} KiB, scattered {row['scattered']}: of the best plain copy",
@@ -187,18 +162,10 @@ def main() -> int:
         for row in rows
         if int(str(row["block_kib"])) * KIB >= RATIO_FROM
     ]
-    if device == "cpu":
-        busy = round(measure_busy(rounds), 2)
-        rows.append(
-            {
-                "device": device,
-                "block_kib": 128,
-                "direction": "load",
-                "scattered": "both, busy thread",
-                "kvtier_gbps": busy,
-            }
-        )
-        targets.append(_report.Target("GB/s beside a busy Python thread", BUSY_GBPS, busy, False))
+    busy = round(measure_busy(rounds), 2)
+    busy_row: dict[str, object] = {"device": "cpu", "block_kib": 128, "direction": "load"}
+    rows.append(busy_row | {"scattered": "both, busy thread", "kvtier_gbps": busy})
+    targets.append(_report.Target("GB/s beside a busy Python thread", BUSY_GBPS, busy, False))
     return _report.report("copy_bandwidth", rows, targets, options.json, options.save)
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.tier import ChainHash
 
 if TYPE_CHECKING:
+    from device_rig import DeviceRig
     from kv_tier_rig import Open
     from small_engines import Make
 
@@ -122,8 +124,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Everything under tests/gpu needs a CUDA device; without one it is skipped, and says so."""
-    gpu = [item for item in items if "gpu" in item.path.parent.parts or item.get_closest_marker("gpu")]
+    """What is marked `gpu` needs a CUDA device; without one it is skipped, and says so."""
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not _has_cuda():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
@@ -166,6 +168,16 @@ def open_tier(disk_dir: Path) -> "Iterator[Open]":
 
     with tiers_over(disk_dir) as opener:
         yield opener
+
+
+@pytest.fixture(params=["lazy", pytest.param("cuda", marks=pytest.mark.gpu)])
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> "Iterator[DeviceRig]":
+    """A GPU, and an adversary's CUDA on this CPU in its place."""
+    from device_rig import rig_of  # takes torch along
+
+    seed = zlib.crc32(request.node.name.encode())  # every test has an order of its own
+    with rig_of(str(request.param), seed, monkeypatch, tmp_path) as device:
+        yield device
 
 
 @pytest.fixture

@@ -1,0 +1,274 @@
+"""What the benchmarks of a GPU share: which device, L1 and pinned L2 with the copies between, forced ways, rounds.
+
+With `--dry` the device is this CPU and everything is small: the same code, with the copy stream that a CPU has.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import _report
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvtier.tiers.config import Config
+from kvtier.tiers.copies import (
+    BlockCopies,
+    BlockPart,
+    CopyEvent,
+    CopyStream,
+    CopyWays,
+    CudaCopyStream,
+    EngineBlocks,
+    HostCopyStream,
+)
+from kvtier.tiers.host import HostRegion
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+DEADLINE: Final = 60.0  # seconds for any copy
+BenchRow = dict[str, object]  # of a report's table
+WAYS: Final = ("chosen", "kernel", "batch", "copies")
+LAYOUTS: Final = ("own", "NHD", "HND", "cross-layer")  # where an engine keeps a block: our L1, and vLLM's three
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry8B:
+    """A Llama-8B's KV in blocks of 16 tokens: 2 MiB a block in bfloat16. In small, the same in form."""
+
+    num_layers: int = 32
+    num_heads: int = 8
+    num_tokens: int = 16
+    head_dim: int = 128
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.num_heads * self.num_tokens * 2 * self.head_dim * 2
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_layers * self.layer_bytes
+
+
+SMALL: Final = Geometry8B(4, 2, 4, 32)
+
+
+def arguments(doc: str | None) -> argparse.Namespace:
+    """The command line; ends the program with status 2 where there is no GPU and no `--dry`."""
+    parser = _report.parser(doc)
+    parser.add_argument("--dry", action="store_true", help="the same code on this CPU, in small: proves no figure")
+    options = parser.parse_args()
+    if options.dry and options.save:
+        parser.error("--save with --dry: a dry run proves no figure; leave one of them out")
+    if not options.dry and not torch.cuda.is_available():
+        parser.error("torch finds no GPU: run this on a machine with one, or with --dry, in small on this CPU")
+    if options.dry:
+        torch.set_num_threads(1)  # little work: threads that wait for each other would take longer
+    options.device = torch.device("cpu" if options.dry else f"cuda:{torch.cuda.current_device()}")
+    return options
+
+
+def pinned_region(num_slots: int, slot_bytes: int, device: torch.device) -> HostRegion:
+    """L2, with every page there; pinned, if a GPU copies from it. SystemExit says why it cannot be pinned."""
+    region = HostRegion.allocate(num_slots, slot_bytes)
+    region.wait_prefaulted()
+    if device.type == "cuda":
+        region.pin(device.index)
+        if region.pinning is None or not region.pinning.wait(600) or region.pinning.error:
+            reason = region.pinning.error if region.pinning else "libcuda.so.1 is not there or does not start"
+            region.close()
+            raise SystemExit(f"L2 of {num_slots * slot_bytes >> 20} MiB cannot be pinned: {reason}; raise `ulimit -l`")
+    return region
+
+
+def ways(device: torch.device) -> Sequence[str]:
+    """How a GPU can be made to copy; a CPU has one way."""
+    return WAYS if device.type == "cuda" else WAYS[:1]
+
+
+@contextmanager
+def cuda_stream(
+    l1: torch.Tensor | EngineBlocks,
+    region: HostRegion,
+    way: str = "chosen",
+    *,
+    grid: int | None = None,
+    cupy: Any = None,
+    driver: Any = None,
+) -> Iterator[CudaCopyStream]:
+    """A GPU's stream whose pinned copies go this way, whatever their size; "chosen": as the product decides.
+
+    `grid`: the kernel's blocks of threads. `cupy` and `driver` are the machine's by default.
+    """
+    if way == "chosen":
+        ways = CopyWays.to_measure(Config.load().host)
+    else:
+        always, never = 0, None
+        choice = replace(
+            CopyWays().choice,
+            batch_from=always if way == "batch" else never,
+            torch_from=never if way == "kernel" else always,
+        )
+        ways = CopyWays(choice if grid is None else replace(choice, grid=grid))
+    stream = CudaCopyStream(l1, region, cupy=cupy, driver=driver, ways=ways)
+    try:
+        yield stream
+    finally:
+        stream.close(DEADLINE)
+
+
+@contextmanager
+def copying(
+    l1: torch.Tensor | EngineBlocks,
+    region: HostRegion,
+    device: torch.device,
+    way: str = "chosen",
+    grid: int | None = None,
+) -> Iterator[CopyStream]:
+    """The stream that an engine on this device gets. A CPU has one way."""
+    if device.type == "cuda":
+        with cuda_stream(l1, region, way, grid=grid) as on_device:
+            if region.pinned and not await_choice(on_device):
+                _report.progress("the ways of copying are not measured yet: published figures count")
+            yield on_device
+        return
+    stream = HostCopyStream(l1, region)
+    try:
+        yield stream
+    finally:
+        stream.close(DEADLINE)
+
+
+def await_choice(stream: CudaCopyStream) -> bool:
+    """Wait until it is measured which way copies go best on this device, if it is measured at all; False: it hangs."""
+    unmeasured, give_up_at = CopyWays().choice.reason, time.monotonic() + 10
+    while stream.ways.wants_measuring and stream.ways.choice.reason == unmeasured:
+        if time.monotonic() > give_up_at:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def engine_tensor(layout: str, num_blocks: int, geometry: Geometry8B, device: torch.device) -> Any:
+    """L1 as an engine keeps it: our own block-first tensor, or the parts of vLLM's KV tensors.
+
+    vLLM shows each layer as `[blocks, heads, tokens, keys and values]`, however it lies in memory. NHD has tokens
+    before heads there, HND heads before tokens; cross-layer has all layers of a block side by side.
+    """
+    layers, heads, tokens, both = geometry.num_layers, geometry.num_heads, geometry.num_tokens, 2 * geometry.head_dim
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    if layout == "own":
+        return torch.zeros((num_blocks, layers, 2, tokens, heads, both // 2), **options)
+    if layout == "cross-layer":
+        whole = torch.zeros((num_blocks, layers, tokens, heads, both), **options)
+        tensors = [whole[:, layer].permute(0, 2, 1, 3) for layer in range(layers)]
+    elif layout == "NHD":
+        shape = (num_blocks, tokens, heads, both)
+        tensors = [torch.zeros(shape, **options).permute(0, 2, 1, 3) for _ in range(layers)]
+    else:
+        tensors = [torch.zeros((num_blocks, heads, tokens, both), **options) for _ in range(layers)]
+    parts = [BlockPart(tensor, layer, layer * geometry.layer_bytes) for layer, tensor in enumerate(tensors)]
+    return EngineBlocks(parts, geometry.block_bytes)
+
+
+def piece_tensor(layout: str, num_blocks: int, piece_bytes: int, num_layers: int, device: torch.device) -> Any:
+    """L1 whose blocks are one piece each ("own"), or `num_layers` pieces in as many tensors ("layers")."""
+    if layout == "own":
+        return torch.zeros((num_blocks, 4, piece_bytes // 4), dtype=torch.uint8, device=device)
+    tensors = [torch.zeros((num_blocks, piece_bytes), dtype=torch.uint8, device=device) for _ in range(num_layers)]
+    parts = [BlockPart(tensor, layer, layer * piece_bytes) for layer, tensor in enumerate(tensors)]
+    return EngineBlocks(parts, num_layers * piece_bytes)
+
+
+@dataclass
+class ScatteredBatches:
+    """Random blocks and slots for copies both ways at once: loads have the lower halves, stores the upper ones."""
+
+    num_blocks: int
+    count: int
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
+
+    def batch(self, direction: str) -> BlockCopies:
+        """`count` distinct blocks and slots, scattered."""
+        half = self.num_blocks // 2
+        start = 0 if direction == "load" else half
+        blocks, slots = (start + self.rng.permutation(half)[: self.count] for _ in range(2))
+        return BlockCopies(blocks.astype(np.int64), slots.astype(np.int64))
+
+
+def enqueue(stream: CopyStream, direction: str, copies: BlockCopies) -> CopyEvent:
+    return stream.load(copies) if direction == "load" else stream.store(copies)
+
+
+def ended(events: Sequence[CopyEvent]) -> None:
+    """Wait for all of them; SystemExit if one hangs or fails."""
+    for event in events:
+        if not event.wait(DEADLINE) or event.error:
+            raise SystemExit(f"a copy failed: {event.error or f'it has not ended in {DEADLINE:.0f} s'}")
+
+
+class BigCopies:
+    """The limit: whole runs of memory between the device and pinned memory, each way on a stream of its own."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.num_bytes = num_bytes
+        self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._streams = {way: torch.cuda.Stream(device) if pinned else None for way in ("load", "store")}  # type: ignore[no-untyped-call]
+        for direction in ("load", "store"):
+            ours = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self._pairs[direction] = (ours, host) if direction == "load" else (host, ours)
+
+    def copy(self, directions: Sequence[str], times: int = 1) -> None:
+        """Copy so many times in each direction, all at once, and wait."""
+        for _ in range(times):
+            for direction in directions:
+                target, source = self._pairs[direction]
+                stream = self._streams[direction]
+                with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                    target.copy_(source, non_blocking=True)
+        for stream in self._streams.values():
+            if stream is not None:
+                stream.synchronize()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the compute of this thread, as an engine does that reads its tokens."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], Callable[[], None]]], rounds: int
+) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Seconds of each variant in each round, of the wall and of this thread's CPU; a round before them warms up.
+
+    A variant is prepared, and what that returns is timed.
+    """
+    wall: dict[str, list[float]] = {name: [] for name in variants}
+    cpu: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds + 1):
+        for name, prepare in variants.items():
+            act = prepare()
+            started, spent = time.perf_counter(), time.thread_time()
+            act()
+            cpu[name].append(time.thread_time() - spent)
+            wall[name].append(time.perf_counter() - started)
+    return {name: (np.array(wall[name][1:]), np.array(cpu[name][1:])) for name in variants}
+
+
+def told(rows: Iterable[BenchRow]) -> Iterator[BenchRow]:
+    """The same rows, each told on the way: a run that is cut short has not measured in vain."""
+    for row in rows:
+        _report.progress("  ".join(f"{name} {value}" for name, value in row.items()))
+        yield row
+
+
+def setup_of(options: argparse.Namespace) -> dict[str, object]:
+    """What a reader has to know of a run that proves no figure."""
+    return {"dry": "this CPU, in small: no figure of a GPU"} if options.dry else {}

@@ -1,0 +1,276 @@
+"""Copies between a GPU's KV blocks and pinned memory, against one big copy of as many bytes in the same run.
+
+Pieces of 4 KiB to 8 MiB, scattered on both sides, one way and both ways at once: by the way that kvtier chooses, and by
+the kernel, the driver's batches and torch's copies alone. "own": a block is one piece, as in kvtier's own L1; "layers":
+a block is a piece of each of 32 tensors, as in vLLM. A timing is four batches, enqueued back to back, until the last
+has ended; a ratio is the median over interleaved rounds. Then: bandwidth by the kernel's grid, the CPU time in which a
+worker enqueues a step's stores, and the longest step of a GPU's loop while a large L2 is used for the first time.
+GB = 1e9 bytes. `--dry` runs the same code on this CPU.
+"""
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import _gpu
+import numpy as np
+import torch
+from _gpu import KIB, MIB, BenchRow, Geometry8B
+from _report import Target, progress, report
+
+from kvtier.connector import CopyOp, StepPlan, WorkerSide
+from kvtier.tiers.copies import BlockCopies, CopyEvent, CopyStream
+from kvtier.tiers.host import HostRegion
+
+PIECES_KIB: Final = (4, 8, 16, 24, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+QUICK_KIB: Final = (4, 24, 512, 2048)
+LAYERED_TO_KIB: Final = 256  # vLLM's pieces of a layer are hardly larger
+DIRECTIONS: Final = (("load",), ("store",), ("load", "store"))
+GRIDS: Final = (8, 12, 16, 24, 32, 48, 64)
+DEPTH: Final = 4  # batches enqueued back to back
+MAX_PIECES: Final = 16384  # of a batch: more only cost time to list
+LARGE_KIB, SMALL_KIB = 512, 24  # the goals' borders
+COPIES_FROM_KIB: Final = 64  # smaller ones by one call each show nothing but the calls
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is moved: a GPU's, or (`--dry`) as little as shows that the code runs."""
+
+    device: torch.device
+    pieces_kib: Sequence[int]
+    pool_bytes: int
+    batch_bytes: int
+    rounds: int
+    num_layers: int
+    first_use_bytes: int
+    geometry: Geometry8B
+
+    @classmethod
+    def of(cls, device: torch.device, quick: bool) -> "Scale":
+        """A GPU's, or this CPU's."""
+        if device.type == "cpu":
+            return cls(device, QUICK_KIB, 8 * MIB, MIB, 1, 4, 16 * MIB, _gpu.SMALL)
+        half_of_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        first_use = min((4 if quick else 64) << 30, half_of_memory)
+        pieces = QUICK_KIB if quick else PIECES_KIB
+        return cls(device, pieces, 4 << 30, 512 * MIB, 3 if quick else 9, 32, first_use, Geometry8B())
+
+
+class PiecePools:
+    """L1, pinned L2 and the limit for pieces of one size."""
+
+    def __init__(self, scale: Scale, layout: str, piece_bytes: int) -> None:
+        self.device = scale.device
+        self.per_block = 1 if layout == "own" else scale.num_layers
+        self.block_bytes = piece_bytes * self.per_block
+        num_blocks = max(4, scale.pool_bytes // self.block_bytes)
+        count = max(1, min(scale.batch_bytes // self.block_bytes, MAX_PIECES // self.per_block, num_blocks // 2))
+        self.batches = _gpu.ScatteredBatches(num_blocks, count)
+        self.batch_bytes = count * self.block_bytes
+        self.l1 = _gpu.piece_tensor(layout, num_blocks, piece_bytes, scale.num_layers, scale.device)
+        self.region = _gpu.pinned_region(num_blocks, self.block_bytes, scale.device)
+        self.limit = _gpu.BigCopies(self.batch_bytes, scale.device)
+
+    def ours(self, stream: CopyStream, directions: Sequence[str]) -> Callable[[], Callable[[], None]]:
+        """DEPTH batches in each direction, by the stream."""
+
+        def prepared() -> Callable[[], None]:
+            batches = [(way, self.batches.batch(way)) for _ in range(DEPTH) for way in directions]
+            return lambda: _gpu.ended([_gpu.enqueue(stream, way, copies) for way, copies in batches])
+
+        return prepared
+
+    def big(self, directions: Sequence[str]) -> Callable[[], Callable[[], None]]:
+        """As many bytes in big copies."""
+        return lambda: lambda: self.limit.copy(directions, DEPTH)
+
+    def close(self) -> None:
+        """Unpin L2 and give it back."""
+        self.region.close()
+
+
+def gbps(pools: PiecePools, directions: Sequence[str], seconds: float) -> float:
+    return round(DEPTH * len(directions) * pools.batch_bytes / seconds / 1e9, 2)
+
+
+def measure_pieces(scale: Scale, layout: str, kib: int) -> Iterator[BenchRow]:
+    """One row for each way and direction."""
+    pools = PiecePools(scale, layout, kib * KIB)
+    try:
+        for way in _gpu.ways(scale.device):
+            if way == "copies" and kib < COPIES_FROM_KIB:
+                continue
+            with _gpu.copying(pools.l1, pools.region, scale.device, way) as stream:
+                for directions in DIRECTIONS:
+                    variants = {"ours": pools.ours(stream, directions), "one copy": pools.big(directions)}
+                    took = _gpu.interleaved(variants, scale.rounds if way == "chosen" else min(3, scale.rounds))
+                    (wall, _), (limit, _) = took["ours"], took["one copy"]
+                    yield {
+                        "pieces": layout,
+                        "KiB": kib,
+                        "way": way,
+                        "direction": " + ".join(directions),
+                        "GB/s": gbps(pools, directions, float(np.median(wall))),
+                        "one copy GB/s": gbps(pools, directions, float(np.median(limit))),
+                        "of one copy": round(float(np.median(limit / wall)), 3),
+                    }
+    finally:
+        pools.close()
+
+
+def sweep_grid(scale: Scale) -> Iterator[BenchRow]:
+    """The kernel's bandwidth by its number of blocks of threads, for small pieces. Only a GPU launches any."""
+    pools = PiecePools(scale, "own", 16 * KIB)
+    try:
+        for grid, direction in itertools.product(GRIDS, ("load", "store")):
+            with _gpu.copying(pools.l1, pools.region, scale.device, "kernel", grid) as stream:
+                [(wall, _)] = _gpu.interleaved({"ours": pools.ours(stream, [direction])}, 3).values()
+            rate = gbps(pools, [direction], float(np.median(wall)))
+            yield {"pieces": "own", "KiB": 16, "way": "kernel", "grid": grid, "direction": direction, "GB/s": rate}
+            if scale.device.type == "cpu":  # whose copies have no grid
+                return
+    finally:
+        pools.close()
+
+
+def store_plan(first: int, num_ops: int) -> StepPlan:
+    """A decode step in which so many requests fill a block: one store each."""
+    ops = [CopyOp(first + i, f"r{i}", (i,), (i,), (0,)) for i in range(num_ops)]
+    return StepPlan(0, 0, (), tuple(ops))
+
+
+def measure_steps(scale: Scale) -> Iterator[BenchRow]:
+    """What a worker's thread spends on a step's stores, for each place where engines keep blocks."""
+    num_blocks = 128
+    for layout in _gpu.LAYOUTS:
+        l1 = _gpu.engine_tensor(layout, num_blocks, scale.geometry, scale.device)
+        region = _gpu.pinned_region(num_blocks, scale.geometry.block_bytes, scale.device)
+        with _gpu.copying(l1, region, scale.device) as stream:
+            worker = WorkerSide(stream, scale.geometry.num_layers, scale.geometry.layer_bytes, _gpu.DEADLINE)
+            for num_stores in (1, 16, 64):
+                cpu, wall = stores(worker, num_stores, 4 + 4 * scale.rounds)
+                row: BenchRow = {"layout": layout, "stores of a step": num_stores}
+                yield row | {"CPU ms": round(float(np.median(cpu)), 3), "ms": round(float(np.median(wall)), 3)}
+        region.close()
+
+
+def stores(worker: WorkerSide, num_stores: int, num_steps: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of this thread's CPU to enqueue a step's stores, and of the wall until they have ended."""
+    cpu, wall = [], []
+    for step in range(num_steps):
+        plan = store_plan(step * num_stores, num_stores)
+        started, spent = time.perf_counter(), time.thread_time()
+        worker.start_store(plan)
+        cpu.append((time.thread_time() - spent) * 1e3)
+        worker.wait(_gpu.DEADLINE)
+        wall.append((time.perf_counter() - started) * 1e3)
+        if len(worker.poll().finished) != num_stores:
+            raise SystemExit("a step's stores failed, or have not ended")
+    return cpu[4:], wall[4:]  # without those that warm up
+
+
+class StepLoop:
+    """Steps of a little compute, as an engine makes them, and a store in each once there is a stream for it."""
+
+    def __init__(self, scale: Scale, num_slots: int) -> None:
+        self.device = scale.device
+        self.l1 = _gpu.engine_tensor("own", 64, scale.geometry, scale.device)
+        self.stream: CopyStream | None = None
+        self.events: list[CopyEvent] = []
+        self._matrix = torch.randn((2048, 2048) if scale.device.type == "cuda" else (64, 64), device=scale.device)
+        self._num_slots = num_slots
+        self._rng = np.random.default_rng(3)
+
+    def run(self, enough: Callable[[int], bool]) -> list[float]:
+        """Milliseconds of each step, until there were enough."""
+        took: list[float] = []
+        while not enough(len(took)):
+            started = time.perf_counter()
+            for _ in range(8):
+                self._matrix @ self._matrix
+            if self.stream is not None and (not self.events or self.events[-1].done()):
+                slots = self._rng.integers(0, self._num_slots, 1)
+                self.events.append(self.stream.store(BlockCopies(np.array([len(self.events) % 64]), slots)))
+            _gpu.synchronize(self.device)
+            took.append((time.perf_counter() - started) * 1e3)
+        return took
+
+
+def first_use(scale: Scale) -> Iterator[BenchRow]:
+    """Steps before L2 is there, while it is pre-faulted and pinned, and behind that."""
+    block_bytes = scale.geometry.block_bytes
+    num_slots = scale.first_use_bytes // block_bytes
+    loop = StepLoop(scale, num_slots)
+    loop.run(lambda n: n >= 20)  # warms up
+    phases = {"before": loop.run(lambda n: n >= 200)}
+    began = time.perf_counter()
+    region = HostRegion.allocate(num_slots, block_bytes)
+    if scale.device.type == "cuda":
+        region.pin(scale.device.index)
+    is_there = region.wait_prefaulted if region.pinning is None else region.pinning.wait
+    with _gpu.copying(loop.l1, region, scale.device) as loop.stream:
+        phases["first use"] = loop.run(lambda n: n >= 20 and is_there(0))
+        seconds = time.perf_counter() - began
+        phases["behind it"] = loop.run(lambda n: n >= 200)
+        _gpu.ended(loop.events)
+    error = None if region.pinning is None else region.pinning.error
+    region.close()
+    if error is not None:
+        raise SystemExit(f"L2 could not be pinned: {error}; raise `ulimit -l`")
+    for phase, ms in phases.items():
+        row: BenchRow = {"L2 MiB": scale.first_use_bytes // MIB, "phase": phase, "steps": len(ms)}
+        row |= {"p50 ms": round(float(np.median(ms)), 3), "p99 ms": round(float(np.quantile(ms, 0.99)), 3)}
+        yield row | {"longest ms": round(max(ms), 3)} | ({"seconds": round(seconds, 2)} if phase == "first use" else {})
+
+
+def goals(rows: Sequence[BenchRow]) -> list[Target]:
+    """The worst value of each goal, by the way that kvtier chooses."""
+    chosen = [row for row in rows if row.get("way") == "chosen"]
+    large = [row for row in chosen if number(row, "KiB") >= LARGE_KIB]
+    one_way, both = ([row for row in large if ("+" in str(row["direction"])) == both] for both in (False, True))
+    small = [row for row in chosen if number(row, "KiB") <= SMALL_KIB and "+" not in str(row["direction"])]
+    step = max(number(row, "CPU ms") for row in rows if row.get("stores of a step") == 64)
+    [first] = [row for row in rows if row.get("phase") == "first use"]
+    gib = number(first, "L2 MiB") / 1024
+    return [
+        Target("one way, 512 KiB and more: of one big copy", 0.95, least(one_way, "of one copy"), at_most=False),
+        Target("one way, 512 KiB and more: GB/s", 50, least(one_way, "GB/s"), at_most=False),
+        Target("both ways, 512 KiB and more: of big copies both ways", 0.85, least(both, "of one copy"), at_most=False),
+        Target("both ways, 512 KiB and more: GB/s", 80, least(both, "GB/s"), at_most=False),
+        Target("pieces of 4 to 24 KiB: GB/s", 40, least(small, "GB/s"), at_most=False),
+        Target("a step of 64 stores: CPU ms to enqueue", 1, step),
+        Target(f"first use of {gib:.3g} GiB of L2: longest step beside it, ms", 50, number(first, "longest ms")),
+    ]
+
+
+def least(rows: Sequence[BenchRow], name: str) -> float:
+    return min(number(row, name) for row in rows)
+
+
+def number(row: BenchRow, name: str) -> float:
+    return float(str(row[name]))
+
+
+def main() -> int:
+    """Measure, print, and say which goals were met."""
+    options = _gpu.arguments(__doc__)
+    scale = Scale.of(options.device, options.quick)
+    rows: list[BenchRow] = []
+    for layout, kib in itertools.product(("own", "layers"), scale.pieces_kib):
+        if layout == "own" or kib <= LAYERED_TO_KIB:
+            progress(f"{scale.device}: {layout}, pieces of {kib} KiB")
+            rows += _gpu.told(measure_pieces(scale, layout, kib))
+    progress("the kernel's grid; stores of a step; first use of L2")
+    rows += _gpu.told(sweep_grid(scale))
+    rows += _gpu.told(measure_steps(scale))
+    rows += _gpu.told(first_use(scale))
+    return report("gpu_bandwidth", rows, goals(rows), options.json, options.save, _gpu.setup_of(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

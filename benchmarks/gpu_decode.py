@@ -1,0 +1,225 @@
+"""What copies beside it cost a GPU that decodes: each step alone, beside stores, beside loads, and beside both.
+
+A step is the matrix products of a Llama-8B for 64 requests and one read of their KV, as a CUDA graph where that can be
+captured; its end is waited for, as by an engine that reads its tokens. In every step a worker stores four blocks, as
+many as 64 requests fill; beside loads a load of 64 blocks is always on its way. By the way that kvtier chooses, for
+each place where engines keep blocks, and by the other ways for kvtier's own. Rounds are interleaved; the slowdown is
+the median over rounds of a round's median step by that of the same round alone. `--dry` runs the same code on this CPU.
+"""
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import _gpu
+import numpy as np
+import torch
+from _gpu import BenchRow, Geometry8B
+from _report import Target, progress, report
+
+from kvtier.connector import CopyOp, StepPlan, WorkerSide
+
+BESIDE: Final = ("alone", "stores", "loads", "stores and loads")
+SLOWDOWN: Final = 1.02
+NUM_STORED: Final = 4  # blocks a step
+WARM_UP: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLoad:
+    """How much is decoded beside how much."""
+
+    device: torch.device
+    geometry: Geometry8B
+    hidden: int
+    intermediate: int
+    num_requests: int
+    kv_elements: int
+    num_blocks: int
+    num_loaded: int  # blocks of a load
+    rounds: int
+    steps: int
+
+    @classmethod
+    def of(cls, device: torch.device, quick: bool) -> "DecodeLoad":
+        """A GPU's, or this CPU's."""
+        if device.type == "cpu":
+            return cls(device, _gpu.SMALL, 64, 128, 4, 1 << 16, 32, 8, 2, 4)
+        rounds, steps = (3, 20) if quick else (7, 60)
+        return cls(device, Geometry8B(), 4096, 14336, 64, 4 << 30, 1024, 64, rounds, steps)
+
+
+class DecodeStep:
+    """One step's compute on random weights: `run` enqueues it, `is_graph` says whether it is one launch."""
+
+    def __init__(self, load: DecodeLoad) -> None:
+        self.device = load.device
+        hidden, both = load.hidden, 2 * load.intermediate
+        shapes = [(hidden, hidden * 3 // 2), (hidden, hidden), (hidden, both), (load.intermediate, hidden)]
+        self._weights = [[self._random(shape) for shape in shapes] for _ in range(load.geometry.num_layers)]
+        self._input = self._random((load.num_requests, hidden))
+        self._kv = torch.zeros((load.kv_elements // 1024, 1024), dtype=torch.bfloat16, device=load.device)
+        self.run: Callable[[], object] = self._compute
+        self.is_graph = False
+        if load.device.type == "cuda":
+            self._capture()
+
+    def _random(self, shape: tuple[int, int]) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=self.device) * 0.01
+
+    def _compute(self) -> torch.Tensor:
+        hidden = self._input
+        for qkv, out, up, down in self._weights:
+            hidden = (hidden @ qkv)[:, : out.shape[0]] @ out
+            gate, value = (hidden @ up).chunk(2, dim=1)
+            hidden = (torch.nn.functional.silu(gate) * value) @ down
+        return hidden.sum() + self._kv.sum()
+
+    def _capture(self) -> None:
+        """As engines do; without a graph a step is launched kernel by kernel."""
+        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                self._compute()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._compute()
+        except RuntimeError as error:
+            progress(f"no CUDA graph, steps are launched kernel by kernel: {error}")
+            torch.cuda.synchronize()
+            return
+        self.run, self.is_graph = graph.replay, True
+
+
+@dataclass
+class Beside:
+    """A worker's copies beside the steps: stores have the lower half of blocks and slots, loads the upper one."""
+
+    worker: WorkerSide
+    load: DecodeLoad
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(5))
+    num_ops: int = 0
+    num_blocks: int = 0
+    loads_under_way: int = 0
+
+    def before(self, kind: str) -> None:
+        """What a worker is told at a step's begin."""
+        if "loads" in kind and not self.loads_under_way:
+            self.loads_under_way = 1
+            self.worker.start_load(StepPlan(0, 0, (self._op(self.load.num_loaded, upper=True),)))
+
+    def behind(self, kind: str) -> None:
+        """What it is told once the step's compute is issued."""
+        if "stores" in kind:
+            ops = tuple(self._op(1, upper=False) for _ in range(NUM_STORED))
+            self.worker.start_store(StepPlan(0, 0, (), ops))
+
+    def collect(self) -> None:
+        """Take in what has ended; SystemExit for a copy that failed."""
+        report = self.worker.poll()
+        if report.failed:
+            raise SystemExit(f"{len(report.failed)} copies beside the steps failed")
+        self.loads_under_way -= sum(op % 2 for op in report.finished)
+
+    def settle(self) -> None:
+        """Wait until all has ended."""
+        deadline = time.monotonic() + _gpu.DEADLINE
+        while not self.worker.idle and time.monotonic() < deadline:
+            self.worker.wait(1)
+            self.collect()
+
+    def _op(self, count: int, *, upper: bool) -> CopyOp:
+        """Ops of loads have odd numbers."""
+        half = self.load.num_blocks // 2
+        self.num_ops += 1
+        self.num_blocks += count
+        blocks, slots = (self.rng.permutation(half)[:count] + upper * half for _ in range(2))
+        return CopyOp(2 * self.num_ops + upper, "r", tuple(blocks.tolist()), tuple(slots.tolist()), (0,) * count)
+
+
+def steps(decode: DecodeStep, beside: Beside, kind: str, count: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of each step, and of this thread's CPU for the worker's part of it."""
+    took, cpu = [], []
+    for _ in range(count):
+        started, spent = time.perf_counter(), time.thread_time()
+        beside.before(kind)
+        cpu.append(time.thread_time() - spent)
+        decode.run()
+        spent = time.thread_time()
+        beside.behind(kind)
+        cpu[-1] += time.thread_time() - spent
+        _gpu.synchronize(decode.device)
+        spent = time.thread_time()
+        beside.collect()
+        cpu[-1] += time.thread_time() - spent
+        took.append((time.perf_counter() - started) * 1e3)
+    return took, [each * 1e3 for each in cpu]
+
+
+def measure(decode: DecodeStep, load: DecodeLoad, layout: str, way: str) -> Iterator[BenchRow]:
+    """One row for each kind of copies beside the steps."""
+    l1 = _gpu.engine_tensor(layout, load.num_blocks, load.geometry, load.device)
+    region = _gpu.pinned_region(load.num_blocks, load.geometry.block_bytes, load.device)
+    took: dict[str, list[list[float]]] = {kind: [] for kind in BESIDE}
+    cpu: dict[str, list[float]] = {kind: [] for kind in BESIDE}
+    rates: dict[str, list[float]] = {kind: [] for kind in BESIDE}
+    with _gpu.copying(l1, region, load.device, way) as stream:
+        side = WorkerSide(stream, load.geometry.num_layers, load.geometry.layer_bytes, _gpu.DEADLINE, by_layers=False)
+        beside = Beside(side, load)
+        for round_, kind in itertools.product(range(load.rounds + 1), BESIDE):
+            before, started = beside.num_blocks, time.perf_counter()
+            step_ms, cpu_ms = steps(decode, beside, kind, load.steps if round_ else WARM_UP)
+            beside.settle()
+            if round_:
+                took[kind].append(step_ms)
+                cpu[kind] += cpu_ms
+                moved = (beside.num_blocks - before) * load.geometry.block_bytes
+                rates[kind].append(moved / (time.perf_counter() - started) / 1e9)
+    region.close()
+    alone = [float(np.median(each)) for each in took["alone"]]
+    for kind in BESIDE:
+        every = np.concatenate([np.array(each) for each in took[kind]])
+        slowdown = [float(np.median(each)) / base for each, base in zip(took[kind], alone, strict=True)]
+        yield {
+            "layout": layout,
+            "way": way,
+            "beside": kind,
+            "CUDA graph": decode.is_graph,
+            "p50 ms": round(float(np.median(every)), 3),
+            "p99 ms": round(float(np.quantile(every, 0.99)), 3),
+            "slowdown": round(float(np.median(slowdown)), 4),
+            "worker's CPU ms": round(float(np.median(cpu[kind])), 3),
+            "GB/s": round(float(np.median(rates[kind])), 2),
+        }
+
+
+def goals(rows: Sequence[BenchRow]) -> list[Target]:
+    """The slowest place for blocks, by the way that kvtier chooses."""
+    chosen = [row for row in rows if row["way"] == "chosen"]
+    worst = {kind: max(float(str(row["slowdown"])) for row in chosen if row["beside"] == kind) for kind in BESIDE[1:]}
+    return [Target(f"a decode step beside {kind}: ÷ alone", SLOWDOWN, value) for kind, value in worst.items()]
+
+
+def main() -> int:
+    """Measure, print, and say whether the goals were met."""
+    options = _gpu.arguments(__doc__)
+    load = DecodeLoad.of(options.device, options.quick)
+    progress(f"{load.device}: a decode step's weights and graph")
+    decode = DecodeStep(load)
+    rows: list[BenchRow] = []
+    others = [("own", way) for way in _gpu.ways(load.device)[1:]]
+    for layout, way in [*((layout, "chosen") for layout in _gpu.LAYOUTS), *others]:
+        progress(f"blocks: {layout}, way: {way}")
+        rows += _gpu.told(measure(decode, load, layout, way))
+    return report("gpu_decode", rows, goals(rows), options.json, options.save, _gpu.setup_of(options))
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    sys.exit(main())
