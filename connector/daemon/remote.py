@@ -192,6 +192,15 @@ class RemoteTiers:
         with self._lock:
             self._abandon(reservation, reason)
 
+    def quarantine(self, reservation: Reservation, reason: Outcome) -> None:
+        """The daemon is not told: it keeps what we hold until our process has ended."""
+        assert isinstance(reservation, RemoteReservation)
+        with self._lock:
+            if reservation.num_open:
+                reservation.num_open = 0  # but its number stays among those held
+                self.metrics.dropped(L2, reason, len(reservation))
+                self._attachment.goes_silently = True
+
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         with self._lock:
             if (link := self._attachment.link) is not None:

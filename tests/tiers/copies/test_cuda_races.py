@@ -17,9 +17,10 @@ import torch
 from cpu_cupy import LazyCupy
 from lazy_cuda import LazyCuda, LazyDriver, LazyStream, pin, ranges_of
 
-from kvtier.tiers.copies import cuda_transfer, direct_copies, packer
+from kvtier.tiers.copies import cuda_event, cuda_transfer, direct_copies, packer
 from kvtier.tiers.copies.block_copier import CopyDirection
-from kvtier.tiers.copies.cuda_transfer import CudaCopyStream, CudaEvent
+from kvtier.tiers.copies.cuda_event import CudaEvent
+from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.copies.transfer import BlockCopies
 from kvtier.tiers.host.host import HostRegion
@@ -44,7 +45,7 @@ class Client:
         self.region = HostRegion.allocate(SLOTS, SLOT, prefault=False)
         pin(self.region, cuda, piece_bytes=4 * SLOT)
         by_batches = layout.endswith("by batches")
-        driver: Any = LazyDriver(cuda) if by_batches else None
+        driver: Any = LazyDriver(cuda, copies_in_batches=by_batches)
         self.kept = np.zeros_like(self.region.array)  # the twin's L2
         if layout in OWN:
             l1 = torch.zeros(BLOCKS, LAYERS, LAYER // 2, dtype=torch.bfloat16)
@@ -203,12 +204,22 @@ def _own_parts(l1: torch.Tensor) -> list[BlockPart]:
 
 
 def program(
-    seed: int, layout: str, folder: Path, plant: Callable[[pytest.MonkeyPatch], None] | None = None
-) -> LazyCuda:
-    """One random program; raises AssertionError for a wrong byte, a race or a complaint."""
+    seed: int,
+    layout: str,
+    folder: Path,
+    plant: Callable[[pytest.MonkeyPatch], None] | None = None,
+    *,
+    room: int | None = None,
+    captures: bool = False,
+) -> tuple[LazyCuda, Client]:
+    """One random program; raises AssertionError for a wrong byte, a race or a complaint.
+
+    `room`: so many bytes the device has for an allocation. `captures`: some thread captures a graph all the while.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        cuda = LazyCuda(seed, eager=random.Random(seed).choice([0.0, 0.05, 0.3]))
+        cuda = LazyCuda(seed, eager=random.Random(seed).choice([0.0, 0.05, 0.3]), room=room)
         cuda.patch(patch)
+        cuda.capturing = LazyStream(cuda, "graph") if captures else None
         patch.setattr(cuda_transfer, "KERNEL_BELOW", 1 << 30 if layout == "own, by kernel" else 0)
         for module in (cuda_transfer, packer):
             patch.setattr(module, "DIRECT_FROM", 0)
@@ -220,15 +231,42 @@ def program(
             client.run()
         finally:
             client.close()
-    return cuda
+    return cuda, client
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *OWN, *BATCHED])
 def test_random_programs_leave_every_byte_right_and_nothing_to_chance(layout: str, tmp_path: Path) -> None:
     if layout == "own, by kernel" and shutil.which("g++") is None:
         pytest.skip("no g++ to run the kernel's source on this CPU")
-    num_ops = sum(program(seed, layout, tmp_path).num_ops for seed in range(6))
+    num_ops = sum(program(seed, layout, tmp_path)[0].num_ops for seed in range(6))
     assert num_ops > 500
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("room", "way"), [(2 * SLOT, "smaller staging"), (0, "without staging")])
+def test_a_device_without_memory_for_the_staging_copies_more_slowly(
+    layout: str, room: int, way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    counted = 0
+    for seed in range(4):
+        caplog.clear()
+        copier: Any = program(seed, layout, tmp_path, room=room)[1].stream._copier
+        counted += copier.counts[way]
+        assert sum("no memory on the device" in message for message in caplog.messages) == bool(copier.counts)
+    assert counted
+
+
+@pytest.mark.parametrize("layout", ["whole", "groups", "own, by copies", "whole, by batches"])
+def test_copies_beside_a_capture_neither_fail_nor_spoil_it(layout: str, tmp_path: Path) -> None:
+    for seed in range(4):
+        program(seed, layout, tmp_path, captures=True)
+        with pytest.raises((AssertionError, RuntimeError), match="captur"):
+            program(seed, layout, tmp_path, _forbidden_in_captures, captures=True)
+
+
+def _forbidden_in_captures(patch: pytest.MonkeyPatch) -> None:
+    for module in (cuda_event, cuda_transfer):
+        patch.setattr(module, "beside_captures", lambda _: nullcontext())
 
 
 def _one_staging(patch: pytest.MonkeyPatch) -> None:
