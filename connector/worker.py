@@ -45,13 +45,12 @@ class WorkerSide:
         self._layerwise: list[int] = []  # ops of this step's plan that its compute waits for
         self._late_at = 0.0  # when all of them should be there
 
-    def begin(self, region: int) -> None:
-        """A step begins: loads that its compute does not wait for need not wait for its compute, either.
+    def begin(self, plan: StepPlan, *, early: bool) -> None:
+        """A step begins, behind its fences. With `early`, loads that its compute does not wait for start after this.
 
-        They start behind all that was issued by now. Call it where blocks that they write to are not touched from now
-        on, and after `fence`.
+        Else they start behind what is issued until `start_load`: something may still touch the blocks they write to.
         """
-        self._begun = self.connect(region).mark()
+        self._begun = self.connect(plan.region).mark() if early and plan.loads else None
 
     def start_load(self, plan: StepPlan) -> None:
         """Enqueue the plan's L2 → L1 copies, behind all that was issued by now or, after `begin`, by then.

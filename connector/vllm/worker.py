@@ -97,8 +97,7 @@ class WorkerHalf:
             return
         self._store(side, tails)
         side.fence(message.fences)
-        if not message.touches:
-            side.begin(self._stores.region)
+        side.begin(self._stores, early=not message.touches)
 
     def start_load(self, message: Step) -> None:
         """Start this step's loads. Those its compute needs are waited for here, or layer by layer."""

@@ -247,21 +247,23 @@ def test_random_programs_leave_every_byte_right_and_nothing_to_chance(layout: st
 def test_a_device_without_memory_for_the_staging_copies_more_slowly(
     layout: str, room: int, way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    counted = 0
     for seed in range(4):
         caplog.clear()
-        copier: Any = program(seed, layout, tmp_path, room=room)[1].stream._copier
-        counted += copier.counts[way]
-        assert sum("no memory on the device" in message for message in caplog.messages) == bool(copier.counts)
-    assert counted
+        copier: Any = program(seed, layout, tmp_path, _much_staging, room=room)[1].stream._copier
+        assert copier.counts[way]
+        assert sum("no memory on the device" in message for message in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("layout", ["whole", "groups", "own, by copies", "whole, by batches"])
 def test_copies_beside_a_capture_neither_fail_nor_spoil_it(layout: str, tmp_path: Path) -> None:
     for seed in range(4):
         program(seed, layout, tmp_path, captures=True)
-        with pytest.raises((AssertionError, RuntimeError), match="captur"):
+        with pytest.raises((AssertionError, RuntimeError)):
             program(seed, layout, tmp_path, _forbidden_in_captures, captures=True)
+
+
+def _much_staging(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(packer, "STAGING_BYTES", 5 * SLOT)
 
 
 def _forbidden_in_captures(patch: pytest.MonkeyPatch) -> None:
