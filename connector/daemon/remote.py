@@ -318,7 +318,7 @@ class RemoteTiers:
     def _close(self, reservation: RemoteReservation) -> bool:
         """No copy into it is under way. False where it was closed already."""
         was_open, reservation.num_open = reservation.num_open > 0, 0
-        if reservation.link is not None:
+        if was_open and reservation.link is not None:
             reservation.link.held.discard(reservation.number)
         return was_open
 

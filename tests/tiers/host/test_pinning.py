@@ -181,6 +181,23 @@ def test_the_driver_pins_a_region_and_copies_a_batch(library: ctypes.CDLL) -> No
     region.close()
 
 
+def test_pinning_does_not_spoil_a_capture(library: ctypes.CDLL) -> None:
+    driver, region = CudaDriver(library), HostRegion.allocate(2, SLOT)
+    ctypes.c_int.in_dll(library, "capturing").value = 1
+    pieces = PinnedPieces(region, driver, 0, piece_bytes=SLOT)
+    assert pieces.wait(60)
+    assert pieces.error is None
+    mode = ctypes.c_int(2)
+    with driver.beside_captures():
+        pass
+    library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    assert mode.value == 0  # as torch left it: what spoils a capture of this thread's own is still found
+    pieces.close()
+    assert not ctypes.c_int.in_dll(library, "spoiled").value
+    assert ctypes.c_int.in_dll(library, "registrations").value == 0
+    region.close()
+
+
 def test_what_the_driver_refuses_is_named(library: ctypes.CDLL) -> None:
     ctypes.c_int.in_dll(library, "refuse_after").value = 1
     driver, region = CudaDriver(library), HostRegion.allocate(2, SLOT)
