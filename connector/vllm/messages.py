@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvtier.connector import WorkerReport
-from kvtier.connector.vllm.steps import RegionHandle, Step
+from kvtier.connector.vllm.steps import RegionHandle, WorkerStep
 
 
 @dataclass
-class StepMessage(Step, KVConnectorMetadata):
+class StepMessage(WorkerStep, KVConnectorMetadata):
     """A step, as vLLM passes it on."""
 
 

@@ -41,7 +41,7 @@ class RegionHandle:
 
 
 @dataclass
-class Step:
+class WorkerStep:
     """One step of a worker. vLLM gets it as a `StepMessage`."""
 
     region: RegionHandle | None  # None: the daemon was not reached yet, so nothing is planned

@@ -11,7 +11,7 @@ import torch
 from kvtier.connector import CopyOp, StepPlan, WorkerReport, WorkerSide
 from kvtier.connector.vllm.engine_parts import engine_blocks
 from kvtier.connector.vllm.slots import SlotPlan
-from kvtier.connector.vllm.steps import RegionHandle, Step
+from kvtier.connector.vllm.steps import RegionHandle, WorkerStep
 from kvtier.tiers import ConfigError, TierUnavailable
 from kvtier.tiers.copies import CopyStream, CudaCopyStream, EngineBlocks, HostCopyStream
 from kvtier.tiers.host import HostRegion
@@ -48,7 +48,7 @@ class WorkerHalf:
         self._region: HostRegion | None = None
         self._side: WorkerSide | None = None
         self._loads: dict[int, CopyOp] = {}
-        self._step: Step | None = None
+        self._step: WorkerStep | None = None
         self._stores = StepPlan(0, 0)
         self._spoiled = False  # a load this step's compute relied on has failed
         self._late: set[int] = set()  # loads that a step was to wait for, and did not have in time
@@ -81,7 +81,7 @@ class WorkerHalf:
         """The memory is back, at the same addresses; what it holds is not known. Idempotent."""
         self._blocks = self._blocks or self._asleep
 
-    def begin(self, message: Step) -> None:
+    def begin(self, message: WorkerStep) -> None:
         """Begin a step: wait until the blocks it writes to have been read."""
         if message is self._step:
             return
@@ -99,7 +99,7 @@ class WorkerHalf:
         side.fence(message.fences)
         side.begin(self._stores, early=not message.touches)
 
-    def start_load(self, message: Step) -> None:
+    def start_load(self, message: WorkerStep) -> None:
         """Start this step's loads. Those its compute needs are waited for here, or layer by layer."""
         self.begin(message)  # for a runner without a hook before the step
         plan = self._stores
@@ -119,7 +119,7 @@ class WorkerHalf:
         if self._layerwise and self._side is not None and any(op.layerwise for op in self._stores.loads):
             self._await(self._side, self._layer_numbers.get(name, 0))
 
-    def start_store(self, message: Step) -> None:
+    def start_store(self, message: WorkerStep) -> None:
         """The step's compute is issued: store the blocks it filled, unless a load it needed has failed."""
         plan, self._stores = self._stores, StepPlan(0, 0)
         if not plan.stores:
@@ -143,10 +143,12 @@ class WorkerHalf:
             self._stream.drain(_DEADLINE)
         if self._step is not None and self._step.is_idle:
             self._side.wait(_IDLE_WAIT)
-        # What of a failed load the device was given goes on, and its blocks are computed again as soon as we report it.
-        if self._spoiled and not self._side.settled():
-            raise RuntimeError(f"a load that a step needed has not ended in {_DEADLINE:.0f} s: memory is stuck")
         self._take_in(self._side.poll())
+        if self._spoiled:
+            # What the device was given of a failed load goes on; behind our report its blocks are computed again.
+            if not self._side.settled():
+                raise RuntimeError(f"a load that a step needed has not ended in {_DEADLINE:.0f} s: memory is stuck")
+            self._take_in(self._side.poll())
 
     def _await(self, side: WorkerSide, layer: int) -> None:
         if not side.wait_layer(layer):

@@ -1,6 +1,5 @@
 """The engine's connector where L1 is on a GPU: each region is pinned for the device that copies, before it copies."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,7 @@ SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=32, block_size=16, dtype=
 
 
 @pytest.fixture
-def done(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
+def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """What was done, in order."""
     done: list[tuple[str, Any]] = []
 

@@ -157,7 +157,7 @@ def test_an_engine_whose_copies_are_lost_goes_on_without_them(
     config = Config.load(host={"size": "64MiB"}, file={}, cache=cache)
     settings = EngineConfig(block_size=16, num_blocks=24, max_num_batched_tokens=96)
     with Engine(model, settings, LocalConnector.connect(config)) as engine:
-        for tokens in PROMPTS:
+        for tokens in PROMPTS[:2]:
             engine.add_request(tokens, GREEDY)
         assert isinstance(engine.worker, WorkerSide)
         while not engine.worker._stores:
@@ -165,7 +165,7 @@ def test_an_engine_whose_copies_are_lost_goes_on_without_them(
         cuda.dead = "CUDA error: an illegal memory access was encountered"
         while engine.has_unfinished:
             engine.step()
-        assert [answer.token_ids for answer in engine.generate(PROMPTS, GREEDY)] == answers
+        assert [answer.token_ids for answer in engine.generate(PROMPTS[:3], GREEDY)] == answers[:3]
         assert engine.drain(30)
         assert isinstance(engine.connector, LocalConnector)
         hierarchy = engine.connector.hierarchy

@@ -1,10 +1,9 @@
 from . import memory
-from .cuda_driver import CudaDriver, CudaError, cuda_driver
+from .cuda_driver import CudaDriver, cuda_driver
 from .host import HostRegion, HostTier, available_bytes, slot_stride
 
 __all__ = [
     "CudaDriver",
-    "CudaError",
     "HostRegion",
     "HostTier",
     "available_bytes",

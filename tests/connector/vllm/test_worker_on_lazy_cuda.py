@@ -19,10 +19,11 @@ from kvtier.connector.plan import CopyOp, StepPlan
 from kvtier.connector.vllm import worker as worker_half
 from kvtier.connector.vllm.engine_parts import engine_blocks
 from kvtier.connector.vllm.slots import GroupLane, SlotPlan
-from kvtier.connector.vllm.steps import RegionHandle, Step
+from kvtier.connector.vllm.steps import RegionHandle, WorkerStep
 from kvtier.connector.vllm.worker import WorkerHalf
 from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.copies import cuda_transfer, packer
+from kvtier.tiers.copies.cuda_event import CudaEvent
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.host import host
@@ -133,7 +134,7 @@ class Story:
         asynchronous = {block % BLOCKS for op in loads if not op.layerwise for block in op.device_blocks}
         zeroed = {block for block in asynchronous if self.rng.random() < 0.3}
         region_id = self.region.region_id
-        message = Step(
+        message = WorkerStep(
             region=self.handle,
             plan=StepPlan(1, region_id, tuple(loads), stores).encode(),
             tails=StepPlan(1, region_id, (), tails).encode(),
@@ -160,7 +161,7 @@ class Story:
         self.half.collect()
         self.take_in()
 
-    def wait_layers(self, message: Step) -> None:
+    def wait_layers(self, message: WorkerStep) -> None:
         for name in NAMES:
             self.half.wait_layer(name)
 
@@ -313,7 +314,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Story]:
 
 def load_step(told: Story, op: CopyOp) -> Any:
     plan = StepPlan(1, told.region.region_id, (op,)).encode()
-    return Step(told.handle, plan, StepPlan(0, 0).encode(), is_idle=False)
+    return WorkerStep(told.handle, plan, StepPlan(0, 0).encode(), is_idle=False)
 
 
 def test_an_asynchronous_load_does_not_wait_for_the_steps_compute(told: Story) -> None:
@@ -372,7 +373,9 @@ def test_copies_in_flight_at_close_are_lost_and_their_memory_stays(
     told: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(told, 3)
-    message = Step(told.handle, load_step(told, CopyOp(1, "r", (2,), (3,), (0,))).plan, StepPlan(0, 0).encode(), False)
+    message = WorkerStep(
+        told.handle, load_step(told, CopyOp(1, "r", (2,), (3,), (0,))).plan, StepPlan(0, 0).encode(), False
+    )
     told.half.begin(message)
     told.half.start_load(message)
     stuck(told, monkeypatch)
@@ -436,8 +439,8 @@ def _loads_overtake_the_zeroing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_mark_of_an_earlier_step(patch: pytest.MonkeyPatch) -> None:
-    real, marks = CudaCopyStream.mark, list[object]()
-    patch.setattr(CudaCopyStream, "mark", lambda self: (marks.append(real(self)), marks[0])[1])
+    real, marks = CudaCopyStream.mark, dict[str, object]()
+    patch.setattr(CudaCopyStream, "mark", lambda self: marks.setdefault("first", real(self)))
 
 
 def _compute_does_not_wait_for_its_loads(patch: pytest.MonkeyPatch) -> None:
@@ -464,7 +467,7 @@ def _loads_wait_for_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _reported_when_enqueued(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cuda_transfer.CudaEvent, "done", lambda self: True)
+    patch.setattr(CudaEvent, "done", lambda self: True)
 
 
 def _pinned_once_in_a_process(patch: pytest.MonkeyPatch) -> None:
