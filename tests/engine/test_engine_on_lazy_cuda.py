@@ -135,6 +135,8 @@ def test_answers_are_a_cold_engines_and_nothing_races(
         engine.connector.hierarchy.check()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cuda", [1], indirect=True)
 def test_an_engine_whose_copies_are_lost_goes_on_without_them(
     cuda: LazyCuda,
     model: Model,
