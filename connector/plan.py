@@ -64,10 +64,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """Which ops have ended since the last report, well or badly."""
+    """Which ops have ended since the last report, well or badly.
+
+    Of the failed ones, the `lost` are those whose copies may still run: what they write to is never used again.
+    """
 
     finished: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
 
 
 def _pack_ops(ops: tuple[CopyOp, ...]) -> list[list[Any]]:

@@ -52,6 +52,7 @@ class SchedulerSide:
         self._wanted: dict[int, StoringOp] = {}
         self._behind: dict[int, GroupCopy] = {}  # copies of the backs
         self._released: list[int] = []
+        self._lost = False  # the worker's device: nothing is loaded or stored any more
 
     def admit(self, request: Request) -> None:
         """Know a request that is only going to store. `lookup` does this too. Idempotent."""
@@ -66,6 +67,9 @@ class SchedulerSide:
         """
         block_size = request.chain.block_size
         in_l1 = num_computed_tokens // block_size
+        if self._lost:
+            self.admit(request)
+            return 0
         if (known := self.requests.get(request.request_id)) is None:
             known = self.requests[request.request_id] = ConnectedRequest(request, self.tiers.epoch)
         if (claim := known.claim) is not None:
@@ -180,9 +184,12 @@ class SchedulerSide:
                     self._moved("store", len(store.blocks), 0.0)
                     self.tiers.seal(store.reservation, _records(store), store.epoch)
                 else:
-                    self._drop(store, Outcome.COPY_FAILED)
+                    self._drop(store, Outcome.COPY_FAILED, is_lost=op_id in report.lost)
             elif (copy := self._behind.pop(op_id, None)) is not None:
                 self._ended_behind(copy, well=well)
+        if report.lost and not self._lost:
+            self._lost = True
+            self.forget_promises()
         if (report.finished or report.failed) and self.idle:
             self.tiers.tick()  # an engine that has nothing more to do says nothing more: send what waits for company
         released, self._released = self._released, []
@@ -352,8 +359,8 @@ class SchedulerSide:
     def _reserved(self) -> list[CopyOp]:
         """Slots for everything that is to be stored, in one question; as copies."""
         wanted, self._wanted = self._wanted, {}
-        for op_id in [op_id for op_id, store in wanted.items() if store.epoch != self.tiers.epoch]:
-            self._drop(wanted.pop(op_id), Outcome.EPOCH)
+        for op_id in [op_id for op_id, store in wanted.items() if self._lost or store.epoch != self.tiers.epoch]:
+            self._drop(wanted.pop(op_id), Outcome.COPY_FAILED if self._lost else Outcome.EPOCH)
         reservations = self.tiers.reserve([store.wanted for store in wanted.values()]) if wanted else []
         ops = []
         for (op_id, store), reservation in zip(wanted.items(), reservations, strict=True):
@@ -369,10 +376,10 @@ class SchedulerSide:
             ops.append(CopyOp(op_id, store.request_id, tuple(store.blocks), slots, generations))
         return ops
 
-    def _drop(self, store: StoringOp, reason: Outcome) -> None:
+    def _drop(self, store: StoringOp, reason: Outcome, *, is_lost: bool = False) -> None:
         self._released += store.blocks
         if store.reservation is not None:
-            self.tiers.abandon(store.reservation, reason)
+            (self.tiers.quarantine if is_lost else self.tiers.abandon)(store.reservation, reason)
         else:
             self.tiers.metrics.dropped(L2, reason, len(store.blocks))
 

@@ -41,11 +41,19 @@ class WorkerSide:
         self._loads: dict[int, list[tuple[int, CopyEvent]]] = {}  # op → (end layer, event) of each group
         self._stores: dict[int, CopyEvent] = {}
         self._given_up: set[int] = set()  # stores whose blocks were written to before they were read
+        self._begun: object | None = None  # what the step's loads may start after, but for those its compute waits for
         self._layerwise: list[int] = []  # ops of this step's plan that its compute waits for
         self._late_at = 0.0  # when all of them should be there
 
+    def begin(self, plan: StepPlan, *, early: bool) -> None:
+        """A step begins, behind its fences. With `early`, loads that its compute does not wait for start after this.
+
+        Else they start behind what is issued until `start_load`: something may still touch the blocks they write to.
+        """
+        self._begun = self.connect(plan.region).mark() if early and plan.loads else None
+
     def start_load(self, plan: StepPlan) -> None:
-        """Enqueue the plan's L2 → L1 copies.
+        """Enqueue the plan's L2 → L1 copies, behind all that was issued by now or, after `begin`, by then.
 
         If that raises, `poll` reports those that lack a part as failed, once their other parts have ended.
         """
@@ -60,10 +68,11 @@ class WorkerSide:
         try:
             for ops, groups in zip(kinds, events, strict=True):
                 stream, copies = self.connect(plan.region), _copies(ops)
-                cut = ops is awaited and self._by_layers
+                cut, after = ops is awaited and self._by_layers, None if ops is awaited else self._begun
                 for start, end in self._groups(len(copies)) if cut else [(0, self._num_layers)]:
-                    groups.append((end, stream.load(replace(copies, layers=(start, end)))))
+                    groups.append((end, stream.load(replace(copies, layers=(start, end)), after)))
         finally:
+            self._begun = None
             for groups in events:
                 if not groups or groups[-1][0] < self._num_layers:
                     groups.append((self._num_layers, _failed("it could not be started")))
@@ -89,6 +98,11 @@ class WorkerSide:
         """
         events = [event for op_id in self._layerwise for _, event in self._loads.get(op_id, ())]
         return all(event.wait(max(0.0, self._late_at - time.monotonic())) and event.error is None for event in events)
+
+    def settled(self) -> bool:
+        """Wait, up to the step's deadline, until every part of its layerwise loads has ended, well or badly."""
+        events = [event for op_id in self._layerwise for _, event in self._loads.get(op_id, ())]
+        return all(event.wait(max(0.0, self._late_at - time.monotonic())) for event in events)
 
     def start_store(self, plan: StepPlan) -> None:
         """Enqueue the plan's L1 → L2 copies, behind the compute that fills them. If that raises, as `start_load`."""
@@ -117,6 +131,7 @@ class WorkerSide:
         """The ops that have ended since the last poll."""
         finished: list[int] = []
         failed: list[int] = []
+        lost: list[int] = []
         for op_id, events in [
             *((op_id, [event for _, event in groups]) for op_id, groups in self._loads.items()),
             *((op_id, [event]) for op_id, event in self._stores.items()),
@@ -124,11 +139,13 @@ class WorkerSide:
             if all(event.done() for event in events):
                 badly = op_id in self._given_up or any(event.error for event in events)
                 (failed if badly else finished).append(op_id)
+                if any(event.is_lost for event in events):
+                    lost.append(op_id)
         for op_id in (*finished, *failed):
             self._loads.pop(op_id, None)  # a layerwise op may be polled only after the compute that needs it
             self._stores.pop(op_id, None)
             self._given_up.discard(op_id)
-        return WorkerReport(tuple(finished), tuple(failed))
+        return WorkerReport(tuple(finished), tuple(failed), tuple(lost))
 
     def wait(self, timeout: float) -> None:
         """Wait until the oldest load, else the oldest store, has ended, at most `timeout` seconds.
@@ -148,14 +165,14 @@ class WorkerSide:
         return not (self._loads or self._stores)
 
     def close(self, timeout: float) -> WorkerReport:
-        """Drain for up to `timeout` seconds, then stop; reports what ended, counting what did not as failed."""
+        """Drain for up to `timeout` seconds, then stop; reports what ended, and what did not as failed and lost."""
         if self._stream is not None:
             self._stream.close(timeout)
         report = self.poll()
         left = (*self._loads, *self._stores)
         self._loads.clear()
         self._stores.clear()
-        return WorkerReport(report.finished, (*report.failed, *left))
+        return WorkerReport(report.finished, (*report.failed, *left), (*report.lost, *left))
 
     def connect(self, region: int) -> CopyStream:
         """The stream to a region, made if it is another than the last one: copies still under way there end first."""
@@ -201,6 +218,9 @@ class _NoStream:
 
     def fence(self, event: CopyEvent, timeout: float) -> bool:
         return event.done()
+
+    def mark(self) -> object | None:
+        return None
 
     def drain(self, timeout: float) -> bool:
         return True

@@ -176,6 +176,7 @@ class Attachment:
         self._warned = False
         self._owes_reset = False
         self._closed = False
+        self.goes_silently = False  # a copy may still run, for all that is known
 
     @property
     def block_size(self) -> int:
@@ -277,7 +278,10 @@ class Attachment:
             self.epoch += 1
 
     def close(self, timeout: float) -> None:
-        """Send `Bye`, which takes up to `timeout` seconds if the daemon is slow to read, and unmap. Idempotent."""
+        """Send `Bye`, which takes up to `timeout` seconds if the daemon is slow to read, and unmap. Idempotent.
+
+        With `goes_silently` there is no `Bye`: the daemon keeps what is held until this process has ended.
+        """
         self._closed = True
         deadline = self._clock() + timeout
         if self._connecting is not None:
@@ -286,7 +290,7 @@ class Attachment:
         if self.link is not None:
             link, self.link = self.link, None
             try:
-                sent = link.send([Bye()])
+                sent = link.send([] if self.goes_silently else [Bye()])
                 while not sent and (left := deadline - self._clock()) > 0:
                     link.connection.wait(left)
                     sent = link.send()

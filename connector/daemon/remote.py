@@ -192,6 +192,15 @@ class RemoteTiers:
         with self._lock:
             self._abandon(reservation, reason)
 
+    def quarantine(self, reservation: Reservation, reason: Outcome) -> None:
+        """The daemon is not told: it keeps what we hold until our process has ended."""
+        assert isinstance(reservation, RemoteReservation)
+        with self._lock:
+            if reservation.num_open:
+                reservation.num_open = 0  # but its number stays among those held
+                self.metrics.dropped(L2, reason, len(reservation))
+                self._attachment.goes_silently = True
+
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         with self._lock:
             if (link := self._attachment.link) is not None:
@@ -309,7 +318,7 @@ class RemoteTiers:
     def _close(self, reservation: RemoteReservation) -> bool:
         """No copy into it is under way. False where it was closed already."""
         was_open, reservation.num_open = reservation.num_open > 0, 0
-        if reservation.link is not None:
+        if was_open and reservation.link is not None:
             reservation.link.held.discard(reservation.number)
         return was_open
 

@@ -14,9 +14,10 @@ class HostCopy:
         self._event: CudaEvent | None = None
         if is_on_gpu(tensor):
             passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            passed.record(torch.cuda.current_stream(tensor.device))
+            stream = torch.cuda.current_stream(tensor.device)
+            passed.record(stream)
             self._event = CudaEvent()
-            self._event.issued(passed)
+            self._event.issued(passed, stream)
 
     def wait(self, timeout: float) -> torch.Tensor | None:
         """The values; None if the device has not brought them in `timeout` seconds, or cannot any more."""

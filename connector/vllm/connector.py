@@ -227,7 +227,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_invalid()
 
     def build_connector_worker_meta(self) -> CopyReports | None:
-        return self._worker.take_reports() if self._worker_half is not None else None
+        return CopyReports.of(self._worker.take_reports()) if self._worker_half is not None else None
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -242,7 +242,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """End copies, up to a deadline, and close the tiers. vLLM shuts the workers down first."""
         worker, scheduler = self._worker_half, self._scheduler_half
-        if worker is not None and (reports := worker.close()) is not None and worker.memory is not None:
+        reports = None if worker is None else CopyReports.of(worker.close())
+        if worker is not None and worker.memory is not None and reports is not None:
             LAST_REPORTS[worker.memory] = reports
         if scheduler is not None:
             if scheduler.memory is not None:

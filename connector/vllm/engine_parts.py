@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from kvtier.connector.vllm.slot_plan import LEAVE_OUT, SlotPlan
+from kvtier.connector.vllm.slots import LEAVE_OUT, SlotPlan
 from kvtier.tiers import ConfigError
 from kvtier.tiers.copies import BlockPart, EngineBlocks
 

@@ -20,7 +20,7 @@ from kvtier.tiers.hierarchy import CacheTiers, Hierarchy
 from kvtier.tiers.naming import state_name
 
 if TYPE_CHECKING:
-    from kvtier.connector.vllm.slot_plan import SlotPlan  # it needs vLLM, this module does not
+    from kvtier.connector.vllm.slots import SlotPlan
 
 _log = logging.getLogger(__name__)
 

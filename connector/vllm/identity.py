@@ -15,7 +15,8 @@ from kvtier.connector.models import config_digest_of, name_of, revision_of
 from kvtier.connector.vllm.drafts import has_kv
 from kvtier.connector.vllm.layer_specs import is_mla, is_packed, is_state, layer_index, layer_specs, specs_of_group
 from kvtier.connector.vllm.rope import rope_factor
-from kvtier.connector.vllm.slot_plan import SlotPlan
+from kvtier.connector.vllm.slot_plan import is_uneven
+from kvtier.connector.vllm.slots import SlotPlan
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.naming import DTYPE_BYTES, ModelIdentity, config_digest, root_hash
@@ -94,7 +95,7 @@ def _layout(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan) -> str:
         spec, backend = packed[0], getattr(vllm_config.attention_config, "backend", None)
         platform = f"{current_platform.device_type}:{getattr(backend, 'name', backend)}"
         layout += f"/{spec.num_head_slots}x{spec.state_content_bytes}/{platform}"
-    if plan.is_uneven:
+    if is_uneven(plan):
         layout += _uneven_layout(vllm_config, kv_cache_config, plan)
     for state in plan.states:
         if len({*state.layer_bytes}) > 1 or state.block_size != plan.block_size:

@@ -15,7 +15,7 @@ from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.naming import TokenChain, pack_tokens, root_hash
 
 if TYPE_CHECKING:
-    from kvtier.connector.vllm.slot_plan import SlotPlan  # it needs vLLM, this module does not
+    from kvtier.connector.vllm.slots import SlotPlan
 
 _log = logging.getLogger(__name__)
 

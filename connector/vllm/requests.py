@@ -62,13 +62,18 @@ class NextStep:
     targets: set[int] = field(default_factory=set)  # blocks that loads write to, by vLLM's ids
 
 
+def touched(output: Any) -> set[int]:
+    """Blocks that vLLM zeroes, or copies others to, before a step's compute."""
+    copied = {copy.dst_block_id for copy in output.kv_cache_block_copies or ()}
+    return copied.union(output.new_block_ids_to_zero or ())
+
+
 def handed_out(output: Any, group_sizes: Sequence[int]) -> set[int]:
     """Blocks that vLLM gives out anew in this step: only those can be written to while a store still reads them.
 
     Among them are those that it zeroes or copies others to. `group_sizes` are the tokens in a block of each KV group.
     """
-    others = set(output.new_block_ids_to_zero or ())
-    others |= {copy.dst_block_id for copy in output.kv_cache_block_copies or ()}
+    others = touched(output)
     new: list[tuple[Tables, int]] = [(data.block_ids, data.num_computed_tokens) for data in output.scheduled_new_reqs]
     cached = output.scheduled_cached_reqs
     for request_id, tables, num_computed in zip(

@@ -12,11 +12,12 @@ from kvtier.connector.daemon import RemoteTiers
 from kvtier.connector.vllm.events import VllmEvents
 from kvtier.connector.vllm.handover import Handovers
 from kvtier.connector.vllm.keys import RequestNames
-from kvtier.connector.vllm.messages import CopyReports, RegionHandle, StepMessage
-from kvtier.connector.vllm.requests import NextStep, Tables, TrackedRequest, handed_out
-from kvtier.connector.vllm.slot_plan import SlotPlan
+from kvtier.connector.vllm.messages import CopyReports, StepMessage
+from kvtier.connector.vllm.requests import NextStep, Tables, TrackedRequest, handed_out, touched
+from kvtier.connector.vllm.slots import SlotPlan
 from kvtier.connector.vllm.state_side import StateSide, exactly
 from kvtier.connector.vllm.states import owner
+from kvtier.connector.vllm.steps import RegionHandle
 from kvtier.connector.vllm.watched_ops import WatchedOps
 from kvtier.connector.vllm.worker import with_blocks
 from kvtier.tiers import L2, ChainHash
@@ -186,6 +187,7 @@ class SchedulerHalf:
             fences=fences,
             lost=step.lost,
             late=frozenset(step.late),
+            touches=not step.targets.isdisjoint(touched(output)),
         )
 
     def spoiled(self, blocks: set[int]) -> None:
@@ -204,7 +206,7 @@ class SchedulerHalf:
         ended = self._ops.take_in(reports)
         for request_id in ended.loaded:
             self._arriving.pop(request_id, None)
-        update = self.side.update(WorkerReport(tuple(ended.finished), tuple(ended.failed)))
+        update = self.side.update(WorkerReport(*map(tuple, (ended.finished, ended.failed, ended.lost))))
         for request_id, first_block in update.failed:
             if (row := self._rows.get(owner(request_id))) is not None:
                 row.stored = min(row.stored or 0, first_block)

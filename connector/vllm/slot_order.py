@@ -4,7 +4,7 @@ import logging
 from typing import Any, Final
 
 from kvtier.connector.vllm.options import Order
-from kvtier.connector.vllm.slot_plan import SlotPlan
+from kvtier.connector.vllm.slots import SlotPlan
 from kvtier.tiers import ConfigError
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from kvtier.connector.vllm.states import ClosedRequest, StateRequest, UnnamedSta
 from kvtier.tiers.hierarchy import Attribution, Pending
 
 if TYPE_CHECKING:
-    from kvtier.connector.vllm.slot_plan import SlotPlan  # it needs vLLM, this module does not
+    from kvtier.connector.vllm.slots import SlotPlan
 
 _NULL: Final = 0  # vLLM's block that stands for "not kept"
 

@@ -16,6 +16,7 @@ class WatchedOp:
     blocks: tuple[int, ...]  # that it reads, by the workers' ids; none for a load
     left: int  # ranks
     failed: bool = False
+    lost: bool = False  # some rank's copy may still run
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class EndedOps:
     finished: list[int]
     failed: list[int]
     loaded: list[str]
+    lost: list[int]  # of those that failed
 
 
 class WatchedOps:
@@ -72,18 +74,21 @@ class WatchedOps:
 
     def take_in(self, reports: CopyReports) -> EndedOps:
         """Count what the ranks report; an op has ended when the last of them has."""
-        ended = EndedOps([], [], [])
+        ended = EndedOps([], [], [], [])
         for op_id, (well, badly) in reports.ops.items():
             op = self._ops.get(op_id)
             if op is None:
                 continue
             op.left -= well + badly
             op.failed |= badly > 0
+            op.lost |= op_id in reports.lost
             if op.layerwise and badly:  # everything computed on top of it, perhaps in steps planned since, is invalid
                 self.spoil(())
             if op.left <= 0:
                 del self._ops[op_id]
                 (ended.failed if op.failed else ended.finished).append(op_id)
+                if op.lost:
+                    ended.lost.append(op_id)
                 self._forget_readers(op_id, op.blocks)
                 if not op.blocks:
                     ended.loaded.append(op.request_id)

@@ -10,8 +10,8 @@ import torch
 
 from kvtier.connector import CopyOp, StepPlan, WorkerReport, WorkerSide
 from kvtier.connector.vllm.engine_parts import engine_blocks
-from kvtier.connector.vllm.messages import CopyReports, RegionHandle, StepMessage
-from kvtier.connector.vllm.slot_plan import SlotPlan
+from kvtier.connector.vllm.slots import SlotPlan
+from kvtier.connector.vllm.steps import RegionHandle, WorkerStep
 from kvtier.tiers import ConfigError, TierUnavailable
 from kvtier.tiers.copies import CopyStream, CopyWays, CudaCopyStream, EngineBlocks, HostCopyStream
 from kvtier.tiers.host import HostRegion
@@ -49,7 +49,7 @@ class WorkerHalf:
         self._region: HostRegion | None = None
         self._side: WorkerSide | None = None
         self._loads: dict[int, CopyOp] = {}
-        self._step: StepMessage | None = None
+        self._step: WorkerStep | None = None
         self._stores = StepPlan(0, 0)
         self._spoiled = False  # a load this step's compute relied on has failed
         self._late: set[int] = set()  # loads that a step was to wait for, and did not have in time
@@ -82,7 +82,7 @@ class WorkerHalf:
         """The memory is back, at the same addresses; what it holds is not known. Idempotent."""
         self._blocks = self._blocks or self._asleep
 
-    def begin(self, message: StepMessage) -> None:
+    def begin(self, message: WorkerStep) -> None:
         """Begin a step: wait until the blocks it writes to have been read."""
         if message is self._step:
             return
@@ -92,13 +92,15 @@ class WorkerHalf:
         self._stores = StepPlan.decode(message.plan)
         for request_id, blocks in message.lost.items():
             self._lost(request_id, blocks, waits=request_id in message.late)
-        if (tails or message.fences) and (side := self._connected(message.region)) is not None:
-            self._store(side, tails)
-            side.fence(message.fences)
-        elif tails:
+        side = self._connected(message.region) if tails or message.fences or self._stores.loads else None
+        if side is None:
             self._refuse(tails)
+            return
+        self._store(side, tails)
+        side.fence(message.fences)
+        side.begin(self._stores, early=not message.touches)
 
-    def start_load(self, message: StepMessage) -> None:
+    def start_load(self, message: WorkerStep) -> None:
         """Start this step's loads. Those its compute needs are waited for here, or layer by layer."""
         self.begin(message)  # for a runner without a hook before the step
         plan = self._stores
@@ -118,7 +120,7 @@ class WorkerHalf:
         if self._layerwise and self._side is not None and any(op.layerwise for op in self._stores.loads):
             self._await(self._side, self._layer_numbers.get(name, 0))
 
-    def start_store(self, message: StepMessage) -> None:
+    def start_store(self, message: WorkerStep) -> None:
         """The step's compute is issued: store the blocks it filled, unless a load it needed has failed."""
         plan, self._stores = self._stores, StepPlan(0, 0)
         if not plan.stores:
@@ -142,11 +144,12 @@ class WorkerHalf:
             self._stream.drain(_DEADLINE)
         if self._step is not None and self._step.is_idle:
             self._side.wait(_IDLE_WAIT)
-        report = self._side.poll()
-        ended = (*report.finished, *report.failed)
-        if self._spoiled and any(op.layerwise for op_id, op in self._loads.items() if op_id not in ended):
-            raise RuntimeError(f"a load that a step needed has not ended in {_DEADLINE:.0f} s: memory is stuck")
-        self._take_in(report)
+        self._take_in(self._side.poll())
+        if self._spoiled:
+            # What the device was given of a failed load goes on; behind our report its blocks are computed again.
+            if not self._side.settled():
+                raise RuntimeError(f"a load that a step needed has not ended in {_DEADLINE:.0f} s: memory is stuck")
+            self._take_in(self._side.poll())
 
     def _await(self, side: WorkerSide, layer: int) -> None:
         if not side.wait_layer(layer):
@@ -157,7 +160,7 @@ class WorkerHalf:
         """What was late has failed even if it has come since: the step had computed without it."""
         if late := self._late.intersection(report.finished):
             in_time = tuple(op_id for op_id in report.finished if op_id not in late)
-            report = WorkerReport(in_time, (*report.failed, *late))
+            report = WorkerReport(in_time, (*report.failed, *late), report.lost)
         self._late.difference_update(report.failed)
         self._reports.append(report)
         for op_id in (*report.finished, *report.failed):
@@ -180,16 +183,16 @@ class WorkerHalf:
         invalid, self._invalid = self._invalid, set()
         return invalid
 
-    def take_reports(self) -> CopyReports | None:
-        """Reports of copies since the last call; None if there are none."""
+    def take_reports(self) -> WorkerReport:
+        """Reports of copies since the last call, as one."""
         reports, self._reports = self._reports, []
-        merged = WorkerReport(
+        return WorkerReport(
             tuple(op_id for report in reports for op_id in report.finished),
             tuple(op_id for report in reports for op_id in report.failed),
+            tuple(op_id for report in reports for op_id in report.lost),
         )
-        return CopyReports.of(merged) if merged.finished or merged.failed else None
 
-    def close(self) -> CopyReports | None:
+    def close(self) -> WorkerReport:
         """End copies under way, up to a deadline, and unmap L2. Idempotent."""
         self._disconnect()
         return self.take_reports()

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 import pytest
 from connector_rig import NUM_LAYERS, Bench, Request, request_of
 from doubles import BLOCK_SIZE, FakeClock, MemoryTier, chain_of, payload_of, store, wait_until
+from service_rig import wanted
 
-from kvtier.connector.plan import CopyOp
+from kvtier.connector.plan import CopyOp, WorkerReport
 from kvtier.connector.scheduler import ConnectorUpdate
 from kvtier.tiers.copies.transfer import BlockCopies, CopyEvent
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
+from kvtier.tiers.tier import Outcome
 
 
 @pytest.fixture
@@ -142,6 +144,44 @@ def test_a_failed_load_is_named_with_its_first_block_and_counted(bench: Bench) -
     assert bench.update().failed == (("a", 1),)
     assert bench.hierarchy.stats()['kvtier_miss_total{reason="copy_failed"}'] == 3
     bench.scheduler.finished("a")
+
+
+def test_behind_a_lost_copy_nothing_is_loaded_or_stored_and_its_slots_stay_out_of_use() -> None:
+    bench = Bench()
+    request, other = request_of(3), request_of(2, "b", 1000)
+    store(bench.hierarchy, other.chain)
+    assert bench.scheduler.lookup(request, 0) == 0
+    bench.scheduler.allocated("a", [0, 1, 2, 3], 0)
+    bench.scheduler.store("a", 0, [0, 1, 2])
+    promised = bench.scheduler.lookup(other, 0)
+    assert promised == 2 * BLOCK_SIZE
+    plan = bench.step()
+    [op] = plan.stores
+    report = WorkerReport(failed=(op.op_id,), lost=(op.op_id,))
+    assert bench.scheduler.update(report).released == (0, 1, 2)
+    pool = bench.hierarchy.host.pool
+    assert pool.counts().quarantined == 3
+    assert bench.hierarchy.stats()['kvtier_store_dropped_total{tier="l2",reason="copy_failed"}'] == 3
+    # The device is lost: what was promised is taken back, the engine computes, and stores are dropped and counted.
+    assert bench.scheduler.allocated("b", [4, 5], promised) == 0
+    assert bench.scheduler.lookup(request_of(2, "c", 1000), 0) == 0
+    bench.scheduler.store("b", 0, [4, 5])
+    assert not bench.step()
+    assert bench.update().released == (4, 5)
+    assert bench.hierarchy.stats()['kvtier_store_dropped_total{tier="l2",reason="copy_failed"}'] == 5
+    bench.scheduler.close()
+    assert pool.counts().leased == 0
+    # No other store ever gets the slots that the device may still write to.
+    taken = [bench.hierarchy.reserve([wanted(chain_of(4, 5000 + 100 * i))])[0] for i in range(12)]
+    slots = {slot for reservation in taken if reservation is not None for slot in reservation.slots.tolist()}
+    assert slots.isdisjoint(op.host_slots)
+    assert len(slots) == pool.num_slots - 3
+    for reservation in taken:
+        if reservation is not None:
+            bench.hierarchy.abandon(reservation, Outcome.ABORTED)
+    bench.hierarchy.check(in_use=True)
+    bench.worker.close(0.01)
+    bench.hierarchy.close()
 
 
 def test_a_failed_load_is_final_for_its_request_and_for_no_other(bench: Bench) -> None:

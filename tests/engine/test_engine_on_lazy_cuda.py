@@ -15,6 +15,7 @@ from tiny_models import config_of, prompt
 from kvtier.connector import local
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.segments.paged_attention import PagedKV
+from kvtier.connector.worker import WorkerSide
 from kvtier.engine.batch import Batch
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
@@ -22,9 +23,11 @@ from kvtier.engine.model import Model
 from kvtier.engine.model_runner import ModelRunner
 from kvtier.engine.sequence import SampledToken, SamplingParams
 from kvtier.tiers.config.config import Config
+from kvtier.tiers.copies import cuda_transfer
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.device import BlockPool
+from kvtier.tiers.host import host
 from kvtier.tiers.host.host import HostRegion
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -130,3 +133,51 @@ def test_answers_are_a_cold_engines_and_nothing_races(
         assert isinstance(engine.connector, LocalConnector)
         assert engine.connector.hierarchy.drain(30)
         engine.connector.hierarchy.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cuda", [1], indirect=True)
+def test_an_engine_whose_copies_are_lost_goes_on_without_them(
+    cuda: LazyCuda,
+    model: Model,
+    answers: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(cuda_transfer.TensorCopier, "_compiled", lambda *_: None)
+    driver: Any = LazyDriver(cuda, copies_in_batches=False)
+
+    def stream(tensor: torch.Tensor, region: HostRegion) -> CudaCopyStream:
+        cuda.own(tensor)
+        pin(region, cuda, piece_bytes=64 << 10)
+        return CudaCopyStream(tensor, region, driver=driver, ways=CopyWays(CopyChoice(None, torch_from=0)))
+
+    monkeypatch.setattr(local, "HostCopyStream", stream)
+    kept = len(host._KEPT)
+    cache = {"block_size": 16, "load_or_recompute": "load"}
+    config = Config.load(host={"size": "64MiB"}, file={}, cache=cache)
+    settings = EngineConfig(block_size=16, num_blocks=24, max_num_batched_tokens=96)
+    with Engine(model, settings, LocalConnector.connect(config)) as engine:
+        for tokens in PROMPTS[:2]:
+            engine.add_request(tokens, GREEDY)
+        assert isinstance(engine.worker, WorkerSide)
+        while not engine.worker._stores:
+            engine.step()
+        cuda.dead = "CUDA error: an illegal memory access was encountered"
+        while engine.has_unfinished:
+            engine.step()
+        assert [answer.token_ids for answer in engine.generate(PROMPTS[:3], GREEDY)] == answers[:3]
+        assert engine.drain(30)
+        assert isinstance(engine.connector, LocalConnector)
+        hierarchy = engine.connector.hierarchy
+        assert hierarchy.host.pool.counts().quarantined
+        assert hierarchy.stats()['kvtier_store_dropped_total{tier="l2",reason="copy_failed"}'] > 0
+        engine.pool.check()
+        hierarchy.check(in_use=True)
+    assert sum("CUDA has failed for good" in message for message in caplog.messages) == 1
+    assert len(host._KEPT) == kept + 1  # what the device may still write to
+    cuda.dead = ""
+    while cuda.step():
+        pass
+    cuda.races.clear()  # the engine computes, which no lost device lets it do
+    del host._KEPT[kept:]

@@ -33,6 +33,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_rig import greedy
 
 from kvtier.connector.vllm.layer_specs import is_state, layer_specs
+from kvtier.connector.vllm.messages import CopyReports
 from kvtier.connector.vllm.slot_plan import slot_plan
 from kvtier.connector.vllm.worker import WorkerHalf
 
@@ -166,7 +167,7 @@ class ScriptedRunner:
             finished_recving=received,
             failed_recving=failed,
             invalid_block_ids=self.worker.take_invalid(),
-            kv_connector_worker_meta=self.worker.take_reports(),
+            kv_connector_worker_meta=CopyReports.of(self.worker.take_reports()),
         )
         names = list(output.num_scheduled_tokens)
         index = {name: i for i, name in enumerate(names)}

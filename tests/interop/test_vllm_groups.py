@@ -39,7 +39,7 @@ from kvtier.connector.vllm import slot_plan as vllm_slot_plan
 from kvtier.connector.vllm.engine_parts import engine_blocks
 from kvtier.connector.vllm.identity import identity
 from kvtier.connector.vllm.layer_specs import layer_specs
-from kvtier.connector.vllm.slot_plan import slot_plan
+from kvtier.connector.vllm.slot_plan import is_uneven, slot_plan
 from kvtier.tiers.config.sections import CacheConfig
 from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.copies.engine_blocks import PartCopier
@@ -230,7 +230,7 @@ def test_a_block_comes_back_byte_for_byte_in_every_group(model: str, monkeypatch
     config, worker, scheduler = kv_cache_configs(layout, specs)
     plan = slot_plan(config, worker, canonical=False)
     assert slot_plan(config, scheduler, canonical=False) == plan  # though vLLM shows its scheduler less
-    assert plan.is_uneven
+    assert is_uneven(plan)
     assert set(plan.layers) == set(specs)
     caches = memory_of(worker, layout)
     blocks = engine_blocks(plan, caches, 0)

@@ -4,12 +4,13 @@
 #include <string.h>
 
 #define RANGES 64
-enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_REGISTERED = 713 };
+enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_REGISTERED = 713, CAPTURE_UNSUPPORTED = 900 };
 
 static struct { uintptr_t start; size_t size; } ranges[RANGES];
 static _Thread_local int has_context;
 _Thread_local int capture_mode; /* 0: global, 1: of this thread, 2: relaxed */
 int registrations, refuse_after = -1, batches, pieces, last_order;
+int capturing, spoiled; /* a thread captures a graph, in torch's usual mode; a forbidden call spoils it */
 size_t largest;
 
 typedef struct { unsigned type; int id; } Location;
@@ -32,6 +33,10 @@ int cuThreadExchangeStreamCaptureMode(int *mode)
 
 int cuMemHostRegister_v2(void *address, size_t size, unsigned flags)
 {
+    if (capturing && capture_mode != 2) {
+        spoiled++;
+        return CAPTURE_UNSUPPORTED;
+    }
     if (!has_context || flags != 1 || (uintptr_t)address % 4096) return INVALID_VALUE;
     if (registrations == refuse_after) return OUT_OF_MEMORY;
     for (int i = 0; i < RANGES; i++)

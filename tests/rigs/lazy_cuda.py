@@ -63,6 +63,9 @@ class LazyStream:
 
     def wait_event(self, event: "LazyEvent") -> None:
         """Nothing issued from now on begins before the event."""
+        self.cuda.require_alive()
+        if self is self.cuda.capturing:
+            self.cuda.spoil("a wait for work outside")
         if event.stream is None:
             return
         _join(self.clock, event.clock)
@@ -101,12 +104,15 @@ class LazyEvent:
         self.clock: dict[str, int] = {}
 
     def record(self, stream: LazyStream | None = None) -> None:
+        self.cuda.require_alive()
         self.stream = stream or self.cuda.current_stream()
         self.number = self.stream.num_issued
         self.clock = dict(self.stream.clock)
         _join(self.clock, self.cuda.host)
 
     def query(self) -> bool:
+        self.cuda.require_alive()
+        self.cuda.forbidden_in_captures("asking about an event")
         self.cuda.let_run()
         if self.stream is None:
             return True
@@ -142,6 +148,10 @@ class LazyCuda:
     registered: Ranges = field(default_factory=list)  # pieces of memory that were pinned, each by itself
     num_ops: int = 0
     cost: Callable[[Op], float] = lambda op: 0.0  # seconds of the device
+    capturing: LazyStream | None = None  # what is issued there becomes a graph
+    room: int | None = None  # bytes that an allocation on the device may have; None: any
+    dead: str = ""  # what every call answers since the device was lost
+    num_relaxed: int = 0  # guards that let this thread do what captures forbid
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -188,6 +198,19 @@ class LazyCuda:
         touched = _merged(ranges)
         op = Op(what, "host", 0, self.host, [] if writes else touched, touched if writes else [], lambda: None)
         self._check(op)
+
+    def require_alive(self) -> None:
+        if self.dead:
+            raise RuntimeError(self.dead)
+
+    def forbidden_in_captures(self, what: str) -> None:
+        """In torch's usual mode a capture forbids such calls on every thread, and is spoiled by one."""
+        if self.capturing is not None and not self.num_relaxed:
+            self.spoil(what)
+
+    def spoil(self, what: str) -> None:
+        self.complaints.append(f"{what} has spoiled a capture")
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     def own(self, tensor: torch.Tensor) -> None:
         """This memory was allocated for the compute stream: another stream that uses it has to record it."""
@@ -241,6 +264,7 @@ class LazyCuda:
         set_(torch.cuda, "Stream", lambda device=None, **_: LazyStream(self, next(names)))
         set_(torch.cuda, "current_stream", self.current_stream)
         set_(torch.cuda, "get_device_name", lambda device: "an adversary's device")
+        set_(torch.cuda, "is_current_stream_capturing", lambda: self.capturing is self.current_stream(0))
         set_(torch.cuda, "stream", self._entered)
         set_(torch.cuda, "device", self._guarded)
         set_(torch.Tensor, "record_stream", lambda tensor, stream: self._record(tensor, stream))
@@ -249,6 +273,7 @@ class LazyCuda:
         set_(torch.Tensor, "index_copy_", self._index_copying(torch.Tensor.index_copy_))
         set_(torch, "index_select", self._selecting(torch.index_select))
         set_(torch.Tensor, "to", self._uploading(torch.Tensor.to))
+        set_(torch, "empty", self._allocating(torch.empty))
 
     @contextmanager
     def _entered(self, stream: LazyStream) -> Iterator[None]:
@@ -278,6 +303,7 @@ class LazyCuda:
                 known.add(stream.name)
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.forbidden_in_captures("an allocation of pinned memory")
         pinned = tensor.clone()
         self._pinned.add(pinned.data_ptr())
         return pinned
@@ -345,6 +371,19 @@ class LazyCuda:
         self.issue(stream, "download", ranges_of(tensor), ranges_of(brought), lambda: copy_(brought, tensor))
         return brought
 
+    def _allocating(self, real: Any) -> Callable[..., torch.Tensor]:
+        def empty(*size: int, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+            if self._side is None:
+                made: torch.Tensor = real(*size, dtype=dtype, **options)
+                return made
+            self.forbidden_in_captures("an allocation")
+            made = real(*size, dtype=dtype)
+            if self.room is not None and made.nbytes > self.room:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return made
+
+        return empty
+
     def _check(self, op: Op) -> None:
         for other in reversed(self._issued):
             if op.clock.get(other.stream, 0) >= other.number:
@@ -379,14 +418,19 @@ class LazyDriver:
     def use(self, device: int) -> None:
         """Every device is this one."""
 
-    def beside_captures(self) -> None:
-        """Nothing captures."""
-
     def register(self, address: int, num_bytes: int) -> None:
         self.cuda.registered.append((address, address + num_bytes))
 
     def unregister(self, address: int) -> None:
         self.cuda.registered[:] = [span for span in self.cuda.registered if span[0] != address]
+
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        self.cuda.num_relaxed += 1
+        try:
+            yield
+        finally:
+            self.cuda.num_relaxed -= 1
 
     def copy(
         self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], sizes: NDArray[np.uint64], stream: int,

@@ -1,6 +1,7 @@
 from .block_copier import BlockCopier, BlockCopies, CopyDirection, block_bytes_view
 from .copy_ways import CopyWays
-from .cuda_transfer import CudaCopyStream, CudaEvent
+from .cuda_event import CudaEvent
+from .cuda_transfer import CudaCopyStream
 from .device import BlockPool
 from .engine_blocks import BlockPart, EngineBlocks, PartCopier
 from .kept_choices import KeptChoice, KeptChoices

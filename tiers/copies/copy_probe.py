@@ -66,12 +66,12 @@ class CopyProbe:
     ) -> "Iterator[CopyProbe]":
         """A probe for the length of a `with`, on the calling thread."""
         driver.use(device.index)
-        driver.beside_captures()
-        probe = cls(device, driver, make_copier, ways)
-        try:
-            yield probe
-        finally:
-            probe.close()
+        with driver.beside_captures():
+            probe = cls(device, driver, make_copier, ways)
+            try:
+                yield probe
+            finally:
+                probe.close()
 
     def rate(self, way: CopyWay, piece_bytes: int, grid: int) -> float:
         """Bytes per second of scattered pieces, loads and stores together. RuntimeError if the device refuses."""

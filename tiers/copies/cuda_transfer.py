@@ -18,6 +18,8 @@ from kvtier.tiers.copies.block_copier import CANCELLED, BlockCopies, CopyDirecti
 from kvtier.tiers.copies.calibration import Calibration
 from kvtier.tiers.copies.copy_probe import CopyProbe, MakeCopier
 from kvtier.tiers.copies.copy_ways import CopyWay, CopyWays
+from kvtier.tiers.copies.cuda_event import CudaEvent, beside_captures, device_event
+from kvtier.tiers.copies.device_errors import DEVICE_ERRORS, is_lasting
 from kvtier.tiers.copies.direct_copies import DirectCopies, Run, pieces_of
 from kvtier.tiers.copies.engine_blocks import EngineBlocks
 from kvtier.tiers.copies.kept_choices import ChoiceKey
@@ -28,71 +30,9 @@ from kvtier.tiers.host import CudaDriver, HostRegion, cuda_driver
 
 logger = logging.getLogger(__name__)
 
-# Of a CuPy that is missing, broken, or for another driver. Its own errors are RuntimeErrors.
-_NO_CUPY: Final = (ImportError, RuntimeError, AttributeError, TypeError, ValueError, OSError)
-_POLL: Final = 50e-6  # seconds between looks at a device event in `wait`
-
-
-class CudaEvent:
-    """A `CopyEvent` of the device: done once it was issued and the device's event has passed."""
-
-    __slots__ = ("_event", "_failure", "_issued", "error")
-
-    def __init__(self) -> None:
-        self.error: str | None = None
-        self._event: torch.cuda.Event | None = None
-        self._failure: str | None = None  # known at issue; it becomes `error` once the device is past the rest
-        self._issued = threading.Event()
-
-    def done(self) -> bool:
-        """Whether the copy has ended; a driver error is found here and becomes `error`."""
-        if not self._issued.is_set():
-            return False
-        if self.error is not None or self._event is None:
-            return True
-        try:
-            passed = bool(self._event.query())  # type: ignore[no-untyped-call]
-        except RuntimeError as failure:
-            self.error = str(failure)
-            return True
-        if passed:
-            self.error = self._failure
-        return passed
-
-    def wait(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for the end; False if it has not come. Gives up the GIL, spins on nothing."""
-        deadline = time.monotonic() + timeout
-        if not self._issued.wait(timeout):
-            return False
-        while not self.done():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_POLL)
-        return True
-
-    def issued(self, event: torch.cuda.Event, failure: str | None = None) -> None:
-        """The device now knows the copy, or the part of it before `failure`; `event` is recorded behind that."""
-        self._event, self._failure = event, failure
-        self._issued.set()
-
-    def fail(self, error: str) -> None:
-        """The device was given nothing of the copy; no effect on one that was issued."""
-        if not self._issued.is_set():
-            self.error = error
-            self._issued.set()
-
-    @property
-    def failure(self) -> str | None:
-        """Why the copy is known to fail, even while the device is still busy with a part of it."""
-        return self.error or self._failure
-
-    def fence(self, stream: torch.cuda.Stream, timeout: float) -> bool:
-        """Make `stream` wait for the copy; False if that fails or was not issued within `timeout` seconds."""
-        if not self._issued.wait(timeout) or self.failure is not None:
-            return False
-        if self._event is not None:
-            stream.wait_event(self._event)
-        return True
+# Of a CuPy that is missing, broken, or for another driver.
+_NO_CUPY: Final = (ImportError, AttributeError, TypeError, ValueError, OSError, *DEVICE_ERRORS)
+_CAPTURING: Final = "a CUDA graph is being captured on the calling stream"
 
 
 class CudaCopyStream:
@@ -104,6 +44,8 @@ class CudaCopyStream:
     Nothing cancels a copy that the device was given: it ends even after `close`. Until its event is done, its L1
     block and L2 slot must stay out of use. Copies of slots that are not pinned (yet) block: a thread makes them, and
     those of the same direction that come behind them.
+    A device that fails for good (`CudaEvent`) ends the stream: every later copy fails at once, and the region's memory
+    stays mapped.
     """
 
     def __init__(
@@ -121,7 +63,7 @@ class CudaCopyStream:
         `cupy` and `driver` are the machine's by default. `ways` says how to copy, and may ask for a measurement of the
         device, in the background; by default published figures count. ValueError if its blocks don't fit the slots.
         """
-        driver = driver or cuda_driver()
+        self._driver = driver = driver or cuda_driver()
         self.ways = ways or CopyWays()
 
         def make_copier(
@@ -145,6 +87,7 @@ class CudaCopyStream:
         self._lock = threading.Lock()  # guards the two fields below and the order of issue; never held in a wait
         self._pending: dict[CopyDirection, deque[CudaEvent]] = {"load": deque(), "store": deque()}
         self._closed = False
+        self._lost: str | None = None  # the device's last words
 
     def load(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
         """Enqueue L2 → L1 copies; `after` is a torch.cuda.Event or an event of this stream."""
@@ -155,10 +98,27 @@ class CudaCopyStream:
         return self._enqueue("store", copies, after)
 
     def fence(self, event: CopyEvent, timeout: float) -> bool:
-        """Make the calling thread's current stream wait for the copy; the thread itself does not."""
-        if isinstance(event, CudaEvent):
+        """Make the calling thread's current stream wait for the copy; the thread itself does not.
+
+        A CUDA graph that is being captured there cannot: then it has to have ended.
+        """
+        if not isinstance(event, CudaEvent):
+            return event.wait(timeout)
+        if _is_capturing():
+            return event.done() and event.error is None
+        try:
             return event.fence(torch.cuda.current_stream(self._copier.device), timeout)
-        return event.wait(timeout)
+        except DEVICE_ERRORS as failure:
+            self._notice(failure)
+            return False
+
+    def mark(self) -> object | None:
+        """What the calling thread's current stream was given by now, as an `after`."""
+        try:
+            return None if _is_capturing() else self._now()
+        except DEVICE_ERRORS as failure:
+            self._notice(failure)
+            return None
 
     def drain(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
@@ -173,24 +133,30 @@ class CudaCopyStream:
         if self._calibration is not None:
             self._calibration.close(timeout)
         if not self.drain(timeout):
-            logger.warning("closed with copies in flight after %.1f s; the device will end them", timeout)
+            self._region.keep()
+            logger.warning("closed with copies in flight after %.1f s; their memory is not used again", timeout)
         self._issuer.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             for event in [*self._pending["load"], *self._pending["store"]]:
                 event.fail(CANCELLED)  # no effect on what the device was given
 
     def _enqueue(self, direction: CopyDirection, copies: BlockCopies, after: object | None) -> CopyEvent:
-        event = CudaEvent()
+        event = CudaEvent(self._driver, self._end)
         error = invalid_copies(copies, self._copier.num_blocks, self._copier.num_layers, self._region.num_slots)
+        if after is None and _is_capturing():
+            error = _CAPTURING
         try:
-            before = self._predecessor(after)
-        except RuntimeError as failure:  # the driver's
+            before = self._predecessor(after) if error is None else event
+        except DEVICE_ERRORS as failure:
+            self._notice(failure)
             event.fail(str(failure))
             return event
         with self._lock:
             pending = self._pending[direction]
             while pending and pending[0].done():
                 pending.popleft()
+            if error is None and self._lost is not None:
+                error = f"the device is lost: {self._lost}"
             if error is None and self._closed:
                 error = "the stream is closed"
             if error is None and len(pending) >= self._max_queued:
@@ -209,36 +175,60 @@ class CudaCopyStream:
 
     def _predecessor(self, after: object | None) -> "torch.cuda.Event | CudaEvent":
         if after is None:
-            now = _device_event()
-            now.record(torch.cuda.current_stream(self._copier.device))
-            return now
+            return self._now()
         if isinstance(after, torch.cuda.Event | CudaEvent):
             return after
         raise TypeError(f"after: a torch.cuda.Event or an event of this stream, not {type(after).__name__}")
+
+    def _now(self) -> torch.cuda.Event:
+        now = _device_event()
+        now.record(torch.cuda.current_stream(self._copier.device))
+        return now
 
     def _issue(
         self, direction: CopyDirection, copies: BlockCopies, before: "torch.cuda.Event | CudaEvent", event: CudaEvent
     ) -> None:
         """Give the device the copies. A failure ends in the event, also on the issuing thread."""
-        stream, failure = self._streams[direction], None
+        stream, failure, is_given = self._streams[direction], None, False
         try:
-            if isinstance(before, torch.cuda.Event):
-                stream.wait_event(before)
-            elif before.failure is not None:
-                return event.fail(f"what it waited for failed: {before.failure}")
-            elif not before.fence(stream, 0):
-                return event.fail("what it waits for was not enqueued")
-            with torch.cuda.device(self._copier.device), torch.cuda.stream(stream):
-                try:
-                    self._copier.copy(direction, copies, is_chained=isinstance(before, CudaEvent))
-                except RuntimeError as error:  # the device still makes what it was given before
-                    failure = str(error)
-                ended = _device_event()
-                ended.record(stream)
-            event.issued(ended, failure)
-        except RuntimeError as error:  # the driver's: nothing more runs on this device
-            event.fail(failure or str(error))
+            with beside_captures(self._driver):
+                if isinstance(before, torch.cuda.Event):
+                    stream.wait_event(before)
+                elif before.failure is not None:
+                    return event.fail(f"what it waited for failed: {before.failure}")
+                elif not before.fence(stream, 0):
+                    return event.fail("what it waits for was not enqueued")
+                with torch.cuda.device(self._copier.device), torch.cuda.stream(stream):
+                    is_given = True
+                    try:
+                        self._copier.copy(direction, copies, is_chained=isinstance(before, CudaEvent))
+                    except DEVICE_ERRORS as error:  # the device still makes what it was given before
+                        failure = str(error)
+                    ended = _device_event()
+                    ended.record(stream)
+            event.issued(ended, stream, failure)
+        except DEVICE_ERRORS as error:
+            if is_given:  # nothing tells when that ends
+                event.lose(failure or str(error))
+            else:
+                self._notice(error)
+                event.fail(str(error))
         return None
+
+    def _notice(self, failure: Exception) -> None:
+        if is_lasting(failure):
+            self._end(str(failure))
+
+    def _end(self, error: str) -> None:
+        """The device has failed for good. Says so once."""
+        self._region.keep()
+        if self._lost is None:
+            self._lost = error
+            logger.error(
+                "CUDA has failed for good, so KV is neither stored nor loaded any more, and memory that copies may "
+                "still write to is not used again; if the engine cannot compute either, restart it: %s",
+                error.partition("\n")[0],
+            )
 
 
 class TensorCopier:
@@ -386,4 +376,9 @@ def _stream(tensors: Sequence[torch.Tensor]) -> torch.cuda.Stream:
 
 
 def _device_event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+    return device_event()
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on the calling thread's current stream."""
+    return torch.cuda.is_current_stream_capturing()

@@ -1,7 +1,9 @@
 """Copies between an engine's blocks and slots on the current stream, through a staging tensor laid out like slots."""
 
+import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -10,9 +12,12 @@ from numpy.typing import NDArray
 
 from kvtier.tiers.copies.block_copier import BlockCopies, CopyDirection
 from kvtier.tiers.copies.copy_ways import CopyWay, CopyWays
+from kvtier.tiers.copies.device_errors import DEVICE_ERRORS, is_out_of_memory
 from kvtier.tiers.copies.direct_copies import DirectCopies, Run, pieces_of
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.host import HostRegion
+
+logger = logging.getLogger(__name__)
 
 STAGING_BYTES: Final = 64 << 20  # for each direction; what is more goes in batches of this size
 _UNITS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -52,6 +57,8 @@ class Packer:
         self.ways: tuple[CopyWay, ...] = ("staging",) if direct is None else ("batch", "staging")
         self._runs = {id(part): run for part in blocks.parts if (run := _run_of(part)) is not None}
         self._staging: dict[CopyDirection, torch.Tensor] = {}
+        self._to_stage = dict.fromkeys(("load", "store"), max(STAGING_BYTES, self._least_staging))  # bytes to ask for
+        self.counts: Counter[str] = Counter()  # what was done since the device had no memory
 
     def copy(self, direction: CopyDirection, copies: BlockCopies, *, is_chained: bool = True) -> None:
         """Enqueue valid copies. RuntimeError is the driver's; what was enqueued before it goes on.
@@ -61,14 +68,14 @@ class Packer:
         made = self._copy_runs(direction, copies, is_chained) if self._direct is not None else set[int]()
         with torch.inference_mode():  # an engine's tensors may have been made in it; then only it may write to them
             for slots, blocks in _by_slot(self._blocks, copies):
-                parts: list[tuple[_IntegerPart, torch.Tensor]] = []
-                for group, numbers in blocks.items():
-                    staged = [part for part in self._blocks.select(group, copies.layers) if id(part) not in made]
-                    if staged:
-                        index = self._on_device(numbers)
-                        parts += [(self._parts[id(part)], index) for part in staged]
+                parts = [
+                    (self._parts[id(part)], group)
+                    for group in blocks
+                    for part in self._blocks.select(group, copies.layers)
+                    if id(part) not in made
+                ]
                 if parts:
-                    self._copy(direction, slots, parts, is_chained)
+                    self._copy(direction, slots, parts, blocks, is_chained=is_chained)
                     self._ways.count("staging", len(slots) * sum(part.span[1] - part.span[0] for part, _ in parts))
 
     def _copy_runs(self, direction: CopyDirection, copies: BlockCopies, is_chained: bool) -> set[int]:
@@ -96,25 +103,50 @@ class Packer:
         self,
         direction: CopyDirection,
         slots: NDArray[np.int64],
-        parts: "Sequence[tuple[_IntegerPart, torch.Tensor]]",
+        parts: "Sequence[tuple[_IntegerPart, int]]",
+        blocks: Mapping[int, NDArray[np.int64]],
+        *,
         is_chained: bool,
     ) -> None:
-        """Slots of which the same parts are asked for, each with the numbers of the blocks it is from or for."""
+        """Slots of which the same parts are asked for, each part with its group; `blocks` are the groups' blocks."""
         spans = _spans([part for part, _ in parts])
         first = spans[0][0] // _ALIGNMENT * _ALIGNMENT
         width = -(-(spans[-1][1] - first) // _ALIGNMENT) * _ALIGNMENT
-        per_batch = max(1, STAGING_BYTES // width)
+        room = self._room(direction)
+        if not room:
+            return self._copy_unstaged(direction, slots, parts, blocks)
+        index = {group: self._on_device(blocks[group]) for group in dict.fromkeys(group for _, group in parts)}
+        per_batch = max(1, room // width)
         for start in range(0, len(slots), per_batch):
             batch = slice(start, start + per_batch)
             staging = self._rows(direction, len(slots[batch]), width)
             if direction == "load":
                 self._between(direction, staging, first, slots[batch], spans, is_chained)
-                for part, numbers in parts:
-                    part.tensor.index_copy_(0, numbers[batch], part.within(staging, first))
+                for part, group in parts:
+                    part.tensor.index_copy_(0, index[group][batch], part.within(staging, first))
             else:
-                for part, numbers in parts:
-                    torch.index_select(part.tensor, 0, numbers[batch], out=part.within(staging, first))
+                for part, group in parts:
+                    torch.index_select(part.tensor, 0, index[group][batch], out=part.within(staging, first))
                 self._between(direction, staging, first, slots[batch], spans, is_chained)
+        return None
+
+    def _copy_unstaged(
+        self,
+        direction: CopyDirection,
+        slots: NDArray[np.int64],
+        parts: "Sequence[tuple[_IntegerPart, int]]",
+        blocks: Mapping[int, NDArray[np.int64]],
+    ) -> None:
+        """One copy for each run, straight between block and slot: slow, and takes no memory."""
+        self.counts["without staging"] += 1
+        for part, group in parts:
+            low, high = part.span
+            for slot, number in zip(slots.tolist(), blocks[group].tolist(), strict=True):
+                block = part.tensor[number]
+                kept = self._slots[slot, low:high].view(block.dtype).view(block.shape)
+                for at in part.runs():
+                    target, source = (block[at], kept[at]) if direction == "load" else (kept[at], block[at])
+                    target.copy_(source, non_blocking=True)
 
     def _between(
         self,
@@ -147,11 +179,30 @@ class Packer:
                 target.copy_(source, non_blocking=True)
         return None
 
+    @property
+    def _least_staging(self) -> int:
+        """Bytes with which every block can be staged."""
+        return self._blocks.slot_bytes + 2 * _ALIGNMENT
+
+    def _room(self, direction: CopyDirection) -> int:
+        """Bytes of staging. Made at the first copy, as large as the device has memory for; 0: not even for a block."""
+        while direction not in self._staging:
+            wanted = self._to_stage[direction]
+            try:
+                self._staging[direction] = torch.empty(wanted, dtype=torch.uint8, device=self.device)
+            except DEVICE_ERRORS as failure:
+                if not is_out_of_memory(failure):
+                    raise
+                if not self.counts:
+                    logger.warning("no memory on the device for %d bytes of staging: copies get slower", wanted)
+                self.counts["smaller staging"] += 1
+                self._to_stage[direction] = max(wanted // 2, self._least_staging)  # what the next copy asks for
+                if wanted == self._least_staging:
+                    return 0
+        return len(self._staging[direction])
+
     def _rows(self, direction: CopyDirection, num_rows: int, width: int) -> torch.Tensor:
-        """`[num_rows, width]` bytes of staging. Made at the first copy: if there is no room, only that one fails."""
-        if direction not in self._staging:
-            num_bytes = max(STAGING_BYTES, self._blocks.slot_bytes + 2 * _ALIGNMENT)
-            self._staging[direction] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        """`[num_rows, width]` bytes of staging."""
         return self._staging[direction][: num_rows * width].view(num_rows, width)
 
     def _on_device(self, numbers: NDArray[np.int64]) -> torch.Tensor:
@@ -190,6 +241,13 @@ class _IntegerPart:
             raise ValueError(f"a part at byte {part.offset} of a slot: its elements of {unit} bytes lie askew there")
         self.span: ByteRange = (part.offset, part.offset + part.num_bytes)
         self.tensor = tensor.view(_UNITS[unit])
+
+    def runs(self) -> Iterator[tuple[int, ...]]:
+        """Where the runs of a block begin, as indices of its outer dimensions."""
+        axis = self.tensor.ndim
+        while axis > 1 and self.tensor.stride(axis - 1) == math.prod(self.tensor.shape[axis:]):
+            axis -= 1
+        return np.ndindex(*self.tensor.shape[1:axis])
 
     def within(self, staging: torch.Tensor, first: int) -> torch.Tensor:
         """Where the part lies in rows that hold a slot's bytes from `first` on; shaped as the part, a block a row."""

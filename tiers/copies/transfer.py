@@ -38,6 +38,10 @@ class CopyEvent(Protocol):
     def error(self) -> str | None:
         """Why the copy failed, its targets then hold rubbish; None while it is pending and after it succeeded."""
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it failed and nobody can tell when it ends: its targets must never be used again."""
+
     def done(self) -> bool:
         """Whether the copy has ended."""
 
@@ -63,17 +67,24 @@ class CopyStream(Protocol):
         A device waits by itself and this returns True at once; a CPU waits here, up to `timeout` seconds.
         """
 
+    def mark(self) -> object | None:
+        """All compute that the calling thread has issued by now, as an `after` for copies enqueued later."""
+
     def drain(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until everything enqueued has ended; False if something has not."""
 
     def close(self, timeout: float) -> None:
-        """Drain, then cancel what is left: its events fail. Later copies fail at once. Idempotent."""
+        """Drain, then cancel what is left: its events fail. Later copies fail at once. Idempotent.
+
+        An event that is not done afterwards is of a copy that a device goes on with: its targets stay out of use.
+        """
 
 
 class HostEvent:
     """A `CopyEvent` that a thread completes."""
 
     __slots__ = ("_ended", "error")
+    is_lost = False  # a thread's copy ends with the thread
 
     def __init__(self) -> None:
         self.error: str | None = None
@@ -138,6 +149,10 @@ class HostCopyStream:
     def fence(self, event: CopyEvent, timeout: float) -> bool:
         """Wait for the event: compute on a CPU cannot wait by itself."""
         return event.wait(timeout)
+
+    def mark(self) -> object | None:
+        """None: on a CPU it is over."""
+        return None
 
     def drain(self, timeout: float) -> bool:
         with self._changed:

@@ -182,6 +182,9 @@ class BlockStores(Protocol):
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
         """The store failed or was called off: its slots are free again, nothing became visible."""
 
+    def quarantine(self, reservation: Reservation, reason: Outcome) -> None:
+        """As `abandon`, but a device may still write to the slots: they are not used again while this process lives."""
+
 
 class TierUpkeep(Protocol):
     """The tiers as a whole: their memory, their figures, their deadlines and their end.

@@ -76,6 +76,10 @@ class StoreQueue:
         self._metrics.dropped(L2, reason, len(reservation.hashes))
         self._host.pool.abandon(reservation)
 
+    def quarantine(self, reservation: Reservation, reason: Outcome) -> None:
+        self._metrics.dropped(L2, reason, len(reservation.hashes))
+        self._host.pool.quarantine(reservation)
+
     def sealing(self, chain_hash: ChainHash) -> "SealJob | None":
         """What is about to publish this block: once it is `done`, a lookup finds the block, or it will not come."""
         with self._lock:

@@ -5,6 +5,8 @@ torch would die of. https://docs.nvidia.com/cuda/cuda-driver-api
 """
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Final, Self
 
@@ -35,11 +37,19 @@ _BATCH: Final = ctypes.CFUNCTYPE(
 )
 
 
+class CudaError(RuntimeError):
+    """A call of the driver has failed: which one, and the driver's name of the error."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status  # CUresult
+
+
 class CudaDriver:
-    """One loaded libcuda. RuntimeError says which call failed, with the driver's name of the error and its number."""
+    """One loaded libcuda. CudaError says which call failed, with the driver's name of the error and its number."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """RuntimeError: the driver cannot start, for instance since there is no device."""
+        """CudaError: the driver cannot start, for instance since there is no device."""
         self._library = library
         self._call("cuInit", ctypes.c_uint(0))
         pointer, found = ctypes.c_void_p(), ctypes.c_int()
@@ -53,7 +63,7 @@ class CudaDriver:
         """The machine's driver; None where there is none, or none that can start."""
         try:
             return cls(ctypes.CDLL(library))
-        except (OSError, RuntimeError):
+        except (OSError, CudaError):
             return None
 
     @property
@@ -70,14 +80,6 @@ class CudaDriver:
             return "unknown"
         return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
-    def beside_captures(self) -> None:
-        """From now on what the calling thread does spoils no CUDA graph that another thread captures meanwhile.
-
-        For threads that capture none themselves.
-        """
-        mode = ctypes.c_int(_RELAXED)
-        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-
     def use(self, device: int) -> None:
         """Make a device's context, the one that torch uses too, current on the calling thread."""
         number, context = ctypes.c_int(), ctypes.c_void_p()
@@ -85,14 +87,33 @@ class CudaDriver:
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
         self._call("cuCtxSetCurrent", context)
 
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """What this thread calls meanwhile neither fails nor spoils a CUDA graph that any thread captures.
+
+        Otherwise a capture in torch's usual mode forbids other threads, too, to ask about an event or to pin memory.
+        """
+        exchange = getattr(self._library, "cuThreadExchangeStreamCaptureMode", None)
+        if exchange is None:  # a driver from before CUDA 10.1
+            yield
+            return
+        mode = ctypes.c_int(_RELAXED)
+        exchange(ctypes.byref(mode))  # `mode` is the former one now
+        try:
+            yield
+        finally:
+            exchange(ctypes.byref(mode))
+
     def register(self, address: int, num_bytes: int) -> None:
         """Page-lock memory and make it known to the devices. The calling thread needs a context (`use`)."""
         size = ctypes.c_size_t(num_bytes)
-        self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), size, ctypes.c_uint(_PORTABLE))
+        with self.beside_captures():
+            self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), size, ctypes.c_uint(_PORTABLE))
 
     def unregister(self, address: int) -> None:
         """Undo `register` of the same address."""
-        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+        with self.beside_captures():
+            self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def copy(
         self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], sizes: NDArray[np.uint64], stream: int,
@@ -113,11 +134,12 @@ class CudaDriver:
             ctypes.addressof(attributes), ctypes.addressof(first), 1, ctypes.addressof(failed), stream,
         )  # fmt: skip
         if status:
-            raise RuntimeError(f"cuMemcpyBatchAsync, piece {failed.value} of {len(sizes)}: {self._error(status)}")
+            message = f"cuMemcpyBatchAsync, piece {failed.value} of {len(sizes)}: {self._error(status)}"
+            raise CudaError(message, status)
 
     def _call(self, name: str, *arguments: object) -> None:
         if status := getattr(self._library, name)(*arguments):
-            raise RuntimeError(f"{name}: {self._error(status)}")
+            raise CudaError(f"{name}: {self._error(status)}", status)
 
     def _error(self, status: int) -> str:
         name = ctypes.c_char_p()

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _PREFAULT_PIECE: Final = 32 << 20  # bytes per madvise: some 10 ms, so that close() need not wait longer
 _HELD_BATCH: Final = 4096  # blocks asked about under the pool's lock at a time
+# Memory that a device may still write to: mapped and pinned until the process ends.
+_KEPT: Final[list[tuple[object, ...]]] = []
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -48,6 +50,7 @@ class HostRegion:
         self.array: NDArray[np.uint8] = flat.reshape(num_slots, self.slot_stride)
         self.pinning: PinnedPieces | None = None  # what a device may copy from and to asynchronously
         self._huge_pages = False
+        self._kept = False
         self._closing = threading.Event()
         self._prefault_thread: threading.Thread | None = None
 
@@ -127,18 +130,27 @@ class HostRegion:
         self._prefault_thread.join(timeout)
         return not self._prefault_thread.is_alive()
 
+    def keep(self) -> None:
+        """A device may still write here, for all that is known: `close` leaves the memory mapped and pinned."""
+        self._kept = True
+
     def close(self) -> None:
         """Unpin and unmap; idempotent. Memory still seen through a slot's view goes with the last such view."""
         self._closing.set()
         self.wait_prefaulted(None)
-        if self.pinning is not None:
+        if self._kept:
+            if self.pinning is not None:
+                self.pinning.stop()
+            _KEPT.append((self._mapping, self._view, self.array, self.pinning))
+        elif self.pinning is not None:
             self.pinning.close()
-            self.pinning = None
+        self.pinning = None
         self.array = np.empty((0, self.slot_stride), np.uint8)
         self.num_slots = 0
-        with contextlib.suppress(BufferError):
-            self._view.release()
-            self._mapping.close()
+        if not self._kept:
+            with contextlib.suppress(BufferError):
+                self._view.release()
+                self._mapping.close()
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None

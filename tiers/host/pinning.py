@@ -83,10 +83,14 @@ class PinnedPieces:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def close(self) -> None:
-        """Give all of it back; a piece that is just being pinned ends first. Idempotent. No copy may be under way."""
+    def stop(self) -> None:
+        """Pin no more of it; a piece that is just being pinned ends first. Idempotent."""
         self._closing.set()
         self._thread.join()
+
+    def close(self) -> None:
+        """Give all of it back; a piece that is just being pinned ends first. Idempotent. No copy may be under way."""
+        self.stop()
         with suppress(RuntimeError):  # the driver may be shutting down, or its context be broken
             self._driver.use(self._device)
         for piece in np.flatnonzero(self._pinned).tolist():

@@ -240,6 +240,30 @@ def test_what_was_held_on_a_lost_connection_is_kept_until_its_copies_have_ended(
     daemon.close()
 
 
+def test_slots_that_a_device_may_still_write_to_stay_the_clients(path: Path) -> None:
+    daemon = DaemonThread(path, host={"size": 16 * SLOT_BYTES})
+    tiers, chain = attach(path), chain_of(4)
+    (reservation,) = tiers.reserve([wanted(chain)])
+    assert reservation is not None
+    tiers.quarantine(reservation, Outcome.COPY_FAILED)
+    tiers.quarantine(reservation, Outcome.COPY_FAILED)
+    tiers.abandon(reservation, Outcome.ABORTED)
+    assert drops(tiers, Outcome.COPY_FAILED) == 4
+    del reservation
+    # Another link, or the client's end, gives none of them back: its process has not ended.
+    tiers._attachment.cut(ConnectionResetError("cable pulled"))
+    wait_until(lambda: attached(tiers))
+    tiers.close()
+    other = attach(path)
+    wait_until(lambda: attached(other))
+    clients = daemon.daemon.call(daemon.daemon.clients)
+    assert sum(client.reservations for client in clients) == 1
+    [namespace] = daemon.daemon.call(daemon.daemon.namespaces)
+    assert namespace.hierarchy.host.pool.counts().filling == 4
+    other.close()
+    daemon.close()
+
+
 def test_a_client_that_falls_silent_holds_nothing(path: Path) -> None:
     daemon = DaemonThread(path, host={"size": 16 * SLOT_BYTES})
     tiers, chain = attach(path), chain_of(4)

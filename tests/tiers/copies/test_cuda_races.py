@@ -17,10 +17,11 @@ import torch
 from cpu_cupy import LazyCupy
 from lazy_cuda import LazyCuda, LazyDriver, LazyStream, pin, ranges_of
 
-from kvtier.tiers.copies import cuda_transfer, direct_copies, packer
+from kvtier.tiers.copies import cuda_event, cuda_transfer, direct_copies, packer
 from kvtier.tiers.copies.block_copier import CopyDirection
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
-from kvtier.tiers.copies.cuda_transfer import CudaCopyStream, CudaEvent
+from kvtier.tiers.copies.cuda_event import CudaEvent
+from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.copies.transfer import BlockCopies
 from kvtier.tiers.host.host import HostRegion
@@ -45,7 +46,7 @@ class Client:
         self.region = HostRegion.allocate(SLOTS, SLOT, prefault=False)
         pin(self.region, cuda, piece_bytes=4 * SLOT)
         by_batches = layout.endswith("by batches")
-        driver: Any = LazyDriver(cuda) if by_batches else None
+        driver: Any = LazyDriver(cuda, copies_in_batches=by_batches)
         # without batches of runs what is staged still goes by one call
         batch_from = None if layout.startswith("token-major") else 0
         choice = CopyChoice(batch_from, torch_from=None if layout == "own, by kernel" else 0)
@@ -208,12 +209,22 @@ def _own_parts(l1: torch.Tensor) -> list[BlockPart]:
 
 
 def program(
-    seed: int, layout: str, folder: Path, plant: Callable[[pytest.MonkeyPatch], None] | None = None
-) -> LazyCuda:
-    """One random program; raises AssertionError for a wrong byte, a race or a complaint."""
+    seed: int,
+    layout: str,
+    folder: Path,
+    plant: Callable[[pytest.MonkeyPatch], None] | None = None,
+    *,
+    room: int | None = None,
+    captures: bool = False,
+) -> tuple[LazyCuda, Client]:
+    """One random program; raises AssertionError for a wrong byte, a race or a complaint.
+
+    `room`: so many bytes the device has for an allocation. `captures`: some thread captures a graph all the while.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        cuda = LazyCuda(seed, eager=random.Random(seed).choice([0.0, 0.05, 0.3]))
+        cuda = LazyCuda(seed, eager=random.Random(seed).choice([0.0, 0.05, 0.3]), room=room)
         cuda.patch(patch)
+        cuda.capturing = LazyStream(cuda, "graph") if captures else None
         patch.setattr(packer, "STAGING_BYTES", random.Random(seed + 1).choice([SLOT, 3 * SLOT, 1 << 20]))
         if plant is not None:
             plant(patch)
@@ -222,15 +233,44 @@ def program(
             client.run()
         finally:
             client.close()
-    return cuda
+    return cuda, client
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *OWN, *BATCHED])
 def test_random_programs_leave_every_byte_right_and_nothing_to_chance(layout: str, tmp_path: Path) -> None:
     if layout == "own, by kernel" and shutil.which("g++") is None:
         pytest.skip("no g++ to run the kernel's source on this CPU")
-    num_ops = sum(program(seed, layout, tmp_path).num_ops for seed in range(6))
+    num_ops = sum(program(seed, layout, tmp_path)[0].num_ops for seed in range(6))
     assert num_ops > 500
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("room", "way"), [(2 * SLOT, "smaller staging"), (0, "without staging")])
+def test_a_device_without_memory_for_the_staging_copies_more_slowly(
+    layout: str, room: int, way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for seed in range(4):
+        caplog.clear()
+        copier: Any = program(seed, layout, tmp_path, _much_staging, room=room)[1].stream._copier
+        assert copier.counts[way]
+        assert sum("no memory on the device" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("layout", ["whole", "groups", "own, by copies", "whole, by batches"])
+def test_copies_beside_a_capture_neither_fail_nor_spoil_it(layout: str, tmp_path: Path) -> None:
+    for seed in range(4):
+        program(seed, layout, tmp_path, captures=True)
+        with pytest.raises((AssertionError, RuntimeError)):
+            program(seed, layout, tmp_path, _forbidden_in_captures, captures=True)
+
+
+def _much_staging(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(packer, "STAGING_BYTES", 5 * SLOT)
+
+
+def _forbidden_in_captures(patch: pytest.MonkeyPatch) -> None:
+    for module in (cuda_event, cuda_transfer):
+        patch.setattr(module, "beside_captures", lambda _: nullcontext())
 
 
 def _one_staging(patch: pytest.MonkeyPatch) -> None:

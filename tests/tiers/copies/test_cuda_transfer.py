@@ -12,9 +12,10 @@ import pytest
 import torch
 from lazy_cuda import pin
 
-from kvtier.tiers.copies import cuda_transfer, packer
+from kvtier.tiers.copies import cuda_event, cuda_transfer, packer
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
-from kvtier.tiers.copies.cuda_transfer import CudaCopyStream, CudaEvent
+from kvtier.tiers.copies.cuda_event import CudaEvent
+from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.copies.transfer import BlockCopies, HostEvent
 from kvtier.tiers.host.host import HostRegion
@@ -93,7 +94,9 @@ def pairs(blocks: list[int], slots: list[int], layers: tuple[int, int] | None = 
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     device = FakeDevice()
     monkeypatch.setattr(cuda_transfer, "_stream", lambda _: FakeStream(device, next(device.named)))
-    monkeypatch.setattr(cuda_transfer, "_device_event", lambda: FakeEvent(device))
+    for module, name in ((cuda_transfer, "_device_event"), (cuda_event, "device_event")):
+        monkeypatch.setattr(module, name, lambda: FakeEvent(device))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: device.compute)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
@@ -199,10 +202,12 @@ def test_a_driver_error_becomes_the_events_error(device: FakeDevice, region: Hos
     device.error = "CUDA error: an illegal memory access was encountered"
     assert event.wait(1)
     assert event.error == device.error
-    # whatever was to follow it fails as well
-    after = stream.store(pairs([0], [1]), after=event)
-    assert after.done()
-    assert after.error == f"what it waited for failed: {device.error}"
+    # the device is lost: whatever was to follow fails at once, and so does everything else
+    assert event.is_lost
+    for after in (stream.store(pairs([0], [1]), after=event), stream.store(pairs([0], [1]))):
+        assert after.done()
+        assert after.error == f"the device is lost: {device.error}"
+        assert not after.is_lost
     device.error = ""
     stream.close(1)
 
@@ -413,9 +418,8 @@ def test_engine_blocks_are_ordered_as_our_own(device: FakeDevice, region: HostRe
     stream.close(1)
 
 
-@pytest.mark.parametrize("refused", ["empty", "index_select"])
 def test_engine_blocks_a_full_device_refuses_fail_and_the_next_go_on(
-    device: FakeDevice, region: HostRegion, monkeypatch: pytest.MonkeyPatch, refused: str
+    device: FakeDevice, region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -423,7 +427,7 @@ def test_engine_blocks_a_full_device_refuses_fail_and_the_next_go_on(
     tensors = tensors_of(0)
     stream = CudaCopyStream(rank_of_two(0, tensors), region)
     with monkeypatch.context() as patch:
-        patch.setattr(torch, refused, refuse)  # no room for the staging; none for what the gathering needs
+        patch.setattr(torch, "index_select", refuse)  # no room for what the gathering needs
         failed = stream.store(pairs([0], [3]))
     assert failed.done()
     assert failed.error == "CUDA out of memory"

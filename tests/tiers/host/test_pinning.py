@@ -181,24 +181,25 @@ def test_the_driver_pins_a_region_and_copies_a_batch(library: ctypes.CDLL) -> No
     region.close()
 
 
-def test_the_driver_says_its_version_and_stays_out_of_captures(library: ctypes.CDLL) -> None:
-    driver = CudaDriver(library)
-    assert driver.version == "12.8"
-    mode = ctypes.c_int(0)
-    driver.beside_captures()
-    assert library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == 0
-    assert mode.value == 2  # relaxed, on this thread
-    found: list[int] = []
+def test_the_driver_says_its_version(library: ctypes.CDLL) -> None:
+    assert CudaDriver(library).version == "12.8"
 
-    def of_another_thread() -> None:
-        other = ctypes.c_int(0)
-        library.cuThreadExchangeStreamCaptureMode(ctypes.byref(other))
-        found.append(other.value)
 
-    thread = threading.Thread(target=of_another_thread)
-    thread.start()
-    thread.join(10)
-    assert found == [0]
+def test_pinning_does_not_spoil_a_capture(library: ctypes.CDLL) -> None:
+    driver, region = CudaDriver(library), HostRegion.allocate(2, SLOT)
+    ctypes.c_int.in_dll(library, "capturing").value = 1
+    pieces = PinnedPieces(region, driver, 0, piece_bytes=SLOT)
+    assert pieces.wait(60)
+    assert pieces.error is None
+    mode = ctypes.c_int(2)
+    with driver.beside_captures():
+        pass
+    library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    assert mode.value == 0  # as torch left it: what spoils a capture of this thread's own is still found
+    pieces.close()
+    assert not ctypes.c_int.in_dll(library, "spoiled").value
+    assert ctypes.c_int.in_dll(library, "registrations").value == 0
+    region.close()
 
 
 def test_what_the_driver_refuses_is_named(library: ctypes.CDLL) -> None:

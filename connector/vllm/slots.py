@@ -1,0 +1,107 @@
+"""What a slot holds of vLLM's KV, as data: lanes of groups, layers in order, states. Needs no vLLM."""
+
+from dataclasses import dataclass
+from typing import Final
+
+LEAVE_OUT: Final = "docs/models.md lists the models it keeps; start vLLM without kvtier for this one"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLane:
+    """One of the blocks that a KV group has within one of kvtier's blocks. A slot has a place for each lane.
+
+    Groups whose blocks have fewer tokens than kvtier's have several lanes.
+    """
+
+    group: int  # vLLM's number of it
+    place: int = 0  # among the group's blocks within one of kvtier's
+    count: int = 1  # of the group's blocks within one of kvtier's
+    window: int = 0  # tokens behind which a layer of the group looks at nothing; 0: it looks at all
+    chunk: int = 0  # the same, in layers that look at nothing before the last multiple of so many tokens
+
+    def position(self, block: int) -> int:
+        """Where in the group's table vLLM's block stands; `block` is the number of kvtier's."""
+        return block * self.count + self.place
+
+    def is_needed(self, block: int, block_size: int) -> bool:
+        """Whether a prompt that goes on behind kvtier's block, of `block_size` tokens, needs this part of it.
+
+        One that goes on further behind needs less of it. What no prompt needs vLLM may have given up before the block
+        was full: a window may have fewer tokens than kvtier's block.
+        """
+        if self.count == 1:  # a whole block: prompts may go on inside it
+            return True
+        border, end = (block + 1) * block_size, (self.position(block) + 1) * (block_size // self.count)
+        unseen = border // self.chunk * self.chunk if self.chunk else border - self.window + 1 if self.window else 0
+        return end > unseen
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """A KV group of layers with a recurrent state. What they hold at a block's end is a record of its own."""
+
+    group: int  # vLLM's number of it
+    lane: int
+    layers: tuple[str, ...]
+    layer_bytes: tuple[int, ...]  # of one rank
+    block_size: int  # tokens: the state behind token `t` stands at position `t // block_size` of the group's table
+
+    @property
+    def part_bytes(self) -> int:
+        return sum(self.layer_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    """What one slot holds for `block_size` tokens: every rank's part, and in it every layer in order of index.
+
+    In native form a layer is `[heads, tokens, content]`, as vLLM presents it, or `[tokens, heads, content]` (`order`).
+    Of a group with smaller blocks that comes several times, block by block. In canonical form a layer is
+    `[2 (K, V), tokens, heads, dim]`. A slot that has a group's state instead of a block holds layer by layer what vLLM
+    keeps of it.
+    """
+
+    block_size: int  # tokens: of the largest blocks of all groups, or what they all divide
+    hash_size: int  # tokens from one of vLLM's hashes to the next
+    groups: tuple[tuple[str, ...], ...]  # layer names of each KV group
+    group_sizes: tuple[int, ...]  # tokens in a block of each KV group
+    lanes: tuple[GroupLane, ...]  # in order of groups. Block `b` of lane `l` is the workers' block `l * num_blocks + b`
+    layers: tuple[str, ...]  # all that keep K and V, in the order of a slot
+    layer_bytes: tuple[int, ...]  # in one block of the layer's group, of one rank
+    num_parts: int  # tensor-parallel ranks that hold different heads
+    replicas: int  # consecutive ranks that hold the same
+    content: str  # how vLLM's kernels arrange a block's inside: "plain", or the name of another way
+    canonical: bool
+    states: tuple[StateGroup, ...] = ()
+    around: tuple[int, int] = (0, 0)  # bytes of other pipeline stages' layers in a part, before these and behind them
+    lookahead: int = 0  # tokens behind a block that its draft KV depends on
+    order: str = "head-token"  # what of a layer comes first in native form; or "token-head"
+
+    @property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """Bytes of each layer in a slot, of one rank."""
+        counts = {name: lane.count for lane in self.lanes for name in self.groups[lane.group]}
+        return tuple(counts[name] * size for name, size in zip(self.layers, self.layer_bytes, strict=True))
+
+    @property
+    def part_bytes(self) -> int:
+        return self.around[0] + sum(self.slot_bytes) + self.around[1]
+
+    @property
+    def block_bytes(self) -> int:
+        """A slot's bytes: what the largest kind of record takes."""
+        return self.num_parts * max(self.part_bytes, *(state.part_bytes for state in self.states), 0)
+
+    @property
+    def attention(self) -> tuple[tuple[int, GroupLane], ...]:
+        """The lanes of groups that keep K and V, with their numbers."""
+        of_states = {state.group for state in self.states}
+        return tuple((number, lane) for number, lane in enumerate(self.lanes) if lane.group not in of_states)
+
+    @property
+    def has_one_table(self) -> bool:
+        """Whether a request has one table, of K and V: then vLLM can be told of each block that did not come.
+
+        Otherwise a block's number is ambiguous, or the state of an earlier block is not there to go on from.
+        """
+        return len(self.groups) == 1 and not self.states
