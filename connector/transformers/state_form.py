@@ -78,7 +78,11 @@ class StateForm:
 
     def rows(self, taken: Sequence[torch.Tensor]) -> torch.Tensor:
         """What `take` took as bytes in host memory, `[rows, num_bytes]`."""
-        rows = [tensor.cpu().contiguous().view(len(tensor), -1).view(torch.uint8) for tensor in taken]
+        return self.device_rows([tensor.cpu() for tensor in taken])
+
+    def device_rows(self, taken: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The same where the states are."""
+        rows = [tensor.contiguous().view(len(tensor), -1).view(torch.uint8) for tensor in taken]
         return torch.cat(rows, dim=1)
 
     def put(self, cache: DynamicCache, rows: torch.Tensor, device: torch.device) -> None:
