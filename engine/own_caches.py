@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache
 
-from kvtier.connector.transformers import empty_cache, feed, fill, per_token, step_cost
+from kvtier.connector.transformers import StateForm, empty_cache, feed, fill, per_token, step_cost
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
@@ -34,8 +34,7 @@ class OwnCache:
 class OwnCacheRunner(ModelRunner):
     """A forward for each sequence of a batch, over that sequence's own cache: `Sequence.cache`.
 
-    What a forward adds is copied to the sequence's blocks. A sequence without a cache gets one from its blocks. Where
-    the model keeps recurrent states, `go_on` has to make it, because blocks have none.
+    What a forward adds is copied to the sequence's blocks. A sequence without a cache gets one from its blocks.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class OwnCacheRunner(ModelRunner):
         sequence = chunk.sequence
         own: OwnCache | None = sequence.cache
         if own is None or own.num_tokens != chunk.start:  # its blocks were loaded, or came from another sequence
-            assert self._form.states is None or not chunk.start, "no state to go on from"
+            assert self._form.states is None or not chunk.start, "behind a border `go_on` makes the cache"
             own = sequence.cache = OwnCache(self._filled(sequence.block_table, chunk.start), chunk.start)
         tokens = torch.tensor([sequence.token_ids[chunk.start : chunk.end]], device=self.model.device)
         output = feed(self.model.module, own.cache, tokens, chunk.start, self._at_once(chunk))
@@ -100,53 +99,49 @@ class OwnCacheRunner(ModelRunner):
         for number, name, rows in self._rows:
             tensor = per_token(cache.layers[number], name)
             assert tensor is not None
-            rows[blocks, offsets] = (
-                tensor[0, :, chunk.start : chunk.end].transpose(0, 1).view(len(positions), *rows.shape[2:])
-            )
+            rows[blocks, offsets] = tensor[0, :, chunk.start : chunk.end].transpose(0, 1)
 
     def _places(self, block_ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(block_ids, dtype=torch.int64, device=self._blocks.device)
 
-    # Recurrent states, for `StateSide`.
+
+class StateRunner(OwnCacheRunner):
+    """The same for a model that keeps recurrent states, which lie in blocks of their own: a `StateKeeper`."""
 
     @property
-    def traits(self) -> StateTraits | None:
-        """None: the model has none."""
-        form, going_on = self._form, self.model.going_on
-        if form.states is None or going_on is None:
-            return None
-        num_pieces = -(-form.states.num_bytes // form.block_bytes)
+    def traits(self) -> StateTraits:
+        """What the scheduler has to know of the model."""
+        going_on, num_pieces = self.model.going_on, -(-self._states.num_bytes // self._form.block_bytes)
+        assert going_on is not None
         cost = step_cost(self.model.device)
-        return StateTraits(num_pieces, bool(form.layers), going_on.in_pieces, going_on.by_steps, cost)
+        return StateTraits(num_pieces, bool(self._form.layers), going_on.in_pieces, going_on.by_steps, cost)
+
+    @property
+    def _states(self) -> StateForm:
+        assert self._form.states is not None
+        return self._form.states
 
     @torch.inference_mode()
     def go_on(self, sequence: Request, num_tokens: int, pieces: Sequence[int]) -> None:
-        """Give a sequence its cache of so many tokens: rows from its blocks, states from blocks `pieces`."""
-        states = self._form.states
-        assert states is not None
         cache = self._filled(sequence.block_table, num_tokens)
-        row = self._bytes[self._places(pieces)].view(1, -1)[:, : states.num_bytes]
-        states.put(cache, row, self.model.device)
+        row = self._bytes[self._places(pieces)].view(1, -1)[:, : self._states.num_bytes]
+        self._states.put(cache, row, self.model.device)
         sequence.cache = OwnCache(cache, num_tokens)
 
     @torch.inference_mode()
     def take(self, sequence: Request) -> TakenState:
-        """A copy of the states behind what the sequence has, `[num_bytes]` of bytes on the model's device."""
-        states, own = self._form.states, sequence.cache
-        assert states is not None
-        return states.device_rows(states.take(own.cache))[0]
+        return self._states.device_rows(self._states.take(sequence.cache.cache))[0]
 
     @torch.inference_mode()
     def put(self, state: TakenState, pieces: Sequence[int]) -> None:
-        """Write what was taken to blocks; what is left of the last one is zero."""
         rows = torch.zeros(len(pieces), self._bytes.shape[1], dtype=torch.uint8, device=self._bytes.device)
-        rows.view(-1)[: len(state)] = state
+        rows.view(-1)[: len(state)] = state  # what is left of the last block is zero
         self._bytes[self._places(pieces)] = rows
 
 
 def runner_of(model: Model, pool: torch.Tensor, config: EngineConfig, wait_layer: Callable[[int], bool]) -> ModelRunner:
     """What runs this model over a pool's tensor."""
-    kind = OwnCacheRunner if model.has_own_cache else ModelRunner
+    kind = StateRunner if model.has_states else OwnCacheRunner if model.has_own_cache else ModelRunner
     return kind(model, pool, config, wait_layer)
 
 
@@ -155,6 +150,6 @@ def scheduler_of(
 ) -> Scheduler:
     """What decides what this runner computes."""
     ends = runner.model.eos_token_ids
-    if isinstance(runner, OwnCacheRunner) and (traits := runner.traits) is not None:
-        return StateScheduler(config, pool, connector, ends, runner, traits)
+    if isinstance(runner, StateRunner):
+        return StateScheduler(config, pool, connector, ends, runner)
     return Scheduler(config, pool, connector, ends)

@@ -8,7 +8,7 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.sequence import Sequence, SequenceState
-from kvtier.engine.state_side import RequestStates, StateKeeper, StateSide, StateTraits
+from kvtier.engine.state_side import RequestStates, StateKeeper, StateSide
 from kvtier.tiers import TIERS, ChainHash
 from kvtier.tiers.hierarchy import Attribution, Pending
 
@@ -87,10 +87,9 @@ class StateScheduler(Scheduler):
         connector: "BothEndsSide | NoOffload | None",
         eos_token_ids: frozenset[int],
         keeper: StateKeeper,
-        traits: StateTraits,
     ) -> None:
         super().__init__(config, pool, connector, eos_token_ids)
-        self._states = StateSide(config, pool, self._connector, keeper, traits, self._held)
+        self._states = StateSide(config, pool, self._connector, keeper, self._held, self.stats)
         self._admission = StateAdmission(config, pool, self._connector, self._states)
         self.waiting = self._admission.waiting
 

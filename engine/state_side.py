@@ -1,5 +1,6 @@
 """Recurrent states of an engine's requests: where prompts may go on, and at which borders a state is kept. No torch."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -24,19 +25,6 @@ TakenState = Any
 """A copy of one sequence's states, as bytes on the model's device: a tensor, which this module only hands on."""
 
 
-class StateKeeper(Protocol):
-    """The model's side of states: `OwnCacheRunner`."""
-
-    def go_on(self, sequence: Request, num_tokens: int, pieces: Sequence[int]) -> None:
-        """Give a sequence its cache of so many tokens: rows from its blocks, states from L1's blocks `pieces`."""
-
-    def take(self, sequence: Request) -> TakenState:
-        """A copy of the states behind what the sequence has."""
-
-    def put(self, state: TakenState, pieces: Sequence[int]) -> None:
-        """Write what was taken to L1's blocks `pieces`."""
-
-
 @dataclass(frozen=True, slots=True)
 class StateTraits:
     """What the scheduler has to know of a model with recurrent states."""
@@ -46,6 +34,23 @@ class StateTraits:
     in_pieces: bool  # several tokens at once may follow a state; if not, one at a time
     by_steps: bool  # a state that an answer leaves is what a whole prompt would leave
     step_cost: int  # tokens of a prompt that take about as long as one token by itself
+
+
+class StateKeeper(Protocol):
+    """The model's side of states: `StateRunner`."""
+
+    @property
+    def traits(self) -> StateTraits:
+        """What its model is like."""
+
+    def go_on(self, sequence: Request, num_tokens: int, pieces: Sequence[int]) -> None:
+        """Give a sequence its cache of so many tokens: rows from its blocks, states from L1's blocks `pieces`."""
+
+    def take(self, sequence: Request) -> TakenState:
+        """A copy of the states behind what the sequence has."""
+
+    def put(self, state: TakenState, pieces: Sequence[int]) -> None:
+        """Write what was taken to L1's blocks `pieces`."""
 
 
 @dataclass(slots=True)
@@ -86,12 +91,12 @@ class StateSide:
         pool: "BlockPool",
         connector: "BothEndsSide | NoOffload",
         keeper: StateKeeper,
-        traits: StateTraits,
         held: HeldBlocks,
+        stats: Counter[str],
     ) -> None:
-        self.traits = traits
-        self.num_unkept = 0  # states that L1 had no room for
+        self.traits = keeper.traits
         self._held = held
+        self._stats = stats
         self._config = config
         self._size = config.block_size
         self._pool = pool
@@ -219,7 +224,7 @@ class StateSide:
             return
         blocks = self._pool.allocate(self.traits.num_pieces)
         if blocks is None:
-            self.num_unkept += 1
+            self._stats["unkept_states"] += 1
             return
         pieces = self._pieces(sequence, border)
         self._keeper.put(state, blocks.tolist())

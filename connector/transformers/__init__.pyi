@@ -2,6 +2,7 @@ from .adapter import KVTier
 from .cache_form import CacheForm, empty_cache, per_token
 from .kv_cache import fill
 from .state_calls import step_cost
+from .state_form import StateForm
 from .state_gate import GoingOn, how_it_goes_on
 from .state_passes import feed
 
@@ -9,6 +10,7 @@ __all__ = [
     "CacheForm",
     "GoingOn",
     "KVTier",
+    "StateForm",
     "empty_cache",
     "feed",
     "fill",
