@@ -14,8 +14,8 @@ from kvtier.engine.model import Model
 from kvtier.engine.model_runner import ModelRunner
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.sequence import Sequence as Request
+from kvtier.engine.state_borders import StateTraits, TakenState
 from kvtier.engine.state_scheduler import StateScheduler
-from kvtier.engine.state_side import StateTraits, TakenState
 
 if TYPE_CHECKING:
     from kvtier.connector import BothEndsSide

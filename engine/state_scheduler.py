@@ -8,7 +8,7 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.sequence import Sequence, SequenceState
-from kvtier.engine.state_side import RequestStates, StateKeeper, StateSide
+from kvtier.engine.state_borders import RequestStates, StateBorders, StateKeeper
 from kvtier.tiers import TIERS, ChainHash
 from kvtier.tiers.hierarchy import Attribution, Pending
 
@@ -21,7 +21,7 @@ class StateAdmission(Admission):
     """As `Admission`; a cached prefix ends where a state is held. Loads are waited for."""
 
     def __init__(
-        self, config: EngineConfig, pool: "BlockPool", connector: "BothEndsSide | NoOffload", states: StateSide
+        self, config: EngineConfig, pool: "BlockPool", connector: "BothEndsSide | NoOffload", states: StateBorders
     ) -> None:
         super().__init__(config, pool, connector)
         self._states = states
@@ -89,7 +89,7 @@ class StateScheduler(Scheduler):
         keeper: StateKeeper,
     ) -> None:
         super().__init__(config, pool, connector, eos_token_ids)
-        self._states = StateSide(config, pool, self._connector, keeper, self._held, self.stats)
+        self._states = StateBorders(config, pool, self._connector, keeper, self._held, self.stats)
         self._admission = StateAdmission(config, pool, self._connector, self._states)
         self.waiting = self._admission.waiting
 

@@ -79,7 +79,7 @@ class RequestStates:
     latest: tuple[int, TakenState] | None = None  # the last border of its answer so far, and the state there
 
 
-class StateSide:
+class StateBorders:
     """Finds and keeps states as blocks of L1 behind the blocks they belong to, under the names that `KVTier` gives.
 
     A border counts only if all blocks before it and all pieces of its state are held.
