@@ -30,6 +30,7 @@ _CLOSE_DEADLINE: Final = 5.0  # seconds for copies in flight at close
 _COUNTED: Final = (
     "steps", "finished", "aborted", "preempted", "failed_loads",
     "prompt_tokens", "computed_tokens", "generated_tokens", "l1_tokens", "external_tokens", "skipped_tokens",
+    "unkept_states",
 )  # fmt: skip
 
 Connect = Callable[[ModelIdentity, BlockPool], EngineConnector]
