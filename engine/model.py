@@ -219,7 +219,7 @@ def _attention_of(config: PretrainedConfig) -> str | None:
 def _require_decoder(config: PretrainedConfig) -> None:
     if getattr(config, "is_encoder_decoder", False):
         said = "K and V also depend on the encoder's text, and this engine has decoders alone"
-        raise ConfigError(f"model kind {config.model_type!r}: {said}; run it with transformers, without kvtier")
+        raise ConfigError(f"model kind {config.model_type!r}: {said}; use transformers alone for it")
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError("quantization_config: this engine runs unquantised weights; choose such a checkpoint")
 

@@ -111,7 +111,10 @@ class StateBorders:
         least = self._least(sequence.num_tokens)
         here = self._last(num_l1, least, lambda border: self._is_in_l1(sequence, border))
         states, connector = sequence.states, self._connector
-        if isinstance(connector, NoOffload) or states.num_lost >= _ATTEMPTS or not self._fits(sequence):
+        if isinstance(connector, NoOffload):
+            return here, 0
+        if states.num_lost >= _ATTEMPTS or not self._fits(sequence):
+            connector.know_as(sequence)  # it stores all the same
             return here, 0
         if states.closed is None or states.closed.chain.border <= here:
             states.closed = self._asked(sequence, usable, num_l1, max(here + 1, least))

@@ -422,3 +422,11 @@ def test_a_reader_of_events_learns_of_states_as_of_blocks(open_engine: Open) -> 
     pieces = pieces_of(engine, tokens, 24)
     assert set(told) == {*chain.hashes, *pieces}
     assert [told[piece] for piece in pieces] == [chain.hashes[23], *pieces[:-1]]
+
+
+def test_a_prompt_that_fills_l1_is_answered_and_its_state_left_out(open_engine: Open) -> None:
+    tokens = prompt(1, 391)
+    engine = open_engine("qwen3.5", num_blocks=26)  # 415 tokens, and no piece of a state
+    for _ in range(2):
+        assert ask(engine, tokens) == (said("qwen3.5", tokens), 0, 0)
+    assert engine.stats["unkept_states"]
