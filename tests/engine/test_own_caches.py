@@ -391,9 +391,9 @@ def test_what_such_a_model_leaves_out(open_engine: Open) -> None:
     assert (engine.config.partial_blocks, engine.config.loading) == (False, "async")
     for kind in ("qwen3.5", "gemma4"):
         with pytest.raises(ConfigError, match=r"exact, model kind '.*': transformers computes it over .*; leave exact"):
-            open_engine(kind, exact=True)
+            Engine(model(kind), EngineConfig(exact=True))
         with pytest.raises(ConfigError, match=r"a blend knows the layers of llama"):
-            open_engine(kind, segments="on")
+            Engine(model(kind), EngineConfig(segments="on"))
 
 
 def test_a_prompt_longer_than_l1_needs_no_block_without_k_and_v(open_engine: Open) -> None:
