@@ -81,6 +81,13 @@ def merged(rows: Sequence[TrialRow]) -> list[TrialRow]:
     return [by_place[place] for place in places if place in by_place]
 
 
+def saved_setup() -> dict[str, object]:
+    """What the rows were tried with that are saved already."""
+    path = RESULTS / "models.json"
+    setup: dict[str, object] = json.loads(path.read_text()).get("setup", {}) if path.exists() else {}
+    return setup
+
+
 def main() -> int:
     """Try what was chosen."""
     options = parser(__doc__)
@@ -92,7 +99,8 @@ def main() -> int:
     rows = [row for engine in engines for row in trials(engine, names)]
     if chosen.save:
         rows = merged(rows)
-    setup: dict[str, object] = {
+    setup: dict[str, object] = saved_setup() if chosen.save else {}  # of rows whose engines are not here
+    setup |= {
         engine: ", ".join(f"{name} {version}" for name, version in versions(engine).items())
         for engine, python in PYTHONS.items()
         if python.exists()

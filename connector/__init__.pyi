@@ -6,18 +6,21 @@ from .partial import best_child
 from .plan import CopyOp, StepPlan, WorkerReport
 from .request import BlockChain, ConnectedRequest, Request
 from .scheduler import ConnectorUpdate, SchedulerSide
+from .states import ClosedChain, StatePieces
 from .worker import WorkerSide
 
 __all__ = [
     "Back",
     "BlockChain",
     "BothEndsSide",
+    "ClosedChain",
     "ConnectedRequest",
     "ConnectorUpdate",
     "CopyOp",
     "LocalConnector",
     "Request",
     "SchedulerSide",
+    "StatePieces",
     "StepPlan",
     "WorkerReport",
     "WorkerSide",

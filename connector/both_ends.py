@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from kvtier.connector.back import Back, Group, GroupCopy
 from kvtier.connector.partial import LEAST
 from kvtier.connector.plan import CopyOp
-from kvtier.connector.request import ConnectedRequest, StoringOp
+from kvtier.connector.request import BlockChain, ConnectedRequest, Request, StoringOp
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.tail_chain import TailChain
 from kvtier.tiers import BlockRecord, Outcome
@@ -49,6 +49,20 @@ class BothEndsSide(SchedulerSide):
         wanted = Wanted(chain.hashes, tail.parent, chain.tenant, is_tail=True)
         self._wanted[next(self._op_ids)] = StoringOp(request_id, chain, 0, wanted, epoch, [block_id])
         return True
+
+    def know_as(self, request: Request) -> None:
+        """Look a request up, and store what is its own, by this chain from now on. Drops what it was promised."""
+        self.admit(request)
+        known = self.requests[request.request_id]
+        if known.request is not request:
+            self._cancel(known)
+            known.request = request
+
+    def store_chain(self, request_id: str, chain: BlockChain, block_ids: Sequence[int]) -> None:
+        """As `store`, of a whole chain that is not the request's: its recurrent states at a border."""
+        wanted = Wanted(chain.hashes, chain.parent(0), chain.tenant)
+        epoch = self.requests[request_id].epoch
+        self._wanted[next(self._op_ids)] = StoringOp(request_id, chain, 0, wanted, epoch, list(block_ids))
 
     def _begin_back(self, known: ConnectedRequest, claim: Claim) -> None:
         request_id, chain = known.request.request_id, known.request.chain

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvtier.connector import BothEndsSide
     from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
 
-_WINDOW: Final = 16  # waiting requests that are looked up and ranked in one step
+WINDOW: Final = 16  # waiting requests that are looked up and ranked in one step
 
 
 class Admissible(NamedTuple):
@@ -55,7 +55,7 @@ class Admission:
         """Those who can be admitted, in the order in which they should be."""
         block_size = self._config.block_size
         ranked = []
-        for sequence in self.waiting[:_WINDOW]:
+        for sequence in self.waiting[:WINDOW]:
             if sequence.reuse is not None and not sequence.reuse.may_start(num_seats):
                 continue  # for its segments
             usable = list(sequence.hashes[: (sequence.num_tokens - 1) // block_size])
@@ -67,11 +67,14 @@ class Admission:
             num_external = self._connector.lookup(sequence, num_l1 * block_size, in_part)
             if isinstance(num_external, Pending):
                 continue
-            overdue = sequence.num_passed_over >= self._config.max_passed_over
             cached = num_l1 * block_size + max(num_external, in_part)
-            place = (not overdue, 0 if overdue else -cached, sequence.order)
-            ranked.append((place, Admissible(sequence, usable, num_l1, num_external, child)))
+            ranked.append((self._place(sequence, cached), Admissible(sequence, usable, num_l1, num_external, child)))
         return [candidate for _, candidate in sorted(ranked, key=itemgetter(0))]
+
+    def _place(self, sequence: Sequence, cached: int) -> tuple[bool, int, int]:
+        """Where a request with so many cached tokens stands: the least is admitted first."""
+        overdue = sequence.num_passed_over >= self._config.max_passed_over
+        return not overdue, 0 if overdue else -cached, sequence.order
 
     def seat(self, candidate: Admissible, room_to_grow: int) -> bool | None:
         """Give a waiting request its blocks and start its load; it runs, or loads. None: no room; False: ask again.
@@ -157,7 +160,12 @@ class Admission:
         loading = self._connector.allocated(  # fewer than asked for where a promise lapsed
             sequence.request_id, sequence.block_table, held.num_external, layerwise=layerwise
         )
-        num_present = num_l1 * block_size + held.in_part
+        self._enter(sequence, num_l1, num_l1 * block_size + held.in_part, loading, layerwise=layerwise)
+
+    def _enter(
+        self, sequence: Sequence, num_l1: int, num_present: int, loading: int, *, layerwise: bool = False
+    ) -> None:
+        """The request has `num_present` tokens, `num_l1` blocks of L1's among them, and so many more are loading."""
         self.waiting.remove(sequence)
         for other in self.waiting:
             if other.order > sequence.order:
@@ -172,7 +180,7 @@ class Admission:
         sequence.num_loading = loading
         sequence.state = SequenceState.LOADING if loading and not layerwise else SequenceState.RUNNING
         if self._config.enable_prefix_caching:  # others wait for the blocks that will have a name
-            end = min(sequence.num_tokens, sequence.num_exact) // block_size
+            end = min(sequence.num_tokens, sequence.num_exact) // self._config.block_size
             for chain_hash in sequence.hashes[num_l1:end]:
                 self.computing.setdefault(chain_hash, sequence.request_id)
 

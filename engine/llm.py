@@ -14,10 +14,9 @@ from kvtier.connector.segments import Repair, Segment, WantedReuse
 from kvtier.engine.completion import Completion
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
-from kvtier.engine.model_runner import ModelRunner
 from kvtier.engine.offload import EngineConnector, NoOffload, start_copies
+from kvtier.engine.own_caches import runner_of, scheduler_of
 from kvtier.engine.prompts import checked_tokens, is_text, named_prompt, require_room
-from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.segment_requests import SegmentRequests, wanted_by_each, wanted_reuse
 from kvtier.engine.sequence import NamedPrompt, Output, SamplingParams, Sequence, SequenceState
 from kvtier.tiers import ConfigError, RequestError
@@ -31,6 +30,7 @@ _CLOSE_DEADLINE: Final = 5.0  # seconds for copies in flight at close
 _COUNTED: Final = (
     "steps", "finished", "aborted", "preempted", "failed_loads",
     "prompt_tokens", "computed_tokens", "generated_tokens", "l1_tokens", "external_tokens", "skipped_tokens",
+    "unkept_states",
 )  # fmt: skip
 
 Connect = Callable[[ModelIdentity, BlockPool], EngineConnector]
@@ -46,7 +46,7 @@ class Engine:
 
     def __init__(self, model: Model, config: EngineConfig | None = None, connect: Connect | None = None) -> None:
         self.model = model
-        self.config = config or EngineConfig()
+        self.config = model.usable(config or EngineConfig())
         self.identity = model.identity(self.config)
         self.shape = model.shape(self.config.block_size)
         if not self.config.enable_prefix_caching:
@@ -61,11 +61,12 @@ class Engine:
             partial_blocks=self.config.partial_blocks,
         )
         self.max_model_len = min(self.config.max_model_len or model.max_model_len, model.max_model_len)
+        self.fits_l1 = model.room(self.pool.num_blocks, self.config.block_size)  # tokens of a request
         self.connector: EngineConnector = NoOffload() if connect is None else connect(self.identity, self.pool)
         self.worker = self.connector.worker
         scheduler_side = None if connect is None else self.connector.scheduler
-        self.scheduler = Scheduler(self.config, self.pool, scheduler_side, model.eos_token_ids)
-        self.runner = ModelRunner(model, self.pool.tensor, self.config, self.worker.wait_layer)
+        self.runner = runner_of(model, self.pool.tensor, self.config, self.worker.wait_layer)
+        self.scheduler = scheduler_of(self.runner, self.config, self.pool, scheduler_side)
         self.segments = (
             None if self.config.segments == "off" else SegmentRequests(model, self.pool, self.scheduler, self.config)
         )
@@ -313,7 +314,7 @@ class Engine:
         return tokens
 
     def _require_room(self, num_tokens: int, params: SamplingParams) -> None:
-        require_room(num_tokens, params.max_tokens, self.max_model_len, self.pool.num_blocks * self.config.block_size)
+        require_room(num_tokens, params.max_tokens, self.max_model_len, self.fits_l1)
 
     def _named(self, token_ids: list[int], cache_salt: str | None) -> NamedPrompt:
         return named_prompt(token_ids, cache_salt, self._fingerprint, self.config)

@@ -18,7 +18,7 @@ from transformers import (
 
 from kvtier.connector.models import identity_of, name_of, rope_limit
 from kvtier.connector.segments import PAGED_ATTENTION, PackedAttention
-from kvtier.connector.transformers import CacheForm
+from kvtier.connector.transformers import CacheForm, GoingOn, how_it_goes_on
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model_caches import Expand, SequenceCache
 from kvtier.tiers import ConfigError
@@ -33,16 +33,21 @@ _WITH_VISION: Final = ("gemma3", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", 
 _EXPERTS: Final = ("gpt_oss", "llama4_text", "mixtral", "olmoe", "phimoe", "qwen3_moe")
 _LATENT: Final = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3")  # MLA
 _ONE_BY_ONE: Final = ("bloom", "falcon", "mpt")  # their layers call no attention function, so nothing is packed
-SUPPORTED: Final = (*_DENSE, *_WITH_VISION, *_EXPERTS, *_LATENT, *_ONE_BY_ONE)  # config.model_type
+PAGED: Final = (*_DENSE, *_WITH_VISION, *_EXPERTS, *_LATENT, *_ONE_BY_ONE)  # config.model_type
 _NOT_EXACT: Final = {
     **dict.fromkeys(_EXPERTS, "an expert's rows depend on what is packed together"),
     **dict.fromkeys(_LATENT, "a context's latents are expanded together, and its length changes the last bits"),
     **dict.fromkeys(_ONE_BY_ONE, "transformers' own attention of this kind has no tiles"),
 }
+_OWN_CACHE: Final = "transformers computes it over a cache of its own, token by token or in chunks"
+_ENDLESS: Final = 1 << 20  # tokens of a model without K and V: nothing of it grows with the text
 
 
 class Model:
-    """Weights and config on one device, in inference mode. The families of `SUPPORTED`, unquantised."""
+    """Weights and config on one device, in inference mode, unquantised.
+
+    Families of `PAGED` attend over blocks of L1. Any other decoder computes each sequence over transformers' own cache.
+    """
 
     def __init__(self, module: PreTrainedModel, name: str) -> None:
         self.module = module.train(False).requires_grad_(False)
@@ -54,12 +59,16 @@ class Model:
         self.vocab_size: int = self.config.vocab_size
         self.num_layers: int = self.config.num_hidden_layers
         self.max_model_len: int = min(_longest(self.config), rope_limit(self.config) or sys.maxsize)
-        self.one_by_one = self.kind in _ONE_BY_ONE  # `forward` takes one sequence alone
-        parts: Any = module.modules()
+        self.has_own_cache = self.kind not in PAGED  # a sequence's rows lie in a cache of transformers', too
+        self.one_by_one = self.has_own_cache or self.kind in _ONE_BY_ONE  # `forward` takes one sequence alone
+        parts: Any = () if self.has_own_cache else module.modules()
         self.expand: dict[int, Expand] = {
             part.layer_idx: part.expand_kv for part in parts if hasattr(part, "expand_kv")
         }
         self._form = _form_of(module, self.kind)
+        self.going_on: GoingOn | None = how_it_goes_on(module, self._form) if self.has_own_cache else None
+        if not self._form.layers:
+            self.max_model_len = max(self.max_model_len, _ENDLESS)
         if getattr(self.config, "attn_temperature_tuning", False):
             self.max_model_len = min(self.max_model_len, _without_temperature(module))
 
@@ -74,7 +83,7 @@ class Model:
             raise ConfigError(f"model {str(path)!r}: no config.json there; give a local checkpoint directory")
         try:
             config = AutoConfig.from_pretrained(directory, local_files_only=True)
-            _require_supported(config)
+            _require_decoder(config)
             loaded: Any = _auto_of(config).from_pretrained(
                 directory,
                 config=config,
@@ -94,7 +103,7 @@ class Model:
     @classmethod
     def from_config(cls, config: PretrainedConfig, *, seed: int = 0, dtype: str = "auto", device: str = "cpu") -> Self:
         """Random weights: equal for equal config, seed and dtype. ConfigError for an unsupported model kind."""
-        _require_supported(config)
+        _require_decoder(config)
         config = copy.deepcopy(config)  # the caller's next model would switch our attention off
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -109,29 +118,49 @@ class Model:
         ids = self.config.eos_token_id if ids is None else ids
         return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether it keeps recurrent states: a prompt goes on only where a state was kept."""
+        return self._form.states is not None
+
+    def usable(self, config: EngineConfig) -> EngineConfig:
+        """The settings as this model can use them: behind a state that is not there, parts of a prompt are no use."""
+        return replace(config, partial_blocks=False, loading="async") if self.has_states else config
+
+    def room(self, num_blocks: int, block_size: int) -> int:
+        """Tokens of one sequence that such an L1 holds."""
+        return num_blocks * block_size if self._form.layers else self.max_model_len
+
+    def form(self, block_size: int) -> CacheForm:
+        """What a block of so many tokens holds."""
+        return replace(self._form, block_size=block_size)
+
     def shape(self, block_size: int) -> KVShape:
-        """Of a block: K and V of each layer that has its own, or the latents of MLA."""
-        if (shape := replace(self._form, block_size=block_size).shape) is None:
-            kept = "its layers keep rows of different kinds, and a block here has one"
+        """Of a block: K and V of each layer that has its own, the latents of MLA, or a flat row of what layers keep."""
+        form = self.form(block_size)
+        if form.shape is None and not self.has_own_cache:
+            kept = "its layers keep rows of different kinds, and where attention is ours a block has one"
             raise ConfigError(f"model kind {self.kind!r}: {kept}; use KVTier for transformers, which keeps them")
-        return shape
+        return form.pool_shape
 
     def identity(self, config: EngineConfig) -> ModelIdentity:
         """What this model's KV depends on. Reads all weights once.
 
         ConfigError for RoPE of an unknown kind, and in `exact` mode for a kind that has none.
         """
-        if config.exact and (reason := _NOT_EXACT.get(self.kind)) is not None:
+        reason = _OWN_CACHE if self.has_own_cache else _NOT_EXACT.get(self.kind)
+        if config.exact and reason is not None:
             raise ConfigError(f"exact, model kind {self.kind!r}: {reason}; leave exact off")
+        form = self.form(config.block_size)
         identity = identity_of(
             self.module,
             self.name,
-            self.shape(config.block_size),
+            form.outline,
             hash_scheme=config.hash_scheme,
             epoch=config.epoch,
             exact_rows=config.exact_rows if config.exact else None,
         )
-        return self._form.named(identity)
+        return form.named(identity)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, paged: PackedAttention
@@ -162,7 +191,7 @@ def _without_temperature(module: PreTrainedModel) -> int:
 
 def _form_of(module: PreTrainedModel, kind: str) -> CacheForm:
     """What transformers' own cache of this model keeps: so blocks are laid out and named as `KVTier`'s are."""
-    if kind in _ONE_BY_ONE:
+    if kind in _ONE_BY_ONE or kind not in PAGED:
         return CacheForm.of(module, 1)
     module.set_attn_implementation("eager")
     try:
@@ -183,13 +212,14 @@ def _auto_of(config: PretrainedConfig) -> Any:
 
 
 def _attention_of(config: PretrainedConfig) -> str | None:
-    return None if config.model_type in _ONE_BY_ONE else PAGED_ATTENTION
+    is_packed = config.model_type in PAGED and config.model_type not in _ONE_BY_ONE
+    return PAGED_ATTENTION if is_packed else None
 
 
-def _require_supported(config: PretrainedConfig) -> None:
-    if config.model_type not in SUPPORTED:
-        fix = "use one of docs/models.md here, or KVTier for transformers, vLLM or SGLang, which take more"
-        raise ConfigError(f"model kind {config.model_type!r}: this engine does not run it; {fix}")
+def _require_decoder(config: PretrainedConfig) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        said = "K and V also depend on the encoder's text, and this engine has decoders alone"
+        raise ConfigError(f"model kind {config.model_type!r}: {said}; use transformers alone for it")
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError("quantization_config: this engine runs unquantised weights; choose such a checkpoint")
 

@@ -64,7 +64,7 @@ class ModelRunner:
     def __init__(
         self, model: Model, pool: torch.Tensor, config: EngineConfig, wait_layer: Callable[[int], bool]
     ) -> None:
-        self._model = model
+        self.model = model
         self._kv = PagedKV(pool)
         self._config = config
         self._wait_layer = wait_layer
@@ -75,13 +75,13 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits `[chunks that sample, vocab]`, on the model's device. Sets `batch.arrived`."""
-        parts = [[chunk] for chunk in batch.chunks] if self._model.one_by_one else [batch.chunks]
+        parts = [[chunk] for chunk in batch.chunks] if self.model.one_by_one else [batch.chunks]
         logits = [self._forward(chunks, batch) for chunks in parts]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _forward(self, chunks: list[Chunk], batch: Batch) -> torch.Tensor:
         """Logits of these chunks, packed."""
-        device = self._model.device
+        device = self.model.device
         token_ids = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
         slots = np.concatenate([self._kv.slots(chunk.sequence.block_table, chunk.start, chunk.end) for chunk in chunks])
@@ -100,7 +100,7 @@ class ModelRunner:
         wait_layer = self._wait_layer if batch.plan.loads else None
         attention = self._attention(self._kv, _spans(chunks, blocks), sent_slots, wait_layer)
         with _kernels(device, self._config.exact):
-            logits = self._model.forward(sent_ids[None], sent_positions[None], sent_rows, attention)
+            logits = self.model.forward(sent_ids[None], sent_positions[None], sent_rows, attention)
         batch.arrived &= attention.arrived
         return logits[:num_rows]
 

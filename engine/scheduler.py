@@ -314,7 +314,7 @@ class Scheduler:
         """A layerwise load did not arrive in time: its request waits for the report like any other load."""
         self.running.remove(sequence)
         sequence.num_computed = min(sequence.num_computed, sequence.num_named * self._config.block_size)
-        sequence.state = SequenceState.LOADING
+        sequence.state, sequence.cache = SequenceState.LOADING, None
         self.loading[sequence.request_id] = sequence
 
     # A block's way: computed or loaded → named in L1 → stored; released at the end.
@@ -395,5 +395,5 @@ class Scheduler:
         if self._held:
             self._held.leave(sequence.block_table)
         self._pool.free(sequence.block_table)
-        sequence.block_table = []
+        sequence.block_table, sequence.cache = [], None
         sequence.num_computed = sequence.num_named = sequence.num_stored = sequence.num_loading = 0

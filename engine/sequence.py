@@ -7,7 +7,7 @@ import time
 from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,6 +170,8 @@ class Sequence:
         self.num_shareable = ALL  # leading tokens of which others may find the blocks
         self.num_segment_tokens = 0  # of the prompt: taken from segments for its first token
         self.num_repaired_tokens = 0  # of these: computed anew
+        self.cache: Any = None  # transformers' own, while it runs: of a model that has one for each sequence
+        self.states: Any = None  # of a model with recurrent states: `RequestStates`
         self._is_named = chain is not None
         if chain is not None:
             self.chain = chain

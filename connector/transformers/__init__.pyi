@@ -1,7 +1,22 @@
 from .adapter import KVTier
-from .cache_form import CacheForm
+from .blocks import Blocks
+from .cache_form import CacheForm, empty_cache, per_token
+from .kv_cache import fill
+from .state_calls import step_cost
+from .state_form import StateForm
+from .state_gate import GoingOn, how_it_goes_on
+from .state_passes import feed
 
 __all__ = [
+    "Blocks",
     "CacheForm",
+    "GoingOn",
     "KVTier",
+    "StateForm",
+    "empty_cache",
+    "feed",
+    "fill",
+    "how_it_goes_on",
+    "per_token",
+    "step_cost",
 ]

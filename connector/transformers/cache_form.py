@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvtier.connector.transformers.state_form import STATES, StateForm, require_known
 from kvtier.tiers import ConfigError
-from kvtier.tiers.naming import DTYPE_BYTES, KVShape, ModelIdentity
+from kvtier.tiers.naming import DTYPE_BYTES, FlatShape, KVShape, ModelIdentity
 
 _OWN_CACHE: Final = "MiniMaxCache"  # the one class of its own that holds K and V as others do
 _KEYS: Final = ("keys", "values", "indexer_keys")  # tensors of a cache layer that grow by a row for each token
@@ -132,6 +132,13 @@ class CacheForm:
         first, *others = [self.layers[number] for number in self.kept]
         alike = all(layer == first for layer in others)
         return self.outline if alike and (_is_plain(first) or _is_latent(first)) else None
+
+    @property
+    def pool_shape(self) -> KVShape:
+        """The shape of a pool of such blocks: canonical, or of flat rows. A row may be a piece of a state."""
+        if (shape := self.shape) is not None:
+            return shape
+        return FlatShape(1, 1, 1, self.block_size, self.dtype, 1, num_elements=self.num_elements)
 
     def planes(self, blocks: torch.Tensor) -> Iterator[tuple[int, Plane, torch.Tensor]]:
         """Of flat blocks each plane, its layer's number and its view `[num_blocks, block_size, num_heads, dim]`."""

@@ -51,7 +51,7 @@ class DeviceCopies:
     """
 
     def __init__(self, form: CacheForm, device: torch.device, host: HostConfig, metrics: Metrics) -> None:
-        """`host` says whether the region is pinned, and how copies go. Takes nothing from the device before the first."""
+        """`host` says whether the region is pinned, and how copies go. It takes nothing from the device yet."""
         self._form = form
         self._device = device
         self._host = host

@@ -19,9 +19,14 @@ from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
 from kvtier.tiers import L2, Outcome
 
 _SHORTEST: Final = 512  # tokens before the first of the states that a long prompt leaves at powers of two
-# So many tokens of a prompt take about as long as one token by itself: on other devices than a CPU that is many.
-_STEP_COSTS: Final = {"cpu": 16}
+_STEP_COSTS: Final = {"cpu": 16}  # `step_cost` by device; on others it is many
 _STEP_COST: Final = 256
+
+
+def step_cost(device: torch.device) -> int:
+    """So many tokens of a prompt take about as long as one token by itself."""
+    return _STEP_COSTS.get(device.type, _STEP_COST)
+
 
 TakenStates = dict[int, HostCopy]
 """By border (blocks before it): the states of all rows, `[rows, num_bytes]` of bytes on their way to host memory."""
@@ -120,7 +125,7 @@ class StateCalls:
         """The first border from which going on is worth it."""
         if self.in_pieces:
             return 1
-        most = num_tokens // _STEP_COSTS.get(self._model.device.type, _STEP_COST)  # tokens, one by one
+        most = num_tokens // step_cost(self._model.device)  # tokens, one by one
         return max(1, -(-(num_tokens - most) // self._size))
 
     def _prefill(

@@ -79,8 +79,12 @@ class StateForm:
 
     def rows(self, taken: Sequence[torch.Tensor]) -> HostCopy:
         """What `take` took as bytes on their way to host memory, `[rows, num_bytes]`."""
+        return HostCopy(self.device_rows(taken))
+
+    def device_rows(self, taken: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The same where the states are."""
         rows = [tensor.contiguous().view(len(tensor), -1).view(torch.uint8) for tensor in taken]
-        return HostCopy(torch.cat(rows, dim=1))
+        return torch.cat(rows, dim=1)
 
     def put(self, cache: DynamicCache, rows: torch.Tensor, device: torch.device) -> None:
         """Give an empty cache the states of these rows, `[rows, num_bytes]` of bytes."""

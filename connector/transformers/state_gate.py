@@ -1,4 +1,4 @@
-"""The gate of recurrent states: a model goes on behind states that were stored, as if it had computed them."""
+"""The gate of what a cache keeps: a model goes on behind states and rows that were stored, as if computed just now."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -33,19 +33,22 @@ class GoingOn:
 
 @torch.no_grad()
 def how_it_goes_on(model: PreTrainedModel, form: CacheForm) -> GoingOn:
-    """Measures it with a few tokens. Raises ConfigError if the model cannot go on behind a state at all."""
-    assert form.states is not None
+    """Measures it with a few tokens. Raises ConfigError if the model cannot go on behind a state at all.
+
+    Without recurrent states it must go on in both ways.
+    """
     kind = model.config.get_text_config(decoder=True).model_type
     if model.training:
         raise ConfigError("the model is in training mode; call model.eval() before KVTier(model)")
+    behind = "a state" if form.states is not None else "a prefix"
     try:
         in_pieces = _is_alike(model, form, None)
         by_steps = _is_alike(model, form, 1)
     except _FAILURES as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise ConfigError(f"model kind {kind!r}: it cannot go on behind a state ({reason}); {_OTHERS}") from error
-    if not (in_pieces or by_steps):
-        said = "transformers computes whole prompts of it only: behind a state the next tokens come out differently"
+        raise ConfigError(f"model kind {kind!r}: it cannot go on behind {behind} ({reason}); {_OTHERS}") from error
+    if not (in_pieces or by_steps) or (form.states is None and not (in_pieces and by_steps)):
+        said = f"transformers computes whole prompts of it only: behind {behind} the next tokens come out differently"
         raise ConfigError(f"model kind {kind!r}: {said}; {_OTHERS}")
     return GoingOn(in_pieces, by_steps)
 
@@ -67,7 +70,6 @@ def _is_alike(model: Any, form: CacheForm, at_once: int | None) -> bool:
 
 def _compared(model: Any, form: CacheForm, tokens: torch.Tensor, at_once: int | None) -> bool | None:
     """Whether states and logits are alike; None if only the logits are not."""
-    assert form.states is not None
     of_states, of_logits = _TOLERANCES.get(model.dtype, _COARSE)
     cache, at, is_same_text = _restored(model, form, tokens), _BORDER, True
     for index, number in enumerate(_BEHIND):
@@ -78,7 +80,8 @@ def _compared(model: Any, form: CacheForm, tokens: torch.Tensor, at_once: int | 
         except _FAILURES:
             return False
         at += number
-        if not _are_states_alike(form.states, cache, whole, of_states * (1 + 3 * index)):  # rounding adds up
+        tolerance = of_states * (1 + 3 * index)  # rounding adds up
+        if form.states is not None and not _are_states_alike(form.states, cache, whole, tolerance):
             return False
         is_same_text &= _distance(found, expected) <= of_logits
     return True if is_same_text else None
@@ -86,16 +89,16 @@ def _compared(model: Any, form: CacheForm, tokens: torch.Tensor, at_once: int | 
 
 def _restored(model: Any, form: CacheForm, tokens: torch.Tensor) -> DynamicCache:
     """A cache of the tokens before the border, made of what blocks and states hold of it."""
-    assert form.states is not None
     first, other, restored = empty_cache(model), empty_cache(model), empty_cache(model)
     feed(model, first, tokens[:, :_BORDER], 0)
     if form.layers:
         one_block = replace(form, block_size=_BORDER)
         fill(restored, one_block, [blocks_of(first, 0, range(1), one_block)], _BORDER, model.device)
-    states = form.states.rows(form.states.take(first)).wait(DEADLINE)
-    if states is None:
-        raise RuntimeError(f"its states did not come from {model.device} in {DEADLINE:.0f} s")
-    form.states.put(restored, states, model.device)
+    if form.states is not None:
+        states = form.states.rows(form.states.take(first)).wait(DEADLINE)
+        if states is None:
+            raise RuntimeError(f"its states did not come from {model.device} in {DEADLINE:.0f} s")
+        form.states.put(restored, states, model.device)
     feed(model, other, tokens.flip(1), 0)  # what a model keeps outside of the cache is of these tokens now
     return restored
 

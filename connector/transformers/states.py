@@ -7,43 +7,14 @@ from typing import Final
 
 import torch
 
+from kvtier.connector import StatePieces
 from kvtier.connector.transformers.blocks import Blocks
 from kvtier.connector.transformers.state_form import StateForm
 from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
-from kvtier.tiers import ChainHash
 from kvtier.tiers.hierarchy import Attribution
-from kvtier.tiers.naming import TokenChain, state_name
 
 _PATIENCE: Final = 0.25  # seconds in which every border is looked at; then only powers of two
 _ATTEMPTS: Final = 4  # borders whose records turned out to be lost, before nothing is loaded
-
-
-class StatePieces:
-    """The records of the states behind a block, as a chain that begins at that block. A `BlockChain`."""
-
-    __slots__ = ("_blocks", "block_size", "border", "hashes")
-
-    def __init__(self, blocks: TokenChain, border: int, count: int) -> None:
-        """`border` is the number of blocks before the states, which lie in `count` slots."""
-        self._blocks = blocks
-        self.block_size = blocks.block_size
-        self.border = border
-        self.hashes: Sequence[ChainHash] = [state_name(self.root, piece) for piece in range(count)]
-
-    @property
-    def tenant(self) -> ChainHash:
-        return self._blocks.tenant
-
-    @property
-    def root(self) -> ChainHash:
-        """The name of the block that the states stand behind."""
-        return self._blocks.hashes[self.border - 1]
-
-    def parent(self, block: int) -> ChainHash:
-        return self.hashes[block - 1] if block else self.root
-
-    def block_tokens(self, block: int) -> bytes:
-        return self._blocks.block_tokens(self.border - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, overload
 
-from kvtier.connector import BlockChain
+from kvtier.connector import BlockChain, ClosedChain
 from kvtier.tiers import ChainHash
 from kvtier.tiers.hierarchy import CacheTiers
 from kvtier.tiers.naming import state_name
@@ -101,37 +101,6 @@ class StateRequest:
     @classmethod
     def of(cls, request_id: str, blocks: BlockChain, groups: Sequence[int]) -> "StateRequest":
         return cls(f"{request_id}{_MARK}states", StateChain(blocks, groups))
-
-
-class ClosedChain:
-    """A request's blocks up to a border, and behind them the states to go on from. A `BlockChain` that is only read.
-
-    Of a model that keeps states alone it is the states alone.
-    """
-
-    __slots__ = ("_blocks", "block_size", "border", "hashes")
-
-    def __init__(self, blocks: BlockChain, border: int, groups: Sequence[int], *, keeps_blocks: bool) -> None:
-        self._blocks = blocks
-        self.block_size = blocks.block_size
-        self.border = border
-        last = blocks.hashes[border - 1]
-        own = blocks.hashes[:border] if keeps_blocks else ()
-        self.hashes: Sequence[ChainHash] = [*own, *(state_name(last, group) for group in groups)]
-
-    @property
-    def tenant(self) -> ChainHash:
-        return self._blocks.tenant
-
-    @property
-    def root(self) -> ChainHash:
-        return self._blocks.root
-
-    def parent(self, block: int) -> ChainHash:
-        return self.hashes[block - 1] if block else self.root
-
-    def block_tokens(self, block: int) -> bytes:
-        return self._blocks.block_tokens(min(block, self.border - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class EngineLoop:
         self._feed = feed
         self._is_fed = True  # the feed has published everything
         self.capacity = engine.config.max_num_seqs + max_waiting
-        self.room = min(engine.max_model_len, engine.pool.num_blocks * engine.config.block_size)
+        self.room = min(engine.max_model_len, engine.fits_l1)
         self.tally = Tally()
         self.stats: Mapping[str, int] = engine.stats  # as it was after the last turn
         self._changed = threading.Condition()

@@ -26,7 +26,8 @@ from kvtier.tiers.config.config import Config
 
 ROWS = {one.name: one for one in ARCHITECTURES}
 LATENT = ("deepseek-v2", "deepseek-v3", "deepseek-v3-moe", "minicpm3", "glm4-moe-lite", "longcat-flash")
-KINDS = (*LATENT, "gemma3n", "falcon", "falcon-7b", "bloom", "mpt", "qwen2-vl")
+OWN = ("gemma4", "gemma4-shared", "deepseek-v3.2", "mimo-v2-flash")  # layers that differ: transformers' own cache
+KINDS = (*LATENT, *OWN, "gemma3n", "falcon", "falcon-7b", "bloom", "mpt", "qwen2-vl")
 BLOCK = 16
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from _architectures import ARCHITECTURES
 from tiny_models import FAMILIES, VOCAB, config_of, plain, plain_logits, prompt
-from transformers import MambaConfig
+from transformers import T5Config
 
 from kvtier.connector.models.checkpoint import revision_of
 from kvtier.engine.config import EngineConfig
@@ -125,8 +125,10 @@ def test_one_changed_weight_is_another_model() -> None:
 
 
 def test_what_cannot_be_served_is_refused_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model kind 'mamba': this engine does not run it; use one of"):
-        Engine.from_config(MambaConfig(num_hidden_layers=1, hidden_size=8, vocab_size=9))
+    with pytest.raises(
+        ConfigError, match=r"model kind 't5': K and V also depend on the encoder's text.*; use transformers"
+    ):
+        Engine.from_config(T5Config())
     with pytest.raises(ConfigError, match=r"no config\.json there"):
         Engine.from_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="dtype 'int8': use one of auto, float32"):
@@ -138,9 +140,9 @@ def test_what_cannot_be_served_is_refused_with_its_name(tmp_path: Path) -> None:
 
 
 def test_layers_that_differ_are_refused_before_anything_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should a kind that `SUPPORTED` names once have them."""
+    """Should a kind that `PAGED` names once have them."""
     row = next(one for one in ARCHITECTURES if one.name == "gemma4")
-    monkeypatch.setattr("kvtier.engine.model.SUPPORTED", ("gemma4_text",))
+    monkeypatch.setattr("kvtier.engine.model.PAGED", ("gemma4_text",))
     with pytest.raises(ConfigError, match=r"model kind 'gemma4_text': its layers keep rows of .*; use KVTier for"):
         Engine.from_config(row.make_config())
 

@@ -15,7 +15,7 @@ from openai import OpenAI
 from service_rig import environment, patient, patient_options
 from tiny_models import SIZES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, set_seed
 
 from kvtier.connector.local import LocalConnector
 from kvtier.service.engine.process import EngineServer
@@ -41,12 +41,14 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def save_checkpoint(home: Path, *, template: bool = True) -> Path:
-    """A directory called `tiny` with weights, tokenizer and chat template."""
+def save_checkpoint(home: Path, *, template: bool = True, config: PretrainedConfig | None = None) -> Path:
+    """A directory called `tiny` with weights, tokenizer and chat template; of a Llama by default."""
     directory = home / MODEL
     set_seed(0)
-    sizes = SIZES | {"vocab_size": 256 + len(_SPECIAL)}
-    LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=256, eos_token_id=257)).save_pretrained(directory)
+    config = config or LlamaConfig(**SIZES)
+    config.vocab_size, config.bos_token_id, config.eos_token_id = 256 + len(_SPECIAL), 256, 257
+    auto: Any = AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(directory)
     tokenizer().save(str(directory / "tokenizer.json"))
     settings = {"eos_token": _SPECIAL[1], **({"chat_template": TEMPLATE} if template else {})}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))

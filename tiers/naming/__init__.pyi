@@ -11,10 +11,11 @@ from .chain import (
 )
 from .identity import ModelIdentity, config_digest
 from .key_schemes import VllmKeys, dynamo_local_hashes, dynamo_seed, dynamo_sequence_hashes, sglang_hashes
-from .shape import DTYPE_BYTES, KVLayout, KVShape
+from .shape import DTYPE_BYTES, FlatShape, KVLayout, KVShape
 
 __all__ = [
     "DTYPE_BYTES",
+    "FlatShape",
     "KVLayout",
     "KVShape",
     "ModelIdentity",

@@ -46,6 +46,21 @@ class KVShape:
 
 
 @dataclass(frozen=True, slots=True)
+class FlatShape(KVShape):
+    """A block that is one row of `num_elements`: its layers differ, and who fills it knows what lies where."""
+
+    num_elements: int = 0
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        return (1, 1, 1, 1, self.num_elements)
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """Where an engine keeps its KV: one base address per layer and the strides, all in bytes.
 

@@ -13,6 +13,7 @@ from command_rig import kvtier
 from node_rig import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from server_rig import BLOCK, MODEL, ServerProcess, ServerThread, client, save_checkpoint, serving, tokenizer, wait_for
+from state_models import config_of
 
 from kvtier import cli
 from kvtier.service.events.consumer import EventConsumer
@@ -113,6 +114,20 @@ def test_a_chat_and_its_second_turn(server: ServerThread) -> None:
     assert stream[0].choices[0].delta.role == "assistant"
     assert all(chunk.choices[0].delta.role is None for chunk in stream[1:])
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == second.choices[0].message.content
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "mamba2"])
+def test_a_model_with_recurrent_states_is_served(tmp_path: Path, kind: str) -> None:
+    with serving(save_checkpoint(tmp_path, config=config_of(kind))) as server:
+        ids = tokenizer().encode(LONG).ids
+        answers = [server.client.completions.create(model=MODEL, prompt=ids, max_tokens=8, **GREEDY) for _ in range(2)]
+        assert answers[0].choices[0].text == answers[1].choices[0].text
+        assert cached(answers[1].usage) == {"L1": (len(ids) - 1) // BLOCK * BLOCK}
+        server.settle()
+        server.engine.pool.reset()
+        again = server.client.completions.create(model=MODEL, prompt=ids, max_tokens=8, **GREEDY)
+        assert again.choices[0].text == answers[0].choices[0].text
+        assert cached(again.usage) == {"L2": (len(ids) - 1) // BLOCK * BLOCK}
 
 
 def test_a_stop_string_ends_the_answer_and_the_work(server: ServerThread) -> None:
