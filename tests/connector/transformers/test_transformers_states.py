@@ -13,7 +13,7 @@ from tiny_models import VOCAB, prompt
 
 from kvtier.connector.transformers import state_calls
 from kvtier.connector.transformers.adapter import KVTier
-from kvtier.connector.transformers.cache_form import CacheForm, cache_name
+from kvtier.connector.transformers.cache_form import CacheForm, cache_name, empty_cache
 from kvtier.connector.transformers.state_gate import GoingOn, how_it_goes_on
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
@@ -80,6 +80,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 ONE_BY_ONE = ("mamba", "jamba", "minimax")  # transformers takes one token at a time behind a state
 COARSE_STEPS = ("nemotron-h", "zamba2")  # … and these differ by 0.1 % between a step and a prompt
+FROM_ZERO = ("bamba", "minimax")  # … and it counts positions from 0 in each pass
 PURE = ("mamba", "mamba2")  # no K and V at all
 
 
@@ -133,8 +134,9 @@ def test_the_gate_tells_how_each_kind_goes_on(kind: str, dtype: torch.dtype) -> 
     model = model_of(kind, dtype)
     found = how_it_goes_on(model, CacheForm.of(model, BLOCK))
     assert found.in_pieces == (kind not in ONE_BY_ONE)
+    assert found.from_zero == (kind in FROM_ZERO)
     if dtype is torch.float32:
-        assert found == GoingOn(kind not in ONE_BY_ONE, kind not in COARSE_STEPS)
+        assert found == GoingOn(kind not in ONE_BY_ONE, kind not in COARSE_STEPS, kind in FROM_ZERO)
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "qwen3.5", "falcon-h1", "lfm2", "jamba"])
@@ -402,6 +404,42 @@ def test_the_two_halves_keep_what_ends_with_a_block(open_tier: Open, caplog: pyt
     assert "other tokens than these" in caplog.text
 
 
+@pytest.mark.parametrize(("kind", "ends"), [("bamba", [128, 384, 385]), ("minimax", [384, 385])])
+def test_a_loop_of_ones_own_needs_no_positions(open_tier: Open, kind: str, ends: list[int]) -> None:
+    """Without them transformers computes another text, and what was stored of it would be wrong for everyone."""
+    model, plain = model_of(kind), model_of(kind)
+    tokens = ids(prompt(1, 385))
+
+    def go_on(model: Any, cache: Any, ends: list[int], start: int = 0) -> torch.Tensor:
+        logits = torch.empty(0)
+        for end in ends:
+            logits = model(tokens[:, start:end], **{cache_name(model): cache}, use_cache=True).logits[0, -1]
+            start = end
+        return logits
+
+    with torch.no_grad():
+        whole = plain(tokens).logits[0, -1]
+        tolerance = 1e-4 * float(whole.abs().max())
+        strange = empty_cache(plain)
+        assert not torch.allclose(go_on(plain, strange, ends), whole, atol=tolerance)  # in transformers itself
+        kv = open_tier(model)
+        short = empty_cache(plain)
+        go_on(plain, short, ends[:-1])
+        kv.store(tokens[:, :384], short)  # nobody watched its passes
+        cache, num_cached = kv.load(tokens)
+        assert num_cached == 0
+        go_on(model, cache, ends[:-1])
+        kv.store(tokens[:, :384], cache)
+        assert torch.allclose(go_on(model, cache, ends[-1:], 384), whole, atol=tolerance)
+        cache, num_cached = kv.load(tokens)
+        assert num_cached == 384
+        kv.close()  # what was loaded stays good
+        assert torch.allclose(go_on(model, cache, ends[-1:], 384), whole, atol=tolerance)
+        # A caller's own positions are the caller's.
+        shifted = torch.arange(7, 7 + 385)[None]
+        assert torch.equal(model(tokens, position_ids=shifted).logits, plain(tokens, position_ids=shifted).logits)
+
+
 @pytest.mark.parametrize("kind", ONE_BY_ONE)
 def test_load_leaves_one_token_to_a_model_that_takes_no_more(open_tier: Open, kind: str) -> None:
     model = model_of(kind)
@@ -410,9 +448,8 @@ def test_load_leaves_one_token_to_a_model_that_takes_no_more(open_tier: Open, ki
     kv.generate(tokens, **GREEDY)
     cache, num_tokens = kv.load(tokens)
     assert (kv.num_cached_tokens, num_tokens) == (384, 390)
-    position = {} if kind == "mamba" else {"position_ids": ids([390])}
     with torch.no_grad():
-        loaded = model(tokens[:, 390:], **{cache_name(model): cache}, use_cache=True, **position).logits[0, -1]
+        loaded = model(tokens[:, 390:], **{cache_name(model): cache}, use_cache=True).logits[0, -1]
         whole = model(tokens).logits[0, -1]
     assert torch.allclose(loaded, whole, atol=1e-4 * float(whole.abs().max()))
 
