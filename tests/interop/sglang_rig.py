@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.slab_codec import Codec
@@ -304,7 +305,11 @@ def variables(model: Path) -> dict[str, str]:
     assert spec is not None
     assert spec.submodule_search_locations is not None
     files = [path for home in spec.submodule_search_locations for path in Path(home).glob("*.py")]
-    names: list[str] = json.loads((model / "config.json").read_text())["architectures"]
+    config = json.loads((model / "config.json").read_text())
+    names: list[str] = config["architectures"]
+    for half, classes in (("text_config", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), ("vision_config", MODEL_MAPPING_NAMES)):
+        if (kind := config.get(half, {}).get("model_type")) in classes:
+            names = [*names, str(classes[kind])]
     needed = re.compile(rf"\b({'|'.join(names)})\b")
     own = {path.stem for path in files if needed.search(path.read_text())} or {"transformers"}  # its stand-in for all
     others = {path.stem for path in files} - own

@@ -224,7 +224,7 @@ def test_pages_of_a_latent_cache(tmp_path: Path) -> None:
 def test_a_sliding_window_beside_full_attention(tmp_path: Path) -> None:
     """Mellum: layers with a window have a pool of their own, and both pools' parts of it make a hit."""
     sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 64}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     layers = ["sliding_attention", "full_attention"] * 2
     model = save(MellumConfig(**sizes, **experts, layer_types=layers), tmp_path / "mellum")
     directory = tmp_path / "slabs"
