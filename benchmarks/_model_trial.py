@@ -207,7 +207,9 @@ def try_sglang(architecture: Architecture, folder: Path) -> Trial:
     What is asked again is a chat's second turn, since SGLang keeps a recurrent state only where a request ended.
     """
     import sglang_rig
+    from _forked_sglang import Fork
 
+    sglang_rig.popen = Fork
     path, slabs = folder / "model", folder / "slab"
     architecture.save(path)
     options: dict[str, Any] = {"hicache_mem_layout": "page_first_direct", **sglang_rig.needs(path)}
@@ -216,13 +218,21 @@ def try_sglang(architecture: Architecture, folder: Path) -> Trial:
         answers = [engine.generate([tokens], num_tokens=NEW)[0] for tokens in asked]
         return [answer["tokens"] for answer in answers], [answer["storage"] for answer in answers[:2]]
 
-    try:
-        with sglang_rig.Sglang(path, slabs, hicache_storage_backend=None, **options) as plain:
-            first, _ = ask(plain, prompts())
-            turns = [[*prompt, *text, *range(3, 11)] for prompt, text in zip(prompts(), first, strict=True)]
-            expected, _ = ask(plain, turns)
-    except sglang_rig.Died as died:
-        raise EngineLacksError(died.reason) from died
+    def alone() -> tuple[PromptTexts, PromptTexts, PromptTexts]:
+        """Without kvtier: the first turns' answers, the second turns, and their answers."""
+        try:
+            with sglang_rig.Sglang(path, slabs, hicache_storage_backend=None, **options) as plain:
+                first, _ = ask(plain, prompts())
+                turns = [[*prompt, *text, *range(3, 11)] for prompt, text in zip(prompts(), first, strict=True)]
+                return first, turns, ask(plain, turns)[0]
+        except sglang_rig.Died as died:
+            if died.reason == sglang_rig.SILENT:
+                raise  # a slow machine, and no word of SGLang's
+            raise EngineLacksError(died.reason) from died
+
+    first, turns, expected = alone()
+    if expected[0] == expected[2] or len({*first[0], *first[1]}) < 4:  # its loader left weights as they were
+        raise EngineLacksError(f"its answers do not depend on the prompt: {first[0][:4]} …")
     try:
         with sglang_rig.Sglang(path, slabs, **options) as engine:
             texts, found = ask(engine, prompts())
@@ -236,7 +246,10 @@ def try_sglang(architecture: Architecture, folder: Path) -> Trial:
             raise ConfigError(died.reason.partition("ConfigError: ")[2]) from died
         raise RuntimeError(died.reason) from died
     cold = expected if texts == first else texts
-    return judge(expected, (cold, found), warm, restart, [])
+    trial = judge(expected, (cold, found), warm, restart, [])
+    if trial.status == "wrong" and alone()[2] != expected:
+        raise EngineLacksError("its answers differ from one start to the next, without a storage")
+    return trial
 
 
 ENGINES: Final[dict[str, Callable[[Architecture, Path], Trial]]] = {

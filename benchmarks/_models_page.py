@@ -37,7 +37,7 @@ def models_table() -> str:
         for engine in ENGINES:
             row = rows.get((one.name, engine))
             if row is None:
-                cells.append("not run here")
+                cells.append("not tried")
                 continue
             shown = SHOWN.get(row["status"], row["status"])
             if row["message"]:

@@ -104,7 +104,35 @@ def report(
 
     Returns the program's exit status: 0 also if a target was missed, since a miss is a result, told as such.
     """
-    document: dict[str, object] = {
+    document = _document(name, rows, targets, setup)
+    if save:
+        _write(document)
+    if as_json:
+        print(json.dumps(document))
+    else:
+        _print_tables(name, rows, targets, setup or {})
+    return 0
+
+
+def keep(
+    name: str, rows: Sequence[Mapping[str, object]], targets: Sequence[Target], setup: Mapping[str, object]
+) -> None:
+    """Write benchmarks/results/NAME.json while a long run goes on: what it has is not lost if it is interrupted."""
+    _write(_document(name, rows, targets, setup))
+
+
+def progress(message: str) -> None:
+    """One line on stderr, so that a long run shows it is alive and stdout stays parseable."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def _document(
+    name: str,
+    rows: Sequence[Mapping[str, object]],
+    targets: Sequence[Target],
+    setup: Mapping[str, object] | None,
+) -> dict[str, object]:
+    return {
         "benchmark": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
@@ -113,19 +141,11 @@ def report(
         "results": [dict(row) for row in rows],
         "targets": [target.as_dict() for target in targets],
     }
-    if save:
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    if as_json:
-        print(json.dumps(document))
-    else:
-        _print_tables(name, rows, targets, setup or {})
-    return 0
 
 
-def progress(message: str) -> None:
-    """One line on stderr, so that a long run shows it is alive and stdout stays parseable."""
-    print(message, file=sys.stderr, flush=True)
+def _write(document: Mapping[str, object]) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{document['benchmark']}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _print_tables(

@@ -7,8 +7,8 @@ rounds found the prompts. "no hits": equal answers, nothing found. "refused": kv
 row's. "not run": the engine cannot run the model here, without kvtier either. "absent": the library lacks it.
 
 vLLM's part runs in `.venv-vllm` (`.ci/beside-engine vllm`), SGLang's in `.venv-sglang`. `--only` and `--engine` choose
-a part; with `--save` it replaces those rows of benchmarks/results/models.json alone. Then `python
-benchmarks/_readme.py` writes docs/models.md.
+a part; with `--save` each row replaces the same one of benchmarks/results/models.json as soon as it is there. Then
+`python benchmarks/_readme.py` writes docs/models.md.
 """
 
 import json
@@ -16,12 +16,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from _architectures import ARCHITECTURES
-from _report import RESULTS, Target, parser, progress, report
+from _report import RESULTS, Target, keep, parser, progress, report
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PYTHONS: Final = {
@@ -40,23 +41,37 @@ def trials(engine: str, names: Sequence[str]) -> Iterator[TrialRow]:
     """A row for each name, in the engine's environment. A process may end early; another one does the rest."""
     while names:
         with tempfile.TemporaryDirectory() as folder:
-            rows = _child(engine, folder, names)
-        names = names[len(rows) :]
-        for row in rows:
-            progress(f"{engine:14}{row['name']:16}{row['status']:9}{row['message'][:120]}")
-            yield {"architecture": row.pop("name"), "engine": engine, **row}
+            for row in _child(engine, folder, names):
+                names = names[1:]
+                progress(f"{engine:14}{row['name']:16}{row['status']:9}{row['message'][:120]}")
+                yield {"architecture": row.pop("name"), "engine": engine, **row}
 
 
-def _child(engine: str, folder: str, names: Sequence[str]) -> list[TrialRow]:
-    """Rows of the first of `names`, at least one."""
+def _child(engine: str, folder: str, names: Sequence[str]) -> Iterator[TrialRow]:
+    """Rows of the first of `names`, at least one, each as soon as it is there."""
     command = [str(PYTHONS[engine]), str(ROOT / "benchmarks" / "_model_trial.py"), engine, folder, *names]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=LIMIT * len(names), check=False
-    )
-    rows: list[TrialRow] = [json.loads(line) for line in done.stdout.splitlines()]
-    message = f"the process ended with status {done.returncode}"  # a signal, or out of memory
-    return rows or [{"name": names[0], "status": "wrong", "message": message, "warm": 0, "restart": 0}]
+    count = 0
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        while line := _line(process):
+            count += 1
+            yield json.loads(line)
+    if not count:
+        message = f"the process ended with status {process.returncode}"  # a signal, or out of memory
+        yield {"name": names[0], "status": "wrong", "message": message, "warm": 0, "restart": 0}
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    """The next line of its output; empty once it has ended, also by this function when the line does not come."""
+    assert process.stdout is not None
+    timer = threading.Timer(LIMIT, process.kill)
+    timer.start()
+    try:
+        return process.stdout.readline()
+    finally:
+        timer.cancel()
 
 
 def versions(engine: str) -> Mapping[str, str]:
@@ -72,20 +87,24 @@ def versions(engine: str) -> Mapping[str, str]:
     return found
 
 
-def merged(rows: Sequence[TrialRow]) -> list[TrialRow]:
-    """These rows in place of the same ones of the saved results, in the order of the table."""
+def merged(rows: Sequence[TrialRow], told: Mapping[str, str]) -> tuple[list[TrialRow], list[Target], dict[str, object]]:
+    """What was saved with these rows and versions in place of the same ones, in the order of the table."""
     path = RESULTS / "models.json"
-    saved: list[TrialRow] = json.loads(path.read_text())["results"] if path.exists() else []
-    by_place = {(row["architecture"], row["engine"]): row for row in [*saved, *rows]}
+    saved: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"results": [], "setup": {}}
+    by_place = {(row["architecture"], row["engine"]): row for row in [*saved["results"], *rows]}
     places = ((one.name, engine) for one in ARCHITECTURES for engine in PYTHONS)
-    return [by_place[place] for place in places if place in by_place]
+    everything = [by_place[place] for place in places if place in by_place]
+    by_engine = {**saved["setup"], **told}
+    setup: dict[str, object] = {engine: by_engine[engine] for engine in PYTHONS if engine in by_engine}
+    return everything, targets(everything), setup
 
 
-def saved_setup() -> dict[str, object]:
-    """What the rows were tried with that are saved already."""
-    path = RESULTS / "models.json"
-    setup: dict[str, object] = json.loads(path.read_text()).get("setup", {}) if path.exists() else {}
-    return setup
+def targets(rows: Sequence[TrialRow]) -> list[Target]:
+    """What has to hold for the table."""
+    return [
+        Target("architectures tried", 30, len({row["architecture"] for row in rows}), at_most=False),
+        Target("rows with wrong answers, or an error that is no refusal", 0, sum(r["status"] == "wrong" for r in rows)),
+    ]
 
 
 def main() -> int:
@@ -96,20 +115,16 @@ def main() -> int:
     chosen = options.parse_args()
     names = chosen.only or [one.name for one in ARCHITECTURES if not chosen.quick or one.name in QUICK]
     engines = [chosen.engine] if chosen.engine else [name for name, python in PYTHONS.items() if python.exists()]
-    rows = [row for engine in engines for row in trials(engine, names)]
-    if chosen.save:
-        rows = merged(rows)
-    setup: dict[str, object] = saved_setup() if chosen.save else {}  # of rows whose engines are not here
-    setup |= {
-        engine: ", ".join(f"{name} {version}" for name, version in versions(engine).items())
-        for engine, python in PYTHONS.items()
-        if python.exists()
-    }
-    targets = [
-        Target("architectures tried", 30, len({row["architecture"] for row in rows}), at_most=False),
-        Target("rows with wrong answers, or an error that is no refusal", 0, sum(r["status"] == "wrong" for r in rows)),
-    ]
-    return report("models", rows, targets, chosen.json, chosen.save, setup)
+    told = {engine: ", ".join(f"{name} {version}" for name, version in versions(engine).items()) for engine in engines}
+    rows: list[TrialRow] = []
+    for row in (row for engine in engines for row in trials(engine, names)):
+        rows.append(row)
+        if chosen.save:  # a run takes long, and may be interrupted
+            keep("models", *merged(rows, told))
+    if not chosen.save:
+        return report("models", rows, targets(rows), chosen.json, setup=told)
+    everything, met, setup = merged(rows, told)
+    return report("models", everything, met, chosen.json, chosen.save, setup)
 
 
 if __name__ == "__main__":

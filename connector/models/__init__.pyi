@@ -1,9 +1,10 @@
 from .checkpoint import config_digest_of, config_of, name_of, revision_of
 from .hf_model import identity_of
-from .length_rope import rope_limit
+from .length_rope import SHORT_ROPE, rope_limit
 from .tokenizer import load_tokenizer
 
 __all__ = [
+    "SHORT_ROPE",
     "config_digest_of",
     "config_of",
     "identity_of",

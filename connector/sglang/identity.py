@@ -9,6 +9,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from kvtier.connector.models import config_of, name_of, revision_of
 from kvtier.connector.sglang.pool import PoolPages
+from kvtier.connector.sglang.rope import rope_factor
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import ModelIdentity, config_digest
 
@@ -24,10 +25,12 @@ def model_identity(storage: Any, args: Any, pool: Any, pages: PoolPages, slot_by
     configuration = config_of(directory) | json.loads(args.json_model_override_args or "{}")
     dtype = str(configuration.get("dtype") or configuration.get("torch_dtype") or pages.dtype)
     shared = shares_kv(storage)
+    digest = config_digest(configuration)
     return ModelIdentity(
         model=name_of(directory),
         revision=revision_of(directory),
-        config_digest=config_digest(configuration),
+        config_digest=digest,
+        rope_factor=rope_factor(configuration, digest, args.context_length),
         dtype=dtype,
         kv_dtype=pages.dtype,
         compute_dtype=dtype if args.dtype == "auto" else args.dtype,

@@ -179,7 +179,8 @@ class KVTier:
             rows = self._rows(input_ids)
             if self._states is not None:
                 if not self._states.store(rows, input_ids, cache):
-                    self._say_once("nothing is kept of a cache with other tokens than these, or without K and V")
+                    said = "nothing is kept of a cache with other tokens than these, or without K and V"
+                    self._say_once(f"{said}; let load() make it")
                 return
             for row in rows:
                 row.num_exact = cache.num_exact if isinstance(cache, BlendedCache) else None

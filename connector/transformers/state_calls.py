@@ -11,6 +11,7 @@ from kvtier.connector.transformers.calls import asked_for
 from kvtier.connector.transformers.device_copies import DEADLINE
 from kvtier.connector.transformers.host_copy import HostCopy
 from kvtier.connector.transformers.kv_cache import blocks_of, fill
+from kvtier.connector.transformers.positions import PassPositions
 from kvtier.connector.transformers.state_form import StateForm
 from kvtier.connector.transformers.state_gate import GoingOn
 from kvtier.connector.transformers.state_passes import FollowedPasses, feed
@@ -47,6 +48,7 @@ class StateCalls:
         self._states: StateForm = blocks.form.states
         self._records = StateRecords(blocks, self._states)
         self._going_on = going_on
+        self._positions = PassPositions.of(model, blocks.form) if going_on.from_zero else None
         self._limit = limit
         self._keeps_answers = keeps_answers and going_on.by_steps
         self._size = blocks.form.block_size
@@ -93,14 +95,19 @@ class StateCalls:
         """
         cache, found = self._load(rows)
         num_fed = found.border * self._size
+        if self._positions is not None:
+            self._positions.follow(cache)
         return cache, self._feed_one_by_one(cache, input_ids.to(self._model.device), num_fed)
 
     def store(self, rows: Sequence[PromptRow], input_ids: torch.Tensor, cache: DynamicCache) -> bool:
         """Keep the blocks of the rows, and the states if a block ends with the last token.
 
-        The cache must hold exactly these tokens. False if that cannot be seen: without K and V nothing tells.
+        The cache must hold exactly these tokens. False if that cannot be seen: without K and V nothing tells. False
+        also if a pass may have counted its positions from 0.
         """
         num_tokens = input_ids.shape[1]
+        if self._positions is not None and not self._positions.followed(cache):
+            return False
         if not self._form.layers or not self._is_whole(cache, len(rows), num_tokens):
             return False
         border, rest = divmod(num_tokens, self._size)

@@ -9,6 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvtier.connector.transformers.cache_form import CacheForm, empty_cache, plain_tokens
 from kvtier.connector.transformers.device_copies import DEADLINE
 from kvtier.connector.transformers.kv_cache import blocks_of, fill
+from kvtier.connector.transformers.positions import counts_from_zero
 from kvtier.connector.transformers.state_form import StateForm
 from kvtier.connector.transformers.state_passes import feed
 from kvtier.tiers import ConfigError
@@ -29,6 +30,7 @@ class GoingOn:
 
     in_pieces: bool  # several tokens at once; if not, one at a time
     by_steps: bool  # one token at a time gives the same as a whole prompt
+    from_zero: bool = False  # … of which it counts positions from 0 in each pass, unless it is told them
 
 
 @torch.no_grad()
@@ -44,13 +46,14 @@ def how_it_goes_on(model: PreTrainedModel, form: CacheForm) -> GoingOn:
     try:
         in_pieces = _is_alike(model, form, None)
         by_steps = _is_alike(model, form, 1)
+        from_zero = counts_from_zero(model, form)
     except _FAILURES as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ConfigError(f"model kind {kind!r}: it cannot go on behind {behind} ({reason}); {_OTHERS}") from error
     if not (in_pieces or by_steps) or (form.states is None and not (in_pieces and by_steps)):
         said = f"transformers computes whole prompts of it only: behind {behind} the next tokens come out differently"
         raise ConfigError(f"model kind {kind!r}: {said}; {_OTHERS}")
-    return GoingOn(in_pieces, by_steps)
+    return GoingOn(in_pieces, by_steps, from_zero)
 
 
 def _is_alike(model: Any, form: CacheForm, at_once: int | None) -> bool:

@@ -29,8 +29,7 @@ def main() -> None:
     last = PoolTransfer(PoolName.MAMBA, torch.tensor([0]), None, keys[-1:], PoolHitPolicy.TRAILING_PAGES)
     told = {"exists": storage.batch_exists_v2(keys, [last]).kv_hit_pages}
     if asked["do"] == "store":
-        if asked["rank"] == 0:  # as SGLang does: the others have the same latents
-            told["latents"] = storage.batch_set_v1(keys, indices)
+        told["latents"] = storage.batch_set_v1(keys, indices)  # SGLang has the first rank alone do it
         told["states"] = storage.batch_set_v2([last])[PoolName.MAMBA]
         assert storage._tiers is not None
         told["drained"] = storage._tiers.drain(20)

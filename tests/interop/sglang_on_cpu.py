@@ -121,12 +121,40 @@ def attend_to_latents(module: Any) -> None:
     module.AttentionBackendRegistry.register("torch_native", lambda *_: module.AttnForwardMethod.MLA)
 
 
+def read_windows(module: Any) -> None:
+    """Its backend writes K and V of sliding layers where their own pool has them, and reads them elsewhere."""
+
+    def reading(run: Callable[..., Any]) -> Callable[..., Any]:
+        def translated(
+            backend: Any,
+            q: Any,
+            o: Any,
+            k: Any,
+            v: Any,
+            tokens: torch.Tensor,
+            rows: torch.Tensor,
+            *rest: Any,
+            **more: Any,
+        ) -> Any:
+            if backend.use_sliding_window_kv_pool and more.get("sliding_window_size") is not None:
+                tokens = backend.token_to_kv_pool.translate_loc_from_full_to_swa(tokens[rows])
+                rows = torch.arange(len(rows))
+            return run(backend, q, o, k, v, tokens, rows, *rest, **more)
+
+        return translated
+
+    backend = module.TorchNativeAttnBackend
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(backend, name, reading(getattr(backend, name)))
+
+
 PATCHES: Final[dict[str, Callable[[Any], None]]] = {
     f"{POOLS}.common": use_host_memory,
     f"{POOLS}.mha": use_copies,
     f"{POOLS}.mla": use_copies,
     f"{POOLS}.mamba": use_copies,
     f"{POOLS}.dsa": use_copies,
+    "sglang.srt.layers.attention.torch_native_backend": read_windows,
     MLA_HANDLERS: attend_to_latents,
     "sglang.srt.layers.attention.mamba.causal_conv1d": sglang_recurrent.use_convolutions,
     "sglang.kernels.ops.attention.fla.fused_norm_gate": sglang_recurrent.use_gated_norm,

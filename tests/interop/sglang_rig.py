@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.slab_codec import Codec
@@ -25,6 +26,14 @@ PAGE_SIZE: Final = 16
 CHILD: Final = Path(__file__).with_name("_sglang_child.py")
 START: Final = 240  # seconds for an engine to come up on a busy machine
 ANSWER: Final = 60
+SILENT: Final = "it did not answer in time"
+ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""Which SGLang has to find before it is imported: nothing is fetched or compiled."""
 _OPTIONS: Final[dict[str, Any]] = {
     "device": "cpu",
     "dtype": "float32",
@@ -46,7 +55,21 @@ _OPTIONS: Final[dict[str, Any]] = {
 }
 
 
+_RECURRENT: Final = frozenset(
+    {"lfm2", "qwen3_next", "qwen3_5_text", "falcon_h1", "granitemoehybrid", "nemotron_h", "kimi_linear"}
+)
+_YARN: Final = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 1024}
+_DEEPSEEK: Final[dict[str, Any]] = {"moe_layer_freq": 1, "rope_parameters": _YARN}
+_MISSING: Final[dict[str, dict[str, Any]]] = {
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": {**_DEEPSEEK, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
+}
+"""By the kind of model: what SGLang reads of published checkpoints, and transformers does not write."""
 _ERROR: Final = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+
+
+popen: Any = subprocess.Popen  # how an engine's process is started
 
 
 class Died(AssertionError):
@@ -56,7 +79,7 @@ class Died(AssertionError):
     def reason(self) -> str:
         """The last error that the log names."""
         errors = _ERROR.findall(str(self))
-        return errors[-1][:300] if errors else "it did not answer in time"
+        return errors[-1][:300] if errors else SILENT
 
 
 class Sglang:
@@ -89,7 +112,7 @@ class Sglang:
         }
         asked = {name: value for name, value in asked.items() if value is not None}
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(
+            self._process = popen(
                 [sys.executable, str(CHILD), json.dumps(asked)],
                 env={**os.environ, **variables(model), **(environment or {})},
                 stdin=subprocess.PIPE,
@@ -235,13 +258,16 @@ class Slab:
 def needs(model: Path) -> dict[str, Any]:
     """Options without which SGLang does not start a model on a CPU."""
     config = json.loads((model / "config.json").read_text())
-    recurrent = {"lfm2", "qwen3_next", "qwen3_5_text", "falcon_h1", "granitemoehybrid", "nemotron_h", "kimi_linear"}
-    if config["model_type"] not in recurrent:
-        return {}
-    options: dict[str, Any] = {"mamba_radix_cache_strategy": "no_buffer", "page_size": 1}
-    if "full_attention" in config.get("layer_types", []):  # which SGLang knows by another name
-        interval = config["layer_types"].index("full_attention") + 1
-        options["json_model_override_args"] = json.dumps({"full_attention_interval": interval})
+    options: dict[str, Any] = {}
+    missing = dict(_MISSING.get(config["model_type"], {}))
+    if config["model_type"] in _RECURRENT:
+        options |= {"mamba_radix_cache_strategy": "no_buffer", "page_size": 1}
+        if "full_attention" in config.get("layer_types", []):  # which SGLang knows by another name
+            missing["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
+    if missing:
+        options["json_model_override_args"] = json.dumps(missing)
+    if "vision_config" in config:
+        options["enable_multimodal"] = False  # these checkpoints have no image processor
     return options
 
 
@@ -274,19 +300,17 @@ def wait_until(condition: Any, what: str, timeout: float = 30) -> None:
 
 
 def variables(model: Path) -> dict[str, str]:
-    """Nothing is fetched or compiled, and of SGLang's models only that of this checkpoint is imported."""
+    """The above, and of SGLang's models only that of this checkpoint is imported."""
     spec = find_spec("sglang.srt.models")
     assert spec is not None
     assert spec.submodule_search_locations is not None
     files = [path for home in spec.submodule_search_locations for path in Path(home).glob("*.py")]
-    names: list[str] = json.loads((model / "config.json").read_text())["architectures"]
+    config = json.loads((model / "config.json").read_text())
+    names: list[str] = config["architectures"]
+    for half, classes in (("text_config", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), ("vision_config", MODEL_MAPPING_NAMES)):
+        if (kind := config.get(half, {}).get("model_type")) in classes:
+            names = [*names, str(classes[kind])]
     needed = re.compile(rf"\b({'|'.join(names)})\b")
     own = {path.stem for path in files if needed.search(path.read_text())} or {"transformers"}  # its stand-in for all
     others = {path.stem for path in files} - own
-    return {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others)),
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
+    return {**ENVIRONMENT, "SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others))}

@@ -40,6 +40,7 @@ def server_arguments(model: Path, **changes: Any) -> SimpleNamespace:
     told: dict[str, Any] = {
         "model_path": str(model),
         "revision": None,
+        "context_length": None,
         "download_dir": None,
         "load_format": "auto",
         "dtype": "auto",

@@ -1,5 +1,6 @@
 """Real SGLang engines over kvtier: what one process stored serves another, verified, or is computed again."""
 
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ pytest.importorskip("sglang", reason="needs SGLang; run `make test-sglang`")
 
 from sglang_rig import PAGE_SIZE, Died, Sglang, Slab, names_of, needs, settle, wait_until, wait_written
 from tiny_models import SIZES, prompt
-from transformers import AutoModelForCausalLM, DeepseekV2Config, Lfm2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, DeepseekV2Config, Lfm2Config, LlamaConfig, MellumConfig
 
 from kvtier.tiers.naming.key_schemes import sglang_hashes
 
@@ -218,6 +219,36 @@ def test_pages_of_a_latent_cache(tmp_path: Path) -> None:
         again = engine.generate(PROMPTS[2:])
         assert cached(again) == STORED[2:]
         assert tokens_of(again) == answers[2:]
+
+
+def test_a_sliding_window_beside_full_attention(tmp_path: Path) -> None:
+    """Mellum: layers with a window have a pool of their own, and both pools' parts of it make a hit."""
+    sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 64}
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    layers = ["sliding_attention", "full_attention"] * 2
+    model = save(MellumConfig(**sizes, **experts, layer_types=layers), tmp_path / "mellum")
+    directory = tmp_path / "slabs"
+    chosen: dict[str, Any] = {"hicache_mem_layout": "page_first_direct"}
+    with Sglang(model, directory, **chosen) as engine:
+        answers = tokens_of(engine.generate(PROMPTS))
+        assert answers == [greedy(model, tokens) for tokens in PROMPTS]
+        wait_written(directory)
+        told = engine.log()
+    windows = Slab(directory).names() - names_of([prompt + text for prompt, text in zip(PROMPTS, answers, strict=True)])
+    assert windows
+    assert re.search(r"kvtier keeps pages of kv of \d+ bytes, swa of \d+ bytes", told)
+    forged = shutil.copytree(directory, tmp_path / "forged")
+    with Sglang(model, directory, **chosen) as engine:
+        again = engine.generate(PROMPTS[2:])
+        assert cached(again) == STORED[2:]
+        assert tokens_of(again) == answers[2:]
+        assert "kvtier_corruption_total" not in " ".join(engine.detach())
+    # The windows are what the engine computes upon, and without the one that a prompt needs there is no hit.
+    for name in windows:
+        values = Slab(forged).payload(name).view(np.float32)
+        Slab(forged).forge(name, (values[::-1] * 2).view(np.uint8), undetectably=True)
+    with Sglang(model, forged, **chosen) as engine:
+        assert tokens_of(engine.generate(PROMPTS[2:])) != answers[2:]
 
 
 def test_a_chat_goes_on_from_its_recurrent_state(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("sglang", reason="needs SGLang; run `make test-sglang`")
 
 from node_rig import Node, node
+from sglang_rig import wait_until
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvtier.tiers.naming.key_schemes import sglang_hashes
@@ -53,9 +54,14 @@ def rank(number: int, do: str, model: Path, daemon: Node) -> dict[str, Any]:
 def test_ranks_share_latents_and_have_states_of_their_own(model: Path, daemon: Node) -> None:
     first = rank(0, "store", model, daemon)
     assert (first["exists"], first["latents"], first["states"]) == (0, [True] * 5, [True])
+    wait_until(lambda: daemon.num_written > len(KEYS), "the daemon to write")
+    written = daemon.num_written
     # The latents are there for the second rank, its own state is not: no hit.
     second = rank(1, "store", model, daemon)
-    assert (second["exists"], second["states"]) == (0, [True])
+    assert (second["exists"], second["latents"], second["states"]) == (0, [True] * 5, [True])
+    # One copy of the latents, also where a second rank hands them over: only its state is written.
+    wait_until(lambda: daemon.num_written >= 2 * written - len(KEYS), "the daemon to write")
+    assert daemon.num_written == 2 * written - len(KEYS)
     for number, stored in ((0, first), (1, second)):
         again = rank(number, "load", model, daemon)
         assert (again["exists"], again["latents"], again["states"]) == (5, [True] * 5, [True])

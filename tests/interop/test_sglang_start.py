@@ -219,6 +219,29 @@ def test_models_without_a_name_are_refused(open_storage: Open, arguments: Simple
         open_storage()
 
 
+def test_rope_that_follows_a_batch_is_refused_unless_no_text_can_be_long(
+    open_storage: Open, arguments: SimpleNamespace
+) -> None:
+    longrope = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 64,
+        "short_factor": [1],
+        "long_factor": [2],
+    }
+    arguments.json_model_override_args = json.dumps({"rope_parameters": longrope})
+    for length in (None, 65):
+        arguments.context_length = length
+        with pytest.raises(
+            ConfigError, match="one of more than 64 tokens with another RoPE; start with --context-length 64"
+        ):
+            open_storage()
+    arguments.context_length = 64
+    assert open_storage().batch_exists(KEYS) == 0
+    arguments.json_model_override_args = json.dumps({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}})
+    with pytest.raises(ConfigError, match="depends on the text's length in a way unknown here; leave kvtier out"):
+        open_storage()
+
+
 def test_other_versions_are_refused_or_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     for version in ("0.5.22", "0.6.0", "1.0", "0.0.0.dev0"):
         with pytest.raises(ConfigError, match=rf"sglang {version}: this kvtier serves sglang>=0.5.23,<0.6; install"):

@@ -62,6 +62,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 ONE_BY_ONE = ("mamba", "jamba", "minimax")  # transformers takes one token at a time behind a state
 COARSE_STEPS = ("nemotron-h", "zamba2")  # … and these differ by 0.1 % between a step and a prompt
+FROM_ZERO = ("bamba", "minimax")  # … and it counts positions from 0 in each pass
 PURE = ("mamba", "mamba2")  # no K and V at all
 
 

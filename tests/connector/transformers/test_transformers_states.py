@@ -9,12 +9,12 @@ import torch
 import transformers
 from kv_tier_rig import Open
 from service_rig import PATIENCE, DaemonThread
-from state_models import COARSE_STEPS, CONFIGS, ONE_BY_ONE, PURE, model_of
+from state_models import COARSE_STEPS, CONFIGS, FROM_ZERO, ONE_BY_ONE, PURE, model_of
 from tiny_models import VOCAB, prompt
 
 from kvtier.connector.transformers import state_calls
 from kvtier.connector.transformers.adapter import KVTier
-from kvtier.connector.transformers.cache_form import CacheForm, cache_name
+from kvtier.connector.transformers.cache_form import CacheForm, cache_name, empty_cache
 from kvtier.connector.transformers.state_gate import GoingOn, how_it_goes_on
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
@@ -67,8 +67,9 @@ def test_the_gate_tells_how_each_kind_goes_on(kind: str, dtype: torch.dtype) -> 
     model = model_of(kind, dtype)
     found = how_it_goes_on(model, CacheForm.of(model, BLOCK))
     assert found.in_pieces == (kind not in ONE_BY_ONE)
+    assert found.from_zero == (kind in FROM_ZERO)
     if dtype is torch.float32:
-        assert found == GoingOn(kind not in ONE_BY_ONE, kind not in COARSE_STEPS)
+        assert found == GoingOn(kind not in ONE_BY_ONE, kind not in COARSE_STEPS, kind in FROM_ZERO)
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "qwen3.5", "falcon-h1", "lfm2", "jamba"])
@@ -339,6 +340,42 @@ def test_the_two_halves_keep_what_ends_with_a_block(open_tier: Open, caplog: pyt
     assert "other tokens than these" in caplog.text
 
 
+@pytest.mark.parametrize(("kind", "ends"), [("bamba", [128, 384, 385]), ("minimax", [384, 385])])
+def test_a_loop_of_ones_own_needs_no_positions(open_tier: Open, kind: str, ends: list[int]) -> None:
+    """Without them transformers computes another text, and what was stored of it would be wrong for everyone."""
+    model, plain = model_of(kind), model_of(kind)
+    tokens = ids(prompt(1, 385))
+
+    def go_on(model: Any, cache: Any, ends: list[int], start: int = 0) -> torch.Tensor:
+        logits = torch.empty(0)
+        for end in ends:
+            logits = model(tokens[:, start:end], **{cache_name(model): cache}, use_cache=True).logits[0, -1]
+            start = end
+        return logits
+
+    with torch.no_grad():
+        whole = plain(tokens).logits[0, -1]
+        tolerance = 1e-4 * float(whole.abs().max())
+        strange = empty_cache(plain)
+        assert not torch.allclose(go_on(plain, strange, ends), whole, atol=tolerance)  # in transformers itself
+        kv = open_tier(model)
+        short = empty_cache(plain)
+        go_on(plain, short, ends[:-1])
+        kv.store(tokens[:, :384], short)  # nobody watched its passes
+        cache, num_cached = kv.load(tokens)
+        assert num_cached == 0
+        go_on(model, cache, ends[:-1])
+        kv.store(tokens[:, :384], cache)
+        assert torch.allclose(go_on(model, cache, ends[-1:], 384), whole, atol=tolerance)
+        cache, num_cached = kv.load(tokens)
+        assert num_cached == 384
+        kv.close()  # what was loaded stays good
+        assert torch.allclose(go_on(model, cache, ends[-1:], 384), whole, atol=tolerance)
+        # A caller's own positions are the caller's.
+        shifted = torch.arange(7, 7 + 385)[None]
+        assert torch.equal(model(tokens, position_ids=shifted).logits, plain(tokens, position_ids=shifted).logits)
+
+
 @pytest.mark.parametrize("kind", ONE_BY_ONE)
 def test_load_leaves_one_token_to_a_model_that_takes_no_more(open_tier: Open, kind: str) -> None:
     model = model_of(kind)
@@ -347,9 +384,8 @@ def test_load_leaves_one_token_to_a_model_that_takes_no_more(open_tier: Open, ki
     kv.generate(tokens, **GREEDY)
     cache, num_tokens = kv.load(tokens)
     assert (kv.num_cached_tokens, num_tokens) == (384, 390)
-    position = {} if kind == "mamba" else {"position_ids": ids([390])}
     with torch.no_grad():
-        loaded = model(tokens[:, 390:], **{cache_name(model): cache}, use_cache=True, **position).logits[0, -1]
+        loaded = model(tokens[:, 390:], **{cache_name(model): cache}, use_cache=True).logits[0, -1]
         whole = model(tokens).logits[0, -1]
     assert torch.allclose(loaded, whole, atol=1e-4 * float(whole.abs().max()))
 
