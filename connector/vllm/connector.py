@@ -77,7 +77,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 warn_of_policy(_failure_policy(self._kv_transfer_config))
             return
         stores = self._kv_transfer_config.is_kv_producer  # "kv_consumer" only loads; the others do both
-        options.warn(plan.block_size, stores=stores)
+        options.warn(plan.block_size, vllm_config.model_config.max_model_len, stores=stores)
         warn_of_order(plan, vllm_config, kv_cache_config)
         cache = options.config.cache
         named = fingerprint(vllm_config, kv_cache_config, plan, cache)

@@ -64,9 +64,18 @@ class VllmOptions:
             file = file.model_copy(update=own)
         return self.config.model_copy(update={"host": host, "file": file})
 
-    def warn(self, block_size: int, *, stores: bool = True) -> None:
-        """Warn of settings that are valid, but probably not meant. `stores`: this engine fills its tiers itself."""
+    def warn(self, block_size: int, max_model_len: int, *, stores: bool = True) -> None:
+        """Warn of settings that are valid, but probably not meant. `stores`: this engine fills its tiers itself.
+
+        `block_size` and `max_model_len` are in tokens.
+        """
         asked = self.config.cache
+        if block_size >= max_model_len:  # the last token of a text has no KV
+            _log.warning(
+                "--max-model-len %d: a block has %d tokens here, the least number that all KV groups' blocks divide; "
+                "so no text fills one and nothing is kept; raise it, or leave --kv-transfer-config out",
+                *(max_model_len, block_size),
+            )
         if not stores and self.config.redis.url is None and self.config.service.socket is None:
             _log.warning(
                 'kv_role "kv_consumer": this vLLM only loads, and nobody else fills its tiers; name a [redis] url or a '

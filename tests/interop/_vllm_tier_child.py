@@ -1,6 +1,7 @@
 """A vLLM engine with native offloading in a process of its own: takes the steps of a job on stdin, prints JSON."""
 
 import errno
+import faulthandler
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 from kvtier.tiers.file.file_io import FileIO
 
 LABELS = ("tier", "direction", "reason")
+ATTEMPTS = 30  # of a request, until the tier is in use again
 
 
 class Disk:
@@ -42,6 +44,7 @@ def main() -> None:
     FileIO.preadv = disk.before(FileIO.preadv)  # type: ignore[method-assign]
     FileIO.pwritev = disk.before(FileIO.pwritev)  # type: ignore[method-assign]
     job = json.load(sys.stdin)
+    faulthandler.dump_traceback_later(job["deadline"], exit=True)  # a hang tells where it is
     transfer = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -64,19 +67,30 @@ def main() -> None:
     print(json.dumps(results))
 
 
+def _generate(llm: Any, step: dict[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
+    salt = {"cache_salt": step["salt"]} if "salt" in step else {}
+    outputs = llm.generate([{"prompt_token_ids": prompt, **salt} for prompt in step["prompts"]], params)
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "cached": [output.num_cached_tokens for output in outputs],
+    }
+
+
 def _step(llm: Any, disk: Disk, step: dict[str, Any]) -> Any:
     from prometheus_client import REGISTRY
-    from vllm import SamplingParams
 
     match step["do"]:
         case "generate":
-            params = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
-            salt = {"cache_salt": step["salt"]} if "salt" in step else {}
-            outputs = llm.generate([{"prompt_token_ids": prompt, **salt} for prompt in step["prompts"]], params)
-            return {
-                "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-                "cached": [output.num_cached_tokens for output in outputs],
-            }
+            return _generate(llm, step)
+        case "recover":  # ask until that many tokens come from the tier: its probes run in the engine's own steps
+            answers: list[dict[str, Any]] = []
+            while len(answers) < ATTEMPTS and not (answers and answers[-1]["cached"] == step["cached"]):
+                llm.reset_prefix_cache(reset_connector=True)
+                answers.append(_generate(llm, step))
+            return answers
         case "forget":  # in L1 and in vLLM's own CPU tier
             return llm.reset_prefix_cache(reset_connector=True)
         case "disk":

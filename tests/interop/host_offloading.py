@@ -100,7 +100,10 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
         device, host, lengths = self._pairs(src_spec, dst_spec)
         return self._submit(_Transfer(job_id, host, device, lengths))
 
-    def submit_load(self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """`expedited` (vLLM 0.33): the step waits for it. Here copies are so short that it stands in the one line."""
         device, host, lengths = self._pairs(dst_spec, src_spec)
         return self._submit(_Transfer(job_id, device, host, lengths))
 

@@ -155,9 +155,10 @@ class ScriptedRunner:
             digests, start = self.digests[name], starts[name]
             self.cached.setdefault(name, start)
             end = start + num_scheduled
+            replay_start = self.scheduler.requests[name].replay_start
             for group, table in zip(self.groups, tables[name], strict=True):
                 for layer in group.layer_names:
-                    self._compute_layer(layer, table, digests, start, end)
+                    self._compute_layer(layer, table, digests, range(start, end), replay_start)
             sampled.append([] if end < len(digests.tokens) else [3 + int(digests.of(end - 1, end)[0, 0])])
             digests.extend(sampled[-1])
         self.worker.start_store(message)
@@ -173,7 +174,8 @@ class ScriptedRunner:
         index = {name: i for i, name in enumerate(names)}
         return ModelRunnerOutput(names, index, sampled, kv_connector_output=told)
 
-    def _compute_layer(self, layer: str, table: list[int], digests: Digests, start: int, end: int) -> None:
+    def _compute_layer(self, layer: str, table: list[int], digests: Digests, span: range, replay_start: int) -> None:
+        start, end = span.start, span.stop
         spec, cache = self.specs[layer], self.caches[layer]
         size = spec.block_size
         if is_state(spec):
@@ -187,6 +189,8 @@ class ScriptedRunner:
             return
         window = getattr(spec, "sliding_window", None)
         first = max(0, start - window + 1) if window else 0
+        if getattr(spec, "bounded_replay", False):  # the hit's last window is computed again, from its own tokens alone
+            first = max(first, min(start, replay_start))
         positions = torch.arange(first, end)
         blocks = torch.tensor(table)[positions // size]
         assert blocks.all(), f"{layer}: a token from {first} to {end} has no block"

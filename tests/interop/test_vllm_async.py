@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -29,6 +30,20 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 NUM_DRAFTS = 3
 ANSWER = 100  # tokens
+SALVAGED: list[dict[int, tuple[int, int]]] = [{1: (1, 0)}, {2: (1, 0)}, {1: (1, 0), 2: (0, 1)}]  # op → (well, badly)
+
+
+def test_reports_of_a_rank_whose_step_failed_count_in_the_next_step() -> None:
+    """vLLM 0.33 salvages what ranks reported in a step that failed on another. A copy ends once all have reported."""
+    aggregator = KVOutputAggregator(2)
+    if not hasattr(aggregator, "ft_defer_kv_connector_outputs"):
+        pytest.skip("vLLM 0.32 salvages nothing")
+    first, late, last = (KVConnectorOutput(kv_connector_worker_meta=CopyReports(ops)) for ops in SALVAGED)
+    aggregator.ft_defer_kv_connector_outputs([first, None])
+    ranks = [ModelRunnerOutput([], {}, [], kv_connector_output=told) for told in (late, last)]
+    told = aggregator.aggregate(ranks)
+    assert told is not None
+    assert told.kv_connector_output.kv_connector_worker_meta.ops == {1: (2, 0), 2: (1, 1)}
 
 
 def token_at(seed: int, position: int) -> int:

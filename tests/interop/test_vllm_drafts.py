@@ -1,13 +1,16 @@
 """Speculative decoding in a real vLLM: draft KV is kept beside the model's, and rejected tokens leave no trace."""
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
-from vllm_drafters import let_vllm_register_its_cpu_kernels, make_drafter
+from vllm.config import speculative
+from vllm_drafters import SuffixCache, let_vllm_register_its_cpu_kernels, make_drafter, make_mtp_checkpoint
 from vllm_rig import Engine, engine, make_checkpoint, prompt, tiers
 
 from kvtier.tiers.errors import ConfigError
@@ -34,6 +37,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def said(model: Path) -> tuple[list[list[int]], list[list[int]]]:
+    return plainly_said(model)
+
+
+def plainly_said(model: Path) -> tuple[list[list[int]], list[list[int]]]:
     """What a vLLM without kvtier and without a drafter answers, and what it says when it is asked to go on."""
     with engine(model) as plain:
         answers = plain.text(PROMPTS, ANSWER)
@@ -61,15 +68,12 @@ def accepted(vllm: Engine) -> float:
     return float(count)
 
 
-@pytest.mark.parametrize("method", ["ngram", "near", "draft_model", "eagle", "eagle3"])
-def test_the_text_is_the_models_own_cold_warm_and_after_a_restart(
-    method: str, model: Path, said: tuple[list[list[int]], list[list[int]]], tmp_path: Path
-) -> None:
+def says_the_same(
+    model: Path, said: tuple[list[list[int]], list[list[int]]], spec: dict[str, Any], cached: list[int], store: Path
+) -> float:
+    """With the drafter, cold, warm and after a restart. Returns how many drafted tokens were accepted cold."""
     expected, right = said
-    spec = drafter(method, model, tmp_path / "drafter")
-    ahead = method.startswith("eagle")
-    cached = CACHED["whole" if ahead else "part"]
-    with engine(model, tiers(tmp_path / "store"), speculative_config=spec) as vllm:
+    with engine(model, tiers(store), speculative_config=spec) as vllm:
         outputs = vllm.run(PROMPTS, ANSWER)
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
         cold = accepted(vllm)
@@ -79,12 +83,38 @@ def test_the_text_is_the_models_own_cold_warm_and_after_a_restart(
         assert [output.num_cached_tokens for output in outputs] == cached
         assert accepted(vllm) == 2 * cold  # the drafter guesses as before: its KV is the same
     # After a restart, prompts go on behind the answers: what was rejected there is in no block.
-    with engine(model, tiers(tmp_path / "store"), speculative_config=spec) as vllm:
+    with engine(model, tiers(store), speculative_config=spec) as vllm:
         outputs = vllm.run(followed(expected))
         assert [list(output.outputs[0].token_ids) for output in outputs] == right
         assert all(output.num_cached_tokens > len(asked) for output, asked in zip(outputs, PROMPTS, strict=True))
+    return cold
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "medusa", "near", "draft_model", "eagle", "eagle3"])
+def test_the_text_is_the_models_own_cold_warm_and_after_a_restart(
+    method: str,
+    model: Path,
+    said: tuple[list[list[int]], list[list[int]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if method == "suffix":
+        arctic = ModuleType("arctic_inference.suffix_decoding")
+        monkeypatch.setattr(arctic, "SuffixDecodingCache", SuffixCache, raising=False)
+        monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", arctic)
+        monkeypatch.setattr(speculative, "has_arctic_inference", lambda: True)
+    spec = drafter(method, model, tmp_path / "drafter")
+    cached = CACHED["whole" if method.startswith("eagle") else "part"]
+    cold = says_the_same(model, said, spec, cached, tmp_path / "store")
     if method == "near":
         assert 0 < cold < 3 * ANSWER - 3  # some accepted, some rejected
+
+
+def test_a_model_that_drafts_itself_with_one_more_layer(tmp_path: Path) -> None:
+    """MTP: the KV of MiMo's fifth layer, which reads hidden states, is kept beside that of the four."""
+    model = make_mtp_checkpoint(tmp_path / "mimo")
+    spec = {"method": "mtp", "num_speculative_tokens": 1}
+    says_the_same(model, plainly_said(model), spec, CACHED["whole"], tmp_path / "store")
 
 
 def test_other_drafters_have_other_names(model: Path, expected: list[list[int]], tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """vLLM's real requests: what of images, embeddings, adapters and salts is in the names of their blocks."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -41,8 +42,8 @@ def request_of(**options: Any) -> Request:
     return Request("a", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher, **options)
 
 
-def names(**options: Any) -> list[bytes]:
-    plan: Any = SimpleNamespace(canonical=False, block_size=BLOCK, hash_size=BLOCK, lookahead=0)
+def names(changed: Mapping[str, Any] = MappingProxyType({}), /, **options: Any) -> list[bytes]:
+    plan: Any = SimpleNamespace(**{"canonical": False, "lookahead": 0, **changed}, block_size=BLOCK, hash_size=BLOCK)
     chain = RequestNames(plan, CacheConfig(), ROOT).of(request_of(**options))
     return [] if chain is None else list(chain.current().hashes)
 
@@ -67,6 +68,14 @@ def test_embeddings_in_place_of_tokens_are_in_the_names() -> None:
 
     assert len(embedded(1)) == 4
     assert (common(embedded(1), embedded(1)), common(embedded(1), embedded(2))) == (4, 0)
+
+
+@pytest.mark.parametrize("plan", [{"canonical": True}, {"lookahead": 1}])
+def test_what_tokens_do_not_tell_is_not_kept_under_names_made_of_tokens(plan: dict[str, Any]) -> None:
+    """Names of kvtier's own, and names that end with the next block's first token."""
+    assert len(names(plan)) in (3, 4)
+    assert names(plan, mm_features=[image("cat")]) == []
+    assert names(plan, tokens=None, prompt_embeds=torch.zeros(4 * BLOCK, 8)) == []
 
 
 def test_an_adapters_name_path_and_weights_are_in_the_names(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Sliding windows smaller than kvtier's block, models of states alone, states besi
 scheduling step by step and ahead. `ScriptedRunner` looks at every byte a step would read.
 """
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import torch
 from scripted_runner import ScriptedRunner
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowMLASpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 from vllm_rig import greedy, make_checkpoint, prompt, tiers
 
@@ -28,6 +29,9 @@ BF16 = torch.bfloat16
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=BF16)
 WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=BF16, sliding_window=24)
 SHORT = SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=32, dtype=BF16, sliding_window=8)
+REPLAYED = SlidingWindowMLASpec(
+    block_size=16, num_kv_heads=1, head_size=64, dtype=BF16, sliding_window=24, bounded_replay=True
+)
 STATE = MambaSpec(block_size=32, shapes=((4, 16), (64,)), dtypes=(BF16, BF16), mamba_cache_mode="align")
 SMALL_STATE = MambaSpec(block_size=16, shapes=((4, 16), (64,)), dtypes=(BF16, BF16), mamba_cache_mode="align")
 
@@ -40,6 +44,7 @@ def layers(**kinds: Any) -> dict[str, Any]:
 
 MODELS: dict[str, dict[str, Any]] = {
     "windows smaller than a block": layers(full=FULL, window=WINDOW, short=SHORT),
+    "a window that is computed anew": layers(full=FULL, window=REPLAYED),  # behind every hit (DeepSeek V4.1)
     "states alone": layers(state=SMALL_STATE),
     "states beside K and V": layers(full=FULL, state=STATE),
     "hits inside blocks": layers(full=FULL, state=STATE),
@@ -90,9 +95,52 @@ def test_prompts_and_answers_are_found_by_the_next_engine(model: str, ahead: boo
     second.add("again", tokens, 4)
     second.add("next turn", [*told, *prompt(2, 30)], 4)
     second.run()
-    assert second.cached["again"] >= (300 - 1) // size * size
-    assert second.cached["next turn"] == 449 // size * size
+    replayed = second.scheduler.prefix_replay_tokens
+    assert second.cached["again"] >= (300 - 1) // size * size - replayed
+    assert second.cached["next turn"] == 449 // size * size - replayed
     second.close()
+
+
+@pytest.mark.parametrize("lapses", [False, True], ids=["in time", "too late"])
+@pytest.mark.parametrize("model", ["windows smaller than a block", "states beside K and V"])
+def test_vllm_may_start_a_load_some_steps_after_the_promise(
+    model: str, lapses: bool, made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM 0.33 does while an earlier step may still write to the request's blocks. What lapsed is computed."""
+    first = made(model, ahead=True)
+    tokens = prompt(1, 300)
+    first.add("first", tokens, 4)
+    first.run()
+    first.close()
+    runner = made(model, ahead=True)
+    connector, manager = runner.scheduler.connector, runner.scheduler.kv_cache_manager
+    start, deferred = connector.update_state_after_alloc, list[tuple[Any, int]]()
+
+    def defer(request: Any, blocks: Any, num_tokens: int) -> None:
+        if num_tokens:
+            deferred.append((request, num_tokens))
+        else:
+            start(request, blocks, num_tokens)
+
+    monkeypatch.setattr(connector, "update_state_after_alloc", defer)
+    runner.add("again", tokens, 4)
+    runner.add("other", prompt(2, 300), 200)  # there are steps
+    end = time.monotonic() + 60
+    while not deferred:
+        assert time.monotonic() < end, "nothing was promised"
+        runner.step()
+    for _ in range(5):
+        runner.step()
+    if lapses:
+        runner.half.side.forget_promises()
+    monkeypatch.setattr(connector, "update_state_after_alloc", start)
+    [(request, num_tokens)] = deferred
+    start(request, manager.get_blocks(request.request_id), num_tokens)
+    runner.run()
+    size = runner.half._plan.block_size
+    assert runner.cached["again"] == (0 if lapses else (300 - 1) // size * size)
+    assert len(runner.digests["again"].tokens) == 300 + 4
+    runner.close()
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])

@@ -84,8 +84,9 @@ def test_another_version_is_refused_with_both_named(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_what_cannot_be_kept_right_is_refused(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as refused:
         plan_of(**changed)
+    assert "secondary" not in str(refused.value).lower()  # nobody has tried KVTierSecondaryTier there
 
 
 def staged(*, layers: int, stage: int = 0, **changed: Any) -> tuple[Any, Any]:

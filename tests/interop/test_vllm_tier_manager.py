@@ -3,6 +3,7 @@
 import hashlib
 import mmap
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,6 +160,26 @@ def test_a_chunk_that_rotted_is_missed_alone_and_never_promised_again(make: Make
     assert values["vllm:kvtier_miss"] == {("checksum",): 1}
     assert values["vllm:kvtier_store_blocks"] == {("file",): 3}
     assert tier.get_stats() is None  # no news
+
+
+def test_whichever_thread_holds_vllms_lock_may_call(make: Make, primary: Any) -> None:
+    """vLLM 0.33 also reaches tiers from its poll thread, through what other tiers ask. One call at a time, as ever."""
+
+    def elsewhere(call: Callable[..., Any], *arguments: Any) -> Any:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(call, *arguments).result(60)
+
+    tier, context = elsewhere(make), request("r")
+    fill(primary, 0)
+    elsewhere(tier.on_new_request, context)
+    elsewhere(tier.submit_store, job(1, [key(1)], [0], context, load=False))
+    assert elsewhere(ended, tier).success
+    assert elsewhere(answer, tier, key(1), context) == "HIT"
+    elsewhere(tier.submit_load, job(2, [key(1)], [7], context, load=True))
+    elsewhere(tier.drain_jobs)
+    assert elsewhere(ended, tier).success
+    assert (primary[7] == primary[0]).all()
+    assert not getattr(tier, "tolerates_off_thread_polling", False)  # its jobs are asked for in vLLM's steps alone
 
 
 def test_one_request_is_promised_a_chunk_twice_at_most(make: Make, primary: Any) -> None:

@@ -1,6 +1,7 @@
 """Sliding windows in a real vLLM: each layer's KV of each token is stored once, and what slid out is not loaded.
 
-Gemma 3 slides in two of four layers, so it has two KV groups; Mistral slides in all four. A window is 64 tokens.
+Gemma 3 slides in two of four layers, so it has two KV groups; gpt-oss too, with attention sinks. Mistral slides in all
+four. A window is 64 tokens. Llama 4 has chunks of 64 tokens in two layers, which look at nothing before theirs.
 """
 
 from collections import Counter
@@ -22,8 +23,9 @@ pytestmark = pytest.mark.timeout(300)
 WINDOW: Final = 64
 HEADS, DIM, LAYERS, FLOAT = 2, 32, 4, 4
 TOKEN_BYTES: Final = LAYERS * 2 * HEADS * DIM * FLOAT  # K and V of all layers
-LONG = prompt(1, 650)  # 20 blocks
+LONG = prompt(1, 650)  # 20 blocks, which end ten chunks
 IN_WINDOW: Final = -(-(WINDOW - 1) // BLOCK)  # blocks: what the next token behind a border looks back to
+IN_CHUNK: Final = 0  # of layers with chunks: the next token begins one
 
 
 class CopiedBytes(Counter[str]):
@@ -55,10 +57,19 @@ def held(vllm: Engine) -> dict[bytes, bytes]:
     return found
 
 
-@pytest.mark.parametrize(("family", "num_sliding"), [("gemma3", 2), ("mistral-window", 4)])
+@pytest.mark.parametrize(
+    ("family", "num_sliding", "num_seen"),
+    [
+        ("gemma3", 2, IN_WINDOW),
+        ("mistral-window", 4, IN_WINDOW),
+        ("gpt-oss", 2, IN_WINDOW),
+        ("llama4", 2, IN_CHUNK),
+    ],
+)
 def test_every_token_is_stored_once_and_what_slid_out_is_not_loaded(
-    family: str, num_sliding: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, num_sliding: int, num_seen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`num_seen` blocks of a sliding or chunked layer are what the next token looks back to."""
     path = make_checkpoint(family, tmp_path / "model")
     with engine(path) as plain:
         right = plain.text([LONG])
@@ -75,7 +86,7 @@ def test_every_token_is_stored_once_and_what_slid_out_is_not_loaded(
         assert ([list(output.outputs[0].token_ids)], output.num_cached_tokens) == (right, num_hits * BLOCK)
         vllm.settle()
         layer = BLOCK * TOKEN_BYTES // LAYERS
-        assert copied["load"] == layer * ((LAYERS - num_sliding) * num_hits + num_sliding * IN_WINDOW)
+        assert copied["load"] == layer * ((LAYERS - num_sliding) * num_hits + num_sliding * num_seen)
         assert copied["store"] == num_blocks * BLOCK * TOKEN_BYTES  # nothing is stored twice
 
 

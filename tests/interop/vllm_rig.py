@@ -55,6 +55,15 @@ def config_of(family: str) -> Any:
         return transformers.Gemma3TextConfig(
             **_SIZES, sliding_window=64, layer_types=kinds, query_pre_attn_scalar=32, tie_word_embeddings=False
         )
+    if family == "gpt-oss":  # attention sinks, and experts
+        kinds = ["sliding_attention", "full_attention"] * 2
+        experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+        return transformers.GptOssConfig(**_SIZES, **experts, sliding_window=64, layer_types=kinds)
+    if family == "llama4":  # chunks: a token of every other layer looks at nothing before the last multiple of 64
+        kinds = ["chunked_attention", "full_attention"] * 2
+        experts = {"num_local_experts": 2, "intermediate_size_mlp": 192, "interleave_moe_layer_step": 2}
+        rope: dict[str, Any] = {"no_rope_layers": [1, 0] * 2, "layer_types": kinds}
+        return transformers.Llama4TextConfig(**_SIZES, **experts, **rope, attention_chunk_size=64)
     if family == "gemma4":  # full layers have larger heads than sliding ones, which so have more tokens in a block
         kinds = ["sliding_attention", "full_attention"] * 2
         heads: dict[str, Any] = {"global_head_dim": 64, "num_kv_shared_layers": 0, "tie_word_embeddings": False}
@@ -82,7 +91,7 @@ def config_of(family: str) -> Any:
             kinds = [*kinds, "linear_attention", "full_attention", "linear_attention"]
         sizes = {**_SIZES, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": len(kinds)}
         linear: dict[str, Any] = {f"linear_{part}_head_dim": 128 for part in ("key", "value")}
-        experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
         return transformers.Qwen3NextConfig(
             **sizes,
             **linear,

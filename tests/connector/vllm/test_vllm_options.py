@@ -67,11 +67,11 @@ def test_a_value_that_cannot_be_used_is_one_line(extra: dict[str, object], messa
 
 def test_what_is_legal_and_hardly_meant_is_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    VllmOptions.of({"cache": {"block_size": 16}}).warn(32)
+    VllmOptions.of({"cache": {"block_size": 16}}).warn(32, 1024)
     assert "[cache] block_size 16: vLLM's blocks have 32 tokens" in caplog.text
     assert "--block-size 16" in caplog.text
     caplog.clear()
-    VllmOptions.of({"cache": {"block_size": 32}}).warn(32)
+    VllmOptions.of({"cache": {"block_size": 32}}).warn(32, 1024)
     warn_of_policy("recompute")
     assert not caplog.records
     warn_of_policy("fail")
@@ -87,8 +87,16 @@ def test_without_vllm_the_import_says_what_to_install() -> None:
 
 def test_a_consumer_whose_tiers_nobody_fills_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     alone, shared = VllmOptions.of({}), VllmOptions.of({"redis": {"url": "redis://elsewhere"}})
-    alone.warn(16)
-    shared.warn(16, stores=False)
+    alone.warn(16, 1024)
+    shared.warn(16, 1024, stores=False)
     assert not caplog.records
-    alone.warn(16, stores=False)
+    alone.warn(16, 1024, stores=False)
     assert 'kv_role "kv_consumer": this vLLM only loads, and nobody else fills its tiers' in caplog.text
+
+
+def test_a_block_that_no_prompt_fills_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Models with recurrent states or uneven KV groups may have blocks of thousands of tokens."""
+    VllmOptions.of({}).warn(256, 257)
+    assert not caplog.records
+    VllmOptions.of({}).warn(256, 256)
+    assert "--max-model-len 256: a block has 256 tokens here" in caplog.text
