@@ -3,7 +3,8 @@ from .child_index import MAX_CHILDREN, ChildIndex
 from .index import Slots, Words, to_words
 from .lease import Lease, Reservation
 from .pool import SlotPool
-from .slots import FILLING, READY, SlotTable
+from .slots import SlotTable
+from .states import FILLING, READY
 
 __all__ = [
     "FILLING",
