@@ -162,8 +162,10 @@ class SchedulerSide:
         """Take in what the worker's copies came to: release leases, seal stores, name what failed."""
         loaded: list[str] = []
         failed: list[tuple[str, int]] = []
+        ended_well = set(report.finished)
+        num_stored = 0
         for op_id in (*report.finished, *report.failed):
-            well = op_id in report.finished
+            well = op_id in ended_well
             if (load := self._loads.pop(op_id, None)) is not None:
                 if well:
                     loaded.append(load.op.request_id)
@@ -177,12 +179,14 @@ class SchedulerSide:
             elif (store := self._stores.pop(op_id, None)) is not None and store.reservation is not None:
                 if well:
                     self._released += store.blocks
-                    self._moved("store", len(store.blocks), 0.0)
+                    num_stored += len(store.blocks)
                     self.tiers.seal(store.reservation, _records(store), store.epoch)
                 else:
                     self._drop(store, Outcome.COPY_FAILED)
             elif (copy := self._behind.pop(op_id, None)) is not None:
                 self._ended_behind(copy, well=well)
+        if num_stored:
+            self._moved("store", num_stored, 0.0)
         if (report.finished or report.failed) and self.idle:
             self.tiers.tick()  # an engine that has nothing more to do says nothing more: send what waits for company
         released, self._released = self._released, []

@@ -177,9 +177,8 @@ class HostTier:
         self._child_index = ChildIndex(region.num_slots) if partial_blocks else None
         self._indexing = threading.Lock()  # held while blocks are entered there; finding them takes none
 
-    def describe(self, slots: Slots, records: Sequence[BlockRecord]) -> None:
+    def describe(self, places: list[int], records: Sequence[BlockRecord]) -> None:
         """Say what lies in filled slots, just before they are sealed."""
-        places = slots.tolist()
         for slot, record in zip(places, records, strict=True):
             self.records[slot] = record
         if self._child_index is not None and len(places):

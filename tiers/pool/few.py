@@ -47,15 +47,22 @@ class FewSlots:
 
     def lease(self, hashes: Sequence[ChainHash]) -> tuple[list[int], list[int]]:
         """One more reference to each of the leading ready blocks. Returns their slots and generations."""
-        slots = self.find_run(hashes)
-        refs, withdraw = self._refs, self._idle.withdraw_one
-        for slot in slots:
+        table, state, refs, generation = self._table, self._state, self._refs, self._generation
+        find, withdraw = self._index.find_one, self._idle.withdraw_one
+        slots: list[int] = []
+        generations: list[int] = []
+        for name in hashes:
+            slot = find(name)
+            if state[slot] != READY:  # -1 is nobody's row
+                break
             count = refs[slot]
             refs[slot] = count + 1
             if not count:
-                self._table.num_leased += 1
+                table.num_leased += 1
             withdraw(slot)
-        return slots, [self._generation[slot] for slot in slots]
+            slots.append(slot)
+            generations.append(generation[slot])
+        return slots, generations
 
     def unref(self, slots: AnySlots) -> None:
         """One reference fewer, as the table does it."""
@@ -80,7 +87,7 @@ class FewSlots:
 
     def take(self, count: int, *, spare_parents: bool = True) -> list[int] | None:
         """Take slots (→ FILLING, next generation), as the table does it."""
-        table, state, num_children = self._table, self._state, self._links.num_children
+        table, state, generation = self._table, self._state, self._generation
         slots: list[int] = []
         if (short := count - table.num_free) > 0:
             if short > table.num_ready - table.num_leased:
@@ -91,11 +98,13 @@ class FewSlots:
             table.num_evicted += short
             self._forget(victims)
             slots = victims
-        num_left = table.num_free - count + len(slots)
-        slots += [self._free[place] for place in range(table.num_free - 1, num_left - 1, -1)]
-        table.num_free = num_left
+        if len(slots) < count:
+            num_left = table.num_free - count + len(slots)
+            slots += self._free[num_left : table.num_free].tolist()[::-1]
+            table.num_free = num_left
+        num_children = self._links.num_children
         for slot in slots:
-            self._generation[slot] += 1
+            generation[slot] += 1
             state[slot] = FILLING
             num_children[slot] = 0
         return slots
@@ -103,8 +112,10 @@ class FewSlots:
     def allocate(self, count: int) -> list[int] | None:
         """Take slots, with one reference each, parents or not."""
         slots = self.take(count, spare_parents=False)
-        for slot in slots or ():
-            self._refs[slot] = 1
+        if slots is not None:
+            refs = self._refs
+            for slot in slots:
+                refs[slot] = 1
         return slots
 
     def reserve(
@@ -113,7 +124,7 @@ class FewSlots:
         """Take slots for the blocks of a chain that have none, as the table does it."""
         index, links, idle = self._index, self._links, self._idle
         find = index.find_one
-        held = [find(name) for name in hashes]
+        held = list(map(find, hashes))
         num_new = held.count(-1)
         if not num_new:
             return [], [], []
@@ -139,7 +150,7 @@ class FewSlots:
 
     def seal(
         self, reservation: Reservation, positions: Sequence[int] | None, *, named: bool
-    ) -> tuple[list[int], AnySlots, AnySlots]:
+    ) -> tuple[Sequence[int], AnySlots, AnySlots]:
         """Publish a reservation's blocks with one reference each, as the table does it."""
         table, state, refs = self._table, self._state, self._refs
         if positions is not None or reservation.is_tail:
@@ -154,7 +165,7 @@ class FewSlots:
             refs[slot] = 1
         if named:
             self._publish(slots)
-        return list(range(len(slots))), slots, generations
+        return range(len(slots)), slots, generations
 
     def _publish(self, slots: list[int]) -> None:
         table, state = self._table, self._state

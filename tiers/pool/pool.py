@@ -359,5 +359,5 @@ class SlotPool:
                 self._table.unref(dropped.places)
 
 
-def _pick(items: Sequence[T], at: list[int]) -> list[T]:
+def _pick(items: Sequence[T], at: Sequence[int]) -> list[T]:
     return list(items) if len(at) == len(items) else [items[i] for i in at]
