@@ -143,7 +143,7 @@ class StoreQueue:
             reservations = [sealings[i].reservation for i in good]
             records = [record for i in good for record in hashed[i] or ()]
             self._host.describe([int(slot) for each in reservations for slot in each.places], records)
-            leases = pool.seal_each(reservations)
+            lease = pool.seal_each(reservations)
         try:
             self._metrics.stored(L2, len(records))
             for i, reservation in zip(good, reservations, strict=True):
@@ -151,8 +151,7 @@ class StoreQueue:
                 if not reservation.is_tail:  # it is of use for a while, in this tier's memory
                     self._pass_down(reservation.hashes)
         finally:
-            for lease in leases:
-                lease.release()
+            lease.release()
         return outcomes
 
     def sealed(self, sealings: "Sequence[Sealing]", outcomes: Sequence[Outcome]) -> None:

@@ -117,14 +117,22 @@ class SlotPool:
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
-            return self._seal(reservation, positions)
+            return Lease(*self._seal(reservation, positions), self._on_release)
 
-    def seal_each(self, reservations: Sequence[Reservation]) -> list[Lease]:
-        """`seal` of all that still fills, for several: nobody else comes between them."""
+    def seal_each(self, reservations: Sequence[Reservation]) -> Lease:
+        """`seal` of all that still fills of several reservations, under one lease: a step's stores."""
+        names: list[ChainHash] = []
+        slots: list[int] = []
+        generations: list[int] = []
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
-            return [self._seal(each, None) for each in reservations]
+            for reservation in reservations:
+                sealed, at, times = self._seal(reservation, None)
+                names += sealed
+                slots += at if isinstance(at, list) else at.tolist()
+                generations += times if isinstance(times, list) else times.tolist()
+        return Lease(names, slots, generations, self._on_release)
 
     def abandon(self, reservation: Reservation, positions: Sequence[int] | None = None) -> None:
         """Filling → free. Positions that are not filling (any more) are passed over."""
@@ -304,11 +312,14 @@ class SlotPool:
             reservations.append(self._reservation(hashes, parent, at, own, times))
         return reservations
 
-    def _seal(self, reservation: Reservation, positions: Sequence[int] | None) -> Lease:
+    def _seal(
+        self, reservation: Reservation, positions: Sequence[int] | None
+    ) -> tuple[list[ChainHash], AnySlots, AnySlots]:
+        """Names, slots and generations of what was published, with one reference each."""
         verbs, named = self._table.of(len(reservation)), reservation.epoch == self._epoch
         at, slots, generations = verbs.seal(reservation, positions, named=named)
         reservation.num_open -= len(at)
-        return Lease(_pick(reservation.hashes, at), slots, generations, self._on_release)
+        return _pick(reservation.hashes, at), slots, generations
 
     def _close(self, reservation: Reservation, positions: Sequence[int] | None) -> Slots:
         """Take filling slots out of the chain and the filling index; the caller decides what becomes of them."""

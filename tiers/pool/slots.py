@@ -195,7 +195,7 @@ class SlotTable:
         if not len(missing):
             return True
         orphans = np.flatnonzero((held[:-1] < 0) & (held[1:] >= 0)) + 1  # held blocks whose parent comes back now
-        if len(starts) > 1:
+        if len(starts) > 1 and len(orphans):
             orphans = np.setdiff1d(orphans, starts)
         anchors = slots_before(held, starts, parents)[missing]
         anchors = anchors[anchors >= 0]
