@@ -12,6 +12,7 @@ from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.connector.request import ConnectedRequest, LoadingOp, Request, StoringOp
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Pending, Wanted
+from kvtier.tiers.pool import listed
 
 _LOOK_AGAIN: Final = 0.05  # seconds: a request that waits is looked up at every step
 
@@ -369,7 +370,7 @@ class SchedulerSide:
             store.blocks = [store.blocks[i] for i in indices]
             store.reservation = reservation
             self._stores[op_id] = store
-            slots, generations = tuple(reservation.slots.tolist()), tuple(reservation.generations.tolist())
+            slots, generations = tuple(listed(reservation.places)), tuple(listed(reservation.times))
             ops.append(CopyOp(op_id, store.request_id, tuple(store.blocks), slots, generations))
         return ops
 

@@ -15,7 +15,7 @@ from kvtier.tiers.hierarchy.io_queue import IoQueue
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.pool import Reservation
+from kvtier.tiers.pool import Reservation, listed
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class StoreQueue:
             good = [i for i in good if not self._is_covered(sealings[i], hashed[i])]
             reservations = [sealings[i].reservation for i in good]
             records = [record for i in good for record in hashed[i] or ()]
-            self._host.describe([int(slot) for each in reservations for slot in each.places], records)
+            self._host.describe([slot for each in reservations for slot in listed(each.places)], records)
             lease = pool.seal_each(reservations)
         try:
             self._metrics.stored(L2, len(records))
@@ -172,10 +172,10 @@ class StoreQueue:
 
     def _hashed(self, sealing: "Sealing") -> list[BlockRecord] | None:
         """What lies in the slots; None where it cannot be told."""
-        region, places = self._host.region, sealing.reservation.places
+        region, places = self._host.region, listed(sealing.reservation.places)
         try:
             return [
-                BlockRecord(record.chain_hash, record.parent, record.tokens, checksum(region.slot(int(slot))))
+                BlockRecord(record.chain_hash, record.parent, record.tokens, checksum(region.slot(slot)))
                 for slot, record in zip(places, sealing.records, strict=True)
             ]
         except Exception:

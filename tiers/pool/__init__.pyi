@@ -4,7 +4,7 @@ from .index import Slots, Words, to_words
 from .lease import Lease, Reservation
 from .pool import SlotPool
 from .slots import SlotTable
-from .states import FILLING, READY
+from .states import FILLING, READY, listed
 
 __all__ = [
     "FILLING",
@@ -18,5 +18,6 @@ __all__ = [
     "SlotTable",
     "Slots",
     "Words",
+    "listed",
     "to_words",
 ]

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool.lease import Reservation
-from kvtier.tiers.pool.states import FILLING, FREE, READY, AnySlots
+from kvtier.tiers.pool.states import FILLING, FREE, READY, AnySlots, listed
 
 if TYPE_CHECKING:
     from kvtier.tiers.pool.slots import SlotTable
@@ -66,7 +66,7 @@ class FewSlots:
 
     def unref(self, slots: AnySlots) -> None:
         """One reference fewer, as the table does it."""
-        places = slots if isinstance(slots, list) else slots.tolist()
+        places = listed(slots)
         table, refs, state = self._table, self._refs, self._state
         for slot in places:
             if not refs[slot]:

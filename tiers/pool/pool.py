@@ -14,7 +14,7 @@ from kvtier.tiers.pool.few import FEW
 from kvtier.tiers.pool.index import Slots
 from kvtier.tiers.pool.lease import Lease, PoolCounts, Reservation
 from kvtier.tiers.pool.slots import SlotTable
-from kvtier.tiers.pool.states import FILLING, QUARANTINED, READY, AnySlots
+from kvtier.tiers.pool.states import FILLING, QUARANTINED, READY, AnySlots, listed
 
 T = TypeVar("T")
 
@@ -130,8 +130,8 @@ class SlotPool:
             for reservation in reservations:
                 sealed, at, times = self._seal(reservation, None)
                 names += sealed
-                slots += at if isinstance(at, list) else at.tolist()
-                generations += times if isinstance(times, list) else times.tolist()
+                slots += listed(at)
+                generations += listed(times)
         return Lease(names, slots, generations, self._on_release)
 
     def abandon(self, reservation: Reservation, positions: Sequence[int] | None = None) -> None:

@@ -10,3 +10,8 @@ READY: Final = 2
 QUARANTINED: Final = 3  # an operation that hangs may still write here
 
 AnySlots = Slots | list[int]  # many in numpy; a few in a list
+
+
+def listed(slots: AnySlots) -> list[int]:
+    """Slots or generations as a list."""
+    return slots if isinstance(slots, list) else slots.tolist()

@@ -82,19 +82,25 @@ class Twin:
                 return None
             reservation = self.open.pop(number % len(self.open))
             if verb == "abandon":
-                return pool.abandon(reservation)
+                pool.abandon(reservation)
+                return None
             self.leases.append(pool.seal(reservation))
             return self._told(self.leases[-1])
         if verb == "lease":
             self.leases.append(pool.lease(hashes))
             return self._told(self.leases[-1])
         if verb == "release":
-            return self.leases.pop(number % len(self.leases)).release() if self.leases else None
+            if self.leases:
+                self.leases.pop(number % len(self.leases)).release()
+            return None
         if verb == "look_up":
             return pool.lookup(hashes), pool.holds(hashes), pool.oldest_dirty(number)
         if verb == "reset":
-            return pool.reset() if number == 4 else None
-        return getattr(pool, verb)(hashes)
+            if number == 4:
+                pool.reset()
+            return None
+        answer: object = getattr(pool, verb)(hashes)
+        return answer
 
     @staticmethod
     def _told(taken: Lease | Reservation) -> tuple[object, ...]:
@@ -153,21 +159,24 @@ def test_blocks_of_l1_one_by_one_and_in_numpy_are_the_same(steps: list[tuple[str
             held = pool.match(names).tolist()
             own = pool.allocate(len(names) - len(held))
             if own is None:
-                return pool.free(held)
+                pool.free(held)
+                return None
             tables.append([*held, *own.tolist()])
             return list(tables[-1])
-        if verb == "reset":
-            return pool.reset() if number == 4 else None
-        if not tables:
+        if verb == "reset" and number == 4:
+            pool.reset()
+        if verb == "reset" or not tables:
             return None
         table = tables[number % len(tables)]
         if verb == "free":
-            return pool.free(tables.pop(number % len(tables)))
-        if verb == "hold":
+            pool.free(tables.pop(number % len(tables)))
+        elif verb == "hold":
             pool.hold(table)
-            return pool.free(np.array(table))
-        count = min(len(names), len(table))
-        return pool.publish(table[:count], names[:count], None)
+            pool.free(np.array(table))
+        else:
+            count = min(len(names), len(table))
+            pool.publish(table[:count], names[:count], None)
+        return None
 
     shape = KVShape(1, 1, 1, 1, "float16")
     pools = [(BlockPool(shape, NUM_SLOTS), list[list[int]](), limit) for limit in (few.FEW, -1)]
