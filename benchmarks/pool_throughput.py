@@ -1,4 +1,4 @@
-"""How fast the pools of L1 and L2 keep their books: 1,000,000 slots, batches of 1 to 2,048 blocks, as engines call them.
+"""How fast the pools of L1 and L2 keep their books: 1,000,000 slots, batches of 1 to 2,048 blocks, as engines do.
 
 Each figure stands beside bare references measured in the same run, turn by turn: the loop over a dict or a list that
 nobody could do without in plain Python, and vLLM's BlockPool under the same work. Every lookup uses new bytes objects,

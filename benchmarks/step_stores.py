@@ -33,7 +33,7 @@ SETTINGS: Final = {  # (sightings before a block is stored, whether there is a s
 
 
 @dataclass
-class Sequence:
+class GrowingRequest:
     """A request that grows by a block a step. Implements `Request`."""
 
     request_id: str
@@ -41,10 +41,11 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens so far, in whole blocks."""
         return len(self.chain.hashes) * SHAPE.block_size
 
 
-def step(connector: LocalConnector, sequences: list[Sequence], number: int) -> float:
+def step(connector: LocalConnector, sequences: list[GrowingRequest], number: int) -> float:
     """One step's stores; returns its CPU milliseconds."""
     before = time.process_time()
     for block, sequence in enumerate(sequences):
@@ -79,7 +80,7 @@ def measure(num_sequences: int, num_steps: int, admit_after: int, *, writes_back
 def grow(connector: LocalConnector, turn: str, num_sequences: int, num_steps: int) -> tuple[list[float], list[bytes]]:
     """Sequences that grow by a block in each step. Returns the steps' CPU milliseconds and a sequence's names."""
     root = root_hash(FINGERPRINT)
-    sequences = [Sequence(f"{turn}, {n}", TokenChain(root, SHAPE.block_size)) for n in range(num_sequences)]
+    sequences = [GrowingRequest(f"{turn}, {n}", TokenChain(root, SHAPE.block_size)) for n in range(num_sequences)]
     for sequence in sequences:
         connector.scheduler.admit(sequence)
     took = []

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvtier.tiers import BlockRecord, ChainHash, Changes, ChildBlock
 from kvtier.tiers.host import memory
 from kvtier.tiers.naming import KVShape
-from kvtier.tiers.pool import FILLING, READY, ChildIndex, Slots, SlotTable
+from kvtier.tiers.pool import FILLING, READY, BatchTable, ChildIndex, Slots
 
 
 class BlockPool:
@@ -40,7 +40,7 @@ class BlockPool:
         self.shape = shape
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
-        self._table = SlotTable(num_blocks, "lru")
+        self._table = BatchTable(num_blocks, "lru")
         self.tells = False  # whether somebody listens
         self.partial_blocks = self.wants_records = partial_blocks and enable_prefix_caching
         self._child_index = ChildIndex(num_blocks) if self.partial_blocks else None

@@ -18,7 +18,7 @@ from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.host import memory
 from kvtier.tiers.host.cuda_driver import cuda_driver
 from kvtier.tiers.host.pinning import PinDriver, PinnedPieces
-from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool, Slots
+from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash, Changes
-from kvtier.tiers.pool.few import FEW
+from kvtier.tiers.pool.few import FEW, BatchTable
 from kvtier.tiers.pool.index import Slots
 from kvtier.tiers.pool.lease import Lease, PoolCounts, Reservation
-from kvtier.tiers.pool.slots import SlotTable
 from kvtier.tiers.pool.states import FILLING, QUARANTINED, READY, AnySlots, listed
 
 T = TypeVar("T")
@@ -33,7 +32,7 @@ class SlotPool:
     def __init__(self, num_slots: int, *, policy: str = "lru") -> None:
         self.num_slots = num_slots
         self.num_leaked = 0  # leases that were dropped, not released
-        self._table = SlotTable(num_slots, policy, max(1, num_slots // 8))
+        self._table = BatchTable(num_slots, policy, max(1, num_slots // 8))
         self._lock = threading.Lock()
         self._epoch = 0  # resets so far
         # `__del__` may run anywhere, even inside this pool's own methods: it only leaves a note here.

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool.changes import ChangeLog
-from kvtier.tiers.pool.few import FEW, FewSlots
 from kvtier.tiers.pool.idle import IdleSlots
 from kvtier.tiers.pool.index import HashIndex, Slots, Words
 from kvtier.tiers.pool.lease import Reservation
@@ -55,11 +54,6 @@ class SlotTable:
         self.is_tail = np.zeros(rows, np.bool_)
         self._max_tails = num_slots if max_tails is None else max_tails
         self.free_slots = np.arange(num_slots - 1, -1, -1)  # a stack, its top at `num_free`
-        self._few = FewSlots(self)
-
-    def of(self, count: int) -> "SlotTable | FewSlots":
-        """Who handles so many blocks fastest: the outcome is the same."""
-        return self._few if count <= FEW else self
 
     # --- a slot's life ------------------------------------------------------------------------------------------
 

@@ -156,7 +156,9 @@ def test_filling_blocks_are_not_told(opened: Open) -> None:
     reservation = reserve(hierarchy, sibling.hashes[2:], sibling.hashes[1])
     assert reservation is not None
     fill_slots(hierarchy, reservation.slots.tolist(), reservation.hashes)
-    hierarchy.host.describe(reservation.slots.tolist(), [record_of(sibling, 2)])  # as a store does that is called off then
+    hierarchy.host.describe(
+        reservation.slots.tolist(), [record_of(sibling, 2)]
+    )  # as a store does that is called off then
     assert children(hierarchy, branch(9)) == set()
     hierarchy.seal(reservation, [record_of(sibling, 2)], hierarchy.epoch)
     assert hierarchy.drain(60)

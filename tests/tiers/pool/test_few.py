@@ -1,4 +1,4 @@
-"""A few blocks one by one, and the same blocks in numpy: any program leaves two pools with the same answers and state."""
+"""A few blocks one by one, and the same blocks in numpy: any program has the same answers and ends alike."""
 
 import hashlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.naming.shape import KVShape
-from kvtier.tiers.pool import few, slots
+from kvtier.tiers.pool import few
 from kvtier.tiers.pool.lease import Lease, Reservation
 from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.pool.slots import SlotTable
@@ -38,7 +38,7 @@ def chain(path: tuple[int, ...]) -> list[ChainHash]:
 def handled_by(limit: int) -> Iterator[None]:
     """Up to so many blocks are a few."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slots, "FEW", limit)
+        patch.setattr(few, "FEW", limit)
         yield
 
 
