@@ -178,7 +178,7 @@ class StoreQueue:
                 BlockRecord(record.chain_hash, record.parent, record.tokens, checksum(region.slot(slot)))
                 for slot, record in zip(places, sealing.records, strict=True)
             ]
-        except Exception:
+        except (ValueError, IndexError):  # its records are not those of its slots
             _log.exception("a store could not be hashed; counted as %s", Outcome.IO_ERROR)
             return None
 
