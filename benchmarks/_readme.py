@@ -20,10 +20,21 @@ END: Final = "<!-- end of figures -->\n"
 # What docs/performance.md says of which targets: label, benchmark, pattern of their names. One limit for each label.
 CLAIMS: Final = (
     ("hash and look up 131,072 tokens, all hits: × (list conversion + bare SHA-256 loop)", "lookup_latency", "hashing"),
-    ("pool, batches of 2,048: lookup, µs a block", "pool_throughput", "^lookup"),
-    ("pool: lease + release, µs a block", "pool_throughput", "^lease"),
-    ("pool: store with eviction, µs a block", "pool_throughput", "^store"),
-    ("pool: unkeyed allocate + free, µs a block", "pool_throughput", "^allocate"),
+    ("pool, batches of 2,048: lookup, µs a block", "pool_throughput", "^lookup.*, us"),
+    ("pool: lease + release, µs a block", "pool_throughput", "^lease.*, us"),
+    ("pool: store with eviction, µs a block", "pool_throughput", "^store.*, us"),
+    ("pool: unkeyed allocate + free, µs a block", "pool_throughput", "^allocate.*, us"),
+    ("pool, batches of 1, 4, 16 and 64: lookup ÷ vLLM's BlockPool", "pool_throughput", "^lookup, batches"),
+    ("the same: lease + release ÷ its touch + free", "pool_throughput", "^lease.*batches"),
+    ("the same: store with eviction", "pool_throughput", "^store.*batches"),
+    ("the same: unkeyed allocate + free", "pool_throughput", "^allocate.*batches"),
+    (
+        "a step that stores a block of 64 sequences, L2 and slab, ways to admit and write: CPU ms",
+        "step_stores",
+        "stores$",
+    ),
+    ("CPU seconds of `import kvtier`", "start", "^import"),
+    ("CPU seconds of `kvtier --help`", "start", "--help"),
     ("L1 ↔ L2 on a CPU, 128 KiB–8 MiB, slots scattered: of the best numpy copy", "copy_bandwidth", "scattered slots"),
     ("the same, blocks and slots scattered (numpy's job is easier)", "copy_bandwidth", "scattered both"),
     ("L2 → L1 beside a busy Python thread, GB/s", "copy_bandwidth", "busy"),
@@ -127,7 +138,11 @@ def figures(claims: tuple[tuple[str, str, str], ...] = CLAIMS) -> str:
     """The table of `claims`, and machine and commit of each benchmark it comes from."""
     results = saved()
     lines = ["| what | target | measured | met |", "|---|--:|--:|---|"]
-    lines += [_line(label, results[name]["targets"], pattern) for label, name, pattern in claims if name in results]
+    lines += [
+        _line(label, results[name]["targets"], pattern)
+        for label, name, pattern in claims
+        if name in results and any(re.search(pattern, target["name"]) for target in results[name]["targets"])
+    ]
     origins: dict[str, dict[str, list[str]]] = {}  # machine → commit → benchmarks
     for name in sorted({name for _, name, _ in claims} & results.keys()):
         document = results[name]
@@ -148,10 +163,13 @@ def figures(claims: tuple[tuple[str, str, str], ...] = CLAIMS) -> str:
 def six() -> str:
     """The README's table, and how many of all figures reach their target."""
     results = saved()
-    known = [(results[name]["targets"], pattern) for _, name, pattern in CLAIMS if name in results]
-    met = sum(
-        all(target["met"] for target in targets if re.search(pattern, target["name"])) for targets, pattern in known
-    )
+    found = [
+        [target["met"] for target in results[name]["targets"] if re.search(pattern, target["name"])]
+        for _, name, pattern in CLAIMS
+        if name in results
+    ]
+    known = [met for met in found if met]
+    met = sum(map(all, known))
     told = f"{met} of all {len(known)} figures reach their target"
     return f"{figures(SIX)}\n{told}; [docs/performance.md](docs/performance.md) has every one.\n"
 

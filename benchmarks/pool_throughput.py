@@ -1,42 +1,50 @@
-"""How fast the pools of L1 and L2 keep their books: 1,000,000 slots, batches of 2,048 blocks, as an engine calls them.
+"""How fast the pools of L1 and L2 keep their books: 1,000,000 slots, batches of 1 to 2,048 blocks, as engines do.
 
-Each figure stands beside a bare reference measured in the same run, turn by turn: the loop over a dict or a list that
-nobody could do without in plain Python. Every lookup uses new bytes objects, as hashes of a new request are.
+Each figure stands beside bare references measured in the same run, turn by turn: the loop over a dict or a list that
+nobody could do without in plain Python, and vLLM's BlockPool under the same work. Every lookup uses new bytes objects,
+as hashes of a new request are. A decoding step makes batches of one block a few times over; a long prompt makes large
+ones. `--vllm PYTHON` runs all of it under an interpreter that has both vLLM and kvtier (`.ci/beside-engine vllm`).
 """
 
+import os
+import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from _report import Target, parser, progress, report
+from _vllm_pool import VllmPool
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.copies import BlockPool
 from kvtier.tiers.naming import KVShape
 from kvtier.tiers.pool import SlotPool
 
-BATCH = 2048
+CHAIN: Final = 2048  # blocks
+BATCHES: Final = (1, 4, 16, 64, CHAIN)
+MAX_OF_VLLM: Final = 1.5  # of its BlockPool's time, batches of 1 and 4
 HashChain = list[ChainHash]
 
 
 @dataclass
 class Timer:
-    """Microseconds per block of everything measured, by name."""
+    """Microseconds per block of everything measured, by name and batch."""
 
-    samples: dict[str, list[float]] = field(default_factory=dict)
+    samples: dict[tuple[str, int], list[float]] = field(default_factory=dict)
 
-    def measure(self, name: str, run: Callable[..., object], *args: object) -> None:
+    def measure(self, name: str, batch: int, run: Callable[..., object], *args: object) -> None:
         """Time one batch."""
         start = time.perf_counter()
         run(*args)
-        self.samples.setdefault(name, []).append((time.perf_counter() - start) / BATCH * 1e6)
+        self.samples.setdefault((name, batch), []).append((time.perf_counter() - start) / batch * 1e6)
 
-    def median(self, name: str) -> float:
-        """The median batch."""
-        return statistics.median(self.samples[name])
+    def median(self, name: str, batch: int) -> float | None:
+        """The median batch; None if that was not measured."""
+        return statistics.median(self.samples[name, batch]) if (name, batch) in self.samples else None
 
 
 class PlainIndex:
@@ -55,10 +63,10 @@ class PlainIndex:
         for name, new_name in zip(old, new, strict=True):
             self.slots[new_name] = self.slots.pop(name)
 
-    def slice(self) -> None:
+    def slice(self, count: int) -> None:
         """Take a batch of free slots and put it back."""
-        taken = self.free[-BATCH:]
-        del self.free[-BATCH:]
+        taken = self.free[-count:]
+        del self.free[-count:]
         self.free += taken
 
 
@@ -66,7 +74,7 @@ def chains(num_chains: int) -> Iterator[HashChain]:
     """Chains of random hashes, always the same ones."""
     rng = np.random.default_rng(7)
     for _ in range(num_chains):
-        joined = rng.bytes(32 * BATCH)
+        joined = rng.bytes(32 * CHAIN)
         yield [joined[i : i + 32] for i in range(0, len(joined), 32)]
 
 
@@ -75,78 +83,126 @@ def again(chain: HashChain) -> HashChain:
     return [bytes(bytearray(name)) for name in chain]
 
 
-def measure(num_slots: int, rounds: int, policy: str, timer: Timer) -> None:
-    """Fill a pool, then time its verbs and the references in turn."""
-    pool, plain = SlotPool(num_slots, policy=policy), PlainIndex(num_slots)
-    blocks = BlockPool(KVShape(1, 1, 1, 1, "float16"), num_slots)
-    num_held = num_slots // BATCH
-    stream = list(chains(num_held + 1 + rounds))
+class Race:
+    """Full pools of the same blocks: ours of one policy, the plain index, and vLLM's where it is installed."""
 
-    def store(chain: HashChain) -> None:
-        reservation = pool.reserve(chain)
+    def __init__(self, num_slots: int, policy: str, timer: Timer) -> None:
+        self.policy, self.timer = policy, timer
+        self.pool, self.plain = SlotPool(num_slots, policy=policy), PlainIndex(num_slots)
+        self.blocks = BlockPool(KVShape(1, 1, 1, 1, "float16"), num_slots)
+        self.vllm = VllmPool(num_slots) if VllmPool.is_installed() else None
+        self.vllm_blocks = VllmPool(num_slots) if self.vllm is not None else None
+        self.names: HashChain = []  # ever stored, oldest first
+        self.num_gone = 0  # of them: the plain index has the others
+        self.newer_half = num_slots // 2
+
+    def fill(self, chain: HashChain) -> None:
+        """One chain more in all of them."""
+        self.store(chain)
+        self.plain.slots.update(zip(chain, range(CHAIN), strict=True))
+        if self.vllm is not None:
+            self.vllm.store(chain)
+        self.names += chain
+
+    def some(self, batch: int, draw: random.Random) -> HashChain:
+        """Blocks somewhere in the newer half: not evicted yet."""
+        first = draw.randrange(len(self.names) - self.newer_half, len(self.names) - batch + 1)
+        return again(self.names[first : first + batch])
+
+    def store(self, hashes: HashChain) -> None:
+        """Reserve, seal, release."""
+        reservation = self.pool.reserve(hashes)
         if reservation is None:
             raise RuntimeError("the pool has no room, although nothing is leased")
-        pool.seal(reservation).release()
+        self.pool.seal(reservation).release()
 
-    def lease_and_release(chain: HashChain) -> None:
-        pool.lease(chain).release()
+    def lease_and_release(self, hashes: HashChain) -> None:
+        """Lease, release."""
+        self.pool.lease(hashes).release()
 
-    def allocate_and_free() -> None:
-        block_ids = blocks.allocate(BATCH)
+    def allocate_and_free(self, count: int) -> None:
+        """L1's blocks."""
+        block_ids = self.blocks.allocate(count)
         if block_ids is not None:
-            blocks.free(block_ids)
+            self.blocks.free(block_ids)
 
+    def round(self, batch: int, new: HashChain, draw: random.Random) -> None:
+        """Every verb and every reference once."""
+        if self.pool.lookup(self.some(batch, draw)) != batch:
+            raise RuntimeError("blocks that must be held are not: the figures would be of misses")
+        old = self.names[self.num_gone : self.num_gone + batch]
+        copies = [self.some(batch, draw) for _ in range(5)]
+        measure, policy = self.timer.measure, self.policy
+        measure(f"{policy} lookup", batch, self.pool.lookup, copies[0])
+        measure("dict.get", batch, self.plain.look_up, copies[1])
+        measure(f"{policy} lease + release", batch, self.lease_and_release, copies[2])
+        measure(f"{policy} store", batch, self.store, again(new))
+        measure("dict pop + set", batch, self.plain.replace, again(old), again(new))
+        measure("allocate + free", batch, self.allocate_and_free, batch)
+        measure("list slices", batch, self.plain.slice, batch)
+        if self.vllm is not None and self.vllm_blocks is not None:
+            measure("vLLM lookup", batch, self.vllm.look_up, copies[3])
+            measure("vLLM lease + release", batch, self.vllm.lease_and_release, copies[4])
+            measure("vLLM store", batch, self.vllm.store, again(new))
+            measure("vLLM allocate + free", batch, self.vllm_blocks.allocate_and_free, batch)
+        self.names += new
+        self.num_gone += batch
+
+
+def measure(num_slots: int, num_blocks: int, policy: str, timer: Timer) -> None:
+    """Fill the pools, then time their verbs, about `num_blocks` blocks of each batch size."""
+    race, num_held = Race(num_slots, policy, timer), num_slots // CHAIN + 1
     progress(f"{policy}: filling {num_slots} slots")
-    for chain in stream[: num_held + 1]:
-        store(chain)
-        plain.slots.update(zip(chain, range(BATCH), strict=True))
-    progress(f"{policy}: {rounds} rounds")
-    for turn in range(rounds):
-        new, old = stream[num_held + 1 + turn], stream[turn]
-        held = stream[num_held - 2 * turn % (num_held // 2)]  # of the newer half: not evicted yet
-        copies = [again(held) for _ in range(3)]
-        if pool.lookup(held) != BATCH:
-            raise RuntimeError("a chain that must be held is not: the figures would be of misses")
-        timer.measure(f"{policy} lookup", pool.lookup, copies[0])
-        timer.measure("dict.get", plain.look_up, copies[1])
-        timer.measure(f"{policy} lease + release", lease_and_release, copies[2])
-        timer.measure(f"{policy} store", store, again(new))
-        timer.measure("dict pop + set", plain.replace, again(old), again(new))
-    for _ in range(2 * rounds):  # apart from the others: an L1 pool's books are not flushed by a million-entry dict
-        timer.measure("allocate + free", allocate_and_free)
-        timer.measure("list slices", plain.slice)
-    pool.check()
-    blocks.check()
+    stream = chains(1 << 30)
+    for _ in range(num_held):
+        race.fill(next(stream))
+    draw = random.Random(1)
+    for batch in BATCHES:
+        rounds = max(15, min(2000, num_blocks // batch))
+        progress(f"{policy}: {rounds} rounds of {batch} blocks")
+        new = iter([name for _ in range(-(-rounds * batch // CHAIN)) for name in next(stream)])
+        for _ in range(rounds):
+            race.round(batch, [next(new) for _ in range(batch)], draw)
+    race.pool.check()
+    race.blocks.check()
 
 
 def main() -> int:
-    options = parser(__doc__).parse_args()
-    num_slots, rounds = (65_536, 12) if options.quick else (1_000_000, 150)
+    options = parser(__doc__)
+    options.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM and kvtier: race against it")
+    chosen = options.parse_args()
+    if chosen.vllm and not VllmPool.is_installed():
+        os.execv(chosen.vllm, [chosen.vllm, *sys.argv])  # there the option is of no effect
+    num_slots, num_blocks = (65_536, 2_000) if chosen.quick else (1_000_000, 150 * CHAIN)
     timer = Timer()
     for policy in ("lru", "s3fifo"):
-        measure(num_slots, rounds, policy, timer)
-    wanted = (
-        ("lookup", "lookup", "dict.get", 0.10),
-        ("lease + release", "lease + release", "dict.get", 0.20),
-        ("store with eviction", "store", "dict pop + set", 0.45),
+        measure(num_slots, num_blocks, policy, timer)
+    verbs = (
+        ("lookup", "{} lookup", "dict.get", "vLLM lookup", 0.10),
+        ("lease + release", "{} lease + release", "dict.get", "vLLM lease + release", 0.20),
+        ("store with eviction", "{} store", "dict pop + set", "vLLM store", 0.45),
+        ("allocate + free, unkeyed", "allocate + free", "list slices", "vLLM allocate + free", 0.03),
     )
     rows: list[dict[str, object]] = []
     targets: list[Target] = []
-
-    def add(what: str, name: str, reference: str, limit: float, is_target: bool) -> None:
-        ours, bare = timer.median(name), timer.median(reference)
-        rows.append(
-            {"verb": what, "us/block": ours, "target": limit, "reference": reference, "its us": bare}
-            | {"ratio": ours / bare}
-        )
-        if is_target:
-            targets.append(Target(f"{what}, us per block", limit, ours))
-
-    for policy in ("lru", "s3fifo"):
-        for what, name, reference, limit in wanted:
-            add(f"{what}, {policy}", f"{policy} {name}", reference, limit, policy == "lru")
-    add("allocate + free, unkeyed", "allocate + free", "list slices", 0.03, True)
-    return report("pool_throughput", rows, targets, options.json, options.save)
+    for batch in BATCHES:
+        for policy in ("lru", "s3fifo"):
+            for verb, name, reference, theirs, limit in verbs:
+                if policy == "s3fifo" and "{}" not in name:
+                    continue
+                ours, bare = timer.median(name.format(policy), batch), timer.median(reference, batch)
+                vllm = timer.median(theirs, batch)
+                assert ours is not None
+                assert bare is not None
+                row: dict[str, object] = {"verb": verb, "policy": policy, "batch": batch, "us/block": ours}
+                row |= {"reference": reference, "its us": bare, "ratio": ours / bare}
+                row |= {"vLLM us": "no vLLM" if vllm is None else vllm, "of vLLM": vllm and ours / vllm}
+                rows.append(row)
+                if policy == "lru" and batch == CHAIN:
+                    targets.append(Target(f"{verb}, us per block", limit, ours))
+                elif policy == "lru" and vllm is not None:
+                    targets.append(Target(f"{verb}, batches of {batch}: of vLLM's BlockPool", MAX_OF_VLLM, ours / vllm))
+    return report("pool_throughput", rows, targets, chosen.json, chosen.save)
 
 
 if __name__ == "__main__":

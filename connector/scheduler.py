@@ -12,6 +12,7 @@ from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.connector.request import ConnectedRequest, LoadingOp, Request, StoringOp
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Pending, Wanted
+from kvtier.tiers.pool import listed
 
 _LOOK_AGAIN: Final = 0.05  # seconds: a request that waits is looked up at every step
 
@@ -166,8 +167,10 @@ class SchedulerSide:
         """Take in what the worker's copies came to: release leases, seal stores, name what failed."""
         loaded: list[str] = []
         failed: list[tuple[str, int]] = []
+        ended_well = set(report.finished)
+        num_stored = 0
         for op_id in (*report.finished, *report.failed):
-            well = op_id in report.finished
+            well = op_id in ended_well
             if (load := self._loads.pop(op_id, None)) is not None:
                 if well:
                     loaded.append(load.op.request_id)
@@ -181,12 +184,14 @@ class SchedulerSide:
             elif (store := self._stores.pop(op_id, None)) is not None and store.reservation is not None:
                 if well:
                     self._released += store.blocks
-                    self._moved("store", len(store.blocks), 0.0)
+                    num_stored += len(store.blocks)
                     self.tiers.seal(store.reservation, _records(store), store.epoch)
                 else:
                     self._drop(store, Outcome.COPY_FAILED, is_lost=op_id in report.lost)
             elif (copy := self._behind.pop(op_id, None)) is not None:
                 self._ended_behind(copy, well=well)
+        if num_stored:
+            self._moved("store", num_stored, 0.0)
         if report.lost and not self._lost:
             self._lost = True
             self.forget_promises()
@@ -372,7 +377,7 @@ class SchedulerSide:
             store.blocks = [store.blocks[i] for i in indices]
             store.reservation = reservation
             self._stores[op_id] = store
-            slots, generations = tuple(reservation.slots.tolist()), tuple(reservation.generations.tolist())
+            slots, generations = tuple(listed(reservation.places)), tuple(listed(reservation.times))
             ops.append(CopyOp(op_id, store.request_id, tuple(store.blocks), slots, generations))
         return ops
 

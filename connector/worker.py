@@ -132,14 +132,15 @@ class WorkerSide:
         finished: list[int] = []
         failed: list[int] = []
         lost: list[int] = []
-        for op_id, events in [
-            *((op_id, [event for _, event in groups]) for op_id, groups in self._loads.items()),
-            *((op_id, [event]) for op_id, event in self._stores.items()),
-        ]:
-            if all(event.done() for event in events):
-                badly = op_id in self._given_up or any(event.error for event in events)
-                (failed if badly else finished).append(op_id)
-                if any(event.is_lost for event in events):
+        for op_id, groups in self._loads.items():
+            if all(event.done() for _, event in groups):
+                (failed if any(event.error for _, event in groups) else finished).append(op_id)
+                if any(event.is_lost for _, event in groups):
+                    lost.append(op_id)
+        for op_id, event in self._stores.items():
+            if event.done():
+                (failed if event.error or op_id in self._given_up else finished).append(op_id)
+                if event.is_lost:
                     lost.append(op_id)
         for op_id in (*finished, *failed):
             self._loads.pop(op_id, None)  # a layerwise op may be polled only after the compute that needs it

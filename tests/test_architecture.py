@@ -89,6 +89,7 @@ EXPLAINED: Final = {
     "tiers/file/extents.py:ExtentMap": "an extent's whole life, to the end of its slab's tail, over one index",
     "tiers/copies/device.py:BlockPool": "L1's verbs under one lock; four of them are an Announcer's",
     "tiers/pool/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
+    "tiers/pool/slots.py:SlotTable": "all that happens to a slot, over one set of arrays; pools are verbs over it",
     "tiers/hierarchy/io_queue.py:_work:except": "top of the worker loop: a failed end is logged, the thread lives on",
     "tiers/hierarchy/io_queue.py:_result:except": "a job that raises is counted, the thread lives on",
     "service/router/replicas.py:look:except": "whatever a replica says, it is looked at again",

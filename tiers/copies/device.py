@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvtier.tiers import BlockRecord, ChainHash, Changes, ChildBlock
 from kvtier.tiers.host import memory
 from kvtier.tiers.naming import KVShape
-from kvtier.tiers.pool import FILLING, READY, ChildIndex, Slots, SlotTable
+from kvtier.tiers.pool import FILLING, READY, BatchTable, ChildIndex, Slots
 
 
 class BlockPool:
@@ -40,7 +40,7 @@ class BlockPool:
         self.shape = shape
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
-        self._table = SlotTable(num_blocks, "lru")
+        self._table = BatchTable(num_blocks, "lru")
         self.tells = False  # whether somebody listens
         self.partial_blocks = self.wants_records = partial_blocks and enable_prefix_caching
         self._child_index = ChildIndex(num_blocks) if self.partial_blocks else None
@@ -62,14 +62,13 @@ class BlockPool:
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
         """How many leading blocks are held. No side effect."""
         with self._lock:
-            return len(self._table.find_run(hashes))
+            return len(self._table.of(len(hashes)).find_run(hashes))
 
     def match(self, hashes: Sequence[ChainHash]) -> NDArray[np.int64]:
         """The ids of the leading blocks held, each with one reference more; the caller `free`s them."""
         with self._lock:
-            block_ids = self._table.find_run(hashes)
-            self._table.ref(block_ids)
-            return block_ids
+            block_ids, _ = self._table.of(len(hashes)).lease(hashes)
+            return np.asarray(block_ids, np.int64)
 
     def children(self, parent: ChainHash, start: bytes = b"") -> list[ChildBlock]:
         """Blocks held now that follow this one and begin with these tokens; maybe not all.
@@ -101,10 +100,8 @@ class BlockPool:
             table = self._table
             if n + leaving > table.num_free + table.num_ready - table.num_leased:
                 return None
-            block_ids = table.take(n, spare_parents=False)
-            if block_ids is not None:
-                table.refs[block_ids] = 1
-            return block_ids
+            block_ids = table.of(n).allocate(n)
+            return None if block_ids is None else np.asarray(block_ids, np.int64)
 
     def publish(
         self,
@@ -167,7 +164,7 @@ class BlockPool:
         slots = np.asarray(block_ids, np.int64)
         with self._lock:
             table = self._table
-            table.unref(slots)
+            table.of(len(slots)).unref(slots)
             if table.tails and len(idle := slots[table.is_tail[slots] & (table.refs[slots] == 0)]):
                 table.idle.withdraw(idle)
                 table.policy.give_back(idle)

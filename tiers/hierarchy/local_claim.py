@@ -9,7 +9,7 @@ from kvtier.tiers import BlockRecord, ChainHash, Outcome, checksum
 from kvtier.tiers.hierarchy.cache_tiers import Claim
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.shared_lookup import Question
-from kvtier.tiers.hierarchy.stores import SealJob
+from kvtier.tiers.hierarchy.stores import Sealing
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import Lease, Reservation
 
@@ -25,7 +25,7 @@ class LocalClaim(Claim):
     # while it is asked where the blocks are
     questions: list[Question] = field(default_factory=list)  # asked of shared tiers, not read yet
     asked_until: int = 0  # blocks, from the chain's start, that shared tiers were asked about
-    sealing: SealJob | None = None  # a store has filled the first block that no tier holds
+    sealing: Sealing | None = None  # a store has filled the first block that no tier holds
     patient_until: float = 0.0  # for such stores, on the monotonic clock
 
     # while the run is promoted

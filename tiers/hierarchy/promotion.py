@@ -216,7 +216,7 @@ class Promoter:
             at: result for at, result in zip(read.positions, results, strict=True) if type(result) is BlockRecord
         }
         good = list(records)
-        self.host.describe(read.reservation.slots[good], list(records.values()))
+        self.host.describe(read.reservation.slots[good].tolist(), list(records.values()))
         return good, [position for position in read.positions if position not in records]
 
     def _tell_waiters(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> None:

@@ -1,8 +1,9 @@
 """Stores: slots in L2 for computed blocks, their sealing in the background, and the way down to lower tiers."""
 
+import logging
 import math
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -14,10 +15,13 @@ from kvtier.tiers.hierarchy.io_queue import IoQueue
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.pool import Reservation
+from kvtier.tiers.pool import Reservation, listed
+
+_log = logging.getLogger(__name__)
 
 _SIGHTINGS_PER_SLOT: Final = 4  # how many blocks not yet admitted are remembered, per L2 slot
 _MAX_SEALING: Final = 1 << 16  # reservations waiting to be sealed
+_SEALED_AT_ONCE: Final = 256  # blocks, about: those in front wait for the hashes of all
 
 
 class StoreQueue:
@@ -44,21 +48,24 @@ class StoreQueue:
         self._settings = settings
         self._metrics = metrics
         self._demoters = [Demoter(port, host, settings.store_queue, metrics, clock) for port in ports]
-        self.unsealed: dict[ChainHash, SealJob] = {}  # filled blocks that are not published yet
+        self.unsealed: dict[ChainHash, Sealing] = {}  # filled blocks that are not published yet
+        self._waiting: deque[Sealing] = deque()  # of them, those that no job has taken: a job is queued for them
         self._sightings: OrderedDict[ChainHash, int] = OrderedDict()
         self._cleaning: set[ChainHash] = set()  # write-back: dirty blocks being written
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
         """All that a step stores, in one pass if there is room for all; else chain by chain, what fits of its head."""
-        taken: list[Reservation | None] = [None] * len(wanted)
         if not self._host.keeps_tails:
             wanted = [replace(each, hashes=()) if each.is_tail else each for each in wanted]
-        if len(wanted) > 1 and self._settings.admit_after <= 1 and not self.closed:
-            taken = self._host.pool.reserve_each([(each.hashes, each.parent) for each in wanted])
-        made = [
-            self._reserve_head(each) if reservation is None else reservation
-            for each, reservation in zip(wanted, taken, strict=True)
-        ]
+        heads = [self._admitted(each) for each in wanted]
+        made: list[Reservation | None] = [None] * len(wanted)
+        at = [i for i, each in enumerate(wanted) if not each.hashes or (heads[i] and not self.closed)]
+        taken = self._host.pool.reserve_each([(wanted[i].hashes[: heads[i]], wanted[i].parent) for i in at])
+        for i, reservation in zip(at, taken, strict=True):
+            made[i] = reservation
+        for i, num_blocks in enumerate(heads):
+            if num_blocks and made[i] is None:
+                made[i] = self._reserve_less(wanted[i], num_blocks)
         for each, reservation in zip(wanted, made, strict=True):
             if each.is_tail and reservation is not None:
                 reservation.is_tail = True
@@ -66,10 +73,16 @@ class StoreQueue:
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
         """Publish and pass down, in the background."""
-        job = SealJob(self, reservation, records, epoch)
+        sealing = Sealing(reservation, records, epoch)
         with self._lock:
-            self.unsealed.update(dict.fromkeys(reservation.hashes, job))
-        if not self.sealing_queue.submit(job):
+            self.unsealed.update(dict.fromkeys(reservation.hashes, sealing))
+            is_full = len(self._waiting) >= _MAX_SEALING
+            if not is_full:
+                self._waiting.append(sealing)
+            job = SealJob(self) if len(self._waiting) == 1 and not is_full else None
+        if is_full:
+            self.sealed([sealing], [Outcome.QUEUE_FULL])
+        elif job is not None and not self.sealing_queue.submit(job):
             job.end(Outcome.CLOSED, late=False)
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
@@ -80,7 +93,7 @@ class StoreQueue:
         self._metrics.dropped(L2, reason, len(reservation.hashes))
         self._host.pool.quarantine(reservation)
 
-    def sealing(self, chain_hash: ChainHash) -> "SealJob | None":
+    def sealing(self, chain_hash: ChainHash) -> "Sealing | None":
         """What is about to publish this block: once it is `done`, a lookup finds the block, or it will not come."""
         with self._lock:
             if (job := self.unsealed.get(chain_hash)) is not None:
@@ -102,63 +115,106 @@ class StoreQueue:
 
     # on the sealing thread
 
-    def publish(self, job: "SealJob") -> Outcome:
+    def next_sealings(self) -> "list[Sealing]":
+        """The oldest of what waits, taken; another job is queued for what is left."""
+        taken, num_blocks = [], 0
+        with self._lock:
+            while self._waiting and num_blocks < _SEALED_AT_ONCE:
+                taken.append(self._waiting.popleft())
+                num_blocks += len(taken[-1].reservation)
+            is_more = bool(self._waiting)
+        if is_more and not self.sealing_queue.submit(job := SealJob(self)):
+            job.end(Outcome.CLOSED, late=False)
+        return taken
+
+    def publish(self, sealings: "Sequence[Sealing]") -> list[Outcome]:
         """Hash the filled slots, make them findable and offer them to the lower tiers. Not OK: nothing was published.
 
-        The order matters for FAULTS 37: the epoch is compared and the blocks are named under one lock.
+        All whole blocks at once; each tail by itself, as what came before it may make it worthless.
         """
-        reservation, region = job.reservation, self._host.region
-        slots = reservation.slots.tolist()
-        hashed = [
-            BlockRecord(record.chain_hash, record.parent, record.tokens, checksum(region.slot(slot)))
-            for slot, record in zip(slots, job.records, strict=True)
-        ]
+        whole = [each for each in sealings if not each.reservation.is_tail]
+        outcomes = dict(zip(map(id, whole), self._publish(whole), strict=True))
+        outcomes |= {id(each): self._publish([each])[0] for each in sealings if each.reservation.is_tail}
+        return [outcomes[id(each)] for each in sealings]
+
+    def _publish(self, sealings: "Sequence[Sealing]") -> list[Outcome]:
+        """The order matters for FAULTS 37: the epoch is compared and the blocks are named under one lock."""
+        pool, hashed = self._host.pool, [self._hashed(each) for each in sealings]
         with self._lock:
-            if job.epoch != self.epoch or self.closed:
-                return Outcome.EPOCH if job.epoch != self.epoch else Outcome.CLOSED
-            if reservation.is_tail and self._host.is_covered(hashed[0]):
-                self._host.pool.abandon(reservation)  # as if it had been held already
-                return Outcome.OK
-            self._host.describe(reservation.slots, hashed)
-            lease = self._host.pool.seal(reservation)
+            outcomes = [self._verdict(each, records) for each, records in zip(sealings, hashed, strict=True)]
+            good = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+            good = [i for i in good if not self._is_covered(sealings[i], hashed[i])]
+            reservations = [sealings[i].reservation for i in good]
+            records = [record for i in good for record in hashed[i] or ()]
+            self._host.describe([slot for each in reservations for slot in listed(each.places)], records)
+            lease = pool.seal_each(reservations)
         try:
-            self._metrics.stored(L2, len(hashed))
-            self._host.drop_covered(hashed)
-            if not reservation.is_tail:  # it is of use for a while, in this tier's memory
-                self._pass_down(reservation.hashes)
+            self._metrics.stored(L2, len(records))
+            for i, reservation in zip(good, reservations, strict=True):
+                self._host.drop_covered(hashed[i] or ())
+                if not reservation.is_tail:  # it is of use for a while, in this tier's memory
+                    self._pass_down(reservation.hashes)
         finally:
             lease.release()
-        return Outcome.OK
+        return outcomes
 
-    def sealed(self, job: "SealJob") -> None:
-        """It has ended, well or not: whoever waits for its blocks may look."""
+    def sealed(self, sealings: "Sequence[Sealing]", outcomes: Sequence[Outcome]) -> None:
+        """They have ended. Where not well, their slots are given back. Whoever waits for their blocks may look."""
+        for sealing, outcome in zip(sealings, outcomes, strict=True):
+            if outcome is not Outcome.OK:
+                self.abandon(sealing.reservation, outcome)
         with self._lock:
-            job.done = True
-            for chain_hash in job.reservation.hashes:
-                if self.unsealed.get(chain_hash) is job:
-                    del self.unsealed[chain_hash]
-            if job.awaited:
+            for sealing in sealings:
+                sealing.done = True
+                for chain_hash in sealing.reservation.hashes:
+                    if self.unsealed.get(chain_hash) is sealing:
+                        del self.unsealed[chain_hash]
+            if any(sealing.awaited for sealing in sealings):
                 self._lock.notify_all()
 
     # inside
 
-    def _reserve_head(self, wanted: Wanted) -> Reservation | None:
-        """As many leading blocks as fit; what is left out is counted."""
-        hashes = wanted.hashes
-        if not hashes:
-            return self._host.pool.reserve(hashes)
-        admitted = len(hashes) if self._settings.admit_after <= 1 else self._admit(wanted)
-        if admitted < len(hashes):
-            self._metrics.dropped(L2, Outcome.NOT_ADMITTED, len(hashes) - admitted)
-        want = admitted
+    def _hashed(self, sealing: "Sealing") -> list[BlockRecord] | None:
+        """What lies in the slots; None where it cannot be told."""
+        region, places = self._host.region, listed(sealing.reservation.places)
+        try:
+            return [
+                BlockRecord(record.chain_hash, record.parent, record.tokens, checksum(region.slot(slot)))
+                for slot, record in zip(places, sealing.records, strict=True)
+            ]
+        except (ValueError, IndexError):  # its records are not those of its slots
+            _log.exception("a store could not be hashed; counted as %s", Outcome.IO_ERROR)
+            return None
+
+    def _verdict(self, sealing: "Sealing", records: list[BlockRecord] | None) -> Outcome:
+        """Under the lock: OK if the blocks may be published."""
+        if sealing.epoch != self.epoch or self.closed:
+            return Outcome.EPOCH if sealing.epoch != self.epoch else Outcome.CLOSED
+        return Outcome.OK if records is not None else Outcome.IO_ERROR
+
+    def _is_covered(self, sealing: "Sealing", records: list[BlockRecord] | None) -> bool:
+        """Whether it is a tail that a held block begins with. It is given up then, as if it had been held already."""
+        if not (sealing.reservation.is_tail and records and self._host.is_covered(records[0])):
+            return False
+        self._host.pool.abandon(sealing.reservation)
+        return True
+
+    def _admitted(self, wanted: Wanted) -> int:
+        """How many leading blocks are to be stored; the others are counted."""
+        admitted = len(wanted.hashes) if self._settings.admit_after <= 1 else self._admit(wanted)
+        if admitted < len(wanted.hashes):
+            self._metrics.dropped(L2, Outcome.NOT_ADMITTED, len(wanted.hashes) - admitted)
+        return admitted
+
+    def _reserve_less(self, wanted: Wanted, admitted: int) -> Reservation | None:
+        """There is no room for so many blocks: as many leading ones as fit; what is left out is counted."""
+        want = admitted // 2
         while want and not self.closed:
-            if (reservation := self._host.pool.reserve(hashes[:want], wanted.parent)) is not None:
-                if want < admitted:
-                    self._metrics.dropped(L2, Outcome.NO_SLOT, admitted - want)
+            if (reservation := self._host.pool.reserve(wanted.hashes[:want], wanted.parent)) is not None:
+                self._metrics.dropped(L2, Outcome.NO_SLOT, admitted - want)
                 return reservation
             want //= 2
-        if admitted:
-            self._metrics.dropped(L2, Outcome.CLOSED if self.closed else Outcome.NO_SLOT, admitted)
+        self._metrics.dropped(L2, Outcome.CLOSED if self.closed else Outcome.NO_SLOT, admitted)
         return None
 
     def _admit(self, wanted: Wanted) -> int:
@@ -222,26 +278,33 @@ def _chains(hashes: Sequence[ChainHash], parent_of: Callable[[ChainHash], ChainH
 
 
 @dataclass(eq=False, slots=True)
-class SealJob:
-    """Hashing and publishing one reservation. Implements `Job`."""
+class Sealing:
+    """One reservation that is to be hashed and published."""
 
-    stores: StoreQueue
     reservation: Reservation
     records: Sequence[BlockRecord]
     epoch: int
     awaited: bool = False  # somebody wants to know when it is done
     done: bool = False  # its blocks are there, or will not come
+
+
+@dataclass(eq=False, slots=True)
+class SealJob:
+    """Hashing and publishing all that waits when its turn comes: a step's stores are one job. Implements `Job`."""
+
+    stores: StoreQueue
+    sealings: list[Sealing] | None = None  # once its turn has come
     deadline: float = math.inf  # memory only: it cannot hang
 
-    def run(self) -> Outcome:
+    def run(self) -> list[Outcome]:
         """On the sealing thread."""
-        return self.stores.publish(self)
+        self.sealings = self.stores.next_sealings()
+        return self.stores.publish(self.sealings)
 
-    def end(self, result: Outcome, *, late: bool) -> None:
+    def end(self, result: list[Outcome] | Outcome, *, late: bool) -> None:
         """Not OK: its slots are given back."""
-        if result is not Outcome.OK:
-            self.stores.abandon(self.reservation, result)
-        self.stores.sealed(self)
+        sealings = self.stores.next_sealings() if self.sealings is None else self.sealings
+        self.stores.sealed(sealings, [result] * len(sealings) if isinstance(result, Outcome) else result)
 
     def overdue(self) -> None:
         """Never told: there is no deadline."""

@@ -18,7 +18,7 @@ from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.host import memory
 from kvtier.tiers.host.cuda_driver import cuda_driver
 from kvtier.tiers.host.pinning import PinDriver, PinnedPieces
-from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool, Slots
+from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool
 
 logger = logging.getLogger(__name__)
 
@@ -189,9 +189,8 @@ class HostTier:
         self._child_index = ChildIndex(region.num_slots) if partial_blocks else None
         self._indexing = threading.Lock()  # held while blocks are entered there; finding them takes none
 
-    def describe(self, slots: Slots, records: Sequence[BlockRecord]) -> None:
+    def describe(self, places: list[int], records: Sequence[BlockRecord]) -> None:
         """Say what lies in filled slots, just before they are sealed."""
-        places = slots.tolist()
         for slot, record in zip(places, records, strict=True):
             self.records[slot] = record
         if self._child_index is not None and len(places):

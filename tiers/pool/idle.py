@@ -29,6 +29,7 @@ class IdleSlots:
         self.dirty = np.zeros(rows, np.bool_)
         self.num_dirty = 0
         self._places = np.zeros(rows, np.int64)  # scratch of `_split`
+        self._is_parked = memoryview(self._parked)  # for one at a time
 
     def withdraw(self, slots: Slots) -> None:
         """Slots are used, or leave by force: they are not idle any more. Fine if they were not.
@@ -66,6 +67,45 @@ class IdleSlots:
             return None
         self._policy.evicted(victims)
         return victims
+
+    def withdraw_one(self, slot: int) -> None:
+        """As `withdraw`, of one slot."""
+        self._policy.leave_one(slot)
+        if self._num_parked and self._is_parked[slot]:
+            self._is_parked[slot] = False
+            self._num_parked -= 1
+        if self.num_dirty:
+            self._deferred.remove_one(slot)
+
+    def choose_few(self, count: int, *, spare_parents: bool) -> list[int] | None:
+        """As `choose`, for few victims."""
+        victims: list[int] = []
+        while not self.num_dirty and len(victims) < count:
+            batch = self._policy.pop_few(count - len(victims))
+            if not batch:
+                break
+            going = self._split_few(batch)
+            self.release_few([self._links.parent_of(slot) for slot in going])
+            victims += going
+        if len(victims) == count:
+            self._policy.evicted_few(victims)
+            return victims
+        if victims:  # the rest are parked or dirty: all over again, in bulk
+            taken = np.array(victims, np.int64)
+            self._links.add_children(self._links.living_parents(taken))
+            self._policy.give_back(taken)
+        chosen = self.choose(count, spare_parents=spare_parents)
+        return None if chosen is None else chosen.tolist()
+
+    def release_few(self, parents: list[int]) -> None:
+        """As `release_parents`, of few."""
+        num_children, nobody = self._links.num_children, self._links.nobody
+        for parent in parents:
+            if parent != nobody:
+                num_children[parent] -= 1
+        if self._num_parked:
+            for slot in dict.fromkeys(each for each in parents if self._is_parked[each] and not num_children[each]):
+                self._unpark(slot)
 
     def unlink(self, slots: Slots) -> None:
         """Slots leave their chains: their parents have a child fewer."""
@@ -144,29 +184,36 @@ class IdleSlots:
         inside = alive & (batch[places] == parents)
         if (children == np.bincount(places[inside], minlength=size)).all():
             return batch
-        return self._split_one_by_one(batch)
+        parents = np.where(alive, parents, self._links.nobody)
+        return np.array(self._split_one_by_one(batch.tolist(), children.tolist(), parents.tolist()), np.int64)
 
-    def _split_one_by_one(self, batch: Slots) -> Slots:
+    def _split_few(self, batch: list[int]) -> list[int]:
+        """As `_split`, of few."""
+        links = self._links
+        children = [links.num_children[slot] for slot in batch]
+        if not any(children):
+            return batch
+        parents = [links.parent_of(slot) for slot in batch]
+        if all(num == parents.count(slot) for slot, num in zip(batch, children, strict=True)):
+            return batch
+        return self._split_one_by_one(batch, children, parents)
+
+    def _split_one_by_one(self, batch: list[int], children: list[int], parents: list[int]) -> list[int]:
         going: list[int] = []
         gone: dict[int, int] = {}  # parent → its children that go
-        parked: list[int] = []
-        parents, alive = self._links.parents(batch)
-        rows = zip(batch.tolist(), self._links.children[batch].tolist(), parents.tolist(), alive.tolist(), strict=True)
-        for slot, num_children, parent, is_alive in rows:
-            if num_children != gone.get(slot, 0):
-                parked.append(slot)
-                continue
-            going.append(slot)
-            if is_alive:
+        for slot, num_children, parent in zip(batch, children, parents, strict=True):
+            if num_children == gone.get(slot, 0):
+                going.append(slot)
                 gone[parent] = gone.get(parent, 0) + 1
-        self._parked[parked] = True
-        self._num_parked += len(parked)
-        return np.array(going, np.int64)
+            else:
+                self._is_parked[slot] = True
+        self._num_parked += len(batch) - len(going)
+        return going
 
     def _unpark(self, slot: int) -> None:
         """Give a parked slot back to the policy, and with it the parked ancestors that wait for it alone."""
         links, run = self._links, [slot]
-        while self._parked[parent := links.parent_of(run[-1])] and links.children[parent] == 1:
+        while self._is_parked[parent := links.parent_of(run[-1])] and links.num_children[parent] == 1:
             run.append(parent)
         slots = np.array(run, np.int64)
         self._parked[slots] = False

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
+from kvtier.tiers.pool.states import AnySlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class PoolCounts:
     tails: int  # of the ready ones: a chain's unfinished last block
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Reservation:
     """Slots taken for blocks that are not held yet, invisible until `SlotPool.seal`.
 
@@ -34,13 +35,21 @@ class Reservation:
 
     hashes: list[ChainHash]
     indices: list[int]  # positions in the hashes `reserve` was asked for
-    slots: NDArray[np.int64]
-    generations: NDArray[np.int64]
+    places: AnySlots  # `slots`, as the pool keeps them
+    times: AnySlots  # `generations`, likewise
     parents: list[ChainHash | None]
     epoch: int = field(repr=False)  # the pool's count of resets when the slots were taken
     num_open: int = field(repr=False)  # slots still filling
     on_end: "Callable[[Reservation, bool], None]" = field(repr=False)  # (itself, whether it was dropped)
     is_tail: bool = field(default=False, init=False)  # of one block that is a chain's unfinished last one
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        return np.asarray(self.places, np.int64)
+
+    @property
+    def generations(self) -> NDArray[np.int64]:
+        return np.asarray(self.times, np.int64)
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -66,10 +75,19 @@ class Lease:
     """
 
     hashes: list[ChainHash]
-    slots: NDArray[np.int64]  # in chain order
-    generations: NDArray[np.int64]
+    places: AnySlots  # `slots`, as the pool keeps them
+    times: AnySlots  # `generations`, likewise
     # (itself, whether it was dropped). Whoever made the lease sets this to None, under a lock: then it is released.
     on_release: "Callable[[Lease, bool], None] | None"
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """In chain order."""
+        return np.asarray(self.places, np.int64)
+
+    @property
+    def generations(self) -> NDArray[np.int64]:
+        return np.asarray(self.times, np.int64)
 
     def __len__(self) -> int:
         return len(self.hashes)

@@ -18,6 +18,7 @@ WordsOf = Callable[[Slots], Words]
 _NO_TICKET: Final = -1
 _FIRST_TICKET: Final = 1 << 40  # room below for `push_front`
 _MIN_WINDOW: Final = 256  # entries looked at per step: stale ones are skipped in bulk even when one victim is asked
+_FEW_ENTRIES: Final = 64  # looked at one by one cost what a window costs
 _SMALL_SHARE: Final = 10  # S3-FIFO: one slot in so many belongs to the small queue
 _HOT: Final = 2  # S3-FIFO: uses in the small queue that earn a place in the main one
 _MAX_USES: Final = 3
@@ -45,6 +46,18 @@ class EvictionPolicy(Protocol):
     def evicted(self, slots: Slots) -> None:
         """Note that popped slots lose their blocks."""
 
+    def enter_one(self, slot: int) -> None:
+        """As `enter`, of one slot."""
+
+    def leave_one(self, slot: int) -> None:
+        """As `leave`, of one slot."""
+
+    def pop_few(self, count: int) -> list[int]:
+        """As `pop`, for few victims."""
+
+    def evicted_few(self, slots: list[int]) -> None:
+        """As `evicted`, of few."""
+
     def ranks(self, slots: Slots) -> NDArray[np.int64]:
         """Where each slot stands: lower goes earlier, -1 is no victim now. No side effect."""
 
@@ -65,6 +78,8 @@ class SlotQueue:
         self._ring = np.zeros(self._capacity, np.int64)
         self._tickets = np.full(num_slots, _NO_TICKET, np.int64)
         self._head = self._tail = _FIRST_TICKET
+        # For one at a time: an item of a memoryview costs a third of an array's.
+        self._entry, self._ticket = memoryview(self._ring), memoryview(self._tickets)
 
     def append(self, slots: Slots) -> None:
         """Add slots that are not in the queue, in order, at the end."""
@@ -79,6 +94,32 @@ class SlotQueue:
             self._compact()
         self._head -= len(slots)
         self._write(self._head, slots)
+
+    def append_one(self, slot: int) -> None:
+        """As `append`, of one slot."""
+        if self._tail - self._head >= self._capacity:
+            self._compact()
+        ticket = self._tail
+        self._entry[ticket & self._capacity - 1] = slot
+        self._ticket[slot] = ticket
+        self._tail = ticket + 1
+
+    def remove_one(self, slot: int) -> None:
+        """As `remove`, of one slot."""
+        self._ticket[slot] = _NO_TICKET
+
+    def take_few(self, count: int) -> list[int]:
+        """As `take`, for few slots; behind a crowd of stale entries in bulk all the same."""
+        taken: list[int] = []
+        for ticket in range(self._head, min(self._head + _FEW_ENTRIES, self._tail)):
+            slot = self._entry[ticket & self._capacity - 1]
+            self._head = ticket + 1
+            if self._ticket[slot] == ticket:
+                self._ticket[slot] = _NO_TICKET
+                taken.append(slot)
+                if len(taken) == count:
+                    return taken
+        return [*taken, *self.take(count - len(taken)).tolist()]
 
     def remove(self, slots: Slots) -> None:
         """Drop slots from the queue, wherever they are; fine if they are not in it."""
@@ -140,10 +181,15 @@ class LRU(SlotQueue):
     pop = SlotQueue.take
     give_back = SlotQueue.push_front
     ranks = SlotQueue.tickets
+    enter_one = SlotQueue.append_one
+    leave_one = SlotQueue.remove_one
+    pop_few = SlotQueue.take_few
     admit = None
 
-    def evicted(self, slots: Slots) -> None:
+    def evicted(self, slots: Slots | list[int]) -> None:
         """Nothing to note."""
+
+    evicted_few = evicted
 
 
 class Ghosts:
@@ -264,6 +310,18 @@ class S3FIFO:
     def evicted(self, slots: Slots) -> None:
         """Remember the blocks that leave from the small queue."""
         self._ghosts.add(self._words_of(slots[~self._in_main[slots]]))
+
+    def enter_one(self, slot: int) -> None:
+        self.enter(np.array([slot]))
+
+    def leave_one(self, slot: int) -> None:
+        self.leave(np.array([slot]))
+
+    def pop_few(self, count: int) -> list[int]:
+        return [int(slot) for slot in self.pop(count)]
+
+    def evicted_few(self, slots: list[int]) -> None:
+        self.evicted(np.array(slots, np.int64))
 
     def ranks(self, slots: Slots) -> NDArray[np.int64]:
         """Small queue before main queue, each by place in line: an estimate, as uses decide who gets another round."""

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash, Changes
-from kvtier.tiers.pool.index import Slots, Words
+from kvtier.tiers.pool.few import FEW, BatchTable
+from kvtier.tiers.pool.index import Slots
 from kvtier.tiers.pool.lease import Lease, PoolCounts, Reservation
-from kvtier.tiers.pool.links import slots_before
-from kvtier.tiers.pool.slots import FILLING, QUARANTINED, READY, SlotTable
+from kvtier.tiers.pool.states import FILLING, QUARANTINED, READY, AnySlots, listed
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class SlotPool:
     def __init__(self, num_slots: int, *, policy: str = "lru") -> None:
         self.num_slots = num_slots
         self.num_leaked = 0  # leases that were dropped, not released
-        self._table = SlotTable(num_slots, policy, max(1, num_slots // 8))
+        self._table = BatchTable(num_slots, policy, max(1, num_slots // 8))
         self._lock = threading.Lock()
         self._epoch = 0  # resets so far
         # `__del__` may run anywhere, even inside this pool's own methods: it only leaves a note here.
@@ -53,13 +53,12 @@ class SlotPool:
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
         """How many leading blocks are ready."""
         with self._lock:
-            return len(self._table.find_run(hashes))
+            return len(self._table.of(len(hashes)).find_run(hashes))
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         """Which of the blocks are ready, each by itself."""
         with self._lock:
-            held: list[bool] = (self._table.find(hashes) >= 0).tolist()
-            return held
+            return [slot >= 0 for slot in self._table.of(len(hashes)).find(hashes)]
 
     def generation(self, slot: int) -> int:
         """How often the slot was taken: a copy planned for an older generation must not be made."""
@@ -92,28 +91,20 @@ class SlotPool:
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
-            words, held, before = self._find(hashes, [parent])
-            missing = np.flatnonzero(held < 0)
-            if not self._take_into(held, hashes, words, [0], before):
-                return None
-            return self._reservation(hashes, parent, held, missing)
+            taken = self._table.of(len(hashes)).reserve(hashes, parent)
+            return None if taken is None else self._reservation(hashes, parent, *taken)
 
     def reserve_each(self, chains: Sequence[tuple[Sequence[ChainHash], ChainHash | None]]) -> list[Reservation | None]:
         """`reserve` for several (hashes, parent), each all or nothing; in one pass where there is room for all."""
         names = [name for hashes, _ in chains for name in hashes]
         parents = [parent for _, parent in chains]
         distinct, none_is_empty = set(names), all(hashes for hashes, _ in chains)
-        if len(chains) > 1 and none_is_empty and len(distinct) == len(names) and distinct.isdisjoint(parents):
+        if len(names) > FEW and none_is_empty and len(distinct) == len(names) and distinct.isdisjoint(parents):
             starts = list(accumulate((len(hashes) for hashes, _ in chains), initial=0))
             with self._lock:
                 self._settle_dropped()
-                words, held, before = self._find(names, parents)
-                is_missing = held < 0
-                if self._take_into(held, names, words, starts[:-1], before):
-                    return [
-                        self._reservation(hashes, parent, held[a:b], np.flatnonzero(is_missing[a:b]))
-                        for (hashes, parent), a, b in zip(chains, starts, starts[1:], strict=False)
-                    ]
+                if (taken := self._table.reserve_chains(names, starts[:-1], parents)) is not None:
+                    return self._reservations(chains, starts, *taken)
         return [self.reserve(hashes, parent) for hashes, parent in chains]  # each sees what the one before it took
 
     def seal(self, reservation: Reservation, positions: Sequence[int] | None = None) -> Lease:
@@ -125,16 +116,22 @@ class SlotPool:
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
-            at = self._in_state(reservation, positions, FILLING)
-            if positions is not None and len(at) != len(positions):
-                gone = sorted(set(positions) - set(at.tolist()))
-                raise ValueError(f"seal: positions {gone} are not filling any more, or one is given twice")
-            slots, names = reservation.slots[at], _pick(reservation.hashes, at)
-            self._table.refs[slots] = 1
-            if reservation.epoch == self._epoch:
-                self._table.publish(slots, is_tail=reservation.is_tail)
-            reservation.num_open -= len(at)
-            return Lease(names, slots, reservation.generations[at], self._on_release)
+            return Lease(*self._seal(reservation, positions), self._on_release)
+
+    def seal_each(self, reservations: Sequence[Reservation]) -> Lease:
+        """`seal` of all that still fills of several reservations, under one lease: a step's stores."""
+        names: list[ChainHash] = []
+        slots: list[int] = []
+        generations: list[int] = []
+        with self._lock:
+            if self._dropped:
+                self._settle_dropped()
+            for reservation in reservations:
+                sealed, at, times = self._seal(reservation, None)
+                names += sealed
+                slots += listed(at)
+                generations += listed(times)
+        return Lease(names, slots, generations, self._on_release)
 
     def abandon(self, reservation: Reservation, positions: Sequence[int] | None = None) -> None:
         """Filling → free. Positions that are not filling (any more) are passed over."""
@@ -154,7 +151,7 @@ class SlotPool:
         """Quarantined → free: the operation completed. Positions that are not quarantined are passed over."""
         with self._lock:
             self._settle_dropped()
-            slots = reservation.slots[self._in_state(reservation, positions, QUARANTINED)]
+            slots = reservation.slots[self._table.in_state(reservation, positions, QUARANTINED)]
             self._table.num_quarantined -= len(slots)
             self._table.free(slots)
 
@@ -165,9 +162,8 @@ class SlotPool:
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
-            slots = self._table.find_run(hashes)
-            self._table.ref(slots)
-            return Lease(list(hashes[: len(slots)]), slots, self._table.generation[slots], self._on_release)
+            slots, generations = self._table.of(len(hashes)).lease(hashes)
+            return Lease(list(hashes[: len(slots)]), slots, generations, self._on_release)
 
     def touch(self, hashes: Sequence[ChainHash]) -> None:
         """Count a use of each ready block; the last of the chain stays the first to go."""
@@ -288,67 +284,45 @@ class SlotPool:
         slots = self._table.find(hashes)
         return slots[slots >= 0]
 
-    def _find(self, names: Sequence[ChainHash], parents: Sequence[ChainHash | None]) -> tuple[Words, Slots, Slots]:
-        """The names as words, and the slots of names and parents, ready or filling; -1 where there is none."""
-        words, slots = self._table.index.find([*names, *(parent for parent in parents if parent is not None)])
-        before = np.full(len(parents), -1, np.int64)
-        before[[parent is not None for parent in parents]] = slots[len(names) :]
-        return words[: len(names)], slots[: len(names)], before
-
-    def _take_into(
-        self, held: Slots, hashes: Sequence[ChainHash], words: Words, starts: list[int], parents: Slots
-    ) -> bool:
-        """Take slots where `held` has none (-1), name them and link them to their chain. False: no room."""
-        missing = np.flatnonzero(held < 0)
-        if not len(missing):
-            return True
-        table, links = self._table, self._table.links
-        orphans = np.flatnonzero((held[:-1] < 0) & (held[1:] >= 0)) + 1  # held blocks whose parent comes back now
-        if len(starts) > 1:
-            orphans = np.setdiff1d(orphans, starts)
-        anchors = slots_before(held, starts, parents)[missing]
-        anchors = anchors[anchors >= 0]
-        if len(anchors):
-            links.add_children(anchors)  # the blocks these hang on must not go to make room for them
-        slots = table.take(len(missing))
-        if slots is not None:
-            if not table.index.add(words[missing], slots):
-                table.free(slots)
-                table.idle.release_parents(anchors)
-                raise ValueError(f"reserve: a hash comes twice among {len(held)}")
-            held[missing] = slots
-            links.link(slots, slots_before(held, starts, parents)[missing])
-            for i in orphans.tolist():
-                # It may just have been evicted, or its link may live: only its parent's index entry was missing.
-                if table.index.find(hashes[i : i + 1])[1][0] == held[i] and self._is_orphan(int(held[i])):
-                    links.link(held[i : i + 1], held[i - 1 : i])
-        if len(anchors):
-            table.idle.release_parents(anchors)
-        return slots is not None
-
-    def _is_orphan(self, slot: int) -> bool:
-        parent = self._table.links.parent_of(slot)
-        return parent == self.num_slots or self._table.state[parent] not in (FILLING, READY)
-
     def _reservation(
-        self, hashes: Sequence[ChainHash], parent: ChainHash | None, held: Slots, missing: Slots
+        self,
+        hashes: Sequence[ChainHash],
+        parent: ChainHash | None,
+        indices: list[int],
+        slots: AnySlots,
+        generations: AnySlots,
     ) -> Reservation:
-        names, parents = _pick(hashes, missing), _pick([parent, *hashes[:-1]], missing)
-        indices, slots = missing.tolist(), held[missing]
-        generations = self._table.generation[slots]
+        names, parents = _pick(hashes, indices), _pick([parent, *hashes[:-1]], indices)
         return Reservation(names, indices, slots, generations, parents, self._epoch, len(names), self._on_end)
 
-    def _in_state(self, reservation: Reservation, positions: Sequence[int] | None, state: int) -> NDArray[np.intp]:
-        """Those of the positions whose slot is still this reservation's, in `state` and not leased."""
-        at = np.arange(len(reservation.hashes)) if positions is None else np.unique(np.asarray(positions, np.intp))
-        slots, table = reservation.slots[at], self._table
-        own = (table.state[slots] == state) & (table.generation[slots] == reservation.generations[at])
-        own &= table.refs[slots] == 0
-        return at if own.all() else at[own]
+    def _reservations(
+        self,
+        chains: Sequence[tuple[Sequence[ChainHash], ChainHash | None]],
+        starts: list[int],
+        held: Slots,
+        is_new: NDArray[np.bool_],
+    ) -> list[Reservation | None]:
+        """Each chain's, of what all of them were given."""
+        slots, generations, new = held.tolist(), self._table.generation[held].tolist(), is_new.tolist()
+        reservations: list[Reservation | None] = []
+        for (hashes, parent), first in zip(chains, starts, strict=False):
+            at = [i for i in range(len(hashes)) if new[first + i]]
+            own, times = [slots[first + i] for i in at], [generations[first + i] for i in at]
+            reservations.append(self._reservation(hashes, parent, at, own, times))
+        return reservations
+
+    def _seal(
+        self, reservation: Reservation, positions: Sequence[int] | None
+    ) -> tuple[list[ChainHash], AnySlots, AnySlots]:
+        """Names, slots and generations of what was published, with one reference each."""
+        verbs, named = self._table.of(len(reservation)), reservation.epoch == self._epoch
+        at, slots, generations = verbs.seal(reservation, positions, named=named)
+        reservation.num_open -= len(at)
+        return _pick(reservation.hashes, at), slots, generations
 
     def _close(self, reservation: Reservation, positions: Sequence[int] | None) -> Slots:
         """Take filling slots out of the chain and the filling index; the caller decides what becomes of them."""
-        at = self._in_state(reservation, positions, FILLING)
+        at = self._table.in_state(reservation, positions, FILLING)
         slots = reservation.slots[at]
         if reservation.epoch == self._epoch:
             self._table.index.remove(slots)
@@ -368,7 +342,7 @@ class SlotPool:
                 self._settle_dropped()
             if lease.on_release is not None:
                 lease.on_release = None
-                self._table.unref(lease.slots)
+                self._table.of(len(lease)).unref(lease.places)
 
     def _on_end(self, reservation: Reservation, dropped: bool) -> None:
         if dropped:
@@ -392,8 +366,8 @@ class SlotPool:
             elif dropped.on_release is not None:
                 dropped.on_release = None
                 self.num_leaked += 1
-                self._table.unref(dropped.slots)
+                self._table.unref(dropped.places)
 
 
-def _pick(items: Sequence[T], at: NDArray[np.intp]) -> list[T]:
-    return list(items) if len(at) == len(items) else [items[i] for i in at.tolist()]
+def _pick(items: Sequence[T], at: Sequence[int]) -> list[T]:
+    return list(items) if len(at) == len(items) else [items[i] for i in at]

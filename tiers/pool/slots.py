@@ -4,22 +4,21 @@
 chain order, parents first.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
-from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kvtier.tiers import ChainHash
 from kvtier.tiers.pool.changes import ChangeLog
 from kvtier.tiers.pool.idle import IdleSlots
-from kvtier.tiers.pool.index import HashIndex, Slots
-from kvtier.tiers.pool.links import ChainLinks
+from kvtier.tiers.pool.index import HashIndex, Slots, Words
+from kvtier.tiers.pool.lease import Reservation
+from kvtier.tiers.pool.links import ChainLinks, slots_before
 from kvtier.tiers.pool.policy import make_policy
-
-FREE: Final = 0
-FILLING: Final = 1  # taken, and invisible to every lookup
-READY: Final = 2
-QUARANTINED: Final = 3  # an operation that hangs may still write here
+from kvtier.tiers.pool.states import FILLING, FREE, QUARANTINED, READY, AnySlots
 
 
 class SlotTable:
@@ -54,9 +53,7 @@ class SlotTable:
         self.tails: dict[int, None] = {}  # slots of the ready blocks that are not whole, oldest first
         self.is_tail = np.zeros(rows, np.bool_)
         self._max_tails = num_slots if max_tails is None else max_tails
-        self._free = np.arange(num_slots - 1, -1, -1)  # a stack, its top at `num_free`
-
-    # --- finding ------------------------------------------------------------------------------------------------
+        self.free_slots = np.arange(num_slots - 1, -1, -1)  # a stack, its top at `num_free`
 
     # --- a slot's life ------------------------------------------------------------------------------------------
 
@@ -70,10 +67,10 @@ class SlotTable:
             if victims is None:
                 return None
             self.num_evicted += short
-            self._forget(victims)
+            self.forget(victims)
             self.free(victims)
         self.num_free -= count
-        slots = self._free[self.num_free : self.num_free + count][::-1].copy()
+        slots = self.free_slots[self.num_free : self.num_free + count][::-1].copy()
         self.generation[slots] = self.generation.take(slots) + 1
         self.state[slots] = FILLING
         self.links.children[slots] = 0
@@ -102,7 +99,7 @@ class SlotTable:
     def free(self, slots: Slots) -> None:
         """→ FREE, whatever they were; they have no name. The first of them is taken again first."""
         self.state[slots] = FREE
-        self._free[self.num_free : self.num_free + len(slots)] = slots[::-1]
+        self.free_slots[self.num_free : self.num_free + len(slots)] = slots[::-1]
         self.num_free += len(slots)
 
     def drop(self, slots: Slots) -> int:
@@ -114,7 +111,7 @@ class SlotTable:
         used = self.refs[slots] > 0
         self.idle.withdraw(slots[~used])
         self.idle.unlink(slots)
-        self._forget(slots)
+        self.forget(slots)
         self.free(slots[~used])
         self.state[slots[used]] = FILLING
         self.num_leased -= int(np.count_nonzero(used))
@@ -135,7 +132,8 @@ class SlotTable:
         self.tails.clear()
         self.is_tail[:] = False
 
-    def _forget(self, slots: Slots) -> None:
+    def forget(self, slots: Slots) -> None:
+        """Ready slots lose their blocks: their names and what hangs on these."""
         self.index.remove(slots)
         if self.changes is not None:
             self.changes.removed(slots, self.index.words(slots))
@@ -154,7 +152,109 @@ class SlotTable:
         order = self.links.chain_order()
         self.changes.stored(order[(self.state[order] == READY) & ~self.is_tail[order]])
 
+    # --- stores -------------------------------------------------------------------------------------------------
+
+    def reserve(
+        self, hashes: Sequence[ChainHash], parent: ChainHash | None
+    ) -> tuple[list[int], AnySlots, AnySlots] | None:
+        """Take slots for the blocks of a chain that have none, name them and link them to it; None: no room.
+
+        Returns the blocks' positions in `hashes`, their slots and these slots' generations. ValueError if a hash is
+        given twice.
+        """
+        taken = self.reserve_chains(hashes, [0], [parent])
+        if taken is None:
+            return None
+        held, is_new = taken
+        at = np.flatnonzero(is_new)
+        slots = held[at]
+        return at.tolist(), slots, self.generation[slots]
+
+    def reserve_chains(
+        self, names: Sequence[ChainHash], starts: list[int], parents: Sequence[ChainHash | None]
+    ) -> tuple[Slots, NDArray[np.bool_]] | None:
+        """As `reserve`, of chains that begin at `starts` behind `parents`: each name's slot, and whether it is new."""
+        words, found = self.index.find([*names, *(parent for parent in parents if parent is not None)])
+        before = np.full(len(parents), -1, np.int64)
+        before[[parent is not None for parent in parents]] = found[len(names) :]
+        words, held = words[: len(names)], found[: len(names)]
+        is_new = held < 0
+        return (held, is_new) if self._take_into(held, names, words, starts, before) else None
+
+    def _take_into(
+        self, held: Slots, hashes: Sequence[ChainHash], words: Words, starts: list[int], parents: Slots
+    ) -> bool:
+        """Take slots where `held` has none (-1), name them and link them to their chain. False: no room."""
+        missing = np.flatnonzero(held < 0)
+        if not len(missing):
+            return True
+        orphans = np.flatnonzero((held[:-1] < 0) & (held[1:] >= 0)) + 1  # held blocks whose parent comes back now
+        if len(starts) > 1 and len(orphans):
+            orphans = np.setdiff1d(orphans, starts)
+        anchors = slots_before(held, starts, parents)[missing]
+        anchors = anchors[anchors >= 0]
+        if len(anchors):
+            self.links.add_children(anchors)  # the blocks these hang on must not go to make room for them
+        slots = self.take(len(missing))
+        if slots is not None:
+            if not self.index.add(words[missing], slots):
+                self.free(slots)
+                self.idle.release_parents(anchors)
+                raise ValueError(f"reserve: a hash comes twice among {len(held)}")
+            held[missing] = slots
+            self.links.link(slots, slots_before(held, starts, parents)[missing])
+            for i in orphans.tolist():
+                # It may just have been evicted, or its link may live: only its parent's index entry was missing.
+                if self.index.find_one(hashes[i]) == held[i] and self._is_orphan(int(held[i])):
+                    self.links.link(held[i : i + 1], held[i - 1 : i])
+        if len(anchors):
+            self.idle.release_parents(anchors)
+        return slots is not None
+
+    def _is_orphan(self, slot: int) -> bool:
+        parent = self.links.parent_of(slot)
+        return parent == self.num_slots or self.state[parent] not in (FILLING, READY)
+
+    def in_state(self, reservation: Reservation, positions: Sequence[int] | None, state: int) -> NDArray[np.intp]:
+        """Those of the positions whose slot is still this reservation's, in `state` and not leased."""
+        at = np.arange(len(reservation.hashes)) if positions is None else np.unique(np.asarray(positions, np.intp))
+        slots = reservation.slots[at]
+        own = (self.state[slots] == state) & (self.generation[slots] == reservation.generations[at])
+        own &= self.refs[slots] == 0
+        return at if own.all() else at[own]
+
+    def seal(
+        self, reservation: Reservation, positions: Sequence[int] | None, *, named: bool
+    ) -> tuple[list[int], AnySlots, AnySlots]:
+        """Give a reservation's blocks, at `positions` or all still filling, one reference each and publish them.
+
+        Returns their positions, slots and generations. Without a name they stay FILLING. ValueError if a position
+        given is not filling any more.
+        """
+        at = self.in_state(reservation, positions, FILLING)
+        if positions is not None and len(at) != len(positions):
+            gone = sorted(set(positions) - set(at.tolist()))
+            raise ValueError(f"seal: positions {gone} are not filling any more, or one is given twice")
+        slots = reservation.slots[at]
+        self.refs[slots] = 1
+        if named:
+            self.publish(slots, is_tail=reservation.is_tail)
+        return at.tolist(), slots, reservation.generations[at]
+
     # --- references ---------------------------------------------------------------------------------------------
+
+    def allocate(self, count: int) -> Slots | None:
+        """Take slots, with one reference each, whether parents must go for them or not."""
+        slots = self.take(count, spare_parents=False)
+        if slots is not None:
+            self.refs[slots] = 1
+        return slots
+
+    def lease(self, hashes: Sequence[ChainHash]) -> tuple[Slots, Slots]:
+        """One more reference to each of the leading ready blocks. Returns their slots and generations."""
+        slots: Slots = self.find_run(hashes)
+        self.ref(slots)
+        return slots, self.generation[slots]
 
     def ref(self, slots: Slots) -> None:
         """One more reference to each slot, which must be READY."""
@@ -163,11 +263,12 @@ class SlotTable:
         self.num_leased += len(slots) - int(np.count_nonzero(refs))
         self.idle.withdraw(slots)
 
-    def unref(self, slots: Slots) -> None:
+    def unref(self, slots: AnySlots) -> None:
         """One reference fewer. Ready slots left without any become idle, the chain's tail first; others are freed.
 
         ValueError, and no change, where a slot has no reference.
         """
+        slots = np.asarray(slots, np.int64)
         refs = self.refs.take(slots)
         if not refs.all():
             raise ValueError(f"slots {slots[refs == 0].tolist()} have no reference")
@@ -192,7 +293,7 @@ class SlotTable:
         """Raise AssertionError where the table contradicts itself. A full scan."""
         state, refs = self.state[: self.num_slots], self.refs[: self.num_slots]
         ready, filling = state == READY, state == FILLING
-        free = self._free[: self.num_free]
+        free = self.free_slots[: self.num_free]
         assert len(np.unique(free)) == self.num_free, "a slot is free twice"
         assert (state[free] == FREE).all(), "a slot in use is in the free list"
         assert np.count_nonzero(state == FREE) == self.num_free, "free count"

@@ -86,10 +86,10 @@ def test_names_are_compared_whole() -> None:
     assert index.find([zeros, last_byte])[1].tolist() == [-1, 0]
     # Another name with the same mixed word, so the same bucket and tag: only the whole name tells them apart.
     words = to_words([last_byte]).copy()
-    a, b = int(NAME_MIX[0]), int(NAME_MIX[1])
+    a, b = int(NAME_MIX[0]), int(NAME_MIX[3])
     twin = words.copy()
     twin[0, 0] = 1
-    twin[0, 1] = -a * pow(b, -1, 1 << 64) % (1 << 64)
+    twin[0, 3] += np.uint64(-a * pow(b, -1, 1 << 64) % (1 << 64))
     assert (twin @ NAME_MIX == words @ NAME_MIX).all()
     assert index.find([twin.tobytes()])[1].tolist() == [-1]
     assert index.add(twin, np.array([1]))

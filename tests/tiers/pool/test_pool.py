@@ -334,14 +334,14 @@ def test_leased_blocks_at_the_old_end_cost_one_look_each(pool_of: PoolOf, chain:
     store(pool, old)
     lease = pool.lease(old)
     looks = 0
-    pop = pool._table.policy.pop
+    pop = pool._table.policy.pop_few
 
-    def counting_pop(count: int) -> object:
+    def counting_pop(count: int) -> list[int]:
         nonlocal looks
         looks += 1
         return pop(count)
 
-    pool._table.policy.pop = counting_pop  # type: ignore[method-assign, assignment]
+    pool._table.policy.pop_few = counting_pop  # type: ignore[method-assign]
     for i in range(1500):
         store(pool, chain(10_000 + i))
     assert looks == 500  # one for each store that found no free slot, however many blocks are leased

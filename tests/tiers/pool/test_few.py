@@ -1,0 +1,196 @@
+"""A few blocks one by one, and the same blocks in numpy: any program has the same answers and ends alike."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.tiers.copies.device import BlockPool
+from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.pool import few
+from kvtier.tiers.pool.lease import Lease, Reservation
+from kvtier.tiers.pool.pool import SlotPool
+from kvtier.tiers.pool.slots import SlotTable
+from kvtier.tiers.tier import ChainHash
+
+NUM_SLOTS = 7
+PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)  # a binary tree of chains: much is shared
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["reserve", "seal", "seal_each", "abandon", "store", "store", "lease", "release", "evict"])
+        | st.sampled_from(["touch", "mark_dirty", "mark_clean", "reset", "tail", "look_up"]),
+        PATHS,
+        st.integers(0, 4),
+    ),
+    max_size=40,
+)
+
+
+def chain(path: tuple[int, ...]) -> list[ChainHash]:
+    return [hashlib.sha256(bytes(path[: n + 1])).digest() for n in range(len(path))]
+
+
+@contextmanager
+def handled_by(limit: int) -> Iterator[None]:
+    """Up to so many blocks are a few."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(few, "FEW", limit)
+        yield
+
+
+class Twin:
+    """A pool whose batches are all handled in one way."""
+
+    def __init__(self, policy: str, limit: int, *, listens: bool) -> None:
+        self.pool, self.limit = SlotPool(NUM_SLOTS, policy=policy), limit
+        self.open: list[Reservation] = []
+        self.leases: list[Lease] = []
+        if listens:
+            self.pool.listen()
+
+    def run(self, verb: str, path: tuple[int, ...], number: int) -> object:
+        with handled_by(self.limit):
+            return self._run(verb, path, number)
+
+    def _run(self, verb: str, path: tuple[int, ...], number: int) -> object:
+        pool, names = self.pool, chain(path)
+        start = min(number, len(names) - 1)
+        hashes, parent = names[start:], names[start - 1] if start else None
+        if verb in ("reserve", "store", "tail"):
+            if verb == "tail":
+                hashes, parent = names[-1:], names[-2] if len(names) > 1 else None
+            reservation = pool.reserve(hashes, parent)
+            if reservation is None:
+                return None
+            told = self._told(reservation)
+            reservation.is_tail = verb == "tail" and len(reservation) > 0
+            if verb == "reserve":
+                self.open.append(reservation)
+            else:
+                pool.seal(reservation).release()
+            return told
+        if verb == "seal_each":
+            chosen, self.open = self.open, []
+            self.leases.append(pool.seal_each(chosen))
+            return self._told(self.leases[-1])
+        if verb in ("seal", "abandon"):
+            if not self.open:
+                return None
+            reservation = self.open.pop(number % len(self.open))
+            if verb == "abandon":
+                pool.abandon(reservation)
+                return None
+            self.leases.append(pool.seal(reservation))
+            return self._told(self.leases[-1])
+        if verb == "lease":
+            self.leases.append(pool.lease(hashes))
+            return self._told(self.leases[-1])
+        if verb == "release":
+            if self.leases:
+                self.leases.pop(number % len(self.leases)).release()
+            return None
+        if verb == "look_up":
+            return pool.lookup(hashes), pool.holds(hashes), pool.oldest_dirty(number)
+        if verb == "reset":
+            if number == 4:
+                pool.reset()
+            return None
+        answer: object = getattr(pool, verb)(hashes)
+        return answer
+
+    @staticmethod
+    def _told(taken: Lease | Reservation) -> tuple[object, ...]:
+        return taken.hashes, taken.slots.tolist(), taken.generations.tolist()
+
+    def end(self) -> None:
+        for lease in self.leases:
+            lease.release()
+        for reservation in self.open:
+            self.pool.abandon(reservation)
+
+
+def state_of(table: SlotTable) -> dict[str, object]:
+    """All that decides what a table does next; nobody's row means nothing."""
+    everyone = np.arange(table.num_slots)
+    named = np.sort(table.index.check())
+    parents, alive = table.links.parents(everyone)
+    return {
+        "state": table.state.tolist(),
+        "refs": table.refs[everyone].tolist(),
+        "generation": table.generation.tolist(),
+        "free": table.free_slots[: table.num_free].tolist(),
+        "names": list(zip(named.tolist(), table.index.names(named), strict=True)),
+        "parents": np.where(alive, parents, -1).tolist(),
+        "children": table.links.children[everyone][table.state[everyone] != 0].tolist(),
+        "order": np.argsort(table.policy.ranks(everyone), kind="stable").tolist(),
+        "victims": (table.policy.ranks(everyone) >= 0).tolist(),
+        "dirty": table.idle.dirty.tolist(),
+        "counts": (table.num_free, table.num_ready, table.num_leased, table.num_evicted, table.num_dirty_dropped),
+        "tails": list(table.tails),
+        "told": table.changes is not None and table.changes.waiting,
+    }
+
+
+@settings(max_examples=300)
+@given(STEPS, st.sampled_from(["lru", "s3fifo"]), st.booleans())
+def test_one_by_one_and_in_numpy_are_the_same(
+    steps: list[tuple[str, tuple[int, ...], int]], policy: str, listens: bool
+) -> None:
+    scalar, vector = (Twin(policy, limit, listens=listens) for limit in (few.FEW, -1))
+    for verb, path, number in steps:
+        assert scalar.run(verb, path, number) == vector.run(verb, path, number)
+        assert scalar.pool.check() == vector.pool.check()
+        assert state_of(scalar.pool._table) == state_of(vector.pool._table)
+    scalar.end()
+    vector.end()
+    assert scalar.pool.check() == vector.pool.check()
+
+
+@settings(max_examples=150)
+@given(st.lists(st.tuples(st.sampled_from(["admit", "free", "publish", "hold", "reset"]), PATHS, st.integers(0, 4))))
+def test_blocks_of_l1_one_by_one_and_in_numpy_are_the_same(steps: list[tuple[str, tuple[int, ...], int]]) -> None:
+    def run(pool: BlockPool, tables: list[list[int]], verb: str, path: tuple[int, ...], number: int) -> object:
+        names = chain(path)
+        if verb == "admit":
+            held = pool.match(names).tolist()
+            own = pool.allocate(len(names) - len(held))
+            if own is None:
+                pool.free(held)
+                return None
+            tables.append([*held, *own.tolist()])
+            return list(tables[-1])
+        if verb == "reset" and number == 4:
+            pool.reset()
+        if verb == "reset" or not tables:
+            return None
+        table = tables[number % len(tables)]
+        if verb == "free":
+            pool.free(tables.pop(number % len(tables)))
+        elif verb == "hold":
+            pool.hold(table)
+            pool.free(np.array(table))
+        else:
+            count = min(len(names), len(table))
+            pool.publish(table[:count], names[:count], None)
+        return None
+
+    shape = KVShape(1, 1, 1, 1, "float16")
+    pools = [(BlockPool(shape, NUM_SLOTS), list[list[int]](), limit) for limit in (few.FEW, -1)]
+    for verb, path, number in steps:
+        answers = []
+        for pool, tables, limit in pools:
+            with handled_by(limit):
+                answers.append(run(pool, tables, verb, path, number))
+                pool.check()
+        assert answers[0] == answers[1]
+        assert state_of(pools[0][0]._table) == state_of(pools[1][0]._table)
+
+
+def test_the_choice_is_made_by_the_number_of_blocks() -> None:
+    table = SlotPool(4)._table
+    assert table.of(few.FEW) is not table
+    assert table.of(few.FEW + 1) is table
