@@ -10,6 +10,7 @@ from service_rig import FINGERPRINT
 from kvtier.connector import local
 from kvtier.connector.local import LocalConnector
 from kvtier.tiers.config.config import Config
+from kvtier.tiers.copies.copy_ways import CopyWays
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.naming.shape import KVShape
 
@@ -22,7 +23,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     done: list[tuple[str, Any]] = []
 
     class Stream:
-        def __init__(self, tensor: Any, region: HostRegion) -> None:
+        def __init__(self, tensor: Any, region: HostRegion, *, ways: CopyWays) -> None:
             done.append(("copies", region.region_id))
 
         def close(self, timeout: float) -> None:

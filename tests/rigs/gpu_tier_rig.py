@@ -1,7 +1,6 @@
 """A model on an adversary's GPU for stories of KVTier: what it computes is on time, every copy is late."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ class GpuBelow:
 
     def copies(self, form: CacheForm, device: torch.device, host: HostConfig, metrics: Metrics) -> DeviceCopies:
         self._set(device_copies, "STAGING_BYTES", self.slots * form.block_bytes)
-        return DeviceCopies(form, device, replace(host, pin=False), metrics)
+        return DeviceCopies(form, device, host.model_copy(update={"pin": False}), metrics)
 
     def stream(self, tensor: torch.Tensor, region: HostRegion, *, ways: CopyWays) -> CudaCopyStream:
         self.num_streams += 1

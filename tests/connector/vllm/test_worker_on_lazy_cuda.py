@@ -22,7 +22,8 @@ from kvtier.connector.vllm.slots import GroupLane, SlotPlan
 from kvtier.connector.vllm.steps import RegionHandle, WorkerStep
 from kvtier.connector.vllm.worker import WorkerHalf
 from kvtier.connector.worker import WorkerSide
-from kvtier.tiers.copies import cuda_transfer, packer
+from kvtier.tiers.copies import copy_ways, cuda_transfer, packer
+from kvtier.tiers.copies.copy_ways import CopyChoice
 from kvtier.tiers.copies.cuda_event import CudaEvent
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
@@ -282,7 +283,7 @@ def started(patch: pytest.MonkeyPatch, seed: int, layout: str, way: str, *, laye
     patch.setattr(cuda_transfer, "cuda_driver", lambda: driver)
     patch.setattr(EngineBlocks, "device", property(lambda _: torch.device("cuda", 0)))
     patch.setattr(worker_side, "_GROUP_BYTES", 1)  # each layer by itself
-    patch.setattr(packer, "DIRECT_FROM", 0)
+    patch.setattr(copy_ways, "DEFAULT", CopyChoice(batch_from=0))  # of tiny pieces, too
     told = Story(cuda, layout, layerwise=layerwise)
     slot = told.region.slot_stride
     patch.setattr(packer, "STAGING_BYTES", random.Random(seed + 1).choice([slot, 3 * slot, 1 << 20]))

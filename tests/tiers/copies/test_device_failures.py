@@ -11,6 +11,7 @@ from lazy_cuda import LazyCuda, LazyDriver, LazyEvent, LazyStream, pin
 
 from kvtier.tiers.copies import cuda_transfer
 from kvtier.tiers.copies.block_copier import BlockCopies
+from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.device_errors import DEVICE_ERRORS, is_lasting, is_of_capture, is_out_of_memory
 from kvtier.tiers.host import host
@@ -19,6 +20,7 @@ from kvtier.tiers.host.host import HostRegion
 
 BLOCKS, LAYERS, LAYER = 8, 2, 2048
 SLOT = LAYERS * LAYER
+BY_TORCH = CopyWays(CopyChoice(batch_from=None, torch_from=0))
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
 
@@ -68,13 +70,12 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cuda = LazyCuda(eager=0.0)
         self.cuda.patch(monkeypatch)
-        monkeypatch.setattr(cuda_transfer, "KERNEL_BELOW", 0)
         self.region = HostRegion.allocate(BLOCKS, SLOT, prefault=False)
         pin(self.region, self.cuda)
         self.l1 = torch.arange(BLOCKS * SLOT).view(BLOCKS, LAYERS, -1).to(torch.uint8)
         self.cuda.own(self.l1)
         driver: Any = LazyDriver(self.cuda, copies_in_batches=False)
-        self.stream = CudaCopyStream(self.l1, self.region, cupy=object(), driver=driver)
+        self.stream = CudaCopyStream(self.l1, self.region, cupy=object(), driver=driver, ways=BY_TORCH)
 
 
 def pairs(*numbers: int) -> BlockCopies:
