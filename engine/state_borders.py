@@ -160,18 +160,27 @@ class StateBorders:
         pieces = self._pieces(sequence, border)
         blocks: list[int] = self._pool.match(pieces.hashes).tolist()
         is_whole = len(blocks) == self.traits.num_pieces
-        if is_whole:
-            self._keeper.go_on(sequence, border * self._size, blocks)
-            self._store(sequence, pieces, blocks)  # the tiers below may have lost or refused it
-        self._pool.free(blocks)
+        try:
+            if is_whole:
+                self._keeper.go_on(sequence, border * self._size, blocks)
+                self._store(sequence, pieces, blocks)  # the tiers below may have lost or refused it
+        finally:
+            self._pool.free(blocks)
         return is_whole
 
+    def resume(self, sequence: Request, num_tokens: int) -> bool:
+        """Have a sequence go on from what was loaded: a state's pieces end its table. False: no room on the device."""
+        try:
+            self._keeper.go_on(sequence, num_tokens, sequence.block_table[-self.traits.num_pieces :])
+        except RuntimeError:
+            return False
+        return True
+
     def loaded(self, sequence: Request) -> None:
-        """A load has ended well: its last blocks are the pieces of the state that the sequence goes on from."""
+        """The sequence runs, and the pieces that it went on from are ordinary blocks of L1."""
         split = len(sequence.block_table) - self.traits.num_pieces
         sequence.block_table, blocks = sequence.block_table[:split], sequence.block_table[split:]
         self._name(self._pieces(sequence, sequence.num_computed // self._size), blocks)
-        self._keeper.go_on(sequence, sequence.num_computed, blocks)
         self._pool.free(blocks)
 
     # Keeping.
@@ -216,10 +225,18 @@ class StateBorders:
         border, rest = divmod(sequence.num_computed, self._size)
         if rest or not border or sequence.cache is None or sequence.num_computed > sequence.num_shareable:
             return
-        if border in sequence.states.due:
-            self.keep(sequence, border, self._keeper.take(sequence))
-        elif sequence.num_computed >= sequence.num_prompt_tokens:
-            sequence.states.latest = border, self._keeper.take(sequence)
+        is_due = border in sequence.states.due
+        if not is_due and sequence.num_computed < sequence.num_prompt_tokens:
+            return
+        try:
+            state = self._keeper.take(sequence)
+        except RuntimeError:  # no room on the device: what the step computed counts all the same
+            self._stats["unkept_states"] += 1
+            return
+        if is_due:
+            self.keep(sequence, border, state)
+        else:
+            sequence.states.latest = border, state
 
     def keep(self, sequence: Request, border: int, state: TakenState) -> None:
         """Name a state in L1 and store it, if there is room."""
@@ -230,9 +247,13 @@ class StateBorders:
             self._stats["unkept_states"] += 1
             return
         pieces = self._pieces(sequence, border)
-        self._keeper.put(state, blocks.tolist())
-        self._name(pieces, blocks.tolist())
-        self._store(sequence, pieces, blocks.tolist())
+        try:
+            self._keeper.put(state, blocks.tolist())
+        except RuntimeError:
+            self._stats["unkept_states"] += 1
+        else:
+            self._name(pieces, blocks.tolist())
+            self._store(sequence, pieces, blocks.tolist())
         self._pool.free(blocks)
 
     def _pieces(self, sequence: Request, border: int) -> StatePieces:

@@ -9,7 +9,7 @@ from kvtier.engine.offload import NoOffload
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.sequence import Sequence, SequenceState
 from kvtier.engine.state_borders import RequestStates, StateBorders, StateKeeper
-from kvtier.tiers import TIERS, ChainHash
+from kvtier.tiers import L2, TIERS, ChainHash
 from kvtier.tiers.hierarchy import Attribution, Pending
 
 if TYPE_CHECKING:
@@ -57,13 +57,17 @@ class StateAdmission(Admission):
             return None
         table, pieces = [*matched, *fresh[:num_fresh].tolist()], fresh[num_fresh:].tolist()
         sequence.block_table = table
-        if num_external:
-            is_there = self._states.allocated(sequence, num_l1, table, pieces)
-        else:
-            is_there = not num_l1 or self._states.restore(sequence, num_l1)
+        is_there = False
+        try:
+            if num_external:
+                is_there = self._states.allocated(sequence, num_l1, table, pieces)
+            else:
+                is_there = not num_l1 or self._states.restore(sequence, num_l1)
+        finally:  # also where the device has no room: then it waits, and the caller of the step decides
+            if not is_there:
+                sequence.block_table = []
+                self._pool.free([*table, *pieces])
         if not is_there:
-            sequence.block_table = []
-            self._pool.free([*table, *pieces])
             return False
         self._states.settle(sequence, usable, num_l1 + num_external // self._config.block_size)
         sequence.block_table = [*table, *pieces]
@@ -108,7 +112,8 @@ class StateScheduler(Scheduler):
     def _begin(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         num_tokens = super()._begin(sequence, budget, chunks)
         if not self._states.traits.keeps_blocks and sequence.found is not None and sequence.num_loading:
-            farthest = max(sequence.found.by_tier, key=list(TIERS).index)  # of the pieces, which stand for all tokens
+            # Of the pieces, which stand for all tokens. L2, if they came there since they were first asked for.
+            farthest = max(sequence.found.by_tier, key=list(TIERS).index, default=L2)
             num_blocks = sequence.num_loading // self._config.block_size
             sequence.found = Attribution(num_blocks, **{farthest: num_blocks})
         return num_tokens
@@ -118,15 +123,15 @@ class StateScheduler(Scheduler):
         if sequence is None or request_id in self.orphans:
             super()._loaded(request_id, first_failed)
             return
-        if first_failed is None and not sequence.states.is_short:
+        end = sequence.num_computed + sequence.num_loading
+        if first_failed is None and not sequence.states.is_short and self._states.resume(sequence, end):
             super()._loaded(request_id, None)
             self._states.loaded(sequence)
             return
         del self.loading[request_id]  # blocks without the state behind them are of no use
         self.stats["failed_loads"] += 1
-        border = (sequence.num_computed + sequence.num_loading) // self._config.block_size
         self._release(sequence)
-        self._states.lost(sequence, border)
+        self._states.lost(sequence, end // self._config.block_size)
         sequence.state = SequenceState.WAITING
         self._admission.put_back(sequence)
 

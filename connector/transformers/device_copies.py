@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from kvtier.connector.transformers.blocks import Blocks
 from kvtier.connector.transformers.cache_form import CacheForm
+from kvtier.tiers import Metrics
 from kvtier.tiers.config import HostConfig, show_size
 from kvtier.tiers.copies import BlockCopies, CopyEvent, CopyWays, CudaCopyStream
 from kvtier.tiers.host import HostRegion, cuda_driver
-from kvtier.tiers.metrics import Metrics
 
 _log = logging.getLogger(__package__)
 
