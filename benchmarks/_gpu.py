@@ -4,6 +4,7 @@ With `--dry` the device is this CPU and everything is small: the same code, with
 """
 
 import argparse
+import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,7 +27,7 @@ from kvtier.tiers.copies import (
     EngineBlocks,
     HostCopyStream,
 )
-from kvtier.tiers.host import HostRegion
+from kvtier.tiers.host import HostRegion, cuda_driver
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -86,8 +87,13 @@ def pinned_region(num_slots: int, slot_bytes: int, device: torch.device) -> Host
 
 
 def ways(device: torch.device) -> Sequence[str]:
-    """How a GPU can be made to copy; a CPU has one way."""
-    return WAYS if device.type == "cuda" else WAYS[:1]
+    """How this machine's GPU can be made to copy; a CPU has one way. A row is named after no way that is missing."""
+    if device.type != "cuda":
+        return WAYS[:1]
+    driver = cuda_driver()
+    missing = [] if driver is not None and driver.copies_in_batches else ["batch"]
+    missing += [] if importlib.util.find_spec("cupy") is not None else ["kernel"]
+    return [way for way in WAYS if way not in missing]
 
 
 @contextmanager

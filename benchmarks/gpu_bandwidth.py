@@ -125,6 +125,8 @@ def measure_pieces(scale: Scale, layout: str, kib: int) -> Iterator[BenchRow]:
 
 def sweep_grid(scale: Scale) -> Iterator[BenchRow]:
     """The kernel's bandwidth by its number of blocks of threads, for small pieces. Only a GPU launches any."""
+    if scale.device.type == "cuda" and "kernel" not in _gpu.ways(scale.device):
+        return
     pools = PiecePools(scale, "own", 16 * KIB)
     try:
         for grid, direction in itertools.product(GRIDS, ("load", "store")):

@@ -14,7 +14,7 @@ from kvtier.connector.transformers.blocks import Blocks
 from kvtier.connector.transformers.cache_form import CacheForm
 from kvtier.tiers import Metrics
 from kvtier.tiers.config import HostConfig, show_size
-from kvtier.tiers.copies import BlockCopies, CopyEvent, CopyWays, CudaCopyStream
+from kvtier.tiers.copies import DEVICE_ERRORS, BlockCopies, CopyEvent, CopyWays, CudaCopyStream, is_out_of_memory
 from kvtier.tiers.host import HostRegion, cuda_driver
 
 _log = logging.getLogger(__package__)
@@ -77,17 +77,17 @@ class DeviceCopies:
                 region.pin(staging.device.index or 0)
             ways = CopyWays.to_measure(self._host, self._metrics)
             stream = CudaCopyStream(staging.view(-1, 1, self._form.num_elements), region, ways=ways)
-        except RuntimeError as error:
+            self._scattered = [self._now() for _ in range(2)]
+        except DEVICE_ERRORS as error:
             if not self._refused:
                 _log.warning("no staging on %s, so blocks are copied one plane at a time: %s", self._device, error)
             self._refused = True
             return False
         self._region, self._stream, self._staging = region, stream, staging
-        self._scattered = [self._now() for _ in range(2)]
         return True
 
     def load(self, region: HostRegion, slots: NDArray[np.int64], num_blocks: int) -> tuple[Blocks, Sent] | None:
-        """Slots as blocks on the device, the first `num_blocks`, and states; None if it has no room for them.
+        """Slots as blocks on the device, the first `num_blocks`, and states; None if it gives no memory for them.
 
         The copies have ended, unless the device is dead: `Sent` tells.
         """
@@ -98,7 +98,7 @@ class DeviceCopies:
         assert staging is not None
         try:
             blocks = Blocks.empty(self._form, num_blocks, len(slots) - num_blocks, self._device)
-        except torch.OutOfMemoryError:
+        except DEVICE_ERRORS:  # no room, or the device is lost: the CPU brings them
             return None
         sent, size = Sent(), staging.shape[1]
         try:
@@ -112,7 +112,7 @@ class DeviceCopies:
                     break
                 blocks.write(staging[which, : len(piece)], self._form, first)
                 self._scattered[which] = self._now()
-        except RuntimeError as error:  # the driver's
+        except DEVICE_ERRORS as error:
             sent.error = str(error)
         sent.wait(time.monotonic() + DEADLINE)
         return blocks, sent
@@ -139,7 +139,7 @@ class DeviceCopies:
                 event = stream.store(BlockCopies(rows * size + np.arange(len(piece)), piece))
                 self._stored[which] = event
                 sent.events.append(event)
-        except RuntimeError as error:  # the driver's
+        except DEVICE_ERRORS as error:
             sent.error = str(error)
         return sent
 
@@ -166,8 +166,8 @@ class DeviceCopies:
             try:
                 with torch.inference_mode(False):  # it outlives the call's mode
                     return torch.empty(4, slots, self._form.num_elements, dtype=dtype, device=self._device)
-            except torch.OutOfMemoryError:
-                if slots == 1:
+            except DEVICE_ERRORS as error:
+                if slots == 1 or not is_out_of_memory(error):
                     raise
                 slots //= 2
                 _log.info(

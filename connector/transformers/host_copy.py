@@ -3,6 +3,7 @@
 import torch
 
 from kvtier.tiers.copies import CudaEvent
+from kvtier.tiers.host import cuda_driver
 
 
 class HostCopy:
@@ -16,7 +17,7 @@ class HostCopy:
             passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
             stream = torch.cuda.current_stream(tensor.device)
             passed.record(stream)
-            self._event = CudaEvent()
+            self._event = CudaEvent(cuda_driver())
             self._event.issued(passed, stream)
 
     def wait(self, timeout: float) -> torch.Tensor | None:

@@ -1,5 +1,6 @@
-"""CUDA graphs beside copies: captured while copies are on their way, and replayed between stores and loads."""
+"""CUDA graphs beside copies: captured while another thread copies, and replayed between stores and loads."""
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -28,7 +29,7 @@ def test_a_graph_is_captured_and_replayed_beside_copies(rig: DeviceRig, region: 
     region.array[:] = np.arange(NUM_BLOCKS, dtype=np.uint8)[:, None]
     written, every = l1[0], list(range(NUM_BLOCKS))
     with rig.stream(l1, region, way) as stream:
-        # copies are on their way while the graph is captured
+        # torch waits for all copies before it captures
         loaded = stream.load(pairs(every[1:], every[1:]))
         replay = rig.graph(lambda: written.add_(1), reads=[written], writes=[written])
         ended_well(loaded)
@@ -52,3 +53,32 @@ def test_a_graph_is_captured_and_replayed_beside_copies(rig: DeviceRig, region: 
             ahead()
             assert rig.read(total).item() == slot * SLOT
             ended_well(loaded)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_copies_of_another_thread_do_not_spoil_a_capture(rig: DeviceRig, region: HostRegion, way: str) -> None:
+    l1 = rig.upload(torch.zeros((NUM_BLOCKS, 4, SLOT // 4), dtype=torch.uint8))
+    region.array[:] = np.arange(NUM_BLOCKS, dtype=np.uint8)[:, None]
+    written = l1[0]
+    with rig.stream(l1, region, way) as stream:
+        ended = list[bool]()
+
+        def copies() -> None:
+            for block in range(1, 9):
+                event = stream.load(pairs([block, block + 16], [block, block + 16]))
+                ended.append(event.wait(30) and event.error is None)  # asks about the event
+
+        def act() -> None:
+            written.add_(1)
+            beside = threading.Thread(target=copies)
+            beside.start()
+            beside.join(60)
+            written.add_(1)
+
+        replay = rig.graph(act, reads=[written], writes=[written])
+        assert ended
+        assert all(ended)
+        rig.compute(written.zero_, writes=[written])
+        replay()
+        assert (rig.read(written) == 2).all()
+        assert (rig.read(l1[1:9]).view(8, -1)[:, 0] == torch.arange(1, 9)).all()

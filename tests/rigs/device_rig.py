@@ -189,6 +189,11 @@ class LazyRig:
             self.synchronize()
 
     def graph(self, act: Callable[[], object], *, reads: Sequence[torch.Tensor], writes: Any) -> Callable[[], None]:
+        self.cuda.capturing = LazyStream(self.cuda, f"graph {len(self.cuda.streams)}")
+        try:
+            self.compute(act, reads=reads, writes=writes)
+        finally:
+            self.cuda.capturing = None
         return lambda: self.compute(act, reads=reads, writes=writes)
 
     def launcher(self, folder: Path) -> tuple[Any, int]:

@@ -37,7 +37,7 @@ int cuMemHostRegister_v2(void *address, size_t size, unsigned flags)
         spoiled++;
         return CAPTURE_UNSUPPORTED;
     }
-    if (!has_context || flags != 1 || (uintptr_t)address % 4096) return INVALID_VALUE;
+    if (!has_context || flags != 3 || (uintptr_t)address % 4096) return INVALID_VALUE;
     if (registrations == refuse_after) return OUT_OF_MEMORY;
     for (int i = 0; i < RANGES; i++)
         if (!ranges[i].size) {

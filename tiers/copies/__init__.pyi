@@ -3,11 +3,13 @@ from .copy_ways import CopyWays
 from .cuda_event import CudaEvent
 from .cuda_transfer import CudaCopyStream
 from .device import BlockPool
+from .device_errors import DEVICE_ERRORS, is_out_of_memory
 from .engine_blocks import BlockPart, EngineBlocks, PartCopier
 from .kept_choices import KeptChoice, KeptChoices
 from .transfer import CopyEvent, CopyStream, HostCopyStream, HostEvent
 
 __all__ = [
+    "DEVICE_ERRORS",
     "BlockCopier",
     "BlockCopies",
     "BlockPart",
@@ -25,4 +27,5 @@ __all__ = [
     "KeptChoices",
     "PartCopier",
     "block_bytes_view",
+    "is_out_of_memory",
 ]

@@ -109,7 +109,9 @@ class CopyProbe:
         deadline = time.monotonic() + _PATIENCE
         while not event.query():  # type: ignore[no-untyped-call]
             if time.monotonic() >= deadline:
-                self._bench = None  # it is in use: never to be unmapped
+                if self._bench is not None:
+                    self._bench.region.keep()  # it is in use: never to be unmapped
+                    self.close()
                 raise RuntimeError(f"copies of some MiB have not ended in {_PATIENCE:.0f} s")
             self._sleep(_POLL)
 

@@ -57,7 +57,9 @@ class Packer:
         self.ways: tuple[CopyWay, ...] = ("staging",) if direct is None else ("batch", "staging")
         self._runs = {id(part): run for part in blocks.parts if (run := _run_of(part)) is not None}
         self._staging: dict[CopyDirection, torch.Tensor] = {}
-        self._to_stage = dict.fromkeys(("load", "store"), max(STAGING_BYTES, self._least_staging))  # bytes to ask for
+        # bytes to ask for: never more than all slots at once take
+        most = min(STAGING_BYTES, region.num_slots * self._least_staging)
+        self._to_stage = dict.fromkeys(("load", "store"), max(most, self._least_staging))
         self.counts: Counter[str] = Counter()  # what was done since the device had no memory
 
     def copy(self, direction: CopyDirection, copies: BlockCopies, *, is_chained: bool = True) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _PORTABLE: Final = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process
+_MAPPED: Final = 2  # CU_MEMHOSTREGISTER_DEVICEMAP: kernels may read and write it
 _BATCHES_SINCE: Final = 12080  # CUDA 12.8: cuMemcpyBatchAsync with the index of the piece that failed
 _IN_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources may be read only when the stream comes to it
 _AT_ANY_TIME: Final = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY: sources hold what is to be copied already
@@ -106,9 +107,9 @@ class CudaDriver:
 
     def register(self, address: int, num_bytes: int) -> None:
         """Page-lock memory and make it known to the devices. The calling thread needs a context (`use`)."""
-        size = ctypes.c_size_t(num_bytes)
+        size, flags = ctypes.c_size_t(num_bytes), ctypes.c_uint(_PORTABLE | _MAPPED)
         with self.beside_captures():
-            self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), size, ctypes.c_uint(_PORTABLE))
+            self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), size, flags)
 
     def unregister(self, address: int) -> None:
         """Undo `register` of the same address."""

@@ -91,6 +91,15 @@ class PinnedPieces:
     def close(self) -> None:
         """Give all of it back; a piece that is just being pinned ends first. Idempotent. No copy may be under way."""
         self.stop()
+        if not self._pinned.any():
+            return
+        with suppress(RuntimeError):  # the interpreter ends, and takes all of it along
+            unpinning = threading.Thread(target=self._unpin, name="kvtier-unpin")
+            unpinning.start()
+            unpinning.join()
+
+    def _unpin(self) -> None:
+        """On a thread of its own: `use` changes the thread's current device, and the caller's is the caller's."""
         with suppress(RuntimeError):  # the driver may be shutting down, or its context be broken
             self._driver.use(self._device)
         for piece in np.flatnonzero(self._pinned).tolist():

@@ -7,10 +7,10 @@ import pytest
 import torch
 from gpu_tier_rig import GpuBelow
 from kv_tier_rig import GREEDY, Open, model_of
-from lazy_cuda import LazyCuda
+from lazy_cuda import LazyCuda, LazyDriver, LazyStream
 from tiny_models import prompt
 
-from kvtier.connector.transformers import device_copies, tier_blocks
+from kvtier.connector.transformers import device_copies, host_copy, tier_blocks
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.connector.transformers.blocks import Blocks, _runs
 from kvtier.connector.transformers.host_copy import HostCopy
@@ -115,6 +115,53 @@ def test_a_load_that_fails_in_the_middle_is_a_miss(
     assert kv.load(ROWS)[1] == 144
 
 
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("CUDA error: an illegal memory access was encountered"), MemoryError("of CuPy's pool")],
+    ids=repr,
+)
+@pytest.mark.parametrize("name", ["empty", "write", "read"])
+def test_whatever_a_device_raises_costs_blocks_and_no_answer(
+    gpu: GpuBelow, open_tier: Open, monkeypatch: pytest.MonkeyPatch, name: str, error: Exception
+) -> None:
+    model = model_of("llama")
+    expected = model.generate(ROWS, **GREEDY)
+    kv = open_tier(model)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise error
+
+    if name != "read":
+        kv.generate(ROWS, **GREEDY)
+        assert kv.drain()
+    with monkeypatch.context() as patched:
+        patched.setattr(Blocks, name, broken)
+        assert torch.equal(kv.generate(ROWS, **GREEDY), expected)
+    assert kv.num_cached_tokens == (144 if name == "empty" else 0)  # without memory there, by way of the host's
+    counted = {"write": 'kvtier_miss_total{reason="copy_failed"}'}.get(
+        name, 'kvtier_store_dropped_total{tier="l2",reason="copy_failed"}'
+    )
+    assert kv.stats().get(counted, 0) == (0 if name == "empty" else 9)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: unknown error"), MemoryError("of CuPy's pool")], ids=repr)
+def test_a_stream_that_cannot_be_made_leaves_the_copies_to_the_cpu(
+    gpu: GpuBelow, open_tier: Open, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    model = model_of("llama")
+    expected = model.generate(ROWS, **GREEDY)
+    kv = open_tier(model)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise error
+
+    for name in ("CudaCopyStream", "DeviceCopies._now"):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"kvtier.connector.transformers.device_copies.{name}", broken)
+            assert torch.equal(kv.generate(ROWS, **GREEDY), expected)
+            assert kv.num_cached_tokens == (0 if name == "CudaCopyStream" else 144)
+
+
 def dead(kv: KVTier, monkeypatch: pytest.MonkeyPatch) -> list[HostEvent]:
     """From now on the device ends no copy; every wait is short."""
     monkeypatch.setattr(device_copies, "DEADLINE", 0.2)
@@ -185,6 +232,19 @@ def test_states_that_never_arrive_are_not_kept(gpu: GpuBelow, monkeypatch: pytes
     monkeypatch.undo()
     gpu.cuda.finish()
     found = sent.wait(0)
+    assert found is not None
+    assert torch.equal(found, tensor)
+
+
+def test_waiting_for_states_does_not_spoil_a_capture_of_another_thread(
+    gpu: GpuBelow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_copy, "cuda_driver", lambda: LazyDriver(gpu.cuda))
+    tensor = torch.arange(8)
+    sent = HostCopy(tensor)
+    gpu.cuda.capturing = LazyStream(gpu.cuda, "graph")
+    found = sent.wait(60)  # a spoiled capture is a complaint
+    gpu.cuda.capturing = None
     assert found is not None
     assert torch.equal(found, tensor)
 

@@ -16,6 +16,7 @@ from kvtier.tiers.copies.copy_ways import CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.copies.kept_choices import KeptChoices
+from kvtier.tiers.host import host
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.metrics import Metrics
 
@@ -135,6 +136,29 @@ def test_a_device_that_refuses_midway_leaves_the_defaults(
     stream.close(1)
     cuda.finish()
     assert len(cuda.registered) == 1
+
+
+def test_memory_of_copies_that_do_not_end_stays(cuda: LazyCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    regions, kept = list[HostRegion](), list[tuple[object, ...]]()
+    monkeypatch.setattr(host, "_KEPT", kept)
+
+    class Endless:
+        def copy(self, *_: object, **__: object) -> None:
+            monkeypatch.setattr(copy_probe, "_PATIENCE", 0.0)
+            monkeypatch.setattr(torch.cuda.Event, "query", lambda event: False)
+
+    def make(memory: object, region: HostRegion, ways: CopyWays) -> Endless:
+        regions.append(region)
+        return Endless()
+
+    driver: Any = LazyDriver(cuda)
+    with (
+        pytest.raises(RuntimeError, match="have not ended"),
+        copy_probe.CopyProbe.open(torch.device("cpu", 0), driver, make, ["torch"]) as probe,
+    ):
+        probe.rate("torch", 4 * KIB, 16)
+    assert [region.num_slots for region in regions] == [0]  # it is closed,
+    assert len(kept) == len(cuda.registered) == 1  # and its memory is mapped and pinned as before
 
 
 def test_what_is_configured_is_not_measured(cuda: LazyCuda, region: HostRegion) -> None:

@@ -196,6 +196,13 @@ def test_slots_take_few_copies(regions: tuple[HostRegion, HostRegion], monkeypat
     assert copied == [SLOT // 2] * 2  # a rank's half of each slot
 
 
+def test_staging_holds_no_more_than_all_slots(regions: tuple[HostRegion, HostRegion]) -> None:
+    region = regions[0]
+    copier = Packer(EngineBlocks(two_groups(kv()), region.slot_bytes), region)
+    copier.copy("store", pairs([1, 2], [4, 5]))
+    assert len(copier._staging["store"]) <= SLOTS * (region.slot_bytes + 16) < packer.STAGING_BYTES
+
+
 def test_elements_move_as_large_integers() -> None:
     # rows of 16 bfloat16 are four integers of 8 bytes each; single elements stay what they are
     assert packer._IntegerPart(keys_and_values(kv())[0]).tensor.dtype is torch.int64

@@ -25,10 +25,12 @@ class Driver:
         self.refuse_from = refuse_from
         self.registered: dict[int, int] = {}
         self.devices: list[int] = []
+        self.threads: set[int] = set()  # whose current device it was told to change
         self.go = threading.Semaphore(0)
 
     def use(self, device: int) -> None:
         self.devices.append(device)
+        self.threads.add(threading.get_ident())
 
     def register(self, address: int, num_bytes: int) -> None:
         assert self.go.acquire(timeout=60)
@@ -125,6 +127,8 @@ def test_a_region_pins_once_and_unpins_at_its_end() -> None:
     assert region.pinned
     region.close()
     assert not driver.registered
+    assert driver.devices == [0, 0]
+    assert threading.get_ident() not in driver.threads  # a caller that computes elsewhere goes on there
     assert not region.is_pinned(slots(0))
 
 
