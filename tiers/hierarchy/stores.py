@@ -79,11 +79,12 @@ class StoreQueue:
             is_full = len(self._waiting) >= _MAX_SEALING
             if not is_full:
                 self._waiting.append(sealing)
-            job = SealJob(self) if len(self._waiting) == 1 and not is_full else None
+            # Under the lock: whoever finds something waiting may `drain`, and that waits for jobs.
+            is_taken = is_full or len(self._waiting) > 1 or self.sealing_queue.submit(SealJob(self))
         if is_full:
             self.sealed([sealing], [Outcome.QUEUE_FULL])
-        elif job is not None and not self.sealing_queue.submit(job):
-            job.end(Outcome.CLOSED, late=False)
+        elif not is_taken:
+            self.drop_waiting(Outcome.CLOSED)
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
         self._metrics.dropped(L2, reason, len(reservation.hashes))
@@ -122,10 +123,17 @@ class StoreQueue:
             while self._waiting and num_blocks < _SEALED_AT_ONCE:
                 taken.append(self._waiting.popleft())
                 num_blocks += len(taken[-1].reservation)
-            is_more = bool(self._waiting)
-        if is_more and not self.sealing_queue.submit(job := SealJob(self)):
-            job.end(Outcome.CLOSED, late=False)
+            is_taken = not self._waiting or self.sealing_queue.submit(SealJob(self))
+        if not is_taken:
+            self.drop_waiting(Outcome.CLOSED)
         return taken
+
+    def drop_waiting(self, reason: Outcome) -> None:
+        """All that waits will not be sealed: no job comes for it."""
+        with self._lock:
+            left = list(self._waiting)
+            self._waiting.clear()
+        self.sealed(left, [reason] * len(left))
 
     def publish(self, sealings: "Sequence[Sealing]") -> list[Outcome]:
         """Hash the filled slots, make them findable and offer them to the lower tiers. Not OK: nothing was published.
@@ -303,8 +311,12 @@ class SealJob:
 
     def end(self, result: list[Outcome] | Outcome, *, late: bool) -> None:
         """Not OK: its slots are given back."""
-        sealings = self.stores.next_sealings() if self.sealings is None else self.sealings
-        self.stores.sealed(sealings, [result] * len(sealings) if isinstance(result, Outcome) else result)
+        if not isinstance(result, Outcome):
+            self.stores.sealed(self.sealings or [], result)
+        elif self.sealings is None:
+            self.stores.drop_waiting(result)
+        else:
+            self.stores.sealed(self.sealings, [result] * len(self.sealings))
 
     def overdue(self) -> None:
         """Never told: there is no deadline."""

@@ -58,7 +58,7 @@ class SlotPool:
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         """Which of the blocks are ready, each by itself."""
         with self._lock:
-            return [slot >= 0 for slot in self._table.of(len(hashes)).find(hashes)]
+            return [slot >= 0 for slot in listed(self._table.of(len(hashes)).find(hashes))]
 
     def generation(self, slot: int) -> int:
         """How often the slot was taken: a copy planned for an older generation must not be made."""

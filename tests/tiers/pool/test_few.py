@@ -194,3 +194,15 @@ def test_the_choice_is_made_by_the_number_of_blocks() -> None:
     table = SlotPool(4)._table
     assert table.of(few.FEW) is not table
     assert table.of(few.FEW + 1) is table
+
+
+def test_answers_are_of_pythons_own_types() -> None:
+    pool = SlotPool(2 * few.FEW)
+    names = [hashlib.sha256(bytes([n])).digest() for n in range(few.FEW + 1)]
+    for some in (names[:1], names):  # both ways; the daemon writes them as bytes
+        assert bytes(pool.holds(some)) == bytes(len(some))
+    reservation = pool.reserve(names)
+    assert reservation is not None
+    pool.seal(reservation).release()
+    assert bytes(pool.holds(names)) == b"\1" * len(names)
+    assert type(sum(pool.holds(names))) is int

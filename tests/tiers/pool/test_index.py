@@ -66,6 +66,28 @@ def test_a_crowded_bucket_overflows_and_nothing_is_lost() -> None:
     assert len(index.check()) == 0
 
 
+@given(st.lists(st.tuples(st.integers(0, 8), st.booleans()), max_size=40))
+def test_a_crowded_bucket_is_the_same_for_names_that_come_alone(steps: list[tuple[int, bool]]) -> None:
+    index, model = HashIndex(16), dict[int, int]()
+    names = crowd(index, 9)
+    for number, alone in steps:
+        if number in model:
+            del model[number]
+            if alone:
+                index.remove_one(number)
+            else:
+                index.remove(np.array([number]))
+        else:
+            model[number] = number
+            if alone:
+                index.add_one(names[number], number)
+            else:
+                assert index.add(to_words([names[number]]), np.array([number]))
+        expected = [model.get(n, -1) for n in range(9)]
+        assert [index.find_one(name) for name in names] == index.find(names)[1].tolist() == expected
+        assert sorted(index.check().tolist()) == sorted(model)
+
+
 @pytest.mark.parametrize("num_before", [0, 3, 6])
 def test_a_name_given_twice_is_refused_and_nothing_changes(num_before: int) -> None:
     index = HashIndex(16)

@@ -1,0 +1,108 @@
+"""Stories of one sealing job for many stores: each has its own outcome, a drain waits for all, and a close ends all."""
+
+from collections.abc import Iterator
+from threading import Event, Thread
+
+import pytest
+from doubles import chain_of, hand_in, hierarchy_of, record_of, reserve
+
+from kvtier.tiers.hierarchy import stores
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy.io_queue import Job
+from kvtier.tiers.tier import Outcome
+
+
+class Hashing:
+    """The sealing thread stops before it hashes, until it may go on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may_go_on = Event(), Event()
+        self._checksum = stores.checksum
+        patch.setattr(stores, "checksum", self._wait)
+
+    def _wait(self, payload: memoryview) -> int:
+        self.begun.set()
+        assert self.may_go_on.wait(60)
+        return self._checksum(payload)
+
+
+@pytest.fixture
+def hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hashing]:
+    hashing = Hashing(monkeypatch)
+    yield hashing
+    hashing.may_go_on.set()
+
+
+def dropped(hierarchy: Hierarchy, reason: Outcome) -> float:
+    return sum(
+        count
+        for name, count in hierarchy.stats().items()
+        if "drop" in name and f'"{reason.value}"' in name and '"l2"' in name
+    )
+
+
+def test_a_store_that_cannot_be_hashed_fails_alone(hashing: Hashing) -> None:
+    hierarchy = hierarchy_of(slots=8)
+    chains = [chain_of(1, first_token=100 * n) for n in range(4)]
+    hand_in(hierarchy, chains[0])
+    assert hashing.begun.wait(60)
+    for chain in chains[1:]:  # one job for all of these
+        if chain is chains[2]:
+            reservation = reserve(hierarchy, chain.hashes, chain.root)
+            assert reservation is not None
+            hierarchy.seal(reservation, [record_of(chain, 0)] * 2, hierarchy.epoch)
+        else:
+            hand_in(hierarchy, chain)
+    hashing.may_go_on.set()
+    assert hierarchy.drain(60)
+    assert [hierarchy.holds(chain.hashes)[0] for chain in chains] == [True, True, False, True]
+    assert dropped(hierarchy, Outcome.IO_ERROR) == 1
+    hierarchy.check()
+    hierarchy.close()
+
+
+def test_a_drain_waits_for_what_joined_the_job_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    hierarchy = hierarchy_of(slots=8)
+    first, second = chain_of(1), chain_of(1, first_token=100)
+    queue = hierarchy.stores.sealing_queue
+    submit, begun, joined = queue.submit, Event(), Event()
+
+    def slowly(job: Job, *, urgent: bool = False) -> bool:
+        begun.set()
+        joined.wait(0.2)
+        return submit(job, urgent=urgent)
+
+    monkeypatch.setattr(queue, "submit", slowly)
+    thread = Thread(target=hand_in, args=(hierarchy, first))
+    thread.start()
+    assert begun.wait(60)
+    hand_in(hierarchy, second)
+    assert queue.drain(60)
+    assert hierarchy.holds(second.hashes) == [True]
+    joined.set()
+    thread.join(60)
+    assert hierarchy.drain(60)
+    hierarchy.check()
+    hierarchy.close()
+
+
+def test_a_close_ends_however_many_stores_wait(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_SEALED_AT_ONCE", 1)  # as many jobs as stores: more than Python has frames
+    chains = [chain_of(1, first_token=100 * n) for n in range(1200)]
+    hierarchy = hierarchy_of(slots=len(chains))
+    hand_in(hierarchy, chains[0])
+    assert hashing.begun.wait(60)
+    for chain in chains[1:]:
+        reservation = reserve(hierarchy, chain.hashes, chain.root)
+        assert reservation is not None
+        hierarchy.seal(reservation, [record_of(chain, 0)], hierarchy.epoch)
+    last = hierarchy.stores.sealing(chains[-1].hashes[0])
+    assert not hierarchy.stores.sealing_queue.close(0.01)  # the first one still hangs in its hashing
+    assert last is not None
+    assert last.done
+    assert dropped(hierarchy, Outcome.CLOSED) == len(chains) - 1
+    hashing.may_go_on.set()
+    assert hierarchy.stores.sealing_queue.close(60)
+    assert not hierarchy.stores.unsealed
+    hierarchy.check()
+    hierarchy.close()
