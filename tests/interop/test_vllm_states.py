@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import torch
-from vllm_rig import VOCAB, Engine, engine, make_checkpoint, prompt, tiers
+from vllm_rig import VOCAB, Engine, engine, greedy, make_checkpoint, prompt, tiers
 
 from kvtier.tiers.copies.engine_blocks import PartCopier
 from kvtier.tiers.naming import state_name
@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "num_gpu_blocks_override": 64,
 }
 LONG = prompt(1, 1400)
+NEAR_TIE = 0.2  # of log probabilities: in bf16 rounding moves them by 0.1, by how a prompt is cut and on which CPU
 PROMPTS = [LONG, LONG[:1000] + prompt(2, 100), LONG + prompt(3, 300), LONG[:700]]
 
 
@@ -41,13 +42,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def right(model: Path) -> list[list[int]]:
     """What a vLLM without kvtier and without a cache of its own answers."""
     with engine(model, **OPTIONS, enable_prefix_caching=False) as plain:
-        return one_by_one(plain, PROMPTS)[1]
+        return decided(plain, PROMPTS)
 
 
-def one_by_one(vllm: Engine, prompts: Sequence[list[int]], num_tokens: int = 12) -> tuple[list[int], list[list[int]]]:
-    """Cached tokens and text of each. One after the other: in bf16 a batch's shape may flip a near tie."""
-    outputs = [vllm.run([tokens], num_tokens)[0] for tokens in prompts]
-    return [output.num_cached_tokens for output in outputs], [list(output.outputs[0].token_ids) for output in outputs]
+def decided(vllm: Engine, prompts: Sequence[list[int]], num_tokens: int = 12) -> list[list[int]]:
+    """The text of each up to its first near tie. Behind the wrong KV already the first token would be another."""
+    params = greedy(num_tokens)
+    params.logprobs = 2
+    texts = []
+    for tokens in prompts:
+        [output] = vllm.llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+        text: list[int] = []
+        for token, told in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
+            first, second = sorted((each.logprob for each in told.values()), reverse=True)
+            if first - second < NEAR_TIE:
+                break
+            text.append(token)
+        texts.append(text)
+    assert sum(map(len, texts)) >= len(prompts)
+    return texts
+
+
+def one_by_one(
+    vllm: Engine, prompts: Sequence[list[int]], expected: Sequence[list[int]]
+) -> tuple[list[int], list[list[int]]]:
+    """Cached tokens of each, and as much of its text as is expected. By itself each: a batch's shape rounds, too."""
+    outputs = [vllm.run([tokens], max(1, len(text)))[0] for tokens, text in zip(prompts, expected, strict=True)]
+    texts = [list(output.outputs[0].token_ids)[: len(text)] for output, text in zip(outputs, expected, strict=True)]
+    return [output.num_cached_tokens for output in outputs], texts
 
 
 def names(vllm: Engine, tokens: list[int]) -> tuple[list[bytes], list[bytes]]:
@@ -55,7 +77,6 @@ def names(vllm: Engine, tokens: list[int]) -> tuple[list[bytes], list[bytes]]:
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
     from vllm.v1.request import Request
-    from vllm_rig import greedy
 
     hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256"))
     request = Request("names", tokens, greedy(1), None, block_hasher=hasher)
@@ -82,24 +103,24 @@ def test_a_new_engine_goes_on_from_states_that_an_old_one_stored(
             "MambaSpec",
             "FullAttentionSpec",
         ]
-        assert one_by_one(first, PROMPTS)[1] == right
+        assert one_by_one(first, PROMPTS, right)[1] == right
         first.forget_l1()
-        assert one_by_one(first, PROMPTS) == ([1280, 960, 1600, 640], right)
+        assert one_by_one(first, PROMPTS, right) == ([1280, 960, 1600, 640], right)
     with engine(model, tiers(tmp_path), **OPTIONS) as second:
-        assert one_by_one(second, PROMPTS) == ([1280, 960, 1600, 640], right)
+        assert one_by_one(second, PROMPTS, right) == ([1280, 960, 1600, 640], right)
         assert second.found_in("file") > 0
 
 
 def test_a_group_may_have_more_states_than_there_are_layers_without(tmp_path: Path) -> None:
     odd = make_checkpoint("qwen3-next-odd", tmp_path / "model", dtype=torch.bfloat16)
     with engine(odd, **OPTIONS) as plain:
-        expected = one_by_one(plain, PROMPTS[:1])[1]
+        expected = decided(plain, PROMPTS[:1])
     with engine(odd, tiers(tmp_path / "slab"), **OPTIONS) as vllm:
         [state] = vllm.half._plan.states
         assert len(state.layers) > len(vllm.half._plan.layers)
-        assert one_by_one(vllm, PROMPTS[:1])[1] == expected
+        assert one_by_one(vllm, PROMPTS[:1], expected)[1] == expected
         vllm.forget_l1()
-        assert one_by_one(vllm, PROMPTS[:1]) == ([1280], expected)
+        assert one_by_one(vllm, PROMPTS[:1], expected) == ([1280], expected)
 
 
 def test_the_next_turn_goes_on_from_the_answer(model: Path, tmp_path: Path) -> None:
@@ -107,13 +128,14 @@ def test_the_next_turn_goes_on_from_the_answer(model: Path, tmp_path: Path) -> N
     with engine(model, **OPTIONS) as plain:
         [answer] = plain.text([first_turn], 200)
         second_turn = [*first_turn, *answer, *prompt(6, 40)]
-        assert one_by_one(plain, [second_turn])[0] == [160]  # what vLLM by itself has of it
+        assert one_by_one(plain, [second_turn], [[]])[0] == [160]  # what vLLM by itself has of it
         plain.forget_l1()
-        expected = plain.text([second_turn], 12)
+        expected = decided(plain, [second_turn])
     with engine(model, tiers(tmp_path), **OPTIONS) as vllm:
         assert vllm.text([first_turn], 200) == [answer]
         vllm.forget_l1()
-        assert one_by_one(vllm, [second_turn]) == ([480], expected)  # 300 + 200 tokens: the answer filled a third block
+        # 300 + 200 tokens: the answer filled a third block
+        assert one_by_one(vllm, [second_turn], expected) == ([480], expected)
 
 
 @pytest.mark.parametrize("lost", ["state", "block", "first block"])
@@ -121,14 +143,15 @@ def test_a_lost_record_costs_no_more_than_what_it_was_needed_for(
     model: Path, right: list[list[int]], tmp_path: Path, lost: str
 ) -> None:
     with engine(model, tiers(tmp_path), **OPTIONS) as vllm:
-        assert one_by_one(vllm, PROMPTS[:1])[1] == right[:1]
+        assert one_by_one(vllm, PROMPTS[:1], right[:1])[1] == right[:1]
         blocks, states = names(vllm, LONG)
         gone = {"state": states[7], "block": blocks[6], "first block": blocks[0]}[lost]
         forget(vllm, gone)
         cached = {"state": 960, "block": 960, "first block": 0}[lost]  # steps ended at 480, 960 and 1280 tokens
-        assert one_by_one(vllm, PROMPTS[:1]) == ([cached], right[:1])
+        assert one_by_one(vllm, PROMPTS[:1], right[:1]) == ([cached], right[:1])
         vllm.forget_l1()
-        assert one_by_one(vllm, PROMPTS[:1]) == ([1280], right[:1])  # what was computed instead is there again
+        # What was computed instead is there again.
+        assert one_by_one(vllm, PROMPTS[:1], right[:1]) == ([1280], right[:1])
 
 
 def test_a_load_that_fails_is_computed(
@@ -144,14 +167,14 @@ def test_a_load_that_fails_is_computed(
         return copy(self, direction, copies, cancelled)
 
     with engine(model, tiers(tmp_path), **OPTIONS) as vllm:
-        assert one_by_one(vllm, PROMPTS[:1])[1] == right[:1]
+        assert one_by_one(vllm, PROMPTS[:1], right[:1])[1] == right[:1]
         vllm.forget_l1()
         monkeypatch.setattr(PartCopier, "copy", failing)
-        assert one_by_one(vllm, PROMPTS[:1]) == ([0], right[:1])
+        assert one_by_one(vllm, PROMPTS[:1], right[:1]) == ([0], right[:1])
         assert failed
         monkeypatch.setattr(PartCopier, "copy", copy)
         vllm.forget_l1()
-        assert one_by_one(vllm, PROMPTS[:1]) == ([1280], right[:1])
+        assert one_by_one(vllm, PROMPTS[:1], right[:1]) == ([1280], right[:1])
 
 
 def test_random_prompts_that_share_beginnings(model: Path, tmp_path: Path) -> None:
@@ -162,12 +185,12 @@ def test_random_prompts_that_share_beginnings(model: Path, tmp_path: Path) -> No
         cut = int(random.integers(1, len(start) + 1))
         prompts.append([*start[:cut], *random.integers(3, VOCAB, int(random.integers(1, 400))).tolist()][:1500])
     with engine(model, **OPTIONS, enable_prefix_caching=False) as plain:
-        expected = one_by_one(plain, prompts, 8)[1]
+        expected = decided(plain, prompts, 8)
     with engine(model, tiers(tmp_path), **OPTIONS) as vllm:
         cached = []
         for _ in range(2):
             for tokens, text in zip(prompts, expected, strict=True):
-                found, answer = one_by_one(vllm, [tokens], 8)
+                found, answer = one_by_one(vllm, [tokens], [text])
                 assert answer == [text]
                 cached += found
                 vllm.forget_l1()

@@ -6,6 +6,7 @@ from threading import Event, Thread
 import pytest
 from doubles import chain_of, hand_in, hierarchy_of, record_of, reserve
 
+from kvtier.tiers.checksum import checksum
 from kvtier.tiers.hierarchy import stores
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.io_queue import Job
@@ -17,7 +18,7 @@ class Hashing:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_go_on = Event(), Event()
-        self._checksum = stores.checksum
+        self._checksum = checksum
         patch.setattr(stores, "checksum", self._wait)
 
     def _wait(self, payload: memoryview) -> int:
