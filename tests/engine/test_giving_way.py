@@ -65,7 +65,7 @@ def test_a_layerwise_load_that_fails_behind_its_fence_is_computed(make: Make, mo
             event.end("the driver reports a failed copy")
         return logits
 
-    def load(copies: BlockCopies) -> HostEvent:
+    def load(copies: BlockCopies, after: object | None = None) -> HostEvent:
         events.append(rubbish(engine, copies))
         return events[-1]
 
@@ -92,7 +92,7 @@ def test_an_interrupted_sampling_does_not_hide_a_failed_load(make: Make, monkeyp
             raise KeyboardInterrupt
         return sample_batch(batch, logits)
 
-    def failing(copies: BlockCopies) -> HostEvent:
+    def failing(copies: BlockCopies, after: object | None = None) -> HostEvent:
         event = rubbish(engine, copies)
         event.end("the driver reports a failed copy")
         return event
@@ -262,7 +262,7 @@ def test_a_load_that_cannot_be_started_is_computed_once_what_was_enqueued_has_en
     monkeypatch.setattr("kvtier.connector.worker._GROUP_BYTES", 1)  # each layer by itself
     events: list[HostEvent] = []
 
-    def load(copies: BlockCopies) -> HostEvent:
+    def load(copies: BlockCopies, after: object | None = None) -> HostEvent:
         if len(events) == enqueued or loading == "async":
             raise torch.OutOfMemoryError("no memory for staging")
         events.append(rubbish(engine, copies))
@@ -302,7 +302,7 @@ def test_a_load_that_hangs_in_no_step_ends_with_its_request(make: Make, monkeypa
     assert engine.drain(60)
 
 
-def interrupted(copies: BlockCopies) -> HostEvent:
+def interrupted(copies: BlockCopies, after: object | None = None) -> HostEvent:
     raise KeyboardInterrupt
 
 

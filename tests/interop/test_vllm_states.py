@@ -21,9 +21,10 @@ from kvtier.tiers.naming import state_name
 
 pytestmark = pytest.mark.timeout(600)
 
-BLOCK = 160  # tokens: what vLLM chooses, so that a block of K and V is no smaller than a state
+BLOCK = 160  # tokens: a block of K and V is no smaller than a state. vLLM itself chooses 96 or 160, by the CPU
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16",
+    "block_size": BLOCK,
     "max_model_len": 2048,
     "max_num_batched_tokens": 512,  # a step ends at 480 tokens: there and at a prompt's last border states are kept
     "num_gpu_blocks_override": 64,
