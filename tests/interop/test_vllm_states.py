@@ -128,15 +128,15 @@ def test_the_next_turn_goes_on_from_the_answer(model: Path, tmp_path: Path) -> N
     first_turn = prompt(5, 300)
     with engine(model, **OPTIONS) as plain:
         [answer] = plain.text([first_turn], 200)
-        second_turn = [*first_turn, *answer, *prompt(6, 40)]
-        assert one_by_one(plain, [second_turn], [[]])[0] == [160]  # what vLLM by itself has of it
+        second_turns = [[*first_turn, *answer, *prompt(seed, 40)] for seed in range(6, 10)]
+        assert one_by_one(plain, second_turns[:1], [[]])[0] == [160]  # what vLLM by itself has of it
         plain.forget_l1()
-        expected = decided(plain, [second_turn])
+        expected = decided(plain, second_turns)
     with engine(model, tiers(tmp_path), **OPTIONS) as vllm:
         assert vllm.text([first_turn], 200) == [answer]
         vllm.forget_l1()
         # 300 + 200 tokens: the answer filled a third block
-        assert one_by_one(vllm, [second_turn], expected) == ([480], expected)
+        assert one_by_one(vllm, second_turns, expected) == ([480] * 4, expected)
 
 
 @pytest.mark.parametrize("lost", ["state", "block", "first block"])
