@@ -77,6 +77,11 @@ class CudaEvent:
             self._on_lost(error)
 
     @property
+    def is_issued(self) -> bool:
+        """Whether the device was given the copy, or never will be."""
+        return self._issued.is_set()
+
+    @property
     def failure(self) -> str | None:
         """Why the copy is known to fail, even while the device is still busy with a part of it."""
         return self.error or self._failure

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # Of a CuPy that is missing, broken, or for another driver.
 _NO_CUPY: Final = (ImportError, AttributeError, TypeError, ValueError, OSError, *DEVICE_ERRORS)
+_PINNED: Final = 5.0  # seconds for the slots of a copy to be pinned; then it goes through pageable memory
+_GRACE: Final = 0.5  # seconds at least for the thread to end what it is just at
 _CAPTURING: Final = "a CUDA graph is being captured on the calling stream"
 
 
@@ -42,8 +44,8 @@ class CudaCopyStream:
     sees finished blocks, and a load overwrites no block that is still read. `fence` makes that stream wait for a
     copy.
     Nothing cancels a copy that the device was given: it ends even after `close`. Until its event is done, its L1
-    block and L2 slot must stay out of use. Copies of slots that are not pinned (yet) block: a thread makes them, and
-    those of the same direction that come behind them.
+    block and L2 slot must stay out of use. Slots that are not pinned yet are pinned first: a thread waits for that,
+    and gives the device these copies and those of the same direction that come behind them.
     A device that fails for good (`CudaEvent`) ends the stream: every later copy fails at once, and the region's memory
     stays mapped.
     """
@@ -135,9 +137,15 @@ class CudaCopyStream:
         if not self.drain(timeout):
             self._region.keep()
             logger.warning("closed with copies in flight after %.1f s; their memory is not used again", timeout)
-        self._issuer.shutdown(wait=True, cancel_futures=True)
+        ending = threading.Thread(target=self._issuer.shutdown, kwargs={"cancel_futures": True}, daemon=True)
+        ending.start()
+        ending.join(max(timeout, _GRACE))
+        if is_stuck := ending.is_alive():  # in a copy of pageable memory
+            self._region.keep()
         with self._lock:
             for event in [*self._pending["load"], *self._pending["store"]]:
+                if is_stuck and not event.done():
+                    event.lose("a copy hung when the stream was closed")
                 event.fail(CANCELLED)  # no effect on what the device was given
 
     def _enqueue(self, direction: CopyDirection, copies: BlockCopies, after: object | None) -> CopyEvent:
@@ -166,12 +174,20 @@ class CudaCopyStream:
                 return event
             pending.append(event)
             last = self._last_issued.get(direction)
-            if self._region.is_pinned(copies.host_slots) and (last is None or last.done()):
+            is_next = (last is None or last.done()) and (not isinstance(before, CudaEvent) or before.is_issued)
+            if is_next and self._region.is_pinned(copies.host_slots):
                 self._issue(direction, copies, before, event)
             else:
-                issued = self._issuer.submit(self._issue, direction, copies, before, event)
+                issued = self._issuer.submit(self._issue_pinned, direction, copies, before, event)
                 self._last_issued[direction] = issued
         return event
+
+    def _issue_pinned(
+        self, direction: CopyDirection, copies: BlockCopies, before: "torch.cuda.Event | CudaEvent", event: CudaEvent
+    ) -> None:
+        """`_issue` once the slots are pinned. If they cannot be, the copy blocks this thread, maybe the device, too."""
+        self._region.pinned_soon(copies.host_slots, _PINNED)
+        self._issue(direction, copies, before, event)
 
     def _predecessor(self, after: object | None) -> "torch.cuda.Event | CudaEvent":
         if after is None:

@@ -123,6 +123,10 @@ class HostRegion:
         """Whether a device may copy from and to all of these slots asynchronously."""
         return self.pinning is not None and self.pinning.cover(slots)
 
+    def pinned_soon(self, slots: NDArray[np.int64], timeout: float) -> bool:
+        """As `is_pinned`, but these slots are pinned before all others, and waited for up to `timeout` seconds."""
+        return self.pinning is not None and self.pinning.cover_soon(slots, timeout)
+
     def wait_prefaulted(self, timeout: float | None = None) -> bool:
         """Wait until every page was faulted in or the attempt ended; False if `timeout` seconds passed first."""
         if self._prefault_thread is None:

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from typing import Final, Protocol
 
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 # 512 GiB always fails.
 PIECE_BYTES: Final = 1 << 30
 _PAUSE: Final = 0.01  # seconds between two pieces: what the device was given meanwhile gets its turn
+_POLL: Final = 1e-3  # seconds between looks at what a copy waits for
 
 
 class PinDriver(Protocol):
@@ -49,6 +51,7 @@ class Pinnable(Protocol):
 class PinnedPieces:
     """Which slots of a region are pinned by now. No piece ends inside a slot. Thread-safe: a piece becomes pinned once.
 
+    What a copy waits for comes first, the rest in order, once all pages are there: pinning faults them one by one.
     A copy may be asynchronous only if all of its slots are pinned, and no single piece of it reaches over a border.
     """
 
@@ -63,6 +66,7 @@ class PinnedPieces:
         self._driver = driver
         self._device = device
         self._pinned = np.zeros(-(-region.num_slots // self.slots_per_piece), bool)
+        self._wanted: deque[int] = deque()  # pieces that copies wait for
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._pin, name="kvtier-pin", daemon=True)
         self._thread.start()
@@ -70,6 +74,17 @@ class PinnedPieces:
     def cover(self, slots: NDArray[np.int64]) -> bool:
         """Whether all of these slots are pinned."""
         return bool(self._pinned[slots // self.slots_per_piece].all())
+
+    def cover_soon(self, slots: NDArray[np.int64], timeout: float) -> bool:
+        """Have these slots pinned before others, and wait. False if they will not be, or not in `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        pieces = np.unique(slots // self.slots_per_piece)
+        self._wanted.extend(pieces[~self._pinned[pieces]].tolist())
+        while not self.cover(slots):
+            if not self._thread.is_alive() or time.monotonic() >= deadline:
+                return self.cover(slots)
+            time.sleep(_POLL)
+        return True
 
     @property
     def num_bytes(self) -> int:
@@ -108,15 +123,16 @@ class PinnedPieces:
                 self._driver.unregister(self._span(piece)[0])
 
     def _pin(self) -> None:
-        self._wait_prefaulted(None)  # pinning faults pages one by one; populated ones it only takes
         started = time.monotonic()
         try:
             self._driver.use(self._device)
-            for piece in range(len(self._pinned)):
-                if self._closing.wait(_PAUSE if piece else 0):
+            while not self._pinned.all():
+                if self._closing.is_set():
                     return
-                self._driver.register(*self._span(piece))
-                self._pinned[piece] = True
+                if (piece := self._next()) is not None:
+                    self._driver.register(*self._span(piece))
+                    self._pinned[piece] = True
+                    self._closing.wait(_PAUSE)
         except RuntimeError as error:
             self.error = str(error)
             total = self._num_slots * self._slot_stride
@@ -128,6 +144,13 @@ class PinnedPieces:
             )
             return
         logger.info("[host] pinned %s in %.1f s", show_size(self.num_bytes), time.monotonic() - started)
+
+    def _next(self) -> int | None:
+        """Whose turn it is. None: for a moment nobody's, since pages are still missing."""
+        while self._wanted:
+            if not self._pinned[piece := self._wanted.popleft()]:
+                return piece
+        return int(np.argmin(self._pinned)) if self._wait_prefaulted(_PAUSE) else None
 
     def _span(self, piece: int) -> tuple[int, int]:
         first = piece * self.slots_per_piece

@@ -3,6 +3,7 @@
 What a real device does with the same calls is in tests/gpu/test_cuda_transfer_gpu.py.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lazy_cuda import pin
+from doubles import wait_until
+from lazy_cuda import LazyCuda, LazyDriver, pin
 
 from kvtier.tiers.copies import cuda_event, cuda_transfer, packer
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
@@ -19,6 +21,7 @@ from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.engine_blocks import BlockPart, EngineBlocks
 from kvtier.tiers.copies.transfer import BlockCopies, HostEvent
 from kvtier.tiers.host.host import HostRegion
+from kvtier.tiers.host.pinning import PinnedPieces
 
 NUM_BLOCKS, NUM_LAYERS, LAYER_BYTES, NUM_SLOTS = 12, 3, 4096, 16
 BLOCK_BYTES = NUM_LAYERS * LAYER_BYTES
@@ -338,6 +341,39 @@ def test_a_pageable_region_is_copied_by_a_thread(device: FakeDevice, l1: torch.T
     assert loaded.wait(60)
     assert loaded.error is None
     assert torch.equal(l1[11], l1[3])
+    stream.close(10)
+    region.close()
+
+
+def test_the_device_gets_no_copy_before_its_slots_are_pinned(device: FakeDevice, l1: torch.Tensor) -> None:
+    class Driver(LazyDriver):
+        """Pins one piece each time it may."""
+
+        may = threading.Semaphore(0)
+
+        def register(self, address: int, num_bytes: int) -> None:
+            assert self.may.acquire(timeout=60)
+
+        def unregister(self, address: int) -> None:
+            pass
+
+    driver, region = Driver(LazyCuda()), HostRegion.allocate(NUM_SLOTS, BLOCK_BYTES)
+    region.pinning = PinnedPieces(region, driver, 0, piece_bytes=2 * region.slot_stride)
+    stream = CudaCopyStream(l1, region)
+    stored, behind = stream.store(pairs([3], [6])), stream.store(pairs([1], [0]))
+    wait_until(lambda: region.pinning is not None and region.pinning._wanted)
+    driver.may.release()
+    while not region.is_pinned(np.array([0])):
+        assert not stored.wait(0.01)
+    assert not behind.done()  # its own slot is pinned, but it comes after the other
+    assert not region.array.any()
+    driver.may.release()  # what is waited for comes before slots 2 to 5
+    assert stored.wait(60)
+    assert behind.wait(60)
+    assert np.array_equal(region.array[[6, 0]], l1[[3, 1]].reshape(2, -1).numpy())
+    assert not region.is_pinned(np.array([2]))
+    driver.may.release(1000)
+    assert region.pinning.wait(60)
     stream.close(10)
     region.close()
 

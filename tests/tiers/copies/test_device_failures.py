@@ -1,6 +1,7 @@
 """A device that fails: what is told apart, what goes on, and what is never used again."""
 
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -189,6 +190,50 @@ def test_memory_of_copies_in_flight_at_close_stays(world: World, caplog: pytest.
     assert world.cuda.registered  # the device goes on, and still may
     world.cuda.finish()
     assert np.array_equal(array[1], world.l1[1].reshape(-1).numpy())
+
+
+def test_a_copy_that_hangs_in_the_thread_does_not_hold_up_a_close(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def hanging(*_: Any, **__: Any) -> None:
+        begun.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(cuda_transfer.TensorCopier, "copy", hanging)
+    monkeypatch.setattr(world.region, "pinning", None)
+    hung, behind = world.stream.store(pairs(1)), world.stream.store(pairs(2))
+    assert begun.wait(60)
+    kept = len(host._KEPT)
+    world.stream.close(0.01)
+    assert hung.is_lost
+    assert hung.error == "a copy hung when the stream was closed"
+    assert behind.done()
+    may_end.set()
+    world.region.close()
+    assert len(host._KEPT) == kept + 1  # what the copy may still write to is not used again
+
+
+def test_a_copy_waits_for_one_that_the_thread_has_yet_to_give_the_device(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, copy = threading.Event(), cuda_transfer.TensorCopier.copy
+
+    def late(self: Any, direction: Any, *copies: Any, **options: Any) -> None:
+        assert direction == "load" or may_go_on.wait(60)
+        copy(self, direction, *copies, **options)
+
+    monkeypatch.setattr(cuda_transfer.TensorCopier, "copy", late)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.region, "is_pinned", lambda slots: False)
+        stored = world.stream.store(pairs(1))
+    loaded = world.stream.load(pairs(1), after=stored)
+    assert not loaded.done()
+    may_go_on.set()
+    while not loaded.done():
+        world.cuda.step()
+    assert loaded.error is None
 
 
 def test_a_capture_on_the_calling_stream_takes_no_copies(world: World) -> None:

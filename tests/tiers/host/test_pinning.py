@@ -85,6 +85,40 @@ def test_slots_are_pinned_one_piece_after_the_other_while_the_region_is_used() -
     region.close()
 
 
+def test_what_a_copy_waits_for_is_pinned_first() -> None:
+    driver, region = Driver(), HostRegion.allocate(6, SLOT)
+    pieces = PinnedPieces(region, driver, 0, piece_bytes=SLOT)
+    assert not pieces.cover_soon(slots(4, 2), 0.05)  # piece 0 is just being pinned
+    driver.go.release(2)
+    while not pieces.cover(slots(2)):
+        assert not pieces.wait(0.01)
+    assert not pieces.cover(slots(4))
+    driver.go.release()
+    assert pieces.cover_soon(slots(4, 2), 60)
+    assert list(driver.registered) == [region.address + SLOT * piece for piece in (0, 2, 4)]
+    driver.let_all_go()
+    assert pieces.wait(60)
+    assert len(driver.registered) == 6
+    pieces.close()
+    assert not pieces.cover_soon(slots(4), 60)  # and nobody waits for what will not be
+    region.close()
+
+
+def test_what_a_copy_waits_for_does_not_wait_for_all_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, region = Driver(), HostRegion.allocate(3, SLOT)
+    driver.let_all_go()
+    populated = threading.Event()
+    monkeypatch.setattr(region, "wait_prefaulted", lambda timeout=None: populated.wait(timeout))
+    pieces = PinnedPieces(region, driver, 0, piece_bytes=SLOT)
+    assert pieces.cover_soon(slots(1), 60)
+    assert list(driver.registered) == [region.address + SLOT]
+    populated.set()
+    assert pieces.wait(60)
+    assert pieces.cover(slots(0, 1, 2))
+    pieces.close()
+    region.close()
+
+
 def test_a_refused_piece_is_one_warning_and_what_was_pinned_stays(caplog: pytest.LogCaptureFixture) -> None:
     driver, region = Driver(refuse_from=1), HostRegion.allocate(3, SLOT)
     driver.let_all_go()
