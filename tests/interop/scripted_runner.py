@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from cache_planning import planned
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
     get_request_block_hasher,
     init_none_hash,
     resolve_cache_hit_alignment_tokens,
@@ -81,7 +81,7 @@ class ScriptedRunner:
         for name, value in cache.items():
             setattr(config.cache_config, name, value)
         config.scheduler_config.async_scheduling = ahead
-        [worker] = get_kv_cache_configs(config, [dict(specs)], [1 << 30])
+        worker = planned(config, specs)
         shown = generate_scheduler_kv_cache_config([worker])
         size, unit = resolve_kv_cache_block_sizes(shown, config)
         aligned = resolve_cache_hit_alignment_tokens(shown, config, size, unit)

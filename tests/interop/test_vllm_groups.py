@@ -16,10 +16,10 @@ import pytest
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import torch
+from cache_planning import planned
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
     get_request_block_hasher,
     resolve_kv_cache_block_sizes,
 )
@@ -204,7 +204,7 @@ def kv_cache_configs(layout: str, specs: dict[str, Any]) -> tuple[Any, Any, Any]
         num_prefill_lookahead_tokens=0,
         max_in_flight_tokens=256,
     )
-    [worker] = get_kv_cache_configs(config, [dict(specs)], [1 << 30])
+    worker = planned(config, specs)
     scheduler = generate_scheduler_kv_cache_config([worker])
     _, unit = resolve_kv_cache_block_sizes(scheduler, config)
     worker.hash_block_size = scheduler.hash_block_size = unit
