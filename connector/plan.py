@@ -1,5 +1,6 @@
 """The only thing that crosses from the scheduler side to the worker side: which blocks to copy in this step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -72,6 +73,12 @@ class WorkerReport:
     finished: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
+
+
+def plain(numbers: Sequence[int]) -> tuple[int, ...]:
+    """An engine's numbers, all of one type, as msgpack takes them."""
+    is_plain = len(numbers) > 0 and type(numbers[0]) is int
+    return tuple(numbers if is_plain else map(int, numbers))
 
 
 def _pack_ops(ops: tuple[CopyOp, ...]) -> list[list[Any]]:

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvtier.connector.back import Back, GroupCopy
 from kvtier.connector.partial import PartialView, best_child, is_named_by_tokens, pays, tier_of_last
-from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
+from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport, plain
 from kvtier.connector.request import ConnectedRequest, LoadingOp, Request, StoringOp
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Pending, Wanted
@@ -254,17 +254,16 @@ class SchedulerSide:
             return 0
         lease, region = self.tiers.take(claim), self.tiers.region
         skip = known.asked - claim.num_l1
-        slots = lease.slots[skip : skip + num_blocks].tolist()
-        generations = lease.generations[skip : skip + num_blocks].tolist()
+        slots = tuple(listed(lease.places[skip : skip + num_blocks]))
         if not slots or region is None:
             lease.release()
             return 0
+        generations = tuple(listed(lease.times[skip : skip + num_blocks]))
         if view is not None and known.asked + len(slots) > view.num_own:
             known.found_in_part = tier_of_last(claim.found, known.found)
         self._region_id = region.region_id
-        blocks = [int(block) for block in block_ids[known.asked : known.asked + len(slots)]]
-        request_id = known.request.request_id
-        op = CopyOp(next(self._op_ids), request_id, tuple(blocks), tuple(slots), tuple(generations), layerwise)
+        blocks = plain(block_ids[known.asked : known.asked + len(slots)])
+        op = CopyOp(next(self._op_ids), known.request.request_id, blocks, slots, generations, layerwise)
         self._loads[op.op_id] = LoadingOp(op, known.asked, lease, time.monotonic())
         self._planned.append(op)
         return min(num_external_tokens, len(slots) * size)
@@ -273,7 +272,8 @@ class SchedulerSide:
         """Where every block is that may be promised, and a claim on what is worth loading."""
         chain = known.request.chain
         usable = min(len(chain.hashes), (known.request.num_tokens - 1) // chain.block_size)
-        hashes, num_l1 = chain.hashes[:usable], min(known.asked, usable)
+        hashes, num_l1 = chain.hashes, min(known.asked, usable)
+        hashes = hashes if usable == len(hashes) else hashes[:usable]  # `ask` copies it
         ends = Ends.BOTH if self.computes_alone else Ends.FRONT
         known.claim = self.tiers.ask(hashes, chain.root, num_l1, block_size=chain.block_size, ends=ends)
 

@@ -16,7 +16,7 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.offload import EngineConnector, NoOffload, start_copies
 from kvtier.engine.own_caches import runner_of, scheduler_of
-from kvtier.engine.prompts import checked_tokens, is_text, named_prompt, require_room
+from kvtier.engine.prompts import PromptNames, checked_tokens, is_text, require_room
 from kvtier.engine.segment_requests import SegmentRequests, wanted_by_each, wanted_reuse
 from kvtier.engine.sequence import NamedPrompt, Output, SamplingParams, Sequence, SequenceState
 from kvtier.tiers import ConfigError, RequestError
@@ -70,7 +70,7 @@ class Engine:
         self.segments = (
             None if self.config.segments == "off" else SegmentRequests(model, self.pool, self.scheduler, self.config)
         )
-        self._fingerprint = self.identity.fingerprint()
+        self._names = PromptNames(self.identity.fingerprint(), self.config)
         self._ids = itertools.count()
         self._order = itertools.count()
         self._requests: dict[str, Sequence] = {}
@@ -218,7 +218,7 @@ class Engine:
         self.pool.reset()
         self.connector.reset()
         self.identity = self.model.identity(self.config)
-        self._fingerprint = self.identity.fingerprint()
+        self._names = PromptNames(self.identity.fingerprint(), self.config)
 
     @property
     def has_unfinished(self) -> bool:
@@ -317,7 +317,7 @@ class Engine:
         require_room(num_tokens, params.max_tokens, self.max_model_len, self.fits_l1)
 
     def _named(self, token_ids: list[int], cache_salt: str | None) -> NamedPrompt:
-        return named_prompt(token_ids, cache_salt, self._fingerprint, self.config)
+        return self._names.named(token_ids, cache_salt)
 
     def _knows(self, request_id: str) -> bool:
         scheduler = self.scheduler

@@ -1,5 +1,6 @@
 """What a prompt must be: token ids that the model has, not too many; and what its blocks are called."""
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -8,11 +9,16 @@ from numpy.typing import ArrayLike, NDArray
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.sequence import NamedPrompt
 from kvtier.tiers import RequestError
-from kvtier.tiers.naming import TokenChain, root_hash
+from kvtier.tiers.naming import KeptNames, TokenChain, root_hash, token_array
 
 
 def checked_tokens(prompt: ArrayLike, vocab_size: int) -> list[int]:
     """The prompt as a list of token ids; RequestError says what is wrong with it."""
+    if isinstance(prompt, list) and prompt and type(prompt[0]) is int:  # a third of what numpy takes for a long one
+        with suppress(TypeError, ValueError):
+            ids = token_array(prompt)
+            if np.frombuffer(ids, np.uintc).max() < vocab_size:
+                return ids.tolist()
     try:
         tokens: NDArray[Any] = np.asarray(prompt)
     except ValueError as error:
@@ -42,13 +48,23 @@ def require_room(num_tokens: int, max_tokens: int, context: int, fit_l1: int) ->
         raise RequestError(f"{asked}: together more than {limit}; shorten one of them")
 
 
-def named_prompt(token_ids: list[int], cache_salt: str | None, fingerprint: bytes, config: EngineConfig) -> NamedPrompt:
-    """The prompt with the names of its blocks, which no other salt has. RequestError: the salt is no text."""
-    cache_salt = config.cache_salt if cache_salt is None else cache_salt
-    if cache_salt is not None and not is_text(cache_salt):
-        raise RequestError(f"cache_salt {cache_salt!r}: use a string of Unicode characters")
-    if not config.enable_prefix_caching:
-        return NamedPrompt(token_ids, None)
-    chain = TokenChain(root_hash(fingerprint, cache_salt=cache_salt), config.block_size, config.hash_scheme)
-    chain.extend(token_ids)
-    return NamedPrompt(token_ids, chain)
+class PromptNames:
+    """Names the blocks of one engine's prompts. What it named lately it does not hash again. Thread-safe."""
+
+    def __init__(self, fingerprint: bytes, config: EngineConfig) -> None:
+        self._fingerprint = fingerprint
+        self._config = config
+        self._kept = KeptNames()
+
+    def named(self, token_ids: list[int], cache_salt: str | None) -> NamedPrompt:
+        """The prompt with the names of its blocks, which no other salt has. RequestError: the salt is no text."""
+        config = self._config
+        cache_salt = config.cache_salt if cache_salt is None else cache_salt
+        if cache_salt is not None and not is_text(cache_salt):
+            raise RequestError(f"cache_salt {cache_salt!r}: use a string of Unicode characters")
+        if not config.enable_prefix_caching:
+            return NamedPrompt(token_ids, None)
+        root = root_hash(self._fingerprint, cache_salt=cache_salt)
+        chain = TokenChain(root, config.block_size, config.hash_scheme, kept=self._kept)
+        chain.extend(token_ids)
+        return NamedPrompt(token_ids, chain)

@@ -17,7 +17,7 @@ from kvtier.tiers.config import Config
 from kvtier.tiers.copies import BlockCopier, BlockCopies
 from kvtier.tiers.hierarchy import Attribution, CacheTiers, Wanted, bring
 from kvtier.tiers.host import HostRegion
-from kvtier.tiers.naming import TokenChain
+from kvtier.tiers.naming import KeptNames, TokenChain
 from kvtier.tiers.pool import Lease, Reservation
 
 _SEALED: Final = 1.0  # seconds for new blocks to be hashed
@@ -67,6 +67,7 @@ class TierBlocks:
         self._root = root
         self._config = config.cache
         self._device = copies_of(form, device, config.host, tiers.metrics)  # None: the CPU copies
+        self._kept = KeptNames()
         self._stores: list[_Store] = []  # whose copies are under way, the oldest first
         self._lost: list[tuple[Lease, Sent]] = []  # loads that a dead device has not ended: it may still read
 
@@ -78,7 +79,7 @@ class TierBlocks:
 
     def row(self, token_ids: list[int], num_pads: int = 0) -> PromptRow:
         """The tokens under their names, behind that many columns of padding."""
-        chain = TokenChain(self._root, self.form.block_size, self._config.hash)
+        chain = TokenChain(self._root, self.form.block_size, self._config.hash, kept=self._kept)
         chain.extend(token_ids)
         return PromptRow(token_ids, chain, self.tiers.epoch, num_pads)
 

@@ -12,7 +12,7 @@ from kvtier.connector.models import revision_of
 from kvtier.connector.vllm.drafts import AheadChain
 from kvtier.tiers import ChainHash, ChildBlock, ConfigError
 from kvtier.tiers.config import CacheConfig
-from kvtier.tiers.naming import TokenChain, pack_tokens, root_hash
+from kvtier.tiers.naming import KeptNames, TokenChain, pack_tokens, root_hash
 
 if TYPE_CHECKING:
     from kvtier.connector.vllm.slots import SlotPlan
@@ -101,18 +101,27 @@ class VllmChain:
 
 
 class OwnChain:
-    """A request's blocks under kvtier's own names, the same for every engine. Costs a SHA-256 for each block."""
+    """A request's blocks under kvtier's own names, the same for every engine. Costs a SHA-256 for each new block."""
 
-    __slots__ = ("_chain", "_last", "_request")
+    __slots__ = ("_chain", "_kept", "_last", "_request")
 
     def __init__(
-        self, request: Any, named: tuple[bytes, str | None, str | None, bytes | None], block_size: int, scheme: str
+        self,
+        request: Any,
+        named: tuple[bytes, str | None, str | None, bytes | None],
+        block_size: int,
+        scheme: str,
+        kept: KeptNames | None = None,
     ) -> None:
-        """`named` is what the root is made of: fingerprint, salt, and an adapter's name and digest."""
+        """`named` is what the root is made of: fingerprint, salt, and an adapter's name and digest.
+
+        `kept`: names of requests before this one.
+        """
         fingerprint, salt, lora_name, lora_digest = named
         root = root_hash(fingerprint, cache_salt=salt, lora_name=lora_name, lora_digest=lora_digest)
         self._request = request
-        self._chain = TokenChain(root, block_size, scheme)
+        self._kept = kept
+        self._chain = TokenChain(root, block_size, scheme, kept=kept)
         self._last: int | None = None  # token of the chain
 
     def current(self) -> TokenChain:
@@ -122,7 +131,7 @@ class OwnChain:
         """
         tokens, known, chain = self._request.all_token_ids, self._chain.num_tokens, self._chain
         if known > self._request.num_tokens or (known and tokens[known - 1] != self._last):
-            self._chain, known = TokenChain(chain.root, chain.block_size, chain.scheme), 0
+            self._chain, known = TokenChain(chain.root, chain.block_size, chain.scheme, kept=self._kept), 0
         if known < self._request.num_tokens:
             self._chain.extend(tokens[known:])
             self._last = tokens[self._chain.num_tokens - 1]
@@ -136,6 +145,7 @@ class RequestNames:
         self._plan = plan
         self._cache = cache
         self._root = root
+        self._kept = KeptNames()  # of our own chains
         self._unnamed: set[str] = set()  # adapters that a word was said about
         self.name_instead: NameInstead | None = None  # without it no part of a block that vLLM named is reused
 
@@ -152,7 +162,8 @@ class RequestNames:
             return None
         salt = request.cache_salt if request.cache_salt is not None else self._cache.cache_salt
         name = None if lora is None else lora.lora_name
-        return OwnChain(request, (self._root, salt, name, digest), self._plan.block_size, self._cache.hash)
+        named = self._root, salt, name, digest
+        return OwnChain(request, named, self._plan.block_size, self._cache.hash, self._kept)
 
     def _ahead(self, chain: VllmChain, request: Any) -> VllmChain | AheadChain | None:
         """The chain, with the tokens that follow a block in its name if a drafter's KV depends on them."""

@@ -18,7 +18,7 @@ from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.hierarchy.shared_lookup import Locator
 from kvtier.tiers.hierarchy.stores import StoreQueue
 from kvtier.tiers.host import HostRegion, HostTier
-from kvtier.tiers.pool import MAX_CHILDREN, Lease
+from kvtier.tiers.pool import MAX_CHILDREN, Lease, Places
 
 _TICK: Final = 0.001  # seconds between two looks at deadlines, however often they are asked for
 _ASK_AGAIN: Final = 0.05  # seconds an answer of a shared tier is good for: asking costs it a round trip
@@ -143,7 +143,7 @@ class Hierarchy:
         By the indexes of this process alone. A run may change tiers on its way, e.g. L2, then file, then L2 again.
         """
         self.tick()  # an open breaker hides its tier from every lookup: this is what sends its probe
-        return self._lookup(hashes, num_l1)
+        return self._lookup(hashes, num_l1)[0]
 
     def locate(self, hashes: Sequence[ChainHash], timeout: float) -> Attribution:
         """As `lookup`, once the shared tiers have been asked about what the indexes do not name."""
@@ -226,12 +226,14 @@ class Hierarchy:
 
     # inside
 
-    def _lookup(self, hashes: Sequence[ChainHash], num_l1: int) -> Attribution:
-        found = {L2: self.host.pool.lookup(hashes[num_l1:] if num_l1 else hashes)}
-        at = num_l1 + found[L2]
+    def _lookup(self, hashes: Sequence[ChainHash], num_l1: int) -> tuple[Attribution, Places]:
+        """Where the blocks are, and in which slots L2 has those that follow the ones in L1."""
+        places = self.host.pool.places(hashes[num_l1:] if num_l1 else hashes)
+        found = {L2: len(places)}
+        at = num_l1 + len(places)
         if at < len(hashes) and self.ports:
             at += self._lookup_below(hashes[at:], found)
-        return Attribution(blocks=len(hashes), l1=num_l1, miss=len(hashes) - at, **found)
+        return Attribution(blocks=len(hashes), l1=num_l1, miss=len(hashes) - at, **found), places
 
     def _lookup_below(self, rest: Sequence[ChainHash], found: dict[str, int]) -> int:
         """Add to `found` which tier, the first that does, holds each leading block of `rest`; returns how many.
@@ -256,7 +258,7 @@ class Hierarchy:
     def _look(self, claim: LocalClaim) -> None:
         """Ask the indexes. Where the run ends: wait for a store, ask shared tiers once; bring what is worth loading."""
         is_sealing = bool(self.stores.unsealed)  # asked first: what is published meanwhile is found in neither place
-        where = self._lookup(claim.hashes, claim.num_l1)
+        where, places = self._lookup(claim.hashes, claim.num_l1)
         claim.sealing = None
         while where.miss and is_sealing and time.monotonic() < claim.patient_until:
             first = claim.hashes[where.blocks - where.miss]
@@ -265,7 +267,7 @@ class Hierarchy:
                 return
             if not self.host.pool.holds([first])[0]:
                 break
-            where = self._lookup(claim.hashes, claim.num_l1)  # it was published between the two looks
+            where, places = self._lookup(claim.hashes, claim.num_l1)  # it was published between the two looks
         known = where.blocks - where.miss
         if where.miss and known >= claim.asked_until and any(port.is_shared for port in self.ports):
             claim.questions = self.locator.ask(claim.hashes[known:])
@@ -278,7 +280,7 @@ class Hierarchy:
         if claim.asked_until:
             claim.good_until = time.monotonic() + _ASK_AGAIN
         if num_loadable := where.loadable:
-            self._promote(claim, where, num_loadable)
+            self._promote(claim, where, places, num_loadable)
 
     def _children(self, parent: ChainHash, following: Sequence[ChainHash], start: bytes = b"") -> Sequence[ChildBlock]:
         """Held blocks that follow the parent and begin with these tokens, other than a claim's own; L2's, each once."""
@@ -293,14 +295,15 @@ class Hierarchy:
             by_name.pop(chain_hash, None)  # stored by now
         return [ChildBlock(*child) for child in by_name.items()][:MAX_CHILDREN]
 
-    def _promote(self, claim: LocalClaim, where: Attribution, num_blocks: int) -> None:
+    def _promote(self, claim: LocalClaim, where: Attribution, places: Places, num_blocks: int) -> None:
         """Bring the blocks beyond `num_l1`, unless computing them is faster or other requests have all the room.
 
         Where it is fastest to do both, only those that L2 has already.
         """
         block_bytes = self.host.region.slot_bytes
         below_l2 = {port.name: where.by_tier.get(port.name, 0) * block_bytes for port in self.ports}
-        if claim.ends is Ends.BOTH and (num_in_l2 := self._meet(claim, num_blocks, below_l2)) is not None:
+        num_in_l2 = len(places)
+        if claim.ends is Ends.BOTH and self._meets(claim, num_blocks, num_in_l2, below_l2):
             if not num_in_l2:
                 return
             num_blocks = num_in_l2
@@ -314,22 +317,21 @@ class Hierarchy:
             return
         first = claim.num_l1
         parent = claim.hashes[first - 1] if first else claim.parent
-        run = claim.hashes[first : first + num_blocks]
-        if not self.promoter.start(claim, run, parent, self.settings.prefetch_deadline):
+        run = claim.hashes if num_blocks == len(claim.hashes) else claim.hashes[first : first + num_blocks]
+        if not self.promoter.start(claim, run, parent, places, self.settings.prefetch_deadline):
             claim.refusal, claim.meeting = Outcome.NO_SLOT, None
 
-    def _meet(self, claim: LocalClaim, num_blocks: int, below_l2: Mapping[str, int]) -> int | None:
-        """Decide where both ends meet. Returns how many leading blocks L2 has; None: one way is as fast."""
-        first, size = claim.num_l1, claim.block_size
+    def _meets(self, claim: LocalClaim, num_blocks: int, num_in_l2: int, below_l2: Mapping[str, int]) -> bool:
+        """Decide where both ends meet, behind the leading blocks that L2 has. False: one way is as fast."""
+        size = claim.block_size
         if num_blocks * size < MIN_FRONT or not any(below_l2.values()):
-            return None
-        num_in_l2 = self.host.pool.lookup(claim.hashes[first : first + num_blocks])
-        span = Span((first + num_in_l2) * size, (num_blocks - num_in_l2) * size, below_l2)
+            return False
+        span = Span((claim.num_l1 + num_in_l2) * size, (num_blocks - num_in_l2) * size, below_l2)
         claim.meeting = self.rates.meeting(span, size) if num_in_l2 < num_blocks else None
         if claim.meeting is None:
-            return None
+            return False
         claim.behind = None
-        return num_in_l2
+        return True
 
     def _show_pools(self) -> None:
         pool = self.host.pool

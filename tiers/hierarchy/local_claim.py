@@ -10,6 +10,7 @@ from kvtier.tiers.hierarchy.cache_tiers import Claim
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.shared_lookup import Question
 from kvtier.tiers.hierarchy.stores import Sealing
+from kvtier.tiers.hierarchy.waited import Holding
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import Lease, Reservation
 
@@ -33,7 +34,7 @@ class LocalClaim(Claim):
     run_parent: ChainHash = b""  # of run[0]
     end: int = 0  # of the run; shrinks when a block cannot be had
     next: int = 0  # first block of the run that is neither leased nor on its way
-    num_held: int = 0  # leading blocks counted as held by waiting requests
+    held: Holding | None = None  # what it is counted for while it waits
     deadline: float = 0.0
     polled_at: float = 0.0
     leases: list[Lease] = field(default_factory=list)

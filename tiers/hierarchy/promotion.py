@@ -1,8 +1,6 @@
 """Promotion: blocks on their way from a lower tier to L2, read once however many requests wait for them."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from typing import Final
 
 from kvtier.tiers import BATCH_BYTES, L2, BlockRecord, ChainHash, Metrics, Outcome
@@ -10,8 +8,9 @@ from kvtier.tiers.hierarchy.cache_tiers import PENDING, NewsCondition, Pending
 from kvtier.tiers.hierarchy.io_queue import IoQueue
 from kvtier.tiers.hierarchy.local_claim import HostCheck, LocalClaim, TierRead
 from kvtier.tiers.hierarchy.lower_tier import TierPort
+from kvtier.tiers.hierarchy.waited import WaitedBlocks
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.pool import Lease
+from kvtier.tiers.pool import Lease, Places
 
 _FIRST_LEASE: Final = 256  # blocks looked for at once; twice as many while they are all there
 _MAX_CHECKS: Final = 1 << 16  # batches waiting to be looked at
@@ -46,30 +45,36 @@ class Promoter:
         self._reads: dict[ChainHash, TierRead] = {}
         self._given_up: set[TierRead] = set()  # hang in their I/O; their slots are in quarantine
         self.active: set[LocalClaim] = set()  # not yet taken or cancelled
-        self._held: Counter[ChainHash] = Counter()  # block → active requests that hold or wait for it
+        self._held = WaitedBlocks(host.pool.num_slots)  # by active requests
         self._checking = IoQueue("verify", 1, _MAX_CHECKS, clock) if host.verify else None
 
     # one claim's way
 
-    def start(self, claim: LocalClaim, run: list[ChainHash], parent: ChainHash, deadline: float) -> bool:
+    def start(
+        self, claim: LocalClaim, run: list[ChainHash], parent: ChainHash, places: Places, deadline: float
+    ) -> bool:
         """Bring a run of consecutive blocks, of which waiting requests may hold half of L2 together.
 
-        The claim waits for `deadline` seconds at most. False, and no change, if other requests hold all of that now.
+        `places`: where L2 had the first of them just now. The claim waits for `deadline` seconds at most. False, and no
+        change, if other requests hold all of that now.
         """
         now = self.clock()
         with self._lock:
-            room = self._max_waiting - len(self._held)
-            if room < len(run):
-                room = self._room_for(run)
+            room = self._held.room(run, places.slots, self._max_waiting)
             if not room:
                 return False
             claim.run, claim.run_parent, claim.end = run, parent, len(run)
             claim.deadline, claim.polled_at = now + deadline, now
             if room < claim.end:
                 self._shorten(claim, room, Outcome.NO_SLOT)
-            claim.num_held = claim.end
-            self._held.update(claim.run[: claim.end])
             self.active.add(claim)
+            wanted = run if claim.end == len(run) else run[: claim.end]
+            if len(places) < len(wanted):
+                first = self.host.pool.lease(wanted[: len(places)], places)
+            else:
+                first = self.host.pool.lease(wanted, places if len(places) == len(wanted) else None)
+            claim.held = self._held.hold(wanted, first.places)
+            self._take(claim, first)
             self._advance(claim)
             return True
 
@@ -127,6 +132,9 @@ class Promoter:
                     raise AssertionError(f"the index of reads names one that does not read {chain_hash.hex()[:16]}")
                 if any(read not in waiter.reads for waiter in read.waiters):
                     raise AssertionError("a waiter does not know its read")
+            self._held.check()
+            if not self.active and len(self._held):
+                raise AssertionError(f"nobody waits, and {len(self._held)} blocks are held for it")
 
     def close(self, timeout: float) -> None:
         """End the looks at L2's bytes: what waits for one is a miss."""
@@ -181,23 +189,11 @@ class Promoter:
 
     # bookkeeping, under the lock
 
-    def _room_for(self, hashes: list[ChainHash]) -> int:
-        """How many leading blocks one more request may hold; a block others hold as well takes no room."""
-        room = self._max_waiting - len(self._held)
-        for i, chain_hash in enumerate(hashes):
-            if chain_hash not in self._held:
-                if room <= 0:
-                    return i
-                room -= 1
-        return len(hashes)
-
     def _leave(self, claim: LocalClaim) -> None:
         if claim in self.active:
             self.active.remove(claim)
-            held, hashes = self._held, claim.run[: claim.num_held]
-            counts = list(map(held.pop, hashes, repeat(0)))  # all of them at the speed of C
-            if sum(counts) > len(hashes):  # mostly nobody else holds any
-                held.update({h: count - 1 for h, count in zip(hashes, counts, strict=True) if count > 1})
+            if claim.held is not None:
+                self._held.drop(claim.held)
 
     def _let_go(self, claim: LocalClaim) -> None:
         """Of everything that was on its way or leased."""
@@ -249,12 +245,8 @@ class Promoter:
                 return
             start = claim.next
             rest = claim.run[start : min(claim.end, start + self._window - on_the_way)]
-            lease = self.host.pool.lease(rest[:size])
-            if num_leased := len(lease.hashes):
-                claim.leases.append(lease)
-                claim.next += num_leased
-                if self._checking is not None:
-                    self._check(claim, start, lease.hashes, self._checking)
+            num_leased = self._take(claim, self.host.pool.lease(rest[:size]))
+            if num_leased:
                 size = 2 * size if num_leased == size else _FIRST_LEASE
             elif read := self._reads.get(rest[0]):
                 self._join(claim, read, rest)
@@ -266,6 +258,16 @@ class Promoter:
                     self._shorten(claim, claim.next, reason)
         if not claim.reads and not claim.checks:
             self._finish(claim)
+
+    def _take(self, claim: LocalClaim, lease: Lease) -> int:
+        """The next blocks of the run are in L2. Returns how many."""
+        if not len(lease):
+            return 0
+        claim.leases.append(lease)
+        start, claim.next = claim.next, claim.next + len(lease)
+        if self._checking is not None:
+            self._check(claim, start, lease.hashes, self._checking)
+        return len(lease)
 
     def _check(self, claim: LocalClaim, start: int, hashes: list[ChainHash], queue: IoQueue) -> None:
         """Have blocks of L2 looked at, from block `start` of the run."""

@@ -10,6 +10,7 @@ from .chain import (
     token_array,
 )
 from .identity import ModelIdentity, config_digest
+from .kept_names import KeptNames
 from .key_schemes import VllmKeys, dynamo_local_hashes, dynamo_seed, dynamo_sequence_hashes, sglang_hashes
 from .shape import DTYPE_BYTES, FlatShape, KVLayout, KVShape
 
@@ -18,6 +19,7 @@ __all__ = [
     "FlatShape",
     "KVLayout",
     "KVShape",
+    "KeptNames",
     "ModelIdentity",
     "TokenChain",
     "Tokens",

@@ -23,6 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash, ChildBlock
+from kvtier.tiers.naming.kept_names import RUN, KeptNames
 
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
 """Token ids, each in [0, 2**32). Lists, tuples, `array` and one-dimensional integer ndarrays are equally good."""
@@ -43,7 +44,11 @@ def token_array(tokens: Tokens) -> "array[int]":
     if isinstance(tokens, bytes | bytearray | memoryview | str):
         raise TypeError(f"tokens: {type(tokens).__name__} is not a sequence of token ids")
     try:
-        return array("I", tokens)
+        if type(tokens) is not list:
+            return array("I", tokens)
+        ids = array("I")
+        ids.fromlist(tokens)  # two thirds of the constructor's time
+        return ids
     except OverflowError:
         raise _out_of_range(tokens) from None
 
@@ -109,11 +114,17 @@ class TokenChain:
     changes it, by appending. One thread at a time.
     """
 
-    __slots__ = ("_extra", "_hash_frames", "_tokens", "block_size", "hashes", "root", "scheme", "tenant")
+    __slots__ = ("_extra", "_hash_frames", "_kept", "_tokens", "block_size", "hashes", "root", "scheme", "tenant")
 
     def __init__(
-        self, root: ChainHash, block_size: int, scheme: str = "sha256", extra_keys: BlockExtraKeys | None = None
+        self,
+        root: ChainHash,
+        block_size: int,
+        scheme: str = "sha256",
+        extra_keys: BlockExtraKeys | None = None,
+        kept: KeptNames | None = None,
     ) -> None:
+        """`kept`: names of chains before this one. What it knows is not hashed again, and it learns the rest."""
         if len(root) != 32:
             raise ValueError(f"root of {len(root)} bytes: must be 32")
         if block_size < 1:
@@ -125,6 +136,7 @@ class TokenChain:
         self.scheme = scheme
         self.hashes: list[ChainHash] = []
         self._hash_frames = _SCHEMES[scheme]
+        self._kept = kept if not extra_keys else None
         self._tokens = array("I")
         self._extra = {block: _encode_extra(keys) for block, keys in (extra_keys or {}).items()}
 
@@ -138,7 +150,7 @@ class TokenChain:
 
     def copy(self) -> "TokenChain":
         """The same chain, to be extended by itself; nothing is hashed again."""
-        made = TokenChain(self.root, self.block_size, self.scheme)
+        made = TokenChain(self.root, self.block_size, self.scheme, kept=self._kept)
         made.hashes, made._tokens, made._extra = self.hashes.copy(), self._tokens[:], self._extra
         return made
 
@@ -150,9 +162,10 @@ class TokenChain:
         self._tokens.extend(token_array(tokens))
         first = len(self.hashes)
         num_new = len(self._tokens) // self.block_size - first
-        if num_new:
-            frames = self._frames(first, num_new)
-            self.hashes += self._hash_frames(self.hashes[-1] if first else self.root, frames)
+        if num_new >= RUN and self._kept is not None:
+            self._extend_by_runs(self._kept, first, first + num_new)
+        elif num_new:
+            self._hash(first, num_new)
 
     def parent(self, block: int) -> ChainHash:
         """The hash before block `block` (0 ≤ block ≤ full blocks): the root for block 0."""
@@ -189,6 +202,22 @@ class TokenChain:
     def is_plain(self, child: ChildBlock, parent: ChainHash) -> bool:
         """Whether this name is what the parent and the tokens alone make it."""
         return child.chain_hash == self._name(parent, child.tokens)
+
+    def _hash(self, first: int, count: int) -> None:
+        """Name `count` blocks from `first`, the next one to be named."""
+        if count:
+            self.hashes += self._hash_frames(self.parent(first), self._frames(first, count))
+
+    def _extend_by_runs(self, kept: KeptNames, first: int, end: int) -> None:
+        """Name the blocks from `first` to `end`: whole runs as they were kept, then the rest, which is kept, too."""
+        self._hash(first, -first % RUN)
+        first += -first % RUN
+        kind, block_bytes = struct.pack("<8sI", self.scheme.encode(), self.block_size), 4 * self.block_size
+        with memoryview(self._tokens) as words, words.cast("B") as tokens:
+            self.hashes += kept.find(kind, self.parent(first), tokens[first * block_bytes :], RUN * block_bytes)
+            first = len(self.hashes)
+            self._hash(first, end - first)
+            kept.enter(kind, self.parent(first), tokens[first * block_bytes :], RUN * block_bytes, self.hashes[first:])
 
     def _name(self, parent: ChainHash, tokens: bytes) -> ChainHash:
         [name] = self._hash_frames(parent, [(struct.pack("<I", len(tokens) // 4) + tokens,)])

@@ -19,6 +19,7 @@ Words = NDArray[np.uint64]
 
 HASH_BYTES: Final = 32
 _WAYS: Final = 4
+_PIECE: Final = 2048  # names looked up at once: numpy's temporaries of more are mapped, and fault, at every call
 _SLOT_BITS: Final = np.uint64(32)
 _SLOT_MASK: Final = np.uint64((1 << 32) - 1)
 _EMPTY: Final = np.uint64(0)
@@ -67,6 +68,11 @@ class HashIndex:
     def find(self, hashes: Sequence[ChainHash]) -> tuple[Words, Slots]:
         """The names as words, and the slot of each, -1 where there is none. ValueError as `to_words`."""
         words = to_words(hashes)
+        if len(words) <= _PIECE:
+            return words, self._find(words)
+        return words, np.concatenate([self._find(words[i : i + _PIECE]) for i in range(0, len(words), _PIECE)])
+
+    def _find(self, words: Words) -> Slots:
         mixed = words @ NAME_MIX
         buckets = (mixed >> self._shift).astype(np.int64)
         rows = self._buckets.take(buckets, 0)
@@ -76,13 +82,13 @@ class HashIndex:
         same = (self._names.take(slots, 0, mode="wrap") == words.take(at, 0)).view(np.uint32).reshape(-1) == _ALL_EQUAL
         same &= slots >= 0  # a tag of 0 matches empty entries
         if len(slots) == len(words) and same.all():
-            return words, slots
+            return slots
         found = np.full(len(words), -1, np.int64)
         found[at[same]] = slots[same]
         if self._stash:
             for i in np.flatnonzero((found < 0) & (self._num_stashed[buckets] > 0)).tolist():
                 found[i] = self._stash.get(words[i].tobytes(), -1)
-        return words, found
+        return found
 
     def find_one(self, name: ChainHash) -> int:
         """The slot of one name, -1 if it has none. ValueError as `to_words`."""
@@ -130,9 +136,15 @@ class HashIndex:
 
     def find_run(self, states: NDArray[np.uint8], state: int, hashes: Sequence[ChainHash]) -> Slots:
         """The slots of the leading names that have one in this state; `states` as in `find_in`."""
-        _, slots = self.find(hashes)
-        has_state = states[slots] == state  # -1 is nobody's row
-        return slots if has_state.all() else slots[: int(has_state.argmin())]
+        pieces: list[Slots] = []
+        for first in range(0, max(1, len(hashes)), _PIECE):
+            slots = self._find(to_words(hashes[first : first + _PIECE]))
+            has_state = states[slots] == state  # -1 is nobody's row
+            if not has_state.all():
+                pieces.append(slots[: int(has_state.argmin())])
+                break
+            pieces.append(slots)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def add(self, words: Words, slots: Slots) -> bool:
         """Name slots that have no name. The names are not in the index; False, and no change, if one comes twice."""

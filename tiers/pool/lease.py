@@ -1,4 +1,4 @@
-"""What a pool hands out: a `Reservation` of slots to fill, a `Lease` that protects blocks, and counts of its slots."""
+"""What a pool hands out: `Places` of blocks, a `Reservation` to fill, a `Lease` that protects, and counts of slots."""
 
 import sys
 from collections.abc import Callable
@@ -23,6 +23,20 @@ class PoolCounts:
     quarantined: int
     dirty: int  # of the ready ones: those no lower tier holds
     tails: int  # of the ready ones: a chain's unfinished last block
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where blocks were when they were looked for: their slots, and how often each had been taken by then.
+
+    A slot that was not taken since and is ready still has that block, so its name need not be looked up again.
+    """
+
+    slots: AnySlots
+    generations: AnySlots
+
+    def __len__(self) -> int:
+        return len(self.slots)
 
 
 @dataclass(eq=False, slots=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import BlockRecord, ChainHash, Changes
 from kvtier.tiers.pool.few import FEW, BatchTable
 from kvtier.tiers.pool.index import Slots
-from kvtier.tiers.pool.lease import Lease, PoolCounts, Reservation
+from kvtier.tiers.pool.lease import Lease, Places, PoolCounts, Reservation
 from kvtier.tiers.pool.states import FILLING, QUARANTINED, READY, AnySlots, listed
 
 T = TypeVar("T")
@@ -54,6 +54,12 @@ class SlotPool:
         """How many leading blocks are ready."""
         with self._lock:
             return len(self._table.of(len(hashes)).find_run(hashes))
+
+    def places(self, hashes: Sequence[ChainHash]) -> Places:
+        """Where the leading ready blocks are, for a `lease` that need not look their names up again."""
+        with self._lock:
+            slots = self._table.of(len(hashes)).find_run(hashes)
+            return Places(slots, [] if isinstance(slots, list) else self._table.generation[slots])
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         """Which of the blocks are ready, each by itself."""
@@ -157,13 +163,20 @@ class SlotPool:
 
     # --- protection ---------------------------------------------------------------------------------------------
 
-    def lease(self, hashes: Sequence[ChainHash]) -> Lease:
-        """Protect the leading ready blocks; the lease is as long as there are such, maybe empty. Counts as a use."""
+    def lease(self, hashes: Sequence[ChainHash], places: Places | None = None) -> Lease:
+        """Protect the leading ready blocks; the lease is as long as there are such, maybe empty. Counts as a use.
+
+        `places`: where exactly these blocks were a moment ago. The lease then keeps the list of their names itself.
+        """
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
-            slots, generations = self._table.of(len(hashes)).lease(hashes)
-            return Lease(list(hashes[: len(slots)]), slots, generations, self._on_release)
+            if places is None or isinstance(places.slots, list) or isinstance(places.generations, list):
+                slots, generations = self._table.of(len(hashes)).lease(hashes)  # a few names cost little
+                return Lease(list(hashes[: len(slots)]), slots, generations, self._on_release)
+            at, times = self._table.lease_at(places.slots, places.generations)
+            names = hashes if isinstance(hashes, list) and len(at) == len(hashes) else list(hashes[: len(at)])
+            return Lease(names, at, times, self._on_release)
 
     def touch(self, hashes: Sequence[ChainHash]) -> None:
         """Count a use of each ready block; the last of the chain stays the first to go."""

@@ -256,6 +256,15 @@ class SlotTable:
         self.ref(slots)
         return slots, self.generation[slots]
 
+    def lease_at(self, slots: Slots, generations: Slots) -> tuple[Slots, Slots]:
+        """As `lease`, of blocks that were ready in these slots at these generations; up to the first that has left."""
+        left = (self.state[slots] != READY) | (self.generation[slots] != generations)
+        if left.any():
+            end = int(left.argmax())
+            slots, generations = slots[:end], generations[:end]
+        self.ref(slots)
+        return slots, generations
+
     def ref(self, slots: Slots) -> None:
         """One more reference to each slot, which must be READY."""
         refs = self.refs[slots]

@@ -14,6 +14,7 @@ from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
+from kvtier.tiers.pool.lease import Places
 from kvtier.tiers.tier import ChainHash, Outcome
 
 
@@ -145,7 +146,7 @@ def test_a_block_published_while_it_is_looked_for_is_found(
     hand_in(bench.hierarchy, chain)
     look = bench.hierarchy._lookup
 
-    def overtaken(hashes: Sequence[ChainHash], num_l1: int = 0) -> Attribution:
+    def overtaken(hashes: Sequence[ChainHash], num_l1: int = 0) -> tuple[Attribution, Places]:
         where = look(hashes, num_l1)
         hashing.set()  # behind this look the store ends
         assert bench.hierarchy.drain(60)

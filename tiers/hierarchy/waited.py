@@ -1,0 +1,85 @@
+"""WaitedBlocks: the blocks that waiting requests hold or wait for, each counted once however many of them do."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+
+from kvtier.tiers import ChainHash
+from kvtier.tiers.pool import AnySlots
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one request is counted for: blocks that L2 had, by their slots, and the others by their names."""
+
+    slots: AnySlots
+    names: Sequence[ChainHash]
+
+
+class WaitedBlocks:
+    """Counts by slot what L2 has, since a name costs ten times as much. It takes no lock.
+
+    A block that was not in L2 when it was first waited for is counted by its name, also once it has come there. One in
+    L2, but behind one that is not, may count by both: then waiting requests get less room, never more.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._by_slot = np.zeros(num_slots, np.int32)
+        self._count = memoryview(self._by_slot)  # for a few
+        self._by_name: Counter[ChainHash] = Counter()
+        self._num_slots = 0  # held by some request
+
+    def __len__(self) -> int:
+        """Blocks."""
+        return self._num_slots + len(self._by_name)
+
+    def room(self, run: Sequence[ChainHash], slots: AnySlots, most: int) -> int:
+        """How many leading blocks of a run, the first of which lie in `slots`, may be held: by all `most` at most."""
+        room = most - len(self)
+        if room >= len(run):
+            return len(run)
+        is_new = np.array([name not in self._by_name for name in run])
+        is_new[: len(slots)] &= self._by_slot[slots] == 0
+        return int(np.searchsorted(is_new.cumsum(), max(0, room), "right"))
+
+    def hold(self, run: Sequence[ChainHash], slots: AnySlots) -> Holding:
+        """Count the blocks of a run, the first of which lie in `slots`, for one request more."""
+        names = run[len(slots) :]
+        if self._by_name and not self._by_name.keys().isdisjoint(run[: len(slots)]):
+            known = [name in self._by_name for name in run[: len(slots)]]
+            names = [*(name for name, is_known in zip(run, known, strict=False) if is_known), *names]
+            slots = np.asarray(slots)[~np.array(known)]
+        if isinstance(slots, list):
+            for slot in slots:
+                self._num_slots += not self._count[slot]
+                self._count[slot] += 1
+        else:
+            counts = self._by_slot[slots]
+            self._by_slot[slots] = counts + 1
+            self._num_slots += len(slots) - int(np.count_nonzero(counts))
+        self._by_name.update(names)
+        return Holding(slots, names)
+
+    def drop(self, held: Holding) -> None:
+        """The request holds them no more."""
+        if isinstance(held.slots, list):
+            for slot in held.slots:
+                self._count[slot] -= 1
+                self._num_slots -= not self._count[slot]
+        else:
+            counts = self._by_slot[held.slots] - 1
+            self._by_slot[held.slots] = counts
+            self._num_slots -= len(counts) - int(np.count_nonzero(counts))
+        names = self._by_name
+        left = list(map(names.pop, held.names, repeat(0)))  # all of them at the speed of C
+        if sum(left) > len(left):  # mostly nobody else holds any
+            names.update({h: count - 1 for h, count in zip(held.names, left, strict=True) if count > 1})
+
+    def check(self) -> None:
+        """Raise AssertionError where the counts contradict each other."""
+        assert self._num_slots == np.count_nonzero(self._by_slot), "blocks held by slot"
+        assert (self._by_slot >= 0).all(), "a block is held less than not at all"
+        assert all(count > 0 for count in self._by_name.values()), "a name that nobody holds"
