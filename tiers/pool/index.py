@@ -77,12 +77,13 @@ class HashIndex:
         buckets = (mixed >> self._shift).astype(np.int64)
         rows = self._buckets.take(buckets, 0)
         matches = np.flatnonzero((rows >> _SLOT_BITS) == (mixed & _SLOT_MASK)[:, None])
-        slots = (rows.reshape(-1)[matches] & _SLOT_MASK).astype(np.int64) - 1
+        slots = (rows.reshape(-1)[matches] & _SLOT_MASK).astype(np.int64) - 1  # -1: a tag of 0 matches empty entries
+        names = self._names.take(slots, 0, mode="wrap")
+        if len(slots) == len(words) and (names == words).all() and (slots >= 0).all():
+            return slots  # one match for each name, and it is its own
         at = matches // _WAYS
-        same = (self._names.take(slots, 0, mode="wrap") == words.take(at, 0)).view(np.uint32).reshape(-1) == _ALL_EQUAL
-        same &= slots >= 0  # a tag of 0 matches empty entries
-        if len(slots) == len(words) and same.all():
-            return slots
+        same = (names == words.take(at, 0)).view(np.uint32).reshape(-1) == _ALL_EQUAL
+        same &= slots >= 0
         found = np.full(len(words), -1, np.int64)
         found[at[same]] = slots[same]
         if self._stash:

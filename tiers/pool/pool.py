@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import BlockRecord, ChainHash, Changes
 from kvtier.tiers.pool.few import FEW, BatchTable
 from kvtier.tiers.pool.index import Slots
+from kvtier.tiers.pool.kept_places import KeptPlaces
 from kvtier.tiers.pool.lease import Lease, Places, PoolCounts, Reservation
 from kvtier.tiers.pool.states import FILLING, QUARANTINED, READY, AnySlots, listed
 
@@ -33,6 +34,7 @@ class SlotPool:
         self.num_slots = num_slots
         self.num_leaked = 0  # leases that were dropped, not released
         self._table = BatchTable(num_slots, policy, max(1, num_slots // 8))
+        self._places = KeptPlaces(self._table)
         self._lock = threading.Lock()
         self._epoch = 0  # resets so far
         # `__del__` may run anywhere, even inside this pool's own methods: it only leaves a note here.
@@ -58,8 +60,7 @@ class SlotPool:
     def places(self, hashes: Sequence[ChainHash]) -> Places:
         """Where the leading ready blocks are, for a `lease` that need not look their names up again."""
         with self._lock:
-            slots = self._table.of(len(hashes)).find_run(hashes)
-            return Places(slots, [] if isinstance(slots, list) else self._table.generation[slots])
+            return self._places.of(hashes)
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         """Which of the blocks are ready, each by itself."""

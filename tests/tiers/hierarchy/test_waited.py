@@ -39,7 +39,8 @@ def test_each_block_counts_once_however_it_is_held(data: st.DataObject) -> None:
     holds: list[tuple[Holding, list[int]]] = []
     num_in_l2 = 0  # leading blocks of the chain; block i lies in slot i
     for _ in range(data.draw(st.integers(1, 12))):
-        if holds and data.draw(st.booleans()):
+        lets_go: bool = data.draw(st.booleans())
+        if holds and lets_go:
             held, run = holds.pop(data.draw(st.integers(0, len(holds) - 1)))
             waited.drop(held)
             plain.held.subtract(run)
