@@ -11,7 +11,7 @@ from kvtier.tiers import ChainHash
 
 RUN: Final = 64  # blocks in a run
 _MOST: Final = 32 << 20  # bytes: at blocks of 16 the names of 3.6 million tokens, at blocks of 64 of 6.4 million
-_OVERHEAD: Final = 512 + RUN * (len(bytes(32)) + 41)  # bytes of a run besides what it is made of: its names in Python
+_OVERHEAD: Final = 512 + RUN * (32 + 41)  # bytes of a run besides what it is made of: its names as Python has them
 
 NamedRun = tuple[bytes, tuple[ChainHash, ...]]
 """What the names are made of (kind ‖ the name before ‖ tokens), and the names."""
