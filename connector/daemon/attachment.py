@@ -20,7 +20,7 @@ from kvtier.connector.daemon.handshake import (
     peer_of,
     unpack_handshake_reply,
 )
-from kvtier.connector.daemon.messages import Bye, Ended, Operation, Reply
+from kvtier.connector.daemon.messages import Bye, Ended, Operation, Reply, taken_along
 from kvtier.connector.daemon.wire import MAX_FRAME, MAX_ITEMS, FrameReader, pack_request, unpack_reply
 from kvtier.tiers import ConfigError, FormatError, TierUnavailable
 from kvtier.tiers.hierarchy import Claim
@@ -35,6 +35,7 @@ _LAST_RETRY: Final = 5.0
 _RECEIVE: Final = 256 << 10  # bytes read at once
 _MAX_OUTPUT: Final = 2 * MAX_FRAME  # bytes the other end may leave unread
 _JOINED: Final = 5.0  # seconds a worker waits to be watched
+_SILENT: Final = 5.0  # seconds an answer that nobody waits for any more may still come
 
 
 class Connection:
@@ -137,7 +138,16 @@ class Link:
         self.claims: dict[int, Claim] = {}  # asked about, and not taken or cancelled
         self.held: set[int] = set()  # leases and reservations whose copies may be under way
         self.unsent: list[Operation] = []
+        self.num_unsent = 0  # operations, before those of a kind became one
         self.answers: dict[int, list[Any]] = {}  # request → what the daemon answered
+        self.overdue: set[int] = set()  # requests that nobody waits for any more; what they are answered is void
+        self.late_since: float | None = None  # when the first of those was given up
+
+    def put(self, operation: Operation) -> None:
+        """Have it sent with the next message."""
+        self.num_unsent += 1
+        if not (self.unsent and taken_along(self.unsent[-1], operation, MAX_ITEMS)):
+            self.unsent.append(operation)
 
     def send(self, operations: Sequence[Operation] = (), request: int = 0) -> bool:
         """Send what was left unsent and these behind it, in one frame; True if all of it is on its way.
@@ -147,7 +157,7 @@ class Link:
         everything = [*self.unsent, *operations]
         if not (everything or self.connection.unsent):
             return True
-        self.unsent = []
+        self.unsent, self.num_unsent = [], 0
         for first in range(0, len(everything) - MAX_ITEMS, MAX_ITEMS):
             self.connection.send(pack_request(0, everything[first : first + MAX_ITEMS]))
         rest = everything[-((len(everything) - 1) % MAX_ITEMS + 1) :] if everything else []
@@ -240,8 +250,13 @@ class Attachment:
             return []
         for reply in replies:
             self.epoch = max(self.epoch, link.epoch_base + reply.epoch)
-            if reply.request:
+            if reply.request in link.overdue:
+                link.overdue.remove(reply.request)
+                link.late_since = link.late_since if link.overdue else None
+            elif reply.request:
                 link.answers[reply.request] = reply.answers
+        if link.late_since is not None and self._clock() - link.late_since >= _SILENT:
+            self.cut(TimeoutError(f"no answer for {_SILENT:g} s"))
         return replies
 
     def send(self, operations: Sequence[Operation] = (), request: int = 0) -> bool:
@@ -257,9 +272,15 @@ class Attachment:
     def later(self, link: Link, operation: Operation) -> None:
         """Leave an operation to the next message; if the link is lost, its subject is lost too."""
         if link is self.link:
-            link.unsent.append(operation)
-            if len(link.unsent) >= _MAX_UNSENT:
+            link.put(operation)
+            if link.num_unsent >= _MAX_UNSENT:
                 self.send()
+
+    def give_up(self, link: Link, request: int) -> None:
+        """Nobody waits for this answer any longer. The daemon is there and slow, until it is silent for too long."""
+        if link is self.link:
+            link.overdue.add(request)
+            link.late_since = self._clock() if link.late_since is None else link.late_since
 
     def cut(self, why: Exception) -> None:
         """Give the link up: everything held by it is void, and the daemon keeps it until it hears from us again."""
@@ -368,7 +389,7 @@ class Attachment:
     def _say_ended(self, link: Link) -> None:
         """Tell the daemon of lost links whose copies have all ended, and let go of regions nothing copies to."""
         for former in [former for former in self._former if not former.held]:
-            link.unsent.append(Ended(former.welcome.client))
+            link.put(Ended(former.welcome.client))
             self._former.remove(former)
             if former.region is not self.region and all(former.region is not other.region for other in self._former):
                 former.region.close()

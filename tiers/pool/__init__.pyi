@@ -4,12 +4,13 @@ from .few import BatchTable
 from .index import Slots, Words, to_words
 from .lease import Lease, Reservation
 from .pool import SlotPool
-from .states import FILLING, READY, listed
+from .states import FILLING, READY, AnySlots, listed
 
 __all__ = [
     "FILLING",
     "MAX_CHILDREN",
     "READY",
+    "AnySlots",
     "BatchTable",
     "ChangeLog",
     "ChildIndex",
