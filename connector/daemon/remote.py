@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -28,7 +27,8 @@ from kvtier.connector.daemon.messages import (
     Seal,
 )
 from kvtier.connector.daemon.remote_claims import ASK_AGAIN, RemoteClaim, RemoteClaims, widened
-from kvtier.connector.daemon.wire import MAX_ITEMS, unpack_found, unpack_grants
+from kvtier.connector.daemon.remote_stores import RemoteReservation, heads_of, reserved
+from kvtier.connector.daemon.wire import unpack_found, unpack_grants
 from kvtier.tiers import L2, BlockRecord, ChainHash, FormatError, Metrics, Outcome
 from kvtier.tiers.hierarchy import Attribution, Claim, Ends, Pending, Wanted
 from kvtier.tiers.host import HostRegion
@@ -39,26 +39,6 @@ _LATE: Final = 0.5  # seconds an answer may come after the time the daemon itsel
 _RESET: Final = 10.0
 _CHECK: Final = 30.0
 _LOOK: Final = 0.02  # seconds between two looks, should another thread have read our answer
-
-
-@dataclass(eq=False)
-class RemoteReservation(Reservation):
-    number: int = 0
-    link: Link | None = None
-
-
-def _heads(wanted: Sequence[Wanted]) -> Sequence[Wanted]:
-    """As much of each as one message takes: mostly all."""
-    most, room = max(len(each.hashes) for each in wanted), MAX_HASHES
-    if most <= MAX_ITEMS and most * len(wanted) <= room:
-        return wanted
-    heads = []
-    for each in wanted:
-        if (count := min(MAX_ITEMS, room)) < len(each.hashes):
-            each = replace(each, hashes=each.hashes[:count], is_tail=False)
-        room -= len(each.hashes)
-        heads.append(each)
-    return heads
 
 
 class RemoteTiers:
@@ -169,7 +149,7 @@ class RemoteTiers:
         """
         if not wanted:
             return []
-        heads = _heads(wanted)
+        heads = heads_of(wanted)
         with self._lock:
             first, *_ = [next(self._numbers) for _ in wanted]
             if (link := self._pump()) is not None and link.late_since is not None:
@@ -183,7 +163,7 @@ class RemoteTiers:
                 reason = Outcome.CLOSED if self._closed else Outcome.BREAKER_OPEN if link is None else Outcome.TIMEOUT
                 return self._dropped_all(wanted, reason)
             reservations = [
-                None if grant is None else self._reservation(link, number, each, grant)
+                None if grant is None else reserved(link, number, each, grant, self._ended)
                 for number, (each, grant) in enumerate(zip(heads, grants, strict=True), first)
             ]
         for each, head, reservation in zip(wanted, heads, reservations, strict=True):
@@ -322,18 +302,6 @@ class RemoteTiers:
         except (ValueError, FormatError) as error:
             self._attachment.cut(error)
             return None
-
-    def _reservation(self, link: Link, number: int, wanted: Wanted, granted: Granted) -> Reservation:
-        indices, slots, generations = granted
-        hashes = list(wanted.hashes)
-        parents: list[ChainHash | None] = [wanted.parent, *hashes[:-1]]
-        if len(indices) < len(hashes):
-            hashes, parents = [hashes[i] for i in indices], [parents[i] for i in indices]
-        reservation = RemoteReservation(hashes, indices, slots, generations, parents, 0, len(indices), self._ended)
-        reservation.number, reservation.link = number, link
-        if indices:
-            link.held.add(number)
-        return reservation
 
     def _close(self, reservation: RemoteReservation) -> bool:
         """No copy into it is under way. False where it was closed already."""

@@ -179,7 +179,7 @@ def test_trying_again_costs_less_and_less(path: Path) -> None:
         real(self, address)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvtier.connector.daemon.attachment.socket.socket.connect", connect)
+        patch.setattr("kvtier.connector.daemon.connection.socket.socket.connect", connect)
         for _ in range(600):
             clock.advance(0.05)
             tiers.tick()
@@ -339,8 +339,9 @@ def test_a_daemon_that_does_not_answer_costs_one_deadline(path: Path, fake: Call
 def test_an_answer_that_is_late_costs_a_step_and_not_the_daemon(path: Path) -> None:
     daemon = DaemonThread(path, host={"size": 1 << 20})
     tiers, first, second = attach(path, deadline=0.05), chain_of(4), chain_of(4, 100)
-    member, gate = tiers.member, threading.Event()
-    daemon.daemon.submit(lambda: gate.wait(PATIENCE))
+    member, gate, is_held = tiers.member, threading.Event(), threading.Event()
+    daemon.daemon.submit(lambda: (is_held.set(), gate.wait(PATIENCE)))
+    assert is_held.wait(PATIENCE)
     # Two steps meet a daemon that does not get to them: one waits, neither stores anything.
     assert tiers.reserve([wanted(first), wanted(second)]) == [None, None]
     assert tiers.reserve([wanted(first)]) == [None]

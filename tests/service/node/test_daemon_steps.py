@@ -89,7 +89,7 @@ def test_a_client_that_is_killed_within_a_step_leaves_nothing_filling(
 
 
 def test_a_daemon_that_is_killed_within_a_step_costs_that_step(home: Path) -> None:
-    """FAULTS 42: nobody waits for the deadline of one that is gone."""
+    """FAULTS 41: nobody waits for the deadline of one that is gone."""
     daemon = DaemonProcess(home / "s", host__size="1MiB")
     tiers, chains = attach(home / "s"), [chain_of(1, first_token=64 * n) for n in range(64)]
     first = tiers.reserve([wanted(each) for each in chains[:8]])
