@@ -28,9 +28,7 @@ def main() -> None:
     """Attach, and make steps that store a block of eight sequences each, without a pause."""
     socket, num_steps = Path(sys.argv[1]), int(sys.argv[2])
     start = time.monotonic()
-    tiers = open_tiers(
-        Config.load(host={"size": "16MiB"}, service={"socket": str(socket)}), FINGERPRINT, SmallBlocks()
-    )
+    tiers = open_tiers(Config.load(host={"size": "16MiB"}, service={"socket": str(socket)}), FINGERPRINT, SmallBlocks())
     seconds = time.monotonic() - start
     member, num_empty = getattr(tiers, "member", None), 0
     for number in range(num_steps):

@@ -34,7 +34,7 @@ def heads_of(wanted: Sequence[Wanted]) -> Sequence[Wanted]:
 
 def reserved(
     link: Link, number: int, wanted: Wanted, granted: Granted, ended: Callable[[Reservation, bool], None]
-) -> RemoteReservation:
+) -> Reservation:
     """The slots that were granted for what was wanted, held by the link under this number."""
     indices, slots, generations = granted
     hashes = list(wanted.hashes)

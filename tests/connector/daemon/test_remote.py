@@ -340,7 +340,12 @@ def test_an_answer_that_is_late_costs_a_step_and_not_the_daemon(path: Path) -> N
     daemon = DaemonThread(path, host={"size": 1 << 20})
     tiers, first, second = attach(path, deadline=0.05), chain_of(4), chain_of(4, 100)
     member, gate, is_held = tiers.member, threading.Event(), threading.Event()
-    daemon.daemon.submit(lambda: (is_held.set(), gate.wait(PATIENCE)))
+
+    def hold() -> bool:
+        is_held.set()
+        return gate.wait(PATIENCE)
+
+    daemon.daemon.submit(hold)
     assert is_held.wait(PATIENCE)
     # Two steps meet a daemon that does not get to them: one waits, neither stores anything.
     assert tiers.reserve([wanted(first), wanted(second)]) == [None, None]

@@ -42,7 +42,7 @@ def hold(socket: Path, number: int) -> bytes:
     return tiers.member[1]
 
 
-def steps(socket: Path, count: int) -> dict[str, object]:
+def steps(socket: Path, count: int) -> dict[str, int]:
     """Each step stores a block of eight sequences, and asks for those that another client may have stored."""
     tiers = attach(socket, size=1 << 20, deadline=Config().service.deadline)
     member, num_stored = tiers.member, 0
