@@ -32,7 +32,7 @@ def begin(switch_interval: float) -> None:
 def settle() -> None:
     """Behind all imports: the garbage collector never looks at what is there by now, and at the rest less often.
 
-    Else it went through every loaded module some ten times a second of requests, and they waited for it.
+    Else it goes through all modules now and then while somebody waits for an answer.
     """
     gc.collect()
     gc.freeze()
