@@ -1,8 +1,9 @@
 from . import handshake, messages, wire
 from .attachment import join
+from .fields import ID_BYTES, decoded, number
 from .handshake import Hello, Peer, is_trusted, peer_of
 from .remote import RemoteTiers
-from .wire import ID_BYTES, MAX_FRAME, MAX_HELLO, MAX_ITEMS, FrameReader, decoded, number
+from .wire import MAX_FRAME, MAX_HELLO, MAX_ITEMS, FrameReader
 
 __all__ = [
     "ID_BYTES",

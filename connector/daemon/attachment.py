@@ -2,26 +2,22 @@
 
 import logging
 import os
-import select
-import socket
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from kvtier.connector.daemon.connection import Connection
 from kvtier.connector.daemon.handshake import (
     HandshakeReply,
     Hello,
     Join,
     Refused,
     Welcome,
-    is_trusted,
     pack_handshake,
-    peer_of,
     unpack_handshake_reply,
 )
-from kvtier.connector.daemon.messages import Bye, Ended, Operation, Reply
-from kvtier.connector.daemon.wire import MAX_FRAME, MAX_ITEMS, FrameReader, pack_request, unpack_reply
+from kvtier.connector.daemon.messages import Bye, Ended, Operation, Reply, taken_along
+from kvtier.connector.daemon.wire import MAX_ITEMS, pack_request, unpack_reply
 from kvtier.tiers import ConfigError, FormatError, TierUnavailable
 from kvtier.tiers.hierarchy import Claim
 from kvtier.tiers.host import HostRegion
@@ -32,95 +28,8 @@ _WELCOME: Final = 30.0  # seconds for the daemon to open a slab; only at start a
 _MAX_UNSENT: Final = 512  # operations nobody waits for
 _FIRST_RETRY: Final = 0.1  # seconds after a failure; each further one in a row doubles it
 _LAST_RETRY: Final = 5.0
-_RECEIVE: Final = 256 << 10  # bytes read at once
-_MAX_OUTPUT: Final = 2 * MAX_FRAME  # bytes the other end may leave unread
 _JOINED: Final = 5.0  # seconds a worker waits to be watched
-
-
-class Connection:
-    """A client's end. Not thread-safe, but for `wait`."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises OSError if nobody listens, ConfigError if another user does."""
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        self._reader = FrameReader(MAX_FRAME)
-        self.unsent = bytearray()  # what the socket did not take yet; `send` tries again
-        self._kept: list[Any] = []  # bodies received behind the one that was asked for
-        self._has_received = False  # the first bytes may bring a file along
-        self.files: list[int] = []  # that came with the frames read so far; the code that takes one out closes it
-        try:
-            self._socket.connect(os.fspath(path))
-            peer = peer_of(self._socket)
-            if not is_trusted(peer.uid):
-                raise ConfigError(
-                    f'[service] socket "{path}": user {peer.uid} serves it, this is user {os.geteuid()}; '
-                    "name the socket of a daemon of your own"
-                )
-        except BaseException:
-            self._socket.close()
-            raise
-
-    def send(self, frame: bytes) -> bool:
-        """Send, or keep what does not fit for the next call; True if nothing is left.
-
-        Raises OSError if the other end is gone or has not read for too long.
-        """
-        self.unsent += frame
-        if self.unsent:
-            try:
-                sent = self._socket.send(self.unsent)
-            except BlockingIOError:
-                sent = 0
-            del self.unsent[:sent]
-            if len(self.unsent) > _MAX_OUTPUT:
-                raise OSError("the daemon does not read")
-        return not self.unsent
-
-    def receive(self) -> list[Any]:
-        """The bodies of the frames that have arrived. Raises OSError if the other end is gone, FormatError."""
-        bodies, self._kept = self._kept, []
-        while True:
-            try:
-                if self._has_received:
-                    data = self._socket.recv(_RECEIVE)
-                else:
-                    data, files, _, _ = socket.recv_fds(self._socket, _RECEIVE, 1, socket.MSG_CMSG_CLOEXEC)
-                    self.files += files
-                    self._has_received = bool(data)
-            except BlockingIOError:
-                return bodies
-            if not data:
-                if bodies:
-                    return bodies  # the end is there again at the next call
-                raise ConnectionResetError("the daemon has hung up")
-            bodies += self._reader.feed(data)
-            if len(data) < _RECEIVE:
-                return bodies
-
-    def receive_first(self, timeout: float) -> Any:
-        """The body of the next frame alone, within `timeout` seconds; None if there is none. Errors as `receive`."""
-        end = time.monotonic() + timeout
-        while not self._kept:
-            self._kept = self.receive()
-            if not self._kept and not self.wait(max(0.0, end - time.monotonic())):
-                return None
-        return self._kept.pop(0)
-
-    def wait(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for something to receive. From any thread."""
-        poll = select.poll()
-        try:
-            poll.register(self._socket.fileno(), select.POLLIN | (select.POLLOUT if self.unsent else 0))
-        except ValueError:  # closed meanwhile
-            return False
-        return bool(poll.poll(timeout * 1000))
-
-    def close(self) -> None:
-        """Hang up; idempotent."""
-        self._socket.close()
-        for fd in self.files:
-            os.close(fd)
-        self.files.clear()
+_SILENT: Final = 5.0  # seconds an answer that nobody waits for any more may still come
 
 
 class Link:
@@ -137,7 +46,16 @@ class Link:
         self.claims: dict[int, Claim] = {}  # asked about, and not taken or cancelled
         self.held: set[int] = set()  # leases and reservations whose copies may be under way
         self.unsent: list[Operation] = []
+        self.num_unsent = 0  # operations, before those of a kind became one
         self.answers: dict[int, list[Any]] = {}  # request → what the daemon answered
+        self.overdue: set[int] = set()  # requests that nobody waits for any more; what they are answered is void
+        self.late_since: float | None = None  # when the first of those was given up
+
+    def put(self, operation: Operation) -> None:
+        """Have it sent with the next message."""
+        self.num_unsent += 1
+        if not (self.unsent and taken_along(self.unsent[-1], operation, MAX_ITEMS)):
+            self.unsent.append(operation)
 
     def send(self, operations: Sequence[Operation] = (), request: int = 0) -> bool:
         """Send what was left unsent and these behind it, in one frame; True if all of it is on its way.
@@ -147,7 +65,7 @@ class Link:
         everything = [*self.unsent, *operations]
         if not (everything or self.connection.unsent):
             return True
-        self.unsent = []
+        self.unsent, self.num_unsent = [], 0
         for first in range(0, len(everything) - MAX_ITEMS, MAX_ITEMS):
             self.connection.send(pack_request(0, everything[first : first + MAX_ITEMS]))
         rest = everything[-((len(everything) - 1) % MAX_ITEMS + 1) :] if everything else []
@@ -240,8 +158,13 @@ class Attachment:
             return []
         for reply in replies:
             self.epoch = max(self.epoch, link.epoch_base + reply.epoch)
-            if reply.request:
+            if reply.request in link.overdue:
+                link.overdue.remove(reply.request)
+                link.late_since = link.late_since if link.overdue else None
+            elif reply.request:
                 link.answers[reply.request] = reply.answers
+        if link.late_since is not None and self._clock() - link.late_since >= _SILENT:
+            self.cut(TimeoutError(f"no answer for {_SILENT:g} s"))
         return replies
 
     def send(self, operations: Sequence[Operation] = (), request: int = 0) -> bool:
@@ -257,9 +180,15 @@ class Attachment:
     def later(self, link: Link, operation: Operation) -> None:
         """Leave an operation to the next message; if the link is lost, its subject is lost too."""
         if link is self.link:
-            link.unsent.append(operation)
-            if len(link.unsent) >= _MAX_UNSENT:
+            link.put(operation)
+            if link.num_unsent >= _MAX_UNSENT:
                 self.send()
+
+    def give_up(self, link: Link, request: int) -> None:
+        """Nobody waits for this answer any longer. The daemon is there and slow, until it is silent for too long."""
+        if link is self.link:
+            link.overdue.add(request)
+            link.late_since = self._clock() if link.late_since is None else link.late_since
 
     def cut(self, why: Exception) -> None:
         """Give the link up: everything held by it is void, and the daemon keeps it until it hears from us again."""
@@ -368,7 +297,7 @@ class Attachment:
     def _say_ended(self, link: Link) -> None:
         """Tell the daemon of lost links whose copies have all ended, and let go of regions nothing copies to."""
         for former in [former for former in self._former if not former.held]:
-            link.unsent.append(Ended(former.welcome.client))
+            link.put(Ended(former.welcome.client))
             self._former.remove(former)
             if former.region is not self.region and all(former.region is not other.region for other in self._former):
                 former.region.close()

@@ -9,10 +9,11 @@ import socket
 import struct
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from kvtier.connector.daemon.wire import ID_BYTES, decoded, flag, number, octets, pack_frame, seconds, text
+from kvtier.connector.daemon.fields import ID_BYTES, decoded, flag, number, octets, seconds, text
+from kvtier.connector.daemon.wire import pack_frame
 from kvtier.tiers import FormatError
 
-VERSION: Final = 3
+VERSION: Final = 4
 _MAGIC: Final = "kvtier"
 _MAX_SLOTS: Final = 1 << 32
 _PEER: Final = struct.Struct("3i")

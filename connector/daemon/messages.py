@@ -8,13 +8,11 @@ To add an operation: its class, its row in `OPERATIONS` of `wire.py`, and the da
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvtier.tiers import ChainHash, ChildBlock, Outcome
 from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
+from kvtier.tiers.pool import AnySlots
 
 
 class Ask(NamedTuple):
@@ -31,25 +29,25 @@ class Ask(NamedTuple):
 class Renew(NamedTuple):
     """These claims are still wanted."""
 
-    claims: Sequence[int]
+    claims: list[int]
 
 
 class Cancel(NamedTuple):
     """These are not."""
 
-    claims: Sequence[int]
+    claims: list[int]
 
 
 class Take(NamedTuple):
     """These become leases, of the same numbers."""
 
-    claims: Sequence[int]
+    claims: list[int]
 
 
 class Release(NamedTuple):
     """The copies out of these leases have ended."""
 
-    leases: Sequence[int]
+    leases: list[int]
 
 
 class Reserve(NamedTuple):
@@ -60,18 +58,19 @@ class Reserve(NamedTuple):
 
 
 class Seal(NamedTuple):
-    """A reservation's slots are filled; `tokens` of each of its blocks, u32 little-endian."""
+    """These reservations' slots are filled; `tokens` of each block of theirs in turn, u32 little-endian."""
 
-    reservation: int
     epoch: int
-    tokens: Sequence[bytes]
+    reservations: list[int]
+    counts: list[int]  # blocks of each
+    tokens: list[bytes]
 
 
 class Abandon(NamedTuple):
-    """A reservation's slots will not be filled; no copy into them is under way."""
+    """These reservations' slots will not be filled; no copy into them is under way."""
 
-    reservation: int
     reason: Outcome
+    reservations: list[int]
 
 
 class Computed(NamedTuple):
@@ -124,12 +123,32 @@ Operation: TypeAlias = tuple[Any, ...]
 """One of the messages above; `OPERATIONS` in `wire.py` has them all."""
 
 
+def taken_along(before: Operation, operation: Operation, most: int) -> bool:
+    """Have the operation before do what this one would, if they are of a kind: what a step ends or seals is many.
+
+    Not if one of its lists would be longer than `most`. Both must be of those that have no answer.
+    """
+    kind = type(before)
+    if kind is not type(operation) or kind not in _OF_A_KIND:
+        return False
+    alike, lists = _OF_A_KIND[kind]
+    if before[:alike] != operation[:alike] or any(len(before[i]) + len(operation[i]) > most for i in lists):
+        return False
+    for i in lists:
+        before[i].extend(operation[i])
+    return True
+
+
+# How many leading fields have to be equal, and which are lists that may be put one behind another.
+_OF_A_KIND: Final = {Seal: (1, (1, 2, 3)), Abandon: (1, (1,)), Cancel: (0, (0,)), Release: (0, (0,))}
+
+
 class Granted(NamedTuple):
     """Slots reserved for one `Wanted`: for its hashes at `indices`."""
 
-    indices: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    generations: NDArray[np.int64]
+    indices: list[int]
+    slots: list[int]
+    generations: list[int]
 
 
 class News(NamedTuple):
@@ -139,8 +158,8 @@ class News(NamedTuple):
     found: Attribution
     refusal: Outcome | None
     good_for: float  # seconds before an answer that nothing is held can be another one
-    slots: NDArray[np.int64]
-    generations: NDArray[np.int64]
+    slots: AnySlots
+    generations: AnySlots
     children: Sequence[ChildBlock] = ()  # as `Claim.children`
     meeting: Meeting | None = None  # as `Claim.meeting`
 

@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -11,6 +10,7 @@ from threading import Lock
 from typing import Any, Final
 
 from kvtier.connector.daemon.attachment import Attachment, Link
+from kvtier.connector.daemon.fields import MAX_HASHES
 from kvtier.connector.daemon.handshake import Hello
 from kvtier.connector.daemon.messages import (
     Abandon,
@@ -27,7 +27,8 @@ from kvtier.connector.daemon.messages import (
     Seal,
 )
 from kvtier.connector.daemon.remote_claims import ASK_AGAIN, RemoteClaim, RemoteClaims, widened
-from kvtier.connector.daemon.wire import MAX_HASHES, MAX_ITEMS, unpack_found, unpack_grants
+from kvtier.connector.daemon.remote_stores import RemoteReservation, heads_of, reserved
+from kvtier.connector.daemon.wire import unpack_found, unpack_grants
 from kvtier.tiers import L2, BlockRecord, ChainHash, FormatError, Metrics, Outcome
 from kvtier.tiers.hierarchy import Attribution, Claim, Ends, Pending, Wanted
 from kvtier.tiers.host import HostRegion
@@ -38,12 +39,6 @@ _LATE: Final = 0.5  # seconds an answer may come after the time the daemon itsel
 _RESET: Final = 10.0
 _CHECK: Final = 30.0
 _LOOK: Final = 0.02  # seconds between two looks, should another thread have read our answer
-
-
-@dataclass(eq=False)
-class RemoteReservation(Reservation):
-    number: int = 0
-    link: Link | None = None
 
 
 class RemoteTiers:
@@ -148,25 +143,31 @@ class RemoteTiers:
     # storing
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
-        """One round trip, with all that was left unsent; all are dropped where it takes too long."""
+        """One round trip, with all that was left unsent; all are dropped where it takes too long.
+
+        While such an answer is still due the next steps store nothing, and wait for nothing.
+        """
         if not wanted:
             return []
-        heads = [replace(each, hashes=each.hashes[:MAX_ITEMS]) for each in wanted]
+        heads = heads_of(wanted)
         with self._lock:
             first, *_ = [next(self._numbers) for _ in wanted]
+            if (link := self._pump()) is not None and link.late_since is not None:
+                return self._dropped_all(wanted, Outcome.TIMEOUT)
         link, answers = self._call(Reserve(first, heads), self._deadline)
         with self._lock:
+            if answers is None and link is not None:  # it may answer yet: nobody fills what it grants then
+                self._attachment.later(link, Abandon(Outcome.TIMEOUT, list(range(first, first + len(wanted)))))
             grants = self._grants(link, heads, answers)
             if grants is None or link is None:
                 reason = Outcome.CLOSED if self._closed else Outcome.BREAKER_OPEN if link is None else Outcome.TIMEOUT
-                self.metrics.dropped(L2, reason, sum(len(each.hashes) for each in wanted))
-                return [None] * len(wanted)
+                return self._dropped_all(wanted, reason)
             reservations = [
-                None if grant is None else self._reservation(link, number, each, grant)
+                None if grant is None else reserved(link, number, each, grant, self._ended)
                 for number, (each, grant) in enumerate(zip(heads, grants, strict=True), first)
             ]
-        for each, reservation in zip(wanted, reservations, strict=True):
-            missing = len(each.hashes) if reservation is None else max(0, len(each.hashes) - MAX_ITEMS)
+        for each, head, reservation in zip(wanted, heads, reservations, strict=True):
+            missing = len(each.hashes) - (0 if reservation is None else len(head.hashes))
             if missing:
                 self.metrics.dropped(L2, Outcome.NO_SLOT, missing)
         return reservations
@@ -181,10 +182,10 @@ class RemoteTiers:
             if link is not self._attachment.link or epoch < link.epoch_base:
                 reason = Outcome.CLOSED if link is not self._attachment.link else Outcome.EPOCH
                 self.metrics.dropped(L2, reason, len(reservation))
-                self._attachment.later(link, Abandon(reservation.number, reason))
+                self._attachment.later(link, Abandon(reason, [reservation.number]))
                 return
             tokens = [record.tokens for record in records]
-            self._attachment.later(link, Seal(reservation.number, epoch - link.epoch_base, tokens))
+            self._attachment.later(link, Seal(epoch - link.epoch_base, [reservation.number], [len(tokens)], tokens))
             self.metrics.stored(L2, len(reservation))
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
@@ -285,9 +286,15 @@ class RemoteTiers:
                 self._claims.take_in(news)
         return self._attachment.link
 
-    def _grants(self, link: Link | None, wanted: Sequence[Wanted], answers: list[Any]) -> list[Granted | None] | None:
+    def _dropped_all(self, wanted: Sequence[Wanted], reason: Outcome) -> list[Reservation | None]:
+        self.metrics.dropped(L2, reason, sum(len(each.hashes) for each in wanted))
+        return [None] * len(wanted)
+
+    def _grants(
+        self, link: Link | None, wanted: Sequence[Wanted], answers: list[Any] | None
+    ) -> list[Granted | None] | None:
         """What the daemon granted; None where there is no daemon, or it has not answered what it was asked."""
-        if link is None or link is not self._attachment.link:
+        if link is None or answers is None or link is not self._attachment.link:
             return None
         try:
             (answer,) = answers
@@ -295,25 +302,6 @@ class RemoteTiers:
         except (ValueError, FormatError) as error:
             self._attachment.cut(error)
             return None
-
-    def _reservation(self, link: Link, number: int, wanted: Wanted, granted: Granted) -> Reservation:
-        indices = granted.indices.tolist()
-        parents = [wanted.parent, *wanted.hashes[:-1]]
-        reservation = RemoteReservation(
-            [wanted.hashes[i] for i in indices],
-            indices,
-            granted.slots,
-            granted.generations,
-            [parents[i] for i in indices],
-            epoch=0,
-            num_open=len(indices),
-            on_end=self._ended,
-            number=number,
-            link=link,
-        )
-        if indices:
-            link.held.add(number)
-        return reservation
 
     def _close(self, reservation: RemoteReservation) -> bool:
         """No copy into it is under way. False where it was closed already."""
@@ -325,17 +313,22 @@ class RemoteTiers:
     def _abandon(self, reservation: RemoteReservation, reason: Outcome) -> None:
         if self._close(reservation) and reservation.link is not None:
             self.metrics.dropped(L2, reason, len(reservation))
-            self._give_back(reservation.link, Abandon(reservation.number, reason))
+            self._give_back(reservation.link, Abandon(reason, [reservation.number]))
 
     # calls, without the lock
 
-    def _call(self, operation: Operation, timeout: float, *, alone: bool = False) -> tuple[Link | None, list[Any]]:
-        """Send, and wait for the answer: (the link it was sent on, the answers). A late daemon is cut off."""
+    def _call(
+        self, operation: Operation, timeout: float, *, alone: bool = False
+    ) -> tuple[Link | None, list[Any] | None]:
+        """Send, and wait for the answer: (the link it was sent on, the answers). None if they did not come in time.
+
+        Of an operation that waits there, `alone`, a daemon that is late is cut off: it does one such at a time.
+        """
         end = self._clock() + timeout
         with self._lock:
             link = self._attachment.link or self._pump()
             if link is None:
-                return None, []
+                return None, None
             number = next(self._numbers)
             if alone:
                 self._attachment.send()
@@ -346,18 +339,22 @@ class RemoteTiers:
             link.connection.wait(max(0.0, min(left, _LOOK)))
             with self._lock:
                 if self._pump() is not link:
-                    return link, []
+                    return link, None
                 if number in link.answers:
                     return link, link.answers.pop(number)
-        self._cut(TimeoutError(f"no answer within {timeout:g} s"))
-        return link, []
+        with self._lock:
+            if alone:
+                self._attachment.cut(TimeoutError(f"no answer within {timeout:g} s"))
+            else:
+                self._attachment.give_up(link, number)
+        return link, None
 
     def _call_waiting(self, operation: Operation, timeout: float) -> list[Any]:
         """An operation that waits there, for `timeout` seconds or less."""
         if not self._waiting_call.acquire(timeout=timeout + _LATE):
             return []
         try:
-            return self._call(operation, timeout + _LATE, alone=True)[1]
+            return self._call(operation, timeout + _LATE, alone=True)[1] or []
         finally:
             self._waiting_call.release()
 

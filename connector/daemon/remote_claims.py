@@ -5,19 +5,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvtier.connector.daemon.attachment import Attachment, Link
+from kvtier.connector.daemon.fields import MAX_HASHES
 from kvtier.connector.daemon.messages import Ask, Cancel, News, Release, Renew, Take
-from kvtier.connector.daemon.wire import MAX_HASHES
 from kvtier.tiers import ChildBlock, FormatError, Metrics, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Pending
-from kvtier.tiers.pool import Lease
+from kvtier.tiers.pool import Lease, listed
 
 ASK_AGAIN: Final = 0.05  # seconds an answer that nothing is held is good for: asking costs a message
 
-_NONE: Final = np.empty(0, np.int64)
+_NONE: Final[list[int]] = []  # nobody changes it
 
 Released = Callable[[Link, int, Lease, bool], None]
 """(where it was leased, its number, itself, whether it was dropped)."""
@@ -32,8 +29,8 @@ class RemoteClaim(Claim):
     answered: bool = False
     told: bool = False  # a poll has returned the number
     again: bool = False  # asked for the second time: the first answer was lost
-    slots: NDArray[np.int64] = field(default_factory=_NONE.copy)
-    generations: NDArray[np.int64] = field(default_factory=_NONE.copy)
+    slots: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
 
 
 class RemoteClaims:
@@ -64,9 +61,10 @@ class RemoteClaims:
         """Send the question, with all that was left unsent. False while the welcome is due: `poll` sends it then."""
         if link is None and claim.hashes and self._is_attaching():
             return False
-        if link is None:
-            claim.missing = Outcome.BREAKER_OPEN
-        if link is None or not claim.hashes:
+        is_silent = link is not None and self._is_silent(link, self._clock())
+        if link is None or is_silent:
+            claim.missing = Outcome.TIMEOUT if is_silent else Outcome.BREAKER_OPEN
+        if link is None or is_silent or not claim.hashes:
             self._settle(claim)
             return True
         claim.number, claim.link = next(self._numbers), link
@@ -91,7 +89,7 @@ class RemoteClaims:
         if link is None or claim.link is not link:
             return self._lost(claim, link, Outcome.BREAKER_OPEN)
         if not claim.answered:
-            if now - claim.asked_at < self._patience:
+            if now - claim.asked_at < self._patience and not self._is_silent(link, now):
                 return PENDING
             return self._given_up(claim, Outcome.TIMEOUT)
         since, deadline = now - claim.renewed_at, link.welcome.lease_deadline
@@ -137,9 +135,9 @@ class RemoteClaims:
         claim = link.claims.get(news.claim) if link is not None else None
         if link is None or not isinstance(claim, RemoteClaim):
             return
-        num_asked = min(len(claim.hashes), MAX_HASHES)
-        is_outside = len(news.slots) > 0 and int(news.slots.max()) >= link.welcome.num_slots
-        is_other = news.found.blocks != num_asked or len(news.slots) > num_asked - claim.num_l1 or claim.answered
+        num_asked, slots = min(len(claim.hashes), MAX_HASHES), listed(news.slots)
+        is_outside = len(slots) > 0 and max(slots) >= link.welcome.num_slots
+        is_other = news.found.blocks != num_asked or len(slots) > num_asked - claim.num_l1 or claim.answered
         is_too_long = any(len(child.tokens) > self._token_bytes for child in news.children)
         if is_other or is_outside or is_too_long:
             self._attachment.cut(FormatError("news of other blocks than those asked about"))
@@ -148,14 +146,14 @@ class RemoteClaims:
         if num_lost > 0:  # counted as found at the first asking
             self._metrics.missed(Outcome.EVICTED, num_lost)
         claim.found, claim.refusal, claim.answered = widened(news.found, len(claim.hashes)), news.refusal, True
-        claim.slots, claim.generations, claim.meeting = news.slots, news.generations, news.meeting
+        claim.slots, claim.generations, claim.meeting = slots, listed(news.generations), news.meeting
         children = news.children
         if len(claim.hashes) > num_asked:  # the daemon does not know which block comes next
             children = [child for child in children if child.chain_hash != claim.hashes[num_asked]]
         claim.behind = partial(_beginning_with, children) if children else None
         if news.refusal is Outcome.RECOMPUTE:
             self._metrics.missed(Outcome.RECOMPUTE, news.found.loadable)
-        if not len(news.slots):
+        if not slots:
             claim.good_until = self._clock() + max(news.good_for, ASK_AGAIN)
 
     def has_news(self) -> bool:
@@ -168,6 +166,10 @@ class RemoteClaims:
         """Whether the daemon was said hello to a moment ago: then its answer is worth waiting for."""
         since = self._attachment.attaching_since
         return since is not None and self._clock() - since < self._deadline
+
+    def _is_silent(self, link: Link, now: float) -> bool:
+        """Whether the daemon has owed an answer for longer than a request waits for it."""
+        return link.late_since is not None and now - link.late_since >= self._deadline
 
     def _lost(self, claim: RemoteClaim, link: Link | None, reason: Outcome) -> int | Pending:
         """Ask once more, where there is somebody to ask; else nothing comes of it, for this reason."""

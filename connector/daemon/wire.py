@@ -6,13 +6,29 @@ A client's frame is `[number, [operation, …]]`, an operation `[code, *fields]`
 
 import struct
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
+from functools import lru_cache
+from itertools import chain
+from typing import Any, Final, NamedTuple
 
 import msgpack
-import numpy as np
-from numpy.typing import NDArray
 
+from kvtier.connector.daemon.fields import (
+    ID_BYTES,
+    MAX_BLOCK_SIZE,
+    MAX_HASHES,
+    decoded,
+    flag,
+    number,
+    numbers,
+    octets,
+    octets_of_tokens,
+    pack_hashes,
+    pack_numbers,
+    seconds,
+    text,
+    unpack_hashes,
+    unpack_numbers,
+)
 from kvtier.connector.daemon.messages import (
     Abandon,
     Ask,
@@ -35,26 +51,20 @@ from kvtier.connector.daemon.messages import (
     Seal,
     Take,
 )
-from kvtier.tiers import TIERS, ChainHash, ChildBlock, FormatError, Outcome
+from kvtier.tiers import TIERS, ChildBlock, FormatError, Outcome
 from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
 from kvtier.tiers.pool import MAX_CHILDREN
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 MAX_HELLO: Final = 4 << 10  # bytes of a frame from a client that has not said yet who it is
 MAX_FRAME: Final = 16 << 20  # bytes of any other
 MAX_ITEMS: Final = 4096  # of one array: a decoder makes room for as many as an array claims to have
-MAX_HASHES: Final = 1 << 17  # names in one message
 MAX_CHILDREN_BYTES: Final = 1 << 20  # of the tokens of children that a client is told at once
 MAX_TEXT: Final = 1024  # bytes of one text
-ID_BYTES: Final = 16  # of the random names of clients and of a namespace's opening
 
 _LENGTH: Final = struct.Struct("<I")
 _HASH_BYTES: Final = 32
 _MAX_SLOTS: Final = 1 << 32
-_MAX_BLOCK_SIZE: Final = 1 << 20  # tokens
-_NONE: Final = np.empty(0, np.int64)
+_MAX_FOUND: Final = 1024  # answers of which the decoded form is kept: it is the same for most of a client's requests
 
 
 class FrameReader:
@@ -65,26 +75,25 @@ class FrameReader:
         self._rest = bytearray()  # of the frame that is not whole yet
         self.num_waiting = 0  # bytes of it
 
-    def feed(self, data: bytes) -> list[Any]:
-        """The bodies of the frames that these bytes complete, decoded.
+    def feed(self, data: bytes | memoryview) -> list[Any]:
+        """The bodies of the frames that these bytes complete, decoded; nothing of `data` is kept.
 
         Raises FormatError for a length over the limit, as soon as its four bytes are there, and for what is no msgpack.
         """
-        stream: bytes | bytearray = data
         if self._rest:
             self._rest += data
-            stream = self._rest
-        bodies, at = [], 0
-        while len(stream) - at >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(stream, at)
-            if not 0 < size <= self.limit:
-                raise FormatError(f"frame of {size} bytes: this side takes 1 to {self.limit}")
-            end = at + _LENGTH.size + size
-            if end > len(stream):
+        stream = memoryview(self._rest or data)
+        bodies, at, size = [], 0, len(stream)
+        while size - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(stream, at)
+            if not 0 < length <= self.limit:
+                raise FormatError(f"frame of {length} bytes: this side takes 1 to {self.limit}")
+            end = at + _LENGTH.size + length
+            if end > size:
                 break
             bodies.append(_unpack(stream[at + _LENGTH.size : end]))
             at = end
-        if at or stream is data:
+        if at or not self._rest:
             self._rest = bytearray(stream[at:])
         self.num_waiting = len(self._rest)
         return bodies
@@ -98,7 +107,7 @@ def pack_frame(body: object) -> bytes:
     return _LENGTH.pack(len(packed)) + packed
 
 
-def _unpack(body: bytes | bytearray) -> Any:
+def _unpack(body: memoryview) -> Any:
     try:
         return msgpack.unpackb(
             body,
@@ -120,21 +129,6 @@ def _no_extension(code: int, data: bytes) -> None:
 # messages
 
 
-def decoded(decode: Callable[P, T]) -> Callable[P, T]:
-    """Decorator of what decodes a body: whatever is wrong with that is a FormatError."""
-
-    @wraps(decode)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return decode(*args, **kwargs)
-        except FormatError:
-            raise
-        except (ValueError, TypeError, LookupError, AssertionError) as error:
-            raise FormatError(f"not a message of this version: {error}") from None
-
-    return checked
-
-
 def pack_request(request: int, operations: Sequence[Operation]) -> bytes:
     """A client's frame. `request` is 0 if nobody waits for an answer."""
     packed = []
@@ -146,11 +140,13 @@ def pack_request(request: int, operations: Sequence[Operation]) -> bytes:
 
 @decoded
 def unpack_request(body: Any) -> tuple[int, list[Operation]]:
-    request, operations = body
-    codes = numbers([code for code, *_ in operations])
-    return number(request), [
-        _BY_CODE[code].unpack(*fields) for code, (_, *fields) in zip(codes, operations, strict=True)
-    ]
+    request, packed = body
+    operations = []
+    for code, *fields in packed:
+        if type(code) is not int:  # true would be 1
+            raise FormatError(f"{code!r:.40}: not an operation's code")
+        operations.append(_BY_CODE[code].unpack(*fields))
+    return number(request), operations
 
 
 def pack_reply(reply: Reply, room: int = MAX_CHILDREN_BYTES) -> bytes:
@@ -176,9 +172,12 @@ def unpack_reply(body: Any) -> Reply:
 
 def pack_grants(grants: Sequence[Granted | None]) -> list[bytes]:
     """The answer to a `Reserve`: how many slots each `Wanted` has, or -1, then the columns of all of them in a row."""
-    counts = np.array([-1 if grant is None else len(grant.slots) for grant in grants], np.int64)
-    granted = [grant for grant in grants if grant is not None]
-    columns = [np.concatenate(column) if granted else _NONE for column in zip(*granted, strict=True)] or [_NONE] * 3
+    counts = [-1 if grant is None else len(grant.slots) for grant in grants]
+    columns: list[list[int]] = [[], [], []]
+    for grant in grants:
+        if grant is not None:
+            for column, part in zip(columns, grant, strict=True):
+                column += part
     return [pack_numbers(column) for column in (counts, *columns)]
 
 
@@ -186,7 +185,7 @@ def pack_grants(grants: Sequence[Granted | None]) -> list[bytes]:
 def unpack_grants(answer: Any, num_wanted: Sequence[int], num_slots: int) -> list[Granted | None]:
     """Inverse of `pack_grants`, for `Wanted` of so many hashes each and a region of `num_slots`."""
     counts, *columns = answer
-    how_many = (unpack_numbers(counts, 1 << 32, least=-1)).tolist()
+    how_many = unpack_numbers(counts, 1 << 32, least=-1)
     most = max(num_wanted, default=0)
     indices, slots, generations = map(unpack_numbers, columns, (most, num_slots, 1 << 62))
     if not len(indices) == len(slots) == len(generations) == sum(n for n in how_many if n > 0):
@@ -195,7 +194,7 @@ def unpack_grants(answer: Any, num_wanted: Sequence[int], num_slots: int) -> lis
     first = 0
     for count, wanted in zip(how_many, num_wanted, strict=True):
         end = first + max(0, count)
-        if count > 0 and not int(indices[first:end].max()) < wanted:
+        if count > 0 and not max(indices[first:end]) < wanted:
             raise FormatError("a slot for a block that nobody asked for")
         grants.append(None if count < 0 else Granted(indices[first:end], slots[first:end], generations[first:end]))
         first = end
@@ -208,7 +207,12 @@ def pack_found(found: Attribution) -> list[int]:
 
 
 def unpack_found(found: Any) -> Attribution:
-    blocks, *counts, miss = numbers(found)
+    return _attribution(tuple(numbers(found)))
+
+
+@lru_cache(_MAX_FOUND)
+def _attribution(found: tuple[int, ...]) -> Attribution:
+    blocks, *counts, miss = found
     if len(counts) != len(TIERS):
         raise FormatError(f"counts of {len(counts)} tiers, there are {len(TIERS)}: run one kvtier on both sides")
     return Attribution(blocks, miss=miss, **dict(zip(TIERS, counts, strict=True)))
@@ -254,18 +258,45 @@ def _unpack_meeting(meeting: Any, found: Attribution) -> Meeting | None:
 
 
 def _ask(claim: Any, parent: Any, num_l1: Any, block_size: Any, hashes: Any, ends: Any) -> Ask:
-    names, size = unpack_hashes(hashes), number(block_size, _MAX_BLOCK_SIZE)
+    names, size = unpack_hashes(hashes), number(block_size, MAX_BLOCK_SIZE)
     return Ask(number(claim), octets(parent, 32), number(num_l1, len(names) + 1), size, names, Ends(number(ends)))
 
 
-def _wanted(hashes: Any, parent: Any, tenant: Any, is_tail: Any) -> Wanted:
-    return Wanted(unpack_hashes(hashes), octets(parent, 32), octets(tenant, 32), flag(is_tail))
+def _pack_reserve(op: Reserve) -> list[Any]:
+    """Column by column: a step's stores are many, and have a block each."""
+    wanted = op.wanted
+    return [
+        op.first,
+        pack_numbers([len(each.hashes) for each in wanted]),
+        pack_hashes(list(chain.from_iterable([each.hashes for each in wanted]))),
+        pack_hashes([each.parent for each in wanted]),
+        pack_hashes([each.tenant for each in wanted]),
+        [i for i, each in enumerate(wanted) if each.is_tail],
+    ]
 
 
-def _seal(reservation: Any, epoch: Any, tokens: Any) -> Seal:
+def _reserve(first: Any, counts: Any, hashes: Any, parents: Any, tenants: Any, tails: Any) -> Reserve:
+    how_many, names = unpack_numbers(counts, MAX_HASHES + 1), unpack_hashes(hashes)
+    if sum(how_many) != len(names):
+        raise FormatError(f"reserve: {len(names)} names, {sum(how_many)} are wanted")
+    wanted, at = [], 0
+    are_tails = [False] * len(how_many)
+    for i in numbers(tails):
+        are_tails[i] = True
+    rows = zip(how_many, unpack_hashes(parents), unpack_hashes(tenants), are_tails, strict=True)
+    for count, parent, tenant, is_tail in rows:
+        wanted.append(Wanted(names[at : at + count], parent, tenant, is_tail))
+        at += count
+    return Reserve(number(first), wanted)
+
+
+def _seal(epoch: Any, reservations: Any, counts: Any, tokens: Any) -> Seal:
     if type(tokens) is not list:
         raise FormatError("tokens are not a list of bytes")
-    return Seal(number(reservation), number(epoch), [octets_of_tokens(each) for each in tokens])
+    sealed = Seal(number(epoch), numbers(reservations), numbers(counts), [octets_of_tokens(each) for each in tokens])
+    if len(sealed.counts) != len(sealed.reservations) or sum(sealed.counts) != len(tokens):
+        raise FormatError("seal: the counts are not those of the reservations' blocks")
+    return sealed
 
 
 class OperationRow(NamedTuple):
@@ -283,14 +314,9 @@ OPERATIONS: Final = (
     OperationRow(2, Cancel, None, lambda claims: Cancel(numbers(claims))),
     OperationRow(3, Take, None, lambda claims: Take(numbers(claims))),
     OperationRow(4, Release, None, lambda leases: Release(numbers(leases))),
-    OperationRow(
-        5,
-        Reserve,
-        lambda op: [op.first, [[pack_hashes(w.hashes), w.parent, w.tenant, w.is_tail] for w in op.wanted]],
-        lambda first, wanted: Reserve(number(first), [_wanted(*fields) for fields in wanted]),
-    ),
+    OperationRow(5, Reserve, _pack_reserve, _reserve),
     OperationRow(6, Seal, None, _seal),
-    OperationRow(7, Abandon, None, lambda reservation, reason: Abandon(number(reservation), Outcome(text(reason)))),
+    OperationRow(7, Abandon, None, lambda reason, numbered: Abandon(Outcome(text(reason)), numbers(numbered))),
     OperationRow(
         8,
         Computed,
@@ -319,81 +345,3 @@ def handlers_of(owner: type) -> dict[type[Operation], Callable[..., Any]]:
     """Which of the owner's methods serves which operation: `_on_ask` serves `Ask`. Others are not in the result."""
     methods = ((row.message, getattr(owner, f"_on_{row.message.__name__.lower()}", None)) for row in OPERATIONS)
     return {message: method for message, method in methods if method is not None}
-
-
-# fields
-
-
-def pack_hashes(hashes: Sequence[ChainHash]) -> bytes:
-    """Names back to back."""
-    return b"".join(hashes)
-
-
-def unpack_hashes(data: Any) -> list[ChainHash]:
-    if not isinstance(data, bytes) or len(data) % _HASH_BYTES or len(data) > MAX_HASHES * _HASH_BYTES:
-        raise FormatError(f"names: not {_HASH_BYTES} bytes for each of at most {MAX_HASHES}")
-    hashes: list[ChainHash] = np.frombuffer(data, f"V{_HASH_BYTES}").tolist()
-    return hashes
-
-
-def pack_numbers(numbers: NDArray[np.int64]) -> bytes:
-    """i64 little-endian, back to back."""
-    return numbers.astype("<i8", copy=False).tobytes()
-
-
-def unpack_numbers(data: Any, below: int, *, least: int = 0) -> NDArray[np.int64]:
-    """Inverse of `pack_numbers`; each must be in [least, below)."""
-    if not isinstance(data, bytes) or len(data) % 8:
-        raise FormatError("numbers: not eight bytes for each")
-    numbers = np.frombuffer(data, "<i8").astype(np.int64)
-    if len(numbers) and not (numbers.min() >= least and numbers.max() < below):
-        raise FormatError(f"numbers: not all in [{least}, {below})")
-    return numbers
-
-
-def number(value: Any, below: int = 1 << 63) -> int:
-    """A whole number in [0, below)."""
-    if type(value) is not int or not 0 <= value < below:
-        raise FormatError(f"{value!r:.40}: not a whole number in [0, {below})")
-    return value
-
-
-def numbers(values: Any) -> list[int]:
-    """A list of whole numbers in [0, 2**63), looked at in one go."""
-    if type(values) is not list or not all(type(each) is int and 0 <= each < 1 << 63 for each in values):
-        raise FormatError(f"{values!r:.40}: not a list of whole numbers in [0, {1 << 63})")
-    return values
-
-
-def seconds(value: Any) -> float:
-    """A time: finite and not negative."""
-    if type(value) not in (int, float) or not 0 <= value < 1e9:
-        raise FormatError(f"{value!r:.40}: not a time in seconds")
-    return float(value)
-
-
-def flag(value: Any) -> bool:
-    """True or False, nothing that merely looks so."""
-    if type(value) is not bool:
-        raise FormatError(f"{value!r:.40}: neither true nor false")
-    return value
-
-
-def octets(value: Any, length: int) -> bytes:
-    """Exactly `length` bytes."""
-    if type(value) is not bytes or len(value) != length:
-        raise FormatError(f"not {length} bytes: {value!r:.40}")
-    return value
-
-
-def octets_of_tokens(value: Any) -> bytes:
-    """Whole tokens of a block, or none: u32 little-endian each."""
-    if type(value) is not bytes or len(value) % 4 or len(value) > 4 * _MAX_BLOCK_SIZE:
-        raise FormatError(f"not the tokens of a block: {value!r:.40}")
-    return value
-
-
-def text(value: Any) -> str:
-    if type(value) is not str:
-        raise FormatError(f"not a text: {value!r:.40}")
-    return value

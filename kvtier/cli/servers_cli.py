@@ -56,6 +56,7 @@ def serve(
         serving.on_signal(daemon.stop)
         pages.start()
         size = format_size(settings.host.size)
+        serving.settle()
         _log.info("ready on %s, %s of host memory, http on %s", path, size, pages.address)
         daemon.run()
         pages.stop()

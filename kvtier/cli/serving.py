@@ -1,10 +1,14 @@
 """What the verbs share that serve until they are told to stop."""
 
+import gc
 import logging
 import resource
 import signal
 import sys
 from collections.abc import Callable
+from typing import Final
+
+_COLLECT: Final = 20_000  # objects more than before that make the collector look at the youngest; Python's are 700
 
 
 class _LogLine(logging.Formatter):
@@ -23,6 +27,16 @@ def begin(switch_interval: float) -> None:
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each client takes one or more
     sys.setswitchinterval(switch_interval)
+
+
+def settle() -> None:
+    """Behind all imports: the garbage collector never looks at what is there by now, and at the rest less often.
+
+    Else it goes through all modules now and then while somebody waits for an answer.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECT)
 
 
 def on_signal(stop: Callable[[], None]) -> None:

@@ -75,6 +75,7 @@ class Daemon:
         self._sessions: dict[bytes, Session] = {}
         self._waiting: dict[bytes, list[tuple[Session, Hello]]] = {}  # fingerprint being opened → who wants it
         self._openings: list[Opening] = []  # planned, one at a time is carried out
+        self.has_waiting = False
         self._progressed = False  # some namespace has: set by any thread, read by the loop
         self._ticked = self._log_from = 0.0
         self._listener = Listener(path)
@@ -295,24 +296,26 @@ class Daemon:
         """After every round: pass on what has come to pass; now and then let deadlines pass. Seconds to wait."""
         at = now()
         is_due = at - self._ticked >= _TICK
-        is_busy = any(each.holdings is not None and each.holdings.waiting for each in self._sessions.values())
         progressed, self._progressed = self._progressed, False
+        feeds = False
         for namespace in self._namespaces if progressed or is_due else ():
             progressed, namespace.progressed = namespace.progressed, False
             if progressed or is_due:
                 if is_due:
                     namespace.hierarchy.tick()
-                    is_busy |= namespace.tiers.feed is not None and namespace.tiers.feed.pump()
+                    feeds |= namespace.tiers.feed is not None and namespace.tiers.feed.pump()
                 for member in list(namespace.members):
                     member.tell()
         if is_due:
             self._ticked = at
             self._listen()
-            for session in list(self._sessions.values()):
+            sessions = list(self._sessions.values())
+            self.has_waiting = feeds or any(each.holdings is not None and each.holdings.waiting for each in sessions)
+            for session in sessions:
                 session.pass_time(at)
                 if not session.said_hello and at - session.since > _HELLO_DEADLINE:
                     session.end_connection("silent")
-        return _TICK if is_busy else _IDLE_TICK
+        return _TICK if self.has_waiting else _IDLE_TICK
 
 
 def _client(session: Session) -> ClientView:

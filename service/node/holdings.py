@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
 from kvtier.connector.daemon import MAX_ITEMS, messages, wire
 from kvtier.service.node.served_tiers import ServedTiers
 from kvtier.tiers import L2, BlockRecord, FormatError, Outcome
 from kvtier.tiers.hierarchy import Attribution, Claim, Pending
-from kvtier.tiers.pool import Lease, Reservation
+from kvtier.tiers.pool import AnySlots, Lease, Reservation, listed
 
 MAX_HELD: Final = 8192  # claims and leases of one client
 MAX_RESERVATIONS: Final = 8192  # of one client, open at once
@@ -19,6 +17,14 @@ class HeldCounts(NamedTuple):
     claims: int
     leases: int
     reservations: int
+
+
+class SealedBlocks(NamedTuple):
+    """A reservation whose slots are filled, as its client said."""
+
+    reservation: Reservation
+    tokens: list[bytes]  # of each of its blocks
+    epoch: int
 
 
 class Holdings:
@@ -41,7 +47,7 @@ class Holdings:
         self.waiting: dict[int, Claim] = {}  # those of the claims that have no answer yet
         self._leases: dict[int, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
-        self.sealed: list[tuple[Reservation, messages.Seal]] = []  # not passed on yet
+        self.sealed: list[SealedBlocks] = []  # not passed on yet
 
     @property
     def counts(self) -> HeldCounts:
@@ -62,12 +68,12 @@ class Holdings:
     def publish(self) -> None:
         """Pass on what was sealed: behind the answers, since hashing it takes the GIL while somebody waits for them."""
         sealed, self.sealed = self.sealed, []
-        for reservation, op in sealed:
+        for reservation, tokens, epoch in sealed:
             records = [
-                BlockRecord(chain_hash, parent or b"", tokens, 0)
-                for chain_hash, parent, tokens in zip(reservation.hashes, reservation.parents, op.tokens, strict=True)
+                BlockRecord(chain_hash, parent or b"", each, 0)
+                for chain_hash, parent, each in zip(reservation.hashes, reservation.parents, tokens, strict=True)
             ]
-            self._hierarchy.seal(reservation, records, op.epoch)
+            self._hierarchy.seal(reservation, records, epoch)
 
     def lapse(self, now: float) -> int:
         """Let go of the promises nobody has renewed for the lease deadline; returns how many.
@@ -124,13 +130,15 @@ class Holdings:
         assert claim.found is not None
         del self.waiting[number]
         now = self._clock()
+        slots: AnySlots
+        generations: AnySlots
         lease = self._hierarchy.promised(claim) if promised else None
         if lease is not None:
             self._renewed[number] = now
-            slots, generations = lease.slots, lease.generations
+            slots, generations = lease.places, lease.times
         else:
             self._drop(number)
-            slots = generations = _NONE
+            slots, generations = _NONE, _NONE
         good_for = max(0.0, claim.good_until - now)
         more = claim.children, claim.meeting
         return messages.News(number, claim.found, claim.refusal, good_for, slots, generations, *more)
@@ -187,28 +195,31 @@ class Holdings:
                 self._reservations[number] = reservation
         return wire.pack_grants(
             [
-                None
-                if each is None
-                else messages.Granted(np.array(each.indices, np.int64), each.slots, each.generations)
+                None if each is None else messages.Granted(each.indices, listed(each.places), listed(each.times))
                 for each in reservations
             ]
         )
 
     def _on_seal(self, op: messages.Seal) -> None:
-        reservation = self._reservations.get(op.reservation)
-        if reservation is None:
-            return
-        if len(op.tokens) != len(reservation):
-            raise FormatError(f"seal: tokens of {len(op.tokens)} blocks, {len(reservation)} are reserved")
         if any(len(tokens) > self._token_bytes for tokens in op.tokens):  # other clients are told of them
             raise FormatError(f"seal: more than the {self._token_bytes // 4} tokens of a block")
-        if reservation.is_tail and not all(0 < len(tokens) < self._token_bytes for tokens in op.tokens):
-            raise FormatError("seal: a tail has a token or more, and fewer than a block")
-        self.sealed.append((self._reservations.pop(op.reservation), op))
+        first = 0
+        for number, count in zip(op.reservations, op.counts, strict=True):
+            tokens = op.tokens[first : first + count]
+            first += count
+            if (reservation := self._reservations.get(number)) is None:
+                continue
+            if count != len(reservation):
+                raise FormatError(f"seal: tokens of {count} blocks, {len(reservation)} are reserved")
+            if reservation.is_tail and not 0 < len(tokens[0]) < self._token_bytes:
+                raise FormatError("seal: a tail has a token or more, and fewer than a block")
+            del self._reservations[number]
+            self.sealed.append(SealedBlocks(reservation, tokens, op.epoch))
 
     def _on_abandon(self, op: messages.Abandon) -> None:
-        if (reservation := self._reservations.pop(op.reservation, None)) is not None:
-            self._hierarchy.abandon(reservation, op.reason)
+        for number in op.reservations:
+            if (reservation := self._reservations.pop(number, None)) is not None:
+                self._hierarchy.abandon(reservation, op.reason)
 
     # the rest
 
@@ -220,4 +231,4 @@ class Holdings:
 
 
 _HANDLERS: Final = wire.handlers_of(Holdings)
-_NONE: Final = np.empty(0, np.int64)
+_NONE: Final[list[int]] = []  # nobody changes it

@@ -17,6 +17,7 @@ T = TypeVar("T")
 READABLE: Final = select.EPOLLIN
 WRITABLE: Final = select.EPOLLOUT
 _MAX_CALLS: Final = 4096  # from other threads, waiting for their turn
+_BUFFER: Final = 256 << 10  # bytes read at once
 
 ReadyHandler = Callable[[int], None]
 """Called with what is ready: READABLE, WRITABLE, or more of epoll's bits."""
@@ -26,6 +27,7 @@ class Loop:
     """Readiness, calls and time on one thread. `call`, `submit`, `wake` and `stop` are for any thread."""
 
     def __init__(self) -> None:
+        self.buffer = memoryview(bytearray(_BUFFER))  # what a handler reads into: good until it returns
         self._epoll = select.epoll()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._handlers: dict[int, tuple[ReadyHandler, int]] = {}  # fd → handler, and the round it came in

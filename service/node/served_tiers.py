@@ -75,6 +75,8 @@ class ServedTiers:
         """Whether this is a question that was in vain a moment ago: an engine asks again while the request waits."""
         now = time.monotonic()
         before = self._vain.pop(last, None)
+        while self._vain and now - next(iter(self._vain.values())) >= _SAME:  # they would add up
+            self._vain.popitem(last=False)
         if not promised:
             self._vain[last] = now
             if len(self._vain) > _MAX_VAIN:

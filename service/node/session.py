@@ -17,7 +17,6 @@ from kvtier.tiers import FormatError
 
 MAX_PROCESSES: Final = 256  # that copy for one client
 _MAX_OUTPUT: Final = 4 << 20  # bytes a client may leave unread
-_RECEIVE: Final = 256 << 10  # bytes read at once
 _MAX_TURN: Final = 16  # readings in a row, so that one client does not keep the loop for itself
 _MAX_WAIT: Final = 600.0  # seconds
 
@@ -29,6 +28,7 @@ class SessionOwner(Protocol):
     counts: Counter[str]  # what became of clients and of what they held
     buffers: "Buffers[Session]"  # what is kept for clients, half sent or unread
     lease_deadline: float  # seconds a promise is kept that its client does not renew
+    has_waiting: bool  # some claim may have no answer yet: deadlines are looked at more often
 
     def admit(self, session: "Session", hello: Hello) -> None:
         """Welcome it to its model's tiers, now or when they are open, or refuse it."""
@@ -213,21 +213,22 @@ class Session:
 
     def _receive(self) -> bool:
         """Read and do what the client has sent; True if that was all of it."""
+        buffer = self._daemon.loop.buffer
         for _ in range(_MAX_TURN):
             if self._socket is None:
                 return True
             try:
-                data = self._socket.recv(_RECEIVE)
+                size = self._socket.recv_into(buffer)
             except BlockingIOError:
                 return True
             except OSError:
-                data = b""
-            if not data:
+                size = 0
+            if not size:
                 self.end_connection("died")
                 return True
             self._corked = True  # what several frames of a batch are answered goes out at once
             try:
-                for body in self._reader.feed(data):
+                for body in self._reader.feed(buffer[:size]):
                     self._take_in(body)
             except FormatError as error:
                 self._daemon.log(f"client {self.peer.pid} is cut off: {error}")
@@ -241,7 +242,7 @@ class Session:
             self._flush()
             if self.holdings is not None and self.holdings.sealed:
                 self.holdings.publish()
-            if len(data) < _RECEIVE:
+            if size < len(buffer):
                 return True  # a later byte makes the socket readable again
         return False
 
@@ -278,6 +279,8 @@ class Session:
                 answers.append(answer)
         if request or news:
             self._reply(request, answers, news)
+        if self.holdings.waiting:
+            self._daemon.has_waiting = True
 
     def _on_bye(self, op: messages.Bye) -> None:
         self.end("bye")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.connector.daemon.fields import pack_numbers
 from kvtier.connector.daemon.handshake import (
     VERSION,
     Hello,
@@ -41,6 +42,7 @@ from kvtier.connector.daemon.messages import (
     Reset,
     Seal,
     Take,
+    taken_along,
 )
 from kvtier.connector.daemon.wire import (
     MAX_CHILDREN_BYTES,
@@ -75,9 +77,15 @@ operation = st.one_of(
     st.builds(Cancel, numbers),
     st.builds(Take, numbers),
     st.builds(Release, numbers),
-    st.builds(Reserve, number, st.lists(st.builds(Wanted, names, name, name), max_size=3)),
-    st.builds(Seal, number, number, st.lists(tokens, max_size=4)),
-    st.builds(Abandon, number, st.sampled_from(Outcome)),
+    st.builds(Reserve, number, st.lists(st.builds(Wanted, names, name, name, st.booleans()), max_size=3)),
+    st.builds(
+        lambda epoch, sealed: Seal(
+            epoch, [n for n, _ in sealed], [len(t) for _, t in sealed], [each for _, t in sealed for each in t]
+        ),
+        number,
+        st.lists(st.tuples(number, st.lists(tokens, max_size=4)), max_size=3),
+    ),
+    st.builds(Abandon, st.sampled_from(Outcome), numbers),
     st.builds(Computed, number, time, number),
     st.builds(Holds, names),
     st.builds(Lookup, names, time),
@@ -126,25 +134,16 @@ def test_replies_come_out_as_they_went_in() -> None:
     found = Attribution(5, l1=1, l2=2, file=1, miss=1)
     news = News(7, found, None, 0.0, column(3, 9, 1), column(1, 1, 2**40))
     nothing = News(8, Attribution(2, miss=2), Outcome.NO_SLOT, 0.05, column(), column())
-    granted, nothing_free = Granted(column(0, 2), column(4, 5), column(1, 9)), Granted(column(), column(), column())
+    granted, nothing_free = Granted([0, 2], [4, 5], [1, 9]), Granted([], [], [])
     reply = unpack_reply(
         body_of(pack_reply(Reply(3, 2, [pack_grants([granted, None, nothing_free]), b"\1\0"], [news, nothing])))
     )
     assert (reply.request, reply.epoch, reply.answers[1]) == (3, 2, b"\1\0")
     again, empty = reply.news
-    assert (again.claim, again.found, again.slots.tolist(), again.generations.tolist()) == (
-        7,
-        found,
-        [3, 9, 1],
-        [1, 1, 2**40],
-    )
+    assert (again.claim, again.found, again.slots, again.generations) == (7, found, [3, 9, 1], [1, 1, 2**40])
     assert (empty.refusal, empty.good_for, len(empty.slots)) == (Outcome.NO_SLOT, 0.05, 0)
     grant, none, empty_grant = unpack_grants(reply.answers[0], num_wanted=[3, 1, 2], num_slots=6)
-    assert grant is not None
-    assert [each.tolist() for each in grant] == [[0, 2], [4, 5], [1, 9]]
-    assert none is None
-    assert empty_grant is not None
-    assert [len(each) for each in empty_grant] == [0, 0, 0]
+    assert (grant, none, empty_grant) == (granted, None, nothing_free)
     assert unpack_grants(pack_grants([None, None]), [1, 1], 6) == [None, None]
 
 
@@ -197,7 +196,68 @@ def test_who_is_told_of_many_children_is_told_of_those_that_fit() -> None:
 def test_a_seal_of_tokens_that_no_block_has() -> None:
     for tokens in (b"\1\0\0", bytes(4 << 20) + bytes(4), "text", None):
         with pytest.raises(FormatError, match="not the tokens of a block"):
-            unpack_request([0, [[6, 1, 1, [tokens]]]])
+            unpack_request([0, [[6, 1, [1], [1], [tokens]]]])
+
+
+@pytest.mark.parametrize(
+    ("reservations", "counts"), [([1], [2]), ([1, 2], [1]), ([1], [0]), ([], []), ([1, 2], [1, 1])]
+)
+def test_a_seal_that_does_not_say_whose_its_tokens_are(reservations: list[int], counts: list[int]) -> None:
+    """FAULTS 39."""
+    with pytest.raises(FormatError, match="counts are not those"):
+        unpack_request([0, [[6, 1, reservations, counts, [b"\1\0\0\0"]]]])
+
+
+@pytest.mark.parametrize(
+    ("counts", "names", "parents", "tenants", "tails", "why"),
+    [
+        ([2], 1, 1, 1, [], "1 names, 2 are wanted"),
+        ([1, 1], 3, 2, 2, [], "3 names, 2 are wanted"),
+        ([1, 1], 2, 1, 2, [], "zip"),
+        ([1, 1], 2, 2, 3, [], "zip"),
+        ([1, 1], 2, 2, 2, [2], "out of range"),
+        ([1, 1], 2, 2, 2, [-1], "whole numbers"),
+        ([1, -1], 0, 2, 2, [], "not all in"),
+        ([1 << 18], 1, 1, 1, [], "not all in"),
+    ],
+)  # fmt: skip
+def test_columns_of_a_reserve_that_do_not_fit(
+    counts: list[int], names: int, parents: int, tenants: int, tails: list[int], why: str
+) -> None:
+    """FAULTS 39."""
+    columns = [pack_numbers(counts), *(bytes(32 * count) for count in (names, parents, tenants))]
+    with pytest.raises(FormatError, match=why):
+        unpack_request([0, [[5, 1, *columns, tails]]])
+
+
+@given(st.lists(operation, max_size=6))
+def test_what_is_sent_together_does_what_it_did_apart(operations: list[Any]) -> None:
+    """Seals, ends of leases and the like are put into one operation each: the daemon does the same for them."""
+
+    def each_alone(operations: list[Any]) -> list[Any]:
+        alone: list[Any] = []
+        for operation in operations:
+            match operation:
+                case Seal(epoch, reservations, counts, tokens):
+                    left = iter(tokens)
+                    for reservation, count in zip(reservations, counts, strict=True):
+                        alone.append(Seal(epoch, [reservation], [count], [next(left) for _ in range(count)]))
+                case Abandon(reason, reservations):
+                    alone += [Abandon(reason, [number]) for number in reservations]
+                case Cancel(numbers) | Release(numbers):
+                    alone += [type(operation)([number]) for number in numbers]
+                case _:
+                    alone.append(operation)
+        return alone
+
+    apart, together = each_alone(operations), list[Any]()
+    for operation in each_alone(operations):
+        if not (together and taken_along(together[-1], operation, 3)):
+            together.append(operation)
+    assert each_alone(together) == apart
+    assert len(together) <= len(apart)
+    of_a_kind = (Seal, Abandon, Cancel, Release)
+    assert all(len(each[-1]) <= 3 or len(each_alone([each])) == 1 for each in together if isinstance(each, of_a_kind))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +265,7 @@ def test_a_seal_of_tokens_that_no_block_has() -> None:
     [([2, 3], 6, "nobody asked for"), ([2, 2], 6, "not all in"), ([3, 3], 5, "not all in"), ([3], 6, "zip")],
 )
 def test_a_grant_outside_what_was_asked_for(num_wanted: list[int], num_slots: int, why: str) -> None:
-    grant = Granted(column(0, 2), column(4, 5), column(1, 9))
+    grant = Granted([0, 2], [4, 5], [1, 9])
     with pytest.raises(FormatError, match=why):
         unpack_grants(pack_grants([grant, grant]), num_wanted, num_slots)
 

@@ -40,6 +40,7 @@ from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_frame, pac
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, bring
 from kvtier.tiers.host.host import HostRegion
+from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.tier import ChildBlock, Outcome
 
 
@@ -178,7 +179,7 @@ def test_trying_again_costs_less_and_less(path: Path) -> None:
         real(self, address)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvtier.connector.daemon.attachment.socket.socket.connect", connect)
+        patch.setattr("kvtier.connector.daemon.connection.socket.socket.connect", connect)
         for _ in range(600):
             clock.advance(0.05)
             tiers.tick()
@@ -290,22 +291,85 @@ def test_a_client_that_falls_silent_holds_nothing(path: Path) -> None:
 
 
 def test_a_daemon_that_does_not_answer_costs_one_deadline(path: Path, fake: Callable[..., FakeDaemon]) -> None:
-    daemon = fake()
-    tiers, chain = attach(path, deadline=0.25), chain_of(4)
+    daemon, clock = fake(), FakeClock()
+    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
+    tiers, chain = RemoteTiers(path, hello, PATIENCE, clock, deadline=0.25), chain_of(4)
     daemon.welcomes.clear()
     assert tiers.num_slots == 8
     claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     assert tiers.poll(claim) is PENDING  # nothing waits here
-    started = time.monotonic()
+    link = tiers._attachment.link
+    assert link is not None
+
+    def wait(timeout: float) -> bool:
+        clock.advance(timeout + 0.001)
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link.connection, "wait", wait)
+        started = clock.now
+        assert tiers.reserve([wanted(chain)]) == [None]
+        assert clock.now - started == pytest.approx(0.25, abs=0.03)  # not as long as a claim waits
+        assert drops(tiers, Outcome.TIMEOUT) == 4
+        assert tiers.reserve([wanted(chain)]) == [None]  # at once: nobody waits twice
+        assert clock.now - started == pytest.approx(0.25, abs=0.03)
+    assert drops(tiers, Outcome.TIMEOUT) == 8
+    # It may only be slow: the connection stays, and what was asked waits for a deadline more.
+    assert tiers.poll(claim) is PENDING
+    clock.advance(0.26)
+    late = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    assert [tiers.poll(claim), tiers.poll(late)] == [0, 0]
+    assert late.missing is Outcome.TIMEOUT
+    assert tiers._attachment.link is link
+    # Silent for as long as that, it is as good as gone.
+    clock.advance(4.8)
+    tiers.tick()
     assert tiers.reserve([wanted(chain)]) == [None]
-    assert 0.25 <= time.monotonic() - started < PATIENCE / 2  # nor as long as a claim waits
-    assert drops(tiers, Outcome.TIMEOUT) == 4
-    assert tiers.poll(claim) == 0  # it was on that connection
-    assert tiers.reserve([wanted(chain)]) == [None]  # at once: there is none
     assert drops(tiers, Outcome.BREAKER_OPEN) == 4
     daemon.welcomes.set()
-    wait_until(lambda: attached(tiers) and len(daemon.hellos) == 2)
+
+    def found_again() -> bool:
+        clock.advance(0.1)
+        return attached(tiers) and len(daemon.hellos) == 2
+
+    wait_until(found_again)
     tiers.close(0.1)
+
+
+def test_an_answer_that_is_late_costs_a_step_and_not_the_daemon(path: Path) -> None:
+    daemon = DaemonThread(path, host={"size": 1 << 20})
+    tiers, first, second = attach(path, deadline=0.05), chain_of(4), chain_of(4, 100)
+    member, gate, is_held = tiers.member, threading.Event(), threading.Event()
+
+    def hold() -> bool:
+        is_held.set()
+        return gate.wait(PATIENCE)
+
+    daemon.daemon.submit(hold)
+    assert is_held.wait(PATIENCE)
+    # Two steps meet a daemon that does not get to them: one waits, neither stores anything.
+    assert tiers.reserve([wanted(first), wanted(second)]) == [None, None]
+    assert tiers.reserve([wanted(first)]) == [None]
+    assert drops(tiers, Outcome.TIMEOUT) == 12
+    # It gets to them: the same connection is of use again, and what was granted in vain is given back.
+    gate.set()
+    got: list[Reservation] = []
+
+    def stores_again() -> bool:
+        got.extend(each for each in tiers.reserve([wanted(first)]) if each is not None)
+        return bool(got)
+
+    wait_until(stores_again)
+    assert len(got[0]) == 4
+    assert tiers.member == member
+    [client] = daemon.daemon.call(daemon.daemon.clients)
+    assert client.reservations == 1
+    [namespace] = daemon.daemon.call(daemon.daemon.namespaces)
+    assert namespace.hierarchy.host.pool.counts().filling == 4
+    tiers.abandon(got[0], Outcome.ABORTED)
+    tiers.close()
+    daemon.check()
+    daemon.close()
 
 
 def test_an_answer_that_is_there_counts_however_late_it_is_looked_at(path: Path) -> None:
@@ -554,8 +618,8 @@ def test_slots_that_were_never_granted(path: Path, fake: Callable[..., FakeDaemo
 @pytest.mark.parametrize(
     ("frame", "why"),
     [
-        (pack_frame(["kvtier", 9, "Refused", "whatever"]), "protocol version 9, this side speaks 3: run one kvtier"),
-        (pack_frame(["kvtier", 3, "Refused", "no room, lower it"]), "no room, lower it"),
+        (pack_frame(["kvtier", 9, "Refused", "whatever"]), "protocol version 9, this side speaks 4: run one kvtier"),
+        (pack_frame(["kvtier", 4, "Refused", "no room, lower it"]), "no room, lower it"),
         (
             pack_handshake(Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 1.0)),
             "a welcome without its region",

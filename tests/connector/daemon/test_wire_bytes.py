@@ -1,4 +1,4 @@
-"""Each message's bytes, as version 2 of the protocol has them: two builds of it understand each other."""
+"""Each message's bytes, as version 4 of the protocol has them: two builds of it understand each other."""
 
 from typing import Any, Final
 
@@ -52,7 +52,9 @@ from kvtier.tiers.tier import ChildBlock, Outcome
 A, B, P, T = (letter * 32 for letter in (b"a", b"b", b"p", b"t"))  # two names, a parent, a tenant
 a, b, p, t = (each.hex() for each in (A, B, P, T))
 c, i = (b"c" * 16).hex(), (b"i" * 16).hex()
-header = "a6" + b"kvtier".hex() + "03"
+header = "a6" + b"kvtier".hex() + "04"
+one = (1).to_bytes(8, "little").hex()
+two = (2).to_bytes(8, "little").hex()
 
 # Printed by the code of kvtier 0.1, each operation alone in request 1.
 OPERATIONS: Final = [
@@ -64,10 +66,13 @@ OPERATIONS: Final = [
     (Release([5]), "070000009201919204 9105"),
     (
         Reserve(9, [Wanted([A, B], P, T), Wanted([A], P, T, is_tail=True)]),
-        f"f70000009201919305 09 92 94c440{a}{b}c420{p}c420{t}c2 94c420{a}c420{p}c420{t}c3",
+        f"000100009201919705 09 c410{two}{one} c460{a}{b}{a} c440{p}{p} c440{t}{t} 9101",
     ),
-    (Seal(9, 3, [b"\1\0\0\0", b"\2\0\0\0"]), "140000009201919406 09 03 92 c40401000000 c40402000000"),
-    (Abandon(9, Outcome.ABORTED), "0e0000009201919307 09 a761626f72746564"),
+    (
+        Seal(3, [9, 10], [1, 1], [b"\1\0\0\0", b"\2\0\0\0"]),
+        "190000009201919506 03 92090a 920101 92 c40401000000 c40402000000",
+    ),
+    (Abandon(Outcome.ABORTED, [9, 10]), "100000009201919307 a761626f72746564 92090a"),
     (Computed(512, 0.25, 300), "140000009201919408 cd0200 cb3fd0000000000000 cd012c"),
     (Holds([A]), f"270000009201919209 c420{a}"),
     (Lookup([A, B], 1.5), f"50000000920191930a c440{a}{b} cb3ff8000000000000"),
@@ -95,15 +100,12 @@ def test_several_operations_that_nobody_waits_for() -> None:
 
 
 def test_a_reply() -> None:
-    def column(*values: int) -> Any:
-        return np.array(values, np.int64)
-
     found = Attribution(5, l1=1, l2=2, file=1, miss=1)
-    granted = pack_grants([Granted(column(0, 2), column(4, 5), column(1, 9)), None])
+    granted = pack_grants([Granted([0, 2], [4, 5], [1, 9]), None])
     followers = [ChildBlock(A, b"\1\0\0\0"), ChildBlock(B, b"\2\0\0\0" * 2)]
     news = [
-        News(7, found, None, 0.0, column(3, 9), column(1, 2), followers, Meeting(2, 0.25)),
-        News(8, Attribution(2, miss=2), Outcome.NO_SLOT, 0.5, column(), column()),
+        News(7, found, None, 0.0, [3, 9], np.array([1, 2]), followers, Meeting(2, 0.25)),
+        News(8, Attribution(2, miss=2), Outcome.NO_SLOT, 0.5, [], []),
     ]
     reply = Reply(3, 2, [granted, b"\1\0", pack_found(found), True, ""], news)
     columns = [(2, -1), (0, 2), (4, 5), (1, 9)]  # how many slots each has, then of all: index, slot, generation

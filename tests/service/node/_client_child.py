@@ -2,9 +2,12 @@
 
 `load` prints how many blocks of chain 0 it finds, all verified. `hold` stores chain 1, takes a lease on it, reserves
 slots for chain 2, says so and sleeps. `join` is `hold` with a worker, a process that has joined the client and sleeps
-on after it. `cycles` forks COUNT clients, each killed while it holds a lease and filling slots.
+on after it. `cycles` forks COUNT clients, each killed while it holds a lease and filling slots. `steps` attaches with
+the default deadline, makes COUNT steps, and prints what came of them as JSON. `busy` computes for ever. `half` and
+`whole` reserve 64 blocks, and send half or all of the message that seals them and reserves 64 more.
 """
 
+import json
 import os
 import signal
 import sys
@@ -15,9 +18,13 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "rigs")]
 
 from doubles import chain_of  # noqa: E402
-from service_rig import ask, attach, load, store, wanted  # noqa: E402
+from service_rig import ask, attach, drops, fill, load, records, store, wanted  # noqa: E402
 
 from kvtier.connector.daemon.attachment import join  # noqa: E402
+from kvtier.connector.daemon.messages import Reserve, Seal  # noqa: E402
+from kvtier.connector.daemon.wire import pack_request  # noqa: E402
+from kvtier.tiers.config.config import Config  # noqa: E402
+from kvtier.tiers.tier import Outcome  # noqa: E402
 
 
 def hold(socket: Path, number: int) -> bytes:
@@ -33,6 +40,42 @@ def hold(socket: Path, number: int) -> bytes:
     _kept.append((tiers, lease, reservations))
     assert tiers.member is not None
     return tiers.member[1]
+
+
+def steps(socket: Path, count: int) -> dict[str, int]:
+    """Each step stores a block of eight sequences, and asks for those that another client may have stored."""
+    tiers = attach(socket, size=1 << 20, deadline=Config().service.deadline)
+    member, num_stored = tiers.member, 0
+    for number in range(count):
+        chains = [chain_of(1, first_token=100_000 + 64 * (8 * number + n)) for n in range(8)]
+        for chain, reservation in zip(chains, tiers.reserve([wanted(each) for each in chains]), strict=True):
+            if reservation is not None:
+                fill(tiers, reservation)
+                tiers.seal(reservation, records(reservation, chain), tiers.epoch)
+                num_stored += len(reservation)
+        load(tiers, chains[-1])
+    told = {"lost": int(tiers.member != member), "gone": int(drops(tiers, Outcome.BREAKER_OPEN)), "stored": num_stored}
+    tiers.close()
+    return told
+
+
+def send(socket: Path, *, whole: bool) -> None:
+    """Send a step's message, or the first half of it."""
+    tiers = attach(socket, size=1 << 20)
+    chains = [chain_of(1, first_token=100_000 + 64 * n) for n in range(128)]
+    reservations = tiers.reserve([wanted(each) for each in chains[:64]])
+    numbers, tokens = [], []
+    for chain, reservation in zip(chains[:64], reservations, strict=True):
+        assert reservation is not None
+        fill(tiers, reservation)
+        numbers.append(reservation.number)  # type: ignore[attr-defined]
+        tokens.append(chain.block_tokens(0))
+    seal, reserve = Seal(0, numbers, [1] * 64, tokens), Reserve(1000, [wanted(each) for each in chains[64:]])
+    frame = pack_request(7, [seal, reserve])
+    link = tiers._attachment.link
+    assert link is not None
+    link.connection.send(frame if whole else frame[: len(frame) // 2])
+    _kept.append((tiers, reservations))
 
 
 _kept: list[object] = []
@@ -70,6 +113,15 @@ def main() -> None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         print("done", flush=True)
+    elif what == "steps":
+        print(json.dumps(steps(socket, int(sys.argv[3]))), flush=True)
+    elif what == "busy":
+        while True:
+            pass
+    elif what in ("half", "whole"):
+        send(socket, whole=what == "whole")
+        print("ready", flush=True)
+        time.sleep(600)
 
 
 main()

@@ -124,7 +124,7 @@ def test_a_tail_that_is_none_is_refused(home: Path, serve: Serve, num_tokens: in
         wanted = Wanted(stored.hashes[2:], stored.hashes[1], stored.tenant, is_tail=True)
         rude.sendall(pack_request(1, [Reserve(1, [wanted])]))
         assert rude.recv(4096)
-        rude.sendall(pack_request(0, [Seal(1, 0, [np.arange(num_tokens, dtype="<u4").tobytes()])]))
+        rude.sendall(pack_request(0, [Seal(0, [1], [1], [np.arange(num_tokens, dtype="<u4").tobytes()])]))
         assert rude.recv(10) == b""
     with raw(home) as rude:
         wanted = Wanted(stored.hashes[1:], stored.hashes[0], stored.tenant, is_tail=True)
@@ -203,7 +203,7 @@ def test_a_client_that_seals_more_tokens_than_a_block_has_harms_nobody(home: Pat
     with raw(home) as rude:
         rude.sendall(pack_request(1, [Reserve(1, [Wanted(stored.hashes[2:], stored.hashes[1], stored.tenant)])]))
         assert rude.recv(4096)
-        rude.sendall(pack_request(0, [Seal(1, 0, [np.arange(BLOCK_SIZE + 1, dtype="<u4").tobytes()])]))
+        rude.sendall(pack_request(0, [Seal(0, [1], [1], [np.arange(BLOCK_SIZE + 1, dtype="<u4").tobytes()])]))
         assert rude.recv(10) == b""
     wait_until(lambda: served.daemon.counts["malformed_holding"] == 1)  # its process, this one, lives
     assert answered(tiers, prompt(70, 71, 72, 9)).children == ()

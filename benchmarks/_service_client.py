@@ -1,0 +1,48 @@
+"""One client of a daemon, for service_overhead.py: `_service_client.py SOCKET STEPS`. It attaches as engines do.
+
+Prints as JSON: the seconds it took to attach, whether it kept that connection, its steps and those that stored nothing.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from kvtier.connector import open_tiers
+from kvtier.tiers import BlockRecord
+from kvtier.tiers.config import Config
+from kvtier.tiers.hierarchy import Wanted
+
+PARENT = b"p" * 32
+FINGERPRINT = b"service_overhead, many clients".ljust(32, b".")
+
+
+class SmallBlocks:
+    """Small blocks that nobody has. Implements `BlockShape`."""
+
+    block_size = 16
+    block_bytes = 4096
+
+
+def main() -> None:
+    """Attach, and make steps that store a block of eight sequences each, without a pause."""
+    socket, num_steps = Path(sys.argv[1]), int(sys.argv[2])
+    start = time.monotonic()
+    tiers = open_tiers(Config.load(host={"size": "16MiB"}, service={"socket": str(socket)}), FINGERPRINT, SmallBlocks())
+    seconds = time.monotonic() - start
+    member, num_empty = getattr(tiers, "member", None), 0
+    for number in range(num_steps):
+        names = [(8 * number + n).to_bytes(32, "little") for n in range(8)]
+        reservations = tiers.reserve([Wanted([name], PARENT, PARENT) for name in names])
+        num_empty += all(reservation is None for reservation in reservations)
+        for reservation in reservations:
+            if reservation is not None and len(reservation):
+                record = BlockRecord(reservation.hashes[0], PARENT, b"\0" * 64, 0)
+                tiers.seal(reservation, [record], tiers.epoch)
+        time.sleep(0.01)
+    kept = member is not None and getattr(tiers, "member", None) == member
+    print(json.dumps({"seconds": seconds, "kept": kept, "steps": num_steps, "empty": num_empty}))
+    tiers.close()
+
+
+main()

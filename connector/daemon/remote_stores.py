@@ -1,0 +1,48 @@
+"""A client's stores at the daemon: what of them one message takes, and what was granted."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvtier.connector.daemon.attachment import Link
+from kvtier.connector.daemon.fields import MAX_HASHES
+from kvtier.connector.daemon.messages import Granted
+from kvtier.connector.daemon.wire import MAX_ITEMS
+from kvtier.tiers import ChainHash
+from kvtier.tiers.hierarchy import Wanted
+from kvtier.tiers.pool import Reservation
+
+
+@dataclass(eq=False, slots=True)
+class RemoteReservation(Reservation):
+    number: int = 0
+    link: Link | None = None
+
+
+def heads_of(wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+    """As much of each as one message takes: mostly all."""
+    most, room = max(len(each.hashes) for each in wanted), MAX_HASHES
+    if most <= MAX_ITEMS and most * len(wanted) <= room:
+        return wanted
+    heads = []
+    for each in wanted:
+        if (count := min(MAX_ITEMS, room)) < len(each.hashes):
+            each = replace(each, hashes=each.hashes[:count], is_tail=False)
+        room -= len(each.hashes)
+        heads.append(each)
+    return heads
+
+
+def reserved(
+    link: Link, number: int, wanted: Wanted, granted: Granted, ended: Callable[[Reservation, bool], None]
+) -> Reservation:
+    """The slots that were granted for what was wanted, held by the link under this number."""
+    indices, slots, generations = granted
+    hashes = list(wanted.hashes)
+    parents: list[ChainHash | None] = [wanted.parent, *hashes[:-1]]
+    if len(indices) < len(hashes):
+        hashes, parents = [hashes[i] for i in indices], [parents[i] for i in indices]
+    reservation = RemoteReservation(hashes, indices, slots, generations, parents, 0, len(indices), ended)
+    reservation.number, reservation.link = number, link
+    if indices:
+        link.held.add(number)
+    return reservation
