@@ -62,7 +62,7 @@ class HashIndex:
         # For one at a time: an item of a memoryview costs a third of an array's.
         self._bits_off = 64 - bits
         self._entry, self._place = memoryview(self._entries), memoryview(self._where)
-        self._name = memoryview(self._names).cast("B")
+        self._name = self.name_bytes = memoryview(self._names).cast("B")
 
     def find(self, hashes: Sequence[ChainHash]) -> tuple[Words, Slots]:
         """The names as words, and the slot of each, -1 where there is none. ValueError as `to_words`."""

@@ -4,7 +4,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from kvtier.tiers.pool.few import FEW, BatchTable
 from kvtier.tiers.pool.index import Slots
 from kvtier.tiers.pool.lease import Lease, PoolCounts, Reservation
 from kvtier.tiers.pool.states import FILLING, QUARANTINED, READY, AnySlots, listed
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsGetItem
 
 T = TypeVar("T")
 
@@ -63,6 +66,11 @@ class SlotPool:
     def generation(self, slot: int) -> int:
         """How often the slot was taken: a copy planned for an older generation must not be made."""
         return int(self._table.generation[slot])
+
+    @property
+    def naming(self) -> tuple[memoryview, memoryview]:
+        """Each slot's name, 32 bytes, also the last one it had, and its generation, int64; they change with the pool."""
+        return self._table.index.name_bytes, memoryview(self._table.generation)
 
     def is_ready(self, slot: int) -> bool:
         """Whether a slot holds a block that can be found, as a hint: no lock is taken."""
@@ -230,7 +238,7 @@ class SlotPool:
             self._settle_dropped()
             self._table.listen()
 
-    def changes(self, records: Sequence[BlockRecord | None], limit: int) -> Changes:
+    def changes(self, records: "SupportsGetItem[int, BlockRecord | None]", limit: int) -> Changes:
         """What the reader has to forget and, up to `limit` blocks, to learn; `records` says what is in each slot.
 
         Before `listen` nothing. ValueError where a ready slot has no record.
