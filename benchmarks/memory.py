@@ -11,12 +11,13 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import _report
+import numpy as np
 
 from kvtier.tiers import BlockRecord, ChainHash
 from kvtier.tiers.host import HostRegion, HostTier, slot_stride
@@ -62,34 +63,28 @@ def unbacked_region(num_blocks: int) -> HostRegion:
     return HostRegion(mmap.mmap(-1, size, flags=flags), num_blocks, 1, None)
 
 
-def chains(num_blocks: int) -> Iterator[tuple[list[ChainHash], ChainHash]]:
-    """The names of chains of up to 2,048 blocks, and a parent for each chain."""
-    for first in range(0, num_blocks, BATCH):
-        joined = os.urandom(32 * (min(BATCH, num_blocks - first) + 1))
-        root, *names = (joined[i : i + 32] for i in range(0, len(joined), 32))
-        yield names, root
+def names_of(number: int, num_blocks: int) -> tuple[list[ChainHash], ChainHash]:
+    """The names of a chain's blocks, and its parent: always the same, so that none need be kept."""
+    joined = np.random.default_rng(number).bytes(32 * (num_blocks + 1))
+    root, *names = (joined[i : i + 32] for i in range(0, len(joined), 32))
+    return names, root
 
 
-def fill(host: HostTier, block_size: int) -> list[list[ChainHash]]:
-    """Store as many blocks as there are slots; returns some of their names, by batches."""
-    kept: list[list[ChainHash]] = []
-    every = max(1, host.pool.num_slots // BATCH // LOOKUPS)
-    for number, (names, root) in enumerate(chains(host.pool.num_slots)):
-        parents = [root, *names[:-1]]
-        width = 4 * block_size
+def fill(host: HostTier, block_size: int) -> None:
+    """Store as many blocks as there are slots."""
+    width, num_slots = 4 * block_size, host.pool.num_slots
+    for number in range(-(-num_slots // BATCH)):
+        names, root = names_of(number, min(BATCH, num_slots - number * BATCH))
         tokens = os.urandom(width * len(names))
         records = [
             BlockRecord(name, parent, tokens[i * width : (i + 1) * width], 1 << 63 | number)
-            for i, (name, parent) in enumerate(zip(names, parents, strict=True))
+            for i, (name, parent) in enumerate(zip(names, [root, *names[:-1]], strict=True))
         ]
         reservation = host.pool.reserve(names, root)
         if reservation is None:
             raise RuntimeError("the pool has fewer slots than it says")
         host.describe(reservation.slots.tolist(), records)
         host.pool.seal(reservation).release()
-        if number % every == 0:
-            kept.append(names)
-    return kept
 
 
 def lookup_us(host: HostTier, batches: Sequence[Sequence[ChainHash]], num_found: int) -> float:
@@ -106,17 +101,17 @@ def lookup_us(host: HostTier, batches: Sequence[Sequence[ChainHash]], num_found:
 
 def measure(num_blocks: int, block_size: int) -> dict[str, object]:
     """One row: a tier of so many blocks, full."""
-    host = HostTier(unbacked_region(num_blocks), block_size=block_size)
-    before = Usage.now()
+    region, before = unbacked_region(num_blocks), Usage.now()
+    host = HostTier(region, block_size=block_size)
     started = time.process_time()
-    kept = fill(host, block_size)
+    fill(host, block_size)
     fill_seconds = time.process_time() - started
-    ones = [[name] for names in kept for name in names[:: BATCH // 16]]
-    hits, one = lookup_us(host, kept, BATCH), lookup_us(host, ones, 1)
-    misses = [list(names) for names, _ in chains(BATCH * LOOKUPS)]
-    miss = lookup_us(host, misses, 0)
-    del kept, ones, misses
     after = Usage.now()
+    num_full = num_blocks // BATCH
+    held = [names_of(number, BATCH)[0] for number in range(0, num_full, max(1, num_full // LOOKUPS))]
+    gone = [names_of(num_full + 1 + number, BATCH)[0] for number in range(LOOKUPS)]
+    hits, misses = lookup_us(host, held, BATCH), lookup_us(host, gone, 0)
+    one = lookup_us(host, [[name] for names in held for name in names[:: BATCH // 16]], 1)
     total = (after.resident - before.resident) / num_blocks
     row: dict[str, object] = {
         "blocks": num_blocks,
@@ -130,7 +125,7 @@ def measure(num_blocks: int, block_size: int) -> dict[str, object]:
         "python_blocks": after.allocated - before.allocated,
         "fill_us_a_block": round(fill_seconds / num_blocks * 1e6, 2),
         "lookup_us_a_hit": round(hits, 3),
-        "lookup_us_a_miss": round(miss, 3),
+        "lookup_us_a_miss": round(misses, 3),
         "lookup_us_one_name": round(one, 2),
     }
     host.close()
@@ -141,11 +136,12 @@ def main() -> int:
     """Measure, print, and say whether the targets were met."""
     parser = _report.parser(__doc__)
     parser.add_argument("--blocks", type=int, nargs="+", metavar="N", help="how many blocks, instead of 0.1 and 1 M")
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="tokens in a block, instead of 16 and 64")
     options = parser.parse_args()
     counts = options.blocks or (COUNTS[:1] if options.quick else COUNTS)
     rows: list[dict[str, object]] = []
     for num_blocks in counts:
-        for block_size in BLOCK_SIZES:
+        for block_size in options.tokens or BLOCK_SIZES:
             _report.progress(f"{num_blocks:,} blocks of {block_size} tokens")
             rows.append(measure(num_blocks, block_size))
     targets = []

@@ -31,9 +31,7 @@ _mlock, _munlock = _libc.mlock, _libc.munlock
 _mlock.argtypes = _munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _process_vm_readv, _process_vm_writev = _libc.process_vm_readv, _libc.process_vm_writev
 for _call in (_process_vm_readv, _process_vm_writev):
-    _call.argtypes = [
-        *(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
-    ]
+    _call.argtypes = [*(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)]
     _call.restype = ctypes.c_ssize_t
 
 

@@ -69,7 +69,7 @@ class SlotPool:
 
     @property
     def naming(self) -> tuple[memoryview, memoryview]:
-        """Each slot's name, 32 bytes, also the last one it had, and its generation, int64; they change with the pool."""
+        """Each slot's name, or the last it had, 32 bytes each, and its generation, int64. They change with the pool."""
         return self._table.index.name_bytes, memoryview(self._table.generation)
 
     def is_ready(self, slot: int) -> bool:

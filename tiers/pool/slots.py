@@ -53,7 +53,8 @@ class SlotTable:
         self.tails: dict[int, None] = {}  # slots of the ready blocks that are not whole, oldest first
         self.is_tail = np.zeros(rows, np.bool_)
         self._max_tails = num_slots if max_tails is None else max_tails
-        self.free_slots = np.arange(num_slots - 1, -1, -1)  # a stack, its top at `num_free`
+        kind = np.int32 if rows < 1 << 31 else np.int64
+        self.free_slots = np.arange(num_slots - 1, -1, -1, kind)  # a stack, its top at `num_free`
 
     # --- a slot's life ------------------------------------------------------------------------------------------
 
@@ -70,7 +71,7 @@ class SlotTable:
             self.forget(victims)
             self.free(victims)
         self.num_free -= count
-        slots = self.free_slots[self.num_free : self.num_free + count][::-1].copy()
+        slots = self.free_slots[self.num_free : self.num_free + count][::-1].astype(np.int64)
         self.generation[slots] = self.generation.take(slots) + 1
         self.state[slots] = FILLING
         self.links.children[slots] = 0
