@@ -32,7 +32,7 @@ GC_MS: Final = 5.0  # that a pass may take longer than of an empty process
 
 
 @dataclass(frozen=True)
-class Usage:
+class Footprint:
     """What the process has taken by now."""
 
     resident: int  # bytes
@@ -41,7 +41,7 @@ class Usage:
     gc_ms: float
 
     @classmethod
-    def now(cls) -> "Usage":
+    def now(cls) -> "Footprint":
         """After a full collection."""
         gc.collect()
         gc_ms = min(cpu_seconds(gc.collect) for _ in range(5)) * 1e3
@@ -101,12 +101,12 @@ def lookup_us(host: HostTier, batches: Sequence[Sequence[ChainHash]], num_found:
 
 def measure(num_blocks: int, block_size: int) -> dict[str, object]:
     """One row: a tier of so many blocks, full."""
-    region, before = unbacked_region(num_blocks), Usage.now()
+    region, before = unbacked_region(num_blocks), Footprint.now()
     host = HostTier(region, block_size=block_size)
     started = time.process_time()
     fill(host, block_size)
     fill_seconds = time.process_time() - started
-    after = Usage.now()
+    after = Footprint.now()
     num_full = num_blocks // BATCH
     held = [names_of(number, BATCH)[0] for number in range(0, num_full, max(1, num_full // LOOKUPS))]
     gone = [names_of(num_full + 1 + number, BATCH)[0] for number in range(LOOKUPS)]

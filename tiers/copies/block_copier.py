@@ -86,8 +86,6 @@ class BlockCopier:
         length = span[1]
         if length == self._region.slot_stride and self._copy_whole_run(direction, blocks, slots):
             return
-        order = np.argsort(blocks if direction == "load" else slots)  # ascending targets: 5 % faster, and runs merge
-        blocks, slots = blocks[order], slots[order]
         num_copied = self._copy_each(direction, blocks, slots, span) if length >= _ALONE_FROM else 0
         if num_copied < len(blocks):
             copy = self._copy_addresses if memory.can_copy_scattered() else self._copy_staged
@@ -114,6 +112,8 @@ class BlockCopier:
     ) -> None:
         """Scattered to scattered in one pass and one release of the GIL, neighbours merged."""
         offset, length = span
+        order = np.argsort(blocks if direction == "load" else slots)  # ascending targets: 5 % faster, and runs merge
+        blocks, slots = blocks[order], slots[order]
         device = self._device.ctypes.data + offset + blocks * self._device.strides[0]
         host = self._region.address + offset + slots * self._region.slot_stride
         targets, sources = (device, host) if direction == "load" else (host, device)

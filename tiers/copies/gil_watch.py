@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-_CHUNK: Final = 1 << 20  # bytes between two looks: these take a hundredth of its time
-_WAITED: Final = 0.25  # of a chunk's time; to give the GIL up once for all of it costs a tenth
+_CHUNK: Final = 1 << 20  # bytes between two looks
+_PACE: Final = 2e9  # bytes a second: what is slower than this may have waited
 _LOOK_AGAIN: Final = 0.1  # seconds: beside a busy Python thread a try costs some 5 ms, its turn of the GIL
 
 
@@ -18,38 +18,30 @@ def num_sleeps() -> int:
 class GilWatch:
     """One for each copier; any thread may use it.
 
-    A copy needs its core all the time. Where the clock ran on and the thread's CPU time did not, it either waited for
-    the GIL, which is a sleep, or others had the core, which is none and would hold up any way to copy.
+    A copy never sleeps. So if one took long and its thread has slept, it waited for the GIL. If the thread has not,
+    memory is slow or others had the core, and that holds up any way to copy.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        cpu_time: Callable[[], float] = time.thread_time,
-        sleeps: Callable[[], int] = num_sleeps,
-    ) -> None:
-        """The two last are of the calling thread; times are in seconds."""
-        self._clock, self._cpu_time, self._sleeps = clock, cpu_time, sleeps
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, sleeps: Callable[[], int] = num_sleeps) -> None:
+        """`clock` in seconds; `sleeps` is of the calling thread."""
+        self._clock, self._sleeps = clock, sleeps
         self._wanted_until = 0.0
 
     def copy_each(self, copy: Callable[[int], None], num_pieces: int, piece_bytes: int) -> int:
         """Call `copy` with 0, 1, … while nobody else wants the GIL. Returns how many pieces were copied so."""
-        clock, cpu_time = self._clock, self._cpu_time
+        clock = self._clock
         began = clock()
         if began < self._wanted_until:
             return 0
-        busy, slept = cpu_time(), self._sleeps()
+        slept = self._sleeps()
         most, step, at = max(1, _CHUNK // piece_bytes), 1, 0  # the first look after one piece: each may wait 5 ms
         while at < num_pieces:
-            end = min(at + step, num_pieces)
-            for i in range(at, end):
+            step = min(step, num_pieces - at)
+            for i in range(at, at + step):
                 copy(i)
-            at, step = end, min(2 * step, most)
-            now, worked = clock(), cpu_time()
-            if (now - began) - (worked - busy) > _WAITED * (now - began):
-                if (sleeps := self._sleeps()) > slept:
-                    self._wanted_until = now + _LOOK_AGAIN
-                    break
-                slept = sleeps
-            began, busy = now, worked
+            at, now = at + step, clock()
+            if now - began > step * piece_bytes / _PACE and self._sleeps() > slept:
+                self._wanted_until = now + _LOOK_AGAIN
+                break
+            began, step = now, min(2 * step, most)
         return at

@@ -7,7 +7,7 @@ For one name numpy's calls would cost twenty times its misses: `find_one`, `add_
 
 from collections.abc import Sequence
 from struct import Struct
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,11 @@ _U64: Final = (1 << 64) - 1
 _U32: Final = (1 << 32) - 1
 
 
+def int_type(limit: int) -> "np.dtype[Any]":
+    """The smaller type of whole numbers below `limit`: arrays of slots are read more often than computed with."""
+    return np.dtype(np.int32 if limit < 1 << 31 else np.int64)
+
+
 def to_words(hashes: Sequence[ChainHash]) -> Words:
     """Chain hashes as `[n, 4]` uint64. ValueError if they are not 32 bytes each."""
     joined = b"".join(hashes)
@@ -55,8 +60,7 @@ class HashIndex:
         self._entries = np.zeros(_WAYS * num_slots, np.uint64)
         self._buckets = self._entries.reshape(-1, _WAYS)
         self._names = np.zeros((num_slots, 4), np.uint64)
-        places = np.int32 if len(self._entries) < 1 << 31 else np.int64
-        self._where = np.full(num_slots, -1, places)  # a slot's entry, -1 if it has none
+        self._where = np.full(num_slots, -1, int_type(len(self._entries)))  # a slot's entry, -1 if it has none
         self._stash: dict[ChainHash, int] = {}
         self._num_stashed = np.zeros(num_slots, np.int32)  # per bucket
         self.num_names = 0

@@ -5,7 +5,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.pool.index import Slots
+from kvtier.tiers.pool.index import Slots, int_type
 
 _ONE: Final = np.ones(1, np.int32)  # ufunc.at is 20 times faster when it need not cast
 
@@ -31,7 +31,7 @@ class ChainLinks:
         self.nobody = rows - 1
         self.generation = generation  # the pool's; row `nobody` stays 0
         self.children = np.zeros(rows, np.int32)
-        self.parent = np.full(rows, self.nobody, np.int32 if rows < 1 << 31 else np.int64)
+        self.parent = np.full(rows, self.nobody, int_type(rows))
         self._parent_generation = np.zeros(rows, np.int64)
         # For one at a time: an item of a memoryview costs a third of an array's.
         self.num_children, self._parent_of = memoryview(self.children), memoryview(self.parent)

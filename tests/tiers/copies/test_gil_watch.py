@@ -16,24 +16,23 @@ MIB = 1 << 20
 
 
 class Time:
-    """A scripted thread: each piece costs CPU time, and some have waits, asleep or pushed off the core."""
+    """A scripted thread: each piece takes its time, and some have waits, asleep or pushed off the core."""
 
     def __init__(self) -> None:
-        self.now = self.cpu = 100.0
+        self.now = 100.0
         self.sleeps = 3
         self.asleep: dict[int, float] = {}  # piece → seconds it waited for the GIL
         self.off_core: dict[int, float] = {}  # piece → seconds another process had the core
         self.copied: list[int] = []
 
     def watch(self) -> GilWatch:
-        return GilWatch(lambda: self.now, lambda: self.cpu, lambda: self.sleeps)
+        return GilWatch(lambda: self.now, lambda: self.sleeps)
 
     def copy(self, piece: int) -> None:
         self.copied.append(piece)
-        self.cpu += 0.001
         waited = self.asleep.get(piece, 0.0)
         self.sleeps += waited > 0
-        self.now += 0.001 + waited + self.off_core.get(piece, 0.0)
+        self.now += 20e-6 + waited + self.off_core.get(piece, 0.0)
 
 
 def test_without_a_wait_every_piece_goes_alone() -> None:
