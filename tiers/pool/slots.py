@@ -53,7 +53,7 @@ class SlotTable:
         self.tails: dict[int, None] = {}  # slots of the ready blocks that are not whole, oldest first
         self.is_tail = np.zeros(rows, np.bool_)
         self._max_tails = num_slots if max_tails is None else max_tails
-        self.free_slots: Slots = np.arange(num_slots - 1, -1, -1).astype(int_type(rows))  # a stack, its top at `num_free`
+        self.free_slots: Slots = np.arange(num_slots - 1, -1, -1).astype(int_type(rows))  # a stack to `num_free`
 
     # --- a slot's life ------------------------------------------------------------------------------------------
 
