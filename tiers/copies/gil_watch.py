@@ -7,7 +7,7 @@ from typing import Final
 
 _CHUNK: Final = 1 << 20  # bytes between two looks
 _PACE: Final = 2e9  # bytes a second: what is slower than this may have waited
-_LOOK_AGAIN: Final = 0.1  # seconds: beside a busy Python thread a try costs some 5 ms, its turn of the GIL
+_LOOK_AGAIN: Final = 0.5  # seconds: beside a busy Python thread a try costs some 5 ms, its turn of the GIL
 
 
 def num_sleeps() -> int:
