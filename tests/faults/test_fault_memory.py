@@ -245,7 +245,7 @@ def test_a_crowded_bucket_of_the_index_hurts_no_load_and_no_store(opened: Open) 
     pool = hierarchy.host.pool
     index = pool._table.index
     names = [hashlib.sha256(n.to_bytes(4, "little")).digest() for n in range(4096)]
-    bucket_of = ((to_words(names) @ NAME_MIX) >> index._shift).tolist()
+    bucket_of = index._buckets_of(to_words(names) @ NAME_MIX).tolist()
     crowd = pool.reserve([name for name, bucket in zip(names, bucket_of, strict=True) if bucket == 0][:5])
     assert crowd is not None
     with pool.seal(crowd):

@@ -321,7 +321,7 @@ class Mischief:
         """Every block that anybody could find: where, what, and its KV, `[layers, 2, block size, heads, dim]`."""
         pool, host, slab = self.engine.pool, self.connector.hierarchy.host, self.connector.slab
         for block in range(pool.num_blocks):
-            record = pool._records[block]
+            record = pool._records[block] if pool._records is not None else None
             if record is not None and pool._table.state[block] == READY:
                 yield "L1", record, pool.tensor[block]
         for slot, record in enumerate(host.records):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.tiers.copies.gil_watch import GilWatch
 from kvtier.tiers.host import HostRegion, memory
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 CopyDirection = Literal["load", "store"]
 
 CANCELLED: Final = "cancelled: the stream was closed"
+_ALONE_FROM: Final = 128 << 10  # bytes from which a call of numpy for each block is a small part of its copy
 _STAGING_BYTES: Final = 1 << 20  # of numpy's scattered copies: stays in the cache between the two passes
 
 
@@ -48,6 +50,7 @@ class BlockCopier:
         self._device = block_bytes_view(device)
         self._region = region
         self._owner = device  # the view is by address and keeps nothing alive
+        self._gil = GilWatch()
         self.num_blocks, self.num_layers, self.layer_bytes = self._device.shape
         if self.num_layers * self.layer_bytes != region.slot_bytes:
             raise ValueError(f"blocks of {self.num_layers * self.layer_bytes} bytes, slots of {region.slot_bytes}")
@@ -66,24 +69,49 @@ class BlockCopier:
         length = (last - first) * self.layer_bytes
         device, host = copies.device_blocks, copies.host_slots
         per_call = memory.pieces_per_call(length)
-        copy = self._copy_addresses if memory.can_copy_scattered() else self._copy_staged
         for start in range(0, num_blocks, per_call):
             if cancelled():
                 return CANCELLED
             part = slice(start, start + per_call)
             try:
-                copy(direction, device[part], host[part], (first * self.layer_bytes, length))
+                self._copy_some(direction, device[part], host[part], (first * self.layer_bytes, length))
             except OSError as failure:
                 return str(failure)
         return None
+
+    def _copy_some(
+        self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64], span: tuple[int, int]
+    ) -> None:
+        """Up to 32 MiB by the fastest way there is now; `span` is first byte and length in each block."""
+        length = span[1]
+        if length == self._region.slot_stride and self._copy_whole_run(direction, blocks, slots):
+            return
+        num_copied = self._copy_each(direction, blocks, slots, span) if length >= _ALONE_FROM else 0
+        if num_copied < len(blocks):
+            copy = self._copy_addresses if memory.can_copy_scattered() else self._copy_staged
+            copy(direction, blocks[num_copied:], slots[num_copied:], span)
+
+    def _copy_each(
+        self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64], span: tuple[int, int]
+    ) -> int:
+        """Block by block, while nobody else wants the GIL: 5 to 15 % faster then. Returns how many were copied."""
+        target, source = self._rows(direction, span)
+        into, out_of = (blocks, slots) if direction == "load" else (slots, blocks)
+        targets, sources = into.tolist(), out_of.tolist()
+        return self._gil.copy_each(lambda i: np.copyto(target[targets[i]], source[sources[i]]), len(targets), span[1])
+
+    def _rows(self, direction: CopyDirection, span: tuple[int, int]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """These bytes of every target and of every source, one to a row."""
+        offset, length = span
+        device = self._device.reshape(self.num_blocks, -1)[:, offset : offset + length]
+        host = self._region.array[:, offset : offset + length]
+        return (device, host) if direction == "load" else (host, device)
 
     def _copy_addresses(
         self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64], span: tuple[int, int]
     ) -> None:
         """Scattered to scattered in one pass and one release of the GIL, neighbours merged."""
         offset, length = span
-        if length == self._region.slot_stride and self._copy_whole_run(direction, blocks, slots):
-            return
         order = np.argsort(blocks if direction == "load" else slots)  # ascending targets: 5 % faster, and runs merge
         blocks, slots = blocks[order], slots[order]
         device = self._device.ctypes.data + offset + blocks * self._device.strides[0]
@@ -92,7 +120,8 @@ class BlockCopier:
         joined = (np.diff(targets) == length) & (np.diff(sources) == length)
         starts = np.flatnonzero(np.concatenate(([True], ~joined)))
         lengths = np.diff(np.append(starts, len(blocks))) * length
-        memory.copy_scattered(targets[starts], sources[starts], lengths)
+        # L1 may be any tensor, but the slots are on huge pages wherever the kernel has some.
+        memory.copy_scattered(targets[starts], sources[starts], lengths, lookup_targets=direction == "store")
 
     def _copy_whole_run(self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> bool:
         """Whole rows of which one side is a run: numpy is then a tenth faster below 1 MiB. False: not such a batch."""
@@ -112,12 +141,9 @@ class BlockCopier:
         self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64], span: tuple[int, int]
     ) -> None:
         """Two numpy passes through a cache-sized buffer, if the system call is forbidden."""
-        offset, length = span
-        device = self._device.reshape(self.num_blocks, -1)[:, offset : offset + length]
-        host = self._region.array[:, offset : offset + length]
-        target, source = (device, host) if direction == "load" else (host, device)
+        target, source = self._rows(direction, span)
         into, out_of = (blocks, slots) if direction == "load" else (slots, blocks)
-        step = max(1, _STAGING_BYTES // length)
+        step = max(1, _STAGING_BYTES // span[1])
         for start in range(0, len(into), step):
             target[into[start : start + step]] = source[out_of[start : start + step]]
 

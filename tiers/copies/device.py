@@ -9,7 +9,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash, Changes, ChildBlock
-from kvtier.tiers.host import memory
+from kvtier.tiers.host import BlockRecords, memory
 from kvtier.tiers.naming import KVShape
 from kvtier.tiers.pool import FILLING, READY, BatchTable, ChildIndex, Slots
 
@@ -44,8 +44,7 @@ class BlockPool:
         self.tells = False  # whether somebody listens
         self.partial_blocks = self.wants_records = partial_blocks and enable_prefix_caching
         self._child_index = ChildIndex(num_blocks) if self.partial_blocks else None
-        # Of the named blocks, while somebody wants to know.
-        self._records: list[BlockRecord | None] = [None] * num_blocks if self.partial_blocks else []
+        self._records = self._new_records() if self.partial_blocks else None  # while somebody wants to know
         self._lock = threading.Lock()
         self.tensor = _zeros((num_blocks, *shape.block_shape), dtype, device)
 
@@ -75,15 +74,15 @@ class BlockPool:
 
         None without `partial_blocks`.
         """
-        if self._child_index is None:
+        if self._child_index is None or self._records is None:
             return []
         with self._lock:
             found = []
             for slot in self._child_index.find(parent):
-                record = self._records[slot]  # maybe of a block that has left, or another parent's
-                if record is None or not record.tokens.startswith(start) or record.parent != parent:
+                if self._table.state[slot] != READY or not self._records.may_follow(slot, parent, start):
                     continue
-                if self._table.state[slot] == READY:
+                record = self._records[slot]
+                if record is not None and record.tokens.startswith(start) and record.parent == parent:
                     found.append(ChildBlock(record.chain_hash, record.tokens))
             return found
 
@@ -119,7 +118,7 @@ class BlockPool:
         reference, or the numbers of blocks, hashes and records wanted differ.
         """
         slots = np.asarray(block_ids, np.int64)
-        if len(slots) != len(hashes) or (self._records and len(records) != len(hashes)):
+        if len(slots) != len(hashes) or (self._records is not None and len(records) != len(hashes)):
             raise ValueError(f"publish: {len(slots)} blocks, {len(hashes)} hashes and {len(records)} records")
         if not self.enable_prefix_caching:
             return
@@ -137,8 +136,8 @@ class BlockPool:
             before = np.empty_like(held)
             before[0] = -1 if parent is None else parents[0]
             before[1:] = held[:-1]
-            if self._records:
-                self._describe(slots[new], [records[i] for i in new.tolist()])
+            if self._records is not None:
+                self._describe(self._records, slots[new], [records[i] for i in new.tolist()])
             table.publish(slots[new], is_tail=is_tail)
             table.links.link(slots[new], before[new])
 
@@ -191,7 +190,9 @@ class BlockPool:
         with self._lock:
             if self._table.num_ready:
                 raise ValueError(f"listen: {self._table.num_ready} blocks have a name already")
-            self.tells, self.wants_records, self._records = True, True, self._records or [None] * self.num_blocks
+            self.tells = self.wants_records = True
+            if self._records is None:
+                self._records = self._new_records()
             self._table.listen()
 
     @property
@@ -202,10 +203,11 @@ class BlockPool:
     def take(self, limit: int) -> Changes:
         """What the reader has to forget and, up to `limit` blocks, to learn. Nothing before `listen`."""
         with self._lock:
-            if self._table.changes is None:
+            records = self._records
+            if self._table.changes is None or records is None:
                 return Changes([], [])
             gone, slots, cleared = self._table.changes.take(limit)
-            stored = [record for slot in slots.tolist() if (record := self._records[slot]) is not None]
+            stored = [record for slot in slots.tolist() if (record := records[slot]) is not None]
             return Changes(gone, stored, cleared)
 
     def stop_listening(self) -> list[ChainHash]:
@@ -213,7 +215,7 @@ class BlockPool:
         with self._lock:
             log, self._table.changes = self._table.changes, None
             self.tells, self.wants_records = False, self.partial_blocks
-            self._records = self._records if self.partial_blocks else []
+            self._records = self._records if self.partial_blocks else None
             if log is None:
                 return []
             log.cleared(self._table.index.words)
@@ -227,7 +229,7 @@ class BlockPool:
             state, refs = table.state[: self.num_blocks], table.refs[: self.num_blocks]
             assert ((state == FILLING) <= (refs > 0)).all(), "a block is neither free nor referenced"
             assert np.count_nonzero(refs == 0) == self.num_free_blocks, "free count"
-            if self._child_index is not None:
+            if self._child_index is not None and self._records is not None:
                 self._child_index.check()
                 for slot in np.flatnonzero(state == READY).tolist():
                     record = self._records[slot]
@@ -235,10 +237,12 @@ class BlockPool:
                     assert table.find([record.chain_hash]).tolist() == [slot], "a block that is known as another"
             assert self.enable_prefix_caching or not (state == READY).any(), "named without prefix caching"
 
-    def _describe(self, slots: Slots, records: Sequence[BlockRecord]) -> None:
+    def _new_records(self) -> BlockRecords:
+        return BlockRecords(self._table.index.name_bytes, memoryview(self._table.generation), self.shape.block_size)
+
+    def _describe(self, known: BlockRecords, slots: Slots, records: Sequence[BlockRecord]) -> None:
         places = slots.tolist()
-        for slot, record in zip(places, records, strict=True):
-            self._records[slot] = record
+        known.put(places, records)
         if self._child_index is not None:
             self._child_index.enter([record.parent for record in records], places)
 

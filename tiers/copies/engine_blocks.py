@@ -189,4 +189,4 @@ def _copy_runs(
     per_call = memory.pieces_per_call(int(lengths.max()))
     for start in range(0, len(targets), per_call):
         piece = slice(start, start + per_call)
-        memory.copy_scattered(targets[piece], sources[piece], lengths[piece])
+        memory.copy_scattered(targets[piece], sources[piece], lengths[piece], lookup_targets=direction == "store")

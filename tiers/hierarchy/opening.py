@@ -54,6 +54,7 @@ def open_hierarchy(config: Config, fingerprint: bytes, shape: BlockShape, *, lea
     )
     host = HostTier(
         region,
+        block_size=shape.block_size,
         policy=config.cache.policy,
         verify=config.host.verify == "always",
         partial_blocks=config.cache.partial_blocks,

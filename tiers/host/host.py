@@ -18,11 +18,13 @@ from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.host import memory
 from kvtier.tiers.host.cuda_driver import cuda_driver
 from kvtier.tiers.host.pinning import PinDriver, PinnedPieces
+from kvtier.tiers.host.records import BlockRecords
 from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool
 
 logger = logging.getLogger(__name__)
 
 _PREFAULT_PIECE: Final = 32 << 20  # bytes per madvise: some 10 ms, so that close() need not wait longer
+_LARGEST_BLOCK: Final = 256  # tokens, where the caller does not say
 _HELD_BATCH: Final = 4096  # blocks asked about under the pool's lock at a time
 # Memory that a device may still write to: mapped and pinned until the process ends.
 _KEPT: Final[list[tuple[object, ...]]] = []
@@ -180,23 +182,28 @@ class HostTier:
     """L2: the region's bytes, the pool that names its slots, and what is known of the block in each slot."""
 
     def __init__(
-        self, region: HostRegion, *, policy: str = "lru", verify: bool = False, partial_blocks: bool = True
+        self,
+        region: HostRegion,
+        *,
+        block_size: int = _LARGEST_BLOCK,
+        policy: str = "lru",
+        verify: bool = False,
+        partial_blocks: bool = True,
     ) -> None:
         """Take the region over; `policy` is the pool's. `verify`: no block is promised before its bytes were hashed.
 
-        Without `partial_blocks` it knows of no block's children.
+        `block_size`: tokens in a block at most. Without `partial_blocks` it knows of no block's children.
         """
         self.verify = verify
         self.region = region
         self.pool = SlotPool(region.num_slots, policy=policy)
-        self.records: list[BlockRecord | None] = [None] * region.num_slots
+        self.records = BlockRecords(*self.pool.naming, block_size)
         self._child_index = ChildIndex(region.num_slots) if partial_blocks else None
         self._indexing = threading.Lock()  # held while blocks are entered there; finding them takes none
 
     def describe(self, places: list[int], records: Sequence[BlockRecord]) -> None:
-        """Say what lies in filled slots, just before they are sealed."""
-        for slot, record in zip(places, records, strict=True):
-            self.records[slot] = record
+        """Say what lies in filled slots, just before they are sealed. ValueError as `BlockRecords.put`."""
+        self.records.put(places, records)
         if self._child_index is not None and len(places):
             with self._indexing:
                 self._child_index.enter([record.parent for record in records], places)
@@ -210,10 +217,12 @@ class HostTier:
             return []
         known: list[ChildBlock] = []
         for slot in self._child_index.find(parent):
+            if not self.records.may_follow(slot, parent, start):
+                continue
             record = self.records[slot]  # maybe of a block that has left, or is not sealed yet
             if (
                 record is not None
-                and record.tokens.startswith(start)  # first: most children part here
+                and record.tokens.startswith(start)
                 and record.parent == parent
                 and record.tokens
                 and self.pool.is_ready(slot)
@@ -270,13 +279,16 @@ class HostTier:
 
         Unfinished last blocks are among them only if `tails`.
         """
-        known = [record for record in self.records if record is not None]  # some of blocks that left
+        unfinished: set[ChainHash] = set()
         if not tails:
             unfinished = {record.chain_hash for slot in list(self.pool.tails) if (record := self.records[slot])}
-            known = [record for record in known if record.chain_hash not in unfinished]
         pairs: list[tuple[ChainHash, ChainHash]] = []
-        for first in range(0, len(known), _HELD_BATCH):
-            batch = known[first : first + _HELD_BATCH]
+        for first in range(0, len(self.records), _HELD_BATCH):
+            batch = [  # some of blocks that left
+                record
+                for slot in range(first, min(first + _HELD_BATCH, len(self.records)))
+                if (record := self.records[slot]) is not None and record.chain_hash not in unfinished
+            ]
             flags = self.pool.holds([record.chain_hash for record in batch])
             pairs += [(r.chain_hash, r.parent) for r, is_held in zip(batch, flags, strict=True) if is_held]
         return list(dict(pairs).items())

@@ -29,11 +29,10 @@ _madvise = _libc.madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _mlock, _munlock = _libc.mlock, _libc.munlock
 _mlock.argtypes = _munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_process_vm_readv = _libc.process_vm_readv
-_process_vm_readv.argtypes = [
-    *(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
-]
-_process_vm_readv.restype = ctypes.c_ssize_t
+_process_vm_readv, _process_vm_writev = _libc.process_vm_readv, _libc.process_vm_writev
+for _call in (_process_vm_readv, _process_vm_writev):
+    _call.argtypes = [*(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)]
+    _call.restype = ctypes.c_ssize_t
 
 
 def advise_huge_pages(address: int, num_bytes: int) -> bool:
@@ -86,11 +85,18 @@ def _populate_by_mlock(address: int, num_bytes: int) -> None:
 
 @functools.cache
 def can_copy_scattered() -> bool:
-    """Whether this process may read itself by process_vm_readv (a container's seccomp profile can forbid it)."""
-    source, target = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
-    ends = np.array([[target.ctypes.data, 8], [source.ctypes.data, 8]], np.uint64)
-    pieces = ends.ctypes.data
-    return bool(_process_vm_readv(os.getpid(), pieces, 1, pieces + 16, 1, 0) == 8 and np.array_equal(source, target))
+    """Whether this process may read and write itself so (a container's seccomp profile can forbid it)."""
+    source = np.arange(8, dtype=np.uint8)
+    for writes in (False, True):
+        target = np.zeros(8, np.uint8)
+        ends = (np.array([each], np.int64) for each in (target.ctypes.data, source.ctypes.data, 8))
+        try:
+            copy_scattered(*ends, lookup_targets=writes)
+        except OSError:
+            return False
+        if not np.array_equal(source, target):
+            return False
+    return True
 
 
 def pieces_per_call(piece_bytes: int) -> int:
@@ -98,20 +104,26 @@ def pieces_per_call(piece_bytes: int) -> int:
     return max(1, min(_IOV_MAX, _COPY_PIECE // piece_bytes))
 
 
-def copy_scattered(targets: NDArray[np.int64], sources: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+def copy_scattered(
+    targets: NDArray[np.int64], sources: NDArray[np.int64], lengths: NDArray[np.int64], *, lookup_targets: bool = False
+) -> None:
     """Copy `lengths[i]` bytes from address `sources[i]` to `targets[i]` for every i, in one system call.
 
-    At most 1,024 pieces and 2 GiB. The caller vouches that no target overlaps another piece; addresses that are not
-    mapped raise OSError (EFAULT) instead of a signal, and the targets then hold rubbish.
+    The kernel looks up the sources' pages one by one, or with `lookup_targets` the targets': the side on huge pages
+    should be that one. At most 1,024 pieces and 2 GiB. The caller vouches that no target overlaps another piece;
+    addresses that are not mapped raise OSError (EFAULT) instead of a signal, and the targets then hold rubbish.
     """
+    call, near, far = _process_vm_readv, targets, sources
+    if lookup_targets:
+        call, near, far = _process_vm_writev, sources, targets
     vectors = np.empty((2, len(targets), 2), np.int64)
-    vectors[0, :, 0], vectors[1, :, 0] = targets, sources
+    vectors[0, :, 0], vectors[1, :, 0] = near, far
     vectors[:, :, 1] = lengths
-    into, count = vectors.ctypes.data, len(targets)
-    copied = _process_vm_readv(os.getpid(), into, count, into + vectors[0].nbytes, count, 0)
+    ours, count = vectors.ctypes.data, len(targets)
+    copied = call(os.getpid(), ours, count, ours + vectors[0].nbytes, count, 0)
     if copied != int(lengths.sum()):
         code = ctypes.get_errno() if copied < 0 else errno.EFAULT
-        raise OSError(code, os.strerror(code), "process_vm_readv")
+        raise OSError(code, os.strerror(code), "process_vm_writev" if lookup_targets else "process_vm_readv")
 
 
 def bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:

@@ -1,5 +1,7 @@
 """IdleSlots: the slots that could be evicted, and the choice of those that are."""
 
+from functools import cached_property
+
 import numpy as np
 
 from kvtier.tiers.pool.index import Slots
@@ -23,13 +25,17 @@ class IdleSlots:
         rows = links.nobody + 1
         self._links = links
         self._policy = policy
-        self._deferred = SlotQueue(links.nobody)
         self._parked = np.zeros(rows, np.bool_)
         self._num_parked = 0
         self.dirty = np.zeros(rows, np.bool_)
         self.num_dirty = 0
         self._places = np.zeros(rows, np.int64)  # scratch of `_split`
         self._is_parked = memoryview(self._parked)  # for one at a time
+
+    @cached_property
+    def _deferred(self) -> SlotQueue:
+        """Made for the first dirty slot: most tiers have none."""
+        return SlotQueue(self._links.nobody)
 
     def withdraw(self, slots: Slots) -> None:
         """Slots are used, or leave by force: they are not idle any more. Fine if they were not.
@@ -143,7 +149,8 @@ class IdleSlots:
 
     def reset(self) -> None:
         self._policy.reset()
-        self._deferred.reset()
+        if self.num_dirty:
+            self._deferred.reset()
         self._parked[:] = False
         self.dirty[:] = False
         self._num_parked = self.num_dirty = 0

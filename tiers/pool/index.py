@@ -7,7 +7,7 @@ For one name numpy's calls would cost twenty times its misses: `find_one`, `add_
 
 from collections.abc import Sequence
 from struct import Struct
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,11 @@ _U64: Final = (1 << 64) - 1
 _U32: Final = (1 << 32) - 1
 
 
+def int_type(limit: int) -> "np.dtype[Any]":
+    """The smaller type of whole numbers below `limit`: arrays of slots are read more often than computed with."""
+    return np.dtype(np.int32 if limit < 1 << 31 else np.int64)
+
+
 def to_words(hashes: Sequence[ChainHash]) -> Words:
     """Chain hashes as `[n, 4]` uint64. ValueError if they are not 32 bytes each."""
     joined = b"".join(hashes)
@@ -51,19 +56,18 @@ class HashIndex:
     """
 
     def __init__(self, num_slots: int) -> None:
-        bits = (2 * num_slots - 1).bit_length()  # at most half an entry per bucket: next to none overflows
-        self._shift = np.uint64(64 - bits)
-        self._entries = np.zeros(_WAYS << bits, np.uint64)
+        # An entry a bucket: of names that are hashes one in 230 overflows. Half an entry costs 32 bytes more a slot.
+        self._num_buckets = num_slots
+        self._entries = np.zeros(_WAYS * num_slots, np.uint64)
         self._buckets = self._entries.reshape(-1, _WAYS)
         self._names = np.zeros((num_slots, 4), np.uint64)
-        self._where = np.full(num_slots, -1, np.int64)  # a slot's entry, -1 if it has none
+        self._where = np.full(num_slots, -1, int_type(len(self._entries)))  # a slot's entry, -1 if it has none
         self._stash: dict[ChainHash, int] = {}
-        self._num_stashed = np.zeros(1 << bits, np.int32)  # per bucket
+        self._num_stashed = np.zeros(num_slots, np.int32)  # per bucket
         self.num_names = 0
         # For one at a time: an item of a memoryview costs a third of an array's.
-        self._bits_off = 64 - bits
         self._entry, self._place = memoryview(self._entries), memoryview(self._where)
-        self._name = memoryview(self._names).cast("B")
+        self._name = self.name_bytes = memoryview(self._names).cast("B")
 
     def find(self, hashes: Sequence[ChainHash]) -> tuple[Words, Slots]:
         """The names as words, and the slot of each, -1 where there is none. ValueError as `to_words`."""
@@ -74,7 +78,7 @@ class HashIndex:
 
     def _find(self, words: Words) -> Slots:
         mixed = words @ NAME_MIX
-        buckets = (mixed >> self._shift).astype(np.int64)
+        buckets = self._buckets_of(mixed)
         rows = self._buckets.take(buckets, 0)
         matches = np.flatnonzero((rows >> _SLOT_BITS) == (mixed & _SLOT_MASK)[:, None])
         slots = (rows.reshape(-1)[matches] & _SLOT_MASK).astype(np.int64) - 1  # -1: a tag of 0 matches empty entries
@@ -97,7 +101,7 @@ class HashIndex:
             to_words([name])
         words = first, _, _, last = _FOUR.unpack(name)
         mixed = first * _MIX_FIRST + last * _MIX_LAST & _U64
-        bucket, tag = mixed >> self._bits_off, mixed & _U32
+        bucket, tag = (mixed >> 32) * self._num_buckets >> 32, mixed & _U32
         for entry in _FOUR.unpack_from(self._entry, bucket << 5):
             if entry >> 32 == tag and entry and _FOUR.unpack_from(self._name, (entry - 1 & _U32) << 5) == words:
                 slot: int = (entry & _U32) - 1
@@ -110,7 +114,7 @@ class HashIndex:
         mixed = first * _MIX_FIRST + last * _MIX_LAST & _U64
         self._name[slot << 5 : slot + 1 << 5] = name
         self.num_names += 1
-        bucket = mixed >> self._bits_off
+        bucket = (mixed >> 32) * self._num_buckets >> 32
         row = _FOUR.unpack_from(self._entry, bucket << 5)
         if 0 in row:
             self._place[slot] = place = bucket * _WAYS + row.index(0)
@@ -151,7 +155,7 @@ class HashIndex:
         """Name slots that have no name. The names are not in the index; False, and no change, if one comes twice."""
         self._names[slots] = words
         mixed = words @ NAME_MIX
-        buckets = (mixed >> self._shift).astype(np.int64)
+        buckets = self._buckets_of(mixed)
         entries = ((mixed & _SLOT_MASK) << _SLOT_BITS) | (slots + 1).astype(np.uint64)
         places = buckets * _WAYS + (self._buckets.take(buckets, 0) == _EMPTY).argmax(1)
         vacant = self._entries.take(places) == _EMPTY
@@ -199,13 +203,17 @@ class HashIndex:
         assert self._num_stashed.sum() == len(self._stash), "stash count"
         return named
 
+    def _buckets_of(self, mixed: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """The high half of each mixed word, stretched over the buckets."""
+        return ((mixed >> _SLOT_BITS) * np.uint64(self._num_buckets) >> _SLOT_BITS).astype(np.int64)
+
     def _clear(self, slots: Slots) -> None:
         where = self._where[slots]
         if self._stash and (where < 0).any():
             stashed = slots[where < 0]
             for name in self.names(stashed):
                 del self._stash[name]
-            buckets = ((self._names[stashed] @ NAME_MIX) >> self._shift).astype(np.int64)
+            buckets = self._buckets_of(self._names[stashed] @ NAME_MIX)
             np.subtract.at(self._num_stashed, buckets, np.ones(1, np.int32))
             slots, where = slots[where >= 0], where[where >= 0]
         self._entries[where] = _EMPTY

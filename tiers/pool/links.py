@@ -5,7 +5,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.pool.index import Slots
+from kvtier.tiers.pool.index import Slots, int_type
 
 _ONE: Final = np.ones(1, np.int32)  # ufunc.at is 20 times faster when it need not cast
 
@@ -31,7 +31,7 @@ class ChainLinks:
         self.nobody = rows - 1
         self.generation = generation  # the pool's; row `nobody` stays 0
         self.children = np.zeros(rows, np.int32)
-        self.parent = np.full(rows, self.nobody, np.int64)
+        self.parent = np.full(rows, self.nobody, int_type(rows))
         self._parent_generation = np.zeros(rows, np.int64)
         # For one at a time: an item of a memoryview costs a third of an array's.
         self.num_children, self._parent_of = memoryview(self.children), memoryview(self.parent)
@@ -56,7 +56,7 @@ class ChainLinks:
 
     def parents(self, slots: Slots) -> tuple[Slots, NDArray[np.bool_]]:
         """Each slot's parent, and whether the link is not stale."""
-        parents = self.parent[slots]
+        parents = self.parent.take(slots).astype(np.int64)  # as ufunc.at wants them
         return parents, self.generation[parents] == self._parent_generation[slots]
 
     def add_children(self, parents: Slots) -> None:

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.pool.index import NAME_MIX, Slots, Words
+from kvtier.tiers.pool.index import NAME_MIX, Slots, Words, int_type
 
 WordsOf = Callable[[Slots], Words]
 
@@ -75,7 +75,7 @@ class SlotQueue:
     def __init__(self, num_slots: int) -> None:
         # Twice the slots: a compaction (O(slots)) happens at most once per `num_slots` entries added.
         self._capacity = 1 << max(6, (2 * num_slots).bit_length())
-        self._ring = np.zeros(self._capacity, np.int64)
+        self._ring = np.zeros(self._capacity, int_type(num_slots))
         self._tickets = np.full(num_slots, _NO_TICKET, np.int64)
         self._head = self._tail = _FIRST_TICKET
         # For one at a time: an item of a memoryview costs a third of an array's.
@@ -138,7 +138,7 @@ class SlotQueue:
             self._head += int(valid[-1]) + 1 if len(valid) == count else window
             taken.append(slots[valid])
             count -= len(valid)
-        result = np.concatenate(taken) if taken else np.zeros(0, np.int64)
+        result = np.concatenate(taken).astype(np.int64) if taken else np.zeros(0, np.int64)
         self._tickets[result] = _NO_TICKET
         return result
 

@@ -4,7 +4,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from kvtier.tiers.pool.index import Slots
 from kvtier.tiers.pool.kept_places import KeptPlaces
 from kvtier.tiers.pool.lease import Lease, Places, PoolCounts, Reservation
 from kvtier.tiers.pool.states import FILLING, QUARANTINED, READY, AnySlots, listed
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsGetItem
 
 T = TypeVar("T")
 
@@ -70,6 +73,11 @@ class SlotPool:
     def generation(self, slot: int) -> int:
         """How often the slot was taken: a copy planned for an older generation must not be made."""
         return int(self._table.generation[slot])
+
+    @property
+    def naming(self) -> tuple[memoryview, memoryview]:
+        """Each slot's name, or the last it had, 32 bytes each, and its generation, int64. They change with the pool."""
+        return self._table.index.name_bytes, memoryview(self._table.generation)
 
     def is_ready(self, slot: int) -> bool:
         """Whether a slot holds a block that can be found, as a hint: no lock is taken."""
@@ -244,7 +252,7 @@ class SlotPool:
             self._settle_dropped()
             self._table.listen()
 
-    def changes(self, records: Sequence[BlockRecord | None], limit: int) -> Changes:
+    def changes(self, records: "SupportsGetItem[int, BlockRecord | None]", limit: int) -> Changes:
         """What the reader has to forget and, up to `limit` blocks, to learn; `records` says what is in each slot.
 
         Before `listen` nothing. ValueError where a ready slot has no record.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool.changes import ChangeLog
 from kvtier.tiers.pool.idle import IdleSlots
-from kvtier.tiers.pool.index import HashIndex, Slots, Words
+from kvtier.tiers.pool.index import HashIndex, Slots, Words, int_type
 from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.pool.links import ChainLinks, slots_before
 from kvtier.tiers.pool.policy import make_policy
@@ -53,7 +53,7 @@ class SlotTable:
         self.tails: dict[int, None] = {}  # slots of the ready blocks that are not whole, oldest first
         self.is_tail = np.zeros(rows, np.bool_)
         self._max_tails = num_slots if max_tails is None else max_tails
-        self.free_slots = np.arange(num_slots - 1, -1, -1)  # a stack, its top at `num_free`
+        self.free_slots: Slots = np.arange(num_slots - 1, -1, -1).astype(int_type(rows))  # a stack to `num_free`
 
     # --- a slot's life ------------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class SlotTable:
             self.forget(victims)
             self.free(victims)
         self.num_free -= count
-        slots = self.free_slots[self.num_free : self.num_free + count][::-1].copy()
+        slots = self.free_slots[self.num_free : self.num_free + count][::-1].astype(np.int64)
         self.generation[slots] = self.generation.take(slots) + 1
         self.state[slots] = FILLING
         self.links.children[slots] = 0

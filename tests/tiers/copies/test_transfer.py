@@ -293,9 +293,12 @@ def test_batches_larger_than_one_system_call_are_split(monkeypatch: pytest.Monke
     calls: list[int] = []
     real = memory.copy_scattered
 
-    def counted(targets: NDArray[np.int64], sources: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+    def counted(
+        targets: NDArray[np.int64], sources: NDArray[np.int64], lengths: NDArray[np.int64], *, lookup_targets: bool
+    ) -> None:
+        assert lookup_targets  # a store's: the region has huge pages, this L1 has none
         calls.append(len(targets))
-        real(targets, sources, lengths)
+        real(targets, sources, lengths, lookup_targets=lookup_targets)
 
     monkeypatch.setattr(memory, "copy_scattered", counted)
     monkeypatch.setattr(memory, "pieces_per_call", lambda piece_bytes: 5)
@@ -339,7 +342,7 @@ def test_runs_on_either_side_arrive_whole(blocks: list[int], slots: list[int]) -
 
 
 def test_a_kernel_error_fails_the_copy_and_spares_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fault(*addresses: object) -> None:
+    def fault(*addresses: object, lookup_targets: bool) -> None:
         raise OSError(14, "Bad address", "process_vm_readv")
 
     rig = Rig(*TWINS["host"])
@@ -355,7 +358,7 @@ def test_a_kernel_error_fails_the_copy_and_spares_the_next(monkeypatch: pytest.M
 
 
 def test_a_bug_in_a_copy_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bug(*addresses: object) -> None:
+    def bug(*addresses: object, lookup_targets: bool) -> None:
         raise ZeroDivisionError("oops")
 
     rig = Rig(*TWINS["host"])
@@ -397,7 +400,7 @@ def test_loads_overtake_queued_stores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_close_stops_a_large_copy_between_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     entered, calls = threading.Event(), []
 
-    def slow(targets: NDArray[np.int64], *rest: object) -> None:
+    def slow(targets: NDArray[np.int64], *rest: object, lookup_targets: bool) -> None:
         calls.append(len(targets))
         entered.set()
         time.sleep(0.02)

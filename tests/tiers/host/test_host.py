@@ -194,12 +194,26 @@ def test_the_tier_has_a_record_and_a_pool_slot_for_every_slot() -> None:
     tier.close()
 
 
-def test_scattered_copies_report_an_unmapped_address_instead_of_dying() -> None:
+@pytest.mark.parametrize(("lookup_targets", "call"), [(False, "process_vm_readv"), (True, "process_vm_writev")])
+def test_scattered_copies_report_an_unmapped_address_instead_of_dying(lookup_targets: bool, call: str) -> None:
     region = HostRegion.allocate(1, 4096)
-    one = np.array([4096], np.int64)
-    with pytest.raises(OSError, match="process_vm_readv"):
-        memory.copy_scattered(np.array([region.address]), np.array([8], np.int64), one)
+    one, mapped, nowhere = np.array([4096], np.int64), np.array([region.address]), np.array([8], np.int64)
+    for targets, sources in ((mapped, nowhere), (nowhere, mapped)):
+        with pytest.raises(OSError, match=call):
+            memory.copy_scattered(targets, sources, one, lookup_targets=lookup_targets)
     region.close()
+
+
+@pytest.mark.parametrize("lookup_targets", [False, True])
+def test_scattered_copies_bring_the_same_whichever_side_is_looked_up(lookup_targets: bool) -> None:
+    source = np.random.default_rng(3).integers(0, 256, 9 * 5000, np.uint8)
+    target = np.zeros(9 * 5000, np.uint8)
+    order, lengths = np.array([4, 0, 8, 2]), np.array([5000, 1, 4097, 4096])
+    into, out_of = target.ctypes.data + order * 5000, source.ctypes.data + order[::-1] * 5000
+    memory.copy_scattered(into, out_of, lengths, lookup_targets=lookup_targets)
+    for at, other, length in zip(order, order[::-1], lengths, strict=True):
+        assert np.array_equal(target[at * 5000 :][:length], source[other * 5000 :][:length])
+    assert np.count_nonzero(target) <= lengths.sum()
 
 
 def test_shared_memory_is_on_huge_pages_for_everybody_where_the_kernel_can() -> None:

@@ -1,0 +1,171 @@
+"""BlockRecords: rows of an array tell what a dict of records would, and hold no object a block."""
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvtier.tiers.host.host import HostRegion, HostTier
+from kvtier.tiers.host.records import BlockRecords
+from kvtier.tiers.tier import BlockRecord, ChainHash
+
+BLOCK_SIZE, NUM_SLOTS = 8, 24
+ROOT = b"\7" * 32
+
+
+def tier_of(num_slots: int, block_size: int = BLOCK_SIZE) -> HostTier:
+    region = HostRegion.allocate(num_slots, 64, huge_pages=False, prefault=False)
+    return HostTier(region, block_size=block_size)
+
+
+@pytest.fixture
+def tier() -> Iterator[HostTier]:
+    tier = tier_of(NUM_SLOTS)
+    yield tier
+    tier.pool.check()
+    tier.check()
+    tier.close()
+
+
+def record_of(name: ChainHash, parent: ChainHash, dice: np.random.Generator, num_tokens: int) -> BlockRecord:
+    return BlockRecord(name, parent, dice.bytes(4 * num_tokens), int(dice.integers(0, 1 << 64, dtype=np.uint64)))
+
+
+def put(tier: HostTier, records: list[BlockRecord], parent: ChainHash | None) -> bool:
+    """What the hierarchy does when blocks were computed or read."""
+    reservation = tier.pool.reserve([record.chain_hash for record in records], parent)
+    if reservation is None:
+        return False
+    tier.describe(reservation.slots.tolist(), [records[i] for i in reservation.indices])
+    reservation.is_tail = bool(records) and len(records[0].tokens) < 4 * BLOCK_SIZE
+    tier.pool.seal(reservation).release()
+    return True
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_tell_what_a_dict_would_whatever_comes_and_goes(tier: HostTier, seed: int) -> None:
+    dice = np.random.default_rng(seed)
+    model: dict[ChainHash, BlockRecord] = {}  # all there ever were: a name stands for one record
+    for turn in range(250):
+        parents = [name for name in model if dice.random() < 0.3] or [ROOT]
+        parent = parents[int(dice.integers(len(parents)))]
+        chain: list[BlockRecord] = []
+        is_tail = dice.random() < 0.3
+        for _ in range(1 if is_tail else int(dice.integers(1, 20))):
+            num_tokens = int(dice.integers(0, BLOCK_SIZE)) if is_tail else BLOCK_SIZE
+            before = chain[-1].chain_hash if chain else parent
+            chain.append(record_of(dice.bytes(32), before, dice, num_tokens))
+        if put(tier, chain, parent):
+            model |= {record.chain_hash: record for record in chain}
+        if turn % 7 == 3:  # dropped by force, children or not
+            tier.pool.evict([name for name in model if dice.random() < 0.2])
+        if turn % 50 == 49:
+            tier.pool.reset()
+        held = [name for name in model if tier.pool.holds([name])[0]]
+        for name in held:
+            with tier.pool.lease([name]) as lease:
+                assert tier.records[int(lease.slots[0])] == model[name]
+            assert tier.parent_of(name) == model[name].parent
+        # what is told of slots whose block has left is still of one block
+        assert all(record == model[record.chain_hash] for record in tier.records if record is not None)
+        assert dict(tier.held(tails=True)) == {name: model[name].parent for name in held}
+        unfinished = {name for name in held if len(model[name].tokens) < 4 * BLOCK_SIZE}
+        assert dict(tier.held()) == {name: model[name].parent for name in held if name not in unfinished}
+        told = tier.children(parent, 8)
+        assert {(child.chain_hash, child.tokens) for child in told} <= {
+            (name, model[name].tokens) for name in held if model[name].parent == parent and model[name].tokens
+        }
+
+
+def test_a_slot_taken_again_has_no_record_until_it_is_described(tier: HostTier) -> None:
+    dice = np.random.default_rng(1)
+    old = [record_of(dice.bytes(32), ROOT, dice, BLOCK_SIZE) for _ in range(NUM_SLOTS)]
+    assert put(tier, old, ROOT)
+    assert all(record is not None for record in tier.records)
+    tier.pool.evict([record.chain_hash for record in old])
+    assert set(tier.records) == set(old)  # what they held last
+    new = record_of(dice.bytes(32), ROOT, dice, BLOCK_SIZE)
+    reservation = tier.pool.reserve([new.chain_hash], ROOT)
+    assert reservation is not None
+    [slot] = reservation.slots.tolist()
+    assert tier.records[slot] is None  # neither the old block's record nor a mix
+    tier.describe([slot], [new])
+    assert tier.records[slot] == new
+    tier.pool.abandon(reservation)
+
+
+@pytest.mark.parametrize("parent", [b"", b"root", ROOT])
+@pytest.mark.parametrize("num_tokens", [0, 1, BLOCK_SIZE])
+def test_lengths_are_kept(tier: HostTier, parent: bytes, num_tokens: int) -> None:
+    record = BlockRecord(b"\1" * 32, parent, b"\0\1\2\3" * num_tokens, (1 << 64) - 1)
+    assert put(tier, [record], None)
+    with tier.pool.lease([record.chain_hash]) as lease:
+        assert tier.records[int(lease.slots[0])] == record
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (BlockRecord(b"\1" * 32, ROOT, b"\0" * 4 * (BLOCK_SIZE + 1), 0), "at most 8"),
+        (BlockRecord(b"\1" * 32, ROOT + b"\0", b"", 0), "parent of 33 bytes"),
+        (BlockRecord(b"\2" * 32, ROOT, b"", 0), "named for another block"),
+    ],
+)
+def test_a_record_that_is_not_its_slots_is_refused(tier: HostTier, changed: BlockRecord, message: str) -> None:
+    with tier.pool.reserve([b"\1" * 32]) as reservation:  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match=message):
+            tier.describe(reservation.slots.tolist(), [changed])
+        assert tier.records[int(reservation.slots[0])] is None
+
+
+@pytest.mark.parametrize("slot", [-1, NUM_SLOTS])
+def test_there_is_a_row_for_every_slot_and_no_other(tier: HostTier, slot: int) -> None:
+    assert len(tier.records) == NUM_SLOTS
+    with pytest.raises(IndexError, match="there are 24"):
+        tier.records[slot]
+
+
+def test_blocks_cost_no_objects() -> None:
+    """However many there are: the garbage collector has nothing to go through, Python's allocator nothing to keep."""
+    tier, dice = tier_of(20_000), np.random.default_rng(2)
+    counts: list[tuple[int, int]] = []
+    for _ in range(5):
+        records = [record_of(dice.bytes(32), ROOT, dice, BLOCK_SIZE) for _ in range(4000)]
+        assert put(tier, records, ROOT)
+        del records
+        gc.collect()
+        counts.append((len(gc.get_objects()), sys.getallocatedblocks()))
+    assert tier.pool.counts().ready == 20_000
+    (objects, blocks), (more_objects, more_blocks) = counts[0], counts[-1]
+    assert more_objects - objects < 50
+    assert more_blocks - blocks < 400  # of 16,000 blocks one in 230 has its name in the index's stash
+    tier.close()
+
+
+def test_a_reader_beside_a_writer_sees_whole_rows() -> None:
+    """Tokens, parent and checksum of one block are of one number; a row of two blocks would show."""
+    names, generations = memoryview(bytearray(32)), memoryview(np.ones(1, np.int64))
+    records = BlockRecords(names, generations, 4096)
+    stop = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not stop.is_set():
+            number = number % 200 + 1
+            records[0] = BlockRecord(bytes(32), bytes([number]) * 32, bytes([number]) * 16384, number)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        seen = set()
+        for _ in range(3000):
+            if (record := records[0]) is not None:
+                assert set(record.parent) | set(record.tokens) == {record.checksum}
+                seen.add(record.checksum)
+    finally:
+        stop.set()
+        writer.join()
+    assert seen

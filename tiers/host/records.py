@@ -1,0 +1,86 @@
+"""BlockRecords: what is known of the block in each slot besides its bytes, in one array: no Python object a block."""
+
+from collections.abc import Iterable, Iterator
+from struct import Struct
+from typing import Final
+
+import numpy as np
+
+from kvtier.tiers import BlockRecord, ChainHash
+
+_HASH_BYTES: Final = 32
+_HEAD: Final = Struct("<32sQII")  # parent, checksum, the slot's generation, lengths: 48 bytes
+_GENERATION: Final = (1 << 32) - 1  # of a generation the low half: a slot is not taken so often while somebody reads
+_NAME: Final = Struct(f"{_HASH_BYTES}s")
+_SIZE_BITS: Final = 26  # of the lengths: bytes of tokens; above them the parent's, as that of none is b""
+
+
+class BlockRecords:
+    """A row for each slot, 48 bytes and 4 for each token a block may have. It takes no lock.
+
+    Names stand in the pool's index alone. A row says which generation of its slot it describes: once the slot is taken
+    again, it is nobody's. A row is packed and unpacked by one call that keeps the GIL, so a reader beside a writer
+    sees a whole row, of the block before or of the new one. The memory is the kernel's zeros until it is written.
+    """
+
+    def __init__(self, names: memoryview, generations: memoryview, block_size: int) -> None:
+        """`names`: 32 bytes a slot; `generations`: int64, a slot's is counted up before it is named anew.
+
+        Both are a pool's own and change with it. `block_size`: tokens in a block at most.
+        """
+        self.block_size = block_size
+        self._num_slots = len(names) // _HASH_BYTES
+        self._names, self._generations = names, generations
+        self._row = Struct(f"{_HEAD.format}{4 * block_size}s")
+        self._array = np.zeros(self._num_slots * self._row.size, np.uint8)
+        self._rows = memoryview(self._array)
+
+    def __len__(self) -> int:
+        return self._num_slots
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes once every slot was described."""
+        return self._array.nbytes
+
+    def __getitem__(self, slot: int) -> BlockRecord | None:
+        """The record of the block that the slot holds or held last; None if it was not described. IndexError."""
+        if not 0 <= slot < self._num_slots:
+            raise IndexError(f"slot {slot}: there are {self._num_slots}")
+        parent, checksum, generation, lengths, tokens = self._row.unpack_from(self._rows, slot * self._row.size)
+        [name] = _NAME.unpack_from(self._names, slot * _HASH_BYTES)
+        if not generation or generation != self._generations[slot] & _GENERATION:  # read last: the name is of this one
+            return None
+        size = lengths & ((1 << _SIZE_BITS) - 1)
+        return BlockRecord(name, parent[: lengths >> _SIZE_BITS], tokens[:size], checksum)
+
+    def __setitem__(self, slot: int, record: BlockRecord) -> None:
+        self.put([slot], [record])
+
+    def __iter__(self) -> Iterator[BlockRecord | None]:
+        return map(self.__getitem__, range(self._num_slots))
+
+    def put(self, slots: Iterable[int], records: Iterable[BlockRecord]) -> None:
+        """Describe taken and named slots. ValueError for a record that is another block's, or that fits no row."""
+        pack, rows, stride, width = self._row.pack_into, self._rows, self._row.size, 4 * self.block_size
+        names, generations, name_at = self._names, self._generations, _NAME.unpack_from
+        for slot, record in zip(slots, records, strict=True):
+            parent, tokens = record.parent, record.tokens
+            if len(tokens) > width or len(parent) > _HASH_BYTES:
+                raise ValueError(
+                    f"a parent of {len(parent)} bytes and {len(tokens) // 4} tokens: a name has {_HASH_BYTES}, "
+                    f"a block here at most {self.block_size}"
+                )
+            if name_at(names, slot * _HASH_BYTES)[0] != record.chain_hash:
+                raise ValueError(f"chain_hash: slot {slot} is named for another block")
+            lengths = len(parent) << _SIZE_BITS | len(tokens)
+            pack(rows, slot * stride, parent, record.checksum, generations[slot] & _GENERATION, lengths, tokens)
+
+    def may_follow(self, slot: int, parent: ChainHash, start: bytes) -> bool:
+        """Whether the record in a slot may have this parent and begin with these tokens: a glance, to leave it out."""
+        at = slot * self._row.size
+        tokens = at + _HEAD.size
+        return (
+            self._rows[tokens : tokens + len(start)].tobytes() == start  # first: most children part here
+            and self._rows[at : at + len(parent)].tobytes() == parent
+        )
