@@ -1,0 +1,250 @@
+"""What docs/performance.md says of which targets: a row for each claim, and the cause of a row that is missed."""
+
+from typing import Final, NamedTuple
+
+
+class Claim(NamedTuple):
+    """A row of the table: all targets of one benchmark whose names match a pattern; they have one limit."""
+
+    label: str
+    benchmark: str
+    pattern: str  # of the targets' names; a target belongs to one claim
+    cause: str = ""  # heading under "What was missed, and why": of a row that is missed, or above its limit
+    goal: float | None = None  # today's, where the saved result has a laxer one
+    limit: bool = False  # measured against what the machine can do: beaten by more than a tenth, that was no limit
+
+
+CLAIMS: Final = (
+    Claim(
+        "hash and look up 131,072 tokens, all hits: × (list conversion + bare SHA-256 loop)",
+        "lookup_latency",
+        "hashing",
+        limit=True,
+    ),
+    Claim("blocks hashed when a sequence grows by one", "lookup_latency", "^blocks hashed"),
+    Claim("pool, batches of 2,048, LRU and S3-FIFO: lookup, µs a block", "pool_throughput", "^lookup.*, us"),
+    Claim("the same: lease + release", "pool_throughput", "^lease.*, us"),
+    Claim("the same: store with eviction", "pool_throughput", "^store.*, us", "S3-FIFO"),
+    Claim("the same: unkeyed allocate + free", "pool_throughput", "^allocate.*, us"),
+    Claim(
+        "pool, batches of 1 to 2,048, LRU and S3-FIFO: lookup ÷ vLLM's BlockPool", "pool_throughput", "^lookup.*batches"
+    ),
+    Claim("the same: lease + release ÷ its touch + free", "pool_throughput", "^lease.*batches"),
+    Claim("the same: store with eviction", "pool_throughput", "^store.*batches"),
+    Claim("the same: unkeyed allocate + free", "pool_throughput", "^allocate.*batches"),
+    Claim(
+        "a step that stores a block of 1 to 64 sequences, L2 and slab, ways to admit and write: CPU ms",
+        "step_stores",
+        "stores$",
+    ),
+    Claim("CPU seconds of `import kvtier`", "start", "^import"),
+    Claim("CPU seconds of `kvtier --help`, and of verbs' helps", "start", "--help"),
+    Claim(
+        "L1 ↔ L2 on a CPU, 64 KiB–8 MiB, slots scattered: of the best numpy copy",
+        "copy_bandwidth",
+        "scattered slots",
+        limit=True,
+    ),
+    Claim(
+        "the same, blocks and slots scattered (numpy's job is easier)",
+        "copy_bandwidth",
+        "scattered both",
+        "Blocks and slots scattered",
+        limit=True,
+    ),
+    Claim("L2 → L1 beside a busy Python thread, GB/s", "copy_bandwidth", "busy"),
+    Claim("slab writes, new and aged: of fio", "file_bandwidth", "^write, .*ratio", "fio at one depth", limit=True),
+    Claim(
+        "slab cold reads, new and aged, verified: of fio",
+        "file_bandwidth",
+        "^cold read.*ratio",
+        "fio at one depth",
+        limit=True,
+    ),
+    Claim(
+        "single blocks at random, verified: of fio at the block size",
+        "file_bandwidth",
+        "^scattered.*ratio",
+        "Single blocks at random",
+        goal=0.9,
+        limit=True,
+    ),
+    Claim("slab writes and cold reads: CPU s/GB besides the checksum", "file_bandwidth", "^(write|cold).*CPU"),
+    Claim("the same: single blocks at random", "file_bandwidth", "^scattered.*CPU", "Single blocks at random"),
+    Claim("the same: reads from the page cache, buffered and mapped", "file_bandwidth", "^warm.*CPU", "Warm reads"),
+    Claim("slab reads beside a busy Python thread, GB/s", "file_bandwidth", "^read beside"),
+    Claim(
+        "slab writes beside a busy Python thread, GB/s",
+        "file_bandwidth",
+        "^write beside",
+        "Writes beside a busy thread",
+    ),
+    Claim(
+        "encrypted slab, writes: of the lesser of a slab in the clear and AES alone",
+        "encryption",
+        "^write",
+        "An encrypted slab",
+        limit=True,
+    ),
+    Claim("the same, cold reads", "encryption", "^cold read", limit=True),
+    Claim(
+        "the same, reads beside a busy Python thread: of a slab in the clear",
+        "encryption",
+        "^read beside",
+        "An encrypted slab",
+        limit=True,
+    ),
+    Claim("reopen a slab of 1,000,000 blocks, CPU s", "recovery", "CPU", "Reopening a slab", goal=0.5),
+    Claim("its index in memory, bytes a block", "recovery", "bytes"),
+    Claim(
+        "Redis, GET into L2 slots, verified: × redis-py's pipeline with the copy",
+        "redis_bandwidth",
+        "^GET.*redis-py",
+        "Redis",
+    ),
+    Claim("Redis, SET from L2 slots: × redis-py's pipeline", "redis_bandwidth", "^SET.*redis-py", "Redis"),
+    Claim("Redis: client CPU s/GB", "redis_bandwidth", "CPU", "Redis"),
+    Claim("SGLang after a restart, time to first token: no storage ÷ kvtier", "sglang_files", "no storage"),
+    Claim("the same: kvtier ÷ SGLang's file backend", "sglang_files", "^time.*file backend"),
+    Claim("the same: bytes on disk", "sglang_files", "^bytes on disk"),
+    Claim("SGLang, 5 prompts after a restart: answers right with kvtier", "sglang_files", "^answers after a restart"),
+    Claim("the same after one changed byte each on the disk", "sglang_files", "^answers after a changed byte"),
+    Claim("the same: wrong answers with SGLang's file backend", "sglang_files", "^answers that a changed byte"),
+    Claim("time to first token, 1,024 to 8,192 tokens: cold ÷ L2", "ttft", "L2"),
+    Claim("cold ÷ L3 (page cache dropped)", "ttft", "L3"),
+    Claim(
+        "CPU time of an engine that never hits, with ÷ without kvtier (lower end of 95 %)", "ttft", "^never-hit.*end"
+    ),
+    Claim("the same: mean", "ttft", "^never-hit.*mean"),
+    Claim("a real vLLM, time to first token of 1,024 to 4,096 tokens: no offload ÷ a hit", "engine_ttft", "no offload"),
+    Claim("the same: a hit ÷ of vLLM's native offloading (lower end of 95 %)", "engine_ttft", "over native.*end"),
+    Claim("the same: mean", "engine_ttft", "over native.*mean"),
+    Claim("the same: a hit ÷ of vLLM's example connector (lower end of 95 %)", "engine_ttft", "over example.*end"),
+    Claim("the same: mean", "engine_ttft", "over example.*mean", "vLLM's example connector"),
+    Claim(
+        "CPU time of a vLLM that never hits, with ÷ without kvtier (lower end of 95 %)",
+        "engine_ttft",
+        "^never-hit.*end",
+    ),
+    Claim("the same: mean", "engine_ttft", "^never-hit.*mean", "A vLLM that never hits"),
+    Claim("vLLM: unrelated decoding beside loads ÷ without", "engine_ttft", "unrelated", "vLLM decoding beside loads"),
+    Claim(
+        "a block's way in our engine: calls, now ÷ before the folders had faces", "block_way", "calls", "A block's way"
+    ),
+    Claim("the same: moves between files", "block_way", "moves", "A block's way"),
+    Claim("the same: files", "block_way", "files", "A block's way"),
+    Claim(
+        "the daemon adds to a bare round trip, engine busy and idle: median, µs",
+        "service_overhead",
+        "adds to a round trip",
+        "The daemon's round trip",
+    ),
+    Claim(
+        "the same, a step that stores a block",
+        "service_overhead",
+        "adds to a step, 1 stores",
+        "The daemon's round trip",
+    ),
+    Claim("the same, 8 blocks", "service_overhead", "adds to a step, 8 stores", "Many stores through the daemon"),
+    Claim("the same, 64 blocks", "service_overhead", "adds to a step, 64 stores", "Many stores through the daemon"),
+    Claim(
+        "the same at p99, 0 to 8 blocks",
+        "service_overhead",
+        "adds at p99 to a (round trip|step, [18] )",
+        "The daemon at p99",
+    ),
+    Claim("the same at p99, 64 blocks", "service_overhead", "adds at p99 to a step, 64", "The daemon at p99"),
+    Claim(
+        "lookups of 128 blocks, a second of the daemon's core: hits, misses",
+        "service_overhead",
+        "^lookups",
+        "Lookups of the daemon",
+    ),
+    Claim(
+        "copy rate of the daemon's memory: of our own",
+        "service_overhead",
+        "copy rate",
+        "The daemon's memory beside ours",
+        limit=True,
+    ),
+    Claim('a load with `[host] verify = "always"` ÷ one without', "service_overhead", "verify"),
+    Claim("the daemon's memory besides its region, under load, MB", "service_overhead", "memory besides"),
+    Claim("its growth, MB a minute", "service_overhead", "^growth"),
+    Claim("a dead Redis adds to a lookup of 128 blocks, CPU and wall µs", "dead_redis", "dead Redis"),
+    Claim("4 replicas, simulated: cached share, prefix-aware routing ÷ round robin", "routing", "^cached.*round robin"),
+    Claim("the same, ÷ the best other policy", "routing", "^cached.*best other", "Routing, cached share"),
+    Claim("the same, of one replica with all the memory", "routing", "^cached.*oracle", limit=True),
+    Claim("time to first token, p50, p90, p99 and mean: round robin ÷ prefix-aware", "routing", "^TTFT.*round robin"),
+    Claim("the same: the best other policy ÷ prefix-aware", "routing", "^TTFT.*best other"),
+    Claim(
+        "share of tokens cached at blocks of 16 to 256, partial blocks and tails ÷ at 16 without",
+        "partial_blocks",
+        "^(chat|trace)",
+    ),
+    Claim(
+        "the engine's time to first token, prompt parts inside a block: partial blocks on ÷ off",
+        "partial_blocks",
+        "^TTFT",
+    ),
+    Claim(
+        "router: CPU ms of a request of 1,024 tokens, whole and streamed, besides tokenising",
+        "router_overhead",
+        "^router's CPU ms of a request, ",
+    ),
+    Claim(
+        "the same, 32,768 tokens", "router_overhead", "^router's CPU ms of a request of", "A long prompt in the router"
+    ),
+    Claim(
+        "router: CPU of a stream's piece that comes alone ÷ of a bare asyncio relay",
+        "router_overhead",
+        "bare relay",
+        limit=True,
+    ),
+    Claim("prefix scoring of 32,768 tokens, CPU ms", "router_overhead", "^prefix scoring"),
+    Claim("1,000,000 indexed blocks, in one tier and in two, MB", "router_overhead", "indexed"),
+    Claim("load on `kvtier engine`: requests/s, L2, L3 and a cluster ÷ cache off", "serving", "requests/s"),
+    Claim("the same: time to first token, cache off ÷ each", "serving", "TTFT of"),
+    Claim("the same at p99", "serving", "TTFT p99"),
+    Claim(
+        "documents reused elsewhere, 15 % of their tokens repaired: right answers ÷ a full prefill's",
+        "segments",
+        "^recall with ",
+    ),
+    Claim("the same without repair: the measure tells right KV from wrong", "segments", "^recall without"),
+    Claim("the same with repair: CPU time ÷ a full prefill's", "segments", "^blend"),
+    Claim("longest step beside such a repair ÷ beside a prefill", "segments", "^longest step"),
+    Claim("time to first token with the check under the load ÷ without", "segments", "^TTFT with the check"),
+    Claim(
+        "a prompt held in a slow tier, load ÷ compute 0.5 – 2: from both ends ÷ the best single way",
+        "both_ends",
+        "^bal",
+    ),
+    Claim("the same, elsewhere", "both_ends", "^elsewhere"),
+    Claim("architectures tried with each engine", "models", "^architectures"),
+    Claim("of these: wrong answers, or errors that are no refusal", "models", "^rows with wrong"),
+    Claim(
+        "GPU ↔ L2, pieces of 512 KiB and more, one way: of one big copy",
+        "gpu_bandwidth",
+        "^one way.*big copy",
+        limit=True,
+    ),
+    Claim("the same, GB/s", "gpu_bandwidth", "^one way.*GB/s"),
+    Claim("the same both ways at once: of big copies both ways", "gpu_bandwidth", "^both ways.*big copies", limit=True),
+    Claim("the same, GB/s", "gpu_bandwidth", "^both ways.*GB/s"),
+    Claim("GPU ↔ L2, pieces of 4 to 256 KiB, GB/s", "gpu_bandwidth", "^pieces"),
+    Claim("a worker's step with 64 stores, CPU ms to enqueue them", "gpu_bandwidth", "^a step"),
+    Claim("first use of L2: longest step of the GPU beside it, ms", "gpu_bandwidth", "^first use"),
+    Claim("a decode step beside stores, loads, and both: ÷ alone", "gpu_decode", "^a decode step"),
+    Claim("a Llama-8B's geometry on a GPU, to 32,768 tokens: time to first token, cold ÷ L2", "gpu_ttft", "L2$"),
+    Claim("the same: cold ÷ slab", "gpu_ttft", "slab$"),
+)
+
+# The six that the README shows, in its own words.
+SIX: Final = (
+    ("vLLM, time to first token of 1,024 to 4,096 tokens: without offloading ÷ a hit", "engine_ttft", "no offload"),
+    ("the same: a hit ÷ a hit of vLLM's native offloading (mean)", "engine_ttft", "over native.*mean"),
+    ("CPU time of a vLLM that never hits: with ÷ without kvtier (mean)", "engine_ttft", "^never-hit.*mean"),
+    ("verified cold reads from disk: bandwidth ÷ that of fio", "file_bandwidth", "^cold read.*ratio"),
+    ("time that a dead Redis adds to a lookup of 128 blocks, µs", "dead_redis", "dead Redis"),
+    ("four simulated replicas, share of prompts cached: prefix-aware ÷ round robin", "routing", "^cached.*round robin"),
+)
