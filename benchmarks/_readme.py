@@ -20,7 +20,6 @@ README: Final = ROOT / "README.md"
 BEGIN: Final = "<!-- figures: written by benchmarks/_readme.py from benchmarks/results/ -->\n"
 END: Final = "<!-- end of figures -->\n"
 OPTIONS: Final = {"pool_throughput": " --vllm .venv-vllm/bin/python"}  # without which a row stays without figures
-ENGINES: Final = {"sglang_files": ".venv-sglang/bin/", "engine_ttft": ".venv-vllm/bin/"}  # where a program runs
 NO_LIMIT: Final = 1.1  # a limit that is beaten by more is none
 MISSED: Final = "## What was missed, and why\n"
 
@@ -160,7 +159,7 @@ def lacking(results: Mapping[str, Any], page: str, claims: Sequence[Claim] = CLA
 
 
 def _command(name: str) -> str:
-    return f"{ENGINES.get(name, '')}python benchmarks/{name}.py{OPTIONS.get(name, '')} --save"
+    return f"python benchmarks/{name}.py{OPTIONS.get(name, '')} --save"
 
 
 def _table(found: Sequence[JudgedClaim], page: str) -> str:
