@@ -138,7 +138,13 @@ def _pool_policies(rows: Sequence[SavedRow]) -> Iterator[Target]:
 
 GOALS: Final[Mapping[str, Sequence[Callable[[Sequence[SavedRow]], Iterable[Target]]]]] = {
     "copy_bandwidth": (
-        ColumnGoal("ratio", 0.9, "{direction} {block_kib} KiB, scattered {scattered}: of the best plain copy", False),
+        ColumnGoal(
+            "ratio",
+            0.9,
+            "{direction} {block_kib} KiB, scattered {scattered}: of the best plain copy",
+            at_most=False,
+            where="^(?!.*ordinary tensor)",  # which has a limit of its own
+        ),
     ),
     "dead_redis": (
         ColumnGoal("added us", 20, "a dead Redis adds to a lookup of 128 blocks, {lookup}, wall us", where="=wall"),

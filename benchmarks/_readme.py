@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from _claims import CLAIMS, SIX, Claim
+from _claims import CLAIMS, SIX, PageRow
 from _goals import Target, held, left_out, without_mean
 from _models_page import MODELS, models_table
 
@@ -34,17 +34,17 @@ def targets_of(document: Mapping[str, Any]) -> list[Target]:
     return held(document["benchmark"], document["results"], [Target.saved(told) for told in document["targets"]])
 
 
-def judged(results: Mapping[str, Any], claims: Sequence[Claim] = CLAIMS) -> list["JudgedClaim"]:
+def judged(results: Mapping[str, Any], claims: Sequence[PageRow] = CLAIMS) -> list["JudgedRow"]:
     """What became of each claim whose program is there, measured or not, in their order."""
     found = {name: targets_of(results[name]) for name in {claim.benchmark for claim in claims} & results.keys()}
     there = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} | results.keys()
-    return [JudgedClaim(claim, found.get(claim.benchmark, [])) for claim in claims if claim.benchmark in there]
+    return [JudgedRow(claim, found.get(claim.benchmark, [])) for claim in claims if claim.benchmark in there]
 
 
-class JudgedClaim:
+class JudgedRow:
     """A claim beside the targets it is about: none if nobody measured it."""
 
-    def __init__(self, claim: Claim, targets: Sequence[Target]) -> None:
+    def __init__(self, claim: PageRow, targets: Sequence[Target]) -> None:
         self.claim = claim
         self.targets = [
             target if claim.goal is None else Target(target.name, claim.goal, target.measured, target.at_most)
@@ -127,7 +127,7 @@ def six() -> str:
     return "\n\n".join([*parts, f"{told}; [docs/performance.md](docs/performance.md) has every one."]) + "\n"
 
 
-def lacking(results: Mapping[str, Any], page: str, claims: Sequence[Claim] = CLAIMS) -> list[str]:
+def lacking(results: Mapping[str, Any], page: str, claims: Sequence[PageRow] = CLAIMS) -> list[str]:
     """What the page owes its readers: goals, rows and causes that are missing, and causes of what is met."""
     lines: list[str] = []
     for name, document in results.items():
@@ -162,7 +162,7 @@ def _command(name: str) -> str:
     return f"python benchmarks/{name}.py{OPTIONS.get(name, '')} --save"
 
 
-def _table(found: Sequence[JudgedClaim], page: str) -> str:
+def _table(found: Sequence[JudgedRow], page: str) -> str:
     lines = ["| what | target | measured | met |", "|---|--:|--:|---|"]
     return "\n".join([*lines, *(each.line(page) for each in found if each.targets)])
 

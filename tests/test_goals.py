@@ -4,9 +4,9 @@ import json
 from typing import Any
 
 import pytest
-from _claims import CLAIMS, SIX, Claim
+from _claims import CLAIMS, SIX, PageRow
 from _goals import GOALS, UNHELD, ColumnGoal, Target, held, left_out, number, without_mean, words
-from _readme import PERFORMANCE, JudgedClaim, anchor, causes, figures, lacking, saved, targets_of
+from _readme import PERFORMANCE, JudgedRow, anchor, causes, figures, lacking, saved, targets_of
 
 PAGE = """
 ## What was missed, and why
@@ -81,19 +81,19 @@ def test_an_interval_shows_its_mean() -> None:
 @pytest.mark.parametrize(
     ("claim", "measured", "lines"),
     [
-        (Claim("a", "disk", "read"), 0.95, 0),
-        (Claim("a", "disk", "read"), 0.5, 1),  # missed without a cause
-        (Claim("a", "disk", "read", "Slow disk"), 0.5, 0),
-        (Claim("a", "disk", "read", "Fast disk"), 0.5, 1),  # of which the page says nothing
-        (Claim("a", "disk", "read", "Slow disk"), 0.95, 1),  # a cause of what is met
-        (Claim("a", "disk", "read", goal=0.97), 0.95, 1),  # a goal that was raised
-        (Claim("a", "disk", "read"), 1.4, 0),
-        (Claim("a", "disk", "read", limit=True), 1.05, 0),
-        (Claim("a", "disk", "read", limit=True), 1.4, 1),  # beaten by so much that it is no limit
-        (Claim("a", "disk", "read", "Slow disk", limit=True), 1.4, 0),
+        (PageRow("a", "disk", "read"), 0.95, 0),
+        (PageRow("a", "disk", "read"), 0.5, 1),  # missed without a cause
+        (PageRow("a", "disk", "read", "Slow disk"), 0.5, 0),
+        (PageRow("a", "disk", "read", "Fast disk"), 0.5, 1),  # of which the page says nothing
+        (PageRow("a", "disk", "read", "Slow disk"), 0.95, 1),  # a cause of what is met
+        (PageRow("a", "disk", "read", goal=0.97), 0.95, 1),  # a goal that was raised
+        (PageRow("a", "disk", "read"), 1.4, 0),
+        (PageRow("a", "disk", "read", limit=True), 1.05, 0),
+        (PageRow("a", "disk", "read", limit=True), 1.4, 1),  # beaten by so much that it is no limit
+        (PageRow("a", "disk", "read", "Slow disk", limit=True), 1.4, 0),
     ],
 )
-def test_a_miss_has_a_cause_and_what_is_met_has_none(claim: Claim, measured: float, lines: int) -> None:
+def test_a_miss_has_a_cause_and_what_is_met_has_none(claim: PageRow, measured: float, lines: int) -> None:
     results = {"disk": document("disk", [{"ratio": measured}], [Target("read: of fio", 0.9, measured, at_most=False)])}
     page = PAGE if claim.cause == "Slow disk" else PAGE.replace("### Slow disk", "")
     assert len(lacking(results, page, [claim])) == lines
@@ -109,11 +109,11 @@ def test_a_cause_that_no_row_names_and_a_target_without_a_row_are_found() -> Non
 
 def test_rows_say_how_many_are_met_and_what_is_above_its_limit() -> None:
     targets = [Target(f"read {each}", 0.9, each, at_most=False) for each in (0.5, 0.8996, 1.4)]
-    line = JudgedClaim(Claim("reads", "disk", "^read", "Slow disk", limit=True), targets).line("page.md")
+    line = JudgedRow(PageRow("reads", "disk", "^read", "Slow disk", limit=True), targets).line("page.md")
     assert line == "| reads | ≥ 0.9 | 0.5 – 1.4 | 1 of 3, above its limit ([why](page.md#slow-disk)) |"
-    near = JudgedClaim(Claim("reads", "disk", "0.8996"), targets).line("")
+    near = JudgedRow(PageRow("reads", "disk", "0.8996"), targets).line("")
     assert near == "| reads | ≥ 0.9 | 0.8996 | no |"  # three digits would say 0.9
-    many = JudgedClaim(Claim("us", "disk", "us"), [Target("us", 500, 29042.2)]).line("")
+    many = JudgedRow(PageRow("us", "disk", "us"), [Target("us", 500, 29042.2)]).line("")
     assert many == "| us | ≤ 500 | 29,042 | no |"
 
 
@@ -121,8 +121,8 @@ def test_a_goal_is_never_laxer_than_the_saved_one() -> None:
     results = saved()
     for claim in CLAIMS:
         if claim.goal is not None and claim.benchmark in results:
-            raised = JudgedClaim(claim, targets_of(results[claim.benchmark])).targets
-            told = JudgedClaim(claim._replace(goal=None), targets_of(results[claim.benchmark])).targets
+            raised = JudgedRow(claim, targets_of(results[claim.benchmark])).targets
+            told = JudgedRow(claim._replace(goal=None), targets_of(results[claim.benchmark])).targets
             for new, old in zip(raised, told, strict=True):
                 assert new.limit <= old.limit if old.at_most else new.limit >= old.limit, claim.label
 
