@@ -1,14 +1,17 @@
 """Writes what programs measured into the README, docs/performance.md and docs/models.md; a test compares.
 
-`python benchmarks/_readme.py`
+`python benchmarks/_readme.py`; it then says what the page still lacks: a goal, a row, a cause.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
+from _claims import CLAIMS, SIX, PageRow
+from _goals import Target, held, left_out, without_mean
 from _models_page import MODELS, models_table
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -16,117 +19,9 @@ PERFORMANCE: Final = ROOT / "docs" / "performance.md"
 README: Final = ROOT / "README.md"
 BEGIN: Final = "<!-- figures: written by benchmarks/_readme.py from benchmarks/results/ -->\n"
 END: Final = "<!-- end of figures -->\n"
-
-# What docs/performance.md says of which targets: label, benchmark, pattern of their names. One limit for each label.
-CLAIMS: Final = (
-    ("hash and look up 131,072 tokens, all hits: × (list conversion + bare SHA-256 loop)", "lookup_latency", "hashing"),
-    ("pool, batches of 2,048: lookup, µs a block", "pool_throughput", "^lookup.*, us"),
-    ("pool: lease + release, µs a block", "pool_throughput", "^lease.*, us"),
-    ("pool: store with eviction, µs a block", "pool_throughput", "^store.*, us"),
-    ("pool: unkeyed allocate + free, µs a block", "pool_throughput", "^allocate.*, us"),
-    ("pool, batches of 1, 4, 16 and 64: lookup ÷ vLLM's BlockPool", "pool_throughput", "^lookup, batches"),
-    ("the same: lease + release ÷ its touch + free", "pool_throughput", "^lease.*batches"),
-    ("the same: store with eviction", "pool_throughput", "^store.*batches"),
-    ("the same: unkeyed allocate + free", "pool_throughput", "^allocate.*batches"),
-    (
-        "a step that stores a block of 64 sequences, L2 and slab, ways to admit and write: CPU ms",
-        "step_stores",
-        "stores$",
-    ),
-    ("CPU seconds of `import kvtier`", "start", "^import"),
-    ("CPU seconds of `kvtier --help`", "start", "--help"),
-    ("L1 ↔ L2 on a CPU, 128 KiB–8 MiB, slots scattered: of the best numpy copy", "copy_bandwidth", "scattered slots"),
-    ("the same, blocks and slots scattered (numpy's job is easier)", "copy_bandwidth", "scattered both"),
-    ("L2 → L1 beside a busy Python thread, GB/s", "copy_bandwidth", "busy"),
-    ("slab writes, new and aged: of fio", "file_bandwidth", "^write, .*ratio"),
-    ("slab cold reads, new and aged, verified: of fio", "file_bandwidth", "^cold read.*ratio"),
-    ("single blocks at random, verified: of fio at the block size", "file_bandwidth", "^scattered.*ratio"),
-    ("slab: CPU s/GB besides the checksum", "file_bandwidth", "CPU"),
-    ("slab reads beside a busy Python thread, GB/s", "file_bandwidth", "^read beside"),
-    ("slab writes beside a busy Python thread, GB/s", "file_bandwidth", "^write beside"),
-    ("encrypted slab, writes: of the lesser of a slab in the clear and AES alone", "encryption", "^write"),
-    ("the same, cold reads", "encryption", "^cold read"),
-    ("reopen a slab of 1,000,000 blocks, CPU s", "recovery", "CPU"),
-    ("its index in memory, bytes a block", "recovery", "bytes"),
-    ("Redis, GET into L2 slots, verified: × redis-py's pipeline with the copy", "redis_bandwidth", "^GET.*redis-py"),
-    ("Redis, SET from L2 slots: × redis-py's pipeline", "redis_bandwidth", "^SET.*redis-py"),
-    ("Redis: client CPU s/GB", "redis_bandwidth", "CPU"),
-    ("SGLang after a restart, time to first token: no storage ÷ kvtier", "sglang_files", "no storage"),
-    ("the same: kvtier ÷ SGLang's file backend", "sglang_files", "^time.*file backend"),
-    (
-        "SGLang, 5 prompts after one changed byte each on the disk: answers right with kvtier",
-        "sglang_files",
-        "byte.*kvtier",
-    ),
-    ("the same: wrong answers with SGLang's file backend", "sglang_files", "byte.*file backend"),
-    ("time to first token, 4,096 tokens: cold ÷ L2", "ttft", "L2"),
-    ("cold ÷ L3 (page cache dropped)", "ttft", "L3"),
-    ("CPU time of an engine that never hits, with ÷ without kvtier (lower end of 95 %)", "ttft", "never-hit"),
-    ("a real vLLM, time to first token of 1,024 to 4,096 tokens: no offload ÷ a hit", "engine_ttft", "no offload"),
-    ("the same: a hit ÷ of vLLM's native offloading (lower end of 95 %)", "engine_ttft", "over native"),
-    ("the same: a hit ÷ of vLLM's example connector (lower end of 95 %)", "engine_ttft", "over example"),
-    ("CPU time of a vLLM that never hits, with ÷ without kvtier (lower end of 95 %)", "engine_ttft", "never-hit"),
-    ("vLLM: unrelated decoding beside loads ÷ without", "engine_ttft", "unrelated"),
-    ("a block's way in our engine: calls, now ÷ before the folders had faces", "block_way", "calls"),
-    ("the same: moves between files", "block_way", "moves"),
-    ("the same: files", "block_way", "files"),
-    ("the daemon adds to a step that stores a block, µs", "service_overhead", "adds to a step"),
-    ("the daemon adds to a bare round trip, µs", "service_overhead", "round trip alone"),
-    ("lookups of 128 blocks, a second of the daemon's core: hits, misses", "service_overhead", "^lookups"),
-    ("copy rate of the daemon's memory: of our own", "service_overhead", "copy rate"),
-    ("the daemon's memory besides its region, under load, MB", "service_overhead", "memory besides"),
-    ("a dead Redis adds to a lookup of 128 blocks, µs", "dead_redis", "dead Redis"),
-    ("4 replicas, simulated: cached share, prefix-aware routing ÷ round robin", "routing", "^cached.*round robin"),
-    ("the same, ÷ the best other policy", "routing", "^cached.*best other"),
-    ("the same, of one replica with all the memory", "routing", "^cached.*oracle"),
-    ("time to first token, p50 and p99: round robin ÷ prefix-aware", "routing", "^TTFT.*round robin"),
-    ("the same: the best other policy ÷ prefix-aware", "routing", "^TTFT.*best other"),
-    (
-        "share of tokens cached at blocks of 256, partial blocks and tails ÷ at 16 without",
-        "partial_blocks",
-        "^(chat|trace)",
-    ),
-    (
-        "the engine's time to first token, prompt parts inside a block: partial blocks on ÷ off",
-        "partial_blocks",
-        "^TTFT",
-    ),
-    ("router: CPU ms of a request, whole and streamed, besides tokenising", "router_overhead", "^router"),
-    ("router: CPU of a stream's piece that comes alone ÷ of a bare asyncio relay", "router_overhead", "bare relay"),
-    ("prefix scoring of 32,768 tokens, CPU ms", "router_overhead", "^prefix scoring"),
-    ("1,000,000 indexed blocks, MB", "router_overhead", "indexed"),
-    ("load on `kvtier engine`: requests/s, L2, L3 and a cluster ÷ cache off", "serving", "requests/s"),
-    ("the same: time to first token, cache off ÷ each", "serving", "TTFT"),
-    (
-        "documents reused elsewhere, 15 % of their tokens repaired: right answers ÷ a full prefill's",
-        "segments",
-        "^recall with ",
-    ),
-    ("the same without repair: the measure tells right KV from wrong", "segments", "^recall without"),
-    ("the same with repair: CPU time ÷ a full prefill's", "segments", "^blend"),
-    ("a prompt held in a slow tier, load ÷ compute 0.5 – 2: from both ends ÷ the best single way", "both_ends", "^bal"),
-    ("the same, elsewhere", "both_ends", "^elsewhere"),
-    ("GPU ↔ L2, pieces of 512 KiB and more, one way: of one big copy", "gpu_bandwidth", "^one way.*big copy"),
-    ("the same, GB/s", "gpu_bandwidth", "^one way.*GB/s"),
-    ("the same both ways at once: of big copies both ways", "gpu_bandwidth", "^both ways.*big copies"),
-    ("the same, GB/s", "gpu_bandwidth", "^both ways.*GB/s"),
-    ("GPU ↔ L2, pieces of 4 to 24 KiB, GB/s", "gpu_bandwidth", "^pieces"),
-    ("a worker's step with 64 stores, CPU ms to enqueue them", "gpu_bandwidth", "^a step"),
-    ("first use of L2: longest step of the GPU beside it, ms", "gpu_bandwidth", "^first use"),
-    ("a decode step beside stores, loads, and both: ÷ alone", "gpu_decode", "^a decode step"),
-    ("a Llama-8B's geometry on a GPU, 32,768 tokens: time to first token, cold ÷ L2", "gpu_ttft", "L2$"),
-    ("the same: cold ÷ slab", "gpu_ttft", "slab$"),
-)
-
-# The six that the README shows, in its own words.
-SIX: Final = (
-    ("vLLM, time to first token of 1,024 to 4,096 tokens: without offloading ÷ a hit", "engine_ttft", "no offload"),
-    ("the same: a hit ÷ a hit of vLLM's native offloading (lower end of 95 %)", "engine_ttft", "over native"),
-    ("CPU time of a vLLM that never hits: with ÷ without kvtier (lower end of 95 %)", "engine_ttft", "never-hit"),
-    ("verified cold reads from disk: bandwidth ÷ that of fio", "file_bandwidth", "^cold read.*ratio"),
-    ("time that a dead Redis adds to a lookup of 128 blocks, µs", "dead_redis", "dead Redis"),
-    ("four simulated replicas, share of prompts cached: prefix-aware ÷ round robin", "routing", "^cached.*round robin"),
-)
+OPTIONS: Final = {"pool_throughput": " --vllm .venv-vllm/bin/python"}  # without which a row stays without figures
+NO_LIMIT: Final = 1.1  # a limit that is beaten by more is none
+MISSED: Final = "## What was missed, and why\n"
 
 
 def saved() -> dict[str, Any]:
@@ -134,54 +29,165 @@ def saved() -> dict[str, Any]:
     return {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("*.json"))}
 
 
-def figures(claims: tuple[tuple[str, str, str], ...] = CLAIMS) -> str:
-    """The table of `claims`, and machine and commit of each benchmark it comes from."""
+def targets_of(document: Mapping[str, Any]) -> list[Target]:
+    """All that a saved result is held to: what its program named, and what `_goals.py` makes of its rows."""
+    return held(document["benchmark"], document["results"], [Target.saved(told) for told in document["targets"]])
+
+
+def judged(results: Mapping[str, Any], claims: Sequence[PageRow] = CLAIMS) -> list["JudgedRow"]:
+    """What became of each claim whose program is there, measured or not, in their order."""
+    found = {name: targets_of(results[name]) for name in {claim.benchmark for claim in claims} & results.keys()}
+    there = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} | results.keys()
+    return [JudgedRow(claim, found.get(claim.benchmark, [])) for claim in claims if claim.benchmark in there]
+
+
+class JudgedRow:
+    """A claim beside the targets it is about: none if nobody measured it."""
+
+    def __init__(self, claim: PageRow, targets: Sequence[Target]) -> None:
+        self.claim = claim
+        self.targets = [
+            target if claim.goal is None else Target(target.name, claim.goal, target.measured, target.at_most)
+            for target in targets
+            if re.search(claim.pattern, target.name)
+        ]
+
+    @property
+    def num_missed(self) -> int:
+        return sum(not target.met for target in self.targets)
+
+    @property
+    def is_above_limit(self) -> bool:
+        """Whether what was taken for a limit was beaten by so much that it is none."""
+        return self.claim.limit and any(
+            target.measured < 1 / NO_LIMIT if target.at_most else target.measured > NO_LIMIT for target in self.targets
+        )
+
+    @property
+    def needs_cause(self) -> bool:
+        return self.num_missed > 0 or self.is_above_limit
+
+    def line(self, page: str) -> str:
+        """The table's row. `page` is where the causes stand, from the page that has the table."""
+        first, values = self.targets[0], sorted(target.measured for target in self.targets)
+        shown = " – ".join(_figure(value, first.limit) for value in dict.fromkeys((values[0], values[-1])))
+        num, missed = len(self.targets), self.num_missed
+        met = "yes" if not missed else "no" if num == 1 else f"{num - missed} of {num}"
+        if self.is_above_limit:
+            met += ", above its limit"
+        if self.needs_cause and self.claim.cause:
+            met += f" ([why]({page}#{anchor(self.claim.cause)}))"
+        sign = "≤" if first.at_most else "≥"
+        return f"| {self.claim.label} | {sign} {_figure(first.limit)} | {shown} | {met} |"
+
+
+def anchor(heading: str) -> str:
+    """What a link to a heading says."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def causes(page: str) -> list[str]:
+    """The headings under which docs/performance.md says why a goal was missed."""
+    section = page.partition(MISSED)[2].partition("\n## ")[0]
+    return re.findall(r"^### (.*)$", section, re.MULTILINE)
+
+
+def figures() -> str:
+    """The table of all claims, what nobody measured yet, and machine and commit of each benchmark."""
     results = saved()
-    lines = ["| what | target | measured | met |", "|---|--:|--:|---|"]
-    lines += [
-        _line(label, results[name]["targets"], pattern)
-        for label, name, pattern in claims
-        if name in results and any(re.search(pattern, target["name"]) for target in results[name]["targets"])
-    ]
-    origins: dict[str, dict[str, list[str]]] = {}  # machine → commit → benchmarks
-    for name in sorted({name for _, name, _ in claims} & results.keys()):
-        document = results[name]
-        origins.setdefault(machine_line(document["machine"]), {}).setdefault(document["commit"], []).append(f"`{name}`")
-    told = [
-        f"Measured on {machine}, at commit "
-        + "; ".join(f"`{at}`: {', '.join(names)}" for at, names in commits.items())
-        + "."
-        for machine, commits in sorted(origins.items())
-    ]
-    missing = sorted({name for _, name, _ in claims if name.startswith("gpu_")} - results.keys())
+    found = judged(results)
+    measured = [each.claim.benchmark for each in found if each.targets]
+    parts = [_table(found, ""), *_origins(results, measured)]
+    missing: dict[str, list[str]] = {}  # benchmark → its rows
+    for each in found:
+        if not each.targets and (each.claim.benchmark in results or not each.claim.benchmark.startswith("gpu_")):
+            missing.setdefault(each.claim.benchmark, []).append(each.claim.label)
     if missing:
-        names = ", ".join(f"`{name}`" for name in missing)
-        told.append(f"Not run on a GPU yet: {names}. [gpu.md](gpu.md) says how to run them.")
-    return "\n\n".join(["\n".join(lines), *told]) + "\n"
+        told = [f"- {'; '.join(labels)}: run `{_command(name)}`." for name, labels in missing.items()]
+        parts.append("\n".join(["Not measured yet:", "", *told]))
+    on_gpu = sorted(
+        {each.claim.benchmark for each in found if each.claim.benchmark.startswith("gpu_")} - results.keys()
+    )
+    if on_gpu:
+        names = ", ".join(f"`{name}`" for name in on_gpu)
+        parts.append(f"Not run on a GPU yet: {names}. [gpu.md](gpu.md) says how to run them.")
+    return "\n\n".join(parts) + "\n"
 
 
 def six() -> str:
     """The README's table, and how many of all figures reach their target."""
     results = saved()
-    found = [
-        [target["met"] for target in results[name]["targets"] if re.search(pattern, target["name"])]
-        for _, name, pattern in CLAIMS
-        if name in results
+    by_target = {(claim.benchmark, claim.pattern): claim for claim in CLAIMS}
+    shown = [by_target[name, pattern]._replace(label=label) for label, name, pattern in SIX]
+    every = judged(results)
+    known = [each for each in every if each.targets]
+    met = sum(not each.num_missed for each in known)
+    told = f"{met} of all {len(known)} figures reach their target, {len(every) - len(known)} are not measured yet"
+    parts = [_table(judged(results, shown), "docs/performance.md"), *_origins(results, [c.benchmark for c in shown])]
+    return "\n\n".join([*parts, f"{told}; [docs/performance.md](docs/performance.md) has every one."]) + "\n"
+
+
+def lacking(results: Mapping[str, Any], page: str, claims: Sequence[PageRow] = CLAIMS) -> list[str]:
+    """What the page owes its readers: goals, rows and causes that are missing, and causes of what is met."""
+    lines: list[str] = []
+    for name, document in results.items():
+        targets = targets_of(document)
+        lines += left_out(name, document["results"], targets)
+        lines += [f"{name}: {end}: its mean is no target" for end in without_mean(targets)]
+        for target in targets:
+            rows = [
+                claim.label for claim in claims if claim.benchmark == name and re.search(claim.pattern, target.name)
+            ]
+            if len(rows) != 1:
+                lines.append(f"{name}: {target.name}: {len(rows)} rows of _claims.py are about it; make it one")
+    found, headings = judged(results, claims), causes(page)
+    for each in found:
+        if len({(target.limit, target.at_most) for target in each.targets}) > 1:
+            lines.append(f"{each.claim.label}: several limits in one row; make it several rows")
+        if each.needs_cause and each.claim.cause not in headings:
+            missed = ", ".join(f"{target.measured:.3g}" for target in each.targets if not target.met)
+            lines.append(
+                f"{each.claim.label}: {missed or 'above its limit'}: name its cause in _claims.py and the page"
+            )
+        elif each.claim.cause and not each.needs_cause:
+            lines.append(f"{each.claim.label}: met, or not measured: take the cause {each.claim.cause!r} out")
+    used = {each.claim.cause for each in found}
+    lines += [
+        f"{heading!r}: no row names this cause; take it out of the page" for heading in headings if heading not in used
     ]
-    known = [met for met in found if met]
-    met = sum(map(all, known))
-    told = f"{met} of all {len(known)} figures reach their target"
-    return f"{figures(SIX)}\n{told}; [docs/performance.md](docs/performance.md) has every one.\n"
+    return lines
 
 
-def _line(label: str, targets: list[dict[str, Any]], pattern: str) -> str:
-    chosen = [target for target in targets if re.search(pattern, target["name"])]
-    sign, limit = chosen[0]["target"].split()
-    values = sorted(float(target["measured"]) for target in chosen)
-    shown = f"{values[0]:.3g}" if len(values) == 1 else f"{values[0]:.3g} – {values[-1]:.3g}"
-    missed = sum(not target["met"] for target in chosen)
-    met = "yes" if not missed else "no" if len(chosen) == 1 else f"{len(chosen) - missed} of {len(chosen)}"
-    return f"| {label} | {'≤' if sign == '<=' else '≥'} {limit} | {shown} | {met} |"
+def _command(name: str) -> str:
+    return f"python benchmarks/{name}.py{OPTIONS.get(name, '')} --save"
+
+
+def _table(found: Sequence[JudgedRow], page: str) -> str:
+    lines = ["| what | target | measured | met |", "|---|--:|--:|---|"]
+    return "\n".join([*lines, *(each.line(page) for each in found if each.targets)])
+
+
+def _origins(results: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """A line for each machine: the benchmarks that ran there, by commit."""
+    origins: dict[str, dict[str, list[str]]] = {}  # machine → commit → benchmarks
+    for name in sorted({*names} & results.keys()):
+        document = results[name]
+        origins.setdefault(machine_line(document["machine"]), {}).setdefault(document["commit"], []).append(f"`{name}`")
+    return [
+        f"Measured on {machine}, at commit "
+        + "; ".join(f"`{at}`: {', '.join(names)}" for at, names in commits.items())
+        + "."
+        for machine, commits in sorted(origins.items())
+    ]
+
+
+def _figure(value: float, limit: float | None = None) -> str:
+    """Three digits, or four where three cannot tell it from its limit."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return (
+        f"{value:.4g}" if limit is not None and value != limit and f"{value:.3g}" == f"{limit:.3g}" else f"{value:.3g}"
+    )
 
 
 def machine_line(machine: Mapping[str, Any]) -> str:
@@ -201,10 +207,11 @@ def written(page: Path, table: str) -> str:
 
 
 def main() -> None:
-    """Replace what stands between the two marks of each page."""
+    """Replace what stands between the two marks of each page, and print what is lacking."""
     PERFORMANCE.write_text(written(PERFORMANCE, figures()))
     README.write_text(written(README, six()))
     MODELS.write_text(written(MODELS, models_table()))
+    print("\n".join(chain(lacking(saved(), PERFORMANCE.read_text()), ["the pages are written"])))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from _goals import Target as Target  # programs name their goals by it
+from _goals import held, left_out
 from rich.console import Console
 from rich.table import Table
 
@@ -27,25 +29,6 @@ class Speed:
 
     gb_per_s: float
     cpu_s_per_gb: float
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One claim: `measured` has to be at most (or, with `at_most=False`, at least) `limit`, in the same unit."""
-
-    name: str
-    limit: float
-    measured: float
-    at_most: bool = True
-
-    @property
-    def met(self) -> bool:
-        return self.measured <= self.limit if self.at_most else self.measured >= self.limit
-
-    def as_dict(self) -> dict[str, object]:
-        """The JSON form: name, target (with its direction), measured, met."""
-        sign = "<=" if self.at_most else ">="
-        return {"name": self.name, "target": f"{sign} {self.limit:g}", "measured": self.measured, "met": self.met}
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -102,8 +85,13 @@ def report(
 
     `setup` is what of the command line decides the figures.
 
+    Rows of a column that is a goal for others are held to it as well (`_goals.py`); what has no goal is told on stderr.
+
     Returns the program's exit status: 0 also if a target was missed, since a miss is a result, told as such.
     """
+    targets = held(name, rows, targets)
+    for line in left_out(name, rows, targets):
+        progress(line)
     document = _document(name, rows, targets, setup)
     if save:
         _write(document)

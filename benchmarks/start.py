@@ -1,4 +1,4 @@
-"""What a start costs: CPU seconds of `kvtier --help` and `import kvtier`, beside an interpreter that does nothing."""
+"""What a start costs: CPU seconds of `import kvtier` and of helps, beside an interpreter that does nothing."""
 
 import os
 import resource
@@ -14,6 +14,8 @@ STARTS: Final[dict[str, tuple[tuple[str, ...], float | None]]] = {  # program, C
     "python -c pass": (("-c", "pass"), None),
     "import kvtier": (("-c", "import kvtier"), 0.1),
     "kvtier --help": (("-m", "kvtier.cli", "--help"), 0.25),
+    "kvtier status --help": (("-m", "kvtier.cli", "status", "--help"), 0.25),
+    "kvtier cluster up --help": (("-m", "kvtier.cli", "cluster", "up", "--help"), 0.25),
 }
 
 

@@ -2,9 +2,10 @@
 
 import itertools
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 Json = dict[str, Any]
 """A JSON object, whatever it holds."""
@@ -37,7 +38,7 @@ def object_in(data: bytes) -> Json:
     return values
 
 
-def first_error(error: ValidationError) -> tuple[str, str, str, object]:
+def first_error(error: "ValidationError") -> tuple[str, str, str, object]:
     """Of the first field that is wrong: its name in ASCII, what is wrong, the kind of error, and the value.
 
     The tags of a union, which begin with =, are no part of the name. None comes first: a field has the union.

@@ -157,6 +157,16 @@ def imports(path: str, tree: ast.Module) -> Iterator[Import]:
             for alias in node.names:
                 behind = face(folder_of(written) or "").get(alias.name, written) if is_folder(written) else written
                 yield Import(behind, path, node.lineno, place, f"{written}:{alias.name}")
+                if is_folder(f"{written}.{alias.name}"):
+                    yield from _taken(path, tree, f"{written}.{alias.name}", alias.asname or alias.name)
+
+
+def _taken(path: str, tree: ast.Module, folder: str, name: str) -> Iterator[Import]:
+    """What a file takes from a folder's face when it is used: `name.attribute`, which is a late import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name:
+            behind = face(folder_of(folder) or "").get(node.attr, folder)
+            yield Import(behind, path, node.lineno, "top", f"{folder}:{node.attr}")
 
 
 @cache

@@ -20,7 +20,8 @@ import gpu_decode
 import gpu_ttft
 import pytest
 import torch
-from _readme import CLAIMS, figures
+from _claims import CLAIMS
+from _readme import figures
 from device_rig import WAYS, LazyRig, ended_well, pairs, rig_of
 
 from kvtier.tiers.host.host import HostRegion
@@ -47,12 +48,12 @@ def test_a_dry_run_is_the_whole_program(program: Any) -> None:
     document = dry_run(program)
     assert "no figure of a GPU" in document["setup"]["dry"]
     # each goal of the page is a target, with its own limit
-    labels = [(label, pattern) for label, name, pattern in CLAIMS if name == program.__name__]
+    patterns = [claim.pattern for claim in CLAIMS if claim.benchmark == program.__name__]
     for target in document["targets"]:
-        assert sum(bool(re.search(pattern, target["name"])) for _, pattern in labels) == 1, target
+        assert sum(bool(re.search(pattern, target["name"])) for pattern in patterns) == 1, target
     limits = [
         {target["target"] for target in document["targets"] if re.search(pattern, target["name"])}
-        for _, pattern in labels
+        for pattern in patterns
     ]
     assert all(len(each) == 1 for each in limits), limits
 

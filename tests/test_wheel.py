@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = """
 from threading import Event
 import kvtier
-from kvtier.service.cluster.file import BESIDE_US, Placeholders, Topology
+from kvtier.service.cluster.defaults import BESIDE_US
+from kvtier.service.cluster.file import Placeholders, Topology
 from kvtier.service.observe.dashboard import dashboard_routes
 print(kvtier.__file__)
 print(*(route.path for route in dashboard_routes(dict, Event())))

@@ -10,16 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from pydantic import SecretStr
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from kvtier.cli.options import ConfigOption, JsonOption, given, progress_bar, show
-from kvtier.service import Exit, Json, needing
-from kvtier.service.observe import DaemonStatus, RouterStatus, summary, watch
-from kvtier.service.router import summary as router_summary
+from kvtier.service import Exit, Json, needing, observe, router
 from kvtier.tiers import ConfigError, KVTierError
-from kvtier.tiers.config import Config, format_size, parse_duration, parse_size, parse_time, show_size
+from kvtier.tiers import config as configuration
+from kvtier.tiers.config import format_size, parse_duration, parse_size, parse_time, show_size
 
 if TYPE_CHECKING:
     from kvtier.service.web import HttpClient
@@ -79,9 +75,11 @@ def _connected(
     as_json: JsonOption = False,
 ) -> Iterator[CommandContext]:
     """The daemon that the options name. The options are those of every command."""
+    from pydantic import SecretStr
+
     with needing("this command"):
         from kvtier.service.web import HttpClient
-    settings = Config.load(config).service
+    settings = configuration.Config.load(config).service
     if http is not None:
         host, _, port = http.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -95,11 +93,11 @@ def _connected(
 def show_status(context: CommandContext) -> None:
     told = context.client.status("clients", "replicas")
     if "replicas" in told:
-        router = RouterStatus.parse(told)
-        text, is_well = router_summary.page(router), router.num_up == len(router.replicas)
+        cluster = observe.RouterStatus.parse(told)
+        text, is_well = router.summary.page(cluster), cluster.num_up == len(cluster.replicas)
     else:
-        daemon = DaemonStatus.parse(told)
-        text, is_well = summary.page(daemon), not daemon.degraded
+        daemon = observe.DaemonStatus.parse(told)
+        text, is_well = observe.summary.page(daemon), not daemon.degraded
     context.show(told, text.rstrip("\n"))
     if not is_well:
         raise typer.Exit(Exit.DEGRADED)
@@ -112,7 +110,8 @@ def show_top(
     count: Annotated[int, typer.Option(min=0, help="Looks to take; 0 goes on until Ctrl-C.")] = 0,
 ) -> None:
     seconds = _parsed("--interval", interval, parse_time)
-    watch(lambda: DaemonStatus.parse(context.client.status("clients")), seconds, count, as_json=context.as_json)
+    client = context.client
+    observe.watch(lambda: observe.DaemonStatus.parse(client.status("clients")), seconds, count, as_json=context.as_json)
 
 
 @command("pin")
@@ -222,6 +221,8 @@ def trace(
 
 
 def _transfer(context: CommandContext, path: str, body: Json, done: str) -> None:
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+
     last: Json = {}
     done_of_all = TextColumn("{task.completed:.0f}/{task.total:.0f} blocks")
     with progress_bar(TextColumn("{task.description}"), BarColumn(), done_of_all, TimeElapsedColumn()) as bar:
@@ -279,6 +280,8 @@ def _parsed(option: str, text: str, parse: Callable[[object], Any]) -> Any:
 
 
 def _show_table(context: CommandContext, answer: Json, rows: list[Json], columns: tuple[str, ...]) -> None:
+    from rich.table import Table
+
     table = Table(*(name.replace("_", " ") for name in columns))
     for row in rows:
         table.add_row(*(show_size(row[name]) if name in _SIZES else str(row[name]) for name in columns))

@@ -5,19 +5,21 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
 from kvtier.cli.options import ConfigOption, JsonOption, progress_bar, show
 from kvtier.service import Exit
-from kvtier.service.doctor import Verdict, examine, find_slabs, verify_slab, worst
+from kvtier.service import doctor as checks
 from kvtier.tiers import Finding, Status, load_key
-from kvtier.tiers.config import Config
+from kvtier.tiers import config as configuration
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from kvtier.service.doctor import Verdict
 
 app = typer.Typer()
 
@@ -31,8 +33,8 @@ def verify(
     repair: Annotated[bool, typer.Option("--repair", help="Drop entries found bad, and only those.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    loaded = Config.load(config)
-    slabs = find_slabs(path, loaded)
+    loaded = configuration.Config.load(config)
+    slabs = checks.find_slabs(path, loaded)
     key = load_key(loaded.file.key_file, "[file] key_file") if loaded.file.key_file else None
     verdicts = _verify_all(slabs, repair, key)
     for verdict in verdicts:
@@ -40,22 +42,28 @@ def verify(
             print(f"kvtier: {verdict.refused}", file=sys.stderr)
     table = _verdict_table(verdicts) if verdicts else "no slabs there"
     show([verdict.as_json() for verdict in verdicts], table, as_json=as_json)
-    raise typer.Exit(worst(verdicts))
+    raise typer.Exit(checks.worst(verdicts))
 
 
-def _verify_all(slabs: Sequence[Path], repair: bool, key: bytes | None = None) -> list[Verdict]:
+def _verify_all(slabs: Sequence[Path], repair: bool, key: bytes | None = None) -> "list[Verdict]":
     """One slab after the other, with a bar on a terminal."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with progress_bar(*columns, TimeRemainingColumn()) as bar:
-        return [verify_slab(slab, repair=repair, key=key, progress=_advance(bar, _short(slab))) for slab in slabs]
+        return [
+            checks.verify_slab(slab, repair=repair, key=key, progress=_advance(bar, _short(slab))) for slab in slabs
+        ]
 
 
-def _advance(bar: Progress, name: str) -> Callable[[int, int], None]:
+def _advance(bar: "Progress", name: str) -> Callable[[int, int], None]:
     task = bar.add_task(name, total=None)
     return lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _verdict_table(verdicts: Sequence[Verdict]) -> Table:
+def _verdict_table(verdicts: "Sequence[Verdict]") -> "Table":
+    from rich.table import Table
+
     table = Table("slab", title="kvtier verify", title_justify="left")
     for column in ("slots", "blocks", "bad payloads", "bad rows", "unreadable"):
         table.add_column(column, justify="right")
@@ -78,10 +86,12 @@ def _short(path: Path) -> str:
 
 @app.command()
 def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    loaded = Config.load(config)
+    from rich.console import Console
+
+    loaded = configuration.Config.load(config)
     console = Console(stderr=True)
     with console.status("measuring…") if console.is_terminal else nullcontext():
-        findings = examine(loaded)
+        findings = checks.examine(loaded)
     show([asdict(finding) for finding in findings], _finding_table(findings), as_json=as_json)
     statuses = {finding.status for finding in findings}
     if Status.ERROR in statuses:
@@ -89,7 +99,10 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     raise typer.Exit(Exit.DEGRADED if Status.WARNING in statuses else Exit.OK)
 
 
-def _finding_table(findings: Sequence[Finding]) -> Table:
+def _finding_table(findings: Sequence[Finding]) -> "Table":
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table("check", "", title="kvtier doctor", title_justify="left")
     for column in ("found", "fix"):
         table.add_column(column, overflow="fold")  # a command is worth nothing with its end cut off

@@ -5,20 +5,25 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from threading import Event
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from kvtier.cli import serving
 from kvtier.cli.options import JsonOption, show
+from kvtier.cli.verbs import VerbGroup
 from kvtier.service import Exit
-from kvtier.service.cluster import BESIDE_US, FIRST_PORT, NUM_PORTS, Cluster, Placeholders, Topology, is_installed
+from kvtier.service import cluster as processes
+from kvtier.service.cluster import BESIDE_US, FIRST_PORT, NUM_PORTS
 from kvtier.tiers import ConfigError, KVTierError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvtier.service.cluster import Topology
+
 app = typer.Typer()
-cluster = typer.Typer(name="cluster", no_args_is_help=True)
+cluster = typer.Typer(cls=VerbGroup, name="cluster", no_args_is_help=True)
 app.add_typer(cluster)
 
 _PROFILES: Final = ("cluster", "observability")  # of which the second is left out where its programs are missing
@@ -46,6 +51,8 @@ def up(
     ] = None,
 ) -> None:
     """Start Valkey or Redis, daemons, engines and the router, wait until they are ready, and leave them running."""
+    from rich.console import Console
+
     file, state = file.resolve(), state.absolute()
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f'--model "{model}": no config.json in it; name a checkpoint directory')
@@ -54,20 +61,22 @@ def up(
         raise ConfigError(f'--state "{state}": {why}; choose another')
     if "," in str(state):
         raise ConfigError(f'--state "{state}": a comma ends an option of the router\'s replicas; choose another')
-    places = Placeholders(state, file.parent / "deploy", model.absolute() if model else state / "model", port)
+    places = processes.Placeholders(state, file.parent / "deploy", model.absolute() if model else state / "model", port)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    topology = _installed(Topology.read(file, places, profile or _PROFILES), profile is not None, console)
+    topology = _installed(processes.Topology.read(file, places, profile or _PROFILES), profile is not None, console)
     stopping = Event()
     serving.on_signal(stopping.set)
     with console.status("starting"):
-        is_new = Cluster(state).up(topology, port, lambda line: console.print(line, markup=False), stopping)
+        is_new = processes.Cluster(state).up(topology, port, lambda line: console.print(line, markup=False), stopping)
     console.print("up" if is_new else "it is up already", "· kvtier cluster status · kvtier cluster down")
 
 
 @cluster.command("status")
 def status(state: StateOption = Path("kvtier-cluster"), as_json: JsonOption = False) -> None:
     """Show every service. Status 0: all are well, 3: one is not, 2: no cluster is up."""
-    rows = Cluster(state).status()
+    from rich.table import Table
+
+    rows = processes.Cluster(state).status()
     table = Table("service", "state", "healthy", "pid", "address", "up")
     for row in rows:
         up_for = "" if row.uptime_s is None else f"{row.uptime_s:.0f} s"
@@ -84,13 +93,13 @@ def down(
     purge: Annotated[bool, typer.Option("--purge", help="Remove slabs and a model that was made, too.")] = False,
 ) -> None:
     """End all of it, in the order opposite to `up`, and remove its state; what was stored is kept."""
-    was_there = Cluster(state).down(lambda line: print(line, file=sys.stderr), purge=purge)
+    was_there = processes.Cluster(state).down(lambda line: print(line, file=sys.stderr), purge=purge)
     print("down" if was_there else f"no cluster in {state}: nothing to do", file=sys.stderr)
 
 
-def _installed(topology: Topology, is_asked_for: bool, console: Console) -> Topology:
+def _installed(topology: "Topology", is_asked_for: bool, console: "Console") -> "Topology":
     """What can be started here. Whoever asks for a profile needs all its programs; what only adds to it goes, aloud."""
-    missing = {name: each for name, each in topology.services.items() if not is_installed(each.argv[0])}
+    missing = {name: each for name, each in topology.services.items() if not processes.is_installed(each.argv[0])}
     for name, service in missing.items():
         if is_asked_for or _PROFILES[0] in service.profiles:
             raise KVTierError(f"{name}: {service.argv[0]} is not installed; install it, or leave its profile out")

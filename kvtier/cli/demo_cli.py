@@ -6,12 +6,13 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.options import ConfigOption, ExactOption, JsonOption
+from kvtier.cli.verbs import VerbGroup
 from kvtier.service import needing
 from kvtier.tiers import ConfigError
-from kvtier.tiers.config import Config
+from kvtier.tiers import config as configuration
 
 app = typer.Typer()
-demos = typer.Typer(name="demo", invoke_without_command=True)
+demos = typer.Typer(cls=VerbGroup, name="demo", invoke_without_command=True)
 app.add_typer(demos)
 
 CheckpointOption = Annotated[
@@ -67,7 +68,7 @@ def run_generate(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    settings = Config.load(config)
+    settings = configuration.Config.load(config)
     text = _prompt(prompt, prompt_file)
     with needing("this"):
         from kvtier.engine.demo import GenerateOptions, generate

@@ -1,12 +1,18 @@
-"""The options that several verbs have, and what verbs print: JSON, a table, a progress bar."""
+"""The options that several verbs have, and what verbs print: JSON, a table, a progress bar.
+
+Files of verbs import what does a verb's work when the verb is called, and rich when there is something to print: their
+help is theirs alone, and cheap.
+"""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, RenderableType
-from rich.progress import Progress, ProgressColumn
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.progress import Progress, ProgressColumn
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 ConfigOption = Annotated[
@@ -23,15 +29,20 @@ def given(**options: object) -> dict[str, object]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def show(value: object, table: RenderableType, *, as_json: bool) -> None:
+def show(value: object, table: "RenderableType", *, as_json: bool) -> None:
     """Print what a verb found, for programs or for people."""
     if as_json:
         print(json.dumps(value))
     else:
+        from rich.console import Console
+
         Console().print(table)
 
 
-def progress_bar(*columns: ProgressColumn) -> Progress:
+def progress_bar(*columns: "ProgressColumn") -> "Progress":
     """A bar on stderr while something runs; none if that is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -10,7 +10,15 @@ from kvtier.cli.verbs import Verbs
 from kvtier.service import Exit
 from kvtier.tiers import ConfigError, KVTierError
 
-app = typer.Typer(cls=Verbs, name="kvtier", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+# Help and mistakes are plain text: rich alone would take twice the CPU time of all else.
+app = typer.Typer(
+    cls=Verbs,
+    name="kvtier",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 
 
 def _print_version(wanted: bool) -> None:

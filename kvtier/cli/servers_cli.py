@@ -13,7 +13,8 @@ from kvtier.cli import serving
 from kvtier.cli.options import ConfigOption, ExactOption, HttpOption, given
 from kvtier.service import needing
 from kvtier.tiers import ConfigError, load_key
-from kvtier.tiers.config import Config, format_size
+from kvtier.tiers import config as configuration
+from kvtier.tiers.config import format_size
 
 app = typer.Typer()
 
@@ -37,7 +38,7 @@ def serve(
     ] = None,
     http: HttpOption = None,
 ) -> None:
-    settings = Config.load(config, service=given(socket=socket, http=http))
+    settings = configuration.Config.load(config, service=given(socket=socket, http=http))
     path = settings.service.socket
     if path is None:
         raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
@@ -72,7 +73,7 @@ def serve_engine(
     exact: ExactOption = False,
     config: ConfigOption = None,
 ) -> None:
-    settings = Config.load(config, server=given(name=name, http=http))
+    settings = configuration.Config.load(config, server=given(name=name, http=http))
     serving.begin(_SWITCH)
     with needing("the engine"):
         from kvtier.service.engine import EngineServer
@@ -100,7 +101,7 @@ def route(
     config: ConfigOption = None,
 ) -> None:
     options = given(replicas=replica, replicas_file=replicas_file, model=model, http=http)
-    settings = Config.load(config, router=options)
+    settings = configuration.Config.load(config, router=options)
     serving.begin(_SWITCH)
     with needing("the router"):
         from kvtier.service.router import serve as serve_router

@@ -54,17 +54,30 @@ VERBS: Final = {name: Verb(module, text) for module, verbs in _MODULES.items() f
 def load(name: str) -> TyperCommand | TyperGroup:
     """A verb as its module defines it: imports the module, and all that it needs. KeyError for none of ours."""
     module: Any = import_module(f"kvtier.cli.{VERBS[name].module}")
+    module.app.rich_markup_mode = None  # plain help, as that of `kvtier`
     verb: TyperCommand | TyperGroup = get_group(module.app).commands[name]  # type: ignore[assignment]
     verb.help = VERBS[name].help
+    for each in verb.commands.values() if isinstance(verb, TyperGroup) else ():
+        each.short_help = each.help  # else its first words
     return verb
 
 
-class Verbs(TyperGroup):
+class VerbGroup(TyperGroup):
+    """A group whose verbs print their help without pydantic, which typer would import to convert `--help` not given."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.default = False  # typer takes a bool as it is
+        return option
+
+
+class Verbs(VerbGroup):
     """The group of all verbs. `--help` reads the table above; a verb's module is imported when the verb is used."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = {name: TyperCommand(name=name, help=verb.help) for name, verb in VERBS.items()}
+        self.commands = {name: TyperCommand(name=name, short_help=verb.help) for name, verb in VERBS.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb that the arguments start with, loaded, and the arguments after it."""

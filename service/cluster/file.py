@@ -10,12 +10,10 @@ from typing import Annotated, Any, Final, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvtier.service import first_error, needing
+from kvtier.service.cluster.defaults import FIRST_PORT, NUM_PORTS
 from kvtier.tiers import ConfigError
 
-BESIDE_US: Final = Path(__file__).parents[2] / "docker-compose.yml"  # this path holds in a checkout and in a wheel
 KEY: Final = "x-kvtier"
-FIRST_PORT: Final = 7400
-NUM_PORTS: Final = 100  # ports from the first one on; a cluster uses no others
 
 _PLACE: Final = re.compile(r"\{(\w+)(?::(\d+))?\}")
 

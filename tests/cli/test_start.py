@@ -7,7 +7,7 @@ import pytest
 
 HEAVY = {
     "torch", "numpy", "transformers", "tokenizers", "safetensors", "redis", "msgpack", "xxhash", "aiohttp", "httpx",
-    "pydantic", "pydantic_settings", "prometheus_client", "zmq", "cryptography", "vllm", "sglang",
+    "pydantic", "pydantic_settings", "rich", "prometheus_client", "zmq", "cryptography", "vllm", "sglang",
 }  # fmt: skip
 HELP = "import sys; sys.argv = ['kvtier', '--help']; from kvtier.cli import main\ntry: main()\nexcept SystemExit: pass"
 

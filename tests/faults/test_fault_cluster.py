@@ -20,7 +20,8 @@ from crowd_rig import Turn, conversations, crowd
 from http_rig import pester
 from redis_rig import NO_REDIS
 
-from kvtier.service.cluster.file import BESIDE_US, KEY
+from kvtier.service.cluster.defaults import BESIDE_US
+from kvtier.service.cluster.file import KEY
 from kvtier.service.command_line import Exit
 
 pytestmark = [

@@ -87,7 +87,7 @@ def test_every_check_has_a_line_and_leaves_nothing_behind(disk_dir: Path) -> Non
 def test_the_worst_line_is_the_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: list[Finding], status: Exit
 ) -> None:
-    monkeypatch.setattr(checks_cli, "examine", lambda config: found)
+    monkeypatch.setattr("kvtier.service.doctor.examine", lambda config: found)
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(typer.Exit) as ended:
         checks_cli.doctor()

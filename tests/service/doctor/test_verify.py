@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import xxhash
 from command_rig import kvtier
+from rich import console
 from rich.console import Console
 from slab_rig import BLOCK_SIZE, get, hash_of, put
 
-from kvtier.cli import checks_cli, options
+from kvtier.cli import checks_cli
 from kvtier.service.command_line import Exit
 from kvtier.service.doctor.verify import find_slabs, verify_slab
 from kvtier.tiers.config.config import Config
@@ -194,7 +195,7 @@ def test_progress_is_told_and_ends_at_all(slab: Slab, monkeypatch: pytest.Monkey
 def test_a_bar_is_drawn_on_a_terminal(
     slab: Slab, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(options, "Console", lambda stderr=False: Console(stderr=stderr, force_terminal=True))
+    monkeypatch.setattr(console, "Console", lambda stderr=False: Console(stderr=stderr, force_terminal=True))
     checks_cli._verify_all([slab.path], repair=False)
     shown = capfd.readouterr()
     assert "━" in shown.err

@@ -1,0 +1,289 @@
+"""What docs/performance.md says of which targets: a row for each claim, and the cause of a row that is missed."""
+
+from typing import Final, NamedTuple
+
+
+class PageRow(NamedTuple):
+    """A row of the table: all targets of one benchmark whose names match a pattern; they have one limit."""
+
+    label: str
+    benchmark: str
+    pattern: str  # of the targets' names; a target belongs to one claim
+    cause: str = ""  # heading under "What was missed, and why": of a row that is missed, or above its limit
+    goal: float | None = None  # today's, where the saved result has a laxer one
+    limit: bool = False  # measured against what the machine can do: beaten by more than a tenth, that was no limit
+
+
+CLAIMS: Final = (
+    PageRow(
+        "hash and look up 131,072 tokens, all hits: × (list conversion + bare SHA-256 loop)",
+        "lookup_latency",
+        "hashing",
+        limit=True,
+    ),
+    PageRow(
+        "list of 131,072 tokens in, all hits, the whole way: CPU ms, median and p90, blocks of 16 and 64",
+        "lookup_latency",
+        "^whole way.*(named before|from nothing)",
+    ),
+    PageRow("the same, the next turn of 2,048 tokens more", "lookup_latency", "^whole way.*next turn"),
+    PageRow("blocks hashed when a sequence grows by one", "lookup_latency", "^blocks hashed"),
+    PageRow("pool, batches of 2,048, LRU and S3-FIFO: lookup, µs a block", "pool_throughput", "^lookup.*, us"),
+    PageRow("the same: lease + release", "pool_throughput", "^lease.*, us"),
+    PageRow("the same: store with eviction", "pool_throughput", "^store.*, us", "S3-FIFO"),
+    PageRow("the same: unkeyed allocate + free", "pool_throughput", "^allocate.*, us"),
+    PageRow(
+        "pool, batches of 1 to 2,048, LRU and S3-FIFO: lookup ÷ vLLM's BlockPool", "pool_throughput", "^lookup.*batches"
+    ),
+    PageRow("the same: lease + release ÷ its touch + free", "pool_throughput", "^lease.*batches"),
+    PageRow("the same: store with eviction", "pool_throughput", "^store.*batches"),
+    PageRow("the same: unkeyed allocate + free", "pool_throughput", "^allocate.*batches"),
+    PageRow(
+        "a step that stores a block of 1 to 64 sequences, L2 and slab, ways to admit and write: CPU ms",
+        "step_stores",
+        "stores$",
+    ),
+    PageRow("CPU seconds of `import kvtier`", "start", "^import"),
+    PageRow("CPU seconds of `kvtier --help`, and of verbs' helps", "start", "--help"),
+    PageRow(
+        "L1 ↔ L2 on a CPU, 64 KiB–8 MiB, slots scattered: of the best numpy copy",
+        "copy_bandwidth",
+        "scattered slots",
+        limit=True,
+    ),
+    PageRow(
+        "the same, blocks and slots scattered (numpy's job is easier)",
+        "copy_bandwidth",
+        "scattered both",
+        "Blocks and slots scattered",
+        limit=True,
+    ),
+    PageRow(
+        "the same, L1 an ordinary tensor: of np.copyto, block by block", "copy_bandwidth", "ordinary tensor", limit=True
+    ),
+    PageRow("L2 → L1 beside a busy Python thread, GB/s", "copy_bandwidth", "busy"),
+    PageRow("slab writes, new and aged: of fio", "file_bandwidth", "^write, .*ratio", "fio at one depth", limit=True),
+    PageRow(
+        "slab cold reads, new and aged, verified: of fio",
+        "file_bandwidth",
+        "^cold read.*ratio",
+        "fio at one depth",
+        limit=True,
+    ),
+    PageRow(
+        "single blocks at random, verified: of fio at the block size",
+        "file_bandwidth",
+        "^scattered.*ratio",
+        "Single blocks at random",
+        goal=0.9,
+        limit=True,
+    ),
+    PageRow("slab writes and cold reads: CPU s/GB besides the checksum", "file_bandwidth", "^(write|cold).*CPU"),
+    PageRow("the same: single blocks at random", "file_bandwidth", "^scattered.*CPU", "Single blocks at random"),
+    PageRow("the same: reads from the page cache, buffered and mapped", "file_bandwidth", "^warm.*CPU", "Warm reads"),
+    PageRow("slab reads beside a busy Python thread, GB/s", "file_bandwidth", "^read beside"),
+    PageRow(
+        "slab writes beside a busy Python thread, GB/s",
+        "file_bandwidth",
+        "^write beside",
+        "Writes beside a busy thread",
+    ),
+    PageRow(
+        "encrypted slab, writes: of the lesser of a slab in the clear and AES alone",
+        "encryption",
+        "^write",
+        "An encrypted slab",
+        limit=True,
+    ),
+    PageRow("the same, cold reads", "encryption", "^cold read", limit=True),
+    PageRow(
+        "the same, reads beside a busy Python thread: of a slab in the clear",
+        "encryption",
+        "^read beside",
+        "An encrypted slab",
+        limit=True,
+    ),
+    PageRow("reopen a slab of 1,000,000 blocks, CPU s", "recovery", "CPU", "Reopening a slab", goal=0.5),
+    PageRow("its index in memory, bytes a block", "recovery", "bytes"),
+    PageRow(
+        "Redis, GET into L2 slots, verified: × redis-py's pipeline with the copy",
+        "redis_bandwidth",
+        "^GET.*redis-py",
+        "Redis",
+    ),
+    PageRow("Redis, SET from L2 slots: × redis-py's pipeline", "redis_bandwidth", "^SET.*redis-py", "Redis"),
+    PageRow("Redis, GET and SET: × LMCache's C++ client", "redis_bandwidth", "LMCache"),
+    PageRow("Redis: client CPU s/GB", "redis_bandwidth", "CPU", "Redis"),
+    PageRow("SGLang after a restart, time to first token: no storage ÷ kvtier", "sglang_files", "no storage"),
+    PageRow("the same: kvtier ÷ SGLang's file backend", "sglang_files", "^time.*file backend"),
+    PageRow("the same: bytes on disk", "sglang_files", "^bytes on disk"),
+    PageRow("SGLang, 5 prompts after a restart: answers right with kvtier", "sglang_files", "^answers after a restart"),
+    PageRow("the same after one changed byte each on the disk", "sglang_files", "^answers after a changed byte"),
+    PageRow("the same: wrong answers with SGLang's file backend", "sglang_files", "^answers that a changed byte"),
+    PageRow("time to first token, 1,024 to 8,192 tokens: cold ÷ L2", "ttft", "L2"),
+    PageRow("cold ÷ L3 (page cache dropped)", "ttft", "L3"),
+    PageRow(
+        "CPU time of an engine that never hits, with ÷ without kvtier (lower end of 95 %)", "ttft", "^never-hit.*end"
+    ),
+    PageRow("the same: mean", "ttft", "^never-hit.*mean"),
+    PageRow(
+        "a real vLLM, time to first token of 1,024 to 4,096 tokens: no offload ÷ a hit", "engine_ttft", "no offload"
+    ),
+    PageRow("the same: a hit ÷ of vLLM's native offloading (lower end of 95 %)", "engine_ttft", "over native.*end"),
+    PageRow("the same: mean", "engine_ttft", "over native.*mean"),
+    PageRow("the same: a hit ÷ of vLLM's example connector (lower end of 95 %)", "engine_ttft", "over example.*end"),
+    PageRow("the same: mean", "engine_ttft", "over example.*mean", "vLLM's example connector"),
+    PageRow(
+        "conversations on a real vLLM, seven columns: kvtier ÷ the best other way (lower end of 95 %)",
+        "engine_conversations",
+        "^first run.*: kvtier over.*end",
+    ),
+    PageRow("the same: mean", "engine_conversations", "^first run.*: kvtier over.*mean"),
+    PageRow("the same after a restart (lower end of 95 %)", "engine_conversations", "^restart.*: kvtier over.*end"),
+    PageRow("the same: mean", "engine_conversations", "^restart.*: kvtier over.*mean"),
+    PageRow(
+        "the same, below vLLM's offloading: kvtier's files ÷ vLLM's (lower end of 95 %)",
+        "engine_conversations",
+        "kvtier below native over.*end",
+    ),
+    PageRow("the same: mean", "engine_conversations", "kvtier below native over.*mean"),
+    PageRow(
+        "CPU time of a vLLM that never hits, with ÷ without kvtier (lower end of 95 %)",
+        "engine_ttft",
+        "^never-hit.*end",
+    ),
+    PageRow("the same: mean", "engine_ttft", "^never-hit.*mean", "A vLLM that never hits"),
+    PageRow(
+        "vLLM: unrelated decoding beside loads ÷ without", "engine_ttft", "unrelated", "vLLM decoding beside loads"
+    ),
+    PageRow(
+        "a block's way in our engine: calls, now ÷ before the folders had faces", "block_way", "calls", "A block's way"
+    ),
+    PageRow("the same: moves between files", "block_way", "moves", "A block's way"),
+    PageRow("the same: files", "block_way", "files", "A block's way"),
+    PageRow(
+        "the daemon adds to a bare round trip, engine busy and idle: median, µs",
+        "service_overhead",
+        "adds to a round trip",
+        "The daemon's round trip",
+    ),
+    PageRow(
+        "the same, a step that stores a block",
+        "service_overhead",
+        "adds to a step, 1 stores",
+        "The daemon's round trip",
+    ),
+    PageRow("the same, 8 blocks", "service_overhead", "adds to a step, 8 stores", "Many stores through the daemon"),
+    PageRow("the same, 64 blocks", "service_overhead", "adds to a step, 64 stores", "Many stores through the daemon"),
+    PageRow(
+        "the same at p99, no block and 1",
+        "service_overhead",
+        "adds at p99 to a (round trip|step, 1 )",
+        "The daemon at p99",
+    ),
+    PageRow(
+        "the same at p99, 8 and 64 blocks", "service_overhead", "adds at p99 to a step, (8|64) ", "The daemon at p99"
+    ),
+    PageRow(
+        "lookups of 128 blocks, a second of the daemon's core: hits, misses",
+        "service_overhead",
+        "^lookups",
+        "Lookups of the daemon",
+    ),
+    PageRow(
+        "copy rate of the daemon's memory: of our own",
+        "service_overhead",
+        "copy rate",
+        "The daemon's memory beside ours",
+        limit=True,
+    ),
+    PageRow('a load with `[host] verify = "always"` ÷ one without', "service_overhead", "verify"),
+    PageRow("the daemon's memory besides its region, under load, MB", "service_overhead", "memory besides"),
+    PageRow("its growth, MB a minute", "service_overhead", "growth", "The daemon's memory grows", goal=0.05),
+    PageRow("a lookup of 8 blocks ÷ of one of 128, the daemon's CPU", "service_overhead", "^a lookup of 8"),
+    PageRow("of 16 clients that start at once: those that keep their daemon", "service_overhead", "clients at once"),
+    PageRow("L2's books of a block: bytes besides its tokens", "memory", "tokens apart"),
+    PageRow("the same with its tokens", "memory", "with its tokens"),
+    PageRow("what a full L2 adds to a pass of Python's garbage collector, ms", "memory", "gc pass"),
+    PageRow("a dead Redis adds to a lookup of 128 blocks, CPU and wall µs", "dead_redis", "dead Redis"),
+    PageRow(
+        "4 replicas, simulated: cached share, prefix-aware routing ÷ round robin", "routing", "^cached.*round robin"
+    ),
+    PageRow("the same, ÷ the best other policy", "routing", "^cached.*best other", "Routing, cached share"),
+    PageRow("the same, of one replica with all the memory", "routing", "^cached.*oracle", limit=True),
+    PageRow("time to first token, p50, p90, p99 and mean: round robin ÷ prefix-aware", "routing", "^TTFT.*round robin"),
+    PageRow("the same: the best other policy ÷ prefix-aware", "routing", "^TTFT.*best other"),
+    PageRow(
+        "share of tokens cached at blocks of 16 to 256, partial blocks and tails ÷ at 16 without",
+        "partial_blocks",
+        "^(chat|trace)",
+    ),
+    PageRow(
+        "the engine's time to first token, prompt parts inside a block: partial blocks on ÷ off",
+        "partial_blocks",
+        "^TTFT",
+    ),
+    PageRow(
+        "router: CPU ms of a request of 1,024 tokens, whole and streamed, besides tokenising",
+        "router_overhead",
+        "^router's CPU ms of a request, ",
+    ),
+    PageRow(
+        "the same, 32,768 tokens", "router_overhead", "^router's CPU ms of a request of", "A long prompt in the router"
+    ),
+    PageRow(
+        "router: CPU of a stream's piece that comes alone ÷ of a bare asyncio relay",
+        "router_overhead",
+        "bare relay",
+        limit=True,
+    ),
+    PageRow("prefix scoring of 32,768 tokens, CPU ms", "router_overhead", "^prefix scoring"),
+    PageRow("1,000,000 indexed blocks, in one tier and in two, MB", "router_overhead", "indexed"),
+    PageRow("load on `kvtier engine`: requests/s, L2, L3 and a cluster ÷ cache off", "serving", "requests/s"),
+    PageRow("the same: time to first token, cache off ÷ each", "serving", "TTFT of"),
+    PageRow("the same at p99", "serving", "TTFT p99"),
+    PageRow(
+        "documents reused elsewhere, 15 % of their tokens repaired: right answers ÷ a full prefill's",
+        "segments",
+        "^recall with ",
+    ),
+    PageRow("the same without repair: the measure tells right KV from wrong", "segments", "^recall without"),
+    PageRow("the same with repair: CPU time ÷ a full prefill's", "segments", "^blend"),
+    PageRow("longest step beside such a repair ÷ beside a prefill", "segments", "^longest step"),
+    PageRow("time to first token with the check under the load ÷ without", "segments", "^TTFT with the check"),
+    PageRow(
+        "a prompt held in a slow tier, load ÷ compute 0.5 – 2: from both ends ÷ the best single way",
+        "both_ends",
+        "^bal",
+    ),
+    PageRow("the same, elsewhere", "both_ends", "^elsewhere"),
+    PageRow("architectures tried with each engine", "models", "^architectures"),
+    PageRow("of these: wrong answers, or errors that are no refusal", "models", "^rows with wrong"),
+    PageRow(
+        "GPU ↔ L2, pieces of 512 KiB and more, one way: of one big copy",
+        "gpu_bandwidth",
+        "^one way.*big copy",
+        limit=True,
+    ),
+    PageRow("the same, GB/s", "gpu_bandwidth", "^one way.*GB/s"),
+    PageRow(
+        "the same both ways at once: of big copies both ways", "gpu_bandwidth", "^both ways.*big copies", limit=True
+    ),
+    PageRow("the same, GB/s", "gpu_bandwidth", "^both ways.*GB/s"),
+    PageRow("GPU ↔ L2, pieces of 4 to 256 KiB, GB/s", "gpu_bandwidth", "^pieces"),
+    PageRow("a worker's step with 64 stores, CPU ms to enqueue them", "gpu_bandwidth", "^a step"),
+    PageRow("first use of L2: longest step of the GPU beside it, ms", "gpu_bandwidth", "^first use"),
+    PageRow("a decode step beside stores, loads, and both: ÷ alone", "gpu_decode", "^a decode step"),
+    PageRow("a Llama-8B's geometry on a GPU, to 32,768 tokens: time to first token, cold ÷ L2", "gpu_ttft", "L2$"),
+    PageRow("the same: cold ÷ slab", "gpu_ttft", "slab$"),
+)
+
+# The six that the README shows, in its own words.
+SIX: Final = (
+    ("vLLM, time to first token of 1,024 to 4,096 tokens: without offloading ÷ a hit", "engine_ttft", "no offload"),
+    ("the same: a hit ÷ a hit of vLLM's native offloading (mean)", "engine_ttft", "over native.*mean"),
+    ("CPU time of a vLLM that never hits: with ÷ without kvtier (mean)", "engine_ttft", "^never-hit.*mean"),
+    ("verified cold reads from disk: bandwidth ÷ that of fio", "file_bandwidth", "^cold read.*ratio"),
+    ("time that a dead Redis adds to a lookup of 128 blocks, µs", "dead_redis", "dead Redis"),
+    ("four simulated replicas, share of prompts cached: prefix-aware ÷ round robin", "routing", "^cached.*round robin"),
+)

@@ -1,0 +1,269 @@
+"""Goals on whole columns: what each row that was measured is held to, whatever its size, percentile or tier.
+
+A program names goals of its own. A row of the same column that it did not name gets its target here, from what was
+saved: a figure is never left out because it misses. Tests and `python benchmarks/_readme.py` say what has no goal yet.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+SavedRow = Mapping[str, object]
+
+_DIGITS: Final = 8  # a figure with more is that of one row: a program that measures it has named the row
+_END: Final = r"(lower|upper) end of (the )?95 %( interval)?"  # of a target's name
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One claim: `measured` has to be at most (or, with `at_most=False`, at least) `limit`, in the same unit."""
+
+    name: str
+    limit: float
+    measured: float
+    at_most: bool = True
+
+    @property
+    def met(self) -> bool:
+        return self.measured <= self.limit if self.at_most else self.measured >= self.limit
+
+    def as_dict(self) -> dict[str, object]:
+        """The JSON form: name, target (with its direction), measured, met."""
+        sign = "<=" if self.at_most else ">="
+        return {"name": self.name, "target": f"{sign} {self.limit:g}", "measured": self.measured, "met": self.met}
+
+    @classmethod
+    def saved(cls, told: Mapping[str, object]) -> "Target":
+        """Of its JSON form."""
+        sign, limit = str(told["target"]).split()
+        return cls(str(told["name"]), float(limit), float(str(told["measured"])), sign == "<=")
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnGoal:
+    """Every row that has a number in `column` and whose words match `where` is held to `limit`."""
+
+    column: str
+    limit: float
+    name: str  # of each target: {what} stands for what the row has in the column `what`
+    at_most: bool = True
+    where: str = ""
+
+    def __call__(self, rows: Sequence[SavedRow]) -> Iterator[Target]:
+        for row in rows:
+            if (value := number(row, self.column)) is not None and re.search(self.where, words(row)):
+                yield Target(self.name.format_map(_Named(row)), self.limit, value, self.at_most)
+
+
+class Unheld(NamedTuple):
+    """Rows that are held to nothing in a column that is a goal for others, and why."""
+
+    column: str  # "" is every one
+    where: str
+    why: str
+
+
+class _Named(dict[str, object]):
+    """A row for a target's name: a column that it lacks is a question mark, in a result from before the column."""
+
+    def __missing__(self, column: str) -> str:
+        return "?"
+
+
+def number(row: SavedRow, column: str) -> float | None:
+    value = row.get(column)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def words(row: SavedRow) -> str:
+    """What tells a row from others: all that it has but fractions, as `column=value; …`."""
+    return "; ".join(f"{name}={value}" for name, value in row.items() if not isinstance(value, float))
+
+
+def _daemon_p99(rows: Sequence[SavedRow]) -> Iterator[Target]:
+    """What the daemon adds at p99: of the pairs of steps; before these were saved, its p99 less the engine's own."""
+    own = {row.get("what"): number(row, "p99") for row in rows if row.get("tiers") == "in process"}
+    for row in rows:
+        least, most = own.get(row.get("what")), number(row, "p99")
+        added = number(row, "added p99")
+        if added is None and row.get("tiers") == "daemon" and least is not None and most is not None:
+            added = most - least
+        if added is not None:
+            limit = 500 if re.search(r"(8|64) stores", str(row["what"])) else 60
+            yield Target(f"the daemon adds at p99 to a {row['what']}, us", limit, added)
+
+
+def _every_percentile(rows: Sequence[SavedRow]) -> Iterator[Target]:
+    """Of the simulated fleets: p90 and the mean, as p50 and p99."""
+    for what in ("p90", "mean"):
+        first = {str(row.get("policy")): number(row, f"TTFT {what} s") for row in rows}
+        ours, robin = first.pop("prefix-aware", None), first.get("round robin")
+        others = [each for name, each in first.items() if each is not None and not name.startswith("oracle")]
+        if ours is not None and robin is not None:
+            yield Target(f"TTFT {what}: the best other over prefix-aware", 1, min(others) / ours, at_most=False)
+            yield Target(f"TTFT {what}: round robin over prefix-aware", 1, robin / ours, at_most=False)
+
+
+def _slowest_answers(rows: Sequence[SavedRow]) -> Iterator[Target]:
+    """Of the OpenAI server: p99 of the time to first token."""
+    slowest = {str(row.get("arm")): number(row, "TTFT p99 ms") for row in rows}
+    off = slowest.pop("cache off", None)
+    for arm, each in slowest.items():
+        if off is not None and each is not None:
+            yield Target(f"{arm}: TTFT p99 of cache off over it", 1, off / each, at_most=False)
+
+
+def _every_block_size(rows: Sequence[SavedRow]) -> Iterator[Target]:
+    """Share cached with partial blocks and tails at each block size, over whole blocks of 16."""
+    cached = {(row.get("workload"), row.get("block"), row.get("partial")): number(row, "cached %") for row in rows}
+    for (workload, size, partial), share in cached.items():
+        least = cached.get((workload, 16, "off"))
+        if partial == "on, and tails" and share is not None and least:
+            yield Target(f"{workload}: cached at {size} with partial blocks over 16 without", 1, share / least, False)
+
+
+def _pool_policies(rows: Sequence[SavedRow]) -> Iterator[Target]:
+    """S3-FIFO as LRU, and large batches as small ones. Rows from before batches say the policy in their verb."""
+    limits = {"lookup": 0.10, "lease + release": 0.20, "store with eviction": 0.45}
+    for row in rows:
+        verb, _, policy = str(row.get("verb")).partition(", ")
+        policy, batch = str(row.get("policy", policy)), row.get("batch", 2048)
+        took, ratio = number(row, "us/block"), number(row, "of vLLM")
+        if policy == "s3fifo" and batch == 2048 and verb in limits and took is not None:
+            yield Target(f"{verb}, s3fifo, us per block", limits[verb], took)
+        if ratio is not None and (policy == "s3fifo" or batch == 2048):
+            yield Target(f"{row['verb']}, {policy}, batches of {batch}: of vLLM's BlockPool", 1.5, ratio)
+
+
+GOALS: Final[Mapping[str, Sequence[Callable[[Sequence[SavedRow]], Iterable[Target]]]]] = {
+    "copy_bandwidth": (
+        ColumnGoal(
+            "ratio",
+            0.9,
+            "{direction} {block_kib} KiB, scattered {scattered}: of the best plain copy",
+            at_most=False,
+            where="^(?!.*ordinary tensor)",  # which has a limit of its own
+        ),
+    ),
+    "dead_redis": (
+        ColumnGoal("added us", 20, "a dead Redis adds to a lookup of 128 blocks, {lookup}, wall us", where="=wall"),
+    ),
+    "encryption": (
+        ColumnGoal("ratio", 0.8, "read beside a busy thread of {block KiB} KiB: of the clear", False, "busy"),
+    ),
+    "engine_ttft": (
+        ColumnGoal("kvtier / this", 1, "TTFT {prompt tokens} tokens: kvtier over native, mean", where=r"=\(b\)"),
+        ColumnGoal("kvtier / this", 1, "TTFT {prompt tokens} tokens: kvtier over example, mean", where=r"=\(c\)"),
+        ColumnGoal("kvtier / this", 1.02, "never-hit: CPU with over without, mean", where="never hitting"),
+    ),
+    "file_bandwidth": (
+        ColumnGoal(
+            "CPU s/GB besides checksum", 0.2, "{what}, {block KiB} KiB: CPU s/GB besides checksum", where="scattered"
+        ),
+        ColumnGoal("CPU s/GB besides checksum", 0.1, "{what}, {block KiB} KiB: CPU s/GB besides checksum"),
+    ),
+    "gpu_bandwidth": (
+        ColumnGoal(
+            "GB/s",
+            40,
+            "pieces of {KiB} KiB, {pieces}, {direction}: GB/s",
+            at_most=False,
+            where=r"KiB=(32|64|128|256); way=chosen; direction=\w+$",
+        ),
+    ),
+    "gpu_ttft": (
+        ColumnGoal("cold ÷ L2", 20, "{tokens:,} tokens, {loading}: cold ÷ L2", at_most=False),
+        ColumnGoal("cold ÷ slab", 5, "{tokens:,} tokens, {loading}: cold ÷ slab", at_most=False),
+    ),
+    "lookup_latency": tuple(
+        ColumnGoal(
+            column, limit, f"whole way, {{whole way}}, blocks of {{blocks}}: {column}", where=f"whole way={turn}"
+        )
+        for column in ("CPU ms", "p90")
+        for turn, limit in (("named before", 4), ("from nothing", 4), ("next turn", 2))
+    ),
+    "partial_blocks": (_every_block_size,),
+    "pool_throughput": (_pool_policies,),
+    "router_overhead": (
+        ColumnGoal("bytes a block", 300, "indexed: {what}, MB", where="and CPU"),
+        ColumnGoal("ms", 2, "router's CPU ms of a {what}", where="request of 32768"),
+    ),
+    "routing": (_every_percentile,),
+    "service_overhead": (
+        ColumnGoal("added", 500, "the daemon adds to a {what}, us", where="(8|64) stores"),
+        ColumnGoal("added", 60, "the daemon adds to a {what}, us", where="(alone|1 stores), idle"),
+        _daemon_p99,
+    ),
+    "serving": (_slowest_answers,),
+    "step_stores": (ColumnGoal("CPU ms a step", 1, "{setting}: CPU ms of a step of {sequences} stores"),),
+    "ttft": (
+        ColumnGoal("cold / l2", 10, "cold / L2 at {prompt tokens} tokens", at_most=False),
+        ColumnGoal("cold / file", 6, "cold / L3 at {prompt tokens} tokens", at_most=False),
+        ColumnGoal("never-hit CPU with / without", 1.02, "never-hit overhead: mean"),
+    ),
+}
+
+UNHELD: Final[Mapping[str, Sequence[Unheld]]] = {
+    "copy_bandwidth": (Unheld("kvtier_gbps", "", "held in `ratio`, beside numpy's copies"),),
+    "encryption": (Unheld("ratio", "what=(write|cold)", "held in `of the limit`"),),
+    "engine_ttft": (Unheld("(a) / this", r"engine=\([bc]\)", "other engines' figures"),),
+    "file_bandwidth": (Unheld("GB/s", "", "held in `ratio`, beside fio; a warm read has no disk below it"),),
+    "gpu_bandwidth": (Unheld("", "", "the least of each kind is held"),),
+    "gpu_decode": (Unheld("", "", "the slowest place for blocks is held"),),
+    "lookup_latency": (Unheld("of_limit", "", "steps of the whole way, and hashes that are not the limit's"),),
+    "pool_throughput": (Unheld("us/block", r"batch=(1|4|16|64)\b", "held in `of vLLM`"),),
+    "recovery": (Unheld("cpu s", "plainly", "the reference"),),
+    "routing": (Unheld("of oracle", "", "other policies' figures"),),
+    "segments": (
+        Unheld("right, of full", "", "rules and shares that are not the default's, drawn in segments.png"),
+        Unheld("CPU, of full", "", "the same"),
+    ),
+    "service_overhead": (
+        Unheld("p99", "", "held as what the daemon adds"),
+        Unheld("by daemon's CPU", "lookups of 8,", "held as a share of a lookup of 128"),
+        Unheld("median", "", "held in `added` and in `by daemon's CPU`"),
+    ),
+    "serving": (
+        Unheld("requests/s of a round", "arm=cache off", "the reference"),
+        Unheld("off / TTFT of a round", "arm=cache off", "the same"),
+    ),
+    "start": (Unheld("CPU s", "pass", "the interpreter alone"),),
+}
+
+
+def held(benchmark: str, rows: Sequence[SavedRow], targets: Sequence[Target]) -> list[Target]:
+    """A benchmark's own targets, then those that the goals of this file make of what these left out."""
+    found = list(targets)
+    measured = {each.measured for each in targets if len(repr(each.measured)) > _DIGITS}
+    for goal in GOALS.get(benchmark, ()):
+        known = {target.name for target in found}
+        found += [each for each in goal(rows) if each.name not in known and each.measured not in measured]
+    return found
+
+
+def left_out(benchmark: str, rows: Sequence[SavedRow], targets: Sequence[Target]) -> list[str]:
+    """What has no target though others of its column have: a column is a goal if a target measures a fraction in it."""
+    measured = {target.measured for target in targets}
+    goals = {
+        name
+        for row in rows
+        for name, value in row.items()
+        if isinstance(value, float) and value in measured and not value.is_integer()
+    }
+    return [
+        f"{benchmark}: {words(row)}: {name} {value:.4g} has no goal; name one in benchmarks/_goals.py"
+        for row in rows
+        for name in sorted(goals & row.keys())
+        if (value := number(row, name)) is not None and value not in measured and not _is_unheld(benchmark, name, row)
+    ]
+
+
+def without_mean(targets: Iterable[Target]) -> list[str]:
+    """Names of targets that measure an interval's end, and whose mean is no target."""
+    names = {target.name for target in targets}
+    return [name for name in names if re.search(_END, name) and re.sub(_END, "mean", name) not in names]
+
+
+def _is_unheld(benchmark: str, column: str, row: SavedRow) -> bool:
+    return any(each.column in ("", column) and re.search(each.where, words(row)) for each in UNHELD.get(benchmark, ()))
