@@ -149,6 +149,11 @@ def address(buffer: memoryview) -> int:
     return data[0]
 
 
+def writable_address(buffer: memoryview) -> int:
+    """`address` of a buffer that may be written, in a tenth of the time."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
 class Scratch(threading.local):
     _memory: mmap.mmap | None = None
 

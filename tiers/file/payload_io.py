@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from kvtier.tiers.file.file_io import CALL_BYTES, PAGE, FileIO, Mapping, Scratch, address, read_all, write_all
+from kvtier.tiers.file.file_io import CALL_BYTES, PAGE, FileIO, Mapping, Scratch, read_all, writable_address, write_all
 from kvtier.tiers.file.read_queue import ReadQueue
 from kvtier.tiers.file.slab import round_up
 
@@ -98,7 +98,8 @@ class PayloadIO:
                 yield run, self.read_each(offsets[run.start], into[run])
             return
         try:
-            iovecs = np.array([(address(buffer), self.stride) for buffer in into], np.uint64)
+            iovecs = np.full((len(into), 2), self.stride, np.uint64)
+            iovecs[:, 0] = [writable_address(buffer) for buffer in into]
             starts = [offsets[run.start] for run in runs]
             for number, moved in queue.read(self._fd, starts, iovecs, [run.stop - run.start for run in runs]):
                 run = runs[number]

@@ -5,6 +5,7 @@ only where the block's payload is read or written too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -146,6 +147,9 @@ class SlabRows:
         return rows, is_read
 
     def _read_run(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        with suppress(InterruptedError):
+            if self._io.preadv(fd, buffers, offset) == buffers[0].nbytes:  # nearly always: a row is a microsecond
+                return buffers[0].nbytes
         read_all(self._io, fd, buffers, offset)
         return buffers[0].nbytes
 
