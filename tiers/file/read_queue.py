@@ -42,7 +42,7 @@ _syscall.restype = ctypes.c_long
 
 
 class ReadQueue:
-    """Reads of one thread at a time, up to `depth` in flight. What a read does not bring whole, its caller reads anew."""
+    """Reads of one thread at a time, up to `depth` in flight. What one does not bring whole, its caller reads anew."""
 
     def __init__(self, depth: int) -> None:
         """OSError if the kernel has no such queue for us: another machine's, a sandbox, or too many of them."""
@@ -62,7 +62,7 @@ class ReadQueue:
         """Read n stretches of a file; yields each one's number, as it ends, and the bytes read or minus the errno.
 
         `iovecs`, `[m, 2]`: addresses and lengths of the stretches' buffers, one after another, `counts` of them for
-        each; the buffers must live until this ends. Who stops early waits for what is in flight: the kernel writes there.
+        each. The buffers must live until this ends; who stops early waits for what is in flight.
         """
         requests = np.zeros(len(offsets), _REQUEST)
         requests["number"] = np.arange(len(offsets))

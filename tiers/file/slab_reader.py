@@ -1,4 +1,4 @@
-"""The slab's read path: entries, then payloads with many in flight, each verified as it comes; then what is bad goes."""
+"""The slab's read path: entries, then payloads with many in flight, each verified as it comes; what is bad goes."""
 
 import logging
 import threading
@@ -36,9 +36,7 @@ class SlabReader:
         with self.lock:
             found, found_generations = self.blocks.find_each(hashes)
         slots, generations = found.tolist(), found_generations.tolist()
-        results: list[BlockRecord | Outcome] = [
-            Outcome.ABSENT if slot < 0 else Outcome.IO_ERROR for slot in slots
-        ]
+        results: list[BlockRecord | Outcome] = [Outcome.ABSENT if slot < 0 else Outcome.IO_ERROR for slot in slots]
         positions = sorted((i for i, slot in enumerate(slots) if slot >= 0), key=slots.__getitem__)
         if positions:
             self._read_held(positions, slots, hashes, into, results)

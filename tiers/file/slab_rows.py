@@ -1,4 +1,4 @@
-"""SlabRows: an open slab's entry table. In memory the columns that cost no I/O; whole rows come from the disk, verified.
+"""SlabRows: an open slab's entry table. Some columns are in memory; whole rows come from the disk, verified.
 
 Names are in the `ExtentMap`'s index. A row of tokens would take more memory than all of that together, and is needed
 only where the block's payload is read or written too.

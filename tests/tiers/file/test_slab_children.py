@@ -159,7 +159,9 @@ def test_an_entry_that_is_not_authentic_is_not_told(open_store: OpenStore) -> No
     store = open_store()
     keep(store, child(1), child(2))
     place = store.superblock.row_offset(store._blocks.index.find_one(hash_of(1)))
-    row = np.frombuffer(os.pread(store._file.fd, store.superblock.entry_bytes, place), store.superblock.row_dtype).copy()
+    row = np.frombuffer(
+        os.pread(store._file.fd, store.superblock.entry_bytes, place), store.superblock.row_dtype
+    ).copy()
     sealed = bytearray(row["sealed"].tobytes())
     sealed[-1] ^= 1
     row["sealed"] = np.frombuffer(bytes(sealed), row["sealed"].dtype)
