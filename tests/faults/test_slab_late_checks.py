@@ -1,4 +1,4 @@
-"""Entries that went bad in a large slab, where opening compares the newest's checksums only: found when used, a miss."""
+"""Entries that went bad in a large slab, where opening compares the newest's checksums only: a miss when used."""
 
 import os
 import random
@@ -54,13 +54,13 @@ def superblock_of(fd: int) -> slab.Superblock:
     return slab.decode(os.pread(fd, slab.HEADER_BYTES, 0), "the slab")
 
 
-def row_of(fd: int, slot: int) -> np.ndarray:  # type: ignore[type-arg]
+def row_of(fd: int, slot: int) -> np.ndarray:
     superblock = superblock_of(fd)
     row = os.pread(fd, superblock.entry_bytes, superblock.row_offset(slot))
     return np.frombuffer(row, superblock.row_dtype).copy()
 
 
-def write_row(fd: int, slot: int, row: np.ndarray) -> None:  # type: ignore[type-arg]
+def write_row(fd: int, slot: int, row: np.ndarray) -> None:
     os.pwrite(fd, slab.byte_view(row), superblock_of(fd).row_offset(slot))
 
 

@@ -218,7 +218,8 @@ class ExtentMap:
         self._live[run.extent] += len(stored)
         if self.changes is not None:
             self.changes.stored(stored)
-        return slots[~is_new].tolist()
+        twins: list[int] = slots[~is_new].tolist()
+        return twins
 
     def leave(self, extent: int) -> None:
         self._busy[extent] -= 1

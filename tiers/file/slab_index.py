@@ -52,11 +52,6 @@ class SlabIndex:
         self._entry = memoryview(self._entries)
         self._name = memoryview(self._words).cast("B")
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory its arrays take."""
-        return self._entries.nbytes + self._words.nbytes + self._named.nbytes
-
     def find(self, hashes: Sequence[ChainHash]) -> Slots:
         """The slot of each name, -1 where there is none. ValueError if a name is not 32 bytes."""
         if len(hashes) <= _FEW:

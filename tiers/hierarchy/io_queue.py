@@ -161,21 +161,18 @@ class IoQueue:
     def _work(self, number: int) -> None:
         while batch := self._next(number):
             try:
-                for running, result in zip(batch.values(), self._results([*batch.values()]), strict=True):
-                    self._end(running, result)
+                for running, result in zip(batch.values(), self._result([*batch.values()]), strict=True):
+                    try:
+                        running.end(result)
+                    except Exception:
+                        _log.exception("the end of an I/O job failed")
             finally:
                 with self._lock:
                     for key in batch:
                         del self.running[key]
                     self._work_ended.notify_all()
 
-    def _end(self, running: _RunningJob, result: Any) -> None:
-        try:
-            running.end(result)
-        except Exception:
-            _log.exception("the end of an I/O job failed")
-
-    def _results(self, batch: list[_RunningJob]) -> Sequence[Any]:
+    def _result(self, batch: list[_RunningJob]) -> Sequence[Any]:
         """What came of each job, or why there is no such thing."""
         now = self._clock()
         are_due = [now < running.job.deadline for running in batch]
@@ -201,11 +198,11 @@ class IoQueue:
                     return {}
                 self._work_came.wait()
             jobs = [(self.urgent or self.normal).popleft()]
-            room = self._joined
+            room, now = self._joined, self._clock()
             while isinstance(last := jobs[-1], JoinedJob) and self.urgent:
                 room -= last.num_blocks
                 following = self.urgent[0]
-                if not isinstance(following, JoinedJob) or following.num_blocks > room:
+                if not isinstance(following, JoinedJob) or following.num_blocks > room or now >= following.deadline:
                     break
                 jobs.append(self.urgent.popleft())
             batch = {number + i * self._num_threads: _RunningJob(job) for i, job in enumerate(jobs)}

@@ -1,4 +1,4 @@
-"""Scattered reads in flight together: the same bytes as one by one; what fails in the queue is read once more without."""
+"""Scattered reads in flight together: the same bytes as one by one; what fails there is read once more without."""
 
 import errno
 import os
@@ -71,7 +71,7 @@ def every_other(store: FileStore, count: int = 60) -> list[int]:
     return keys
 
 
-def iovecs_of(buffers: list[memoryview]) -> np.ndarray:  # type: ignore[type-arg]
+def iovecs_of(buffers: list[memoryview]) -> np.ndarray:
     return np.array([(writable_address(buffer), buffer.nbytes) for buffer in buffers], np.uint64)
 
 
