@@ -12,7 +12,7 @@ from kvtier.tiers.file.slab_codec import Codec
 from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.pool import ChildIndex, Slots
 
-_PIECE: Final = 1 << 14  # slots entered at once: bounds the copy of their parents' names
+_PIECE: Final = 1 << 12  # slots entered at once: bounds the copy of their parents' names
 
 
 @dataclass(eq=False, slots=True)

@@ -158,5 +158,6 @@ class SlabRows:
         if not is_read.all():
             rows[~is_read] = np.zeros(1, rows.dtype)
         whole = slab.find_valid(rows, np.array(slots, np.int64), self._file.superblock)
-        self._codec.show_names(rows, np.flatnonzero(whole))
+        if whole.any():
+            self._codec.show_names(rows, np.flatnonzero(whole))
         return whole
