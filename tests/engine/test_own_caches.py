@@ -224,7 +224,7 @@ def test_a_corrupt_piece_in_the_slab_is_a_miss(open_engine: Open, kind: str) -> 
     slab: Any = port.tier
     name = pieces_of(again, tokens, 74)[0]
     rotten = memoryview(mmap.mmap(-1, slab.superblock.stride))  # aligned, as the slab wants it
-    slab._payload.write(slab.superblock.payload_offset(slab._blocks.index[name]), [rotten])
+    slab._payload.write(slab.superblock.payload_offset(slab._blocks.index.find_one(name)), [rotten])
     assert ask(again, tokens, 8) == (expected, 0, 1024)
     again.pool.reset()
     assert ask(again, tokens, 8) == (expected, 0, 1184)  # it was stored again

@@ -98,7 +98,7 @@ def damage(engine: Engine, where: str, name: ChainHash) -> None:
             hierarchy.host.region.slot(int(lease.slots[0]))[100] ^= 4
         return
     slab: Any = hierarchy.ports[0].tier
-    at = slab.superblock.payload_offset(slab._blocks.index[name]) + 100
+    at = slab.superblock.payload_offset(slab._blocks.index.find_one(name)) + 100
     descriptor = os.open(slab.path, os.O_RDWR)
     [byte] = os.pread(descriptor, 1, at)
     os.pwrite(descriptor, bytes([byte ^ 4]), at)

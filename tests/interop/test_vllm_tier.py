@@ -138,7 +138,7 @@ def open_slab(store: Path) -> FileStore:
 def rewrite(store: Path, *, sealed: bool) -> int:
     """Flip a bit in every stored chunk; `sealed`: under a fresh checksum, so that nobody can tell. How many."""
     slab = open_slab(store)
-    names = list(slab._blocks.index)
+    names = [name for name, _ in slab.held()]
     buffers = [memoryview(bytearray(slab.superblock.slot_bytes)) for _ in names]
     records = [record for record in slab.read(names, buffers) if isinstance(record, BlockRecord)]
     assert len(records) == len(names)
@@ -153,7 +153,7 @@ def rewrite(store: Path, *, sealed: bool) -> int:
         assert set(slab.write(fresh, buffers)) == {Outcome.OK}
     else:
         for name, buffer in zip(names, buffers, strict=True):
-            slab._payload.write(slab.superblock.payload_offset(slab._blocks.index[name]), [buffer])
+            slab._payload.write(slab.superblock.payload_offset(slab._blocks.index.find_one(name)), [buffer])
     slab.close()
     return len(names)
 

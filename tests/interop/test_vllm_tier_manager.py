@@ -110,7 +110,7 @@ def test_chunks_go_down_and_come_up_into_other_slots(make: Make, primary: Any) -
     stored = ended(tier)
     assert (stored.job_id, stored.success, stored.transfer_bytes) == (5, True, 3 * CHUNK_BYTES)
     [port] = tier.jobs.ports
-    slots = [port.tier._blocks.index[name] for name in map(_name, (key(1), key(2), key(3)))]
+    slots = [port.tier._blocks.index.find_one(name) for name in map(_name, (key(1), key(2), key(3)))]
     assert slots == [slots[0], slots[0] + 1, slots[0] + 2]  # the chain lies together
 
     assert [answer(tier, key(n), context) for n in (1, 2, 3, 4)] == ["HIT", "HIT", "HIT", "MISS"]
@@ -146,7 +146,9 @@ def test_a_chunk_that_rotted_is_missed_alone_and_never_promised_again(make: Make
     assert ended(tier).success
     [port] = tier.jobs.ports
     rotten = memoryview(bytearray(CHUNK_BYTES))
-    port.tier._payload.write(port.tier.superblock.payload_offset(port.tier._blocks.index[_name(key(2))]), [rotten])
+    port.tier._payload.write(
+        port.tier.superblock.payload_offset(port.tier._blocks.index.find_one(_name(key(2)))), [rotten]
+    )
 
     before = checksum(memoryview(primary[8]))
     tier.submit_load(job(2, [key(1), key(2), key(3)], [7, 8, 9], context, load=True))

@@ -253,7 +253,7 @@ class Mischief:
         """Some blocks' bytes change on the disk."""
         slab = self.connector.slab
         with slab._lock:
-            slots = [slot for slot in slab._blocks.index.values() if self.dice.random() < 0.1]
+            slots = [slot for slot in slab._blocks.index.named().tolist() if self.dice.random() < 0.1]
         descriptor = os.open(slab.path, os.O_RDWR)
         for slot in slots:
             at = slab.superblock.payload_offset(slot) + int(self.dice.integers(slab.superblock.slot_bytes - 8))

@@ -53,17 +53,15 @@ def verify(store: FileStore) -> VerifyReport:
     with store._inside() as is_open:
         assert is_open, "a closed store"
         with store._lock:
-            held = {slot: chain_hash for chain_hash, slot in store._blocks.index.items()}
-            slots = sorted(held)
-            held_rows = store._rows[slots]
-        bad, unreadable = check_payloads(store._payload, store.superblock, slots, store._codec, held_rows)
-        try:
-            with store._file.rewriting:  # the table stays as long as it is
-                rows = read_rows(store._io, store._file.fd, store.superblock)
-            store._codec.show_names(rows, np.array(slots, np.int64))
-            bad_rows = [slot for slot in slots if rows[slot].tobytes() != store._rows[slot].tobytes()]
-        except OSError:
-            bad_rows = slots
+            slots = store._blocks.index.named()
+            held = dict(zip(slots.tolist(), store._blocks.index.names(slots), strict=True))
+            believed = dict(zip(held, zip(held.values(), store._rows.parents_of(slots), strict=True), strict=True))
+        rows, _, whole = store._rows.read(list(held))
+        told = zip(rows["chain_hash"].tolist(), rows["parent"].tolist(), strict=True)
+        says = dict(zip(held, told, strict=True))
+        good = [slot for slot, is_whole in zip(held, whole.tolist(), strict=True) if is_whole]
+        bad, unreadable = check_payloads(store._payload, store.superblock, good, store._codec, rows[whole])
+        bad_rows = [slot for slot in held if slot not in good or says[slot] != believed[slot]]
     names = ([held[slot] for slot in found] for found in (bad, bad_rows, unreadable))
     return VerifyReport(store.superblock.num_slots, len(held), *names)
 

@@ -90,8 +90,8 @@ class EventsMachine(RuleBasedStateMachine):
         """A byte on disk turns; who reads it finds out."""
         slab = self.hierarchy.ports[0].tier
         assert isinstance(slab, FileStore)
-        slot = slab._blocks.index.get(chain.hashes[position])
-        if slot is None:
+        slot = slab._blocks.index.find_one(chain.hashes[position])
+        if slot < 0:
             return
         offset = slab.superblock.payload_offset(slot) + byte
         fd = os.open(slab.path, os.O_RDWR)

@@ -1,7 +1,6 @@
 """Which block lies in which slot of a slab: extents filled in chain order, evicted whole. Bookkeeping only, no I/O."""
 
 import heapq
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.pool import ChangeLog, Slots, Words, to_words
+from kvtier.tiers.file.slab_index import SlabIndex
+from kvtier.tiers.pool import ChangeLog, Slots, to_words
 
 MAX_OPEN: Final = 4  # extents being filled at once: as many chains stay adjacent while they are stored together
 _MAX_CHANCES: Final = 64  # extents passed over per eviction, as most of them was hit: bounds the time under the lock
@@ -60,13 +60,12 @@ class ExtentMap:
     def __init__(self, num_extents: int, slots_per_extent: int) -> None:
         self.num_extents = num_extents
         self.per_extent = slots_per_extent
-        self.index: dict[ChainHash, int] = {}
+        num_slots = num_extents * slots_per_extent
+        self.index = SlabIndex(num_slots)
         self.epoch = 0
         self.num_evicted = 0
         self.changes: ChangeLog | None = None  # while somebody listens
-        num_slots = num_extents * slots_per_extent
-        self.generations = array("I", bytes(4 * num_slots))
-        self._hash_of: list[ChainHash | None] = [None] * num_slots
+        self.generations = np.zeros(num_slots, np.uint32)
         self._hits = bytearray(num_slots)
         self._live = [0] * num_extents
         self._fill = [0] * num_extents
@@ -77,25 +76,8 @@ class ExtentMap:
         self._open: OrderedDict[int, ChainHash | None] = OrderedDict()  # extent -> its last block
         self._order: OrderedDict[int, None] = OrderedDict()  # open and closed extents, next victim first
 
-    def restore(
-        self, slots: NDArray[np.int64], hashes: list[ChainHash], seqs: NDArray[np.uint64], dirty: list[int]
-    ) -> list[int]:
-        """Take over what a recovery found, and the extents whose rows on disk are not blank.
-
-        If two slots hold one block the higher seq counts; returns the other slots, whose rows must be blanked.
-        """
-        losers: list[int] = []
-        self.index = dict(zip(hashes, slots.tolist(), strict=True))
-        if len(self.index) < len(hashes):
-            order = np.argsort(seqs, kind="stable")
-            self.index = dict(
-                zip([hashes[position] for position in order.tolist()], slots[order].tolist(), strict=True)
-            )
-            wins = np.isin(slots, list(self.index.values()))
-            losers = slots[~wins].tolist()
-            slots, seqs = slots[wins], seqs[wins]
-        for chain_hash, slot in self.index.items():
-            self._hash_of[slot] = chain_hash
+    def restore(self, slots: Slots, seqs: NDArray[np.uint64], dirty: list[int]) -> None:
+        """Take over what a recovery found: slots whose names the index has, and extents that are not blank."""
         for extent in dirty:
             self._dirty[extent] = 1
         extents = slots // self.per_extent
@@ -112,8 +94,13 @@ class ExtentMap:
             self._state[extent] = _ExtentState.CLOSED
         for extent in [extent for extent in used if self._fill[extent] < self.per_extent][-MAX_OPEN:]:
             self._state[extent] = _ExtentState.OPEN
-            self._open[extent] = self._hash_of[extent * self.per_extent + self._fill[extent] - 1]
-        return losers
+            last = extent * self.per_extent + self._fill[extent] - 1
+            (self._open[extent],) = self.index.names(np.array([last]))
+
+    def find_each(self, hashes: Sequence[ChainHash]) -> tuple[Slots, NDArray[np.uint32]]:
+        """The slot of each block, -1 for none, and the slot's generation: it tells the block from any that follows."""
+        slots = self.index.find(hashes)
+        return slots, self.generations.take(slots, mode="wrap")
 
     def touch(self, slot: int) -> None:
         """This block was used: a second chance when its extent is evicted."""
@@ -141,8 +128,7 @@ class ExtentMap:
         fill = self._fill[extent]
         count = min(len(hashes), self.per_extent - fill)
         first = extent * self.per_extent + fill
-        for slot in range(first, first + count):
-            self.generations[slot] = (self.generations[slot] + 1) & 0xFFFFFFFF
+        self.generations[first : first + count] += np.uint32(1)  # wraps round
         self._fill[extent] = fill + count
         self._busy[extent] += 1
         self._dirty[extent] = 1
@@ -165,11 +151,11 @@ class ExtentMap:
             del self._order[extent]
         self._state[extent] = _ExtentState.CLAIMED
         self._busy[extent] += 1
-        kept = [self._hash_of[slot] for slot in keep]
         self.num_evicted += self._live[extent] - len(keep)
-        self._unlink([slot for slot in self._slots(extent) if self._hash_of[slot] is not None])
+        slots = self._slots(extent)
+        self._unlink(self.index.named(slots.start, slots.stop))
         self._fill[extent] = 0
-        hashes = [chain_hash for chain_hash in kept if chain_hash is not None]
+        hashes = self.index.names(np.array(keep, np.int64))
         return ClaimedExtent(extent, bool(self._dirty[extent]), self.epoch, keep, hashes)
 
     def _choose_victim(self) -> tuple[int, list[int]] | None:
@@ -221,18 +207,18 @@ class ExtentMap:
 
         The caller blanks those rows. It gives the run back with `leave`, as it does one it could not fill.
         """
-        twins, stored = [], []
-        for slot, chain_hash in zip(run.slots, hashes, strict=True):
-            if chain_hash in self.index:
-                twins.append(slot)
-                continue
-            self.index[chain_hash] = slot
-            self._hash_of[slot] = chain_hash
+        slots = np.arange(run.first, run.first + run.count)
+        is_new = self.index.find(hashes) < 0
+        stored = slots
+        if not is_new.all():
+            stored, hashes = slots[is_new], [name for name, new in zip(hashes, is_new.tolist(), strict=True) if new]
+        self.index.add(to_words(hashes), stored)
+        for slot in stored.tolist():
             self._hits[slot] = 0
-            self._live[run.extent] += 1
-            stored.append(slot)
+        self._live[run.extent] += len(stored)
         if self.changes is not None:
-            self.changes.stored(np.array(stored, np.int64))
+            self.changes.stored(stored)
+        twins: list[int] = slots[~is_new].tolist()
         return twins
 
     def leave(self, extent: int) -> None:
@@ -241,21 +227,19 @@ class ExtentMap:
 
     def drop(self, chain_hash: ChainHash) -> int | None:
         """Forget a block; its slot, now a hole, stays busy until the caller has blanked its row and says `leave`."""
-        slot = self.index.get(chain_hash)
-        if slot is None:
+        slot = self.index.find_one(chain_hash)
+        if slot < 0:
             return None
         self._busy[slot // self.per_extent] += 1
-        self._unlink([slot])
+        self._unlink(np.array([slot]))
         return slot
 
     def clear(self) -> None:
         """Forget everything; extents are free again as soon as nobody is in them."""
         self.epoch += 1
         if self.changes is not None:
-            self.changes.cleared(self.words)
-        for slot in self.index.values():
-            self._hash_of[slot] = None
-        self.index.clear()
+            self.changes.cleared(self.index.words)
+        self.index.reset()
         self._hits = bytearray(len(self._hits))
         self._live = [0] * self.num_extents
         for extent in list(self._open):
@@ -267,7 +251,7 @@ class ExtentMap:
 
     def retire(self, first: int) -> int:
         """Forget the blocks of extent `first` and all behind it, and fill them no more; returns how many those were."""
-        slots = [slot for slot in range(first * self.per_extent, len(self._hash_of)) if self._hash_of[slot] is not None]
+        slots = self.index.named(first * self.per_extent)
         self.num_evicted += len(slots)
         self._unlink(slots)
         for extent in range(first, self.num_extents):
@@ -295,30 +279,18 @@ class ExtentMap:
         self.num_extents = num_extents
         for by_extent in (self._live, self._fill, self._busy, self._state, self._dirty):
             del by_extent[num_extents:]
-        for by_slot in (self._hash_of, self._hits, self.generations):
-            del by_slot[num_slots:]
-
-    def holds_block(self, slot: int) -> bool:
-        """Whether a block can be found in this slot, which may lie in an end that is gone."""
-        return slot < len(self._hash_of) and self._hash_of[slot] is not None
-
-    def words(self, slots: Slots) -> Words:
-        """The names of the blocks in these slots, each of which holds one."""
-        return to_words([name for slot in slots.tolist() if (name := self._hash_of[slot]) is not None])
+        del self._hits[num_slots:]
+        self.index.shorten(num_slots)
 
     def _slots(self, extent: int) -> range:
         return range(extent * self.per_extent, (extent + 1) * self.per_extent)
 
-    def _unlink(self, slots: Sequence[int]) -> None:
-        """Slots that hold blocks hold none any more."""
+    def _unlink(self, slots: Slots) -> None:
+        """Slots that hold blocks, ascending, hold none any more."""
         if self.changes is not None:
-            gone = np.array(slots, np.int64)
-            self.changes.removed(gone, self.words(gone))
-        for slot in slots:
-            chain_hash = self._hash_of[slot]
-            assert chain_hash is not None
-            del self.index[chain_hash]
-            self._hash_of[slot] = None
+            self.changes.removed(slots, self.index.words(slots))
+        self.index.remove(slots)
+        for slot in slots.tolist():
             self._live[slot // self.per_extent] -= 1
             self._hits[slot] = 0
 
@@ -336,21 +308,20 @@ class ExtentMap:
 
     def counts(self) -> dict[str, int]:
         """Slots by state: ready, unused (may be filled), holes (free, but only with their whole extent)."""
-        ready = len(self.index)
+        ready = self.index.num_names
         unused = self.per_extent * len(self._free)
         unused += sum(self.per_extent - self._fill[extent] for extent in self._open)
         return {"ready": ready, "unused": unused, "holes": self.num_extents * self.per_extent - ready - unused}
 
     def check(self) -> None:
-        named = {slot: chain_hash for slot, chain_hash in enumerate(self._hash_of) if chain_hash is not None}
-        assert named == {slot: chain_hash for chain_hash, slot in self.index.items()}, "index and slots disagree"
+        named = self.index.check()
         live = [0] * self.num_extents
-        for slot in named:
+        for slot in named.tolist():
             extent, position = divmod(slot, self.per_extent)
             live[extent] += 1
             assert position < self._fill[extent], f"slot {slot} is ready beyond its extent's fill mark"
         if self.changes is not None:
-            self.changes.check(np.array(sorted(named), np.int64))
+            self.changes.check(named)
         assert live == self._live, "live counts are off"
         assert min(self._busy, default=0) >= 0, "an extent was left more often than entered"
         free = {extent for extent, state in enumerate(self._state) if state is _ExtentState.FREE}

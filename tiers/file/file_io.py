@@ -12,6 +12,8 @@ from typing import Final
 
 import numpy as np
 
+from kvtier.tiers.file.read_queue import ReadQueue
+
 PAGE: Final = 4096  # alignment of addresses, lengths and offsets that every O_DIRECT file system accepts
 CALL_BYTES: Final = 8 << 20  # largest coalesced transfer
 IOV_MAX: Final = 1024  # iovecs one call may carry (Linux)
@@ -67,9 +69,36 @@ class FileIO:
         """One scattered read; returns bytes read, 0 at the end of the file."""
         return os.preadv(fd, buffers, offset)
 
+    def queue(self, depth: int) -> ReadQueue | None:
+        """A queue of `depth` reads in flight; None where the kernel has none, or `preadv` is not ours: use that."""
+        if type(self).preadv is not _PREADV:
+            return None
+        try:
+            return ReadQueue(depth)
+        except OSError:
+            return None
+
+    def peek(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """`preadv` of what the page cache holds. BlockingIOError for the rest, which is sent for: it never waits.
+
+        Where the file system knows no such call (one in memory), it is `preadv`.
+        """
+        try:
+            return os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            os.posix_fadvise(fd, offset, sum(buffer.nbytes for buffer in buffers), os.POSIX_FADV_WILLNEED)
+            raise
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+            return os.preadv(fd, buffers, offset)
+
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """One gathered write; returns bytes written."""
         return os.pwritev(fd, buffers, offset)
+
+
+_PREADV: Final = FileIO.preadv  # who replaces it, to see or to fail every read, gets every read
 
 
 def read_all(io: "FileIO | Mapping", fd: int, buffers: Sequence[memoryview], offset: int, align: int = 1) -> None:
@@ -118,6 +147,11 @@ def address(buffer: memoryview) -> int:
     """Where the buffer's first byte lies in memory."""
     data: tuple[int, bool] = np.frombuffer(buffer, np.uint8).__array_interface__["data"]
     return data[0]
+
+
+def writable_address(buffer: memoryview) -> int:
+    """`address` of a buffer that may be written, in a tenth of the time."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 class Scratch(threading.local):

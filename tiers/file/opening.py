@@ -1,9 +1,13 @@
 """The slab tier from its section of the configuration: how to open it, and what the doctor looks at. A `TierModule`."""
 
-from kvtier.tiers import BlockShape, ConfiguredTier, Finding, load_key
+from typing import Final
+
+from kvtier.tiers import BATCH_BYTES, BlockShape, ConfiguredTier, Finding, load_key
 from kvtier.tiers.config import Config
 from kvtier.tiers.file.doctor import check_disk, check_key
 from kvtier.tiers.file.store import FileStore
+
+_JOINED: Final = 16  # blocks of requests that want one each: as many as a read has in flight
 
 
 def configured(config: Config, fingerprint: bytes, shape: BlockShape) -> ConfiguredTier | None:
@@ -26,7 +30,8 @@ def configured(config: Config, fingerprint: bytes, shape: BlockShape) -> Configu
             partial_blocks=config.cache.partial_blocks,
         )
 
-    return ConfiguredTier(open_slab, config.file.deadline)
+    joined = max(1, min(_JOINED, BATCH_BYTES // shape.block_bytes))
+    return ConfiguredTier(open_slab, config.file.deadline, joined)
 
 
 def examine(config: Config) -> list[Finding]:

@@ -5,17 +5,21 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from kvtier.tiers.file.file_io import CALL_BYTES, PAGE, FileIO, Mapping, Scratch, read_all, write_all
+import numpy as np
+
+from kvtier.tiers.file.file_io import CALL_BYTES, PAGE, FileIO, Mapping, Scratch, read_all, writable_address, write_all
+from kvtier.tiers.file.read_queue import ReadQueue
 from kvtier.tiers.file.slab import round_up
 
 _log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "direct", "buffered", "mmap"]
 
+_DEPTH: Final = 16  # scattered reads that one call keeps in flight: more only adds to their latency
 _PROBE_BYTES: Final = 1 << 20
 _PROBE_SECONDS: Final = 0.1  # after this no further probe step is begun
 _WORTH: Final = 0.7  # O_DIRECT stays the choice unless buffered I/O is clearly faster
@@ -50,6 +54,8 @@ class PayloadIO:
         elif mode == "mmap":
             self._mapping = Mapping(table_fd, io.size(table_fd))
         self._align = PAGE if self.mode == "direct" else 1
+        self._queues: list[ReadQueue] = []  # that no call uses now
+        self._may_queue = self.mode == "direct" and self.slot_bytes == self.stride
 
     def runs(self, offsets: Sequence[int]) -> list[slice]:
         """Cuts slots, by their ascending offsets, into stretches that lie next to each other: one call for each."""
@@ -77,6 +83,43 @@ class PayloadIO:
             half = len(into) // 2
             return self.read_each(offset, into[:half]) + self.read_each(offset + half * self.stride, into[half:])
         return [True] * len(into)
+
+    def read_runs(
+        self, offsets: Sequence[int], into: Sequence[memoryview]
+    ) -> Generator[tuple[slice, list[bool]], None, None]:
+        """Read slots by their ascending offsets; yields runs of neighbours as they come, and which could be read.
+
+        Direct reads of whole pages are in flight together. What the queue does not bring whole is read by `read_each`.
+        """
+        runs = self.runs(offsets)
+        queue = self._take_queue() if len(runs) > 1 else None
+        if queue is None:
+            for run in runs:
+                yield run, self.read_each(offsets[run.start], into[run])
+            return
+        try:
+            iovecs = np.full((len(into), 2), self.stride, np.uint64)
+            iovecs[:, 0] = [writable_address(buffer) for buffer in into]
+            starts = [offsets[run.start] for run in runs]
+            for number, moved in queue.read(self._fd, starts, iovecs, [run.stop - run.start for run in runs]):
+                run = runs[number]
+                count = run.stop - run.start
+                whole = moved == count * self.stride
+                yield run, [True] * count if whole else self.read_each(starts[number], into[run])
+        finally:
+            if queue.is_open:
+                self._queues.append(queue)
+
+    def _take_queue(self) -> ReadQueue | None:
+        """A queue for one call; None where there is none to be had."""
+        if not self._may_queue:
+            return None
+        try:
+            return self._queues.pop()
+        except IndexError:
+            queue = self._io.queue(_DEPTH)
+            self._may_queue = queue is not None
+            return queue
 
     def write(self, offset: int, payloads: Sequence[memoryview]) -> None:
         """Write adjacent slots from `offset` on; OSError leaves those slots in any state."""
@@ -106,6 +149,9 @@ class PayloadIO:
         write_all(self._io, self._fd, iovecs, offset, self._align)
 
     def close(self) -> None:
+        for queue in self._queues:
+            queue.close()
+        self._queues.clear()
         if self._mapping is not None:
             self._mapping.close()
         if self._own_fd is not None:

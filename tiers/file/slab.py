@@ -333,9 +333,9 @@ def seal_rows(rows: Rows, superblock: Superblock) -> None:
     rows["checksum"] = _row_checksums(rows, superblock)
 
 
-def find_valid(rows: Rows, slots: NDArray[np.int64], superblock: Superblock) -> NDArray[np.bool_]:
-    """Which rows are whole, meant for their slot, and of this slab: one vectorised pass, one xxh3 per used row."""
-    valid: NDArray[np.bool_] = (
+def find_plausible(rows: Rows, slots: NDArray[np.int64], superblock: Superblock) -> NDArray[np.bool_]:
+    """Which rows are of this slab and meant for their slot, by all but their checksum."""
+    plausible: NDArray[np.bool_] = (
         (rows["state"] == READY)
         & (rows["slot"] == slots)
         & (rows["payload_bytes"] == superblock.slot_bytes)
@@ -343,6 +343,12 @@ def find_valid(rows: Rows, slots: NDArray[np.int64], superblock: Superblock) -> 
         & (rows["seq"] >= superblock.min_seq)
         & (rows["seq"] < _MAX_SEQ)
     )
+    return plausible
+
+
+def find_valid(rows: Rows, slots: NDArray[np.int64], superblock: Superblock) -> NDArray[np.bool_]:
+    """Which rows are whole, meant for their slot, and of this slab: one vectorised pass, one xxh3 per used row."""
+    valid = find_plausible(rows, slots, superblock)
     for start in range(0, len(rows), _CHUNK_ROWS):
         chunk = slice(start, start + _CHUNK_ROWS)
         used = start + np.flatnonzero(valid[chunk])
@@ -361,3 +367,9 @@ def _row_checksums(rows: Rows, superblock: Superblock) -> list[int]:
 
 def byte_view(rows: Rows) -> memoryview:
     return memoryview(rows.view(np.uint8).reshape(-1))
+
+
+def words_of(rows: Rows, field: str) -> NDArray[np.uint64]:
+    """A view of a field of 32 bytes as `[n, 4]` uint64."""
+    assert rows.dtype.fields is not None
+    return np.ndarray((len(rows), 4), "<u8", rows, rows.dtype.fields[field][1], (rows.strides[0], 8))

@@ -1,45 +1,33 @@
 """SlabChildren: which blocks of a slab follow a given block, from its mirror of the entry table."""
 
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvtier.tiers import ChainHash, ChildBlock
-from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap
 from kvtier.tiers.file.slab_codec import Codec
+from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.pool import ChildIndex, Slots
 
-_PIECE: Final = 1 << 14  # slots entered at once: bounds the copy of their parents' names
+_PIECE: Final = 1 << 12  # slots entered at once: bounds the copy of their parents' names
 
 
 @dataclass(eq=False, slots=True)
 class SlabChildren:
-    """What an open slab answers about children. `lock` guards `blocks` and `rows`, and who changes `index`.
+    """What an open slab answers about children. `lock` guards `blocks`, `rows`' arrays, and who changes `index`.
 
     The index is told of blocks that come, never of those that leave: `find` looks at each slot it names.
     """
 
     blocks: ExtentMap
-    rows: slab.Rows
+    rows: SlabRows
     lock: threading.Lock
     codec: Codec
+    inside: Callable[[], AbstractContextManager[bool]]  # `Calls.enter`
     index: ChildIndex | None  # None: nobody asks
-    _name_at: int = field(init=False)  # in a row
-    _parent_at: int = field(init=False)
-    _first_words: NDArray[np.uint64] = field(init=False)  # of the parents' names, in the mirror itself
-    _first_tokens: NDArray[np.uint32] | None = field(init=False, default=None)  # there, too; None in a sealed slab
-
-    def __post_init__(self) -> None:
-        fields = self.rows.dtype.fields
-        assert fields is not None
-        self._name_at, self._parent_at = fields["chain_hash"][1], fields["parent"][1]
-        self._first_words = np.ndarray(self.rows.shape, "<u8", self.rows, self._parent_at, self.rows.strides)
-        if "tokens" in fields:
-            self._first_tokens = np.ndarray(self.rows.shape, "<u4", self.rows, fields["tokens"][1], self.rows.strides)
 
     def stored(self, slots: Slots) -> None:
         """These rows hold blocks now. The caller holds the lock, or nobody else knows the slab yet."""
@@ -47,37 +35,36 @@ class SlabChildren:
             return
         for first in range(0, len(slots), _PIECE):
             piece = slots[first : first + _PIECE]
-            parents = np.ascontiguousarray(self.rows["parent"][piece]).view(np.uint64).reshape(-1, 4)
-            self.index.add(parents, piece)
+            self.index.add(self.rows.parents.take(piece, 0), piece)
 
     def find(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
         """Up to `limit` blocks held now whose parent has this name and whose tokens begin with `start`.
 
-        Of a sealed slab only blocks with this parent are decrypted.
+        Never waits for the disk: a child whose entry left the page cache is not told this time, but sent for. Of a
+        sealed slab only blocks with this parent are decrypted.
         """
         if self.index is None:
             return []
-        likely = self.index.find(parent)  # a hint, and so is what follows: no lock yet
-        if likely:
-            first_word, word_of = int.from_bytes(parent[:8], "little"), self._first_words.item
-            likely = [slot for slot in likely if word_of(slot) == first_word]
-        if likely and start and self._first_tokens is not None:
-            first_token, token_of = int.from_bytes(start[:4], "little"), self._first_tokens.item
-            likely = [slot for slot in likely if token_of(slot) == first_token]
+        first_word, word_of = int.from_bytes(parent[:8], "little"), self.rows.parents.item
+        likely = [slot for slot in self.index.find(parent) if word_of(slot, 0) == first_word]  # a hint: no lock yet
         if not likely:
             return []
-        with self.lock:
-            rows = [self.rows[slot].tobytes() for slot in likely if self.blocks.holds_block(slot)]
-        name_at, parent_at = self._name_at, self._parent_at
-        children = [
-            ChildBlock(row[name_at : name_at + 32], self.codec.tokens(row))
-            for row in rows
-            if row[parent_at : parent_at + 32] == parent
-        ]
+        with self.inside() as is_open:
+            with self.lock:
+                likely = [slot for slot in likely if self.blocks.index.holds(slot)]
+            if not is_open or not likely:
+                return []
+            rows, whole = self.rows.peek(likely)
+            names, parents = (rows[field].tolist() for field in ("chain_hash", "parent"))
+            children = [
+                ChildBlock(names[at], self.codec.tokens(rows[at].tobytes()))
+                for at in range(len(likely))
+                if whole[at] and parents[at] == parent
+            ]
         return [child for child in children if child.tokens and child.tokens.startswith(start)][:limit]
 
     def check(self) -> None:
         """Raise AssertionError unless the index is whole and names only rows there are. The caller holds the lock."""
         if self.index is not None:
             self.index.check()
-            assert self.index.num_slots == len(self.rows), "the index of children is of another slab"
+            assert self.index.num_slots == len(self.rows.seqs), "the index of children is of another slab"

@@ -16,6 +16,7 @@ from kvtier.tiers.file.file_io import CALL_BYTES, FileIO, write_all
 from kvtier.tiers.file.payload_io import PayloadIO
 from kvtier.tiers.file.slab_children import SlabChildren
 from kvtier.tiers.file.slab_codec import Codec
+from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.slab_space import FULL_ERRNOS, SlabFile, blank_rows, blank_slots, write_superblock
 
 _log = logging.getLogger(__name__)
@@ -35,14 +36,14 @@ class _FilledRun:
 class SlabWriter:
     """Stores and forgets blocks of one open slab. Thread-safe: several threads write at once, each its own slots.
 
-    `blocks` and `rows` (the entry table in memory) change only under `lock`, which is never held across I/O.
+    `blocks` and `rows` change only under `lock`, which is never held across I/O.
     """
 
     io: FileIO
     file: SlabFile
     payload: PayloadIO
     blocks: ExtentMap
-    rows: slab.Rows
+    rows: SlabRows
     lock: threading.Lock
     codec: Codec
     children: SlabChildren
@@ -109,26 +110,31 @@ class SlabWriter:
         """OK for a block whose stored entry says the same, ABORTED for a twin within the batch, else ABSENT.
 
         A block stored with other bytes is dropped: what is asked now is what will be found. The extents of held blocks
-        are entered, so that no block answered OK is evicted for another of its batch; the caller leaves them.
+        are entered, so that their entries stay while they are read, and no block answered OK is evicted for another of
+        its batch; the caller leaves them.
         """
         outcomes = [Outcome.ABSENT] * len(records)
-        differing: list[ChainHash] = []
-        entered: set[int] = set()
+        per_extent = self._superblock.slots_per_extent
         with self.lock:
-            slots = [self.blocks.index.get(record.chain_hash, -1) for record in records]
+            slots = self.blocks.index.find([record.chain_hash for record in records]).tolist()
             held = [position for position, slot in enumerate(slots) if slot >= 0]
-            stored = self.codec.to_records(self.rows[[slots[position] for position in held]]) if held else []
-            for position, entry in zip(held, stored, strict=True):
-                if entry == records[position]:
-                    outcomes[position] = Outcome.OK
-                    self.blocks.touch(slots[position])
-                    entered.add(slots[position] // self._superblock.slots_per_extent)
-                else:
-                    differing.append(entry.chain_hash)
+            entered = {slots[position] // per_extent for position in held}
             for extent in entered:
                 self.blocks.enter(extent)
-        if differing:
-            self.discard(differing)
+        if held:
+            differing = self._differing(records, slots, held)
+            needed: set[int] = set()
+            with self.lock:
+                for position in held:
+                    name, slot = records[position].chain_hash, slots[position]
+                    if position not in differing and self.blocks.index.find_one(name) == slot:  # not discarded since
+                        outcomes[position] = Outcome.OK
+                        self.blocks.touch(slot)
+                        needed.add(slot // per_extent)
+                for extent in entered - needed:
+                    self.blocks.leave(extent)
+            entered = needed
+            self.discard([records[position].chain_hash for position in sorted(differing)])
         if len({record.chain_hash for record in records}) < len(records):
             seen: set[ChainHash] = set()
             for position, record in enumerate(records):
@@ -136,6 +142,13 @@ class SlabWriter:
                     outcomes[position] = Outcome.ABORTED
                 seen.add(record.chain_hash)
         return outcomes, entered
+
+    def _differing(self, records: Sequence[BlockRecord], slots: Sequence[int], held: Sequence[int]) -> set[int]:
+        """Of the positions held: those whose entry, as it lies on the disk, does not say the same as the record."""
+        held = sorted(held, key=slots.__getitem__)
+        rows, _, whole = self.rows.read([slots[position] for position in held])
+        stored = zip(held, self.codec.to_records(rows), whole.tolist(), strict=True)
+        return {position for position, entry, is_whole in stored if not is_whole or entry != records[position]}
 
     def _reserve_all(
         self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]
@@ -200,8 +213,10 @@ class SlabWriter:
                 self.payload.read(offsets[run.start], buffers[run])
         except OSError:
             return ()  # a second chance is a favour; the extent goes all the same
-        rows = self.rows[claim.keep]
+        rows, _, whole = self.rows.read(claim.keep)
         records = self.codec.to_records(rows)
+        if not whole.all() or [record.chain_hash for record in records] != claim.keep_hashes:
+            return ()
         if not all(map(self.codec.show, records, self.codec.stamps(rows), buffers)):
             return ()  # sealed again, what is not authentic would become so
         return records, buffers
@@ -245,7 +260,7 @@ class SlabWriter:
             is_late = [run.epoch != self.blocks.epoch for run in runs for _ in run.slots]
             fresh = range(self.next_seq, self.next_seq + len(slots))
             rows["seq"] = [0 if late else seq for late, seq in zip(is_late, fresh, strict=True)]  # 0: never valid
-            rows["generation"] = [self.blocks.generations[slot] for slot in slots]
+            rows["generation"] = self.blocks.generations[slots]
             self.next_seq += len(slots)
         on_disk = self.codec.seal_rows(rows)
         done = 0
@@ -278,7 +293,7 @@ class SlabWriter:
                     outcomes += [Outcome.EVICTED] * run.count
                     twins += run.slots
                     continue
-                self.rows[run.first : run.first + run.count] = rows[part]
+                self.rows.store(run.first, rows[part])
                 twins += self.blocks.publish(run, [record.chain_hash for record in records[part]])
                 stored += run.slots
                 outcomes += [Outcome.OK] * run.count

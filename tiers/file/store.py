@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -29,22 +30,26 @@ from kvtier.tiers.file.group_sync import GroupSync
 from kvtier.tiers.file.payload_io import Mode, PayloadIO, probe_mode
 from kvtier.tiers.file.slab_changes import SlabChanges
 from kvtier.tiers.file.slab_children import SlabChildren
-from kvtier.tiers.file.slab_codec import Codec, codec_of, verified
+from kvtier.tiers.file.slab_codec import Codec, codec_of
 from kvtier.tiers.file.slab_file import is_ours, open_slab, release
-from kvtier.tiers.file.slab_space import SlabFile, blank_slots, read_rows, write_owner
+from kvtier.tiers.file.slab_reader import SlabReader
+from kvtier.tiers.file.slab_rows import SlabRows
+from kvtier.tiers.file.slab_space import SlabFile, blank_slots, write_owner
 from kvtier.tiers.file.slab_tail import Calls, TailGiver
 from kvtier.tiers.file.slab_writer import SlabWriter
 from kvtier.tiers.pool import ChildIndex
 
 _log = logging.getLogger(__name__)
+_FIRST_LOOK: Final = 4  # names of a lookup found at once; twice as many while all are held
+_MOST_LOOKED: Final = 2048
 
 
 class FileStore:
     """A `Tier` over one slab file. Thread-safe; several I/O threads may read and write at once.
 
-    A block is findable from the moment its entry is written until its extent is evicted. The entry table is mirrored
-    in memory: a lookup costs no I/O, and a read one call per run of adjacent slots, verified after it. One lock
-    guards index and mirror; it is never held across I/O, so a read that an eviction overtook finds out afterwards.
+    A block is findable from the moment its entry is written until its extent is evicted. Names and parents are in
+    memory: a lookup costs no I/O. A read reads the entries, then one call per run of adjacent slots, and verifies both.
+    One lock guards the arrays; it is never held across I/O, so a read that an eviction overtook finds out afterwards.
     """
 
     def __init__(
@@ -59,16 +64,19 @@ class FileStore:
         self._codec = codec
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._rows = read_rows(io, file.fd, file.superblock)
+        self._calls = Calls(self._release)
+        self._inside = self._calls.enter
+        self._rows = SlabRows(io, file, codec)
         self._blocks = ExtentMap(file.superblock.num_extents, file.superblock.slots_per_extent)
-        self.announcer = SlabChanges(self._blocks, self._rows, self._lock, codec)
-        index = ChildIndex(len(self._rows)) if partial_blocks else None
-        self._children = SlabChildren(self._blocks, self._rows, self._lock, codec, index)
+        self.announcer = SlabChanges(self._blocks, self._rows, self._lock, codec, self._inside)
+        index = ChildIndex(file.superblock.num_slots) if partial_blocks else None
+        self._children = SlabChildren(self._blocks, self._rows, self._lock, codec, self._inside, index)
         self.children = self._children.find
         sync = GroupSync(lambda: io.sync(file.fd)) if durable else None
         self._writer = SlabWriter(io, file, payload, self._blocks, self._rows, self._lock, codec, self._children, sync)
-        self._calls = Calls(self._release)
-        self._inside = self._calls.enter
+        self._reader = SlabReader(
+            file, payload, self._blocks, self._rows, self._lock, codec, self._writer, self._counts
+        )
         self._tail = TailGiver(io, file, self._blocks, self._lock, self._calls)
         self._recover()
 
@@ -122,105 +130,45 @@ class FileStore:
         return self._file.superblock
 
     def _recover(self) -> None:
-        """Index every valid row; of two rows for one block the one with the highest seq."""
-        rows, blocks = self._rows, self._blocks
-        valid = slab.find_valid(rows, np.arange(len(rows)), self.superblock)
-        slots = np.flatnonzero(valid)
-        self._codec.show_names(rows, slots)
-        hashes: list[ChainHash] = rows["chain_hash"][slots].tolist()
-        written = (rows["state"] != 0) | (rows["checksum"] != 0)
-        dirty = np.unique(np.flatnonzero(written) // self.superblock.slots_per_extent).tolist()
-        losers = blocks.restore(slots, hashes, rows["seq"][slots], dirty)
-        blocks.generations[:] = type(blocks.generations)("I", rows["generation"].astype("<u4").tobytes())
-        self._children.stored(np.fromiter(blocks.index.values(), np.int64, len(blocks.index)))
-        newest = int(rows["seq"][slots].max()) if len(slots) else 0
+        """Index every row that counts; of two rows for one block the one with the highest seq."""
+        losers = self._rows.recover(self._blocks)
+        slots = self._blocks.index.named()
+        self._children.stored(slots)
+        newest = int(self._rows.seqs[slots].max()) if len(slots) else 0
         self._writer.next_seq = max(newest + 1, self.superblock.min_seq)
-        self.num_recovered = len(blocks.index)
+        self.num_recovered = len(slots)
         blank_slots(self._io, self._file.fd, self.superblock, losers)
 
     # Lookup: the index alone.
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
-        with self._lock:
-            index = self._blocks.index
-            for count, chain_hash in enumerate(hashes):
-                if chain_hash not in index:
-                    return count
+        first, size = 0, _FIRST_LOOK
+        while first < len(hashes):
+            with self._lock:
+                found = self._blocks.index.find(hashes[first : first + size])
+            if (missing := np.flatnonzero(found < 0)).size:
+                return first + int(missing[0])
+            first, size = first + size, min(2 * size, _MOST_LOOKED)
         return len(hashes)
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         with self._lock:
-            index = self._blocks.index
-            return [chain_hash in index for chain_hash in hashes]
+            is_held: list[bool] = (self._blocks.index.find(hashes) >= 0).tolist()
+        return is_held
 
     def held(self) -> list[tuple[ChainHash, ChainHash]]:
         with self._lock:
-            names = list(self._blocks.index)
-            parents = self._rows["parent"][list(self._blocks.index.values())]
-        return list(zip(names, parents.tolist(), strict=True))
+            slots = self._blocks.index.named()
+            return list(zip(self._blocks.index.names(slots), self._rows.parents_of(slots), strict=True))
 
     # Reading.
 
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         require_buffers(len(hashes), into, self.superblock.slot_bytes)
-        results: list[BlockRecord | Outcome] = [Outcome.ABSENT] * len(hashes)
         with self._inside() as is_open:
             if not is_open:
                 return [Outcome.CLOSED] * len(hashes)
-            with self._lock:
-                slots = [self._blocks.index.get(chain_hash, -1) for chain_hash in hashes]
-                generations = [self._blocks.generations[slot] if slot >= 0 else 0 for slot in slots]
-                found = sorted((i for i, slot in enumerate(slots) if slot >= 0), key=slots.__getitem__)
-                rows = self._rows[[slots[position] for position in found]]
-            stored = zip(self._codec.to_records(rows), self._codec.stamps(rows), strict=True)
-            expected = dict(zip(found, stored, strict=True))
-            lost: list[ChainHash] = []
-            offsets = [self.superblock.payload_offset(slots[position]) for position in found]
-            for run in self._payload.runs(offsets):
-                positions = found[run]
-                readable = self._payload.read_each(offsets[run.start], [into[position] for position in positions])
-                if any(readable):  # the disk answers, but not for these: they would be promised again and again
-                    lost += [hashes[p] for p, is_read in zip(positions, readable, strict=True) if not is_read]
-                for position, is_read in zip(positions, readable, strict=True):
-                    results[position] = (
-                        verified(self._codec, *expected[position], hashes[position], into[position])
-                        if is_read
-                        else Outcome.IO_ERROR
-                    )
-            self._settle(hashes, slots, generations, results)
-            if lost:
-                self._writer.discard(lost)
-        return results
-
-    def _settle(
-        self,
-        hashes: Sequence[ChainHash],
-        slots: Sequence[int],
-        generations: Sequence[int],
-        results: list[BlockRecord | Outcome],
-    ) -> None:
-        """Mark hits; tell bad blocks from those evicted under the read, and forget the bad."""
-        bad = []
-        with self._lock:
-            for position, result in enumerate(results):
-                if result is Outcome.ABSENT or result is Outcome.IO_ERROR:
-                    continue
-                slot = slots[position]
-                is_current = (
-                    self._blocks.index.get(hashes[position]) == slot
-                    and self._blocks.generations[slot] == generations[position]
-                )
-                if isinstance(result, BlockRecord):
-                    if is_current:
-                        self._blocks.touch(slot)
-                elif is_current:
-                    bad.append(hashes[position])
-                else:
-                    results[position] = Outcome.EVICTED
-            self._count("read", results)
-        if bad:
-            _log.warning("[file] %s: dropped %d corrupt blocks, first %s", self.path, len(bad), bad[0].hex())
-            self._writer.discard(bad)
+            return self._reader.read(hashes, into)
 
     # Writing and forgetting.
 
@@ -236,7 +184,7 @@ class FileStore:
                 return [Outcome.CLOSED] * len(records)
             outcomes = self._writer.write(records, payloads)
             with self._lock:
-                self._count("write", outcomes)
+                self._counts.update(f"write_{outcome}" for outcome in outcomes)
         return outcomes
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
@@ -264,8 +212,6 @@ class FileStore:
             self._children.check()
             counts = self._blocks.counts()
             assert min(counts.values()) >= 0, f"slot counts: {counts}"
-            slots = list(self._blocks.index.values())
-            assert self._rows["chain_hash"][slots].tolist() == list(self._blocks.index), "the mirror names other blocks"
 
     def probe(self, direction: Direction) -> bool:
         """Whether the disk answers in that direction, and the slab at our path is still the one we hold."""
@@ -299,8 +245,3 @@ class FileStore:
         except OSError as error:
             _log.warning("[file] %s: %s while closing", self.path, error)
         release(self._io, self._file)
-
-    def _count(self, direction: str, results: Sequence[BlockRecord | Outcome]) -> None:
-        others = [result for result in results if isinstance(result, Outcome) and result is not Outcome.OK]
-        self._counts[f"{direction}_ok"] += len(results) - len(others)
-        self._counts.update(f"{direction}_{other}" for other in others)

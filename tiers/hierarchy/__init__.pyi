@@ -3,6 +3,7 @@ from .events import Event, EventSource, Removed, Stored, TierEvents, events_of
 from .evict import evict_everywhere
 from .hierarchy import Hierarchy
 from .inventory import HeldRun, held_runs, in_runs
+from .io_queue import IoQueue, JoinedJob
 from .lower_tier import TierPort
 from .opening import lower_modules, open_hierarchy, open_ports
 from .rates import Meeting, Rates
@@ -18,6 +19,8 @@ __all__ = [
     "EventSource",
     "HeldRun",
     "Hierarchy",
+    "IoQueue",
+    "JoinedJob",
     "Meeting",
     "Pending",
     "Rates",

@@ -1,9 +1,10 @@
-"""A tier's I/O threads: loads before stores, a bound on what waits, a deadline on what waits and on what runs."""
+"""A tier's I/O threads: loads before stores, small loads together, bounds and deadlines on what waits and runs."""
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition, Lock, Thread
 from typing import Any, Protocol
@@ -34,6 +35,21 @@ class Job(Protocol):
         """It runs past its deadline: nobody waits for it any more; `end` still follows. Must not wait for I/O."""
 
 
+class JoinedJob(ABC):
+    """A `Job` that one thread may run together with others of its kind, where the storage answers many at once."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """How large it is."""
+
+    @abstractmethod
+    def run_with(self, others: "Sequence[JoinedJob]") -> Sequence[Any]:
+        """Do its I/O and that of the others at once; returns what came of it, its own first."""
+
+
 @dataclass(eq=False, slots=True)
 class _RunningJob:
     """A job on its thread. `lock` puts `overdue` and the job's end in order; it is taken before any other lock."""
@@ -60,19 +76,25 @@ class _RunningJob:
 class IoQueue:
     """`num_threads` threads over two bounded queues, urgent first.
 
+    A thread takes small urgent jobs that wait in a row together, up to `joined` blocks of them.
+
     Lock: `_lock`, held only around the queues, never while a job runs or is told anything. Workers and drainers wait on
     conditions of their own, because a `notify` meant for a worker must not wake a drainer instead.
     """
 
-    def __init__(self, name: str, num_threads: int, max_queued: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, name: str, num_threads: int, max_queued: int, clock: Callable[[], float], joined: int = 1
+    ) -> None:
         self._clock = clock
+        self._joined = joined
+        self._num_threads = num_threads
         self._max_queued = max_queued
         self._lock = Lock()
         self._work_came = Condition(self._lock)
         self._work_ended = Condition(self._lock)
         self.urgent: deque[Job] = deque()
         self.normal: deque[Job] = deque()
-        self.running: dict[int, _RunningJob] = {}  # by thread number
+        self.running: dict[int, _RunningJob] = {}  # by thread number, and its place among those it runs
         self._closed = False
         self._threads = [
             Thread(target=self._work, args=(n,), name=f"kvtier-{name}-{n}", daemon=True) for n in range(num_threads)
@@ -137,31 +159,52 @@ class IoQueue:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self, number: int) -> None:
-        while (running := self._next(number)) is not None:
+        while batch := self._next(number):
             try:
-                running.end(self._result(running.job))
-            except Exception:
-                _log.exception("the end of an I/O job failed")
+                for running, result in zip(batch.values(), self._result([*batch.values()]), strict=True):
+                    try:
+                        running.end(result)
+                    except Exception:
+                        _log.exception("the end of an I/O job failed")
             finally:
                 with self._lock:
-                    del self.running[number]
+                    for key in batch:
+                        del self.running[key]
                     self._work_ended.notify_all()
 
-    def _result(self, job: Job) -> Any:
-        """What `run` returns, or why there is no such thing."""
-        if self._clock() >= job.deadline:
-            return Outcome.TIMEOUT
+    def _result(self, batch: list[_RunningJob]) -> Sequence[Any]:
+        """What came of each job, or why there is no such thing."""
+        now = self._clock()
+        are_due = [now < running.job.deadline for running in batch]
+        due = [running.job for running, is_due in zip(batch, are_due, strict=True) if is_due]
+        results: Sequence[Any] = []
         try:
-            return job.run()
+            if len(due) > 1:
+                first, *others = (job for job in due if isinstance(job, JoinedJob))
+                results = first.run_with(others)
+            else:
+                results = [job.run() for job in due]
         except Exception:
             _log.exception("an I/O job failed; counted as %s", Outcome.IO_ERROR)
-            return Outcome.IO_ERROR
+            results = [Outcome.IO_ERROR] * len(due)
+        came = iter(results)
+        return [next(came) if is_due else Outcome.TIMEOUT for is_due in are_due]
 
-    def _next(self, number: int) -> _RunningJob | None:
+    def _next(self, number: int) -> dict[int, _RunningJob]:
+        """What this thread runs now, under its keys in `running`; nothing: the queue is closed."""
         with self._lock:
             while not (self.urgent or self.normal):
                 if self._closed:
-                    return None
+                    return {}
                 self._work_came.wait()
-            running = self.running[number] = _RunningJob((self.urgent or self.normal).popleft())
-            return running
+            jobs = [(self.urgent or self.normal).popleft()]
+            room, now = self._joined, self._clock()
+            while isinstance(last := jobs[-1], JoinedJob) and self.urgent:
+                room -= last.num_blocks
+                following = self.urgent[0]
+                if not isinstance(following, JoinedJob) or following.num_blocks > room or now >= following.deadline:
+                    break
+                jobs.append(self.urgent.popleft())
+            batch = {number + i * self._num_threads: _RunningJob(job) for i, job in enumerate(jobs)}
+            self.running.update(batch)
+            return batch

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 from kvtier.tiers import BlockRecord, ChainHash, Outcome, checksum
 from kvtier.tiers.hierarchy.cache_tiers import Claim
+from kvtier.tiers.hierarchy.io_queue import JoinedJob
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.shared_lookup import Question
 from kvtier.tiers.hierarchy.stores import Sealing
@@ -62,10 +64,10 @@ class JobOwner(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class TierRead:
+class TierRead(JoinedJob):
     """One read of consecutive blocks from a lower tier, their reserved slots, and all claims that wait for it.
 
-    Implements `Job`.
+    Implements `Job`. Small ones that wait in a row are one call of the tier: it has all their blocks in flight at once.
     """
 
     owner: JobOwner
@@ -76,11 +78,26 @@ class TierRead:
     deadline: float
     waiters: set[LocalClaim] = field(default_factory=set)
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.hashes)
+
     def run(self) -> Sequence[BlockRecord | Outcome]:
-        self.deadline = self.owner.clock() + self.port.settings.deadline  # the wait in the queue had its own
-        slots = self.reservation.slots[self.positions.start : self.positions.stop].tolist()
+        return self.port.read(self.hashes, self._begin())
+
+    def run_with(self, others: Sequence[JoinedJob]) -> list[Sequence[BlockRecord | Outcome]]:
+        reads = [self, *(other for other in others if isinstance(other, TierRead))]
+        slots = [slot for read in reads for slot in read._begin()]
+        results = self.port.read([name for read in reads for name in read.hashes], slots)
+        ends = [*accumulate(len(read.hashes) for read in reads)]
+        return [results[end - len(read.hashes) : end] for read, end in zip(reads, ends, strict=True)]
+
+    def _begin(self) -> list[memoryview]:
+        """The slots to read into. The wait in the queue had a deadline of its own."""
+        self.deadline = self.owner.clock() + self.port.settings.deadline
         region = self.owner.host.region
-        return self.port.read(self.hashes, [region.slot(slot) for slot in slots])
+        slots = self.reservation.slots[self.positions.start : self.positions.stop].tolist()
+        return [region.slot(slot) for slot in slots]
 
     def end(self, result: Sequence[BlockRecord | Outcome] | Outcome, *, late: bool) -> None:
         results = [result] * len(self.positions) if isinstance(result, Outcome) else result

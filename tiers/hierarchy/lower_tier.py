@@ -41,6 +41,7 @@ class PortSettings:
     failures: int = 5  # in a row, before the breaker opens
     retry_after: float = 1.0  # seconds until the first probe
     num_threads: int = 2
+    joined: int = 1  # blocks of small reads that one call brings together
 
 
 class TierPort:
@@ -81,7 +82,7 @@ class TierPort:
         }
         self.tier: Tier | None = None
         self._attach((TierUnavailable, OSError))
-        self.queue = IoQueue(name, settings.num_threads, _MAX_QUEUED, clock)
+        self.queue = IoQueue(name, settings.num_threads, _MAX_QUEUED, clock, settings.joined)
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
         """Leading blocks held, and readable now."""

@@ -90,7 +90,8 @@ def _open_ports(
     try:
         for name, module in lower_modules():
             if (tier := module.configured(config, fingerprint, shape)) is not None:
-                patience = PortSettings(tier.deadline, config.breaker.failures, config.breaker.retry_after)
+                breaker = config.breaker
+                patience = PortSettings(tier.deadline, breaker.failures, breaker.retry_after, joined=tier.joined)
                 ports.append(TierPort(name, tier.open, patience, metrics, rates))
     except BaseException:
         for port in ports:

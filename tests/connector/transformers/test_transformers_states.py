@@ -196,7 +196,7 @@ def test_a_corrupt_state_in_the_slab_is_a_miss(open_tier: Open, kind: str) -> No
     slab: Any = port.tier
     name = names_of(again, tokens, 74)[0]
     rotten = memoryview(mmap.mmap(-1, slab.superblock.stride))  # aligned, as the slab wants it
-    slab._payload.write(slab.superblock.payload_offset(slab._blocks.index[name]), [rotten])
+    slab._payload.write(slab.superblock.payload_offset(slab._blocks.index.find_one(name)), [rotten])
     assert torch.equal(again.generate(ids(tokens), **GREEDY), expected)
     assert again.num_cached_tokens == 1024
     assert again.stats()['kvtier_corruption_total{tier="file"}'] == 1

@@ -1,5 +1,6 @@
 """Which blocks of a slab follow a given one: told while they are held, with their tokens, and never another's."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from slab_rig import SLOT, get, hash_of, payload_of, put
 from slab_rig import record_of as record_in_a_row
 
 from kvtier.tiers.checksum import checksum
+from kvtier.tiers.file import slab
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, ChildBlock, Outcome
 
@@ -156,10 +158,15 @@ def test_what_lay_in_an_end_that_was_given_up_is_told_no_more(open_store: OpenSt
 def test_an_entry_that_is_not_authentic_is_not_told(open_store: OpenStore) -> None:
     store = open_store()
     keep(store, child(1), child(2))
-    slot = store._blocks.index[hash_of(1)]
-    sealed = bytearray(store._rows["sealed"][slot].tobytes())
+    place = store.superblock.row_offset(store._blocks.index.find_one(hash_of(1)))
+    row = np.frombuffer(
+        os.pread(store._file.fd, store.superblock.entry_bytes, place), store.superblock.row_dtype
+    ).copy()
+    sealed = bytearray(row["sealed"].tobytes())
     sealed[-1] ^= 1
-    store._rows["sealed"][slot] = np.frombuffer(bytes(sealed), store._rows["sealed"].dtype)[0]
+    row["sealed"] = np.frombuffer(bytes(sealed), row["sealed"].dtype)
+    slab.seal_rows(row, store.superblock)
+    os.pwrite(store._file.fd, slab.byte_view(row), place)
     assert told(store) == as_told(child(2))
     store.discard([hash_of(1)])
 

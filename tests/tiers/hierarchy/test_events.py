@@ -164,7 +164,7 @@ def test_a_bad_block_is_told_as_removed(tiers_of: Tiered) -> None:
     slab = hierarchy.ports[0].tier
     assert isinstance(slab, FileStore)
     with slab.path.open("r+b") as file:
-        file.seek(slab.superblock.payload_offset(slab._blocks.index[chain.hashes[1]]))
+        file.seek(slab.superblock.payload_offset(slab._blocks.index.find_one(chain.hashes[1])))
         file.write(b"rot")
     hierarchy.host.pool.reset()
     prefetch = hierarchy.ask(chain.hashes, chain.root)

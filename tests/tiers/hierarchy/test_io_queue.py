@@ -2,13 +2,13 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from threading import Event, Thread
 
 import pytest
 from doubles import FakeClock, wait_until
 
-from kvtier.tiers.hierarchy.io_queue import IoQueue
+from kvtier.tiers.hierarchy.io_queue import IoQueue, JoinedJob
 from kvtier.tiers.tier import Outcome
 
 
@@ -38,6 +38,19 @@ class ScriptedJob:
         self._log.append(f"{self.name} overdue")
 
 
+class SmallJob(ScriptedJob, JoinedJob):
+    """One of those that run together; it writes down with whom."""
+
+    num_blocks = 2
+
+    def run_with(self, others: Sequence[JoinedJob]) -> list[str]:
+        jobs = [self, *(other for other in others if isinstance(other, SmallJob))]
+        self._log.append(" + ".join(job.name for job in jobs))
+        for job in jobs:
+            job.run()
+        return [f"{job.name}'s" for job in jobs]
+
+
 class Story:
     """A queue, its clock, a gate that jobs may wait at, and the log of what jobs were told."""
 
@@ -47,8 +60,8 @@ class Story:
         self.log: list[str] = []
         self.queues: list[IoQueue] = []
 
-    def queue(self, num_threads: int = 1, max_queued: int = 100) -> IoQueue:
-        self.queues.append(IoQueue("test", num_threads, max_queued, self.clock))
+    def queue(self, num_threads: int = 1, max_queued: int = 100, joined: int = 1) -> IoQueue:
+        self.queues.append(IoQueue("test", num_threads, max_queued, self.clock, joined))
         return self.queues[-1]
 
     def job(self, name: str, within: float = math.inf, work: Callable[[], object] = lambda: None) -> ScriptedJob:
@@ -247,3 +260,57 @@ def test_expire_on_a_long_queue_drops_every_job_once(story: Story) -> None:
     story.gate.set()
     assert queue.drain(60)
     assert len(story.log) == 4001
+
+
+def small(story: Story, name: str, within: float = math.inf, work: Callable[[], object] = lambda: None) -> SmallJob:
+    return SmallJob(story.log, name, story.clock() + within, work)
+
+
+def test_small_loads_that_wait_in_a_row_run_together(story: Story) -> None:
+    queue = story.queue(joined=5)
+    hung = story.block(queue)
+    for job in (small(story, "a"), small(story, "b"), small(story, "c"), story.job("d"), small(story, "e")):
+        assert queue.submit(job, urgent=True)
+    assert queue.submit(small(story, "store"))
+    story.gate.set()
+    assert queue.drain(60)
+    assert hung.ended
+    # Two of two blocks fit five; what is no such load, and a store, run alone.
+    assert story.log == ["hung ran", "a + b", "a a's", "b b's", "c ran", "d ran", "e ran", "store ran"]
+
+
+def test_those_of_a_batch_are_late_each_by_itself(story: Story) -> None:
+    queue = story.queue(joined=6)
+    hung = story.block(queue)
+    story.gate, first_gate = Event(), story.gate
+    jobs = [small(story, "a", 10, lambda: story.gate.wait(30)), small(story, "b", 5), small(story, "c", 2)]
+    for job in jobs:
+        assert queue.submit(job, urgent=True)
+    story.clock.advance(3)  # c's time is over before its thread takes it
+    first_gate.set()
+    assert jobs[0].started.wait(60)
+    assert hung.ended
+    story.clock.advance(3)
+    assert len(queue.running) == 2
+    queue.expire()
+    story.gate.set()
+    assert queue.drain(60)
+    assert [job.late for job in jobs] == [False, True, False]
+    assert story.log == ["hung ran", "a + b", f"c {Outcome.TIMEOUT}", "b overdue", "a a's", "b b's"]
+
+
+def test_a_batch_that_raises_fails_all_of_it_and_the_thread_lives_on(story: Story) -> None:
+    queue = story.queue(joined=6)
+    story.block(queue)
+
+    def raises() -> None:
+        raise RuntimeError("broken")
+
+    for job in (small(story, "a", work=raises), small(story, "b")):
+        assert queue.submit(job, urgent=True)
+    story.gate.set()
+    assert queue.drain(60)
+    assert story.log == ["hung ran", "a + b", f"a {Outcome.IO_ERROR}", f"b {Outcome.IO_ERROR}"]
+    assert queue.submit(small(story, "c"), urgent=True)
+    assert queue.drain(60)
+    assert story.log[-1] == "c ran"

@@ -1,0 +1,102 @@
+"""The slab's index against a dict: any order of naming, finding and taking away, full buckets, twins, a whole load."""
+
+import random
+
+import numpy as np
+import pytest
+
+from kvtier.tiers.file.slab_index import SlabIndex
+from kvtier.tiers.pool import to_words
+
+
+def name_of(key: int) -> bytes:
+    """No good hash, on purpose: a counter and padding."""
+    return key.to_bytes(8, "little").ljust(32, b"\1")
+
+
+def crowded(key: int) -> bytes:
+    """Names of one bucket: they differ where the index does not look."""
+    return b"same end" + key.to_bytes(16, "little") + b"same end"
+
+
+def found(index: SlabIndex, names: list[bytes], at_once: int) -> list[int]:
+    return [slot for i in range(0, len(names), at_once) for slot in index.find(names[i : i + at_once]).tolist()]
+
+
+@pytest.mark.parametrize("name", [name_of, crowded], ids=["spread", "crowded"])
+def test_it_finds_what_a_dict_finds(name) -> None:  # type: ignore[no-untyped-def]
+    rng = random.Random(1)
+    num_slots = 300
+    index, twin = SlabIndex(num_slots), dict[bytes, int]()
+    free = list(range(num_slots))
+    for step in range(400):
+        if rng.random() < 0.55 and free:
+            rng.shuffle(free)
+            slots = sorted(free[: rng.randrange(1, 40)])
+            free = [slot for slot in free if slot not in slots]
+            names = rng.sample([n for key in range(900) if (n := name(key)) not in twin], len(slots))
+            index.add(to_words(names), np.array(slots))
+            twin.update(zip(names, slots, strict=True))
+        elif twin:
+            gone = rng.sample(sorted(twin), rng.randrange(1, min(40, len(twin)) + 1))
+            index.remove(np.array(sorted(twin[n] for n in gone)))
+            free += [twin.pop(n) for n in gone]
+        if step % 100 == 99:
+            index.reset()
+            free += twin.values()
+            twin.clear()
+        index.check()
+        asked = [name(rng.randrange(900)) for _ in range(60)]
+        for at_once in (1, 5, 60):
+            assert found(index, asked, at_once) == [twin.get(n, -1) for n in asked]
+        assert dict(zip(index.names(index.named()), index.named().tolist(), strict=True)) == twin
+    assert index.num_names == len(twin)
+
+
+@pytest.mark.parametrize("name", [name_of, crowded], ids=["spread", "crowded"])
+@pytest.mark.parametrize("num_slots", [1, 7, 40, 2000])
+def test_loading_at_once_is_adding_one_by_one(name, num_slots: int) -> None:  # type: ignore[no-untyped-def]
+    slots = np.array(sorted(random.Random(2).sample(range(num_slots), num_slots - num_slots // 4)))
+    names = [name(5 * slot) for slot in slots.tolist()]
+    loaded, added = SlabIndex(num_slots), SlabIndex(num_slots)
+    loaded.write(slots, to_words(names))
+    ordered = loaded.ordered(slots)
+    assert loaded.twins_in(ordered) == []
+    loaded.load(ordered)
+    added.add(to_words(names), slots)
+    for index in (loaded, added):
+        assert index.check().tolist() == slots.tolist()
+        assert found(index, names, 50) == found(index, names, 1) == slots.tolist()
+    loaded.remove(slots)
+    assert loaded.num_names == 0
+    loaded.add(to_words(names[::-1]), slots)
+    assert found(loaded, names, 50) == slots[::-1].tolist()
+    loaded.check()
+
+
+@pytest.mark.parametrize("name", [name_of, crowded], ids=["spread", "crowded"])
+def test_twins_are_told_and_no_others(name) -> None:  # type: ignore[no-untyped-def]
+    index = SlabIndex(1000)
+    slots = np.arange(900)
+    keys = [slot if slot not in (17, 400, 899) else 3 for slot in slots.tolist()]
+    index.write(slots, to_words([name(key) for key in keys]))
+    assert sorted(index.twins_in(index.ordered(slots))) == [3, 17, 400, 899]
+
+
+def test_it_takes_49_bytes_a_slot_and_no_object() -> None:
+    index = SlabIndex(200_000)
+    rng = np.random.default_rng(3)
+    slots = np.arange(200_000)
+    index.write(slots, np.frombuffer(rng.bytes(32 * len(slots)), np.uint64).reshape(-1, 4))
+    index.load(index.ordered(slots))
+    arrays = index._entries, index._words, index._named
+    assert sum(array.nbytes for array in arrays) / len(slots) <= 50
+    assert len(index._stash) < len(slots) / 1000
+    index.check()
+
+
+def test_names_of_another_length_are_refused() -> None:
+    index = SlabIndex(8)
+    for names in ([b"short"], [bytes(32)] * 20 + [b"short"]):
+        with pytest.raises(ValueError, match="must be 32"):
+            index.find(names)

@@ -1,0 +1,163 @@
+"""SlabRows: an open slab's entry table. Some columns are in memory; whole rows come from the disk, verified.
+
+Names are in the `ExtentMap`'s index. A row of tokens would take more memory than all of that together, and is needed
+only where the block's payload is read or written too.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers import ChainHash
+from kvtier.tiers.file import slab
+from kvtier.tiers.file.extents import ExtentMap
+from kvtier.tiers.file.file_io import FileIO, read_all
+from kvtier.tiers.file.slab import Rows, Superblock
+from kvtier.tiers.file.slab_codec import Codec
+from kvtier.tiers.file.slab_space import SlabFile
+from kvtier.tiers.pool import Slots, Words
+
+_PIECE_BYTES: Final = 2 << 20  # of the table read at once: what is made of them finds them in the processor's cache
+NUM_VERIFIED: Final = 4096  # newest rows verified at opening; the others, when they are used
+
+Flags = NDArray[np.bool_]
+_ReadCall = Callable[[int, Sequence[memoryview], int], int]
+
+
+class SlabRows:
+    """`parents` and `seqs` of every slot, 40 bytes; and rows read on demand. The store's lock guards the arrays."""
+
+    def __init__(self, io: FileIO, file: SlabFile, codec: Codec) -> None:
+        self._io = io
+        self._file = file
+        self._codec = codec
+        num_slots = file.superblock.num_slots
+        self.parents: Words = np.zeros((num_slots, 4), np.uint64)
+        self.seqs = np.zeros(num_slots, np.uint64)
+
+    def store(self, first: int, rows: Rows) -> None:
+        """These rows, as they lie in memory, are on the disk now, from slot `first` on."""
+        part = slice(first, first + len(rows))
+        self.parents[part] = slab.words_of(rows, "parent")
+        self.seqs[part] = rows["seq"]
+
+    def parents_of(self, slots: Slots) -> list[ChainHash]:
+        """The names of the parents of the blocks in these slots."""
+        joined = self.parents.take(slots, 0).tobytes()
+        return [joined[i : i + 32] for i in range(0, len(joined), 32)]
+
+    def read(self, slots: Sequence[int]) -> tuple[Rows, Flags, Flags]:
+        """The rows of these slots, which could be read, and which of those are whole. Others hold rubbish.
+
+        Waits for the disk. The caller is inside the store, so no slot lies behind the slab's end.
+        """
+        rows, is_read = self._filled(slots, self._read_run)
+        return rows, is_read, self._whole(rows, slots, is_read)
+
+    def peek(self, slots: Sequence[int]) -> tuple[Rows, Flags]:
+        """The same, without waiting: a row that is not in the page cache counts as not whole, and is sent for."""
+        rows, is_read = self._filled(slots, self._io.peek)
+        return rows, self._whole(rows, slots, is_read)
+
+    def recover(self, blocks: ExtentMap) -> list[int]:
+        """Read the whole table into the arrays and `blocks`; returns slots of older twins, whose rows must be blanked.
+
+        A row counts if all but its checksum is right. Checksums are compared of the newest rows, which a crash may
+        have torn, and of twins; those of all others when they are read, before anything is made of them.
+        """
+        plausible, written = self._load(blocks)
+        slots = self._without_torn(np.flatnonzero(plausible))
+        ordered = blocks.index.ordered(slots)
+        losers: list[int] = []
+        if twins := blocks.index.twins_in(ordered):
+            losers, bad = self._older_twins(blocks, np.array(twins))
+            slots = np.setdiff1d(slots, losers + bad, assume_unique=True)
+            ordered = blocks.index.ordered(slots)
+        blocks.index.load(ordered)
+        dirty = np.flatnonzero(written.reshape(-1, blocks.per_extent).any(1)).tolist()
+        blocks.restore(slots, self.seqs[slots], dirty)
+        return losers
+
+    def _load(self, blocks: ExtentMap) -> tuple[Flags, Flags]:
+        """Which rows are plausible, and which are not blank; their columns go into the arrays."""
+        superblock = self._file.superblock
+        plausible, written = np.zeros((2, superblock.num_slots), np.bool_)
+        for first, rows in self._pieces(superblock):
+            part = slice(first, first + len(rows))
+            plausible[part] = found = slab.find_plausible(rows, np.arange(first, first + len(rows)), superblock)
+            self._codec.show_names(rows, np.flatnonzero(found))
+            blocks.index.write(part, slab.words_of(rows, "chain_hash"))
+            blocks.generations[part] = rows["generation"]
+            self.store(first, rows)
+            written[part] = (rows["state"] != 0) | (rows["checksum"] != 0)
+        return plausible, written
+
+    def _pieces(self, superblock: Superblock) -> Iterator[tuple[int, Rows]]:
+        """The table piece by piece, each with its first slot; the memory is the same every time."""
+        size = max(1, _PIECE_BYTES // superblock.entry_bytes)
+        memory = np.empty(min(size, superblock.num_slots), superblock.row_dtype)
+        slot = 0
+        for segment in superblock.segments:
+            for first in range(0, segment.num_slots, size):
+                rows = memory[: min(size, segment.num_slots - first)]
+                offset = segment.table_offset + first * superblock.entry_bytes
+                read_all(self._io, self._file.fd, [slab.byte_view(rows)], offset)
+                yield slot, rows
+                slot += len(rows)
+
+    def _without_torn(self, slots: Slots) -> Slots:
+        """The slots less those of the newest rows that are not whole."""
+        window = NUM_VERIFIED
+        while len(slots):
+            newest = slots
+            if window < len(slots):
+                newest = np.sort(slots[np.argpartition(self.seqs[slots], -window)[-window:]])
+            *_, whole = self.read(newest.tolist())
+            if whole.all():
+                break
+            slots = np.setdiff1d(slots, newest[~whole], assume_unique=True)
+            window *= 2
+        return slots
+
+    def _older_twins(self, blocks: ExtentMap, slots: Slots) -> tuple[list[int], list[int]]:
+        """Of slots whose rows have a name in common: those of lower seq, and those whose row is not whole."""
+        *_, whole = self.read(slots.tolist())
+        by_age = slots[whole][np.argsort(self.seqs[slots[whole]], kind="stable")]
+        newest = dict(zip(blocks.index.names(by_age), by_age.tolist(), strict=True))
+        return np.setdiff1d(by_age, list(newest.values())).tolist(), slots[~whole].tolist()
+
+    def _filled(self, slots: Sequence[int], read: _ReadCall) -> tuple[Rows, Flags]:
+        """Rows of slots, neighbours in one call, and which could be read."""
+        superblock, fd = self._file.superblock, self._file.fd
+        rows, is_read = np.empty(len(slots), superblock.row_dtype), np.ones(len(slots), np.bool_)
+        view, size = slab.byte_view(rows), superblock.entry_bytes
+        offsets, first = [superblock.row_offset(slot) for slot in slots], 0
+        for end in range(1, len(slots) + 1):
+            if end < len(slots) and offsets[end] == offsets[end - 1] + size:
+                continue
+            part = view[first * size : end * size]
+            try:
+                is_read[first:end] = read(fd, [part], offsets[first]) == part.nbytes
+            except OSError:
+                is_read[first:end] = False
+            first = end
+        return rows, is_read
+
+    def _read_run(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        with suppress(InterruptedError):
+            if self._io.preadv(fd, buffers, offset) == buffers[0].nbytes:  # nearly always: a row is a microsecond
+                return buffers[0].nbytes
+        read_all(self._io, fd, buffers, offset)
+        return buffers[0].nbytes
+
+    def _whole(self, rows: Rows, slots: Sequence[int], is_read: Flags) -> Flags:
+        """Which of the rows read are whole; their names are shown."""
+        if not is_read.all():
+            rows[~is_read] = np.zeros(1, rows.dtype)
+        whole = slab.find_valid(rows, np.array(slots, np.int64), self._file.superblock)
+        if whole.any():
+            self._codec.show_names(rows, np.flatnonzero(whole))
+        return whole
