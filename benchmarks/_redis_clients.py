@@ -16,8 +16,8 @@ import numpy as np
 import redis
 from redis._parsers import _RESP2Parser
 
-Keys = Sequence[bytes]
-Buffers = Sequence[memoryview]
+BlockKeys = Sequence[bytes]
+SlotBuffers = Sequence[memoryview]
 
 TTL_MS: Final = 86_400_000
 LMCACHE: Final = "lmcache==0.5.6"
@@ -29,8 +29,8 @@ _SECONDS: Final = 60.0  # for a batch of LMCache's
 class Client:
     """One way to move a batch: SET from buffers, GET into buffers, and away with the keys."""
 
-    write: Callable[[Keys, Buffers], None]
-    read: Callable[[Keys, Buffers], None]
+    write: Callable[[BlockKeys, SlotBuffers], None]
+    read: Callable[[BlockKeys, SlotBuffers], None]
     close: Callable[[], None]
 
 
@@ -38,7 +38,11 @@ def redis_py(port: int, *, clustered: bool) -> dict[str, Client]:
     """redis-py's ways, each GET followed by the copy into the buffers: with its C parser if hiredis is installed."""
     kind: Any = redis.RedisCluster if clustered else redis.Redis
     client = kind(host="127.0.0.1", port=port)
-    ways = {"pipeline": _pipelined(client), "loop": _looped(client), "MGET": _together(client, clustered=clustered)}
+    ways = {
+        "pipeline": _pipelined(client),
+        "loop": _looped(client),
+        "MGET, MSET": _together(client, clustered=clustered),
+    }
     if not clustered:
         ways["raw connection"] = _bare(client)
         pool = redis.ConnectionPool(host="127.0.0.1", port=port, parser_class=_RESP2Parser, protocol=2)
@@ -46,19 +50,19 @@ def redis_py(port: int, *, clustered: bool) -> dict[str, Client]:
     return ways
 
 
-def _copied(values: Sequence[Any], into: Buffers) -> None:
+def _copied(values: Sequence[Any], into: SlotBuffers) -> None:
     for value, target in zip(values, into, strict=True):
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(value, np.uint8))
 
 
 def _pipelined(client: Any) -> Client:
-    def write(keys: Keys, buffers: Buffers) -> None:
+    def write(keys: BlockKeys, buffers: SlotBuffers) -> None:
         pipeline = client.pipeline(transaction=False)
         for key, buffer in zip(keys, buffers, strict=True):
             pipeline.set(key, buffer, px=TTL_MS)
         assert all(pipeline.execute())
 
-    def read(keys: Keys, into: Buffers) -> None:
+    def read(keys: BlockKeys, into: SlotBuffers) -> None:
         pipeline = client.pipeline(transaction=False)
         for key in keys:
             pipeline.get(key)
@@ -68,11 +72,11 @@ def _pipelined(client: Any) -> Client:
 
 
 def _looped(client: Any) -> Client:
-    def write(keys: Keys, buffers: Buffers) -> None:
+    def write(keys: BlockKeys, buffers: SlotBuffers) -> None:
         for key, buffer in zip(keys, buffers, strict=True):
             assert client.set(key, buffer, px=TTL_MS)
 
-    def read(keys: Keys, into: Buffers) -> None:
+    def read(keys: BlockKeys, into: SlotBuffers) -> None:
         for key, target in zip(keys, into, strict=True):
             _copied([client.get(key)], [target])
 
@@ -83,7 +87,7 @@ def _together(client: Any, *, clustered: bool) -> Client:
     """MSET knows no expiry."""
     mget, mset = (client.mget_nonatomic, client.mset_nonatomic) if clustered else (client.mget, client.mset)
 
-    def write(keys: Keys, buffers: Buffers) -> None:
+    def write(keys: BlockKeys, buffers: SlotBuffers) -> None:
         assert mset(dict(zip(keys, buffers, strict=True)))
 
     return Client(write, lambda keys, into: _copied(mget(keys), into), client.close)
@@ -93,12 +97,12 @@ def _bare(client: Any) -> Client:
     """Packed commands and replies of one connection, below the client's own layers."""
     connection = client.connection_pool.get_connection()
 
-    def write(keys: Keys, buffers: Buffers) -> None:
+    def write(keys: BlockKeys, buffers: SlotBuffers) -> None:
         sets = [("SET", key, buffer, "PX", TTL_MS) for key, buffer in zip(keys, buffers, strict=True)]
         connection.send_packed_command(connection.pack_commands(sets))
         assert all(connection.read_response() for _ in sets)
 
-    def read(keys: Keys, into: Buffers) -> None:
+    def read(keys: BlockKeys, into: SlotBuffers) -> None:
         connection.send_packed_command(connection.pack_commands([("GET", key) for key in keys]))
         for target in into:
             _copied([connection.read_response()], [target])
@@ -149,11 +153,11 @@ def _native(client: Any) -> Client:
                 os.read(client.event_fd(), 8)
         assert all(completion[1] for completion in done), done
 
-    def write(keys: Keys, buffers: Buffers) -> None:
+    def write(keys: BlockKeys, buffers: SlotBuffers) -> None:
         client.submit_batch_set([key.decode() for key in keys], list(buffers))
         wait()
 
-    def read(keys: Keys, into: Buffers) -> None:
+    def read(keys: BlockKeys, into: SlotBuffers) -> None:
         client.submit_batch_get([key.decode() for key in keys], list(into))
         wait()
 

@@ -45,7 +45,7 @@ def socket_of(connection: AbstractConnection) -> socket.socket:
     return sock
 
 
-class _Run:
+class _ValueRun:
     """What `count` values of one length look like on the wire, and memory for all of them but the payloads."""
 
     def __init__(self, head_bytes: int, payload_bytes: int, count: int) -> None:
@@ -94,7 +94,7 @@ class Wire:
         self._buffer = self._view = memoryview(bytearray(_BUFFER))
         self._start = self._end = 0  # what was received and not yet consumed, in `_view`
         self._deadline = 0.0
-        self._runs: dict[tuple[int, int, int], _Run] = {}
+        self._runs: dict[tuple[int, int, int], _ValueRun] = {}
         self.num_expected = 0
 
     def begin(self, deadline: float) -> None:
@@ -196,13 +196,13 @@ class Wire:
         self._view, self._start, self._end = memoryview(back), 0, len(back)
         return []
 
-    def _shape(self, head_bytes: int, payload_bytes: int, count: int) -> _Run:
+    def _shape(self, head_bytes: int, payload_bytes: int, count: int) -> _ValueRun:
         key = (head_bytes, payload_bytes, count)
         run = self._runs.get(key)
         if run is None:
             if len(self._runs) >= _MAX_RUNS:
                 self._runs.clear()
-            run = self._runs[key] = _Run(*key)
+            run = self._runs[key] = _ValueRun(*key)
         return run
 
     def _simple(self, line: bytes) -> RedisReply:
