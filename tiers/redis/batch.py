@@ -39,7 +39,8 @@ class Batches:
         """
         answers: list[BlockResult | None] = [None] * len(hashes)
         shares: dict[Endpoint, list[int]] = {}
-        for position, key in enumerate(self.space.keys(hashes, epoch)):
+        keys = self.space.keys(hashes, epoch)
+        for position, key in enumerate(keys):
             endpoint = self.nodes.endpoint(key)
             if endpoint is None:
                 answers[position] = Outcome.IO_ERROR
@@ -54,7 +55,7 @@ class Batches:
 
         def attempt(endpoint: Endpoint, positions: list[int]) -> None:
             with endpoint.borrow(deadline) as wire:
-                lane = Lane(wire, self.space, epoch, deadline, window, self._ttl_ms, endpoint is home)
+                lane = Lane(wire, self.space, keys, epoch, window, self._ttl_ms, endpoint is home)
                 try:
                     work(lane, positions, answers.__setitem__)
                 finally:

@@ -3,6 +3,7 @@
 import hmac
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
+from struct import Struct
 from typing import Final, Protocol
 
 import msgpack
@@ -106,8 +107,7 @@ class ClearForm:
             self._mac = hmac.new(_derived(secret, b"kvtier redis record"), digestmod=_MAC)
             self._seal_bytes = _MAC_BYTES
             self.name = _derived(secret, b"kvtier redis namespace" + fingerprint).hex()[: 2 * _NAME_BYTES]
-        self._block_size = block_size
-        self._blank, self._at = _layout(
+        blank, at = _layout(
             {
                 "version": VERSION,
                 "codec": "raw" if secret is None else "raw+hmac-sha256",
@@ -122,42 +122,38 @@ class ClearForm:
                 "seal": bytes(self._seal_bytes),
             }
         )
-        self.head_bytes = len(self._blank)
+        self.head_bytes = len(blank)
+        codes = {"epoch": "Q", "chain_hash": "32s", "parent": "32s", "num_tokens": "I"}
+        codes |= {"tokens": f"{4 * block_size}s", "xxh3": "Q"}
+        self._fields, self._between = _packer(blank[: -self._seal_bytes], at, codes)
 
     def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
         return [chain_hash.hex().encode() for chain_hash in hashes]
 
     def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
         """The payload is sent from where it lies."""
-        head = self._unsealed(record, epoch)
-        head[self._at["seal"]] = self._seal(head[: -self._seal_bytes], payload)
-        return bytes(head), payload
+        unsealed = self._unsealed(record, epoch)
+        return unsealed + self._seal(unsealed, payload), payload
 
     def decode(self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int) -> BlockRecord | Outcome:
-        at, seal = self._at, head[-self._seal_bytes :]
-        if not hmac.compare_digest(seal, self._seal(head[: -self._seal_bytes], payload)):
+        unsealed = head[: -self._seal_bytes]
+        if not hmac.compare_digest(head[-self._seal_bytes :], self._seal(unsealed, payload)):
             return Outcome.CHECKSUM
-        num_tokens = int.from_bytes(head[at["num_tokens"]], "little")
-        tokens = head[at["tokens"]][: 4 * num_tokens]
-        record = BlockRecord(chain_hash, head[at["parent"]], tokens, int.from_bytes(head[at["xxh3"]], "little"))
-        anew = self._unsealed(record, epoch)
-        anew[at["seal"]] = seal
-        if anew != head:
+        _, _, _, _, _, parent, _, num_tokens, _, tokens, _, xxh3, _ = self._fields.unpack(unsealed)
+        record = BlockRecord(chain_hash, parent, tokens[: 4 * num_tokens], xxh3)
+        if self._unsealed(record, epoch) != unsealed:
             return Outcome.KEY_MISMATCH
-        return record if checksum(payload) == record.checksum else Outcome.CHECKSUM
+        return record if checksum(payload) == xxh3 else Outcome.CHECKSUM
 
-    def _unsealed(self, record: BlockRecord, epoch: int) -> bytearray:
-        """The head, with zeros for its seal."""
-        at, head = self._at, bytearray(self._blank)
-        head[at["epoch"]] = epoch.to_bytes(8, "little")
-        head[at["chain_hash"]] = record.chain_hash
-        head[at["parent"]] = record.parent
-        head[at["num_tokens"]] = (len(record.tokens) // 4).to_bytes(4, "little")
-        head[at["tokens"]] = record.tokens.ljust(4 * self._block_size, b"\0")
-        head[at["xxh3"]] = record.checksum.to_bytes(_CHECKSUM_BYTES, "little")
-        return head
+    def _unsealed(self, record: BlockRecord, epoch: int) -> bytes:
+        """The head but for its seal."""
+        c = self._between
+        return self._fields.pack(
+            c[0], epoch, c[1], record.chain_hash, c[2], record.parent, c[3], len(record.tokens) // 4, c[4],
+            record.tokens, c[5], record.checksum, c[6],
+        )  # fmt: skip
 
-    def _seal(self, unsealed: bytes | bytearray, payload: memoryview) -> bytes:
+    def _seal(self, unsealed: bytes, payload: memoryview) -> bytes:
         if self._mac is None:
             return checksum(memoryview(unsealed)).to_bytes(_CHECKSUM_BYTES, "little")
         mac = self._mac.copy()
@@ -243,6 +239,16 @@ def _layout(fields: Mapping[str, int | str | bytes]) -> tuple[bytes, dict[str, s
         end = _PREFIX_BYTES + len(msgpack.packb(so_far))  # up to 15 fields, a map's own mark is one byte
         places[name] = slice(end - len(value) if isinstance(value, bytes) else end, end)
     return len(header).to_bytes(_PREFIX_BYTES, "little") + header, places
+
+
+def _packer(blank: bytes, at: Mapping[str, slice], codes: Mapping[str, str]) -> tuple[Struct, list[bytes]]:
+    """What packs the fields of `codes`, each at its place, and what is equal in all heads: around them, and between."""
+    layout, between, end = "<", [], 0
+    for name, code in codes.items():
+        between.append(blank[end : at[name].start])
+        layout += f"{at[name].start - end}s{code}"
+        end = at[name].stop
+    return Struct(f"{layout}{len(blank) - end}s"), [*between, blank[end:]]
 
 
 def _named(part: bytes, chain_hash: ChainHash, epoch: int, hidden: bytes = b"") -> bytes:

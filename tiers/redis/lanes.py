@@ -1,18 +1,19 @@
 """What is said to one server about its share of a batch: EXISTS, GET, SET, UNLINK, pipelined, every answer judged."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
 from kvtier.tiers.redis.forms import Keyspace
 from kvtier.tiers.redis.stream import SendBuffer, WireError
-from kvtier.tiers.redis.wire import Head, RedisReply, Refusal, Wire
+from kvtier.tiers.redis.wire import RedisReply, Refusal, Wire
 
 Settle = Callable[[int, "BlockRecord | Outcome | bool"], None]
 """Told once per position of the batch what became of it."""
 
+_AT_ONCE: Final = 1024  # blocks whose expiry is put off in one go
 _ELSEWHERE: Final = frozenset({"MOVED", "ASK", "TRYAGAIN"})  # another server has the key, or will
 DOUBTFUL: Final = _ELSEWHERE | {"READONLY", "CLUSTERDOWN", "MASTERDOWN", "LOADING", "NOREPLICAS", "NOAUTH"}
 
@@ -57,49 +58,35 @@ class Lane:
 
     wire: Wire
     space: Keyspace
+    keys: Sequence[bytes]  # of the whole batch, by position
     epoch: int  # that the batch goes by
-    deadline: float  # time.monotonic
     window: int  # blocks under way at once
     ttl_ms: int
     asks_epoch: bool
     epoch_seen: RedisReply = UNASKED
     doubtful: bool = False
+    epoch_due: bool = False  # asked, and to be read before any other reply
 
-    def exists(self, hashes: Sequence[ChainHash], positions: Iterable[int], settle: Settle) -> None:
+    def exists(self, positions: Sequence[int], settle: Settle) -> None:
         """Which blocks are there: True or False, or why there is no answer."""
-        for position, reply in self._each(b"EXISTS", hashes, positions):
+        for position, reply in self._each(b"EXISTS", positions):
             settle(position, refused(reply, writing=False) if isinstance(reply, Refusal) else reply == 1)
 
     def get(
-        self, hashes: Sequence[ChainHash], into: Sequence[memoryview], positions: Iterable[int], settle: Settle
+        self, hashes: Sequence[ChainHash], into: Sequence[memoryview], positions: Sequence[int], settle: Settle
     ) -> None:
-        """Read blocks into their buffers, verify them, and put off their expiry."""
-        space, wire = self.space, self.wire  # lengths and expiry first: what is known to be there comes in one go
-        length = b":%d\r\n" % space.value_bytes
-
-        def ask(group: list[int]) -> None:
-            keys = space.keys((hashes[position] for position in group), self.epoch)
-            expiry = commands(b"PEXPIRE", keys, b"%d" % self.ttl_ms)
-            self._send([commands(b"STRLEN", keys), expiry, commands(b"GET", keys)], 3 * len(keys))
-
-        for group in self._turns(self._groups(positions), ask):
-            whole = self._all_are(length, len(group))
-            self._all_are(b":1\r\n", len(group))  # or not: a server that refuses writes still answers reads
-            buffers = [into[position] for position in group]
-            heads = (
-                wire.values(space.head_bytes, buffers) if whole else (wire.value(space.head_bytes, b) for b in buffers)
-            )
-            for position, head in zip(group, heads, strict=True):
-                settle(position, self._verified(head, hashes[position], into[position]))
+        """Read blocks into their buffers, verify them, and put off their expiry: that tells which of them are there."""
+        for first in range(0, len(positions), _AT_ONCE):
+            self._get(hashes, into, positions[first : first + _AT_ONCE], settle)
 
     def set(
-        self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], positions: Iterable[int], settle: Settle
+        self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], positions: Sequence[int], settle: Settle
     ) -> None:
         """Store blocks, in order, until one is refused."""
         groups = self._groups(positions)
 
         def store(group: list[int]) -> None:
-            self._send(self._sets([records[p] for p in group], [payloads[p] for p in group]), len(group))
+            self._send(self._sets(group, records, payloads), len(group))
 
         for group in self._turns(groups, store):
             if self.wire.all_are(b"+OK\r\n", len(group)):
@@ -110,26 +97,68 @@ class Lane:
             for position, outcome in zip(group, outcomes, strict=True):
                 settle(position, outcome)
 
-    def unlink(self, hashes: Sequence[ChainHash], positions: Iterable[int], settle: Settle) -> None:
-        for position, reply in self._each(b"UNLINK", hashes, positions):
+    def unlink(self, positions: Sequence[int], settle: Settle) -> None:
+        for position, reply in self._each(b"UNLINK", positions):
             settle(position, refused(reply, writing=True) if isinstance(reply, Refusal) else Outcome.OK)
 
     # inside
 
-    def _each(
-        self, verb: bytes, hashes: Sequence[ChainHash], positions: Iterable[int]
-    ) -> Iterator[tuple[int, RedisReply]]:
+    def _get(
+        self, hashes: Sequence[ChainHash], into: Sequence[memoryview], positions: Sequence[int], settle: Settle
+    ) -> None:
+        wire, space, decode = self.wire, self.space, self.space.form.decode
+        unexpected: dict[int, RedisReply] | None = None  # not yet heard: what the blocks said that may not be there
+        as_said = True  # what has an expiry comes, and is as long as ours are
+        groups = self._groups(positions)
+        expiry = [commands(b"PEXPIRE", [self.keys[p] for p in positions], b"%d" % self.ttl_ms)]
+
+        def ask(group: list[int]) -> None:
+            keys = [self.keys[position] for position in group]
+            self._send([*expiry, commands(b"GET", keys)], len(keys) + len(expiry) * len(positions))
+            expiry.clear()
+
+        for group in self._turns(groups, ask):
+            if unexpected is None:
+                unexpected = self._unlike(b":1\r\n", positions)
+                self._skip(groups, unexpected, settle)
+            buffers = [into[position] for position in group]
+            together = as_said and unexpected.keys().isdisjoint(group)
+            heads = (wire.values if together else wire.one_by_one)(space.head_bytes, buffers)
+            as_said &= not together or isinstance(heads, list)  # to wait in vain once is enough
+            for position, buffer, head in zip(group, buffers, heads, strict=True):
+                if isinstance(head, bytes):
+                    settle(position, decode(head, buffer, hashes[position], self.epoch))
+                else:
+                    settle(position, self._none(head))
+
+    def _unlike(self, usual: bytes, positions: Sequence[int]) -> dict[int, RedisReply]:
+        """Which positions got another reply than `usual`; none, in one look, if all is well."""
+        if self.wire.all_are(usual, len(positions)):
+            return {}
+        return {position: reply for position in positions if (reply := self._reply()) != 1}
+
+    def _skip(self, groups: deque[list[int]], unexpected: Mapping[int, RedisReply], settle: Settle) -> None:
+        """Of what is still to be asked for, that which is not there need not be."""
+        if not unexpected:
+            return
+        rest = [position for group in groups for position in group]
+        groups.clear()
+        groups.extend(self._groups([position for position in rest if unexpected.get(position) != 0]))
+        for position in rest:
+            if unexpected.get(position) == 0:
+                settle(position, Outcome.ABSENT)
+
+    def _each(self, verb: bytes, positions: Sequence[int]) -> Iterator[tuple[int, RedisReply]]:
         """Positions, each with the reply to a command for its block alone."""
-        positions = list(positions)
-        keys = self.space.keys((hashes[position] for position in positions), self.epoch)
-        self._send([command(verb, key) for key in keys], len(keys))
+        self._send([commands(verb, [self.keys[position] for position in positions])], len(positions))
+        self._hear_epoch()
         for position in positions:
             yield position, self._reply()
 
-    def _groups(self, positions: Iterable[int]) -> deque[list[int]]:
+    def _groups(self, positions: Sequence[int]) -> deque[list[int]]:
         """Cut so that two are under way at once, or, of the largest blocks, one."""
-        rest, size = list(positions), max(1, self.window // 2)
-        return deque(rest[first : first + size] for first in range(0, len(rest), size))
+        size = max(1, self.window // 2)
+        return deque(list(positions[first : first + size]) for first in range(0, len(positions), size))
 
     def _turns(self, groups: deque[list[int]], send: Callable[[list[int]], None]) -> Iterator[list[int]]:
         """Each group when its replies are to be read. Of those cleared from `groups` none is sent."""
@@ -138,6 +167,7 @@ class Lane:
             while groups and len(sent) < min(2, self.window):
                 sent.append(groups.popleft())
                 send(sent[-1])
+            self._hear_epoch()
             yield sent.popleft()
 
     def _send(self, parts: Sequence[SendBuffer], num_replies: int) -> None:
@@ -145,13 +175,13 @@ class Lane:
         if not self.asks_epoch:
             self.wire.send(parts, num_replies)
             return
-        self.asks_epoch = False
+        self.asks_epoch, self.epoch_due = False, True
         self.wire.send([ask_epoch(self.space), *parts], num_replies + 1)
-        self.epoch_seen = self._reply()
 
-    def _all_are(self, usual: bytes, count: int) -> bool:
-        """Whether the next `count` replies, all read, are `usual`."""
-        return self.wire.all_are(usual, count) or not [self._reply() for _ in range(count)]
+    def _hear_epoch(self) -> None:
+        if self.epoch_due:
+            self.epoch_due = False
+            self.epoch_seen = self._reply()
 
     def _reply(self) -> RedisReply:
         reply = self.wire.reply()
@@ -159,26 +189,27 @@ class Lane:
             self.doubtful = True
         return reply
 
-    def _verified(self, head: Head, chain_hash: ChainHash, payload: memoryview) -> BlockRecord | Outcome:
+    def _none(self, head: Outcome | Refusal | None) -> Outcome:
+        """Why a GET brought nothing."""
         if head is None:
             return Outcome.ABSENT
-        if isinstance(head, Outcome):  # a StrEnum, as a Refusal is a str: neither is bytes
+        if isinstance(head, Outcome):  # a StrEnum, as a Refusal is a str
             return head
-        if isinstance(head, Refusal):
-            self.doubtful |= head.code in DOUBTFUL
-            return refused(head, writing=False)
-        return self.space.form.decode(head, payload, chain_hash, self.epoch)
+        self.doubtful |= head.code in DOUBTFUL
+        return refused(head, writing=False)
 
-    def _sets(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[SendBuffer]:
-        keys = self.space.keys((record.chain_hash for record in records), self.epoch)
-        before = b"*5\r\n$3\r\nSET\r\n$%d\r\n" % len(keys[0])
+    def _sets(
+        self, group: Sequence[int], records: Sequence[BlockRecord], payloads: Sequence[memoryview]
+    ) -> list[SendBuffer]:
+        encode = self.space.form.encode
+        before = b"*5\r\n$3\r\nSET\r\n$%d\r\n" % len(self.keys[group[0]])
         between = b"\r\n$%d\r\n" % self.space.value_bytes
         after = b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(b"%d" % self.ttl_ms), self.ttl_ms)
         parts: list[SendBuffer] = []
         start = before
-        for key, record, payload in zip(keys, records, payloads, strict=True):
-            head, body = self.space.form.encode(record, payload, self.epoch)
-            parts += (start + key + between + head, body)
+        for position in group:
+            head, body = encode(records[position], payloads[position], self.epoch)
+            parts += (b"".join((start, self.keys[position], between, head)), body)
             start = after + before
         return [*parts, after]
 

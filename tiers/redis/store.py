@@ -5,8 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Final
+from typing import Final, cast
 
 import redis
 from redis.cluster import RedisCluster
@@ -26,7 +25,7 @@ from kvtier.tiers.redis.batch import Batches, BlockResult, LaneWork
 from kvtier.tiers.redis.changes import RedisChanges
 from kvtier.tiers.redis.epoch import Epoch
 from kvtier.tiers.redis.forms import Keyspace, form_of
-from kvtier.tiers.redis.lanes import Lane, Settle, command
+from kvtier.tiers.redis.lanes import Lane, command
 from kvtier.tiers.redis.names import Names
 from kvtier.tiers.redis.nodes import Nodes, nodes_of
 from kvtier.tiers.redis.options import MAX_VALUE, RedisClient, connect, judge, no_epoch, parse, survey
@@ -106,7 +105,7 @@ class RedisStore:
         found = 0
         while found < len(hashes):
             window = hashes[found : found + _LOCATE_WINDOW]
-            answers = self._batch(window, deadline, partial(_exists, window))
+            answers = self._batch(window, deadline, Lane.exists)
             there = next((i for i, answer in enumerate(answers) if answer is not True), len(window))
             self._names.add(window[:there])
             found += there
@@ -128,6 +127,8 @@ class RedisStore:
         answers = self._batch(
             hashes, self._deadline(len(hashes)), lambda lane, own, settle: lane.get(hashes, into, own, settle)
         )
+        if set(map(type, answers)) == {BlockRecord}:
+            return self._all_read(hashes, cast("list[BlockRecord]", answers))
         results = [answer if isinstance(answer, BlockRecord | Outcome) else Outcome.IO_ERROR for answer in answers]
         self._names.add(h for h, result in zip(hashes, results, strict=True) if isinstance(result, BlockRecord))
         self.announcer.seen(result for result in results if isinstance(result, BlockRecord))
@@ -167,7 +168,7 @@ class RedisStore:
         """Delete blocks (found bad, or asked to), for everybody. What a server does not hear of is forgotten here."""
         self._names.forget(hashes)
         self.announcer.missed(hashes)
-        self._batch(hashes, self._deadline(0), lambda lane, own, settle: lane.unlink(hashes, own, settle))
+        self._batch(hashes, self._deadline(0), Lane.unlink)
 
     def reset(self) -> None:
         """Forget every block, in all processes. Returns at once: until the servers know, everything is a miss here."""
@@ -233,6 +234,14 @@ class RedisStore:
         answers, seen = self._batches.run(hashes, epoch, deadline, work)
         return answers if self._epoch.learn(epoch, seen) else [Outcome.EPOCH] * len(hashes)
 
+    def _all_read(self, hashes: Sequence[ChainHash], records: list[BlockRecord]) -> list[BlockRecord | Outcome]:
+        """As nearly every batch ends: what `read` does then, in few steps."""
+        self._names.add(hashes)
+        self.announcer.seen(records)
+        with self._lock:
+            self._counts["read_ok"] += len(records)
+        return list(records)
+
     def _forget_all(self) -> None:
         """Another epoch has begun."""
         self._names.clear()
@@ -246,10 +255,6 @@ class RedisStore:
         outcomes = [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
         with self._lock:
             self._counts.update(f"{verb}_{outcome}" for outcome in outcomes)
-
-
-def _exists(hashes: Sequence[ChainHash], lane: Lane, positions: list[int], settle: Settle) -> None:
-    lane.exists(hashes, positions, settle)
 
 
 def _cut(outcomes: list[Outcome]) -> list[Outcome]:

@@ -9,15 +9,15 @@ import ssl
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final, Protocol
 
 from kvtier.tiers import Outcome
 
 SendBuffer = bytes | memoryview
 
-_SEND_BYTES: Final = 4 << 20  # per sendmsg
-_SEND_PARTS: Final = 512  # per sendmsg; the kernel takes 1,024
-_LOW_WATER: Final = 512 << 10  # bytes that have come when a run is woken, but for its end
+PATIENCE: Final = 0.05  # seconds a call waits at most before somebody looks at what has come
+_SEND_PARTS: Final = 1024  # per sendmsg; the kernel takes no more
 _TLS_BYTES: Final = 256 << 10  # per call of a TLS socket
 
 
@@ -52,7 +52,8 @@ class ByteStream(Protocol):
         """As many bytes as there is room for."""
 
     def receive_run(self, into: Sequence[memoryview], deadline: float) -> int:
-        """As many bytes as there is room for, in few calls, or what had come of them by `deadline`: nothing, even."""
+        """As many bytes as there is room for, or what had come of them, nothing even, when `PATIENCE` or the
+        connection ended. Never raises: if something is wrong, the next `receive` tells."""
 
     def is_quiet(self) -> bool:
         """Whether the peer is there and has said nothing unasked. Does not wait."""
@@ -64,65 +65,45 @@ def stream_of(sock: socket.socket) -> ByteStream:
 
 
 class _PlainStream:
-    """A blocking socket whose calls the kernel ends in time."""
+    """A blocking socket whose calls the kernel ends in time: after `PATIENCE` at the latest, so that nearly no call has
+    to tell it anew."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         self._sock = sock
+        self._armed = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # seconds; 0 waits forever
 
     def send(self, parts: Sequence[SendBuffer], deadline: float) -> None:
-        queue = [memoryview(part) for part in parts]
-        while queue:
-            last, size = 0, 0
-            while last < min(len(queue), _SEND_PARTS) and size < _SEND_BYTES:
-                size += queue[last].nbytes
-                last += 1
+        rest = parts
+        while rest:
+            some = rest[:_SEND_PARTS]
             self._arm(socket.SO_SNDTIMEO, _left(deadline))
             try:
-                sent = self._sock.sendmsg(queue[:last])
+                sent = self._sock.sendmsg(some)
+            except BlockingIOError:
+                continue
             except OSError as error:
                 raise _failed(error) from None
-            queue = cut(queue, sent)[1]
+            if len(some) == len(rest) and sent == sum(map(_nbytes, some)):
+                return
+            rest = cut([memoryview(part) for part in rest], sent)[1]
 
     def receive(self, into: memoryview, deadline: float) -> int:
-        self._arm(socket.SO_RCVTIMEO, _left(deadline))
-        try:
-            received = self._sock.recv_into(into)
-        except OSError as error:
-            raise _failed(error) from None
-        return received or _closed()
+        return self._received(into, 0, deadline)
 
     def receive_all(self, into: memoryview, deadline: float) -> None:
         while into.nbytes:
-            self._arm(socket.SO_RCVTIMEO, _left(deadline))
-            try:
-                received = self._sock.recv_into(into, 0, socket.MSG_WAITALL)
-            except OSError as error:
-                raise _failed(error) from None
-            into = into[received or _closed() :]
+            into = into[self._received(into, socket.MSG_WAITALL, deadline) :]
 
     def receive_run(self, into: Sequence[memoryview], deadline: float) -> int:
-        front, end = cut(into, sum(view.nbytes for view in into) - _LOW_WATER)
-        received = 0
-        if front:  # not woken for every packet; for fewer bytes than the mark it would never be
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _LOW_WATER)
-            received = self._receive_parts(front, deadline)
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-            if received < sum(view.nbytes for view in front):
-                return received
-        return received + self._receive_parts(end, deadline)
-
-    def _receive_parts(self, into: Sequence[memoryview], deadline: float) -> int:
         left = deadline - time.monotonic()
-        if left <= 0:  # the part before this one took all the time there was
+        if left <= 0:
             return 0
         self._arm(socket.SO_RCVTIMEO, left)
         try:
             return self._sock.recvmsg_into(into, 0, socket.MSG_WAITALL)[0]
-        except BlockingIOError:
+        except OSError:
             return 0
-        except OSError as error:
-            raise _failed(error) from None
 
     def is_quiet(self) -> bool:
         try:
@@ -133,10 +114,23 @@ class _PlainStream:
             return False
         return False
 
+    def _received(self, into: memoryview, flags: int, deadline: float) -> int:
+        while True:
+            self._arm(socket.SO_RCVTIMEO, _left(deadline))
+            try:
+                received = self._sock.recv_into(into, 0, flags)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise _failed(error) from None
+            return received or _closed()
+
     def _arm(self, option: int, left: float) -> None:
         """The kernel counts all waits of one call against these seconds, of which 0 would mean to wait forever."""
-        left = max(left, 0.001)
-        self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(left), int(left % 1 * 1e6)))
+        seconds = max(0.001, min(left, PATIENCE))
+        if seconds != self._armed[option]:
+            self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, int(seconds * 1e6)))
+            self._armed[option] = seconds
 
 
 class _TlsStream:
@@ -169,14 +163,12 @@ class _TlsStream:
 
     def receive_run(self, into: Sequence[memoryview], deadline: float) -> int:
         received = 0
-        try:
+        deadline = min(deadline, time.monotonic() + PATIENCE)
+        with suppress(WireError):
             for view in into:
                 end = received + view.nbytes
                 while received < end:
                     received += self.receive(view[received - end :][:_TLS_BYTES], deadline)
-        except WireError as error:
-            if error.outcome is not Outcome.TIMEOUT:
-                raise
         return received
 
     def is_quiet(self) -> bool:
@@ -199,6 +191,10 @@ def cut(parts: Sequence[memoryview], count: int) -> tuple[list[memoryview], list
             return [*parts[:number], part[:count]], [part[count:], *parts[number + 1 :]]
         count -= part.nbytes
     return list(parts), []
+
+
+def _nbytes(part: SendBuffer) -> int:
+    return part.nbytes if isinstance(part, memoryview) else len(part)
 
 
 def _left(deadline: float) -> float:

@@ -2,13 +2,13 @@
 
 redis-py opens the socket (address, TLS, login) and hands it over in `socket_of`, the one place that reaches into it.
 From then on only this file uses it. A payload never becomes a Python object: it is sent from the caller's memory and
-received into it. One call moves many payloads and gives up the GIL once. If the server answers otherwise than it
-just said, the payloads of one call at most are taken back from there.
+received into it. One call moves many payloads and gives up the GIL once. It takes every value to be as long as ours
+are. If the server answers otherwise, the payloads of one call at most are taken back from there, and read one by one.
 """
 
 import socket
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from struct import Struct
 from typing import Final
 
 from redis.connection import AbstractConnection
@@ -17,9 +17,8 @@ from kvtier.tiers import Outcome
 from kvtier.tiers.redis.stream import SendBuffer, TooLongError, WireError, cut, stream_of
 
 _BUFFER: Final = 16 << 10
-_SHORTEST: Final = 4  # bytes of a reply, as in ":1" CRLF
 _GLANCE: Final = 64  # bytes looked at for the end of a line
-_PATIENCE: Final = 0.05  # seconds a run of values may take until its replies are read one by one
+_MAX_RUNS: Final = 4  # shapes of runs kept ready
 _MAX_LINE: Final = 4096  # bytes of an error message
 _MAX_SMALL: Final = 4096  # bytes of a reply that is no payload
 
@@ -46,6 +45,43 @@ def socket_of(connection: AbstractConnection) -> socket.socket:
     return sock
 
 
+class _ValueRun:
+    """What `count` values of one length look like on the wire, and memory for all of them but the payloads."""
+
+    def __init__(self, head_bytes: int, payload_bytes: int, count: int) -> None:
+        self.line = b"$%d\r\n" % (head_bytes + payload_bytes)
+        self.each = len(self.line) + head_bytes + 2  # bytes around a payload, its CRLF among them
+        self.value_bytes = self.each + payload_bytes
+        self.count = count
+        self._around = bytearray(count * self.each)
+        self._fields = Struct(f"{len(self.line)}s{head_bytes}s2s")
+        view, before = memoryview(self._around), self.each - 2
+        # in front of the first payload; behind a payload its end, and the next one's beginning
+        self.pieces = [view[:before]] + [
+            view[end - 2 : end + before] for end in range(self.each, len(view) + 1, self.each)
+        ]
+
+    def places(self, into: Sequence[memoryview]) -> list[memoryview]:
+        """Where the bytes of the values go, in order."""
+        places = [self.pieces[0]]
+        for buffer, behind in zip(into, self.pieces[1:], strict=True):
+            places += (buffer, behind)
+        return places
+
+    def heads(self) -> list[bytes]:
+        """Every value's head; [] if not all of them are of the right length."""
+        line, fields = self.line, list(self._fields.iter_unpack(self._around))
+        heads = [head for begin, head, end in fields if begin == line and end == b"\r\n"]
+        return heads if len(heads) == self.count else []
+
+    def is_promised(self, received: int) -> bool:
+        """Whether so many bytes are the beginning of values of the right length."""
+        number, part = divmod(received, self.value_bytes)
+        begins = [self._around[i * self.each :][: len(self.line)] == self.line for i in range(number)]
+        begun = min(part, len(self.line))
+        return all(begins) and self._around[number * self.each :][:begun] == self.line[:begun]
+
+
 class Wire:
     """Commands out, replies in, in order. Not thread-safe: borrowed by one thread at a time.
 
@@ -58,6 +94,7 @@ class Wire:
         self._buffer = self._view = memoryview(bytearray(_BUFFER))
         self._start = self._end = 0  # what was received and not yet consumed, in `_view`
         self._deadline = 0.0
+        self._runs: dict[tuple[int, int, int], _ValueRun] = {}
         self.num_expected = 0
 
     def begin(self, deadline: float) -> None:
@@ -92,10 +129,9 @@ class Wire:
         wanted = usual * count
         assert len(wanted) <= _BUFFER, f"{count} replies at once"
         while (have := self._end - self._start) < len(wanted):
-            if self._view[self._start : self._end] != wanted[:have]:
+            if have and self._view[self._start : self._end] != wanted[:have]:
                 return False
-            num_whole, part = divmod(len(wanted) - have, len(usual))
-            self._receive_more(num_whole * _SHORTEST + part)
+            self._receive_more(len(wanted) - have)
         if self._view[self._start : self._start + len(wanted)] != wanted:
             return False
         self._start += len(wanted)
@@ -125,43 +161,49 @@ class Wire:
         self._end_of_bulk()
         return head
 
-    def values(self, head_bytes: int, into: Sequence[memoryview]) -> Iterator[Head]:
-        """`value` for each buffer (all of one size), which are received together: for values known to be there.
+    def values(self, head_bytes: int, into: Sequence[memoryview]) -> Iterable[Head]:
+        """`value` for each buffer (all of one size), which are received together: for values that should be there.
 
-        If one is not, after all, the others' bytes came into the wrong places. Nothing of them is lost: they are
-        taken back and read one by one.
+        A list if they were. If one was not, the others' bytes came into the wrong places. Nothing of them is lost:
+        they are taken back and read one by one.
         """
-        if heads := self._run(head_bytes, into):
-            yield from heads
-        else:
-            for buffer in into:
-                yield self.value(head_bytes, buffer)
+        return self._run(head_bytes, into) or self.one_by_one(head_bytes, into)
+
+    def one_by_one(self, head_bytes: int, into: Sequence[memoryview]) -> Iterator[Head]:
+        """`value` for each buffer, when the caller asks for it."""
+        for buffer in into:
+            yield self.value(head_bytes, buffer)
 
     # inside
 
     def _run(self, head_bytes: int, into: Sequence[memoryview]) -> list[bytes]:
         """Every value's head; [] if the replies are not all there and all of the right length: then all are unread."""
-        line = b"$%d\r\n" % (head_bytes + into[0].nbytes)
-        before = len(line) + head_bytes
-        each = before + 2  # and the CRLF behind the payload
-        around = memoryview(bytearray(each * len(into)))
-        places = [around[:before]]
-        for number, buffer in enumerate(into, 1):  # behind a payload: its end, and the next one's beginning
-            places += (buffer, around[number * each - 2 : number * each + before])
-        received = sum(self._give(place) for place in places)  # what is there already
-        rest = cut(places, received)[1]
-        if rest:
-            received += self._stream.receive_run(rest, min(self._deadline, time.monotonic() + _PATIENCE))
-        got = bytes(around)
-        starts = range(0, len(got), each)
-        if received == sum(place.nbytes for place in places) and all(
-            got.startswith(line, start) and got.startswith(b"\r\n", start + before) for start in starts
-        ):
-            self.num_expected -= len(into)
-            return [got[start + len(line) : start + before] for start in starts]
+        run = self._shape(head_bytes, into[0].nbytes, len(into))
+        places = run.places(into)
+        size = run.count * run.value_bytes
+        received = self._give_all(places) if self._start < self._end else 0
+        while received < size:
+            rest = cut(places, received)[1] if received else places
+            came = self._stream.receive_run(rest, self._deadline)
+            received += came
+            if received < size and not (came and run.is_promised(received)):
+                break  # silence, the end, or another answer; of a value that has begun the rest is sure to come
+        else:
+            if heads := run.heads():
+                self.num_expected -= run.count
+                return heads
         back = b"".join([*cut(places, received)[0], self._view[self._start : self._end]])
         self._view, self._start, self._end = memoryview(back), 0, len(back)
         return []
+
+    def _shape(self, head_bytes: int, payload_bytes: int, count: int) -> _ValueRun:
+        key = (head_bytes, payload_bytes, count)
+        run = self._runs.get(key)
+        if run is None:
+            if len(self._runs) >= _MAX_RUNS:
+                self._runs.clear()
+            run = self._runs[key] = _ValueRun(*key)
+        return run
 
     def _simple(self, line: bytes) -> RedisReply:
         """The reply that one line is."""
@@ -221,12 +263,23 @@ class Wire:
         self._start += here
         return here
 
+    def _give_all(self, places: Sequence[memoryview]) -> int:
+        """The places filled in turn with what is there already; how many bytes."""
+        given = 0
+        for place in places:
+            given += (here := self._give(place))
+            if here < place.nbytes:
+                break
+        return given
+
     def _receive_more(self, count: int) -> None:
-        """`count` bytes, which are sure to come, behind the few that are there."""
+        """Up to `count` bytes, one at least, behind the few that are there."""
         here = bytes(self._view[self._start : self._end])
-        self._view, self._start, self._end = self._buffer, 0, len(here) + count
+        self._view, self._start, self._end = self._buffer, 0, len(here)
         self._view[: len(here)] = here
-        self._stream.receive_all(self._view[len(here) : self._end], self._deadline)
+        room = self._view[len(here) : len(here) + count]
+        came = self._stream.receive_run([room], self._deadline) or self._stream.receive(room, self._deadline)
+        self._end += came
 
 
 def _opens_bulk(line: bytes) -> bool:

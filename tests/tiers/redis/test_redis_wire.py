@@ -5,11 +5,9 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 
 import pytest
 import redis
-from doubles import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 from redis_rig import NO_REDIS, standalone
@@ -286,32 +284,122 @@ def test_a_value_gone_between_question_and_answer_costs_a_moment_and_no_other_bl
     assert wire.reply() == b"PONG"
 
 
-def test_a_run_whose_patience_ends_between_its_two_parts_is_read_one_by_one(
-    ends: tuple[Wire, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The front of a run took all the patience there is; the deadline of the batch is far away."""
+def test_a_run_outlasts_patience_as_long_as_its_values_come(ends: tuple[Wire, socket.socket]) -> None:
+    """A slow network: pauses longer than patience, within the deadline of the batch. Nothing is taken back."""
     wire, server = ends
-    size = 300_000  # four of them are past the mark that cuts a run in two
-    values = [bytes([number]) * (HEAD + size) for number in range(4)]
+    size = 300_000
+    values = [bytes([number]) * (HEAD + size) for number in range(3)]
+    said = b"".join(spelled(value) for value in values)
+
+    def trickle() -> None:
+        for first in range(0, len(said), 250_000):
+            server.sendall(said[first : first + 250_000])
+            time.sleep(1.2 * redis_stream.PATIENCE)
+
     wire.begin(time.monotonic() + 30)
     wire.num_expected = len(values)
-    # Each look at the clock shows a second more than the last one: the first part is begun in time, the second is not.
-    clock = FakeClock()
-    clock.now = time.monotonic() - 1
-
-    def looked_at() -> float:
-        clock.advance(1)
-        return clock()
-
-    monkeypatch.setattr(redis_stream, "time", SimpleNamespace(monotonic=looked_at))
-    peer = threading.Thread(target=server.sendall, args=[b"".join(spelled(value) for value in values)])
-    peer.start()
     buffers = [memoryview(bytearray(size)) for _ in values]
-    heads = list(wire.values(HEAD, buffers))
+    server.sendall(said[:7])
+    said = said[7:]
+    peer = threading.Thread(target=trickle)
+    peer.start()
+    heads = wire.values(HEAD, buffers)
     peer.join()
+    if not isinstance(heads, list):  # the machine was too busy to send anything in time: one by one, then
+        heads = list(heads)
     assert heads == [value[:HEAD] for value in values]
     assert buffers == [value[HEAD:] for value in values]
     assert wire.is_clean
+
+
+def test_a_run_goes_on_after_a_pause_and_gives_up_at_another_answer() -> None:
+    """What has come by then decides: the beginning of values goes on, anything else is read one by one."""
+    whole = spelled(b"v" * (HEAD + PAYLOAD))
+    for said, is_run in ((whole * 3, True), (whole + b"$-1\r\n" + whole, False), (whole + b"$7\r\nforeign\r\n", False)):
+        for first in (len(whole) // 2, len(whole), len(whole) + 4):
+            wire = scripted(said, 3)
+            wire._stream = Paused(said, first)
+            heads = wire.values(HEAD, [memoryview(bytearray(PAYLOAD)) for _ in range(3)])
+            assert isinstance(heads, list) == is_run
+            assert next(iter(heads)) == b"v" * HEAD
+
+
+class Paused(Script):
+    """A stream that pauses once, behind its first bytes."""
+
+    def __init__(self, data: bytes, first: int) -> None:
+        super().__init__(data, ())
+        self.behind = data[first:]
+        self.data = data[:first]
+
+    def receive(self, into: memoryview, deadline: float) -> int:
+        self._go_on()
+        return super().receive(into, deadline)
+
+    def receive_run(self, into: Sequence[memoryview], deadline: float) -> int:
+        self._go_on()
+        return super().receive_run(into, deadline)
+
+    def _go_on(self) -> None:
+        if not self.data:
+            self.data, self.behind = self.behind, b""
+
+
+SHORT = 24  # bytes of a payload, and 8 of a head: every boundary can be tried
+ODD: list[list[Item]] = [
+    [b"a" * 32, b"b" * 32, b"c" * 32],
+    [b"a" * 32, None, b"c" * 32],
+    [None, b"b" * 32, None],
+    [b"a" * 32, Refusal("LOADING the dataset"), b"c" * 32],
+    [b"a" * 32, b"too short", b"c" * 32],
+    [b"", b"b" * 32, b"c" * 24],
+    [b"a" * 32, b"b" * 31, b"c" * 32],
+]
+
+
+@pytest.mark.parametrize("items", ODD)
+@pytest.mark.parametrize("asked", [0, 5])
+def test_a_run_cut_at_any_byte_says_what_one_by_one_says(items: list[Item], asked: int) -> None:
+    """The fast way beside the slow one, for two pieces at each boundary; `asked` bytes of it were read too early."""
+    said = b"".join(spelled(item) for item in items) + b"+PONG\r\n"
+    wanted = taken(scripted(said, 4), items, together=False)
+    for boundary in range(1, len(said)):
+        wire = scripted(said, 4)
+        wire._stream = Paused(said, boundary)
+        if asked:  # as a short reply before them would have left it
+            wire._end = wire._stream.receive(wire._buffer[:asked], 0)
+        assert taken(wire, items, together=True) == wanted, f"cut at {boundary}"
+
+
+def taken(wire: Wire, items: Sequence[Item], *, together: bool) -> list[object]:
+    """What each value was, its payload if it was one of ours, and what came behind them."""
+    found: list[object] = []
+    buffers = [memoryview(bytearray(SHORT)) for _ in items]
+    try:
+        heads = wire.values(8, buffers) if together else wire.one_by_one(8, buffers)
+        for head, buffer in zip(heads, buffers, strict=True):
+            found.append((head, bytes(buffer) if isinstance(head, bytes) else None))
+    except TooLongError as error:
+        return [*found, str(error)]
+    found.append(wire.reply())
+    assert wire.is_clean
+    return found
+
+
+@pytest.mark.parametrize("asked", [1, 40, 200])
+def test_a_connection_that_dies_in_a_run_gives_what_was_whole(asked: int) -> None:
+    """At each byte: the values before it are served, the one it is in costs the connection."""
+    value = spelled(b"v" * (8 + SHORT))
+    said = value * 3
+    for end in range(len(said)):
+        wire = scripted(said[:end], 3, [asked] * 99)
+        buffers = [memoryview(bytearray(SHORT)) for _ in range(3)]
+        got: list[object] = []
+        with pytest.raises(WireError):
+            got.extend(wire.values(8, buffers))
+        assert got == [b"v" * 8] * (end // len(value))
+        assert buffers[: len(got)] == [b"v" * SHORT] * len(got)
+        assert not wire.is_clean
 
 
 def test_values_before_the_connection_ended_are_served(ends: tuple[Wire, socket.socket]) -> None:
@@ -322,7 +410,7 @@ def test_values_before_the_connection_ended_are_served(ends: tuple[Wire, socket.
     wire.begin(time.monotonic() + 10)
     wire.num_expected = 4
     buffers = [memoryview(bytearray(PAYLOAD)) for _ in range(4)]
-    heads = wire.values(HEAD, buffers)
+    heads = iter(wire.values(HEAD, buffers))
     assert [next(heads), next(heads)] == [whole[:HEAD]] * 2
     assert buffers[0] == buffers[1] == whole[HEAD:]
     with pytest.raises(WireError) as caught:
