@@ -51,8 +51,8 @@ BLOCK: Final = 32  # tokens
 HOST_BYTES: Final = 1 << 30
 VOCABULARY: Final = 8192
 
-Figures = dict[str, float]
-Prompts = list[list[int]]
+RunFigures = dict[str, float]
+TokenLists = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +130,13 @@ def fresh(rng: np.random.Generator, length: int) -> list[int]:
     return tokens
 
 
-def write_conversations(runs: Runs, sizes: Sizes) -> tuple[Prompts, Prompts]:
+def write_conversations(runs: Runs, sizes: Sizes) -> tuple[TokenLists, TokenLists]:
     """Every turn's prompt in the order of asking, and its answer; both are the engine's own words."""
     progress(f"writing {sizes.conversations} conversations of {sizes.turns} turns")
     rng = np.random.default_rng(1)
-    said: Prompts = [[] for _ in range(sizes.conversations)]
-    prompts: Prompts = []
-    answers: Prompts = []
+    said: TokenLists = [[] for _ in range(sizes.conversations)]
+    prompts: TokenLists = []
+    answers: TokenLists = []
     engine = runs.start("none", sizes.num_blocks * sizes.conversations)
     for turn in range(sizes.turns):
         order = rng.permutation(sizes.conversations).tolist()
@@ -150,7 +150,7 @@ def write_conversations(runs: Runs, sizes: Sizes) -> tuple[Prompts, Prompts]:
     return prompts, answers
 
 
-def measure(runs: Runs, arm: str, phase: str, prompts: Prompts, answers: Prompts, sizes: Sizes) -> Figures:
+def measure(runs: Runs, arm: str, phase: str, prompts: TokenLists, answers: TokenLists, sizes: Sizes) -> RunFigures:
     """Start the engine, have it answer all, and end it. Raises EngineEnded."""
     engine = runs.start(arm, sizes.num_blocks)
     try:
@@ -174,13 +174,13 @@ def measure(runs: Runs, arm: str, phase: str, prompts: Prompts, answers: Prompts
     }
 
 
-def ratio(column: str, ours: Figures, theirs: Figures) -> float:
+def ratio(column: str, ours: RunFigures, theirs: RunFigures) -> float:
     """Ours over theirs, turned so that below 1 is better."""
     over, under = (theirs, ours) if COLUMNS[column] else (ours, theirs)
     return max(over[column], 1e-9) / max(under[column], 1e-9)
 
 
-Found = dict[str, dict[str, list[Figures]]]
+Found = dict[str, dict[str, list[RunFigures]]]
 
 
 def rows_of(found: Found, missing: dict[str, str]) -> list[dict[str, object]]:
@@ -202,7 +202,7 @@ def rows_of(found: Found, missing: dict[str, str]) -> list[dict[str, object]]:
     return rows
 
 
-def _interval(measured: dict[str, list[Figures]], ours: str, theirs: str, column: str) -> tuple[float, float, float]:
+def _interval(measured: dict[str, list[RunFigures]], ours: str, theirs: str, column: str) -> tuple[float, float, float]:
     return interval([ratio(column, a, b) for a, b in zip(measured[ours], measured[theirs], strict=True)])
 
 

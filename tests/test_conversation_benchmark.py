@@ -3,10 +3,10 @@
 import sys
 
 import pytest
-from engine_conversations import ARMS, COLUMNS, PHASES, Figures, Found, options, ratio, rows_of, targets_of
+from engine_conversations import ARMS, COLUMNS, PHASES, Found, RunFigures, options, ratio, rows_of, targets_of
 
 
-def figures(**changed: float) -> Figures:
+def figures(**changed: float) -> RunFigures:
     return dict.fromkeys((*COLUMNS, "other texts"), 1.0) | changed
 
 
