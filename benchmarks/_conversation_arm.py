@@ -4,6 +4,7 @@
 worker and connector run in this process, so a token's time is when the engine's step hands it out.
 """
 
+import atexit
 import json
 import os
 import socket
@@ -60,7 +61,9 @@ def lmcache_server(folder: Path, host_bytes: int, port: int) -> "subprocess.Pope
     options += ["--supported-transfer-mode", "engine_driven", "--eviction-policy", "LRU", "--disable-observability"]
     options += ["--l2-adapter", json.dumps(files)]
     command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", *options]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
+    atexit.register(server.kill)  # however this process ends
+    return server
 
 
 def free_port() -> int:
@@ -145,10 +148,17 @@ class ConversationArm:
         self._settle()
         self.engine.core.shutdown()
         took = self._cpu_seconds() - self.cpu
+        self.end()
+        return {"cpu": took}
+
+    def end(self) -> None:
+        """LMCache's process ends, if there is one. Idempotent."""
         if self.server is not None:
             self.server.terminate()
-            self.server.wait(60)
-        return {"cpu": took}
+            try:
+                self.server.wait(20)
+            except subprocess.TimeoutExpired:
+                self.server.kill()
 
     def _add(self, tokens: list[int], num_tokens: int) -> str:
         from vllm import SamplingParams
@@ -177,11 +187,14 @@ class ConversationArm:
 def main() -> None:
     """Answer commands until stdin ends."""
     served = ConversationArm(json.loads(sys.argv[1]))
-    print(json.dumps({"ready": True}), file=REPLIES, flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        reply = getattr(served, command.pop("do"))(**command)
-        print(json.dumps(reply), file=REPLIES, flush=True)
+    try:
+        print(json.dumps({"ready": True}), file=REPLIES, flush=True)
+        for line in sys.stdin:
+            command = json.loads(line)
+            reply = getattr(served, command.pop("do"))(**command)
+            print(json.dumps(reply), file=REPLIES, flush=True)
+    finally:  # also if whoever asked is gone
+        served.end()
     os._exit(0)  # whatever else an engine would do at its end is none of the measurement's
 
 
