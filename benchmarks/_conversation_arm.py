@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -77,8 +78,7 @@ def free_port() -> int:
 @contextmanager
 def hidden(name: str) -> Iterator[None]:
     """A module is not among the loaded ones: vLLM 0.32's start on a CPU looks at all and fails over llvmlite's ffi."""
-    import numba  # noqa: F401  # LMCache loads it; what it loads is there before it is hidden
-
+    import_module("numba")  # LMCache loads it; what it loads is there before it is hidden
     module = sys.modules.pop(name)
     try:
         yield
