@@ -10,8 +10,6 @@ of the files it wrote. Decoding: eight steps of two unrelated requests with a lo
 all threads, with ÷ without. `--save` writes a plot too.
 """
 
-import json
-import os
 import statistics
 import subprocess
 import sys
@@ -24,6 +22,7 @@ import matplotlib
 import numpy as np
 import torch
 import transformers
+from _engine_process import EngineArmProcess
 from _report import RESULTS, Target, parser, progress, report
 
 matplotlib.use("Agg")
@@ -41,41 +40,11 @@ LENGTHS: Final = (1024, 2048, 4096)
 COLD_ROUNDS, WARM_ROUNDS, PAIRS, CYCLES = 2, 12, 12, 24
 
 
-class VllmArm:
+def started(python: Path, model: Path, name: str, folder: Path, max_len: int) -> EngineArmProcess:
     """A vLLM in a process of its own."""
-
-    def __init__(self, python: Path, model: Path, name: str, folder: Path, max_len: int) -> None:
-        paths = [str(ROOT), str(ROOT / "tests" / "interop"), str(ROOT / "benchmarks")]
-        arguments = [str(model), name, str(folder), str(max_len // 32 + 64), str(max_len)]
-        self.process = subprocess.Popen(
-            [str(python), str(ROOT / "benchmarks" / "_engine_arm.py"), *arguments],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        assert self._reply() == {"ready": True}
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Have it `do` something, and wait for the answer."""
-        assert self.process.stdin is not None
-        print(json.dumps({"do": do, **arguments}), file=self.process.stdin, flush=True)
-        return self._reply()
-
-    def close(self) -> None:
-        """Let it end."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
-
-    def _reply(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit("an engine ended; run `make test-vllm` first: it shows what is wrong")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+    return EngineArmProcess(
+        python, "_engine_arm.py", [str(model), name, str(folder), str(max_len // 32 + 64), str(max_len)]
+    )
 
 
 def make_model(path: Path, *, small: bool) -> None:
@@ -113,7 +82,7 @@ Times = dict[int, dict[str, list[float]]]
 
 
 def ttft(
-    arms: dict[str, VllmArm], rng: np.random.Generator, rounds: tuple[int, int], lengths: tuple[int, ...]
+    arms: dict[str, EngineArmProcess], rng: np.random.Generator, rounds: tuple[int, int], lengths: tuple[int, ...]
 ) -> Times:
     """Seconds by length and arm: of every prompt's first time ("cold"), then again. Hits are checked to be hits."""
     times: Times = {length: defaultdict(list) for length in lengths}
@@ -135,7 +104,7 @@ def ttft(
     return times
 
 
-def never_hit(arms: dict[str, VllmArm], rng: np.random.Generator, num_pairs: int) -> list[float]:
+def never_hit(arms: dict[str, EngineArmProcess], rng: np.random.Generator, num_pairs: int) -> list[float]:
     """CPU time with kvtier, which stores and never hits, over CPU time without."""
     ratios = []
     for number in range(num_pairs):
@@ -147,7 +116,7 @@ def never_hit(arms: dict[str, VllmArm], rng: np.random.Generator, num_pairs: int
     return ratios
 
 
-def throughput(arms: dict[str, VllmArm], rng: np.random.Generator, length: int) -> dict[str, float]:
+def throughput(arms: dict[str, EngineArmProcess], rng: np.random.Generator, length: int) -> dict[str, float]:
     """Tokens a second, of answers to eight prompts with one long prefix known from before, 32 tokens each."""
     prefix = fresh(rng, length)
     for arm in arms.values():
@@ -189,7 +158,7 @@ def main() -> int:
             progress(f"starting {NAMES[name]}")
             folder = Path(home) / name
             folder.mkdir()
-            arms[name] = VllmArm(python, Path(home) / "model", name, folder, max(lengths) + 256)
+            arms[name] = started(python, Path(home) / "model", name, folder, max(lengths) + 256)
             arms[name].ask("ttft", prompt=fresh(rng, 256))  # warm up
         times = ttft(arms, rng, rounds, lengths)
         rates = throughput(arms, rng, lengths[-1] // 2)

@@ -2,16 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import groupby
+from typing import Any, Final
 
 from kvtier.connector import BlockChain
 from kvtier.connector.vllm.drafts import AheadChain
 from kvtier.connector.vllm.keys import OwnChain, VllmChain
+from kvtier.connector.vllm.slots import GroupLane
 from kvtier.connector.vllm.states import ClosedRequest, StateRequest
 from kvtier.tiers import ChainHash
 
 Tables = Sequence[Sequence[int]]
 """A request's block ids, one table for each KV group."""
+
+NULL: Final = 0  # vLLM's block that stands for "not kept", e.g. behind a sliding window
 
 
 @dataclass(slots=True)
@@ -60,6 +64,26 @@ class NextStep:
     lost: dict[str, tuple[int, ...]] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
     targets: set[int] = field(default_factory=set)  # blocks that loads write to, by vLLM's ids
+
+
+def whole_runs(
+    lanes: Sequence[tuple[int, GroupLane]], tables: Tables, blocks: range, block_size: int
+) -> list[Sequence[int]]:
+    """The runs among kvtier's blocks of which vLLM has all that a prompt needs to go on behind them.
+
+    Of nearly every request that is one run of all. `lanes` are those of K and V; `block_size` is in tokens.
+    """
+    first, last = blocks.start, blocks.stop
+    if all(NULL not in tables[lane.group][first * lane.count : last * lane.count] for _, lane in lanes):
+        return [blocks]
+
+    def is_whole(block: int) -> bool:
+        return all(
+            tables[lane.group][lane.position(block)] != NULL or not lane.is_needed(block, block_size)
+            for _, lane in lanes
+        )
+
+    return [list(run) for kept, run in groupby(blocks, is_whole) if kept]
 
 
 def touched(output: Any) -> set[int]:

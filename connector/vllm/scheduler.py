@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any, Final
 
 from kvtier.connector import CopyOp, SchedulerSide, StepPlan, WorkerReport
@@ -13,7 +13,7 @@ from kvtier.connector.vllm.events import VllmEvents
 from kvtier.connector.vllm.handover import Handovers
 from kvtier.connector.vllm.keys import RequestNames
 from kvtier.connector.vllm.messages import CopyReports, StepMessage
-from kvtier.connector.vllm.requests import NextStep, Tables, TrackedRequest, handed_out, touched
+from kvtier.connector.vllm.requests import NULL, NextStep, Tables, TrackedRequest, handed_out, touched, whole_runs
 from kvtier.connector.vllm.slots import SlotPlan
 from kvtier.connector.vllm.state_side import StateSide, exactly
 from kvtier.connector.vllm.states import owner
@@ -34,7 +34,6 @@ _IDLE_WAIT: Final = 0.005  # seconds an idle step waits for the tiers, and so ho
 _TINY: Final = 1 << 20  # a load up to this many bytes is waited for, since another step would cost more
 _SHORT: Final = 256 << 20  # the same if nothing else is computed that would wait too
 _PATIENCE: Final = 10.0  # seconds without a report after which an idle engine stops stepping for copies
-_NULL: Final = 0  # vLLM's block that stands for "not kept", e.g. behind a sliding window
 
 
 class SchedulerHalf:
@@ -53,6 +52,7 @@ class SchedulerHalf:
         of_states = StateSide(self.side, plan, num_blocks, keeps_answers=cache.store_generated)
         self._states = of_states if plan.states else None
         self._plan = plan
+        self._lanes = plan.attention  # asked for at every step
         self._cache = cache
         self._root = root
         self._num_blocks = num_blocks
@@ -235,7 +235,7 @@ class SchedulerHalf:
         if (row := self._rows.get(request_id)) is None:
             return 0, num_tokens
         found = self.side.found((row.closed or row).request_id)
-        if not self._plan.attention:  # a few states stand for all tokens before them
+        if not self._lanes:  # a few states stand for all tokens before them
             return (num_tokens, 0) if found and found[L2] == found.blocks else (0, num_tokens)
         in_host = min(num_tokens - in_part, (found[L2] if found else 0) * self._plan.block_size)
         in_host += in_part if self.side.found_in_part(request_id) == L2 else 0
@@ -327,27 +327,17 @@ class SchedulerHalf:
             return []
         if not self._cache.store_generated:
             num_computed = min(num_computed, row.request.num_prompt_tokens)
-        first = row.stored or 0
-        if num_computed // self._plan.block_size <= first or not self._plan.attention:
+        first, size = row.stored or 0, self._plan.block_size
+        if num_computed // size <= first or not self._lanes:
             return []
-        last = min(len(row.chain.hashes), num_computed // self._plan.block_size)
+        last = min(len(row.chain.hashes), num_computed // size)
         if last <= first:
             return []
         row.tables = tables() if callable(tables) else tables
-        kept = [self._is_whole(row.tables, block) for block in range(first, last)]
         row.stored = last
-        runs = groupby(range(first, last), lambda i: kept[i - first])
-        return [self._store_run(row, list(run)) for is_kept, run in runs if is_kept]
+        return [self._store_run(row, run) for run in whole_runs(self._lanes, row.tables, range(first, last), size)]
 
-    def _is_whole(self, tables: Tables, block: int) -> bool:
-        """Whether vLLM has all that a prompt needs to go on behind the block."""
-        size = self._plan.block_size
-        return all(
-            tables[lane.group][lane.position(block)] != _NULL or not lane.is_needed(block, size)
-            for _, lane in self._plan.attention
-        )
-
-    def _store_run(self, row: TrackedRequest, run: list[int]) -> int:
+    def _store_run(self, row: TrackedRequest, run: Sequence[int]) -> int:
         op_id = self.side.store(row.request_id, run[0], run)
         if self._events is not None:
             self._events.note(row.request, row.chain, range(run[0], run[-1] + 1))
@@ -383,12 +373,14 @@ class SchedulerHalf:
 
         A worker's block of a state stands among the positions as `exactly` names it.
         """
-        pairs = [
-            (number * self._num_blocks + tables[lane.group][lane.position(position)], at)
-            for number, lane in self._plan.attention
-            for at, position in enumerate(positions)
-            if position >= 0 and tables[lane.group][lane.position(position)] != _NULL
-        ]
+        pairs: list[tuple[int, int]] = []
+        for number, lane in self._lanes:
+            base, table, count, place = number * self._num_blocks, tables[lane.group], lane.count, lane.place
+            pairs += [
+                (base + block, at)
+                for at, position in enumerate(positions)
+                if position >= 0 and (block := table[position * count + place]) != NULL
+            ]
         pairs += [(exactly(position), at) for at, position in enumerate(positions) if position < 0]
         return tuple(block for block, _ in pairs), tuple(at for _, at in pairs)
 

@@ -266,6 +266,6 @@ def with_blocks(op: CopyOp, blocks: tuple[int, ...], slots_at: tuple[int, ...]) 
     return replace(
         op,
         device_blocks=blocks,
-        host_slots=tuple(op.host_slots[i] for i in slots_at),
-        generations=tuple(op.generations[i] for i in slots_at),
+        host_slots=tuple(map(op.host_slots.__getitem__, slots_at)),
+        generations=tuple(map(op.generations.__getitem__, slots_at)),
     )

@@ -1,0 +1,202 @@
+"""One vLLM of benchmarks/engine_conversations.py, in a process of its own: JSON commands on stdin, a line of JSON each.
+
+`_conversation_arm.py SETUP`, a JSON object: model, arm, folder (of its storage), num_blocks, host_bytes. Scheduler,
+worker and connector run in this process, so a token's time is when the engine's step hands it out.
+"""
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+REPLIES: Final = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # whatever the engine prints is no reply
+HERE: Final = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "tests" / "interop")]
+os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "LMCACHE_LOG_LEVEL": "ERROR"}
+
+MAX_LEN: Final = 2048  # tokens of a prompt and its answer
+STEP_TOKENS: Final = 512  # at most in one step
+CHUNK: Final = 64  # tokens of LMCache's chunks: its default of 256 is more than a turn adds
+SETTLING: Final = 30.0  # seconds the copies and files of an idle engine may take
+
+
+def transfer(arm: str, folder: Path, host_bytes: int, port: int) -> dict[str, Any] | None:
+    """vLLM's `kv_transfer_config` of an arm; None for `none`."""
+    file = {"path": str(folder), "size": "4GiB"}
+    ours = {"type": "KVTierSecondaryTier", "module_path": "kvtier.connector.vllm_tier", "file": file}
+    below = {"native files": [{"type": "fs", "root_dir": str(folder)}], "kvtier below native": [ours]}
+    if arm == "none":
+        return None
+    extra: dict[str, Any]
+    if arm == "kvtier":
+        module, name = "kvtier.connector.vllm", "KVTierConnector"
+        extra = {"host": {"size": host_bytes}, "file": file}
+    elif arm == "lmcache":
+        module, name = "lmcache.integration.vllm.lmcache_mp_connector", "LMCacheMPConnector"
+        extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
+    else:
+        module, name = None, "OffloadingConnector"
+        extra = {"spec_name": "HostOffloadingSpec", "spec_module_path": "host_offloading"}
+        extra |= {"cpu_bytes_to_use": host_bytes}
+        extra |= {"secondary_tiers": below[arm]} if arm in below else {}
+    whole = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    whole |= {"kv_load_failure_policy": "recompute", "engine_id": f"conversations-{os.getpid()}"}
+    return whole | ({"kv_connector_module_path": module} if module else {})
+
+
+def lmcache_server(folder: Path, host_bytes: int, port: int) -> "subprocess.Popen[bytes]":
+    """LMCache's own process, over host memory and files in `folder`."""
+    files = {"type": "fs", "base_path": str(folder)}
+    options = ["--port", str(port), "--chunk-size", str(CHUNK), "--l1-size-gb", str(host_bytes / (1 << 30))]
+    options += ["--supported-transfer-mode", "engine_driven", "--eviction-policy", "LRU", "--disable-observability"]
+    options += ["--l2-adapter", json.dumps(files)]
+    command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", *options]
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
+    atexit.register(server.kill)  # however this process ends
+    return server
+
+
+def free_port() -> int:
+    """A loopback port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def hidden(name: str) -> Iterator[None]:
+    """A module is not among the loaded ones: vLLM 0.32's start on a CPU looks at all and fails over llvmlite's ffi."""
+    import_module("numba")  # LMCache loads it; what it loads is there before it is hidden
+    module = sys.modules.pop(name)
+    try:
+        yield
+    finally:
+        sys.modules[name] = module
+
+
+class ConversationArm:
+    """The engine, and what can be asked of it."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        folder, host_bytes, port = Path(setup["folder"]), int(setup["host_bytes"]), free_port()
+        self.server = lmcache_server(folder, host_bytes, port) if setup["arm"] == "lmcache" else None
+        from vllm_rig import Engine
+
+        options = {"num_gpu_blocks_override": setup["num_blocks"], "max_model_len": MAX_LEN, "max_num_seqs": 16}
+        wanted = transfer(setup["arm"], folder, host_bytes, port)
+        model = Path(setup["model"])
+        with hidden("llvmlite.binding.ffi"):
+            self.engine = Engine(model, transfer=wanted, **options, max_num_batched_tokens=STEP_TOKENS)
+        self.llm: Any = self.engine.llm.llm_engine
+        self.core: Any = self.engine.core.engine_core
+        self.ids = 0
+        self.cpu = 0.0
+
+    def converse(self, prompts: list[list[int]], num_tokens: int, clients: int) -> dict[str, Any]:
+        """Ask the prompts in their order, `clients` of them at a time; each answer has `num_tokens` tokens.
+
+        Returns of each prompt its seconds to the first token, from token to token, its cached tokens and its text.
+        """
+        self.cpu = self._cpu_seconds()
+        waiting = deque(enumerate(prompts))
+        places: dict[str, int] = {}
+        asked, came = [0.0] * len(prompts), [list[float]() for _ in prompts]
+        texts, cached = [list[int]() for _ in prompts], [0] * len(prompts)
+        begun = time.perf_counter()
+        while waiting or places:
+            while waiting and len(places) < clients:
+                place, prompt = waiting.popleft()
+                asked[place] = time.perf_counter()
+                places[self._add(prompt, num_tokens)] = place
+            outputs = self.llm.step()
+            now = time.perf_counter()
+            for output in outputs:
+                place = places[output.request_id]
+                if output.outputs and output.outputs[0].token_ids:
+                    came[place].append(now)
+                    texts[place] += output.outputs[0].token_ids
+                if output.finished:
+                    cached[place] = output.num_cached_tokens or 0
+                    del places[output.request_id]
+        seconds = time.perf_counter() - begun
+        firsts = [times[0] - start for times, start in zip(came, asked, strict=True)]
+        gaps = [[b - a for a, b in pairwise(times)] for times in came]
+        return {"seconds": seconds, "ttft": firsts, "itl": gaps, "cached": cached, "texts": texts}
+
+    def warm(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Ask prompts that have nothing to do with the others, twice: the second time from the tiers."""
+        for _ in range(2):
+            self.converse(prompts, 4, 2)
+            self._settle()
+            self.llm.reset_prefix_cache()
+        return {"warm": True}
+
+    def close(self) -> dict[str, Any]:
+        """Copies and files end, and the engine with them. CPU seconds since the conversations began, all processes."""
+        self._settle()
+        self.engine.core.shutdown()
+        took = self._cpu_seconds() - self.cpu
+        self.end()
+        return {"cpu": took}
+
+    def end(self) -> None:
+        """LMCache's process ends, if there is one. Idempotent."""
+        if self.server is not None:
+            self.server.terminate()
+            try:
+                self.server.wait(20)
+            except subprocess.TimeoutExpired:
+                self.server.kill()
+
+    def _add(self, tokens: list[int], num_tokens: int) -> str:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self.ids += 1
+        options = SamplingParams(temperature=0, max_tokens=num_tokens, detokenize=False, ignore_eos=True)
+        options.output_kind = RequestOutputKind.DELTA
+        self.llm.add_request(str(self.ids), {"prompt_token_ids": tokens}, options)
+        return str(self.ids)
+
+    def _settle(self) -> None:
+        deadline = time.monotonic() + SETTLING
+        while self.core.scheduler.has_requests() and time.monotonic() < deadline:
+            self.core.step()
+
+    def _cpu_seconds(self) -> float:
+        """User and system time so far of this process and of LMCache's."""
+        own = time.process_time()
+        if self.server is None:
+            return own
+        fields = Path(f"/proc/{self.server.pid}/stat").read_text().rpartition(")")[2].split()
+        return own + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Answer commands until stdin ends."""
+    served = ConversationArm(json.loads(sys.argv[1]))
+    try:
+        print(json.dumps({"ready": True}), file=REPLIES, flush=True)
+        for line in sys.stdin:
+            command = json.loads(line)
+            reply = getattr(served, command.pop("do"))(**command)
+            print(json.dumps(reply), file=REPLIES, flush=True)
+    finally:  # also if whoever asked is gone
+        served.end()
+    os._exit(0)  # whatever else an engine would do at its end is none of the measurement's
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Many conversations with a real vLLM on this CPU whose own cache holds only a few of them, side by side over six ways.
+
+none · native: vLLM's offloading to host memory · native files: its tiering, over files · lmcache: LMCache's server over
+host memory and files · kvtier · kvtier below native: kvtier's file tier in the place of vLLM's. Every way answers the
+same prompts, written once by the engine itself: each turn's prompt is all that was said and a question, and between two
+turns of one conversation all others have theirs. Four clients ask at a time. Host memory holds everything. Then all
+processes end, new ones find what the storage kept, and the same is asked again ("restart"). One engine runs at a time;
+within a repetition the ways come in a random order. A token's time is when the engine's step hands it out. CPU: of all
+processes, from the first prompt until the engine is shut down. LMCache lies in a folder of its own
+(benchmarks/requirements-lmcache.txt). "Over" is the ratio of kvtier's figure to another's in one repetition, turned so
+that below 1 is better; intervals are 95 %, from a bootstrap over repetitions. `--save` writes a plot too.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import matplotlib
+import numpy as np
+from _engine_process import EngineArmProcess, EngineEnded
+from _report import RESULTS, Target, parser, progress, report
+from engine_ttft import interval, make_model
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+ARMS: Final = ("none", "native", "native files", "lmcache", "kvtier", "kvtier below native")
+OURS: Final = {"kvtier": ("none", "native", "native files", "lmcache"), "kvtier below native": ("native files",)}
+PHASES: Final = ("first run", "restart")
+COLUMNS: Final = {  # unit of a figure → whether more is better
+    "hit share": True,
+    "TTFT p50 ms": False,
+    "TTFT p99 ms": False,
+    "inter-token p50 ms": False,
+    "inter-token p99 ms": False,
+    "tokens/s": True,
+    "CPU s": False,
+}
+CLIENTS: Final = 4
+BLOCK: Final = 32  # tokens
+HOST_BYTES: Final = 1 << 30
+VOCABULARY: Final = 8192
+
+RunFigures = dict[str, float]
+TokenLists = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is asked."""
+
+    conversations: int
+    turns: int
+    opening: int  # tokens of the first question
+    question: int  # of every other one
+    answer: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of vLLM's cache: what the clients' longest requests take, and half as many more."""
+        longest = self.opening + self.turns * (self.question + self.answer)
+        return -(-3 * CLIENTS * longest // (2 * BLOCK))
+
+
+FULL: Final = Sizes(20, 3, 512, 128, 16)
+QUICK: Final = Sizes(8, 2, 256, 64, 8)
+
+
+class Runs:
+    """Starts engines of one program run, each with an empty folder of its own or with one that has been used."""
+
+    def __init__(self, home: Path, python: Path, lmcache: Path | None) -> None:
+        self.home = home
+        self.python = python
+        self.lmcache = lmcache
+        self.log = home / "engine.log"
+
+    def start(self, arm: str, num_blocks: int) -> EngineArmProcess:
+        """An engine over the arm's folder. Raises EngineEnded."""
+        folder = self.home / arm.replace(" ", "-")
+        folder.mkdir(exist_ok=True)
+        setup = {"model": str(self.home / "model"), "arm": arm, "folder": str(folder)}
+        packages = [self.lmcache] if arm == "lmcache" and self.lmcache is not None else []
+        with self.log.open("wb") as log:
+            sizes = {"num_blocks": num_blocks, "host_bytes": HOST_BYTES}
+            return EngineArmProcess(self.python, "_conversation_arm.py", [json.dumps(setup | sizes)], packages, log)
+
+    def forget(self, arm: str) -> None:
+        """Empty the arm's folder."""
+        shutil.rmtree(self.home / arm.replace(" ", "-"), ignore_errors=True)
+
+    def last_words(self) -> str:
+        """The last line an engine wrote."""
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1].strip()[:200] if lines else "it said nothing"
+
+
+def lmcache_packages(python: Path) -> tuple[Path | None, str]:
+    """LMCache's folder, installed at the first call; or None, and why it could not be had."""
+    wanted = ROOT / "benchmarks" / "requirements-lmcache.txt"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
+    folder = cache / f"lmcache-{hashlib.sha256(wanted.read_bytes()).hexdigest()[:16]}"
+    if folder.exists():
+        return folder, ""
+    progress("installing LMCache into a folder of its own")
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as fresh:
+        command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps"]
+        done = subprocess.run(
+            [*command, "--target", f"{fresh}/packages", "-r", str(wanted)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            return None, (done.stderr.strip().splitlines() or ["pip failed"])[-1][:200]
+        Path(fresh, "packages").rename(folder)
+    return folder, ""
+
+
+def fresh(rng: np.random.Generator, length: int) -> list[int]:
+    tokens: list[int] = rng.integers(3, VOCABULARY, length).tolist()
+    return tokens
+
+
+def write_conversations(runs: Runs, sizes: Sizes) -> tuple[TokenLists, TokenLists]:
+    """Every turn's prompt in the order of asking, and its answer; both are the engine's own words."""
+    progress(f"writing {sizes.conversations} conversations of {sizes.turns} turns")
+    rng = np.random.default_rng(1)
+    said: TokenLists = [[] for _ in range(sizes.conversations)]
+    prompts: TokenLists = []
+    answers: TokenLists = []
+    engine = runs.start("none", sizes.num_blocks * sizes.conversations)
+    for turn in range(sizes.turns):
+        order = rng.permutation(sizes.conversations).tolist()
+        asked = [said[one] + fresh(rng, sizes.question if turn else sizes.opening) for one in order]
+        told = engine.ask("converse", prompts=asked, num_tokens=sizes.answer, clients=CLIENTS)["texts"]
+        for one, prompt, answer in zip(order, asked, told, strict=True):
+            said[one] = prompt + answer
+        prompts += asked
+        answers += told
+    engine.close()
+    return prompts, answers
+
+
+def measure(runs: Runs, arm: str, phase: str, prompts: TokenLists, answers: TokenLists, sizes: Sizes) -> RunFigures:
+    """Start the engine, have it answer all, and end it. Raises EngineEnded."""
+    engine = runs.start(arm, sizes.num_blocks)
+    try:
+        strangers = np.random.default_rng(100 + PHASES.index(phase))
+        engine.ask("warm", prompts=[fresh(strangers, 200) for _ in range(2)])
+        told = engine.ask("converse", prompts=prompts, num_tokens=sizes.answer, clients=CLIENTS)
+        cpu = engine.ask("close")["cpu"]
+    finally:
+        engine.close()
+    first = 1e3 * np.array(told["ttft"])
+    gaps = 1e3 * np.concatenate([np.array(one) for one in told["itl"]])
+    return {
+        "hit share": sum(told["cached"]) / sum(map(len, prompts)),
+        "TTFT p50 ms": float(np.quantile(first, 0.5)),
+        "TTFT p99 ms": float(np.quantile(first, 0.99)),
+        "inter-token p50 ms": float(np.quantile(gaps, 0.5)),
+        "inter-token p99 ms": float(np.quantile(gaps, 0.99)),
+        "tokens/s": len(prompts) * sizes.answer / told["seconds"],
+        "CPU s": cpu,
+        "other texts": sum(ours != theirs for ours, theirs in zip(told["texts"], answers, strict=True)),
+    }
+
+
+def ratio(column: str, ours: RunFigures, theirs: RunFigures) -> float:
+    """Ours over theirs, turned so that below 1 is better."""
+    over, under = (theirs, ours) if COLUMNS[column] else (ours, theirs)
+    return max(over[column], 1e-9) / max(under[column], 1e-9)
+
+
+Found = dict[str, dict[str, list[RunFigures]]]
+
+
+def rows_of(found: Found, missing: dict[str, str]) -> list[dict[str, object]]:
+    """Each way's medians; kvtier over the others; what could not be run, and why."""
+    rows: list[dict[str, object]] = []
+    for phase in PHASES:
+        for arm, measured in found[phase].items():
+            medians = {name: float(np.median([one[name] for one in measured])) for name in (*COLUMNS, "other texts")}
+            rows.append({"phase": phase, "way": arm, **medians})
+    for phase in PHASES:
+        for arm, others in OURS.items():
+            for other in [one for one in others if arm in found[phase] and one in found[phase]]:
+                row: dict[str, object] = {"phase": phase, "way": arm, "over": other}
+                for column in COLUMNS:
+                    mean, low, high = _interval(found[phase], arm, other, column)
+                    row[column] = f"{mean:.2f} ({low:.2f} to {high:.2f})"
+                rows.append(row)
+    rows += [{"way": arm, "not run": reason} for arm, reason in missing.items()]
+    return rows
+
+
+def _interval(measured: dict[str, list[RunFigures]], ours: str, theirs: str, column: str) -> tuple[float, float, float]:
+    return interval([ratio(column, a, b) for a, b in zip(measured[ours], measured[theirs], strict=True)])
+
+
+def targets_of(found: Found) -> list[Target]:
+    """In every column kvtier is level with the best of the others, or ahead; so is its file tier with vLLM's."""
+    targets = []
+    for phase in PHASES:
+        for arm, others in OURS.items():
+            rivals = [other for other in others if other in found[phase]]
+            if arm not in found[phase] or not rivals:
+                continue
+            for column in COLUMNS:
+                intervals = {other: _interval(found[phase], arm, other, column) for other in rivals}
+                best = max(rivals, key=lambda other: intervals[other][0])
+                name = f"{phase}, {column}: {arm} over {best}, lower end of 95 %"
+                targets.append(Target(name, 1, intervals[best][1]))
+    return targets
+
+
+def plot(found: Found, path: Path) -> None:
+    """A panel for each column and phase: medians, with the range over repetitions."""
+    figure, panels = pyplot.subplots(len(PHASES), len(COLUMNS), figsize=(16, 4.6), layout="constrained", sharey=True)
+    for phase, line in zip(PHASES, panels, strict=True):
+        for column, axes in zip(COLUMNS, line, strict=True):
+            arms = list(found[phase])
+            values = [np.array([one[column] for one in found[phase][arm]]) for arm in arms]
+            middles = np.array([np.median(each) for each in values])
+            reach = [middles - [each.min() for each in values], [each.max() for each in values] - middles]
+            colours = ["tab:orange" if arm in OURS else "tab:blue" for arm in arms]
+            axes.barh(arms, middles, xerr=reach, color=colours, error_kw={"linewidth": 0.8})
+            axes.set_title(f"{phase}: {column}", fontsize=8)
+            axes.tick_params(labelsize=8)
+    panels[0][0].invert_yaxis()
+    figure.suptitle("vLLM on a CPU: conversations that its own cache cannot hold", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def options() -> argparse.Namespace:
+    """The command line; exits with status 2 and the fix if it cannot be used."""
+    described = parser(__doc__)
+    described.add_argument("--repetitions", type=int, help="of everything; 5 if not given, 1 with --quick")
+    described.add_argument("--ways", help=f"some of them, by commas: {', '.join(ARMS)}")
+    args = described.parse_args()
+    if args.repetitions is None:
+        args.repetitions = 1 if args.quick else 5
+    if args.repetitions < 1:
+        described.error(f"argument --repetitions: {args.repetitions}: give 1 or more")
+    args.ways = ARMS if args.ways is None else tuple(name.strip() for name in args.ways.split(","))
+    for name in args.ways:
+        if name not in ARMS:
+            described.error(f"argument --ways: {name!r}: give some of {', '.join(ARMS)}, with commas between them")
+    return args
+
+
+def run(args: argparse.Namespace, runs: Runs, missing: dict[str, str]) -> Found:
+    """All repetitions. A way that is not ours and whose engine ends is left out from there on, with its last words."""
+    sizes = QUICK if args.quick else FULL
+    make_model(runs.home / "model", small=args.quick)
+    prompts, answers = write_conversations(runs, sizes)
+    rng = np.random.default_rng(2)
+    found: Found = {phase: defaultdict(list) for phase in PHASES}
+    for repetition in range(args.repetitions):
+        for arm in rng.permutation([arm for arm in args.ways if arm not in missing]).tolist():
+            runs.forget(arm)
+            try:
+                for phase in PHASES:
+                    progress(f"repetition {repetition + 1}/{args.repetitions}, {arm}, {phase}")
+                    found[phase][arm].append(measure(runs, arm, phase, prompts, answers, sizes))
+            except EngineEnded as ended:
+                if arm != "lmcache":
+                    raise SystemExit(f"{arm}: {ended}: {runs.last_words()}") from None
+                missing[arm] = f"its engine ended: {runs.last_words()}"
+            runs.forget(arm)
+    for phase in PHASES:
+        for arm in missing:
+            found[phase].pop(arm, None)
+        found[phase] = {arm: found[phase][arm] for arm in args.ways if arm in found[phase]}
+    return found
+
+
+def main() -> int:
+    args = options()
+    subprocess.run([str(ROOT / ".ci" / "beside-engine"), "vllm"], check=True)
+    python = ROOT / ".venv-vllm" / "bin" / "python"
+    missing: dict[str, str] = {}
+    lmcache, reason = lmcache_packages(python) if "lmcache" in args.ways else (None, "")
+    if reason:
+        missing["lmcache"] = f"it could not be installed: {reason}"
+    with tempfile.TemporaryDirectory(prefix=".conversations-", dir=ROOT / "benchmarks") as home:
+        found = run(args, Runs(Path(home), python, lmcache), missing)
+    if args.save:
+        plot(found, RESULTS / "engine_conversations.png")
+    setup = asdict(QUICK if args.quick else FULL) | {"clients": CLIENTS, "repetitions": args.repetitions}
+    return report("engine_conversations", rows_of(found, missing), targets_of(found), args.json, args.save, setup)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

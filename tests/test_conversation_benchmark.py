@@ -1,0 +1,52 @@
+"""Stories of benchmarks/engine_conversations.py: what counts as level, what a missing way leaves, bad arguments."""
+
+import sys
+
+import pytest
+from engine_conversations import ARMS, COLUMNS, PHASES, Found, RunFigures, options, ratio, rows_of, targets_of
+
+
+def figures(**changed: float) -> RunFigures:
+    return dict.fromkeys((*COLUMNS, "other texts"), 1.0) | changed
+
+
+def test_below_one_is_better_in_every_column() -> None:
+    ours, theirs = figures(**{"CPU s": 2.0, "hit share": 0.8}), figures(**{"hit share": 0.4})
+    assert ratio("CPU s", ours, theirs) == 2
+    assert ratio("hit share", ours, theirs) == 0.5
+    # nothing found on both sides is level
+    nothing = figures(**{"hit share": 0.0})
+    assert ratio("hit share", nothing, nothing) == 1
+
+
+def test_the_claim_is_against_the_best_of_the_others() -> None:
+    found: Found = {phase: {arm: [figures(), figures()] for arm in ARMS} for phase in PHASES}
+    found["restart"]["native"] = [figures(**{"TTFT p99 ms": 0.5})] * 2
+    missed = [target for target in targets_of(found) if not target.met]
+    assert [target.name for target in missed] == ["restart, TTFT p99 ms: kvtier over native, lower end of 95 %"]
+    assert missed[0].measured == pytest.approx(2)
+    # kvtier's file tier races vLLM's alone
+    below = [target.name for target in targets_of(found) if "kvtier below native" in target.name]
+    assert len(below) == len(PHASES) * len(COLUMNS)
+    assert all("over native files" in name for name in below)
+
+
+def test_a_way_that_could_not_run_has_a_row_with_the_reason() -> None:
+    found: Found = {phase: {arm: [figures()] for arm in ARMS if arm != "lmcache"} for phase in PHASES}
+    rows = rows_of(found, {"lmcache": "it could not be installed: no network"})
+    assert rows[-1] == {"way": "lmcache", "not run": "it could not be installed: no network"}
+    assert not [row for row in rows if row.get("over") == "lmcache"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [(["--ways", "kvtier,nobody"], "'nobody': give some of none, native"), (["--repetitions", "0"], "give 1 or more")],
+)
+def test_bad_arguments_name_the_fix(
+    arguments: list[str], fix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["engine_conversations.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        options()
+    assert ended.value.code == 2
+    assert fix in capsys.readouterr().err
