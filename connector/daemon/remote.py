@@ -29,7 +29,7 @@ from kvtier.connector.daemon.messages import (
 from kvtier.connector.daemon.remote_claims import ASK_AGAIN, RemoteClaim, RemoteClaims, widened
 from kvtier.connector.daemon.wire import MAX_HASHES, MAX_ITEMS, unpack_found, unpack_grants
 from kvtier.tiers import L2, BlockRecord, ChainHash, FormatError, Metrics, Outcome
-from kvtier.tiers.hierarchy import Attribution, Claim, Ends, Pending, Wanted
+from kvtier.tiers.hierarchy import Attribution, Claim, Ends, Filled, Pending, Wanted
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Lease, Reservation
 
@@ -186,6 +186,10 @@ class RemoteTiers:
             tokens = [record.tokens for record in records]
             self._attachment.later(link, Seal(reservation.number, epoch - link.epoch_base, tokens))
             self.metrics.stored(L2, len(reservation))
+
+    def seal_each(self, stores: Sequence[Filled]) -> None:
+        for reservation, records, epoch in stores:
+            self.seal(reservation, records, epoch)
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
         assert isinstance(reservation, RemoteReservation)

@@ -93,6 +93,10 @@ class HashIndex:
         words = first, _, _, last = _unpack_words(name)
         mixed = first * _MIX_FIRST + last * _MIX_LAST & _U64
         tag = mixed & _U32
+        end0: int
+        end1: int
+        end2: int
+        end3: int
         # An entry is looked at in halves: integers of 64 bits cost Python more than twice two of 32.
         end0, tag0, end1, tag1, end2, tag2, end3, tag3 = _unpack_bucket(self._entry, mixed >> self._bits_off << 5)
         if tag0 == tag and end0 and _words_at(self._name, end0 - 1 << 5) == words:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool.changes import ChangeLog
-from kvtier.tiers.pool.idle import IdleSlots
+from kvtier.tiers.pool.idle import IdleSlots, no_slots
 from kvtier.tiers.pool.index import HashIndex, Slots, Words
 from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.pool.links import ChainLinks, slots_before
@@ -188,11 +188,14 @@ class SlotTable:
         missing = np.flatnonzero(held < 0)
         if not len(missing):
             return True
-        orphans = np.flatnonzero((held[:-1] < 0) & (held[1:] >= 0)) + 1  # held blocks whose parent comes back now
-        if len(starts) > 1 and len(orphans):
-            orphans = np.setdiff1d(orphans, starts)
-        anchors = slots_before(held, starts, parents)[missing]
-        anchors = anchors[anchors >= 0]
+        orphans, anchors = no_slots(), no_slots()
+        if len(missing) < len(held):
+            orphans = np.flatnonzero((held[:-1] < 0) & (held[1:] >= 0)) + 1  # held blocks whose parent comes back now
+            if len(starts) > 1 and len(orphans):
+                orphans = np.setdiff1d(orphans, starts)
+        if len(missing) > self.num_free:
+            anchors = slots_before(held, starts, parents)[missing]
+            anchors = anchors[anchors >= 0]
         if len(anchors):
             self.links.add_children(anchors)  # the blocks these hang on must not go to make room for them
         slots = self.take(len(missing))
