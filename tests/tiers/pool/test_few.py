@@ -81,6 +81,8 @@ class Twin:
             return self._told(self.leases[-1])
         if verb == "reserve_each":
             other = chain(tuple(1 - step for step in path))[: number + 1]
+            if pool.counts().free < len(hashes) + len(other):  # who goes for them may depend on the way
+                return None
             made = [each for each in pool.reserve_each([(hashes, parent), (other, None)]) if each is not None]
             self.open += made
             return list(map(self._told, made))
