@@ -6,12 +6,12 @@ from typing import Any, Final
 
 import msgpack
 
-from kvtier.tiers import FormatError
+from kvtier.tiers import FormatError, value
 
 _VERSION: Final = 1
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CopyOp:
     """Copies of one request in one direction: `device_blocks[i]` (L1) ↔ `host_slots[i]` (L2).
 

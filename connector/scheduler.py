@@ -11,7 +11,7 @@ from kvtier.connector.partial import PartialView, best_child, is_named_by_tokens
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport, plain
 from kvtier.connector.request import ConnectedRequest, LoadingOp, Request, StoringOp
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
-from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Pending, Wanted
+from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Filled, Pending, Wanted
 from kvtier.tiers.pool import listed
 
 _LOOK_AGAIN: Final = 0.05  # seconds: a request that waits is looked up at every step
@@ -168,7 +168,7 @@ class SchedulerSide:
         loaded: list[str] = []
         failed: list[tuple[str, int]] = []
         ended_well = set(report.finished)
-        num_stored = 0
+        filled: list[Filled] = []
         for op_id in (*report.finished, *report.failed):
             well = op_id in ended_well
             if (load := self._loads.pop(op_id, None)) is not None:
@@ -184,14 +184,14 @@ class SchedulerSide:
             elif (store := self._stores.pop(op_id, None)) is not None and store.reservation is not None:
                 if well:
                     self._released += store.blocks
-                    num_stored += len(store.blocks)
-                    self.tiers.seal(store.reservation, _records(store), store.epoch)
+                    filled.append((store.reservation, _records(store), store.epoch))
                 else:
                     self._drop(store, Outcome.COPY_FAILED, is_lost=op_id in report.lost)
             elif (copy := self._behind.pop(op_id, None)) is not None:
                 self._ended_behind(copy, well=well)
-        if num_stored:
-            self._moved("store", num_stored, 0.0)
+        if filled:
+            self.tiers.seal_each(filled)
+            self._moved("store", sum(len(records) for _, records, _ in filled), 0.0)
         if report.lost and not self._lost:
             self._lost = True
             self.forget_promises()
@@ -370,11 +370,12 @@ class SchedulerSide:
         ops = []
         for (op_id, store), reservation in zip(wanted.items(), reservations, strict=True):
             indices = [] if reservation is None else reservation.indices
-            kept = set(indices)
-            self._released += [block for i, block in enumerate(store.blocks) if i not in kept]
+            if len(indices) < len(store.blocks):
+                kept = set(indices)
+                self._released += [block for i, block in enumerate(store.blocks) if i not in kept]
+                store.blocks = [store.blocks[i] for i in indices]
             if reservation is None or not indices:
                 continue
-            store.blocks = [store.blocks[i] for i in indices]
             store.reservation = reservation
             self._stores[op_id] = store
             slots, generations = tuple(listed(reservation.places)), tuple(listed(reservation.times))

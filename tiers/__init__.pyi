@@ -33,6 +33,7 @@ from .tier import (
     require_records,
     require_space,
 )
+from .value import value
 
 __all__ = [
     "BATCH_BYTES",
@@ -83,5 +84,6 @@ __all__ = [
     "require_records",
     "require_space",
     "tier_captions",
+    "value",
     "warning",
 ]

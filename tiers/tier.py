@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 
+from kvtier.tiers.value import value
+
 ChainHash = bytes
 """32 bytes naming a block and everything before it (`chain.py`). Never truncated."""
 
@@ -42,7 +44,7 @@ class Outcome(StrEnum):
     UNSUPPORTED = "unsupported"  # of a call or a cache that blocks cannot hold
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class BlockRecord:
     """What is known of a stored block besides its bytes: enough to verify it and to rebuild its chain."""
 

@@ -30,7 +30,7 @@ from kvtier.connector.daemon.remote_claims import ASK_AGAIN, RemoteClaim, Remote
 from kvtier.connector.daemon.remote_stores import RemoteReservation, heads_of, reserved
 from kvtier.connector.daemon.wire import unpack_found, unpack_grants
 from kvtier.tiers import L2, BlockRecord, ChainHash, FormatError, Metrics, Outcome
-from kvtier.tiers.hierarchy import Attribution, Claim, Ends, Pending, Wanted
+from kvtier.tiers.hierarchy import Attribution, Claim, Ends, Filled, Pending, Wanted
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Lease, Reservation
 
@@ -187,6 +187,10 @@ class RemoteTiers:
             tokens = [record.tokens for record in records]
             self._attachment.later(link, Seal(epoch - link.epoch_base, [reservation.number], [len(tokens)], tokens))
             self.metrics.stored(L2, len(reservation))
+
+    def seal_each(self, stores: Sequence[Filled]) -> None:
+        for reservation, records, epoch in stores:
+            self.seal(reservation, records, epoch)
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
         assert isinstance(reservation, RemoteReservation)

@@ -1,4 +1,4 @@
-from .cache_tiers import PENDING, Attribution, BlockClaims, CacheTiers, Claim, Ends, Pending, Wanted, bring
+from .cache_tiers import PENDING, Attribution, BlockClaims, CacheTiers, Claim, Ends, Filled, Pending, Wanted, bring
 from .events import Event, EventSource, Removed, Stored, TierEvents, events_of
 from .evict import evict_everywhere
 from .hierarchy import Hierarchy
@@ -17,6 +17,7 @@ __all__ = [
     "Ends",
     "Event",
     "EventSource",
+    "Filled",
     "HeldRun",
     "Hierarchy",
     "IoQueue",

@@ -12,7 +12,7 @@ from enum import IntEnum
 from threading import Condition
 from typing import Final, Protocol
 
-from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, ChildBlock, Metrics, Outcome
+from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, ChildBlock, Metrics, Outcome, value
 from kvtier.tiers.hierarchy.rates import Meeting
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Lease, Reservation
@@ -118,7 +118,7 @@ class NewsCondition(Condition):
             told()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Wanted:
     """Consecutive new blocks of one chain that a step wants to store; or a tail, a chain's unfinished last block."""
 
@@ -126,6 +126,10 @@ class Wanted:
     parent: ChainHash  # of hashes[0]
     tenant: ChainHash  # whose blocks they are: the root of chains with their cache_salt
     is_tail: bool = False  # `hashes` is one name, with fewer tokens than a block has; of no use to who wants blocks
+
+
+Filled = tuple[Reservation, Sequence[BlockRecord], int]
+"""What `seal` takes: a reservation whose slots are filled, its records, and the epoch in which they were computed."""
 
 
 class BlockClaims(Protocol):
@@ -178,6 +182,9 @@ class BlockStores(Protocol):
 
         `records` are its blocks in order, their checksums ignored; `epoch` is that in which they were computed.
         """
+
+    def seal_each(self, stores: Sequence[Filled]) -> None:
+        """`seal` of all that a step has filled: one job, however many there are."""
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
         """The store failed or was called off: its slots are free again, nothing became visible."""

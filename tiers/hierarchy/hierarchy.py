@@ -57,7 +57,7 @@ class Hierarchy:
         self.stores = stores = StoreQueue(host, self.ports, self._lock, settings, metrics, clock)
         # What `BlockStores` and `TierUpkeep` say of these is what their owners do.
         self.reserve, self.seal, self.abandon, self.drain = stores.reserve, stores.seal, stores.abandon, stores.drain
-        self.quarantine = stores.quarantine
+        self.seal_each, self.quarantine = stores.seal_each, stores.quarantine
         self.holds = host.pool.holds
         self._clock = clock
         self._ticked_at = -math.inf

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kvtier.tiers import L2, BlockRecord, ChainHash, Metrics, Outcome, checksum
-from kvtier.tiers.hierarchy.cache_tiers import NewsCondition, Wanted
+from kvtier.tiers.hierarchy.cache_tiers import Filled, NewsCondition, Wanted
 from kvtier.tiers.hierarchy.demote import Demoter
 from kvtier.tiers.hierarchy.io_queue import IoQueue
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.pool import Reservation, listed
+from kvtier.tiers.pool import Lease, Reservation, listed
 
 _log = logging.getLogger(__name__)
 
@@ -57,33 +57,42 @@ class StoreQueue:
         """All that a step stores, in one pass if there is room for all; else chain by chain, what fits of its head."""
         if not self._host.keeps_tails:
             wanted = [replace(each, hashes=()) if each.is_tail else each for each in wanted]
-        heads = [self._admitted(each) for each in wanted]
+        heads = self._admitted(wanted)
         made: list[Reservation | None] = [None] * len(wanted)
         at = [i for i, each in enumerate(wanted) if not each.hashes or (heads[i] and not self.closed)]
-        taken = self._host.pool.reserve_each([(wanted[i].hashes[: heads[i]], wanted[i].parent) for i in at])
+        chains = [(wanted[i].hashes, wanted[i].parent) for i in at]
+        if self._settings.admit_after > 1:
+            chains = [(hashes[: heads[i]], parent) for i, (hashes, parent) in zip(at, chains, strict=True)]
+        taken = self._host.pool.reserve_each(chains)
         for i, reservation in zip(at, taken, strict=True):
             made[i] = reservation
         for i, num_blocks in enumerate(heads):
             if num_blocks and made[i] is None:
                 made[i] = self._reserve_less(wanted[i], num_blocks)
-        for each, reservation in zip(wanted, made, strict=True):
-            if each.is_tail and reservation is not None:
+            if wanted[i].is_tail and (reservation := made[i]) is not None:
                 reservation.is_tail = True
         return made
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
         """Publish and pass down, in the background."""
-        sealing = Sealing(reservation, records, epoch)
+        self.seal_each([(reservation, records, epoch)])
+
+    def seal_each(self, stores: Sequence[Filled]) -> None:
+        """As `seal`, of all that a step filled."""
+        sealings = [Sealing(*each) for each in stores]
+        unsealed, waiting = self.unsealed, self._waiting
         with self._lock:
-            self.unsealed.update(dict.fromkeys(reservation.hashes, sealing))
-            is_full = len(self._waiting) >= _MAX_SEALING
-            if not is_full:
-                self._waiting.append(sealing)
+            for sealing in sealings:
+                for chain_hash in sealing.reservation.hashes:
+                    unsealed[chain_hash] = sealing
+            is_queued, room = bool(waiting), max(0, _MAX_SEALING - len(waiting))
+            refused = sealings[room:]
+            waiting.extend(sealings[:room])
             # Under the lock: whoever finds something waiting may `drain`, and that waits for jobs.
-            is_taken = is_full or len(self._waiting) > 1 or self.sealing_queue.submit(SealJob(self))
-        if is_full:
-            self.sealed([sealing], [Outcome.QUEUE_FULL])
-        elif not is_taken:
+            is_taken = is_queued or not waiting or self.sealing_queue.submit(SealJob(self))
+        if refused:
+            self.sealed(refused, [Outcome.QUEUE_FULL] * len(refused))
+        if not is_taken:
             self.drop_waiting(Outcome.CLOSED)
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
@@ -122,7 +131,7 @@ class StoreQueue:
         with self._lock:
             while self._waiting and num_blocks < _SEALED_AT_ONCE:
                 taken.append(self._waiting.popleft())
-                num_blocks += len(taken[-1].reservation)
+                num_blocks += len(taken[-1].reservation.hashes)
             is_taken = not self._waiting or self.sealing_queue.submit(SealJob(self))
         if not is_taken:
             self.drop_waiting(Outcome.CLOSED)
@@ -141,27 +150,32 @@ class StoreQueue:
         All whole blocks at once; each tail by itself, as what came before it may make it worthless.
         """
         whole = [each for each in sealings if not each.reservation.is_tail]
+        if len(whole) == len(sealings):
+            return self._publish(sealings)
         outcomes = dict(zip(map(id, whole), self._publish(whole), strict=True))
         outcomes |= {id(each): self._publish([each])[0] for each in sealings if each.reservation.is_tail}
         return [outcomes[id(each)] for each in sealings]
 
     def _publish(self, sealings: "Sequence[Sealing]") -> list[Outcome]:
         """The order matters for FAULTS 37: the epoch is compared and the blocks are named under one lock."""
-        pool, hashed = self._host.pool, [self._hashed(each) for each in sealings]
+        host, hashed = self._host, [self._hashed(each) for each in sealings]
         with self._lock:
             outcomes = [self._verdict(each, records) for each, records in zip(sealings, hashed, strict=True)]
             good = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
-            good = [i for i in good if not self._is_covered(sealings[i], hashed[i])]
+            if any(each.reservation.is_tail for each in sealings):
+                good = [i for i in good if not self._is_covered(sealings[i], hashed[i])]
             reservations = [sealings[i].reservation for i in good]
             records = [record for i in good for record in hashed[i] or ()]
-            self._host.describe([slot for each in reservations for slot in listed(each.places)], records)
-            lease = pool.seal_each(reservations)
+            host.describe([slot for each in reservations for slot in listed(each.places)], records)
+            lease = host.pool.seal_each(reservations)
         try:
             self._metrics.stored(L2, len(records))
-            for i, reservation in zip(good, reservations, strict=True):
-                self._host.drop_covered(hashed[i] or ())
-                if not reservation.is_tail:  # it is of use for a while, in this tier's memory
-                    self._pass_down(reservation.hashes)
+            if host.pool.tails:
+                for i in good:
+                    host.drop_covered(hashed[i] or ())
+            whole = [each.hashes for each in reservations if not each.is_tail]
+            if self._demoters and whole:  # a tail is of use for a while, in this tier's memory
+                self._pass_down(whole, lease)
         finally:
             lease.release()
         return outcomes
@@ -184,10 +198,10 @@ class StoreQueue:
 
     def _hashed(self, sealing: "Sealing") -> list[BlockRecord] | None:
         """What lies in the slots; None where it cannot be told."""
-        region, places = self._host.region, listed(sealing.reservation.places)
+        slot_bytes, places = self._host.region.slot, listed(sealing.reservation.places)
         try:
             return [
-                BlockRecord(record.chain_hash, record.parent, record.tokens, checksum(region.slot(slot)))
+                BlockRecord(record.chain_hash, record.parent, record.tokens, checksum(slot_bytes(slot)))
                 for slot, record in zip(places, sealing.records, strict=True)
             ]
         except (ValueError, IndexError):  # its records are not those of its slots
@@ -207,12 +221,14 @@ class StoreQueue:
         self._host.pool.abandon(sealing.reservation)
         return True
 
-    def _admitted(self, wanted: Wanted) -> int:
-        """How many leading blocks are to be stored; the others are counted."""
-        admitted = len(wanted.hashes) if self._settings.admit_after <= 1 else self._admit(wanted)
-        if admitted < len(wanted.hashes):
-            self._metrics.dropped(L2, Outcome.NOT_ADMITTED, len(wanted.hashes) - admitted)
-        return admitted
+    def _admitted(self, wanted: Sequence[Wanted]) -> list[int]:
+        """Of each chain how many leading blocks are to be stored; the others are counted."""
+        if self._settings.admit_after <= 1:
+            return [len(each.hashes) for each in wanted]
+        heads = self._seen_enough(wanted)
+        if num_refused := sum(len(each.hashes) for each in wanted) - sum(heads):
+            self._metrics.dropped(L2, Outcome.NOT_ADMITTED, num_refused)
+        return heads
 
     def _reserve_less(self, wanted: Wanted, admitted: int) -> Reservation | None:
         """There is no room for so many blocks: as many leading ones as fit; what is left out is counted."""
@@ -225,35 +241,43 @@ class StoreQueue:
         self._metrics.dropped(L2, Outcome.CLOSED if self.closed else Outcome.NO_SLOT, admitted)
         return None
 
-    def _admit(self, wanted: Wanted) -> int:
-        """How many leading blocks have been seen often enough to be stored. A tail comes once, behind its parent."""
-        hashes = wanted.hashes
-        if wanted.is_tail:
-            with self._lock:
-                is_seen = self._sightings.get(wanted.parent, 0) >= self._settings.admit_after
-            return len(hashes) if is_seen or self._host.pool.holds([wanted.parent])[0] else 0
+    def _seen_enough(self, wanted: Sequence[Wanted]) -> list[int]:
+        """How many leading blocks of each have been seen often enough to be stored, this time included.
+
+        A tail comes once, behind its parent.
+        """
+        sightings, enough, heads = self._sightings, self._settings.admit_after, list[int]()
+        most = _SIGHTINGS_PER_SLOT * self._host.pool.num_slots
         with self._lock:
-            for chain_hash in hashes:
-                self._sightings[chain_hash] = self._sightings.pop(chain_hash, 0) + 1
-            while len(self._sightings) > _SIGHTINGS_PER_SLOT * self._host.pool.num_slots:
-                self._sightings.popitem(last=False)
-            seen = (self._sightings.get(h, 0) >= self._settings.admit_after for h in hashes)
-            return next((i for i, enough in enumerate(seen) if not enough), len(hashes))
+            for each in wanted:
+                num_seen = 0
+                if each.is_tail:
+                    is_seen = sightings.get(each.parent, 0) >= enough or self._host.pool.holds([each.parent])[0]
+                    heads.append(len(each.hashes) if is_seen else 0)
+                    continue
+                for i, chain_hash in enumerate(each.hashes):
+                    sightings[chain_hash] = times = sightings.pop(chain_hash, 0) + 1
+                    num_seen += num_seen == i and times >= enough
+                heads.append(num_seen)
+                while len(sightings) > most:
+                    sightings.popitem(last=False)
+        return heads
 
     def _drain_queues(self, deadline: float) -> bool:
         queues = (self.sealing_queue, *(port.queue for port in self._ports))
         return all([queue.drain(max(0.0, deadline - time.monotonic())) for queue in queues])
 
-    def _pass_down(self, hashes: list[ChainHash]) -> None:
-        if not self._demoters:
-            return
+    def _pass_down(self, chains: Sequence[list[ChainHash]], lease: Lease) -> None:
+        """Give chains that were just sealed, and are leased, to the tiers below: now, or when they are to make room."""
         if self._settings.write_policy == "write_through":
-            for demoter in self._demoters:
-                demoter.offer(hashes)
+            for hashes in chains:
+                for demoter in self._demoters:
+                    demoter.offer(hashes)
             return
-        self._host.pool.mark_dirty(hashes)
-        limit = int((1 - self._settings.clean_share) * self._host.pool.num_slots)
-        if (excess := self._host.pool.counts().dirty - len(self._cleaning) - limit) > 0:
+        pool = self._host.pool
+        pool.mark_dirty(lease)
+        limit = int((1 - self._settings.clean_share) * pool.num_slots)
+        if (excess := pool.counts().dirty - len(self._cleaning) - limit) > 0:
             self._demote_dirty(excess)
 
     def _demote_dirty(self, num_blocks: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.pool.slots import SlotTable
-from kvtier.tiers.pool.states import FILLING, FREE, READY, AnySlots, listed
+from kvtier.tiers.pool.states import FILLING, FREE, READY, AnySlots
 
 # Blocks in a batch up to which one by one is faster. Measured with benchmarks/pool_throughput.py and batches of 16 and
 # 17: a lookup took the same either way, a lease 2.8 and 3.0 us a block, a store 7.0 and 11.9.
@@ -46,146 +46,139 @@ class FewSlots:
 
     def lease(self, hashes: Sequence[ChainHash]) -> tuple[list[int], list[int]]:
         """One more reference to each of the leading ready blocks. Returns their slots and generations."""
-        table, state, refs, generation = self._table, self._state, self._refs, self._generation
-        find, withdraw = self._index.find_one, self._idle.withdraw_one
+        state, refs, generation, find = self._state, self._refs, self._generation, self._index.find_one
         slots: list[int] = []
         generations: list[int] = []
+        num_idle = 0
         for name in hashes:
             slot = find(name)
             if state[slot] != READY:  # -1 is nobody's row
                 break
-            count = refs[slot]
-            refs[slot] = count + 1
-            if not count:
-                table.num_leased += 1
-            withdraw(slot)
             slots.append(slot)
             generations.append(generation[slot])
+            if count := refs[slot]:
+                refs[slot] = count + 1
+            else:
+                refs[slot] = 1
+                num_idle += 1
+        self._table.num_leased += num_idle
+        self._idle.withdraw_few(slots)
         return slots, generations
 
     def unref(self, slots: AnySlots) -> None:
         """One reference fewer, as the table does it."""
-        places = listed(slots)
+        places = slots if isinstance(slots, list) else slots.tolist()
         table, refs, state = self._table, self._refs, self._state
-        for slot in places:
-            if not refs[slot]:
-                raise ValueError(f"slots {[each for each in places if not refs[each]]} have no reference")
-        enter = self._policy.enter_one
+        counts = [refs[slot] for slot in places]
+        if 0 in counts:
+            raise ValueError(f"slots {[each for each in places if not refs[each]]} have no reference")
+        idle = []
         for slot in reversed(places):
-            count = refs[slot] - 1
-            refs[slot] = count
-            if count:
+            if (count := counts.pop()) > 1:
+                refs[slot] = count - 1
                 continue
+            refs[slot] = 0
             if state[slot] == READY:
-                table.num_leased -= 1
-                enter(slot)
+                idle.append(slot)
             else:
                 state[slot] = FREE
                 self._free[table.num_free] = slot
                 table.num_free += 1
+        if idle:
+            table.num_leased -= len(idle)
+            self._policy.enter_few(idle)
 
-    def take(self, count: int, *, spare_parents: bool = True) -> list[int] | None:
-        """Take slots (→ FILLING, next generation), as the table does it."""
-        table, state, generation = self._table, self._state, self._generation
-        slots: list[int] = []
-        if (short := count - table.num_free) > 0:
-            if short > table.num_ready - table.num_leased:
-                return None
-            victims = self._idle.choose_few(short, spare_parents=spare_parents)
-            if victims is None:
-                return None
-            table.num_evicted += short
-            self._forget(victims)
-            slots = victims
-        if len(slots) < count:
-            num_left = table.num_free - count + len(slots)
-            slots += self._free[num_left : table.num_free].tolist()[::-1]
-            table.num_free = num_left
-        num_children = self._links.num_children
+    def allocate(self, count: int) -> list[int] | None:
+        """Take slots (→ FILLING, next generation), with one reference each, parents or not, as the table does it."""
+        slots = self._room_for(count, spare_parents=False)
+        if slots is None:
+            return None
+        state, refs, generation, num_children = self._state, self._refs, self._generation, self._links.num_children
         for slot in slots:
             generation[slot] += 1
             state[slot] = FILLING
+            refs[slot] = 1
             num_children[slot] = 0
-        return slots
-
-    def allocate(self, count: int) -> list[int] | None:
-        """Take slots, with one reference each, parents or not."""
-        slots = self.take(count, spare_parents=False)
-        if slots is not None:
-            refs = self._refs
-            for slot in slots:
-                refs[slot] = 1
         return slots
 
     def reserve(
         self, hashes: Sequence[ChainHash], parent: ChainHash | None
     ) -> tuple[list[int], AnySlots, AnySlots] | None:
         """Take slots for the blocks of a chain that have none, as the table does it."""
-        index, links, idle = self._index, self._links, self._idle
-        find = index.find_one
-        held = list(map(find, hashes))
+        index, links = self._index, self._links
+        held = list(map(index.find_one, hashes))
         num_new = held.count(-1)
         if not num_new:
             return [], [], []
         num_held = held.index(-1)
-        new = hashes[num_held:]
-        if num_held + num_new < len(held) or (num_new > 1 and len(set(new)) < num_new):
+        new = hashes[num_held:] if num_held else hashes
+        if len(new) != num_new or (num_new > 1 and len(set(new)) < num_new):
             return self._table.reserve(hashes, parent)  # a parent comes back to its child; or names that are no chain
-        anchor = held[num_held - 1] if num_held else -1 if parent is None else find(parent)
-        if anchor >= 0:
-            links.num_children[anchor] += 1  # it must not go to make room for what hangs on it
-        slots = self.take(num_new)
-        before = anchor
-        if slots is not None:
-            for name, slot in zip(new, slots, strict=True):
-                index.add_one(name, slot)
-                links.link_one(slot, before)
-                before = slot
-        if anchor >= 0:
-            idle.release_few([anchor])
-        if slots is None:
-            return None
-        return list(range(num_held, len(held))), slots, [self._generation[slot] for slot in slots]
+        before = held[num_held - 1] if num_held else -1 if parent is None else index.find_one(parent)
+        guarded = before >= 0 and num_new > self._table.num_free
+        if guarded:
+            links.num_children[before] += 1  # it must not go to make room for what hangs on it
+        anchor, slots = before, self._room_for(num_new)
+        state, generation, num_children, times = self._state, self._generation, links.num_children, list[int]()
+        for name, slot in zip(new, slots or (), strict=slots is not None):
+            generation[slot] = time = generation[slot] + 1
+            times.append(time)
+            state[slot] = FILLING
+            num_children[slot] = 0
+            index.add_one(name, slot)
+            links.link_one(slot, before)
+            before = slot
+        if guarded:
+            self._idle.release_few([anchor])
+        return None if slots is None else (list(range(num_held, len(held))), slots, times)
 
     def seal(
         self, reservation: Reservation, positions: Sequence[int] | None, *, named: bool
     ) -> tuple[Sequence[int], AnySlots, AnySlots]:
         """Publish a reservation's blocks with one reference each, as the table does it."""
+        slots = reservation.places
+        if positions is not None or not reservation.is_whole or reservation.is_tail or not isinstance(slots, list):
+            return self._table.seal(reservation, positions, named=named)
         table, state, refs = self._table, self._state, self._refs
-        if positions is not None or reservation.is_tail:
-            return table.seal(reservation, positions, named=named)
-        slots, generations = reservation.places, reservation.times
-        if not isinstance(slots, list) or not isinstance(generations, list):
-            return table.seal(reservation, positions, named=named)
-        for slot, generation in zip(slots, generations, strict=True):
-            if state[slot] != FILLING or self._generation[slot] != generation or refs[slot]:
-                return table.seal(reservation, positions, named=named)  # sealed or given up in part
         for slot in slots:
             refs[slot] = 1
+            if named:
+                state[slot] = READY
         if named:
-            self._publish(slots)
-        return range(len(slots)), slots, generations
+            table.num_ready += len(slots)
+            table.num_leased += len(slots)
+            if table.policy.admit is not None:
+                self._policy.admit_few(slots)
+            if table.changes is not None:
+                table.changes.stored(np.array(slots, np.int64))
+        return reservation.indices, slots, reservation.times
 
-    def _publish(self, slots: list[int]) -> None:
-        table, state = self._table, self._state
-        for slot in slots:
-            state[slot] = READY
-        table.num_ready += len(slots)
-        table.num_leased += len(slots)
-        if (admit := self._policy.admit) is not None:
-            admit(np.array(slots, np.int64))
-        if table.changes is not None:
-            table.changes.stored(np.array(slots, np.int64))
-
-    def _forget(self, slots: list[int]) -> None:
-        table = self._table
+    def _room_for(self, count: int, *, spare_parents: bool = True) -> list[int] | None:
+        """Slots that are nobody's, still marked as they were: free ones, or of evicted blocks. None: no room."""
+        table, free = self._table, self._free
+        num_left = table.num_free - count
+        if num_left >= 0:
+            slots = [free[num_left]] if count == 1 else free[num_left : table.num_free].tolist()[::-1]
+            table.num_free = num_left
+            return slots
+        short = -num_left
+        if short > table.num_ready - table.num_leased:
+            return None
+        victims = self._idle.choose_few(short, spare_parents=spare_parents)
+        if victims is None:
+            return None
+        table.num_evicted += short
         if table.changes is not None or table.tails or self._idle.num_dirty:
-            table.forget(np.array(slots, np.int64))
-            return
-        for slot in slots:
-            self._index.remove_one(slot)
-            self._links.clear_one(slot)
-        table.num_ready -= len(slots)
+            table.forget(np.array(victims, np.int64))
+        else:
+            for slot in victims:
+                self._index.remove_one(slot)
+                self._links.clear_one(slot)
+            table.num_ready -= short
+        if table.num_free:
+            victims += free[: table.num_free].tolist()[::-1]
+            table.num_free = 0
+        return victims
 
 
 class BatchTable(SlotTable):

@@ -6,7 +6,8 @@ import numpy as np
 
 from kvtier.tiers.pool.index import Slots
 from kvtier.tiers.pool.links import ChainLinks
-from kvtier.tiers.pool.policy import EvictionPolicy, SlotQueue
+from kvtier.tiers.pool.policy import EvictionPolicy
+from kvtier.tiers.pool.slot_queue import SlotQueue
 
 
 def no_slots() -> Slots:
@@ -74,14 +75,15 @@ class IdleSlots:
         self._policy.evicted(victims)
         return victims
 
-    def withdraw_one(self, slot: int) -> None:
-        """As `withdraw`, of one slot."""
-        self._policy.leave_one(slot)
-        if self._num_parked and self._is_parked[slot]:
-            self._is_parked[slot] = False
-            self._num_parked -= 1
+    def withdraw_few(self, slots: list[int]) -> None:
+        """As `withdraw`, of few."""
+        self._policy.leave_few(slots)
+        if self._num_parked:
+            for slot in slots:
+                self._num_parked -= self._is_parked[slot]
+                self._is_parked[slot] = False
         if self.num_dirty:
-            self._deferred.remove_one(slot)
+            self._deferred.remove_few(slots)
 
     def choose_few(self, count: int, *, spare_parents: bool) -> list[int] | None:
         """As `choose`, for few victims."""
@@ -92,7 +94,7 @@ class IdleSlots:
                 break
             going = self._split_few(batch)
             self.release_few([self._links.parent_of(slot) for slot in going])
-            victims += going
+            victims = victims + going if victims else going
         if len(victims) == count:
             self._policy.evicted_few(victims)
             return victims
@@ -197,9 +199,13 @@ class IdleSlots:
     def _split_few(self, batch: list[int]) -> list[int]:
         """As `_split`, of few."""
         links = self._links
-        children = [links.num_children[slot] for slot in batch]
-        if not any(children):
+        num_children = links.num_children
+        for slot in batch:
+            if num_children[slot]:
+                break
+        else:
             return batch
+        children = [num_children[slot] for slot in batch]
         parents = [links.parent_of(slot) for slot in batch]
         if all(num == parents.count(slot) for slot, num in zip(batch, children, strict=True)):
             return batch

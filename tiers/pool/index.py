@@ -30,6 +30,8 @@ NAME_MIX: Final = np.array([0x9E3779B97F4A7C15, 0, 0, 0x27D4EB2F165667C5], np.ui
 
 # The same for one name at a time, in Python's integers.
 _FOUR: Final = Struct("4Q")  # a name's words; a bucket's entries
+_unpack_words, _pack_words, _words_at = _FOUR.unpack, _FOUR.pack_into, _FOUR.unpack_from
+_unpack_bucket: Final = Struct("<8I").unpack_from  # slot + 1 and tag, four times
 _MIX_FIRST, _, _, _MIX_LAST = NAME_MIX.tolist()
 _U64: Final = (1 << 64) - 1
 _U32: Final = (1 << 32) - 1
@@ -99,23 +101,34 @@ class HashIndex:
         """The slot of one name, -1 if it has none. ValueError as `to_words`."""
         if len(name) != HASH_BYTES:
             to_words([name])
-        words = first, _, _, last = _FOUR.unpack(name)
+        words = first, _, _, last = _unpack_words(name)
         mixed = first * _MIX_FIRST + last * _MIX_LAST & _U64
-        bucket, tag = (mixed >> 32) * self._num_buckets >> 32, mixed & _U32
-        for entry in _FOUR.unpack_from(self._entry, bucket << 5):
-            if entry >> 32 == tag and entry and _FOUR.unpack_from(self._name, (entry - 1 & _U32) << 5) == words:
-                slot: int = (entry & _U32) - 1
-                return slot
+        tag = mixed & _U32
+        end0: int
+        end1: int
+        end2: int
+        end3: int
+        # An entry is looked at in halves: integers of 64 bits cost Python more than twice two of 32.
+        bucket = (mixed >> 32) * self._num_buckets >> 32
+        end0, tag0, end1, tag1, end2, tag2, end3, tag3 = _unpack_bucket(self._entry, bucket << 5)
+        if tag0 == tag and end0 and _words_at(self._name, end0 - 1 << 5) == words:
+            return end0 - 1
+        if tag1 == tag and end1 and _words_at(self._name, end1 - 1 << 5) == words:
+            return end1 - 1
+        if tag2 == tag and end2 and _words_at(self._name, end2 - 1 << 5) == words:
+            return end2 - 1
+        if tag3 == tag and end3 and _words_at(self._name, end3 - 1 << 5) == words:
+            return end3 - 1
         return self._stash.get(name, -1) if self._stash else -1
 
     def add_one(self, name: ChainHash, slot: int) -> None:
         """Name a slot that has no name; the name is not in the index."""
-        first, _, _, last = _FOUR.unpack(name)
+        first, _, _, last = words = _unpack_words(name)
         mixed = first * _MIX_FIRST + last * _MIX_LAST & _U64
-        self._name[slot << 5 : slot + 1 << 5] = name
+        _pack_words(self._name, slot << 5, *words)
         self.num_names += 1
         bucket = (mixed >> 32) * self._num_buckets >> 32
-        row = _FOUR.unpack_from(self._entry, bucket << 5)
+        row = _words_at(self._entry, bucket << 5)
         if 0 in row:
             self._place[slot] = place = bucket * _WAYS + row.index(0)
             self._entry[place] = (mixed & _U32) << 32 | slot + 1

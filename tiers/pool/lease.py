@@ -65,6 +65,11 @@ class Reservation:
     def generations(self) -> NDArray[np.int64]:
         return np.asarray(self.times, np.int64)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every one of its slots is still filling: none was sealed or given up."""
+        return self.num_open == len(self.hashes)
+
     def __len__(self) -> int:
         return len(self.hashes)
 

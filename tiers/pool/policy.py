@@ -11,14 +11,11 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.pool.index import NAME_MIX, Slots, Words, int_type
+from kvtier.tiers.pool.index import NAME_MIX, Slots, Words
+from kvtier.tiers.pool.slot_queue import NO_TICKET, SlotQueue
 
 WordsOf = Callable[[Slots], Words]
 
-_NO_TICKET: Final = -1
-_FIRST_TICKET: Final = 1 << 40  # room below for `push_front`
-_MIN_WINDOW: Final = 256  # entries looked at per step: stale ones are skipped in bulk even when one victim is asked
-_FEW_ENTRIES: Final = 64  # looked at one by one cost what a window costs
 _SMALL_SHARE: Final = 10  # S3-FIFO: one slot in so many belongs to the small queue
 _HOT: Final = 2  # S3-FIFO: uses in the small queue that earn a place in the main one
 _MAX_USES: Final = 3
@@ -46,128 +43,28 @@ class EvictionPolicy(Protocol):
     def evicted(self, slots: Slots) -> None:
         """Note that popped slots lose their blocks."""
 
-    def enter_one(self, slot: int) -> None:
-        """As `enter`, of one slot."""
+    # For a few slots, one by one, with the same outcome.
 
-    def leave_one(self, slot: int) -> None:
-        """As `leave`, of one slot."""
+    def admit_few(self, slots: list[int]) -> None:
+        """As `admit`."""
+
+    def enter_few(self, slots: list[int]) -> None:
+        """As `enter`."""
+
+    def leave_few(self, slots: list[int]) -> None:
+        """As `leave`."""
 
     def pop_few(self, count: int) -> list[int]:
-        """As `pop`, for few victims."""
+        """As `pop`."""
 
     def evicted_few(self, slots: list[int]) -> None:
-        """As `evicted`, of few."""
+        """As `evicted`."""
 
     def ranks(self, slots: Slots) -> NDArray[np.int64]:
         """Where each slot stands: lower goes earlier, -1 is no victim now. No side effect."""
 
     def reset(self) -> None:
         """Forget everything."""
-
-
-class SlotQueue:
-    """A queue of slots on one ring: append and take in bulk, remove from the middle in O(1).
-
-    A slot's ticket is the number of its entry. Removing a slot only tears its ticket up; the entry is skipped when it
-    reaches the front. Entry number n lies at ring place n modulo capacity, so a ticket is also an address.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        # Twice the slots: a compaction (O(slots)) happens at most once per `num_slots` entries added.
-        self._capacity = 1 << max(6, (2 * num_slots).bit_length())
-        self._ring = np.zeros(self._capacity, int_type(num_slots))
-        self._tickets = np.full(num_slots, _NO_TICKET, np.int64)
-        self._head = self._tail = _FIRST_TICKET
-        # For one at a time: an item of a memoryview costs a third of an array's.
-        self._entry, self._ticket = memoryview(self._ring), memoryview(self._tickets)
-
-    def append(self, slots: Slots) -> None:
-        """Add slots that are not in the queue, in order, at the end."""
-        if self._tail - self._head + len(slots) > self._capacity:
-            self._compact()
-        self._write(self._tail, slots)
-        self._tail += len(slots)
-
-    def push_front(self, slots: Slots) -> None:
-        """Add slots that are not in the queue so that the first of them is taken next."""
-        if self._tail - self._head + len(slots) > self._capacity:
-            self._compact()
-        self._head -= len(slots)
-        self._write(self._head, slots)
-
-    def append_one(self, slot: int) -> None:
-        """As `append`, of one slot."""
-        if self._tail - self._head >= self._capacity:
-            self._compact()
-        ticket = self._tail
-        self._entry[ticket & self._capacity - 1] = slot
-        self._ticket[slot] = ticket
-        self._tail = ticket + 1
-
-    def remove_one(self, slot: int) -> None:
-        """As `remove`, of one slot."""
-        self._ticket[slot] = _NO_TICKET
-
-    def take_few(self, count: int) -> list[int]:
-        """As `take`, for few slots; behind a crowd of stale entries in bulk all the same."""
-        taken: list[int] = []
-        for ticket in range(self._head, min(self._head + _FEW_ENTRIES, self._tail)):
-            slot = self._entry[ticket & self._capacity - 1]
-            self._head = ticket + 1
-            if self._ticket[slot] == ticket:
-                self._ticket[slot] = _NO_TICKET
-                taken.append(slot)
-                if len(taken) == count:
-                    return taken
-        return [*taken, *self.take(count - len(taken)).tolist()]
-
-    def remove(self, slots: Slots) -> None:
-        """Drop slots from the queue, wherever they are; fine if they are not in it."""
-        self._tickets[slots] = _NO_TICKET
-
-    def take(self, count: int) -> Slots:
-        """Remove and return the first `count` slots, or all there are."""
-        taken: list[Slots] = []
-        while count > 0 and self._head < self._tail:
-            place = self._head & (self._capacity - 1)
-            window = min(max(count, _MIN_WINDOW), self._tail - self._head, self._capacity - place)
-            slots = self._ring[place : place + window]
-            valid = self._valid(self._head, slots)
-            if len(valid) > count:
-                valid = valid[:count]
-            self._head += int(valid[-1]) + 1 if len(valid) == count else window
-            taken.append(slots[valid])
-            count -= len(valid)
-        result = np.concatenate(taken).astype(np.int64) if taken else np.zeros(0, np.int64)
-        self._tickets[result] = _NO_TICKET
-        return result
-
-    def tickets(self, slots: Slots) -> NDArray[np.int64]:
-        """The slots' places in line, lower first; -1 where a slot is not in the queue."""
-        return self._tickets[slots]
-
-    def reset(self) -> None:
-        self._tickets[:] = _NO_TICKET
-        self._head = self._tail = _FIRST_TICKET
-
-    def _valid(self, first_ticket: int, slots: Slots) -> NDArray[np.intp]:
-        return np.flatnonzero(self._tickets[slots] == np.arange(first_ticket, first_ticket + len(slots)))
-
-    def _write(self, first_ticket: int, slots: Slots) -> None:
-        tickets = np.arange(first_ticket, first_ticket + len(slots))
-        place = first_ticket & (self._capacity - 1)
-        if place + len(slots) <= self._capacity:
-            self._ring[place : place + len(slots)] = slots
-        else:
-            self._ring[tickets & (self._capacity - 1)] = slots
-        self._tickets[slots] = tickets
-
-    def _compact(self) -> None:
-        entries = self._ring[np.arange(self._head, self._tail) & (self._capacity - 1)]
-        slots = entries[self._valid(self._head, entries)]
-        self._head = _FIRST_TICKET
-        self._tail = _FIRST_TICKET + len(slots)
-        self._write(self._head, slots)
 
 
 class LRU(SlotQueue):
@@ -181,15 +78,15 @@ class LRU(SlotQueue):
     pop = SlotQueue.take
     give_back = SlotQueue.push_front
     ranks = SlotQueue.tickets
-    enter_one = SlotQueue.append_one
-    leave_one = SlotQueue.remove_one
+    enter_few = SlotQueue.append_few
+    leave_few = SlotQueue.remove_few
     pop_few = SlotQueue.take_few
     admit = None
 
     def evicted(self, slots: Slots | list[int]) -> None:
         """Nothing to note."""
 
-    evicted_few = evicted
+    admit_few = evicted_few = evicted
 
 
 class Ghosts:
@@ -200,6 +97,7 @@ class Ghosts:
         self._tags = np.zeros(int(self._mask) + 1, np.uint64)
         self._times = np.zeros(int(self._mask) + 1, np.int64)  # in names added; 0 is never
         self._size = self._now = num_slots
+        self._tag, self._time = memoryview(self._tags), memoryview(self._times)  # for one at a time
 
     def add(self, words: Words) -> None:
         tags = words @ NAME_MIX
@@ -213,6 +111,20 @@ class Ghosts:
         places = tags & self._mask
         known: NDArray[np.bool_] = (self._tags[places] == tags) & (self._times[places] > self._now - self._size)
         return known
+
+    def add_few(self, words: Words) -> None:
+        """As `add`, of few."""
+        mask = len(self._tag) - 1
+        for tag in (words @ NAME_MIX).tolist():
+            self._now += 1
+            self._tag[tag & mask] = tag
+            self._time[tag & mask] = self._now
+
+    def hold_few(self, words: Words) -> list[bool]:
+        """As `holds`, of few."""
+        mask, gone = len(self._tag) - 1, self._now - self._size
+        tags: list[int] = (words @ NAME_MIX).tolist()
+        return [self._tag[tag & mask] == tag and self._time[tag & mask] > gone for tag in tags]
 
     def reset(self) -> None:
         self._times[:] = 0
@@ -236,10 +148,14 @@ class S3FIFO:
         self._in_main = np.zeros(num_slots, np.bool_)
         self._ghosts = Ghosts(num_slots)
         self._words_of = words_of
+        # For one at a time.
+        self._use, self._used, self._of_main = (
+            memoryview(flags.view(np.uint8)) for flags in (self._uses, self._in_use, self._in_main)
+        )
 
     def admit(self, slots: Slots) -> None:
         """Choose each block's queue: main if its name is remembered, small if not."""
-        self._num_small -= int(np.count_nonzero(self._small.tickets(slots) != _NO_TICKET))
+        self._num_small -= int(np.count_nonzero(self._small.tickets(slots) != NO_TICKET))
         self._small.remove(slots)
         self._main.remove(slots)
         self._uses[slots] = 0
@@ -249,7 +165,7 @@ class S3FIFO:
     def enter(self, slots: Slots) -> None:
         """A block still in its queue keeps its place there; others go to the end of the queue chosen for them."""
         self._in_use[slots] = False
-        out = slots[(self._small.tickets(slots) == _NO_TICKET) & (self._main.tickets(slots) == _NO_TICKET)]
+        out = slots[(self._small.tickets(slots) == NO_TICKET) & (self._main.tickets(slots) == NO_TICKET)]
         to_main = self._in_main[out]
         self._main.append(out[to_main])
         self._small.append(out[~to_main])
@@ -311,23 +227,64 @@ class S3FIFO:
         """Remember the blocks that leave from the small queue."""
         self._ghosts.add(self._words_of(slots[~self._in_main[slots]]))
 
-    def enter_one(self, slot: int) -> None:
-        self.enter(np.array([slot]))
+    def admit_few(self, slots: list[int]) -> None:
+        known = self._ghosts.hold_few(self._words_of(np.array(slots, np.int64)))
+        for slot, is_known in zip(slots, known, strict=True):
+            self._num_small -= self._small.has_one(slot)
+            self._use[slot], self._used[slot], self._of_main[slot] = 0, 1, is_known
+        self._small.remove_few(slots)
+        self._main.remove_few(slots)
 
-    def leave_one(self, slot: int) -> None:
-        self.leave(np.array([slot]))
+    def enter_few(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._used[slot] = 0
+            if not (self._small.has_one(slot) or self._main.has_one(slot)):
+                (self._main if self._of_main[slot] else self._small).append_few([slot])
+                self._num_small += not self._of_main[slot]
+
+    def leave_few(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._used[slot] = 1
+            if self._use[slot] < _MAX_USES:
+                self._use[slot] += 1
 
     def pop_few(self, count: int) -> list[int]:
-        return [int(slot) for slot in self.pop(count)]
+        """One entry after the other, from the queue that `pop` would take it from."""
+        victims: list[int] = []
+        while len(victims) < count:
+            from_small = self._num_small > self._small_target
+            taken = (self._small if from_small else self._main).take_few(1)
+            if not taken:
+                if from_small:
+                    self._num_small = 0
+                from_small = not from_small
+                taken = (self._small if from_small else self._main).take_few(1)
+                if not taken:
+                    self._num_small = 0
+                    break
+            slot = taken[0]
+            self._num_small -= from_small
+            if self._used[slot]:
+                self._of_main[slot] |= from_small  # used while at the end of the queue: worth keeping
+            elif from_small and self._use[slot] >= _HOT:
+                self._of_main[slot], self._use[slot] = 1, 0
+                self._main.append_few(taken)
+            elif not from_small and self._use[slot]:
+                self._use[slot] -= 1
+                self._main.append_few(taken)
+            else:
+                victims.append(slot)
+        return victims
 
     def evicted_few(self, slots: list[int]) -> None:
-        self.evicted(np.array(slots, np.int64))
+        if seen_once := [slot for slot in slots if not self._of_main[slot]]:
+            self._ghosts.add_few(self._words_of(np.array(seen_once, np.int64)))
 
     def ranks(self, slots: Slots) -> NDArray[np.int64]:
         """Small queue before main queue, each by place in line: an estimate, as uses decide who gets another round."""
         small, main = self._small.tickets(slots), self._main.tickets(slots)
-        ranks = np.where(small != _NO_TICKET, small, np.where(main != _NO_TICKET, main + (1 << 61), _NO_TICKET))
-        return np.where(self._in_use[slots], _NO_TICKET, ranks)
+        ranks = np.where(small != NO_TICKET, small, np.where(main != NO_TICKET, main + (1 << 61), NO_TICKET))
+        return np.where(self._in_use[slots], NO_TICKET, ranks)
 
     def reset(self) -> None:
         self._small.reset()

@@ -1,9 +1,9 @@
 """SlotPool: a fixed set of slots, the index of the blocks they hold, and who may take which slot when."""
 
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -112,13 +112,14 @@ class SlotPool:
     def reserve_each(self, chains: Sequence[tuple[Sequence[ChainHash], ChainHash | None]]) -> list[Reservation | None]:
         """`reserve` for several (hashes, parent), each all or nothing; in one pass where there is room for all."""
         names = [name for hashes, _ in chains for name in hashes]
+        lengths = [len(hashes) for hashes, _ in chains]
         parents = [parent for _, parent in chains]
-        distinct, none_is_empty = set(names), all(hashes for hashes, _ in chains)
-        if len(names) > FEW and none_is_empty and len(distinct) == len(names) and distinct.isdisjoint(parents):
-            starts = list(accumulate((len(hashes) for hashes, _ in chains), initial=0))
+        if len(names) > FEW and 0 not in lengths and len(distinct := set(names)) == len(names):
+            starts = list(accumulate(lengths, initial=0))
             with self._lock:
                 self._settle_dropped()
-                if (taken := self._table.reserve_chains(names, starts[:-1], parents)) is not None:
+                is_apart = distinct.isdisjoint(parents)
+                if is_apart and (taken := self._table.reserve_chains(names, starts[:-1], parents)) is not None:
                     return self._reservations(chains, starts, *taken)
         return [self.reserve(hashes, parent) for hashes, parent in chains]  # each sees what the one before it took
 
@@ -135,12 +136,14 @@ class SlotPool:
 
     def seal_each(self, reservations: Sequence[Reservation]) -> Lease:
         """`seal` of all that still fills of several reservations, under one lease: a step's stores."""
-        names: list[ChainHash] = []
-        slots: list[int] = []
-        generations: list[int] = []
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
+            if (lease := self._seal_at_once(reservations)) is not None:
+                return lease
+            names: list[ChainHash] = []
+            slots: list[int] = []
+            generations: list[int] = []
             for reservation in reservations:
                 sealed, at, times = self._seal(reservation, None)
                 names += sealed
@@ -206,23 +209,18 @@ class SlotPool:
         """
         with self._lock:
             self._settle_dropped()
-            table, slots = self._table, self._table.index.find(hashes)[1].tolist()
-            going: dict[int, None] = {}
-            orphaned: Counter[int] = Counter()  # slot → its children that go
-            for slot in slots:
-                is_idle = slot >= 0 and table.state[slot] == READY and not table.refs[slot]
-                if is_idle and table.links.children[slot] == orphaned[slot]:
-                    going[slot] = None
-                    orphaned[table.links.parent_of(slot)] += 1
-            table.drop(np.array(list(going), np.int64))
-            return [slot < 0 or slot in going for slot in slots]
+            return self._table.drop_idle(hashes)
 
     # --- write-back ---------------------------------------------------------------------------------------------
 
-    def mark_dirty(self, hashes: Sequence[ChainHash]) -> None:
-        """Note that no lower tier holds these blocks: clean ones are evicted first."""
+    def mark_dirty(self, blocks: Sequence[ChainHash] | Lease) -> None:
+        """Note that no lower tier holds these blocks, by name or those leased: clean ones are evicted first."""
         with self._lock:
-            self._table.idle.mark_dirty(self._ready(hashes))
+            if isinstance(blocks, Lease):  # one that was dropped meanwhile is not ready, and its slot nobody else's
+                slots = blocks.slots
+                self._table.idle.mark_dirty(slots[self._table.state[slots] == READY])
+            else:
+                self._table.idle.mark_dirty(self._ready(blocks))
 
     def mark_clean(self, hashes: Sequence[ChainHash]) -> None:
         """Note that a lower tier holds these blocks now."""
@@ -233,16 +231,7 @@ class SlotPool:
         """Up to `n` dirty blocks, those the policy would evict next first, but each after its dirty parents."""
         with self._lock:
             self._settle_dropped()
-            table, chosen = self._table, dict[int, None]()
-            for slot in table.idle.dirty_slots().tolist():
-                if len(chosen) >= n:
-                    break
-                branch = []
-                while slot not in chosen and table.idle.dirty[slot]:  # nobody's row is clean: that ends a chain
-                    branch.append(slot)
-                    slot = table.links.parent_of(slot)
-                chosen.update(dict.fromkeys(reversed(branch)))
-            return table.index.names(np.array(list(chosen)[:n], np.int64))
+            return self._table.oldest_dirty(n)
 
     # --- telling ------------------------------------------------------------------------------------------------
 
@@ -325,13 +314,32 @@ class SlotPool:
         is_new: NDArray[np.bool_],
     ) -> list[Reservation | None]:
         """Each chain's, of what all of them were given."""
-        slots, generations, new = held.tolist(), self._table.generation[held].tolist(), is_new.tolist()
+        slots, times, new = held.tolist(), self._table.generation[held].tolist(), is_new.tolist()
+        epoch, on_end = self._epoch, self._on_end
         reservations: list[Reservation | None] = []
-        for (hashes, parent), first in zip(chains, starts, strict=False):
-            at = [i for i in range(len(hashes)) if new[first + i]]
-            own, times = [slots[first + i] for i in at], [generations[first + i] for i in at]
-            reservations.append(self._reservation(hashes, parent, at, own, times))
+        for (hashes, parent), (first, end) in zip(chains, pairwise(starts), strict=True):
+            names, at, parents = list(hashes), list(range(end - first)), [parent, *hashes[:-1]]
+            own, own_times = slots[first:end], times[first:end]
+            if False in (is_own := new[first:end]):
+                at = [i for i in at if is_own[i]]
+                names, parents = [names[i] for i in at], [parents[i] for i in at]
+                own, own_times = [own[i] for i in at], [own_times[i] for i in at]
+            reservations.append(Reservation(names, at, own, own_times, parents, epoch, len(names), on_end))
         return reservations
+
+    def _seal_at_once(self, reservations: Sequence[Reservation]) -> Lease | None:
+        """All of many reservations in one pass; None: one by one, as there are few, tails, or some that are in part."""
+        slots = [slot for each in reservations for slot in listed(each.places)]
+        usual = [each for each in reservations if each.is_whole and not each.is_tail and each.epoch == self._epoch]
+        if len(slots) <= FEW or len(usual) < len(reservations) or len(set(slots)) < len(slots):
+            return None
+        at = np.array(slots, np.int64)
+        self._table.refs[at] = 1
+        self._table.publish(at)
+        for each in reservations:
+            each.num_open = 0
+        names = [name for each in reservations for name in each.hashes]
+        return Lease(names, at, self._table.generation[at], self._on_release)
 
     def _seal(
         self, reservation: Reservation, positions: Sequence[int] | None

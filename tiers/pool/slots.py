@@ -4,6 +4,7 @@
 chain order, parents first.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool.changes import ChangeLog
-from kvtier.tiers.pool.idle import IdleSlots
+from kvtier.tiers.pool.idle import IdleSlots, no_slots
 from kvtier.tiers.pool.index import HashIndex, Slots, Words, int_type
 from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.pool.links import ChainLinks, slots_before
@@ -117,6 +118,35 @@ class SlotTable:
         self.num_leased -= int(np.count_nonzero(used))
         return len(slots)
 
+    def drop_idle(self, hashes: Sequence[ChainHash]) -> list[bool]:
+        """Drop those of these blocks, tail first, that have no lease and no resident child but such as go with them.
+
+        True for each block that is gone now or was not here.
+        """
+        slots = self.index.find(hashes)[1].tolist()
+        going: dict[int, None] = {}
+        orphaned: Counter[int] = Counter()  # slot → its children that go
+        for slot in slots:
+            is_idle = slot >= 0 and self.state[slot] == READY and not self.refs[slot]
+            if is_idle and self.links.children[slot] == orphaned[slot]:
+                going[slot] = None
+                orphaned[self.links.parent_of(slot)] += 1
+        self.drop(np.array(list(going), np.int64))
+        return [slot < 0 or slot in going for slot in slots]
+
+    def oldest_dirty(self, n: int) -> list[ChainHash]:
+        """Up to `n` dirty blocks, those evicted next first, but each after its dirty parents."""
+        chosen: dict[int, None] = {}
+        for slot in self.idle.dirty_slots().tolist():
+            if len(chosen) >= n:
+                break
+            branch = []
+            while slot not in chosen and self.idle.dirty[slot]:  # nobody's row is clean: that ends a chain
+                branch.append(slot)
+                slot = self.links.parent_of(slot)
+            chosen.update(dict.fromkeys(reversed(branch)))
+        return self.index.names(np.array(list(chosen)[:n], np.int64))
+
     def reset(self) -> None:
         """Forget every name. Idle slots are freed; those with references become FILLING ones without a name."""
         if self.changes is not None:
@@ -188,11 +218,14 @@ class SlotTable:
         missing = np.flatnonzero(held < 0)
         if not len(missing):
             return True
-        orphans = np.flatnonzero((held[:-1] < 0) & (held[1:] >= 0)) + 1  # held blocks whose parent comes back now
-        if len(starts) > 1 and len(orphans):
-            orphans = np.setdiff1d(orphans, starts)
-        anchors = slots_before(held, starts, parents)[missing]
-        anchors = anchors[anchors >= 0]
+        orphans, anchors = no_slots(), no_slots()
+        if len(missing) < len(held):
+            orphans = np.flatnonzero((held[:-1] < 0) & (held[1:] >= 0)) + 1  # held blocks whose parent comes back now
+            if len(starts) > 1 and len(orphans):
+                orphans = np.setdiff1d(orphans, starts)
+        if len(missing) > self.num_free:
+            anchors = slots_before(held, starts, parents)[missing]
+            anchors = anchors[anchors >= 0]
         if len(anchors):
             self.links.add_children(anchors)  # the blocks these hang on must not go to make room for them
         slots = self.take(len(missing))

@@ -22,7 +22,8 @@ PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)  # a bina
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["reserve", "seal", "seal_each", "abandon", "store", "store", "lease", "release", "evict"])
-        | st.sampled_from(["touch", "mark_dirty", "mark_clean", "reset", "tail", "look_up"]),
+        | st.sampled_from(["touch", "mark_dirty", "mark_leased", "mark_clean", "reset", "tail", "look_up"])
+        | st.just("reserve_each"),
         PATHS,
         st.integers(0, 4),
     ),
@@ -39,6 +40,7 @@ def handled_by(limit: int) -> Iterator[None]:
     """Up to so many blocks are a few."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(few, "FEW", limit)
+        patch.setattr("kvtier.tiers.pool.pool.FEW", limit)
         yield
 
 
@@ -77,6 +79,17 @@ class Twin:
             chosen, self.open = self.open, []
             self.leases.append(pool.seal_each(chosen))
             return self._told(self.leases[-1])
+        if verb == "reserve_each":
+            other = chain(tuple(1 - step for step in path))[: number + 1]
+            if pool.counts().free < len(hashes) + len(other):  # who goes for them may depend on the way
+                return None
+            made = [each for each in pool.reserve_each([(hashes, parent), (other, None)]) if each is not None]
+            self.open += made
+            return list(map(self._told, made))
+        if verb == "mark_leased":
+            for lease in self.leases:
+                pool.mark_dirty(lease)
+            return None
         if verb in ("seal", "abandon"):
             if not self.open:
                 return None

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers.pool.index import Slots, Words
-from kvtier.tiers.pool.policy import LRU, S3FIFO, SlotQueue, make_policy
+from kvtier.tiers.pool.policy import LRU, S3FIFO, make_policy
+from kvtier.tiers.pool.slot_queue import SlotQueue
 
 
 def slots(*numbers: int) -> Slots:
