@@ -4,7 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +14,10 @@ from kvtier.tiers.pool.few import FEW, BatchTable
 from kvtier.tiers.pool.index import Slots
 from kvtier.tiers.pool.kept_places import KeptPlaces
 from kvtier.tiers.pool.lease import Lease, Places, PoolCounts, Reservation
-from kvtier.tiers.pool.states import FILLING, QUARANTINED, READY, AnySlots, listed
+from kvtier.tiers.pool.states import FILLING, QUARANTINED, READY, AnySlots, listed, picked
 
 if TYPE_CHECKING:
     from _typeshed import SupportsGetItem
-
-T = TypeVar("T")
 
 
 class SlotPool:
@@ -303,7 +301,7 @@ class SlotPool:
         slots: AnySlots,
         generations: AnySlots,
     ) -> Reservation:
-        names, parents = _pick(hashes, indices), _pick([parent, *hashes[:-1]], indices)
+        names, parents = picked(hashes, indices), picked([parent, *hashes[:-1]], indices)
         return Reservation(names, indices, slots, generations, parents, self._epoch, len(names), self._on_end)
 
     def _reservations(
@@ -348,7 +346,7 @@ class SlotPool:
         verbs, named = self._table.of(len(reservation)), reservation.epoch == self._epoch
         at, slots, generations = verbs.seal(reservation, positions, named=named)
         reservation.num_open -= len(at)
-        return _pick(reservation.hashes, at), slots, generations
+        return picked(reservation.hashes, at), slots, generations
 
     def _close(self, reservation: Reservation, positions: Sequence[int] | None) -> Slots:
         """Take filling slots out of the chain and the filling index; the caller decides what becomes of them."""
@@ -397,7 +395,3 @@ class SlotPool:
                 dropped.on_release = None
                 self.num_leaked += 1
                 self._table.unref(dropped.places)
-
-
-def _pick(items: Sequence[T], at: Sequence[int]) -> list[T]:
-    return list(items) if len(at) == len(items) else [items[i] for i in at]
