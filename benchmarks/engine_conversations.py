@@ -217,8 +217,9 @@ def targets_of(found: Found) -> list[Target]:
             for column in COLUMNS:
                 intervals = {other: _interval(found[phase], arm, other, column) for other in rivals}
                 best = max(rivals, key=lambda other: intervals[other][0])
-                name = f"{phase}, {column}: {arm} over {best}, lower end of 95 %"
-                targets.append(Target(name, 1, intervals[best][1]))
+                mean, low, _ = intervals[best]
+                name = f"{phase}, {column}: {arm} over {best}"
+                targets += [Target(f"{name}, lower end of 95 %", 1, low), Target(f"{name}, mean", 1, mean)]
     return targets
 
 
