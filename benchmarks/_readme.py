@@ -15,6 +15,7 @@ from _goals import Target, held, left_out, without_mean
 from _models_page import MODELS, models_table
 
 ROOT: Final = Path(__file__).resolve().parent.parent
+PROGRAMS: Final = ROOT / "benchmarks"
 PERFORMANCE: Final = ROOT / "docs" / "performance.md"
 README: Final = ROOT / "README.md"
 BEGIN: Final = "<!-- figures: written by benchmarks/_readme.py from benchmarks/results/ -->\n"
@@ -37,7 +38,7 @@ def targets_of(document: Mapping[str, Any]) -> list[Target]:
 def judged(results: Mapping[str, Any], claims: Sequence[PageRow] = CLAIMS) -> list["JudgedRow"]:
     """What became of each claim whose program is there, measured or not, in their order."""
     found = {name: targets_of(results[name]) for name in {claim.benchmark for claim in claims} & results.keys()}
-    there = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} | results.keys()
+    there = {path.stem for path in PROGRAMS.glob("*.py")} | results.keys()
     return [JudgedRow(claim, found.get(claim.benchmark, [])) for claim in claims if claim.benchmark in there]
 
 

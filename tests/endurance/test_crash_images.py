@@ -8,7 +8,7 @@ import crash_images
 import pytest
 from crash_images import KINDS, WRONG, Recorder, Write
 
-from kvtier.tiers.file import store as file_store
+from kvtier.tiers.file import slab_reader
 from kvtier.tiers.file.slab_codec import Codec
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
@@ -37,7 +37,7 @@ def gullible() -> Iterator[None]:
         codec.show(record, stamp, payload)
         return record
 
-    with patch.object(file_store, "verified", believed):
+    with patch.object(slab_reader, "verified", believed):
         yield
 
 
