@@ -179,6 +179,13 @@ def test_without_a_queue_blocks_are_read_one_by_one(open_store: OpenStore, monke
     assert not store._payload._queues
 
 
+def test_a_process_of_32_bits_has_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel may be of 64 bits and says so; call 206 is another one there."""
+    monkeypatch.setattr(read_queue.ctypes, "sizeof", lambda kind: 4)
+    with pytest.raises(OSError, match="not implemented"):
+        ReadQueue(4)
+
+
 def test_who_replaces_preadv_sees_every_read(open_store: OpenStore) -> None:
     class Counting(FileIO):
         num_read = 0
