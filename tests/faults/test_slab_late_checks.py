@@ -185,3 +185,15 @@ def test_peeking_brings_what_is_cached_and_else_sends_for_it(slab_path: Path, ta
         except BlockingIOError:
             continue
     assert buffer == expected
+
+
+def test_what_a_peek_brings_in_part_is_sent_for(slab_path: Path, table: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a row behind a cached page would be in no answer until somebody happens to read it."""
+    buffer, sent_for = memoryview(bytearray(8192)), list[tuple[int, int]]()
+    preadv, offset = os.preadv, superblock_of(table).table_offsets[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", lambda fd, buffers, at, flags: preadv(fd, [buffers[0][:4096]], at))
+        patch.setattr(os, "posix_fadvise", lambda fd, at, length, advice: sent_for.append((at, length)))
+        with pytest.raises(BlockingIOError):
+            FileIO().peek(table, [buffer], offset)
+    assert sent_for == [(offset + 4096, 4096)]

@@ -84,14 +84,17 @@ class FileIO:
         Where the file system knows no such call (one in memory), it is `preadv`.
         """
         try:
-            return os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
+            moved = os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
         except BlockingIOError:
-            os.posix_fadvise(fd, offset, sum(buffer.nbytes for buffer in buffers), os.POSIX_FADV_WILLNEED)
-            raise
+            moved = 0
         except OSError as error:
             if error.errno != errno.EOPNOTSUPP:
                 raise
             return os.preadv(fd, buffers, offset)
+        if missing := sum(buffer.nbytes for buffer in buffers) - moved:  # behind what came, too: no kernel sends for it
+            os.posix_fadvise(fd, offset + moved, missing, os.POSIX_FADV_WILLNEED)
+            raise BlockingIOError
+        return moved
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """One gathered write; returns bytes written."""

@@ -47,7 +47,7 @@ class ReadQueue:
     def __init__(self, depth: int) -> None:
         """OSError if the kernel has no such queue for us: another machine's, a sandbox, or too many of them."""
         calls = _CALLS.get(platform.machine())
-        if calls is None:
+        if calls is None or ctypes.sizeof(ctypes.c_void_p) != 8:  # a 32-bit process has other numbers for its calls
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         self.depth = depth
         setup, self._destroy, self._getevents, self._submit = map(ctypes.c_long, calls)

@@ -1,5 +1,6 @@
 """Scattered reads in flight together: the same bytes as one by one; what fails there is read once more without."""
 
+import ctypes
 import errno
 import os
 import random
@@ -177,6 +178,13 @@ def test_without_a_queue_blocks_are_read_one_by_one(open_store: OpenStore, monke
     keys = every_other(store)
     assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
     assert not store._payload._queues
+
+
+def test_a_process_of_32_bits_has_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel may be of 64 bits and says so; call 206 is another one there."""
+    monkeypatch.setattr(ctypes, "sizeof", lambda kind: 4)
+    with pytest.raises(OSError, match="not implemented"):
+        ReadQueue(4)
 
 
 def test_who_replaces_preadv_sees_every_read(open_store: OpenStore) -> None:
