@@ -20,6 +20,7 @@ from kvtier.tiers.hierarchy.cache_tiers import PENDING
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import PortSettings
 from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.pool import Lease, Places
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 
@@ -120,6 +121,31 @@ def test_a_call_that_hangs_is_one_failure_however_many_reads_it_brings(opened: l
     hierarchy.cancel(rest)
     hierarchy.cancel(first)
     wait_until(lambda: hierarchy.host.pool.counts().quarantined == 0)
+
+
+def test_what_is_dropped_before_it_is_looked_at_is_not_promised(
+    opened: list[Hierarchy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hierarchy, chain = hierarchy_of(slots=16, verify=True), chain_of(3)
+    opened.append(hierarchy)
+    store(hierarchy, chain)
+    pool = hierarchy.host.pool
+    lease = pool.lease
+
+    def lease_and_lose(hashes: Sequence[ChainHash], places: Places | None = None) -> Lease:
+        """Somebody else finds block 1 bad just after it was leased."""
+        leased = lease(hashes, places)
+        monkeypatch.setattr(pool, "lease", lease)
+        hierarchy.host.region.slot(int(leased.slots[1]))[:1] = b"?"
+        pool.evict(chain.hashes[1:2])
+        return leased
+
+    monkeypatch.setattr(pool, "lease", lease_and_lose)
+    prefetch = hierarchy.ask(chain.hashes, chain.root)
+    wait_until(lambda: hierarchy.poll(prefetch) is not PENDING)
+    with hierarchy.take(prefetch) as promised:
+        assert promised.hashes == chain.hashes[:1]
+        assert bytes(hierarchy.host.region.slot(int(promised.slots[0]))) == payload_of(chain.hashes[0], SLOT_BYTES)
 
 
 def test_a_lookup_alone_brings_a_tier_back(opened: list[Hierarchy]) -> None:
