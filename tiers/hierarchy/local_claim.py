@@ -77,7 +77,7 @@ class TierRead(JoinedJob):
     hashes: list[ChainHash]  # there: the blocks being read
     deadline: float
     waiters: set[LocalClaim] = field(default_factory=set)
-    is_led: bool = False  # another's call reads for it too
+    is_joined: bool = False  # to the call of a read before it
 
     @property
     def num_blocks(self) -> int:
@@ -89,7 +89,7 @@ class TierRead(JoinedJob):
     def run_with(self, others: Sequence[JoinedJob]) -> list[Sequence[BlockRecord | Outcome]]:
         reads = [self, *(other for other in others if isinstance(other, TierRead))]
         for read in reads[1:]:
-            read.is_led = True
+            read.is_joined = True
         slots = [slot for read in reads for slot in read._begin()]
         results = self.port.read([name for read in reads for name in read.hashes], slots)
         ends = [*accumulate(len(read.hashes) for read in reads)]
@@ -107,7 +107,7 @@ class TierRead(JoinedJob):
         self.owner.landed(self, results, late=late)
 
     def overdue(self) -> None:
-        if not self.is_led:  # one call that hangs is one failure, for however many requests it reads
+        if not self.is_joined:  # a call that hangs is one failure, however many reads it brings
             self.port.failed("read")
         self.owner.gave_up(self)
 

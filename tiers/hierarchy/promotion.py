@@ -266,18 +266,25 @@ class Promoter:
         claim.leases.append(lease)
         start, claim.next = claim.next, claim.next + len(lease)
         if self._checking is not None:
-            self._check(claim, start, lease.hashes, self._checking)
+            self._check(claim, start, lease, self._checking)
         return len(lease)
 
-    def _check(self, claim: LocalClaim, start: int, hashes: list[ChainHash], queue: IoQueue) -> None:
-        """Have blocks of L2 looked at, from block `start` of the run."""
-        for first in range(0, len(hashes), self._batch):
-            check = HostCheck(self, claim, start + first, self.host.pool.lease(hashes[first : first + self._batch]))
-            claim.checks.add(check)
-            if not queue.submit(check):
-                check.lease.release()
-                claim.checks.discard(check)
-                self._shorten(claim, start + first, Outcome.QUEUE_FULL)
+    def _check(self, claim: LocalClaim, start: int, lease: Lease, queue: IoQueue) -> None:
+        """Have leased blocks of L2 looked at, from block `start` of the run, in the slots that are promised."""
+        slots, times = lease.slots, lease.generations
+        for first in range(0, len(lease), self._batch):
+            at = slice(first, first + self._batch)
+            looked_at = self.host.pool.lease(lease.hashes[at], Places(slots[at], times[at]))
+            if len(looked_at):
+                check = HostCheck(self, claim, start + first, looked_at)
+                claim.checks.add(check)
+                if not queue.submit(check):
+                    looked_at.release()
+                    claim.checks.discard(check)
+                    self._shorten(claim, start + first, Outcome.QUEUE_FULL)
+                    return
+            if len(looked_at) < len(slots[at]):  # dropped since it was leased, as one found bad is: nobody looks at it
+                self._shorten(claim, start + first + len(looked_at), Outcome.EVICTED)
                 return
 
     def _missing_run(self, hashes: list[ChainHash]) -> int:

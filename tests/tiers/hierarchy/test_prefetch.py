@@ -20,7 +20,20 @@ from kvtier.tiers.hierarchy.cache_tiers import PENDING
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import PortSettings
 from kvtier.tiers.hierarchy.settings import HierarchySettings
+from kvtier.tiers.pool import Lease, Places
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
+
+
+class Gate(Event):
+    """Says when a read has come to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.reached.set()
+        return super().wait(timeout)
 
 
 class HookedTier(MemoryTier):
@@ -81,6 +94,58 @@ def test_a_run_that_ended_does_not_wait_for_reads_behind_its_end(opened: list[Hi
     wait_until(lambda: hierarchy.poll(prefetch) == 1)
     hierarchy.cancel(prefetch)
     second.set()
+
+
+def test_a_call_that_hangs_is_one_failure_however_many_reads_it_brings(opened: list[Hierarchy]) -> None:
+    tier, clock, chain = HookedTier(), FakeClock(), chain_of(4)
+    tier.fill(chain)
+    patience = PortSettings(deadline=1.0, failures=2, num_threads=1, joined=8)
+    hierarchy = hierarchy_of(slots=32, tier=tier, clock=clock, port_settings=patience)
+    opened.append(hierarchy)
+    hierarchy.promoter._batch = 1  # a read for each block
+    one, three = Gate(), Gate()
+    tier.gates = {chain.hashes[0]: one, chain.hashes[3]: three}
+    first = hierarchy.ask(chain.hashes[:1], chain.root)
+    assert one.reached.wait(60)
+    rest = hierarchy.ask(chain.hashes[1:], chain.hashes[0])  # three reads wait for the thread
+    one.set()
+    assert three.reached.wait(60)
+    assert len(hierarchy.ports[0].queue.running) == 3  # in one call of the tier
+    wait_until(lambda: hierarchy.poll(first) == 1)
+    clock.advance(1.5)
+    assert hierarchy.poll(rest) == 0
+    assert hierarchy.host.pool.counts().quarantined == 3
+    assert hierarchy.ports[0].breakers["read"].failures == 1
+    assert hierarchy.lookup(chain.hashes[1:])["file"] == 3  # the breaker is closed
+    three.set()
+    hierarchy.cancel(rest)
+    hierarchy.cancel(first)
+    wait_until(lambda: hierarchy.host.pool.counts().quarantined == 0)
+
+
+def test_what_is_dropped_before_it_is_looked_at_is_not_promised(
+    opened: list[Hierarchy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hierarchy, chain = hierarchy_of(slots=16, verify=True), chain_of(3)
+    opened.append(hierarchy)
+    store(hierarchy, chain)
+    pool = hierarchy.host.pool
+    lease = pool.lease
+
+    def lease_and_lose(hashes: Sequence[ChainHash], places: Places | None = None) -> Lease:
+        """Somebody else finds block 1 bad just after it was leased."""
+        leased = lease(hashes, places)
+        monkeypatch.setattr(pool, "lease", lease)
+        hierarchy.host.region.slot(int(leased.slots[1]))[:1] = b"?"
+        pool.evict(chain.hashes[1:2])
+        return leased
+
+    monkeypatch.setattr(pool, "lease", lease_and_lose)
+    prefetch = hierarchy.ask(chain.hashes, chain.root)
+    wait_until(lambda: hierarchy.poll(prefetch) is not PENDING)
+    with hierarchy.take(prefetch) as promised:
+        assert promised.hashes == chain.hashes[:1]
+        assert bytes(hierarchy.host.region.slot(int(promised.slots[0]))) == payload_of(chain.hashes[0], SLOT_BYTES)
 
 
 def test_a_lookup_alone_brings_a_tier_back(opened: list[Hierarchy]) -> None:
