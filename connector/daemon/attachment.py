@@ -48,8 +48,12 @@ class Link:
         self.unsent: list[Operation] = []
         self.num_unsent = 0  # operations, before those of a kind became one
         self.answers: dict[int, list[Any]] = {}  # request → what the daemon answered
-        self.overdue: set[int] = set()  # requests that nobody waits for any more; what they are answered is void
-        self.late_since: float | None = None  # when the first of those was given up
+        self.overdue: dict[int, float] = {}  # requests given up → when, in that order; what they are answered is void
+
+    @property
+    def late_since(self) -> float | None:
+        """When the first of the answers that are still due was given up."""
+        return next(iter(self.overdue.values()), None)
 
     def put(self, operation: Operation) -> None:
         """Have it sent with the next message."""
@@ -158,10 +162,7 @@ class Attachment:
             return []
         for reply in replies:
             self.epoch = max(self.epoch, link.epoch_base + reply.epoch)
-            if reply.request in link.overdue:
-                link.overdue.remove(reply.request)
-                link.late_since = link.late_since if link.overdue else None
-            elif reply.request:
+            if link.overdue.pop(reply.request, None) is None and reply.request:
                 link.answers[reply.request] = reply.answers
         if link.late_since is not None and self._clock() - link.late_since >= _SILENT:
             self.cut(TimeoutError(f"no answer for {_SILENT:g} s"))
@@ -187,8 +188,7 @@ class Attachment:
     def give_up(self, link: Link, request: int) -> None:
         """Nobody waits for this answer any longer. The daemon is there and slow, until it is silent for too long."""
         if link is self.link:
-            link.overdue.add(request)
-            link.late_since = self._clock() if link.late_since is None else link.late_since
+            link.overdue[request] = self._clock()
 
     def cut(self, why: Exception) -> None:
         """Give the link up: everything held by it is void, and the daemon keeps it until it hears from us again."""

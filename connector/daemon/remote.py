@@ -28,7 +28,7 @@ from kvtier.connector.daemon.messages import (
 )
 from kvtier.connector.daemon.remote_claims import ASK_AGAIN, RemoteClaim, RemoteClaims, widened
 from kvtier.connector.daemon.remote_stores import RemoteReservation, heads_of, reserved
-from kvtier.connector.daemon.wire import unpack_found, unpack_grants
+from kvtier.connector.daemon.wire import MAX_ITEMS, unpack_found, unpack_grants
 from kvtier.tiers import L2, BlockRecord, ChainHash, FormatError, Metrics, Outcome
 from kvtier.tiers.hierarchy import Attribution, Claim, Ends, Filled, Pending, Wanted
 from kvtier.tiers.host import HostRegion
@@ -149,15 +149,15 @@ class RemoteTiers:
         """
         if not wanted:
             return []
-        heads = heads_of(wanted)
+        heads = heads_of(wanted[:MAX_ITEMS])
         with self._lock:
-            first, *_ = [next(self._numbers) for _ in wanted]
+            first, *_ = [next(self._numbers) for _ in heads]
             if (link := self._pump()) is not None and link.late_since is not None:
                 return self._dropped_all(wanted, Outcome.TIMEOUT)
         link, answers = self._call(Reserve(first, heads), self._deadline)
         with self._lock:
             if answers is None and link is not None:  # it may answer yet: nobody fills what it grants then
-                self._attachment.later(link, Abandon(Outcome.TIMEOUT, list(range(first, first + len(wanted)))))
+                self._attachment.later(link, Abandon(Outcome.TIMEOUT, list(range(first, first + len(heads)))))
             grants = self._grants(link, heads, answers)
             if grants is None or link is None:
                 reason = Outcome.CLOSED if self._closed else Outcome.BREAKER_OPEN if link is None else Outcome.TIMEOUT
@@ -166,11 +166,10 @@ class RemoteTiers:
                 None if grant is None else reserved(link, number, each, grant, self._ended)
                 for number, (each, grant) in enumerate(zip(heads, grants, strict=True), first)
             ]
-        for each, head, reservation in zip(wanted, heads, reservations, strict=True):
-            missing = len(each.hashes) - (0 if reservation is None else len(head.hashes))
-            if missing:
-                self.metrics.dropped(L2, Outcome.NO_SLOT, missing)
-        return reservations
+        looked_at = sum(len(head.hashes) for head, each in zip(heads, reservations, strict=True) if each is not None)
+        if missing := sum(len(each.hashes) for each in wanted) - looked_at:
+            self.metrics.dropped(L2, Outcome.NO_SLOT, missing)
+        return [*reservations, *[None] * (len(wanted) - len(heads))]
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
         """The daemon hashes and publishes the blocks when it hears of it."""
@@ -337,8 +336,7 @@ class RemoteTiers:
             if alone:
                 self._attachment.send()
             self._attachment.send([operation], number)
-        left = timeout
-        while left > 0:
+        while True:
             left = end - self._clock()  # where none is left, a last look: it may have been us who slept, not the daemon
             link.connection.wait(max(0.0, min(left, _LOOK)))
             with self._lock:
@@ -346,12 +344,12 @@ class RemoteTiers:
                     return link, None
                 if number in link.answers:
                     return link, link.answers.pop(number)
-        with self._lock:
-            if alone:
-                self._attachment.cut(TimeoutError(f"no answer within {timeout:g} s"))
-            else:
-                self._attachment.give_up(link, number)
-        return link, None
+                if left <= 0 and alone:
+                    self._attachment.cut(TimeoutError(f"no answer within {timeout:g} s"))
+                elif left <= 0:  # under the lock of the last look: another thread may read our answer behind it
+                    self._attachment.give_up(link, number)
+                if left <= 0:
+                    return link, None
 
     def _call_waiting(self, operation: Operation, timeout: float) -> list[Any]:
         """An operation that waits there, for `timeout` seconds or less."""

@@ -63,7 +63,11 @@ class RemoteClaims:
             return False
         is_silent = link is not None and self._is_silent(link, self._clock())
         if link is None or is_silent:
-            claim.missing = Outcome.TIMEOUT if is_silent else Outcome.BREAKER_OPEN
+            missing = Outcome.TIMEOUT if is_silent else Outcome.BREAKER_OPEN
+            if claim.found is None:
+                claim.missing = missing
+            else:  # asked for the second time, and counted as found at the first
+                self._metrics.missed(missing, claim.found.loadable)
         if link is None or is_silent or not claim.hashes:
             self._settle(claim)
             return True

@@ -80,6 +80,7 @@ class RagEngines:
             host={"size": max(2 * l1_bytes, _LEAST_BYTES)},
             file={"path": str(self._home / kind), "size": max(4 * l1_bytes, _LEAST_BYTES), "deadline": f"{_DEADLINE}s"},
             cache={"block_size": block, "load_or_recompute": "load", "prefetch_deadline": f"{_DEADLINE}s"},
+            service={"socket": None},  # it shows tiers of its own
         )
         settings = EngineConfig(
             block_size=block,

@@ -139,6 +139,7 @@ def _open(home: Path, model_dir: Path | None) -> DemoEngine:
         host={"size": max(3 * l1_bytes, _LEAST_BYTES)},
         file={"path": str(home), "size": max(4 * l1_bytes, _LEAST_BYTES)},
         cache={"load_or_recompute": "load", "prefetch_deadline": "30s"},
+        service={"socket": None},  # it shows tiers of its own
     )
     engines = DemoEngine(model, config, _OPTIONS)
     for bare in (True, False):  # warm up: the first forward pass of a process is slow

@@ -38,7 +38,7 @@ from kvtier.connector.daemon.messages import Ask, Cancel, News, Operation, Reply
 from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_frame, pack_reply, unpack_request
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, bring
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Wanted, bring
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.tier import ChildBlock, Outcome
@@ -290,6 +290,18 @@ def test_a_client_that_falls_silent_holds_nothing(path: Path) -> None:
     daemon.close()
 
 
+def sleep_through(tiers: RemoteTiers, clock: FakeClock, patch: pytest.MonkeyPatch) -> None:
+    """Have the client's waits pass on its clock, in vain."""
+    link = tiers._attachment.link
+    assert link is not None
+
+    def wait(timeout: float) -> bool:
+        clock.advance(timeout + 0.001)
+        return False
+
+    patch.setattr(link.connection, "wait", wait)
+
+
 def test_a_daemon_that_does_not_answer_costs_one_deadline(path: Path, fake: Callable[..., FakeDaemon]) -> None:
     daemon, clock = fake(), FakeClock()
     hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
@@ -301,12 +313,8 @@ def test_a_daemon_that_does_not_answer_costs_one_deadline(path: Path, fake: Call
     link = tiers._attachment.link
     assert link is not None
 
-    def wait(timeout: float) -> bool:
-        clock.advance(timeout + 0.001)
-        return False
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(link.connection, "wait", wait)
+        sleep_through(tiers, clock, patch)
         started = clock.now
         assert tiers.reserve([wanted(chain)]) == [None]
         assert clock.now - started == pytest.approx(0.25, abs=0.03)  # not as long as a claim waits
@@ -367,6 +375,119 @@ def test_an_answer_that_is_late_costs_a_step_and_not_the_daemon(path: Path) -> N
     [namespace] = daemon.daemon.call(daemon.daemon.namespaces)
     assert namespace.hierarchy.host.pool.counts().filling == 4
     tiers.abandon(got[0], Outcome.ABORTED)
+    tiers.close()
+    daemon.check()
+    daemon.close()
+
+
+def test_silence_counts_from_the_first_answer_that_is_still_due(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+    daemon, clock, chain = fake(), FakeClock(), chain_of(1)
+    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
+    tiers = RemoteTiers(path, hello, PATIENCE, clock, deadline=0.25)
+    link = tiers._attachment.link
+    assert link is not None
+
+    def is_the_first_answered() -> bool:
+        tiers.tick()
+        return len(link.overdue) < 2
+
+    with pytest.MonkeyPatch.context() as patch:
+        sleep_through(tiers, clock, patch)
+        tiers.holds(chain.hashes)
+        clock.advance(4.0)
+        tiers.holds(chain.hashes)
+    daemon.say(pack_reply(Reply(1, 0, [b"\0"], [])))
+    wait_until(is_the_first_answered)
+    clock.advance(1.0)  # five seconds after the first was given up, one after the second
+    tiers.tick()
+    assert tiers._attachment.link is link
+    clock.advance(4.1)
+    tiers.tick()
+    assert tiers._attachment.link is None
+    tiers.close(0.1)
+
+
+def test_a_promise_that_is_lost_while_the_daemon_is_silent_is_counted(
+    path: Path, fake: Callable[..., FakeDaemon]
+) -> None:
+    daemon, clock, chain = fake(), FakeClock(), chain_of(4)
+    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
+    tiers = RemoteTiers(path, hello, PATIENCE, clock, deadline=0.25)
+    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    daemon.say(news(1, 0, 1, 2, 3))
+    wait_until(lambda: tiers.poll(claim) == 4)
+    clock.advance(29.0)
+    with pytest.MonkeyPatch.context() as patch:
+        sleep_through(tiers, clock, patch)
+        assert tiers.reserve([wanted(chain)]) == [None]
+    clock.advance(1.0)  # past half of the promise's deadline, and nobody answers a second question
+    assert tiers.poll(claim) is PENDING
+    assert tiers.poll(claim) == 0
+    assert misses(tiers, Outcome.TIMEOUT) == 4
+    assert len(tiers.take(claim)) == 0
+    tiers.close(0.1)
+
+
+def test_an_answer_that_another_thread_reads_behind_the_last_look_is_not_waited_for(path: Path) -> None:
+    daemon, clock, chain = DaemonThread(path, host={"size": 1 << 20}), FakeClock(), chain_of(1)
+    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
+    tiers = RemoteTiers(path, hello, PATIENCE, clock, deadline=0.25)
+    link, gate = tiers._attachment.link, threading.Event()
+    assert link is not None
+    wait = link.connection.wait
+
+    class OtherThread:
+        """The client's lock. Whoever gets it first once the deadline is over reads what has come."""
+
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+            self._is_over = False
+
+        def __enter__(self) -> None:
+            self._lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            self._lock.release()
+            if clock.now - started > 0.25 and not self._is_over:
+                self._is_over = True
+                gate.set()
+                assert wait(PATIENCE)
+                tiers.tick()
+
+    daemon.daemon.submit(lambda: gate.wait(PATIENCE))
+    started = clock.now
+    with pytest.MonkeyPatch.context() as patch:
+        sleep_through(tiers, clock, patch)
+        patch.setattr(tiers, "_lock", OtherThread())
+        assert tiers.holds(chain.hashes) == [False]
+    assert (link.overdue, link.answers) == ({}, {})
+    assert store(tiers, chain) == 1  # at once
+    tiers.close()
+    daemon.check()
+    daemon.close()
+
+
+def test_a_step_of_more_stores_than_a_message_takes(path: Path) -> None:
+    daemon, chain = DaemonThread(path, host={"size": 1 << 20}), chain_of(1)
+    tiers = attach(path)
+    member, gate = tiers.member, threading.Event()
+    names = [number.to_bytes(32, "little") for number in range(5000)]
+    step = [Wanted([name], chain.root, chain.tenant, is_tail=True) for name in names]
+    granted = [each for each in tiers.reserve(step) if each is not None and len(each)]
+    assert len(granted) == 64
+    assert drops(tiers, Outcome.NO_SLOT) == 5000 - 64
+    for each in granted:
+        tiers.abandon(each, Outcome.ABORTED)
+    # Those of an answer that is late are given back too.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiers, "_deadline", 0.05)
+        daemon.daemon.submit(lambda: gate.wait(PATIENCE))
+        assert tiers.reserve(step) == [None] * 5000
+    gate.set()
+    tiers.check()
+    assert tiers.member == member
+    [client] = daemon.daemon.call(daemon.daemon.clients)
+    assert client.reservations == 0
     tiers.close()
     daemon.check()
     daemon.close()

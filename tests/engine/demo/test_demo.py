@@ -103,3 +103,15 @@ def test_the_engines_process_says_that_weights_are_none(
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["is_usage"]
     assert str(model) in told["error"]
+
+
+def test_the_demo_has_tiers_of_its_own_beside_a_daemon(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One whose socket is configured ended it with a traceback."""
+    monkeypatch.setenv("KVTIER_SERVICE__SOCKET", str(tmp_path / "s"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"verb": "open"}\n{"verb": "settle"}\n'))
+    worker.main(tmp_path / "home", checkpoint())
+    opened, settled = (json.loads(line) for line in capsys.readouterr().out.splitlines()[-2:])
+    assert opened["max_model_len"] > 0
+    assert settled == {"settled": True}

@@ -218,35 +218,6 @@ def test_time_in_the_queue_is_not_held_against_the_storage(opened: list[Hierarch
         hierarchy.cancel(prefetch)
 
 
-def test_a_call_that_hangs_is_one_failure_for_however_many_requests_it_reads(opened: list[Hierarchy]) -> None:
-    tier, clock = HookedTier(), FakeClock()
-    chains = [chain_of(1, first_token=100 * i) for i in range(4)]
-    for chain in chains:
-        tier.fill(chain)
-        tier.gates[chain.hashes[0]] = Event()
-    patience = PortSettings(deadline=2.0, failures=2, retry_after=1.0, num_threads=1, joined=4)
-    hierarchy = hierarchy_of(
-        slots=16, tier=tier, clock=clock, port_settings=patience, settings=HierarchySettings(prefetch_deadline=100)
-    )
-    opened.append(hierarchy)
-    queue = hierarchy.ports[0].queue
-    prefetches = [hierarchy.ask(chains[0].hashes, chains[0].root)]
-    wait_until(lambda: len(queue.running) == 1)
-    prefetches += [hierarchy.ask(chain.hashes, chain.root) for chain in chains[1:]]
-    clock.advance(1)
-    tier.gates[chains[0].hashes[0]].set()
-    wait_until(lambda: len(queue.running) == 3)  # the other three wait for one call
-    wait_until(lambda: all(each.job.deadline > 1002 for each in queue.running.values()))
-    clock.advance(2)
-    assert [hierarchy.poll(prefetch) for prefetch in prefetches] == [1, 0, 0, 0]
-    assert hierarchy.ports[0].breakers["read"].closed
-    assert hierarchy.ports[0].breakers["read"].failures == 1
-    for chain in chains[1:]:
-        tier.gates[chain.hashes[0]].set()
-    for prefetch in prefetches:
-        hierarchy.cancel(prefetch)
-
-
 def test_what_was_read_while_tiers_were_forgetting_is_forgotten_too(opened: list[Hierarchy]) -> None:
     """FAULTS 37: L2 has forgotten, the file tier not yet, and a request fetches."""
     tier, chain = HookedTier(), chain_of(3)
