@@ -374,12 +374,11 @@ class SchedulerHalf:
         A worker's block of a state stands among the positions as `exactly` names it.
         """
         pairs: list[tuple[int, int]] = []
-        for number, lane in self._lanes:
+        of_blocks = [(at, position) for at, position in enumerate(positions) if position >= 0]
+        for number, lane in self._lanes if of_blocks else ():  # states alone have no tables
             base, table, count, place = number * self._num_blocks, tables[lane.group], lane.count, lane.place
             pairs += [
-                (base + block, at)
-                for at, position in enumerate(positions)
-                if position >= 0 and (block := table[position * count + place]) != NULL
+                (base + block, at) for at, position in of_blocks if (block := table[position * count + place]) != NULL
             ]
         pairs += [(exactly(position), at) for at, position in enumerate(positions) if position < 0]
         return tuple(block for block, _ in pairs), tuple(at for _, at in pairs)
