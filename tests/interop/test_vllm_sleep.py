@@ -137,9 +137,9 @@ def test_without_the_hooks_no_copy_outlives_its_step(
         time.sleep(0.1)
         return copy(self, direction, copies, cancelled)
 
-    def sleepy(self: WorkerHalf, plan: Any, *, layerwise: bool, settles: bool) -> None:
+    def sleepy(self: WorkerHalf, plan: Any, *, settles: bool, **options: Any) -> None:
         assert not settles  # sleep mode is off: vLLM refuses it on a CPU
-        made(self, plan, layerwise=layerwise, settles=True)
+        made(self, plan, settles=True, **options)
 
     monkeypatch.setattr(PartCopier, "copy", slow)
     monkeypatch.setattr(WorkerHalf, "__init__", sleepy)
@@ -161,8 +161,8 @@ def test_a_copy_older_than_the_pin_does_not_outlive_its_step(model: Path, monkey
         time.sleep(0.3)
         return copy(self, direction, copies, cancelled)
 
-    def sleepy(self: WorkerHalf, plan: Any, *, layerwise: bool, settles: bool) -> None:
-        made(self, plan, layerwise=layerwise, settles=True)
+    def sleepy(self: WorkerHalf, plan: Any, *, settles: bool, **options: Any) -> None:
+        made(self, plan, settles=True, **options)
 
     def store(self: HostCopyStream, copies: Any, after: object | None = None) -> Any:
         event = self._enqueue("store", copies, after)
