@@ -201,10 +201,10 @@ def test_resetting_the_connector_forgets_every_tier(model: Path, expected: list[
 def test_a_shutdown_with_copies_in_flight_ends_them_and_keeps_what_they_stored(
     model: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = PartCopier.copy
+    copy, ends = PartCopier.copy, threading.Event()
 
     def slow(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-        time.sleep(0.3)
+        ends.wait(20)  # each copy outlives the requests, however slow their steps are
         return copy(self, direction, copies, cancelled)
 
     monkeypatch.setattr(PartCopier, "copy", slow)
@@ -213,6 +213,7 @@ def test_a_shutdown_with_copies_in_flight_ends_them_and_keeps_what_they_stored(
     assert vllm.half.pending
     hierarchy = vllm.hierarchy
     begun = time.monotonic()
+    threading.Timer(0.3, ends.set).start()
     vllm.core.shutdown()
     assert time.monotonic() - begun < 20
     hierarchy.check()

@@ -5,7 +5,7 @@ import logging
 import os
 import subprocess
 import sys
-import time
+import threading
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
@@ -148,10 +148,10 @@ def test_two_kvtiers_of_one_engine_keep_their_last_reports_apart(
     sibling = {"kv_connector": "KVTierConnector", "kv_role": "kv_both", "kv_connector_extra_config": tiers(first)}
     vllm = Engine(model, transfer=multi(tiers(second), sibling))
     halves = [child._scheduler for child in vllm.scheduler.connector.sub_connectors]
-    fails, copy = halves[0].side.tiers.region.region_id, PartCopier.copy
+    fails, copy, ends = halves[0].side.tiers.region.region_id, PartCopier.copy, threading.Event()
 
     def slow(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-        time.sleep(0.3)
+        ends.wait(20)  # each copy outlives the requests, however slow their steps are
         failed = self._region.region_id == fails
         return "the test failed this copy" if failed else copy(self, direction, copies, cancelled)
 
@@ -159,6 +159,7 @@ def test_two_kvtiers_of_one_engine_keep_their_last_reports_apart(
     monkeypatch.setattr(PartCopier, "copy", slow)
     assert vllm.text(PROMPTS) == expected
     assert all(half.pending for half in halves)
+    threading.Timer(0.3, ends.set).start()
     vllm.core.shutdown()
     monkeypatch.setattr(PartCopier, "copy", copy)
     for folder, cached in ((first, [0, 0, 0]), (second, CACHED)):
