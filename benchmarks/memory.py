@@ -141,7 +141,7 @@ def measure(num_blocks: int, block_size: int) -> dict[str, object]:
 def main() -> int:
     """Measure, print, and say whether the targets were met."""
     parser = _report.parser(__doc__)
-    parser.add_argument("--blocks", type=int, nargs="+", metavar="N", help="how many blocks, instead of 0.1, 1 and 10 M")
+    parser.add_argument("--blocks", type=int, nargs="+", metavar="N", help="how many, instead of 0.1, 1 and 10 M")
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="tokens in a block, instead of 16 and 64")
     options = parser.parse_args()
     counts = options.blocks or (COUNTS[:1] if options.quick else COUNTS)

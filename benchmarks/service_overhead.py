@@ -1,4 +1,4 @@
-"""What the daemon costs an engine beside tiers of its own: a step's round trip, lookups, copies, and its memory.
+"""What the daemon costs an engine beside tiers of its own: a step's round trip, lookups and copies.
 
 A real `kvtier serve` on a Unix socket, and the same tiers in this process, asked in turns. A step reserves slots for
 the blocks it stores: its only round trip; what the daemon adds is the difference of the pair. "busy" is a processor
@@ -10,12 +10,9 @@ busy processes. Sixteen clients start at once beside two processes that compute,
 load is the same load (question, promise, copy of 32 MiB) from a daemon with `[host] verify = "always"` and from one
 with "never", in turns; beside it what hashing alone does, a block at a time: by xxh3-64, which kvtier uses, and by
 BLAKE2b-128 with a key, which nobody can forge. Copies are an engine's loads from L2, scattered blocks, 8 MiB at a time,
-from the region each of the two has. Memory is what the daemon has besides the region (RssAnon) while clients look up
-and store without a pause, for `--minutes`; its slope is fitted behind the first ten minutes, or behind the first half
-of a shorter run, which still fills pools and caches.
+from the region each of the two has. What the daemon's memory does in an hour: daemon_memory.py.
 """
 
-import argparse
 import hashlib
 import sys
 import tempfile
@@ -49,13 +46,9 @@ MIN_LOOKUPS: Final = 10_000.0  # a second of one core
 MAX_FEW: Final = 0.5  # of what a lookup of 128 blocks costs, for one of 8
 NUM_CLIENTS: Final = 16
 ROOM: Final = "640MiB"  # of the daemon: its model's, and sixteen clients' of another
-MAX_GROWTH: Final = 0.05  # MB a minute
-WARM_UP: Final = 600.0  # seconds
-MIN_SAMPLES: Final = 8  # of the memory, however short the run
 MIN_COPY: Final = 0.95
 MAX_VERIFY: Final = 1.05  # of a load without: up to here it would be on by default
 LOADED: Final = 256  # blocks in a load that is verified or not
-MAX_MEMORY: Final = 100e6  # bytes besides region and index
 PARENT: Final = b"p" * 32
 _numbers = count()
 
@@ -224,28 +217,9 @@ def hash_rates(block_bytes: int, rounds: int) -> dict[str, list[float]]:
     return rates
 
 
-def memory_under_load(daemon: DaemonUnderTest, tiers: CacheTiers, seconds: float) -> list[tuple[float, int]]:
-    """(seconds, bytes besides the region) while a client looks up and stores without a pause."""
-    chains = [stored(tiers, CHAIN) for _ in range(4)]
-    samples: list[tuple[float, int]] = []
-    held: list[Reservation] = []
-    start = time.monotonic()
-    while (passed := time.monotonic() - start) < seconds or len(samples) < MIN_SAMPLES:
-        for _ in range(20):
-            _, held = step(tiers, 4, held)
-            look_up(tiers, [*chains, fresh(CHAIN)], 64)
-        if not samples or passed - samples[-1][0] >= seconds / 200:
-            samples.append((passed, daemon.anonymous_bytes()))
-    for reservation in held:
-        tiers.abandon(reservation, Outcome.ABORTED)
-    return samples
-
-
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--minutes", type=_minutes, default=2.0, help="how long memory is watched; 60 for the claim")
-    given = options.parse_args()
-    rounds, seconds = (300, min(3.0, 60 * given.minutes)) if given.quick else (5_000, 60 * given.minutes)
+    given = parser(__doc__).parse_args()
+    rounds = 300 if given.quick else 5_000
     size, blocks = (
         ("128MiB", UnheldBlocks(BLOCK_SIZE, 131_072)) if given.quick else ("512MiB", UnheldBlocks(BLOCK_SIZE, 131_072))
     )
@@ -260,8 +234,6 @@ def main() -> int:
                 targets += _many(daemon, rounds, rows)
                 targets += _copies(both, blocks, rounds // 10, rows)
                 targets += _verified(Path(directory), size, remote, blocks, rounds // 10, rows)
-                progress(f"memory under load, {seconds:.0f} s")
-                targets += _memory(memory_under_load(daemon, remote, seconds), remote, rows)
         finally:
             daemon.stop()
     return report("service_overhead", rows, targets, given.json, given.save)
@@ -371,28 +343,6 @@ def _verified(
     ]
     ratio = median(b / a for a, b in zip(times["never"], times["always"], strict=True))
     return [Target("a load with verify = always, of one without", MAX_VERIFY, ratio)]
-
-
-def _memory(samples: list[tuple[float, int]], tiers: CacheTiers, rows: list[dict[str, object]]) -> list[Target]:
-    times, sizes = np.array(samples, float).T
-    warm = min(WARM_UP, float(times[-1]) / 2)
-    later = times >= warm
-    slope = float(np.polyfit(times[later], sizes[later], 1)[0]) * 60 / 1e6
-    row = {"what": f"memory besides {tiers.num_slots} slots, {times[-1] / 60:.1f} min", "tiers": "daemon"}
-    rows.append({**row, "median": float(np.median(sizes)) / 1e6, "p99": float(sizes.max()) / 1e6, "unit": "MB"})
-    what = f"its growth from minute {warm / 60:.1f} on"
-    rows.append({"what": what, "tiers": "daemon", "median": slope, "unit": "MB/min"})
-    return [
-        Target("daemon's memory besides its region, index included, MB", MAX_MEMORY / 1e6, float(sizes.max()) / 1e6),
-        Target(f"{what}, MB a minute", MAX_GROWTH, slope),
-    ]
-
-
-def _minutes(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 600:
-        raise argparse.ArgumentTypeError("minutes: write a number from 0 to 600")
-    return value
 
 
 if __name__ == "__main__":
