@@ -1,5 +1,5 @@
 from .breaker import Breaker
-from .checksum import checksum
+from .checksum import checksum, checksum_of
 from .cipher import STAMP_BYTES, Encryption, NameCipher, RecordCipher, derive, key_id, load_key
 from .errors import (
     ConfigError,
@@ -73,6 +73,7 @@ __all__ = [
     "TierKind",
     "TierUnavailable",
     "checksum",
+    "checksum_of",
     "derive",
     "error",
     "key_id",

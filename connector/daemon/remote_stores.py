@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from kvtier.connector.daemon.attachment import Link
 from kvtier.connector.daemon.fields import MAX_HASHES
-from kvtier.connector.daemon.messages import Granted
+from kvtier.connector.daemon.messages import Granted, Seal
 from kvtier.connector.daemon.wire import MAX_ITEMS
 from kvtier.tiers import ChainHash
 from kvtier.tiers.hierarchy import Wanted
@@ -46,3 +46,16 @@ def reserved(
     if indices:
         link.held.add(number)
     return reservation
+
+
+def seals_of(filled: Sequence[tuple[RemoteReservation, Sequence[bytes], int]]) -> list[Seal]:
+    """What tells the daemon of filled reservations, each with its tokens and epoch: mostly one message for all."""
+    seals = [Seal(0, [], [], [])]
+    for reservation, tokens, epoch in filled:
+        seal = seals[-1]
+        if epoch != seal.epoch or max(len(seal.reservations) + 1, len(seal.tokens) + len(tokens)) > MAX_ITEMS:
+            seals.append(seal := Seal(epoch, [], [], []))
+        seal.reservations.append(reservation.number)
+        seal.counts.append(len(tokens))
+        seal.tokens.extend(tokens)
+    return [seal for seal in seals if seal.reservations]

@@ -5,8 +5,8 @@ from typing import Any, Final, NamedTuple
 
 from kvtier.connector.daemon import MAX_ITEMS, messages, wire
 from kvtier.service.node.served_tiers import ServedTiers
-from kvtier.tiers import L2, BlockRecord, FormatError, Outcome
-from kvtier.tiers.hierarchy import Attribution, Claim, Pending
+from kvtier.tiers import L2, FormatError, Outcome
+from kvtier.tiers.hierarchy import Attribution, Claim, Filled, Pending
 from kvtier.tiers.pool import AnySlots, Lease, Reservation, listed
 
 MAX_HELD: Final = 8192  # claims and leases of one client
@@ -17,14 +17,6 @@ class HeldCounts(NamedTuple):
     claims: int
     leases: int
     reservations: int
-
-
-class SealedBlocks(NamedTuple):
-    """A reservation whose slots are filled, as its client said."""
-
-    reservation: Reservation
-    tokens: list[bytes]  # of each of its blocks
-    epoch: int
 
 
 class Holdings:
@@ -47,7 +39,7 @@ class Holdings:
         self.waiting: dict[int, Claim] = {}  # those of the claims that have no answer yet
         self._leases: dict[int, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
-        self.sealed: list[SealedBlocks] = []  # not passed on yet
+        self.sealed: list[Filled] = []  # not passed on yet
 
     @property
     def counts(self) -> HeldCounts:
@@ -67,13 +59,9 @@ class Holdings:
 
     def publish(self) -> None:
         """Pass on what was sealed: behind the answers, since hashing it takes the GIL while somebody waits for them."""
-        sealed, self.sealed = self.sealed, []
-        for reservation, tokens, epoch in sealed:
-            records = [
-                BlockRecord(chain_hash, parent or b"", each, 0)
-                for chain_hash, parent, each in zip(reservation.hashes, reservation.parents, tokens, strict=True)
-            ]
-            self._hierarchy.seal(reservation, records, epoch)
+        if self.sealed:
+            sealed, self.sealed = self.sealed, []
+            self._hierarchy.seal_each(sealed)
 
     def lapse(self, now: float) -> int:
         """Let go of the promises nobody has renewed for the lease deadline; returns how many.
@@ -214,7 +202,7 @@ class Holdings:
             if reservation.is_tail and not 0 < len(tokens[0]) < self._token_bytes:
                 raise FormatError("seal: a tail has a token or more, and fewer than a block")
             del self._reservations[number]
-            self.sealed.append(SealedBlocks(reservation, tokens, op.epoch))
+            self.sealed.append((reservation, tokens, op.epoch))
 
     def _on_abandon(self, op: messages.Abandon) -> None:
         for number in op.reservations:

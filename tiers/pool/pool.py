@@ -313,30 +313,33 @@ class SlotPool:
     ) -> list[Reservation | None]:
         """Each chain's, of what all of them were given."""
         slots, times, new = held.tolist(), self._table.generation[held].tolist(), is_new.tolist()
-        epoch, on_end = self._epoch, self._on_end
+        if len(slots) == len(chains) and False not in new:  # a decoding step: a new block of each
+            return [
+                Reservation([hashes[0]], [0], [slot], [time], [parent], self._epoch, 1, self._on_end)
+                for (hashes, parent), slot, time in zip(chains, slots, times, strict=True)
+            ]
         reservations: list[Reservation | None] = []
         for (hashes, parent), (first, end) in zip(chains, pairwise(starts), strict=True):
-            names, at, parents = list(hashes), list(range(end - first)), [parent, *hashes[:-1]]
-            own, own_times = slots[first:end], times[first:end]
-            if False in (is_own := new[first:end]):
-                at = [i for i in at if is_own[i]]
-                names, parents = [names[i] for i in at], [parents[i] for i in at]
-                own, own_times = [own[i] for i in at], [own_times[i] for i in at]
-            reservations.append(Reservation(names, at, own, own_times, parents, epoch, len(names), on_end))
+            own = [i for i in range(first, end) if new[i]]
+            at, own_slots, own_times = [i - first for i in own], [slots[i] for i in own], [times[i] for i in own]
+            reservations.append(self._reservation(hashes, parent, at, own_slots, own_times))
         return reservations
 
     def _seal_at_once(self, reservations: Sequence[Reservation]) -> Lease | None:
         """All of many reservations in one pass; None: one by one, as there are few, tails, or some that are in part."""
-        slots = [slot for each in reservations for slot in listed(each.places)]
-        usual = [each for each in reservations if each.is_whole and not each.is_tail and each.epoch == self._epoch]
-        if len(slots) <= FEW or len(usual) < len(reservations) or len(set(slots)) < len(slots):
+        slots, names, epoch = list[int](), list[ChainHash](), self._epoch
+        for each in reservations:
+            if each.num_open != len(each.hashes) or each.is_tail or each.epoch != epoch:
+                return None
+            slots += listed(each.places)
+            names += each.hashes
+        if len(slots) <= max(FEW, 0) or len(set(slots)) < len(slots):
             return None
         at = np.array(slots, np.int64)
         self._table.refs[at] = 1
         self._table.publish(at)
         for each in reservations:
             each.num_open = 0
-        names = [name for each in reservations for name in each.hashes]
         return Lease(names, at, self._table.generation[at], self._on_release)
 
     def _seal(

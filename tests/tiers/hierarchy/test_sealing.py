@@ -10,6 +10,7 @@ from kvtier.tiers.checksum import checksum
 from kvtier.tiers.hierarchy import stores
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.io_queue import Job
+from kvtier.tiers.host import host
 from kvtier.tiers.tier import Outcome
 
 
@@ -19,7 +20,7 @@ class Hashing:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_go_on = Event(), Event()
         self._checksum = checksum
-        patch.setattr(stores, "checksum", self._wait)
+        patch.setattr(host, "checksum_of", lambda num_bytes: self._wait)
 
     def _wait(self, payload: memoryview) -> int:
         self.begun.set()
