@@ -107,10 +107,12 @@ class WorkerSide:
     def start_store(self, plan: StepPlan) -> None:
         """Enqueue the plan's L1 → L2 copies, behind the compute that fills them. If that raises, as `start_load`."""
         if plan.stores:
-            op_ids = [op.op_id for op in plan.stores]
-            self._stores.update(dict.fromkeys(op_ids, _failed("it could not be started")))
-            event = self.connect(plan.region).store(_copies(plan.stores))
-            self._stores.update(dict.fromkeys(op_ids, event))
+            event: CopyEvent | None = None
+            try:
+                event = self.connect(plan.region).store(_copies(plan.stores))
+            finally:
+                ended = event if event is not None else _failed("it could not be started")
+                self._stores.update(dict.fromkeys([op.op_id for op in plan.stores], ended))
 
     def unstarted(self, plan: StepPlan) -> tuple[int, ...]:
         """Ops of this step's plan that were never started, because the step raised before: no report names them."""

@@ -1,5 +1,5 @@
 from .breaker import Breaker
-from .checksum import checksum, checksum_of
+from .checksum import checksum, checksum_of, hash_without_the_gil
 from .cipher import STAMP_BYTES, Encryption, NameCipher, RecordCipher, derive, key_id, load_key
 from .errors import (
     ConfigError,
@@ -76,6 +76,7 @@ __all__ = [
     "checksum_of",
     "derive",
     "error",
+    "hash_without_the_gil",
     "key_id",
     "load_key",
     "lookup_results",

@@ -161,12 +161,9 @@ class RemoteTiers:
             if grants is None or link is None:
                 reason = Outcome.CLOSED if self._closed else Outcome.BREAKER_OPEN if link is None else Outcome.TIMEOUT
                 return self._dropped_all(wanted, reason)
-            reservations = [
-                None if grant is None else reserved(link, number, each, grant, self._ended)
-                for number, (each, grant) in enumerate(zip(heads, grants, strict=True), first)
-            ]
-        looked_at = sum(len(head.hashes) for head, each in zip(heads, reservations, strict=True) if each is not None)
-        if missing := sum(len(each.hashes) for each in wanted) - looked_at:
+            reservations = reserved(link, first, heads, grants, self._ended)
+        looked_at = sum([len(head.hashes) for head, each in zip(heads, reservations, strict=True) if each is not None])
+        if missing := sum([len(each.hashes) for each in wanted]) - looked_at:
             self.metrics.dropped(L2, Outcome.NO_SLOT, missing)
         return [*reservations, *[None] * (len(wanted) - len(heads))]
 

@@ -33,19 +33,31 @@ def heads_of(wanted: Sequence[Wanted]) -> Sequence[Wanted]:
 
 
 def reserved(
-    link: Link, number: int, wanted: Wanted, granted: Granted, ended: Callable[[Reservation, bool], None]
-) -> Reservation:
-    """The slots that were granted for what was wanted, held by the link under this number."""
-    indices, slots, generations = granted
-    hashes = list(wanted.hashes)
-    parents: list[ChainHash | None] = [wanted.parent, *hashes[:-1]]
-    if len(indices) < len(hashes):
-        hashes, parents = [hashes[i] for i in indices], [parents[i] for i in indices]
-    reservation = RemoteReservation(hashes, indices, slots, generations, parents, 0, len(indices), ended)
-    reservation.number, reservation.link = number, link
-    if indices:
-        link.held.add(number)
-    return reservation
+    link: Link,
+    first: int,
+    wanted: Sequence[Wanted],
+    granted: Sequence[Granted | None],
+    ended: Callable[[Reservation, bool], None],
+) -> list[Reservation | None]:
+    """The slots that were granted for what was wanted, held by the link under numbers from `first` on."""
+    made: list[Reservation | None] = []
+    held: list[int] = []
+    for number, (each, grant) in enumerate(zip(wanted, granted, strict=True), first):
+        if grant is None:
+            made.append(None)
+            continue
+        indices, slots, generations = grant
+        hashes = list(each.hashes)
+        parents: list[ChainHash | None] = [each.parent] if len(hashes) == 1 else [each.parent, *hashes[:-1]]
+        if len(indices) < len(hashes):
+            hashes, parents = [hashes[i] for i in indices], [parents[i] for i in indices]
+        made.append(
+            RemoteReservation(hashes, indices, slots, generations, parents, 0, len(indices), ended, number, link)
+        )
+        if indices:
+            held.append(number)
+    link.held.update(held)
+    return made
 
 
 def seals_of(filled: Sequence[tuple[RemoteReservation, Sequence[bytes], int]]) -> list[Seal]:

@@ -165,21 +165,20 @@ class Holdings:
     # stores
 
     def _on_reserve(self, op: messages.Reserve) -> list[bytes]:
-        if any(number in self._reservations for number in range(op.first, op.first + len(op.wanted))):
+        if not self._reservations.keys().isdisjoint(range(op.first, op.first + len(op.wanted))):
             raise FormatError(f"a reservation from {op.first} on is there already")
-        if any(each.is_tail and len(each.hashes) != 1 for each in op.wanted):
+        lengths = [len(each.hashes) for each in op.wanted]
+        if [length for length, each in zip(lengths, op.wanted, strict=True) if each.is_tail and length != 1]:
             raise FormatError("reserve: a tail is one block")
-        is_bounded = all(len(each.hashes) <= MAX_ITEMS for each in op.wanted)
-        if len(self._reservations) + len(op.wanted) > MAX_RESERVATIONS or not is_bounded:
-            num_blocks = sum(len(each.hashes) for each in op.wanted)
-            self._hierarchy.metrics.dropped(L2, Outcome.QUEUE_FULL, num_blocks)
-            return wire.pack_grants([None] * len(op.wanted))
+        if len(self._reservations) + len(lengths) > MAX_RESERVATIONS or max(lengths, default=0) > MAX_ITEMS:
+            self._hierarchy.metrics.dropped(L2, Outcome.QUEUE_FULL, sum(lengths))
+            return wire.pack_grants([None] * len(lengths))
         try:
             reservations = self._tiers.reserve(op.wanted)
         except ValueError as error:  # a name given twice; slots taken before it came are dropped, and so abandoned
             raise FormatError(str(error)) from None
         for number, reservation in enumerate(reservations, op.first):
-            if reservation is not None and len(reservation):
+            if reservation is not None and reservation.hashes:
                 self._reservations[number] = reservation
         return wire.pack_grants(
             [
@@ -189,7 +188,7 @@ class Holdings:
         )
 
     def _on_seal(self, op: messages.Seal) -> None:
-        if any(len(tokens) > self._token_bytes for tokens in op.tokens):  # other clients are told of them
+        if max(map(len, op.tokens), default=0) > self._token_bytes:  # other clients are told of them
             raise FormatError(f"seal: more than the {self._token_bytes // 4} tokens of a block")
         first = 0
         for number, count in zip(op.reservations, op.counts, strict=True):
@@ -197,7 +196,7 @@ class Holdings:
             first += count
             if (reservation := self._reservations.get(number)) is None:
                 continue
-            if count != len(reservation):
+            if count != len(reservation.hashes):
                 raise FormatError(f"seal: tokens of {count} blocks, {len(reservation)} are reserved")
             if reservation.is_tail and not 0 < len(tokens[0]) < self._token_bytes:
                 raise FormatError("seal: a tail has a token or more, and fewer than a block")

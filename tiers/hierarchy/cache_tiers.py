@@ -12,7 +12,7 @@ from enum import IntEnum
 from threading import Condition
 from typing import Final, Protocol
 
-from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, ChildBlock, Metrics, Outcome, value
+from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, ChildBlock, Metrics, Outcome
 from kvtier.tiers.hierarchy.rates import Meeting
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Lease, Reservation
@@ -118,7 +118,7 @@ class NewsCondition(Condition):
             told()
 
 
-@value
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: what is wanted becomes what is stored (`StoringOp`)
 class Wanted:
     """Consecutive new blocks of one chain that a step wants to store; or a tail, a chain's unfinished last block."""
 

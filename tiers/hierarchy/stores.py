@@ -210,7 +210,8 @@ class StoreQueue:
 
     def _reserve_each(self, chains: Sequence[tuple[Sequence[ChainHash], ChainHash]]) -> list[Reservation | None]:
         """Slots for each chain, for what fits of its head where there is too little room."""
-        taken = self._host.pool.reserve_each(chains) if not self.closed else [None for _ in chains]
+        none: list[Reservation | None] = [None] * len(chains)
+        taken = none if self.closed else self._host.pool.reserve_each(chains)
         if None not in taken:
             return taken
         return [

@@ -96,8 +96,8 @@ class BlockRecords:
     def may_follow(self, slot: int, parent: ChainHash, start: bytes) -> bool:
         """Whether the record in a slot may have this parent and begin with these tokens: a glance, to leave it out."""
         at = slot * self._row.size
+        [held] = _NAME.unpack_from(self._rows, at)
+        if held[: len(parent)] != parent:
+            return False
         tokens = at + _HEAD.size
-        return (
-            self._rows[tokens : tokens + len(start)].tobytes() == start  # first: most children part here
-            and self._rows[at : at + len(parent)].tobytes() == parent
-        )
+        return not start or self._rows[tokens : tokens + len(start)] == start
