@@ -1,12 +1,14 @@
 """BlockRecords: what is known of the block in each slot besides its bytes, in one array: no Python object a block."""
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from struct import Struct
 from typing import Final
 
 import numpy as np
 
 from kvtier.tiers import BlockRecord, ChainHash
+from kvtier.tiers.compiled import twin
 
 _HASH_BYTES: Final = 32
 _HEAD: Final = Struct("<32sQII")  # parent, checksum, the slot's generation, lengths: 48 bytes
@@ -34,6 +36,8 @@ class BlockRecords:
         self._row = Struct(f"{_HEAD.format}{4 * block_size}s")
         self._array = np.zeros(self._num_slots * self._row.size, np.uint8)
         self._rows = memoryview(self._array)
+        module = twin("kvtier.tiers.host.records_compiled") if sys.byteorder == "little" else None
+        self._packs: Callable[..., int] | None = None if module is None else module.put_columns
 
     def __len__(self) -> int:
         return self._num_slots
@@ -79,6 +83,10 @@ class BlockRecords:
         checksums: Sequence[int],
     ) -> None:
         """As `put`, of records that are not made: column by column."""
+        if self._packs is not None:
+            columns = [each if isinstance(each, list) else [*each] for each in (chain_hashes, parents, tokens, checksums)]
+            if self._packs(self._rows, self._names, self._generations, [*slots], *columns) == len(slots):
+                return
         pack, rows, stride, width = self._row.pack_into, self._rows, self._row.size, 4 * self.block_size
         names, generations, name_at = self._names, self._generations, _NAME.unpack_from
         columns = zip(slots, chain_hashes, parents, tokens, checksums, strict=True)
