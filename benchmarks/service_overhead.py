@@ -87,8 +87,7 @@ def opened(socket: Path | None, size: str, blocks: UnheldBlocks) -> Iterator[Cac
 
 def step(tiers: CacheTiers, num_requests: int, before: Sequence[Reservation]) -> tuple[float, list[Reservation]]:
     """One scheduling step: what the last one stored is sealed, each request stores one block. Seconds of the wait."""
-    for reservation in before:
-        tiers.seal(reservation, [BlockRecord(reservation.hashes[0], PARENT, b"\0" * 4 * BLOCK_SIZE, 0)], tiers.epoch)
+    tiers.seal_each([(reservation, [b"\0" * 4 * BLOCK_SIZE], tiers.epoch) for reservation in before])
     wanted = [Wanted(fresh(1), PARENT, PARENT) for _ in range(num_requests)]
     start = time.perf_counter()
     reservations = tiers.reserve(wanted)

@@ -84,22 +84,22 @@ class BlockRecords:
     ) -> None:
         """As `put`, of records that are not made: column by column."""
         if self._packs is not None:
-            columns = [each if isinstance(each, list) else [*each] for each in (chain_hashes, parents, tokens, checksums)]
-            if self._packs(self._rows, self._names, self._generations, [*slots], *columns) == len(slots):
-                return
+            told = [each if isinstance(each, list) else [*each] for each in (chain_hashes, parents, tokens, checksums)]
+            if self._packs(self._rows, self._names, self._generations, [*slots], *told) == len(slots):
+                return  # else what is wrong with the next one is said below
         pack, rows, stride, width = self._row.pack_into, self._rows, self._row.size, 4 * self.block_size
         names, generations, name_at = self._names, self._generations, _NAME.unpack_from
         columns = zip(slots, chain_hashes, parents, tokens, checksums, strict=True)
-        for slot, chain_hash, parent, told, checksum in columns:
-            if len(told) > width or len(parent) > _HASH_BYTES:
+        for slot, chain_hash, parent, block_tokens, checksum in columns:
+            if len(block_tokens) > width or len(parent) > _HASH_BYTES:
                 raise ValueError(
-                    f"a parent of {len(parent)} bytes and {len(told) // 4} tokens: a name has {_HASH_BYTES}, "
+                    f"a parent of {len(parent)} bytes and {len(block_tokens) // 4} tokens: a name has {_HASH_BYTES}, "
                     f"a block here at most {self.block_size}"
                 )
             if name_at(names, slot * _HASH_BYTES)[0] != chain_hash:
                 raise ValueError(f"chain_hash: slot {slot} is named for another block")
-            lengths = len(parent) << _SIZE_BITS | len(told)
-            pack(rows, slot * stride, parent, checksum, generations[slot] & _GENERATION, lengths, told)
+            lengths = len(parent) << _SIZE_BITS | len(block_tokens)
+            pack(rows, slot * stride, parent, checksum, generations[slot] & _GENERATION, lengths, block_tokens)
 
     def may_follow(self, slot: int, parent: ChainHash, start: bytes) -> bool:
         """Whether the record in a slot may have this parent and begin with these tokens: a glance, to leave it out."""

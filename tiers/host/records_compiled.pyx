@@ -39,8 +39,10 @@ def put_columns(
     cdef uint64_t checksum
     cdef uint32_t generation, lengths
     for i in range(count):
-        slot = slots[i]
-        name, parent, told, checksum = chain_hashes[i], parents[i], tokens[i], checksums[i]
+        try:
+            slot, name, parent, told, checksum = slots[i], chain_hashes[i], parents[i], tokens[i], checksums[i]
+        except (OverflowError, TypeError):
+            return i
         if name is None or parent is None or told is None or not 0 <= slot < num_slots:
             return i
         parent_bytes, token_bytes = PyBytes_GET_SIZE(parent), PyBytes_GET_SIZE(told)

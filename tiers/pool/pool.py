@@ -19,6 +19,8 @@ from kvtier.tiers.pool.states import FILLING, QUARANTINED, READY, AnySlots, list
 if TYPE_CHECKING:
     from _typeshed import SupportsGetItem
 
+Chains = Sequence[tuple[Sequence[ChainHash], ChainHash | None]]  # (names, the name before them) of each
+
 
 class SlotPool:
     """A fixed set of slots and the index of the blocks they hold. Thread-safe.
@@ -101,25 +103,20 @@ class SlotPool:
         filling and quarantined slots leave too little room: the caller drops the store, nobody waits. Reserved slots
         stay invisible until `seal`. ValueError if a hash is given twice.
         """
-        with self._lock:
-            if self._dropped:
-                self._settle_dropped()
-            taken = self._table.of(len(hashes)).reserve(hashes, parent)
-            return None if taken is None else self._reservation(hashes, parent, *taken)
+        return self._reserve_in_turn([(hashes, parent)])[0]
 
-    def reserve_each(self, chains: Sequence[tuple[Sequence[ChainHash], ChainHash | None]]) -> list[Reservation | None]:
+    def reserve_each(self, chains: Chains) -> list[Reservation | None]:
         """`reserve` for several (hashes, parent), each all or nothing; in one pass where there is room for all."""
-        names = [name for hashes, _ in chains for name in hashes]
-        lengths = [len(hashes) for hashes, _ in chains]
-        parents = [parent for _, parent in chains]
-        if len(names) > FEW and 0 not in lengths and len(distinct := set(names)) == len(names):
-            starts = list(accumulate(lengths, initial=0))
+        names, lengths = [name for hashes, _ in chains for name in hashes], [len(hashes) for hashes, _ in chains]
+        is_one_pass = len(names) > FEW and 0 not in lengths and not self._table.is_compiled
+        if is_one_pass and len(distinct := set(names)) == len(names):
+            starts, parents = list(accumulate(lengths, initial=0)), [parent for _, parent in chains]
             with self._lock:
                 self._settle_dropped()
                 is_apart = distinct.isdisjoint(parents)
                 if is_apart and (taken := self._table.reserve_chains(names, starts[:-1], parents)) is not None:
                     return self._reservations(chains, starts, *taken)
-        return [self.reserve(hashes, parent) for hashes, parent in chains]  # each sees what the one before it took
+        return self._reserve_in_turn(chains)
 
     def seal(self, reservation: Reservation, positions: Sequence[int] | None = None) -> Lease:
         """Publish the reservation's blocks, at `positions` in its hashes or all still filling, and lease them.
@@ -293,23 +290,26 @@ class SlotPool:
         slots = self._table.find(hashes)
         return slots[slots >= 0]
 
+    def _reserve_in_turn(self, chains: Chains) -> list[Reservation | None]:
+        """Chain by chain: each sees what the one before it took."""
+        made: list[Reservation | None] = []
+        with self._lock:
+            self._settle_dropped()
+            for hashes, parent in chains:
+                taken = self._table.of(len(hashes)).reserve(hashes, parent)
+                made.append(None if taken is None else self._reservation(hashes, parent, *taken))
+        return made
+
     def _reservation(
-        self,
-        hashes: Sequence[ChainHash],
-        parent: ChainHash | None,
-        indices: list[int],
-        slots: AnySlots,
-        generations: AnySlots,
+        self, hashes: Sequence[ChainHash], parent: ChainHash | None, at: list[int], slots: AnySlots, times: AnySlots
     ) -> Reservation:
-        names, parents = picked(hashes, indices), picked([parent, *hashes[:-1]], indices)
-        return Reservation(names, indices, slots, generations, parents, self._epoch, len(names), self._on_end)
+        if len(hashes) == len(at) == 1:
+            return Reservation([hashes[0]], at, slots, times, [parent], self._epoch, 1, self._on_end)
+        names, parents = picked(hashes, at), picked([parent, *hashes[:-1]], at)
+        return Reservation(names, at, slots, times, parents, self._epoch, len(names), self._on_end)
 
     def _reservations(
-        self,
-        chains: Sequence[tuple[Sequence[ChainHash], ChainHash | None]],
-        starts: list[int],
-        held: Slots,
-        is_new: NDArray[np.bool_],
+        self, chains: Chains, starts: list[int], held: Slots, is_new: NDArray[np.bool_]
     ) -> list[Reservation | None]:
         """Each chain's, of what all of them were given."""
         slots, times, new = held.tolist(), self._table.generation[held].tolist(), is_new.tolist()

@@ -1,12 +1,13 @@
 """What a step says to the daemon and is answered: one message for all its stores, never with too many items."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.connector.daemon import remote_stores
 from kvtier.connector.daemon.messages import Granted
 from kvtier.connector.daemon.remote_stores import RemoteReservation, seals_of
-from kvtier.connector.daemon.wire import MAX_ITEMS, pack_grants, unpack_grants
+from kvtier.connector.daemon.wire import pack_grants, unpack_grants
 
 GRANTS = st.lists(st.none() | st.integers(0, 4), max_size=20)
 
@@ -33,12 +34,10 @@ def test_nothing_filled_is_no_message() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), max_size=30), st.integers(5, 9))
 def test_no_message_is_too_long_and_none_mixes_epochs(stores: list[tuple[int, int]], most: int) -> None:
-    before, remote_stores.MAX_ITEMS = remote_stores.MAX_ITEMS, most
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote_stores, "MAX_ITEMS", most)
         filled = [(reservation(n, count), [b"%d" % n] * count, epoch) for n, (epoch, count) in enumerate(stores)]
         seals = seals_of(filled)
-    finally:
-        remote_stores.MAX_ITEMS = before
     assert all(len(seal.tokens) <= most and len(seal.reservations) <= most for seal in seals)
     told = [
         (number, count, seal.epoch)
@@ -56,7 +55,3 @@ def test_what_was_granted_arrives(counts: list[int | None]) -> None:
         grants = [None if n is None else Granted([*range(n)], [*range(7, 7 + n)], [*range(n)]) for n in granted]
         told = unpack_grants(pack_grants(grants), [n or 0 if granted is counts else 1 for n in granted], 64)
         assert told == grants
-
-
-def test_more_than_a_message_takes_is_a_number_of_the_protocol() -> None:
-    assert MAX_ITEMS == remote_stores.MAX_ITEMS
