@@ -115,7 +115,7 @@ class BlockPool:
 
         A hash that is held already keeps its block, and the duplicate stays unnamed; so does a block that has a name.
         `records` says what the blocks are, where that is wanted (`wants_records`). ValueError if a block has no
-        reference, or the numbers of blocks, hashes and records wanted differ.
+        reference, a record is another block's, or the numbers of blocks, hashes and records wanted differ.
         """
         slots = np.asarray(block_ids, np.int64)
         if len(slots) != len(hashes) or (self._records is not None and len(records) != len(hashes)):
@@ -137,7 +137,11 @@ class BlockPool:
             before[0] = -1 if parent is None else parents[0]
             before[1:] = held[:-1]
             if self._records is not None:
-                self._describe(self._records, slots[new], [records[i] for i in new.tolist()])
+                try:
+                    self._describe(self._records, slots[new], [records[i] for i in new.tolist()])
+                except ValueError:  # a record is another block's: none has a name then
+                    table.index.remove(slots[new])
+                    raise
             table.publish(slots[new], is_tail=is_tail)
             table.links.link(slots[new], before[new])
 

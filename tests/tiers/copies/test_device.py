@@ -247,3 +247,18 @@ def test_who_listens_is_told_what_comes_and_goes(pool_of: PoolOf, chain: Chain) 
     with pytest.raises(ValueError, match="name already"):
         pool.listen()
     pool.free(fourth)
+
+
+def test_a_record_of_another_block_names_nothing(pool_of: PoolOf, chain: Chain) -> None:
+    pool = pool_of(4)
+    pool.listen()
+    names, blocks = chain(1, 2), allocated(pool, 2)
+    good = [BlockRecord(names[0], b"", b"", 0), BlockRecord(names[1], names[0], b"", 0)]
+    with pytest.raises(ValueError, match="another block"):
+        pool.publish(blocks, names, None, [good[0], good[0]])
+    pool.check()
+    assert pool.lookup(names) == 0
+    pool.publish(blocks, names, None, good)
+    pool.check()
+    assert pool.lookup(names) == 2
+    pool.free(blocks)
