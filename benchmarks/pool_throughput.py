@@ -3,7 +3,8 @@
 Each figure stands beside bare references measured in the same run, turn by turn: the loop over a dict or a list that
 nobody could do without in plain Python, and vLLM's BlockPool under the same work. Every lookup uses new bytes objects,
 as hashes of a new request are. A decoding step makes batches of one block a few times over; a long prompt makes large
-ones. Both ways are measured: with compiled twins, where `kvtier compile` built them, and Python alone. `--vllm PYTHON` runs all of it under an interpreter that has both vLLM and kvtier (`.ci/beside-engine vllm`).
+ones. Both ways are measured: with compiled twins, where `kvtier compile` built them, and Python alone.
+`--vllm PYTHON` runs all of it under an interpreter that has both vLLM and kvtier (`.ci/beside-engine vllm`).
 """
 
 import os
@@ -120,7 +121,7 @@ class Ours:
 
 
 class Race:
-    """Full pools of the same blocks: ours of one policy in each way, the plain index, and vLLM's where it is installed."""
+    """Full pools of the same blocks: ours of one policy, each way, the plain index, and vLLM's where there is one."""
 
     def __init__(self, num_slots: int, policy: str, timer: Timer) -> None:
         self.policy, self.timer = policy, timer

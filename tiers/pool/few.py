@@ -51,14 +51,13 @@ class FewSlots:
         """One more reference to each of the leading ready blocks. Returns their slots and generations."""
         state, refs, generation, find = self._state, self._refs, self._generation, self._index.find_one
         slots: list[int] = []
-        generations: list[int] = []
-        num_idle = 0
         for name in hashes:
             slot = find(name)
             if state[slot] != READY:  # -1 is nobody's row
                 break
             slots.append(slot)
-            generations.append(generation[slot])
+        num_idle = 0
+        for slot in slots:  # nothing changes before every name was one
             if count := refs[slot]:
                 refs[slot] = count + 1
             else:
@@ -66,7 +65,7 @@ class FewSlots:
                 num_idle += 1
         self._table.num_leased += num_idle
         self._idle.withdraw_few(slots)
-        return slots, generations
+        return slots, [generation[slot] for slot in slots]
 
     def lease_at(self, slots: Slots, generations: Slots) -> tuple[Slots, Slots]:
         """As `lease`, of blocks that were ready in these slots, as the table does it."""

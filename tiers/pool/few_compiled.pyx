@@ -458,20 +458,12 @@ cdef class CompiledSlots:
     cdef bint choose(self, Py_ssize_t count, int64_t *victims, bint spare_parents) except -1:
         """Take `count` victims out, unlinked from their parents; False if there are fewer."""
         cdef Py_ssize_t found = 0, popped, i
-        cdef list going
         if not self.idle.num_dirty:
             while found < count:
                 popped = self.pop(count - found, victims + found)
                 if not popped:
                     break
-                if self.unlink(victims + found, popped):
-                    found += popped
-                    continue
-                going = self.idle._split_few([victims[found + i] for i in range(popped)])
-                self.idle.release_few([self.links.parent_of(slot) for slot in going])
-                for i in range(len(going)):
-                    victims[found + i] = going[i]
-                found += len(going)
+                found += self.unlink(victims + found, popped)
         if found == count:
             if not self.is_lru:
                 self.note_evicted(victims, count)
@@ -491,29 +483,45 @@ cdef class CompiledSlots:
         cdef int64_t parent = self.parent[slot]
         return parent if self.generation[parent] == self.parent_generation[slot] else self.nobody
 
-    cdef bint unlink(self, const int64_t *slots, Py_ssize_t count) except -1:
-        """Slots leave their chains, if all their resident children are among them; else False, and no change."""
-        cdef Py_ssize_t i
-        cdef int64_t parent
+    cdef Py_ssize_t unlink(self, int64_t *slots, Py_ssize_t count) except -1:
+        """Have those slots leave their chains all of whose resident children go as well; the others are parked.
+
+        Returns how many go; they come first in `slots` then, in their order.
+        """
+        cdef Py_ssize_t going = count, i
+        cdef int64_t parent, slot, num_parked
         cdef bint is_whole = True
         for i in range(count):
-            parent = self.parent_of(slots[i])
-            if parent != self.nobody:
-                self.children[parent] -= 1
+            self.count_child(slots[i], -1)
         for i in range(count):
             is_whole &= self.children[slots[i]] == 0
         if not is_whole:
             for i in range(count):
-                parent = self.parent_of(slots[i])
-                if parent != self.nobody:
-                    self.children[parent] += 1
-            return False
-        if self.idle._num_parked:
+                self.count_child(slots[i], 1)
+            num_parked, going = self.idle._num_parked, 0
             for i in range(count):
+                slot = slots[i]
+                if self.children[slot]:
+                    self.parked[slot] = 1
+                    num_parked += 1
+                else:
+                    self.count_child(slot, -1)
+                    slots[going] = slot
+                    going += 1
+            self.idle._num_parked = num_parked
+        if self.idle._num_parked:
+            for i in range(going):
                 parent = self.parent_of(slots[i])
                 if self.parked[parent] and self.children[parent] == 0:
                     self.idle._unpark(parent)
-        return True
+        return going
+
+    cdef inline int count_child(self, int64_t slot, int by) except -1:
+        """Its parent has so many children more; nobody's are not counted."""
+        cdef int64_t parent = self.parent_of(slot)
+        if parent != self.nobody:
+            self.children[parent] += by
+        return 0
 
     cdef Py_ssize_t pop(self, Py_ssize_t count, int64_t *victims) except -1:
         """The policy's next victims."""

@@ -74,7 +74,7 @@ class HashIndex:
     @property
     def is_wide(self) -> bool:
         """Whether places of entries need more than 32 bits."""
-        return self._where.dtype != np.int32
+        return bool(self._where.dtype != np.int32)
 
     def find(self, hashes: Sequence[ChainHash]) -> tuple[Words, Slots]:
         """The names as words, and the slot of each, -1 where there is none. ValueError as `to_words`."""

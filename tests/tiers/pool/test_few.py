@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pools import state_of
 
 from kvtier.tiers.compiled.twins import twin
 from kvtier.tiers.copies.device import BlockPool
@@ -17,7 +18,6 @@ from kvtier.tiers.pool.few import BatchTable
 from kvtier.tiers.pool.lease import Lease, Reservation
 from kvtier.tiers.pool.policy import LRU
 from kvtier.tiers.pool.pool import SlotPool
-from kvtier.tiers.pool.slots import SlotTable
 from kvtier.tiers.tier import ChainHash
 
 NUM_SLOTS = 7
@@ -146,28 +146,6 @@ class Twin:
             self.pool.abandon(reservation)
 
 
-def state_of(table: SlotTable) -> dict[str, object]:
-    """All that decides what a table does next; nobody's row means nothing."""
-    everyone = np.arange(table.num_slots)
-    named = np.sort(table.index.check())
-    parents, alive = table.links.parents(everyone)
-    return {
-        "state": table.state.tolist(),
-        "refs": table.refs[everyone].tolist(),
-        "generation": table.generation.tolist(),
-        "free": table.free_slots[: table.num_free].tolist(),
-        "names": list(zip(named.tolist(), table.index.names(named), strict=True)),
-        "parents": np.where(alive, parents, -1).tolist(),
-        "children": table.links.children[everyone][table.state[everyone] != 0].tolist(),
-        "order": np.argsort(table.policy.ranks(everyone), kind="stable").tolist(),
-        "victims": (table.policy.ranks(everyone) >= 0).tolist(),
-        "dirty": table.idle.dirty.tolist(),
-        "counts": (table.num_free, table.num_ready, table.num_leased, table.num_evicted, table.num_dirty_dropped),
-        "tails": list(table.tails),
-        "told": table.changes is not None and table.changes.waiting,
-    }
-
-
 @each_way
 @settings(max_examples=300)
 @given(STEPS, st.sampled_from(["lru", "s3fifo"]), st.booleans())
@@ -193,12 +171,12 @@ def test_blocks_of_l1_one_by_one_and_in_numpy_are_the_same(
     def run(pool: BlockPool, tables: list[list[int]], verb: str, path: tuple[int, ...], number: int) -> object:
         names = chain(path)
         if verb == "admit":
-            held = pool.match(names).tolist()
+            held = pool.match(names)
             own = pool.allocate(len(names) - len(held))
             if own is None:
                 pool.free(held)
                 return None
-            tables.append([*held, *own.tolist()])
+            tables.append([*held, *own])
             return list(tables[-1])
         if verb == "reset" and number == 4:
             pool.reset()

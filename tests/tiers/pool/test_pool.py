@@ -9,6 +9,8 @@ from pools import Chain, PoolOf, reserved, store
 from kvtier.tiers.pool.lease import PoolCounts
 from kvtier.tiers.pool.pool import SlotPool
 
+pytestmark = pytest.mark.usefixtures("way")
+
 
 def test_nothing_unsealed_is_found(pool_of: PoolOf, chain: Chain, policy: str) -> None:
     pool, blocks = pool_of(4, policy), chain(1, 2, 3)
