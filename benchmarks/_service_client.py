@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 from kvtier.connector import open_tiers
-from kvtier.tiers import BlockRecord
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import Wanted
 
@@ -35,10 +34,8 @@ def main() -> None:
         names = [(8 * number + n).to_bytes(32, "little") for n in range(8)]
         reservations = tiers.reserve([Wanted([name], PARENT, PARENT) for name in names])
         num_empty += all(reservation is None for reservation in reservations)
-        for reservation in reservations:
-            if reservation is not None and len(reservation):
-                record = BlockRecord(reservation.hashes[0], PARENT, b"\0" * 64, 0)
-                tiers.seal(reservation, [record], tiers.epoch)
+        filled = [each for each in reservations if each is not None and len(each)]
+        tiers.seal_each([(each, [b"\0" * 64], tiers.epoch) for each in filled])
         time.sleep(0.01)
     kept = member is not None and getattr(tiers, "member", None) == member
     print(json.dumps({"seconds": seconds, "kept": kept, "steps": num_steps, "empty": num_empty}))

@@ -10,7 +10,7 @@ from kvtier.connector.request import BlockChain, ConnectedRequest, Request, Stor
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.tail_chain import TailChain
 from kvtier.tiers import BlockRecord, Outcome
-from kvtier.tiers.hierarchy import CacheTiers, Claim, Wanted
+from kvtier.tiers.hierarchy import CacheTiers, Claim
 from kvtier.tiers.pool import Lease
 
 
@@ -46,8 +46,10 @@ class BothEndsSide(SchedulerSide):
         if not self._partial_blocks or LEAST * (len(tail.tokens) // 4) < size:
             return False
         chain, epoch = TailChain(tail, request.chain.tenant, size), self.requests[request_id].epoch
-        wanted = Wanted(chain.hashes, tail.parent, chain.tenant, is_tail=True)
-        self._wanted[next(self._op_ids)] = StoringOp(request_id, chain, 0, wanted, epoch, [block_id])
+        self._wanted[next(self._op_ids)] = StoringOp(
+            chain.hashes, tail.parent, chain.tenant, is_tail=True,
+            request_id=request_id, chain=chain, first_block=0, epoch=epoch, blocks=[block_id],
+        )  # fmt: skip
         return True
 
     def know_as(self, request: Request) -> None:
@@ -60,9 +62,10 @@ class BothEndsSide(SchedulerSide):
 
     def store_chain(self, request_id: str, chain: BlockChain, block_ids: Sequence[int]) -> None:
         """As `store`, of a whole chain that is not the request's: its recurrent states at a border."""
-        wanted = Wanted(chain.hashes, chain.parent(0), chain.tenant)
-        epoch = self.requests[request_id].epoch
-        self._wanted[next(self._op_ids)] = StoringOp(request_id, chain, 0, wanted, epoch, list(block_ids))
+        self._wanted[next(self._op_ids)] = StoringOp(
+            chain.hashes, chain.parent(0), chain.tenant, request_id=request_id, chain=chain, first_block=0,
+            epoch=self.requests[request_id].epoch, blocks=list(block_ids),
+        )  # fmt: skip
 
     def _begin_back(self, known: ConnectedRequest, claim: Claim) -> None:
         request_id, chain = known.request.request_id, known.request.chain

@@ -78,14 +78,13 @@ class LoadingOp:
     planned_at: float
 
 
-@dataclass(slots=True)
-class StoringOp:
+@dataclass(eq=False, slots=True, kw_only=True)
+class StoringOp(Wanted):
     """Blocks to be stored: first wanted, then with their slots."""
 
     request_id: str
     chain: BlockChain
     first_block: int
-    wanted: Wanted
     epoch: int
     blocks: list[int]  # in L1, that are not released yet
     reservation: Reservation | None = None

@@ -10,8 +10,8 @@ from kvtier.connector.back import Back, GroupCopy
 from kvtier.connector.partial import PartialView, best_child, is_named_by_tokens, pays, tier_of_last
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport, plain
 from kvtier.connector.request import ConnectedRequest, LoadingOp, Request, StoringOp
-from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
-from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Filled, Pending, Wanted
+from kvtier.tiers import L2, ChainHash, Outcome
+from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Filled, Pending
 from kvtier.tiers.pool import listed
 
 _LOOK_AGAIN: Final = 0.05  # seconds: a request that waits is looked up at every step
@@ -90,7 +90,7 @@ class SchedulerSide:
 
     def is_storing(self, hashes: Sequence[ChainHash]) -> bool:
         """Whether some of these blocks are on their way to L2: once the worker has reported it, a lookup finds them."""
-        stores = [store.wanted.hashes for store in self._wanted.values()]
+        stores = [store.hashes for store in self._wanted.values()]
         stores += [store.reservation.hashes for store in self._stores.values() if store.reservation is not None]
         wanted = set(hashes) if stores else set()
         return any(not wanted.isdisjoint(stored) for stored in stores)
@@ -138,11 +138,12 @@ class SchedulerSide:
         `fence` the op before the block is written again.
         """
         known = self.requests[request_id]
-        chain, blocks = known.request.chain, [int(block) for block in block_ids]
+        chain, blocks = known.request.chain, [*map(int, block_ids)]
         hashes = chain.hashes[first_block : first_block + len(blocks)]
-        wanted = Wanted(hashes, chain.parent(first_block), chain.tenant)
-        op_id = next(self._op_ids)
-        self._wanted[op_id] = StoringOp(request_id, chain, first_block, wanted, known.epoch, blocks)
+        self._wanted[op_id := next(self._op_ids)] = StoringOp(
+            hashes, chain.parent(first_block), chain.tenant,
+            request_id=request_id, chain=chain, first_block=first_block, epoch=known.epoch, blocks=blocks,
+        )  # fmt: skip
         return op_id
 
     def build_plan(self) -> StepPlan:
@@ -167,31 +168,34 @@ class SchedulerSide:
         """Take in what the worker's copies came to: release leases, seal stores, name what failed."""
         loaded: list[str] = []
         failed: list[tuple[str, int]] = []
-        ended_well = set(report.finished)
         filled: list[Filled] = []
-        for op_id in (*report.finished, *report.failed):
-            well = op_id in ended_well
-            if (load := self._loads.pop(op_id, None)) is not None:
-                if well:
-                    loaded.append(load.op.request_id)
-                    self._moved("load", len(load.op.host_slots), time.monotonic() - load.planned_at)
-                else:
-                    failed.append((load.op.request_id, load.first_block))
-                    if (known := self.requests.get(load.op.request_id)) is not None:
-                        known.recompute = True  # final for this request: what failed once would be asked for for ever
-                    self.tiers.metrics.missed(Outcome.COPY_FAILED, len(load.op))
+        stores = self._stores
+        for op_id in report.finished:
+            if (store := stores.pop(op_id, None)) is not None:
+                self._released += store.blocks
+                held, tokens_of, first = store.reservation, store.chain.block_tokens, store.first_block
+                assert held is not None
+                filled.append((held, [tokens_of(first + index) for index in held.indices], store.epoch))
+            elif (load := self._loads.pop(op_id, None)) is not None:
+                loaded.append(load.op.request_id)
+                self._moved("load", len(load.op.host_slots), time.monotonic() - load.planned_at)
                 load.lease.release()
-            elif (store := self._stores.pop(op_id, None)) is not None and store.reservation is not None:
-                if well:
-                    self._released += store.blocks
-                    filled.append((store.reservation, _records(store), store.epoch))
-                else:
-                    self._drop(store, Outcome.COPY_FAILED, is_lost=op_id in report.lost)
             elif (copy := self._behind.pop(op_id, None)) is not None:
-                self._ended_behind(copy, well=well)
+                self._ended_behind(copy, well=True)
+        for op_id in report.failed:
+            if (store := stores.pop(op_id, None)) is not None:
+                self._drop(store, Outcome.COPY_FAILED, is_lost=op_id in report.lost)
+            elif (load := self._loads.pop(op_id, None)) is not None:
+                failed.append((load.op.request_id, load.first_block))
+                if (known := self.requests.get(load.op.request_id)) is not None:
+                    known.recompute = True  # final for this request: what failed once would be asked for for ever
+                self.tiers.metrics.missed(Outcome.COPY_FAILED, len(load.op))
+                load.lease.release()
+            elif (copy := self._behind.pop(op_id, None)) is not None:
+                self._ended_behind(copy, well=False)
         if filled:
             self.tiers.seal_each(filled)
-            self._moved("store", sum(len(records) for _, records, _ in filled), 0.0)
+            self._moved("store", sum([len(tokens) for _, tokens, _ in filled]), 0.0)
         if report.lost and not self._lost:
             self._lost = True
             self.forget_promises()
@@ -364,11 +368,14 @@ class SchedulerSide:
     def _reserved(self) -> list[CopyOp]:
         """Slots for everything that is to be stored, in one question; as copies."""
         wanted, self._wanted = self._wanted, {}
-        for op_id in [op_id for op_id, store in wanted.items() if self._lost or store.epoch != self.tiers.epoch]:
-            self._drop(wanted.pop(op_id), Outcome.COPY_FAILED if self._lost else Outcome.EPOCH)
-        reservations = self.tiers.reserve([store.wanted for store in wanted.values()]) if wanted else []
+        stores = list(wanted.values())
+        if self._lost or {store.epoch for store in stores} != {self.tiers.epoch}:
+            for op_id in [op_id for op_id, store in wanted.items() if self._lost or store.epoch != self.tiers.epoch]:
+                self._drop(wanted.pop(op_id), Outcome.COPY_FAILED if self._lost else Outcome.EPOCH)
+            stores = list(wanted.values())
+        reservations = self.tiers.reserve(stores) if stores else []
         ops = []
-        for (op_id, store), reservation in zip(wanted.items(), reservations, strict=True):
+        for op_id, store, reservation in zip(wanted, stores, reservations, strict=True):
             indices = [] if reservation is None else reservation.indices
             if len(indices) < len(store.blocks):
                 kept = set(indices)
@@ -388,13 +395,3 @@ class SchedulerSide:
             (self.tiers.quarantine if is_lost else self.tiers.abandon)(store.reservation, reason)
         else:
             self.tiers.metrics.dropped(L2, reason, len(store.blocks))
-
-
-def _records(store: StoringOp) -> list[BlockRecord]:
-    """Of the blocks that are copied; what they hold is hashed later."""
-    assert store.reservation is not None
-    held = store.reservation
-    return [
-        BlockRecord(name, parent or b"", store.chain.block_tokens(store.first_block + index), 0)
-        for name, parent, index in zip(held.hashes, held.parents, held.indices, strict=True)
-    ]

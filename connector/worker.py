@@ -107,10 +107,12 @@ class WorkerSide:
     def start_store(self, plan: StepPlan) -> None:
         """Enqueue the plan's L1 → L2 copies, behind the compute that fills them. If that raises, as `start_load`."""
         if plan.stores:
-            op_ids = [op.op_id for op in plan.stores]
-            self._stores.update(dict.fromkeys(op_ids, _failed("it could not be started")))
-            event = self.connect(plan.region).store(_copies(plan.stores))
-            self._stores.update(dict.fromkeys(op_ids, event))
+            event: CopyEvent | None = None
+            try:
+                event = self.connect(plan.region).store(_copies(plan.stores))
+            finally:
+                ended = event if event is not None else _failed("it could not be started")
+                self._stores.update(dict.fromkeys([op.op_id for op in plan.stores], ended))
 
     def unstarted(self, plan: StepPlan) -> tuple[int, ...]:
         """Ops of this step's plan that were never started, because the step raised before: no report names them."""
@@ -137,16 +139,31 @@ class WorkerSide:
                 (failed if any(event.error for _, event in groups) else finished).append(op_id)
                 if any(event.is_lost for _, event in groups):
                     lost.append(op_id)
-        for op_id, event in self._stores.items():
-            if event.done():
-                (failed if event.error or op_id in self._given_up else finished).append(op_id)
-                if event.is_lost:
-                    lost.append(op_id)
         for op_id in (*finished, *failed):
-            self._loads.pop(op_id, None)  # a layerwise op may be polled only after the compute that needs it
-            self._stores.pop(op_id, None)
-            self._given_up.discard(op_id)
+            del self._loads[op_id]  # a layerwise op may be polled only after the compute that needs it
+        if self._stores:
+            self._poll_stores(finished, failed, lost)
         return WorkerReport(tuple(finished), tuple(failed), tuple(lost))
+
+    def _poll_stores(self, finished: list[int], failed: list[int], lost: list[int]) -> None:
+        """Add the stores that have ended. Those of a step follow each other and have one event: it is asked once."""
+        given_up, ended = self._given_up, list[int]()
+        asked, is_done, is_lost, error = None, False, False, False
+        for op_id, event in self._stores.items():
+            if event is not asked:
+                asked, is_done = event, event.done()
+                is_lost, error = event.is_lost, bool(event.error)
+            if is_done:
+                ended.append(op_id)
+                (failed if error or op_id in given_up else finished).append(op_id)
+                if is_lost:
+                    lost.append(op_id)
+        if len(ended) == len(self._stores):
+            self._stores.clear()
+        else:
+            for op_id in ended:
+                del self._stores[op_id]
+        given_up.difference_update(ended)
 
     def wait(self, timeout: float) -> None:
         """Wait until the oldest load, else the oldest store, has ended, at most `timeout` seconds.

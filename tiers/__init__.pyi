@@ -1,5 +1,5 @@
 from .breaker import Breaker
-from .checksum import checksum
+from .checksum import checksum, checksum_of, hash_without_the_gil
 from .cipher import STAMP_BYTES, Encryption, NameCipher, RecordCipher, derive, key_id, load_key
 from .errors import (
     ConfigError,
@@ -73,8 +73,10 @@ __all__ = [
     "TierKind",
     "TierUnavailable",
     "checksum",
+    "checksum_of",
     "derive",
     "error",
+    "hash_without_the_gil",
     "key_id",
     "load_key",
     "lookup_results",

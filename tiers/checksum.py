@@ -6,6 +6,7 @@ back beside a busy Python thread costs up to the interpreter's switch interval (
 and never lost.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 import xxhash
@@ -21,3 +22,20 @@ def checksum(payload: memoryview) -> int:
     for start in range(0, payload.nbytes, _SLICE):
         digest.update(payload[start : start + _SLICE])
     return digest.intdigest()
+
+
+def checksum_of(num_bytes: int) -> Callable[[memoryview], int]:
+    """What computes `checksum` of payloads of this size, with the fewest calls."""
+    return xxhash.xxh3_64_intdigest if _Hashing.lets_go or num_bytes <= _SLICE else checksum
+
+
+def hash_without_the_gil() -> None:
+    """From now on what `checksum_of` gives lets go of the GIL during large payloads.
+
+    For a process whose other threads answer somebody, while nobody waits for those that hash: the node's daemon.
+    """
+    _Hashing.lets_go = True
+
+
+class _Hashing:
+    lets_go = False  # of this process

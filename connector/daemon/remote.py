@@ -24,10 +24,9 @@ from kvtier.connector.daemon.messages import (
     Release,
     Reserve,
     Reset,
-    Seal,
 )
 from kvtier.connector.daemon.remote_claims import ASK_AGAIN, RemoteClaim, RemoteClaims, widened
-from kvtier.connector.daemon.remote_stores import RemoteReservation, heads_of, reserved
+from kvtier.connector.daemon.remote_stores import RemoteReservation, heads_of, reserved, seals_of
 from kvtier.connector.daemon.wire import MAX_ITEMS, unpack_found, unpack_grants
 from kvtier.tiers import L2, BlockRecord, ChainHash, FormatError, Metrics, Outcome
 from kvtier.tiers.hierarchy import Attribution, Claim, Ends, Filled, Pending, Wanted
@@ -162,34 +161,35 @@ class RemoteTiers:
             if grants is None or link is None:
                 reason = Outcome.CLOSED if self._closed else Outcome.BREAKER_OPEN if link is None else Outcome.TIMEOUT
                 return self._dropped_all(wanted, reason)
-            reservations = [
-                None if grant is None else reserved(link, number, each, grant, self._ended)
-                for number, (each, grant) in enumerate(zip(heads, grants, strict=True), first)
-            ]
-        looked_at = sum(len(head.hashes) for head, each in zip(heads, reservations, strict=True) if each is not None)
-        if missing := sum(len(each.hashes) for each in wanted) - looked_at:
+            reservations = reserved(link, first, heads, grants, self._ended)
+        looked_at = sum([len(head.hashes) for head, each in zip(heads, reservations, strict=True) if each is not None])
+        if missing := sum([len(each.hashes) for each in wanted]) - looked_at:
             self.metrics.dropped(L2, Outcome.NO_SLOT, missing)
         return [*reservations, *[None] * (len(wanted) - len(heads))]
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
         """The daemon hashes and publishes the blocks when it hears of it."""
-        assert isinstance(reservation, RemoteReservation)
-        link = reservation.link
+        self.seal_each([(reservation, [record.tokens for record in records], epoch)])
+
+    def seal_each(self, stores: Sequence[Filled]) -> None:
+        """As `seal`, in one message."""
         with self._lock:
-            if not self._close(reservation) or link is None:
-                return
-            if link is not self._attachment.link or epoch < link.epoch_base:
+            filled = []
+            for reservation, tokens, epoch in stores:
+                assert isinstance(reservation, RemoteReservation)
+                link = reservation.link
+                if not self._close(reservation) or link is None:
+                    continue
+                if link is self._attachment.link and epoch >= link.epoch_base:
+                    filled.append((reservation, tokens, epoch - link.epoch_base))
+                    continue
                 reason = Outcome.CLOSED if link is not self._attachment.link else Outcome.EPOCH
                 self.metrics.dropped(L2, reason, len(reservation))
                 self._attachment.later(link, Abandon(reason, [reservation.number]))
-                return
-            tokens = [record.tokens for record in records]
-            self._attachment.later(link, Seal(epoch - link.epoch_base, [reservation.number], [len(tokens)], tokens))
-            self.metrics.stored(L2, len(reservation))
-
-    def seal_each(self, stores: Sequence[Filled]) -> None:
-        for reservation, records, epoch in stores:
-            self.seal(reservation, records, epoch)
+            if (now := self._attachment.link) is not None:
+                for seal in seals_of(filled):
+                    self._attachment.later(now, seal)
+            self.metrics.stored(L2, sum([len(tokens) for _, tokens, _ in filled]))
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
         assert isinstance(reservation, RemoteReservation)

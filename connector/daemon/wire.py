@@ -173,12 +173,13 @@ def unpack_reply(body: Any) -> Reply:
 def pack_grants(grants: Sequence[Granted | None]) -> list[bytes]:
     """The answer to a `Reserve`: how many slots each `Wanted` has, or -1, then the columns of all of them in a row."""
     counts = [-1 if grant is None else len(grant.slots) for grant in grants]
-    columns: list[list[int]] = [[], [], []]
+    indices, slots, generations = list[int](), list[int](), list[int]()
     for grant in grants:
         if grant is not None:
-            for column, part in zip(columns, grant, strict=True):
-                column += part
-    return [pack_numbers(column) for column in (counts, *columns)]
+            indices += grant.indices
+            slots += grant.slots
+            generations += grant.generations
+    return [pack_numbers(column) for column in (counts, indices, slots, generations)]
 
 
 @decoded
@@ -190,6 +191,8 @@ def unpack_grants(answer: Any, num_wanted: Sequence[int], num_slots: int) -> lis
     indices, slots, generations = map(unpack_numbers, columns, (most, num_slots, 1 << 62))
     if not len(indices) == len(slots) == len(generations) == sum(n for n in how_many if n > 0):
         raise FormatError("a grant's columns differ in length")
+    if len(indices) == len(how_many) == len(num_wanted) and most == 1 and min(how_many) == min(num_wanted) == 1:
+        return [Granted([0], [slot], [time]) for slot, time in zip(slots, generations, strict=True)]  # a decoding step
     grants: list[Granted | None] = []
     first = 0
     for count, wanted in zip(how_many, num_wanted, strict=True):

@@ -12,7 +12,7 @@ import typer
 from kvtier.cli import serving
 from kvtier.cli.options import ConfigOption, ExactOption, HttpOption, given
 from kvtier.service import needing
-from kvtier.tiers import ConfigError, load_key
+from kvtier.tiers import ConfigError, hash_without_the_gil, load_key
 from kvtier.tiers import config as configuration
 from kvtier.tiers.config import format_size
 
@@ -45,6 +45,7 @@ def serve(
     if settings.file.key_file is not None:
         load_key(settings.file.key_file, "[file] key_file")  # a wrong one is told now, not to the first engine
     serving.begin(_DAEMON_SWITCH)
+    hash_without_the_gil()  # its loop answers meanwhile
     with needing("the daemon"):
         from kvtier.service.admin import Pages
         from kvtier.service.events import Publisher

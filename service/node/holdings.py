@@ -5,8 +5,8 @@ from typing import Any, Final, NamedTuple
 
 from kvtier.connector.daemon import MAX_ITEMS, messages, wire
 from kvtier.service.node.served_tiers import ServedTiers
-from kvtier.tiers import L2, BlockRecord, FormatError, Outcome
-from kvtier.tiers.hierarchy import Attribution, Claim, Pending
+from kvtier.tiers import L2, FormatError, Outcome
+from kvtier.tiers.hierarchy import Attribution, Claim, Filled, Pending
 from kvtier.tiers.pool import AnySlots, Lease, Reservation, listed
 
 MAX_HELD: Final = 8192  # claims and leases of one client
@@ -17,14 +17,6 @@ class HeldCounts(NamedTuple):
     claims: int
     leases: int
     reservations: int
-
-
-class SealedBlocks(NamedTuple):
-    """A reservation whose slots are filled, as its client said."""
-
-    reservation: Reservation
-    tokens: list[bytes]  # of each of its blocks
-    epoch: int
 
 
 class Holdings:
@@ -47,7 +39,7 @@ class Holdings:
         self.waiting: dict[int, Claim] = {}  # those of the claims that have no answer yet
         self._leases: dict[int, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
-        self.sealed: list[SealedBlocks] = []  # not passed on yet
+        self.sealed: list[Filled] = []  # not passed on yet
 
     @property
     def counts(self) -> HeldCounts:
@@ -67,13 +59,9 @@ class Holdings:
 
     def publish(self) -> None:
         """Pass on what was sealed: behind the answers, since hashing it takes the GIL while somebody waits for them."""
-        sealed, self.sealed = self.sealed, []
-        for reservation, tokens, epoch in sealed:
-            records = [
-                BlockRecord(chain_hash, parent or b"", each, 0)
-                for chain_hash, parent, each in zip(reservation.hashes, reservation.parents, tokens, strict=True)
-            ]
-            self._hierarchy.seal(reservation, records, epoch)
+        if self.sealed:
+            sealed, self.sealed = self.sealed, []
+            self._hierarchy.seal_each(sealed)
 
     def lapse(self, now: float) -> int:
         """Let go of the promises nobody has renewed for the lease deadline; returns how many.
@@ -177,21 +165,20 @@ class Holdings:
     # stores
 
     def _on_reserve(self, op: messages.Reserve) -> list[bytes]:
-        if any(number in self._reservations for number in range(op.first, op.first + len(op.wanted))):
+        if not self._reservations.keys().isdisjoint(range(op.first, op.first + len(op.wanted))):
             raise FormatError(f"a reservation from {op.first} on is there already")
-        if any(each.is_tail and len(each.hashes) != 1 for each in op.wanted):
+        lengths = [len(each.hashes) for each in op.wanted]
+        if [length for length, each in zip(lengths, op.wanted, strict=True) if each.is_tail and length != 1]:
             raise FormatError("reserve: a tail is one block")
-        is_bounded = all(len(each.hashes) <= MAX_ITEMS for each in op.wanted)
-        if len(self._reservations) + len(op.wanted) > MAX_RESERVATIONS or not is_bounded:
-            num_blocks = sum(len(each.hashes) for each in op.wanted)
-            self._hierarchy.metrics.dropped(L2, Outcome.QUEUE_FULL, num_blocks)
-            return wire.pack_grants([None] * len(op.wanted))
+        if len(self._reservations) + len(lengths) > MAX_RESERVATIONS or max(lengths, default=0) > MAX_ITEMS:
+            self._hierarchy.metrics.dropped(L2, Outcome.QUEUE_FULL, sum(lengths))
+            return wire.pack_grants([None] * len(lengths))
         try:
             reservations = self._tiers.reserve(op.wanted)
         except ValueError as error:  # a name given twice; slots taken before it came are dropped, and so abandoned
             raise FormatError(str(error)) from None
         for number, reservation in enumerate(reservations, op.first):
-            if reservation is not None and len(reservation):
+            if reservation is not None and reservation.hashes:
                 self._reservations[number] = reservation
         return wire.pack_grants(
             [
@@ -201,7 +188,7 @@ class Holdings:
         )
 
     def _on_seal(self, op: messages.Seal) -> None:
-        if any(len(tokens) > self._token_bytes for tokens in op.tokens):  # other clients are told of them
+        if max(map(len, op.tokens), default=0) > self._token_bytes:  # other clients are told of them
             raise FormatError(f"seal: more than the {self._token_bytes // 4} tokens of a block")
         first = 0
         for number, count in zip(op.reservations, op.counts, strict=True):
@@ -209,12 +196,12 @@ class Holdings:
             first += count
             if (reservation := self._reservations.get(number)) is None:
                 continue
-            if count != len(reservation):
+            if count != len(reservation.hashes):
                 raise FormatError(f"seal: tokens of {count} blocks, {len(reservation)} are reserved")
             if reservation.is_tail and not 0 < len(tokens[0]) < self._token_bytes:
                 raise FormatError("seal: a tail has a token or more, and fewer than a block")
             del self._reservations[number]
-            self.sealed.append(SealedBlocks(reservation, tokens, op.epoch))
+            self.sealed.append((reservation, tokens, op.epoch))
 
     def _on_abandon(self, op: messages.Abandon) -> None:
         for number in op.reservations:

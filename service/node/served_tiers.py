@@ -53,10 +53,11 @@ class ServedTiers:
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
         """As `Hierarchy.reserve`, within the tenants' quotas."""
+        tenants = {each.tenant for each in wanted}  # mostly one
         if self.feed is not None:
-            for each in wanted:
-                self.feed.begin_at(each.tenant)
-        if not any(self.quotas.bound(each.tenant) for each in wanted):
+            for tenant in tenants:
+                self.feed.begin_at(tenant)
+        if not any(map(self.quotas.bound, tenants)):
             return self.hierarchy.reserve(wanted)
         return [self._reserve(each) for each in wanted]
 

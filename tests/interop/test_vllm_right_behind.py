@@ -38,7 +38,7 @@ def slow_stores(monkeypatch: pytest.MonkeyPatch, stage: str, seconds: float) -> 
     if stage == "copy":
         monkeypatch.setattr(PartCopier, "copy", copied)
     else:
-        monkeypatch.setattr("kvtier.tiers.hierarchy.stores.checksum", hashed)
+        monkeypatch.setattr("kvtier.tiers.host.host.checksum_of", lambda num_bytes: hashed)
 
 
 @pytest.mark.parametrize("stage", ["copy", "hash"])

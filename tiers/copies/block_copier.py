@@ -129,10 +129,10 @@ class BlockCopier:
         target, source = (device, host) if direction == "load" else (host, device)
         into, out_of = (blocks, slots) if direction == "load" else (slots, blocks)
         count = len(into)
-        if (np.diff(into) == 1).all():
+        if _is_run(into):
             np.take(source, out_of, axis=0, out=target[into[0] : into[0] + count], mode="clip")  # "raise" would buffer
             return True
-        if (np.diff(out_of) == 1).all():
+        if _is_run(out_of):
             target[into] = source[out_of[0] : out_of[0] + count]
             return True
         return False
@@ -160,6 +160,11 @@ def invalid_copies(copies: BlockCopies, num_blocks: int, num_layers: int, num_sl
         if len(index) and (index.min() < 0 or index.max() >= limit):
             return f"{name} outside 0..{limit - 1}: {index.min()}..{index.max()}"
     return None
+
+
+def _is_run(index: NDArray[np.int64]) -> bool:
+    """Whether each is the one before it and one."""
+    return bool(index[-1] - index[0] == len(index) - 1) and bool((np.diff(index) == 1).all())
 
 
 def block_bytes_view(device: "torch.Tensor | NDArray[np.generic]") -> NDArray[np.uint8]:

@@ -12,7 +12,7 @@ from enum import IntEnum
 from threading import Condition
 from typing import Final, Protocol
 
-from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, ChildBlock, Metrics, Outcome, value
+from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, ChildBlock, Metrics, Outcome
 from kvtier.tiers.hierarchy.rates import Meeting
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Lease, Reservation
@@ -118,7 +118,7 @@ class NewsCondition(Condition):
             told()
 
 
-@value
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: what is wanted becomes what is stored (`StoringOp`)
 class Wanted:
     """Consecutive new blocks of one chain that a step wants to store; or a tail, a chain's unfinished last block."""
 
@@ -128,8 +128,8 @@ class Wanted:
     is_tail: bool = False  # `hashes` is one name, with fewer tokens than a block has; of no use to who wants blocks
 
 
-Filled = tuple[Reservation, Sequence[BlockRecord], int]
-"""What `seal` takes: a reservation whose slots are filled, its records, and the epoch in which they were computed."""
+Filled = tuple[Reservation, Sequence[bytes], int]
+"""A reservation whose slots are filled, the tokens of each of its blocks (u32 little-endian), and the epoch then."""
 
 
 class BlockClaims(Protocol):
@@ -184,7 +184,7 @@ class BlockStores(Protocol):
         """
 
     def seal_each(self, stores: Sequence[Filled]) -> None:
-        """`seal` of all that a step has filled: one job, however many there are."""
+        """`seal` of all that a step has filled: one job, however many there are. Names and parents are as reserved."""
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
         """The store failed or was called off: its slots are free again, nothing became visible."""

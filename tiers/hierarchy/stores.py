@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvtier.tiers import L2, BlockRecord, ChainHash, Metrics, Outcome, checksum
+from kvtier.tiers import L2, BlockRecord, ChainHash, Metrics, Outcome
 from kvtier.tiers.hierarchy.cache_tiers import Filled, NewsCondition, Wanted
 from kvtier.tiers.hierarchy.demote import Demoter
 from kvtier.tiers.hierarchy.io_queue import IoQueue
@@ -20,7 +20,7 @@ from kvtier.tiers.pool import Lease, Reservation, listed
 _log = logging.getLogger(__name__)
 
 _SIGHTINGS_PER_SLOT: Final = 4  # how many blocks not yet admitted are remembered, per L2 slot
-_MAX_SEALING: Final = 1 << 16  # reservations waiting to be sealed
+_MAX_SEALING: Final = 1 << 16  # stores waiting to be sealed
 _SEALED_AT_ONCE: Final = 256  # blocks, about: those in front wait for the hashes of all
 
 
@@ -50,48 +50,48 @@ class StoreQueue:
         self._demoters = [Demoter(port, host, settings.store_queue, metrics, clock) for port in ports]
         self.unsealed: dict[ChainHash, Sealing] = {}  # filled blocks that are not published yet
         self._waiting: deque[Sealing] = deque()  # of them, those that no job has taken: a job is queued for them
+        self._num_waiting = 0  # stores in these
         self._sightings: OrderedDict[ChainHash, int] = OrderedDict()
         self._cleaning: set[ChainHash] = set()  # write-back: dirty blocks being written
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Reservation | None]:
         """All that a step stores, in one pass if there is room for all; else chain by chain, what fits of its head."""
-        if not self._host.keeps_tails:
-            wanted = [replace(each, hashes=()) if each.is_tail else each for each in wanted]
-        heads = self._admitted(wanted)
-        made: list[Reservation | None] = [None] * len(wanted)
-        at = [i for i, each in enumerate(wanted) if not each.hashes or (heads[i] and not self.closed)]
-        chains = [(wanted[i].hashes, wanted[i].parent) for i in at]
+        tails = [i for i, each in enumerate(wanted) if each.is_tail]
+        if tails and not self._host.keeps_tails:
+            wanted, tails = [replace(each, hashes=()) if each.is_tail else each for each in wanted], []
         if self._settings.admit_after > 1:
-            chains = [(hashes[: heads[i]], parent) for i, (hashes, parent) in zip(at, chains, strict=True)]
-        taken = self._host.pool.reserve_each(chains)
-        for i, reservation in zip(at, taken, strict=True):
-            made[i] = reservation
-        for i, num_blocks in enumerate(heads):
-            if num_blocks and made[i] is None:
-                made[i] = self._reserve_less(wanted[i], num_blocks)
-            if wanted[i].is_tail and (reservation := made[i]) is not None:
+            made: list[Reservation | None] = [None] * len(wanted)
+            heads = self._admitted(wanted)
+            at = [i for i, head in enumerate(heads) if head or not wanted[i].hashes]
+            taken = self._reserve_each([(wanted[i].hashes[: heads[i]], wanted[i].parent) for i in at])
+            for i, reservation in zip(at, taken, strict=True):
+                made[i] = reservation
+        else:
+            made = self._reserve_each([(each.hashes, each.parent) for each in wanted])
+        for i in tails:
+            if (reservation := made[i]) is not None:
                 reservation.is_tail = True
         return made
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
         """Publish and pass down, in the background."""
-        self.seal_each([(reservation, records, epoch)])
+        is_own = [record.chain_hash for record in records] == reservation.hashes
+        self.seal_each([(reservation, [record.tokens for record in records] if is_own else (), epoch)])
 
     def seal_each(self, stores: Sequence[Filled]) -> None:
         """As `seal`, of all that a step filled."""
-        sealings = [Sealing(*each) for each in stores]
         unsealed, waiting = self.unsealed, self._waiting
         with self._lock:
-            for sealing in sealings:
-                for chain_hash in sealing.reservation.hashes:
-                    unsealed[chain_hash] = sealing
-            is_queued, room = bool(waiting), max(0, _MAX_SEALING - len(waiting))
-            refused = sealings[room:]
-            waiting.extend(sealings[:room])
+            is_queued, room = bool(waiting), max(0, _MAX_SEALING - self._num_waiting)
+            refused, stores = stores[room:], stores[:room]
+            for sealing in _sealings(stores):
+                unsealed.update(dict.fromkeys(sealing.names, sealing))
+                waiting.append(sealing)
+            self._num_waiting += len(stores)
             # Under the lock: whoever finds something waiting may `drain`, and that waits for jobs.
             is_taken = is_queued or not waiting or self.sealing_queue.submit(SealJob(self))
-        if refused:
-            self.sealed(refused, [Outcome.QUEUE_FULL] * len(refused))
+        for reservation, _, _ in refused:
+            self.abandon(reservation, Outcome.QUEUE_FULL)
         if not is_taken:
             self.drop_waiting(Outcome.CLOSED)
 
@@ -106,9 +106,9 @@ class StoreQueue:
     def sealing(self, chain_hash: ChainHash) -> "Sealing | None":
         """What is about to publish this block: once it is `done`, a lookup finds the block, or it will not come."""
         with self._lock:
-            if (job := self.unsealed.get(chain_hash)) is not None:
-                job.awaited = True
-            return job
+            if (sealing := self.unsealed.get(chain_hash)) is not None:
+                sealing.awaited = True
+            return sealing
 
     def drain(self, timeout: float, *, below: bool = True) -> bool:
         """Wait until every store offered so far is found in L2 and, with `below`, written; False when time ran out."""
@@ -127,11 +127,13 @@ class StoreQueue:
 
     def next_sealings(self) -> "list[Sealing]":
         """The oldest of what waits, taken; another job is queued for what is left."""
-        taken, num_blocks = [], 0
+        taken: list[Sealing] = []
+        num_blocks = 0
         with self._lock:
             while self._waiting and num_blocks < _SEALED_AT_ONCE:
                 taken.append(self._waiting.popleft())
-                num_blocks += len(taken[-1].reservation.hashes)
+                num_blocks += len(taken[-1].names)
+                self._num_waiting -= len(taken[-1].stores)
             is_taken = not self._waiting or self.sealing_queue.submit(SealJob(self))
         if not is_taken:
             self.drop_waiting(Outcome.CLOSED)
@@ -142,103 +144,141 @@ class StoreQueue:
         with self._lock:
             left = list(self._waiting)
             self._waiting.clear()
-        self.sealed(left, [reason] * len(left))
+            self._num_waiting = 0
+        self.sealed(left, [reason] * sum(len(each.stores) for each in left))
 
     def publish(self, sealings: "Sequence[Sealing]") -> list[Outcome]:
-        """Hash the filled slots, make them findable and offer them to the lower tiers. Not OK: nothing was published.
+        """Hash the filled slots, make them findable and offer them to the lower tiers.
 
-        All whole blocks at once; each tail by itself, as what came before it may make it worthless.
+        The outcome of each store in turn. Not OK: nothing of it was published. All whole blocks are published at once;
+        each tail by itself, as what came before it may make it worthless.
         """
-        whole = [each for each in sealings if not each.reservation.is_tail]
-        if len(whole) == len(sealings):
-            return self._publish(sealings)
-        outcomes = dict(zip(map(id, whole), self._publish(whole), strict=True))
-        outcomes |= {id(each): self._publish([each])[0] for each in sealings if each.reservation.is_tail}
-        return [outcomes[id(each)] for each in sealings]
+        stores = [store for each in sealings for store in each.stores]
+        tails = [i for i, (reservation, _, _) in enumerate(stores) if reservation.is_tail]
+        if not tails:
+            return self._publish(stores)
+        whole = [i for i, (reservation, _, _) in enumerate(stores) if not reservation.is_tail]
+        outcomes = dict(zip(whole, self._publish([stores[i] for i in whole]), strict=True))
+        outcomes |= {i: self._publish([stores[i]])[0] for i in tails}
+        return [outcomes[i] for i in range(len(stores))]
 
-    def _publish(self, sealings: "Sequence[Sealing]") -> list[Outcome]:
+    def _publish(self, stores: Sequence[Filled]) -> list[Outcome]:
         """The order matters for FAULTS 37: the epoch is compared and the blocks are named under one lock."""
-        host, hashed = self._host, [self._hashed(each) for each in sealings]
+        host = self._host
+        places = [at for reservation, _, _ in stores for at in listed(reservation.places)]
+        sums = self._hashed(places)
         with self._lock:
-            outcomes = [self._verdict(each, records) for each, records in zip(sealings, hashed, strict=True)]
-            good = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
-            if any(each.reservation.is_tail for each in sealings):
-                good = [i for i in good if not self._is_covered(sealings[i], hashed[i])]
-            reservations = [sealings[i].reservation for i in good]
-            records = [record for i in good for record in hashed[i] or ()]
-            host.describe([slot for each in reservations for slot in listed(each.places)], records)
+            outcomes = self._verdicts(stores, sums)
+            are_good = outcomes.count(Outcome.OK) == len(outcomes)
+            if not (are_good and self._described(stores, places, sums)):
+                self._describe_each(stores, sums, outcomes)
+                stores = [store for store, outcome in zip(stores, outcomes, strict=True) if outcome is Outcome.OK]
+            if stores and stores[0][0].is_tail:  # it comes alone
+                stores = [store for store in stores if not self._is_covered(store)]
+            reservations = [reservation for reservation, _, _ in stores]
             lease = host.pool.seal_each(reservations)
         try:
-            self._metrics.stored(L2, len(records))
+            self._metrics.stored(L2, len(lease))
             if host.pool.tails:
-                for i in good:
-                    host.drop_covered(hashed[i] or ())
-            whole = [each.hashes for each in reservations if not each.is_tail]
-            if self._demoters and whole:  # a tail is of use for a while, in this tier's memory
-                self._pass_down(whole, lease)
+                for store in stores:
+                    if store[0].hashes:
+                        host.drop_covered(_first_record(store))
+            if self._demoters and stores and not stores[0][0].is_tail:  # a tail is of use for a while, in this tier
+                self._pass_down([each.hashes for each in reservations], lease)
         finally:
             lease.release()
         return outcomes
 
-    def sealed(self, sealings: "Sequence[Sealing]", outcomes: Sequence[Outcome]) -> None:
+    def sealed(self, sealings: "Sequence[Sealing]", outcomes: list[Outcome]) -> None:
         """They have ended. Where not well, their slots are given back. Whoever waits for their blocks may look."""
-        for sealing, outcome in zip(sealings, outcomes, strict=True):
-            if outcome is not Outcome.OK:
-                self.abandon(sealing.reservation, outcome)
+        if outcomes.count(Outcome.OK) < len(outcomes):
+            stores = [store for each in sealings for store in each.stores]
+            for (reservation, _, _), outcome in zip(stores, outcomes, strict=True):
+                if outcome is not Outcome.OK:
+                    self.abandon(reservation, outcome)
+        unsealed = self.unsealed
         with self._lock:
             for sealing in sealings:
                 sealing.done = True
-                for chain_hash in sealing.reservation.hashes:
-                    if self.unsealed.get(chain_hash) is sealing:
-                        del self.unsealed[chain_hash]
+                for name in sealing.names:
+                    if unsealed.get(name) is sealing:
+                        del unsealed[name]
             if any(sealing.awaited for sealing in sealings):
                 self._lock.notify_all()
 
     # inside
 
-    def _hashed(self, sealing: "Sealing") -> list[BlockRecord] | None:
-        """What lies in the slots; None where it cannot be told."""
-        slot_bytes, places = self._host.region.slot, listed(sealing.reservation.places)
+    def _reserve_each(self, chains: Sequence[tuple[Sequence[ChainHash], ChainHash]]) -> list[Reservation | None]:
+        """Slots for each chain, for what fits of its head where there is too little room."""
+        none: list[Reservation | None] = [None] * len(chains)
+        taken = none if self.closed else self._host.pool.reserve_each(chains)
+        if None not in taken:
+            return taken
+        return [
+            self._reserve_less(hashes, parent) if reservation is None else reservation
+            for reservation, (hashes, parent) in zip(taken, chains, strict=True)
+        ]
+
+    def _hashed(self, places: list[int]) -> list[int]:
+        """The checksums of what lies in these slots; none where they cannot be told."""
         try:
-            return [
-                BlockRecord(record.chain_hash, record.parent, record.tokens, checksum(slot_bytes(slot)))
-                for slot, record in zip(places, sealing.records, strict=True)
-            ]
-        except (ValueError, IndexError):  # its records are not those of its slots
-            _log.exception("a store could not be hashed; counted as %s", Outcome.IO_ERROR)
-            return None
+            return self._host.region.checksums(places)
+        except (ValueError, IndexError):  # the region is closed
+            _log.exception("a step's stores could not be hashed; counted as %s", Outcome.IO_ERROR)
+            return []
 
-    def _verdict(self, sealing: "Sealing", records: list[BlockRecord] | None) -> Outcome:
-        """Under the lock: OK if the blocks may be published."""
-        if sealing.epoch != self.epoch or self.closed:
-            return Outcome.EPOCH if sealing.epoch != self.epoch else Outcome.CLOSED
-        return Outcome.OK if records is not None else Outcome.IO_ERROR
+    def _verdicts(self, stores: Sequence[Filled], sums: list[int]) -> list[Outcome]:
+        """Under the lock: of each store OK if its blocks may be published. `sums`: none where they were not hashed."""
+        ok, epoch = Outcome.OK, self.epoch
+        why = Outcome.CLOSED if self.closed else ok if sums else Outcome.IO_ERROR
+        return [
+            Outcome.EPOCH if since != epoch else why if len(tokens) == len(each.hashes) else Outcome.IO_ERROR
+            for each, tokens, since in stores
+        ]
 
-    def _is_covered(self, sealing: "Sealing", records: list[BlockRecord] | None) -> bool:
-        """Whether it is a tail that a held block begins with. It is given up then, as if it had been held already."""
-        if not (sealing.reservation.is_tail and records and self._host.is_covered(records[0])):
+    def _described(self, stores: Sequence[Filled], places: list[int], sums: list[int]) -> bool:
+        """Under the lock: say what lies in these stores' slots; False if one of them may not be said so."""
+        names = [name for reservation, _, _ in stores for name in reservation.hashes]
+        parents = [parent or b"" for reservation, _, _ in stores for parent in reservation.parents]
+        tokens = [each for _, tokens, _ in stores for each in tokens]
+        try:
+            self._host.describe_each(places, names, parents, tokens, sums)
+        except ValueError:  # tokens of another block size, or a slot that is another block's
             return False
-        self._host.pool.abandon(sealing.reservation)
+        return True
+
+    def _describe_each(self, stores: Sequence[Filled], sums: list[int], outcomes: list[Outcome]) -> None:
+        """As `_described`, store by store: what is wrong with one keeps no other from being published."""
+        end = 0
+        for i, store in enumerate(stores):
+            start, end = end, end + len(store[0].hashes)
+            if outcomes[i] is Outcome.OK and not self._described([store], listed(store[0].places), sums[start:end]):
+                _log.error("a store's tokens are not those of its blocks; counted as %s", Outcome.IO_ERROR)
+                outcomes[i] = Outcome.IO_ERROR
+
+    def _is_covered(self, store: Filled) -> bool:
+        """Whether it is a tail that a held block begins with. It is given up then, as if it had been held already."""
+        if not (store[0].hashes and self._host.is_covered(_first_record(store))):
+            return False
+        self._host.pool.abandon(store[0])
         return True
 
     def _admitted(self, wanted: Sequence[Wanted]) -> list[int]:
         """Of each chain how many leading blocks are to be stored; the others are counted."""
-        if self._settings.admit_after <= 1:
-            return [len(each.hashes) for each in wanted]
         heads = self._seen_enough(wanted)
         if num_refused := sum(len(each.hashes) for each in wanted) - sum(heads):
             self._metrics.dropped(L2, Outcome.NOT_ADMITTED, num_refused)
         return heads
 
-    def _reserve_less(self, wanted: Wanted, admitted: int) -> Reservation | None:
+    def _reserve_less(self, hashes: Sequence[ChainHash], parent: ChainHash) -> Reservation | None:
         """There is no room for so many blocks: as many leading ones as fit; what is left out is counted."""
-        want = admitted // 2
+        want = len(hashes) // 2
         while want and not self.closed:
-            if (reservation := self._host.pool.reserve(wanted.hashes[:want], wanted.parent)) is not None:
-                self._metrics.dropped(L2, Outcome.NO_SLOT, admitted - want)
+            if (reservation := self._host.pool.reserve(hashes[:want], parent)) is not None:
+                self._metrics.dropped(L2, Outcome.NO_SLOT, len(hashes) - want)
                 return reservation
             want //= 2
-        self._metrics.dropped(L2, Outcome.CLOSED if self.closed else Outcome.NO_SLOT, admitted)
+        self._metrics.dropped(L2, Outcome.CLOSED if self.closed else Outcome.NO_SLOT, len(hashes))
         return None
 
     def _seen_enough(self, wanted: Sequence[Wanted]) -> list[int]:
@@ -309,15 +349,29 @@ def _chains(hashes: Sequence[ChainHash], parent_of: Callable[[ChainHash], ChainH
     return chains
 
 
+def _first_record(store: Filled) -> BlockRecord:
+    """What the first block of a store is, but for its bytes."""
+    reservation, tokens, _ = store
+    return BlockRecord(reservation.hashes[0], reservation.parents[0] or b"", tokens[0], 0)
+
+
 @dataclass(eq=False, slots=True)
 class Sealing:
-    """One reservation that is to be hashed and published."""
+    """What a step filled, or a part of that, to be hashed and published together."""
 
-    reservation: Reservation
-    records: Sequence[BlockRecord]
-    epoch: int
+    stores: Sequence[Filled]
+    names: list[ChainHash]  # of all their blocks
     awaited: bool = False  # somebody wants to know when it is done
     done: bool = False  # its blocks are there, or will not come
+
+
+def _sealings(stores: Sequence[Filled]) -> list[Sealing]:
+    """A step's stores in parts of no more blocks than are sealed at once, but for a store that is larger by itself."""
+    names = [name for reservation, _, _ in stores for name in reservation.hashes]
+    if len(names) <= _SEALED_AT_ONCE or len(stores) < 2:
+        return [Sealing(stores, names)] if stores else []
+    half = len(stores) // 2
+    return [*_sealings(stores[:half]), *_sealings(stores[half:])]
 
 
 @dataclass(eq=False, slots=True)
@@ -335,12 +389,12 @@ class SealJob:
 
     def end(self, result: list[Outcome] | Outcome, *, late: bool) -> None:
         """Not OK: its slots are given back."""
-        if not isinstance(result, Outcome):
-            self.stores.sealed(self.sealings or [], result)
-        elif self.sealings is None:
-            self.stores.drop_waiting(result)
+        if self.sealings is None:
+            self.stores.drop_waiting(result if isinstance(result, Outcome) else Outcome.IO_ERROR)
+        elif isinstance(result, Outcome):
+            self.stores.sealed(self.sealings, [result] * sum(len(each.stores) for each in self.sealings))
         else:
-            self.stores.sealed(self.sealings, [result] * len(self.sealings))
+            self.stores.sealed(self.sealings, result)
 
     def overdue(self) -> None:
         """Never told: there is no deadline."""

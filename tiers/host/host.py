@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError
+from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError, checksum_of
 from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.host import memory
 from kvtier.tiers.host.cuda_driver import cuda_driver
@@ -110,6 +110,14 @@ class HostRegion:
         start = index * self.slot_stride
         return self._view[start : start + self.slot_bytes]
 
+    def checksums(self, slots: Sequence[int]) -> list[int]:
+        """The checksum of what lies in each slot now. IndexError outside the region."""
+        if slots and not 0 <= min(slots) <= max(slots) < self.num_slots:
+            raise IndexError(f"slots {min(slots)}..{max(slots)}: the region has {self.num_slots}")
+        view, stride, size = self._view, self.slot_stride, self.slot_bytes
+        digest = checksum_of(size)
+        return [digest(view[slot * stride : slot * stride + size]) for slot in slots]
+
     def pin(self, device: int, driver: PinDriver | None = None) -> None:
         """Have the region pinned for a CUDA device, in the background (`pinning`). Idempotent; needs a driver."""
         driver = driver or cuda_driver()
@@ -204,9 +212,24 @@ class HostTier:
     def describe(self, places: list[int], records: Sequence[BlockRecord]) -> None:
         """Say what lies in filled slots, just before they are sealed. ValueError as `BlockRecords.put`."""
         self.records.put(places, records)
+        self._index_children(places, [record.parent for record in records])
+
+    def describe_each(
+        self,
+        places: list[int],
+        names: Sequence[ChainHash],
+        parents: Sequence[ChainHash],
+        tokens: Sequence[bytes],
+        checksums: Sequence[int],
+    ) -> None:
+        """As `describe`, of records that are not made: column by column."""
+        self.records.put_columns(places, names, parents, tokens, checksums)
+        self._index_children(places, parents)
+
+    def _index_children(self, places: list[int], parents: Sequence[ChainHash]) -> None:
         if self._child_index is not None and len(places):
             with self._indexing:
-                self._child_index.enter([record.parent for record in records], places)
+                self._child_index.enter(parents, places)
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
         """Up to `limit` blocks held now whose parent has this name, and that begin with these tokens, each once.
@@ -252,12 +275,11 @@ class HostTier:
                     found.append(record)
         return found
 
-    def drop_covered(self, records: Sequence[BlockRecord]) -> None:
-        """Consecutive blocks came: a tail that one of them begins with is of no use any more."""
-        if not (records and self.pool.tails):
+    def drop_covered(self, first: BlockRecord) -> None:
+        """Consecutive blocks came: a tail that the first of them begins with is of no use any more."""
+        if not self.pool.tails:
             return
-        behind = self.tails_behind([records[0].parent])  # of the others, the parent is as new as they are
-        new = records[0].tokens
+        behind, new = self.tails_behind([first.parent]), first.tokens  # of the others, the parent is as new as they are
         covered = [each.chain_hash for each in behind if len(each.tokens) < len(new) and new.startswith(each.tokens)]
         if covered:
             self.pool.evict(covered)

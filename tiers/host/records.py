@@ -1,12 +1,14 @@
 """BlockRecords: what is known of the block in each slot besides its bytes, in one array: no Python object a block."""
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from struct import Struct
 from typing import Final
 
 import numpy as np
 
 from kvtier.tiers import BlockRecord, ChainHash
+from kvtier.tiers.compiled import twin
 
 _HASH_BYTES: Final = 32
 _HEAD: Final = Struct("<32sQII")  # parent, checksum, the slot's generation, lengths: 48 bytes
@@ -34,6 +36,8 @@ class BlockRecords:
         self._row = Struct(f"{_HEAD.format}{4 * block_size}s")
         self._array = np.zeros(self._num_slots * self._row.size, np.uint8)
         self._rows = memoryview(self._array)
+        module = twin("kvtier.tiers.host.records_compiled") if sys.byteorder == "little" else None
+        self._packs: Callable[..., int] | None = None if module is None else module.put_columns
 
     def __len__(self) -> int:
         return self._num_slots
@@ -60,27 +64,48 @@ class BlockRecords:
     def __iter__(self) -> Iterator[BlockRecord | None]:
         return map(self.__getitem__, range(self._num_slots))
 
-    def put(self, slots: Iterable[int], records: Iterable[BlockRecord]) -> None:
+    def put(self, slots: Sequence[int], records: Sequence[BlockRecord]) -> None:
         """Describe taken and named slots. ValueError for a record that is another block's, or that fits no row."""
+        self.put_columns(
+            slots,
+            [record.chain_hash for record in records],
+            [record.parent for record in records],
+            [record.tokens for record in records],
+            [record.checksum for record in records],
+        )
+
+    def put_columns(
+        self,
+        slots: Sequence[int],
+        chain_hashes: Sequence[ChainHash],
+        parents: Sequence[ChainHash],
+        tokens: Sequence[bytes],
+        checksums: Sequence[int],
+    ) -> None:
+        """As `put`, of records that are not made: column by column."""
+        if self._packs is not None:
+            told = [each if isinstance(each, list) else [*each] for each in (chain_hashes, parents, tokens, checksums)]
+            if self._packs(self._rows, self._names, self._generations, [*slots], *told) == len(slots):
+                return  # else what is wrong with the next one is said below
         pack, rows, stride, width = self._row.pack_into, self._rows, self._row.size, 4 * self.block_size
         names, generations, name_at = self._names, self._generations, _NAME.unpack_from
-        for slot, record in zip(slots, records, strict=True):
-            parent, tokens = record.parent, record.tokens
-            if len(tokens) > width or len(parent) > _HASH_BYTES:
+        columns = zip(slots, chain_hashes, parents, tokens, checksums, strict=True)
+        for slot, chain_hash, parent, block_tokens, checksum in columns:
+            if len(block_tokens) > width or len(parent) > _HASH_BYTES:
                 raise ValueError(
-                    f"a parent of {len(parent)} bytes and {len(tokens) // 4} tokens: a name has {_HASH_BYTES}, "
+                    f"a parent of {len(parent)} bytes and {len(block_tokens) // 4} tokens: a name has {_HASH_BYTES}, "
                     f"a block here at most {self.block_size}"
                 )
-            if name_at(names, slot * _HASH_BYTES)[0] != record.chain_hash:
+            if name_at(names, slot * _HASH_BYTES)[0] != chain_hash:
                 raise ValueError(f"chain_hash: slot {slot} is named for another block")
-            lengths = len(parent) << _SIZE_BITS | len(tokens)
-            pack(rows, slot * stride, parent, record.checksum, generations[slot] & _GENERATION, lengths, tokens)
+            lengths = len(parent) << _SIZE_BITS | len(block_tokens)
+            pack(rows, slot * stride, parent, checksum, generations[slot] & _GENERATION, lengths, block_tokens)
 
     def may_follow(self, slot: int, parent: ChainHash, start: bytes) -> bool:
         """Whether the record in a slot may have this parent and begin with these tokens: a glance, to leave it out."""
         at = slot * self._row.size
+        [held] = _NAME.unpack_from(self._rows, at)
+        if held[: len(parent)] != parent:
+            return False
         tokens = at + _HEAD.size
-        return (
-            self._rows[tokens : tokens + len(start)].tobytes() == start  # first: most children part here
-            and self._rows[at : at + len(parent)].tobytes() == parent
-        )
+        return not start or self._rows[tokens : tokens + len(start)] == start

@@ -1,11 +1,13 @@
 """ChildIndex: which slots may hold blocks whose parent has a given name. A hint: its owner verifies each slot."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
 
 from kvtier.tiers import ChainHash
+from kvtier.tiers.compiled import twin
 from kvtier.tiers.pool.index import HASH_BYTES, Slots, Words, to_words
 
 MAX_CHILDREN: Final = 8  # slots told of one parent at most: a bucket's entries
@@ -32,6 +34,8 @@ class ChildIndex:
         self._where = np.zeros(num_slots, np.uint32)  # a slot's entry, if that is still its own
         # The same for one at a time: a question costs a fraction of a microsecond.
         self._entry, self._place = memoryview(self._entries), memoryview(self._where)
+        module = twin("kvtier.tiers.pool.child_index_compiled") if sys.byteorder == "little" else None
+        self._enter: Callable[..., bool] | None = None if module is None else module.enter
 
     @property
     def num_bytes(self) -> int:
@@ -44,7 +48,9 @@ class ChildIndex:
         return [entry - 1 for entry in self._entry[first : first + MAX_CHILDREN].tolist() if entry]
 
     def enter(self, parents: Sequence[ChainHash], slots: list[int]) -> None:
-        """As `add`, of names: for the few blocks of one step."""
+        """As `add`, of names: for the blocks of one step."""
+        if self._enter is not None and self._enter(self._entry, self._place, [*parents], slots):
+            return
         if len(slots) > _FEW:
             self.add(to_words(parents), np.array(slots, np.int64))
             return

@@ -19,6 +19,8 @@ from kvtier.tiers.pool.states import FILLING, QUARANTINED, READY, AnySlots, list
 if TYPE_CHECKING:
     from _typeshed import SupportsGetItem
 
+Chains = Sequence[tuple[Sequence[ChainHash], ChainHash | None]]  # (names, the name before them) of each
+
 
 class SlotPool:
     """A fixed set of slots and the index of the blocks they hold. Thread-safe.
@@ -101,25 +103,20 @@ class SlotPool:
         filling and quarantined slots leave too little room: the caller drops the store, nobody waits. Reserved slots
         stay invisible until `seal`. ValueError if a hash is given twice.
         """
-        with self._lock:
-            if self._dropped:
-                self._settle_dropped()
-            taken = self._table.of(len(hashes)).reserve(hashes, parent)
-            return None if taken is None else self._reservation(hashes, parent, *taken)
+        return self._reserve_in_turn([(hashes, parent)])[0]
 
-    def reserve_each(self, chains: Sequence[tuple[Sequence[ChainHash], ChainHash | None]]) -> list[Reservation | None]:
+    def reserve_each(self, chains: Chains) -> list[Reservation | None]:
         """`reserve` for several (hashes, parent), each all or nothing; in one pass where there is room for all."""
-        names = [name for hashes, _ in chains for name in hashes]
-        lengths = [len(hashes) for hashes, _ in chains]
-        parents = [parent for _, parent in chains]
-        if len(names) > FEW and 0 not in lengths and len(distinct := set(names)) == len(names):
-            starts = list(accumulate(lengths, initial=0))
+        names, lengths = [name for hashes, _ in chains for name in hashes], [len(hashes) for hashes, _ in chains]
+        is_one_pass = len(names) > FEW and 0 not in lengths and not self._table.is_compiled
+        if is_one_pass and len(distinct := set(names)) == len(names):
+            starts, parents = list(accumulate(lengths, initial=0)), [parent for _, parent in chains]
             with self._lock:
                 self._settle_dropped()
                 is_apart = distinct.isdisjoint(parents)
                 if is_apart and (taken := self._table.reserve_chains(names, starts[:-1], parents)) is not None:
                     return self._reservations(chains, starts, *taken)
-        return [self.reserve(hashes, parent) for hashes, parent in chains]  # each sees what the one before it took
+        return self._reserve_in_turn(chains)
 
     def seal(self, reservation: Reservation, positions: Sequence[int] | None = None) -> Lease:
         """Publish the reservation's blocks, at `positions` in its hashes or all still filling, and lease them.
@@ -184,7 +181,7 @@ class SlotPool:
             if places is None or isinstance(places.slots, list) or isinstance(places.generations, list):
                 slots, generations = self._table.of(len(hashes)).lease(hashes)  # a few names cost little
                 return Lease(list(hashes[: len(slots)]), slots, generations, self._on_release)
-            at, times = self._table.lease_at(places.slots, places.generations)
+            at, times = self._table.of(len(places)).lease_at(places.slots, places.generations)
             names = hashes if isinstance(hashes, list) and len(at) == len(hashes) else list(hashes[: len(at)])
             return Lease(names, at, times, self._on_release)
 
@@ -293,50 +290,56 @@ class SlotPool:
         slots = self._table.find(hashes)
         return slots[slots >= 0]
 
+    def _reserve_in_turn(self, chains: Chains) -> list[Reservation | None]:
+        """Chain by chain: each sees what the one before it took."""
+        made: list[Reservation | None] = []
+        with self._lock:
+            self._settle_dropped()
+            for hashes, parent in chains:
+                taken = self._table.of(len(hashes)).reserve(hashes, parent)
+                made.append(None if taken is None else self._reservation(hashes, parent, *taken))
+        return made
+
     def _reservation(
-        self,
-        hashes: Sequence[ChainHash],
-        parent: ChainHash | None,
-        indices: list[int],
-        slots: AnySlots,
-        generations: AnySlots,
+        self, hashes: Sequence[ChainHash], parent: ChainHash | None, at: list[int], slots: AnySlots, times: AnySlots
     ) -> Reservation:
-        names, parents = picked(hashes, indices), picked([parent, *hashes[:-1]], indices)
-        return Reservation(names, indices, slots, generations, parents, self._epoch, len(names), self._on_end)
+        if len(hashes) == len(at) == 1:
+            return Reservation([hashes[0]], at, slots, times, [parent], self._epoch, 1, self._on_end)
+        names, parents = picked(hashes, at), picked([parent, *hashes[:-1]], at)
+        return Reservation(names, at, slots, times, parents, self._epoch, len(names), self._on_end)
 
     def _reservations(
-        self,
-        chains: Sequence[tuple[Sequence[ChainHash], ChainHash | None]],
-        starts: list[int],
-        held: Slots,
-        is_new: NDArray[np.bool_],
+        self, chains: Chains, starts: list[int], held: Slots, is_new: NDArray[np.bool_]
     ) -> list[Reservation | None]:
         """Each chain's, of what all of them were given."""
         slots, times, new = held.tolist(), self._table.generation[held].tolist(), is_new.tolist()
-        epoch, on_end = self._epoch, self._on_end
+        if len(slots) == len(chains) and False not in new:  # a decoding step: a new block of each
+            return [
+                Reservation([hashes[0]], [0], [slot], [time], [parent], self._epoch, 1, self._on_end)
+                for (hashes, parent), slot, time in zip(chains, slots, times, strict=True)
+            ]
         reservations: list[Reservation | None] = []
         for (hashes, parent), (first, end) in zip(chains, pairwise(starts), strict=True):
-            names, at, parents = list(hashes), list(range(end - first)), [parent, *hashes[:-1]]
-            own, own_times = slots[first:end], times[first:end]
-            if False in (is_own := new[first:end]):
-                at = [i for i in at if is_own[i]]
-                names, parents = [names[i] for i in at], [parents[i] for i in at]
-                own, own_times = [own[i] for i in at], [own_times[i] for i in at]
-            reservations.append(Reservation(names, at, own, own_times, parents, epoch, len(names), on_end))
+            own = [i for i in range(first, end) if new[i]]
+            at, own_slots, own_times = [i - first for i in own], [slots[i] for i in own], [times[i] for i in own]
+            reservations.append(self._reservation(hashes, parent, at, own_slots, own_times))
         return reservations
 
     def _seal_at_once(self, reservations: Sequence[Reservation]) -> Lease | None:
         """All of many reservations in one pass; None: one by one, as there are few, tails, or some that are in part."""
-        slots = [slot for each in reservations for slot in listed(each.places)]
-        usual = [each for each in reservations if each.is_whole and not each.is_tail and each.epoch == self._epoch]
-        if len(slots) <= FEW or len(usual) < len(reservations) or len(set(slots)) < len(slots):
+        slots, names, epoch = list[int](), list[ChainHash](), self._epoch
+        for each in reservations:
+            if each.num_open != len(each.hashes) or each.is_tail or each.epoch != epoch:
+                return None
+            slots += listed(each.places)
+            names += each.hashes
+        if len(slots) <= max(FEW, 0) or len(set(slots)) < len(slots):
             return None
         at = np.array(slots, np.int64)
         self._table.refs[at] = 1
         self._table.publish(at)
         for each in reservations:
             each.num_open = 0
-        names = [name for each in reservations for name in each.hashes]
         return Lease(names, at, self._table.generation[at], self._on_release)
 
     def _seal(

@@ -8,8 +8,10 @@ from doubles import chain_of, hand_in, hierarchy_of, record_of, reserve
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.hierarchy import stores
+from kvtier.tiers.hierarchy.cache_tiers import Wanted
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.io_queue import Job
+from kvtier.tiers.host import host
 from kvtier.tiers.tier import Outcome
 
 
@@ -19,7 +21,7 @@ class Hashing:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_go_on = Event(), Event()
         self._checksum = checksum
-        patch.setattr(stores, "checksum", self._wait)
+        patch.setattr(host, "checksum_of", lambda num_bytes: self._wait)
 
     def _wait(self, payload: memoryview) -> int:
         self.begun.set()
@@ -58,6 +60,80 @@ def test_a_store_that_cannot_be_hashed_fails_alone(hashing: Hashing) -> None:
     assert hierarchy.drain(60)
     assert [hierarchy.holds(chain.hashes)[0] for chain in chains] == [True, True, False, True]
     assert dropped(hierarchy, Outcome.IO_ERROR) == 1
+    hierarchy.check()
+    hierarchy.close()
+
+
+def test_of_a_step_the_record_that_fits_no_block_fails_alone() -> None:
+    """FAULTS: what is wrong with one store is no other request's."""
+    hierarchy = hierarchy_of(slots=64)
+    chains = [chain_of(1, first_token=100 * n) for n in range(32)]
+    made = hierarchy.reserve([Wanted(chain.hashes, chain.root, chain.root) for chain in chains])
+    filled = []
+    for n, (chain, reservation) in enumerate(zip(chains, made, strict=True)):
+        assert reservation is not None
+        tokens = chain.block_tokens(0)
+        if n == 7:
+            tokens *= 100_000  # more than any block has
+        if n == 9:
+            reservation.hashes = [b"x" * 32]  # and a slot that was taken for another block
+        filled.append((reservation, [tokens], hierarchy.epoch))
+    hierarchy.seal_each(filled)
+    assert hierarchy.drain(60)
+    assert [hierarchy.holds(chain.hashes)[0] for chain in chains] == [n not in (7, 9) for n in range(32)]
+    assert dropped(hierarchy, Outcome.IO_ERROR) == 2
+    assert not hierarchy.stores.unsealed
+    assert hierarchy.host.pool.counts().filling == 0
+    hierarchy.check()
+    hierarchy.close()
+
+
+def test_a_record_that_names_another_block_is_not_published() -> None:
+    hierarchy = hierarchy_of(slots=8)
+    chain, other = chain_of(1), chain_of(1, first_token=100)
+    reservation = reserve(hierarchy, chain.hashes, chain.root)
+    assert reservation is not None
+    hierarchy.seal(reservation, [record_of(other, 0)], hierarchy.epoch)
+    assert hierarchy.drain(60)
+    assert hierarchy.holds([*chain.hashes, *other.hashes]) == [False, False]
+    assert dropped(hierarchy, Outcome.IO_ERROR) == 1
+    hierarchy.check()
+    hierarchy.close()
+
+
+def test_a_large_step_is_sealed_in_parts(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_SEALED_AT_ONCE", 4)
+    hierarchy = hierarchy_of(slots=64)
+    chains = [chain_of(1 + n % 3, first_token=100 * n) for n in range(13)]
+    made = hierarchy.reserve([Wanted(chain.hashes, chain.root, chain.root) for chain in chains])
+    filled = []
+    for chain, reservation in zip(chains, made, strict=True):
+        assert reservation is not None
+        filled.append((reservation, [chain.block_tokens(i) for i in range(len(chain.hashes))], hierarchy.epoch))
+    hierarchy.seal_each(filled)
+    assert hashing.begun.wait(60)
+    parts = {id(part): part for part in hierarchy.stores.unsealed.values()}.values()
+    assert all(len(part.names) <= 4 for part in parts)
+    assert sum(len(part.names) for part in parts) == sum(len(chain.hashes) for chain in chains)
+    hashing.may_go_on.set()
+    assert hierarchy.drain(60)
+    assert all(all(hierarchy.holds(chain.hashes)) for chain in chains)
+    hierarchy.check()
+    hierarchy.close()
+
+
+def test_what_is_too_much_to_wait_is_given_back(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_MAX_SEALING", 3)
+    hierarchy = hierarchy_of(slots=16)
+    chains = [chain_of(1, first_token=100 * n) for n in range(8)]
+    hand_in(hierarchy, chains[0])
+    assert hashing.begun.wait(60)  # it waits no more
+    made = hierarchy.reserve([Wanted(chain.hashes, chain.root, chain.root) for chain in chains[1:]])
+    hierarchy.seal_each([(each, [b"\0" * 16], hierarchy.epoch) for each in made if each is not None])
+    assert dropped(hierarchy, Outcome.QUEUE_FULL) == 4
+    hashing.may_go_on.set()
+    assert hierarchy.drain(60)
+    assert [hierarchy.holds(chain.hashes)[0] for chain in chains] == [True] * 4 + [False] * 4
     hierarchy.check()
     hierarchy.close()
 

@@ -1,13 +1,18 @@
 """BlockRecords: rows of an array tell what a dict of records would, and hold no object a block."""
 
 import gc
+import struct
 import sys
 import threading
+from array import array
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvtier.tiers.compiled.twins import twin
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.host.records import BlockRecords
 from kvtier.tiers.tier import BlockRecord, ChainHash
@@ -169,3 +174,27 @@ def test_a_reader_beside_a_writer_sees_whole_rows() -> None:
         stop.set()
         writer.join()
     assert seen
+
+
+@pytest.mark.skipif(twin("kvtier.tiers.host.records_compiled") is None, reason="not built: `make compiled`")
+@given(st.lists(st.tuples(*[st.integers(0, 3)] * 4, st.integers(-1, 1 << 64)), max_size=6), st.booleans())
+def test_the_compiled_way_writes_the_same_rows(rows: list[tuple[int, int, int, int, int]], is_short: bool) -> None:
+    """Right records, records of other blocks, tokens and parents of any length, columns that are not of one length."""
+    names, generations = bytearray(b"".join(bytes([n]) * 32 for n in range(3))), array("q", [1, 5 << 32 | 7, 9, 0])
+    twins = [BlockRecords(memoryview(names), memoryview(generations), BLOCK_SIZE) for _ in range(2)]
+    twins[1]._packs = None
+    slots = [slot % 3 for slot, *_ in rows]
+    names_told = [bytes([(slot if same else same) % 3]) * 32 for (_, same, *_), slot in zip(rows, slots, strict=True)]
+    parents = [bytes(range(40))[: (0, 32, 32, 33)[n]] for _, _, n, _, _ in rows]
+    tokens = [bytes(range(100))[: (0, 4, 4 * BLOCK_SIZE, 4 * BLOCK_SIZE + 4)[n]] for *_, n, _ in rows]
+    sums = [checksum for *_, checksum in rows][: len(rows) - is_short]
+    outcomes = []
+    for each in twins:
+        try:
+            each.put_columns(slots, names_told, parents, tokens, sums)
+            outcomes.append("")
+        except (ValueError, struct.error, OverflowError) as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
+    assert bytes(twins[0]._rows) == bytes(twins[1]._rows)
+    assert list(twins[0]) == list(twins[1])

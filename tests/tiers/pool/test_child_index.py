@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvtier.tiers.compiled.twins import twin
 from kvtier.tiers.pool.child_index import MAX_CHILDREN, ChildIndex
 from kvtier.tiers.pool.index import to_words
 from kvtier.tiers.tier import ChainHash
@@ -131,3 +132,24 @@ def test_edges() -> None:
     enter(index, {0: 2})
     assert index.find(name(2)) == [0]
     index.check()
+
+
+@pytest.mark.skipif(twin("kvtier.tiers.pool.child_index_compiled") is None, reason="not built: `make compiled`")
+@given(
+    st.lists(st.dictionaries(st.integers(0, 29), st.integers(0, 5), max_size=15), max_size=20),
+    st.sampled_from([30, 50, 5000]),
+)
+def test_the_compiled_way_enters_them_in_the_same_places(steps: list[dict[int, int]], num_slots: int) -> None:
+    compiled, few = ChildIndex(num_slots), ChildIndex(num_slots)
+    few._enter = None
+    for step in steps:
+        parents = [hashlib.sha256(bytes([number])).digest() for number in step.values()]
+        for index in (compiled, few):
+            index.enter(parents, list(step))
+            index.check()
+        assert (compiled._entries == few._entries).all()
+        assert (compiled._where == few._where).all()
+    assert compiled._enter is not None
+    assert not compiled._enter(compiled._entry, compiled._place, [b"p" * 32], [num_slots])
+    assert not compiled._enter(compiled._entry, compiled._place, [b"p" * 32], [])
+    assert not compiled._enter(compiled._entry, compiled._place, [b"short"], [0])
