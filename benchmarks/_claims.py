@@ -28,16 +28,27 @@ CLAIMS: Final = (
     ),
     PageRow("the same, the next turn of 2,048 tokens more", "lookup_latency", "^whole way.*next turn"),
     PageRow("blocks hashed when a sequence grows by one", "lookup_latency", "^blocks hashed"),
-    PageRow("pool, batches of 2,048, LRU and S3-FIFO: lookup, µs a block", "pool_throughput", "^lookup.*, us"),
-    PageRow("the same: lease + release", "pool_throughput", "^lease.*, us"),
-    PageRow("the same: store with eviction", "pool_throughput", "^store.*, us", "S3-FIFO"),
-    PageRow("the same: unkeyed allocate + free", "pool_throughput", "^allocate.*, us"),
     PageRow(
-        "pool, batches of 1 to 2,048, LRU and S3-FIFO: lookup ÷ vLLM's BlockPool", "pool_throughput", "^lookup.*batches"
+        "pool, batches of 2,048, LRU and S3-FIFO: lookup, µs a block", "pool_throughput", "^lookup(?!.*Python).*, us"
     ),
-    PageRow("the same: lease + release ÷ its touch + free", "pool_throughput", "^lease.*batches"),
-    PageRow("the same: store with eviction", "pool_throughput", "^store.*batches"),
-    PageRow("the same: unkeyed allocate + free", "pool_throughput", "^allocate.*batches"),
+    PageRow("the same: lease + release", "pool_throughput", "^lease(?!.*Python).*, us"),
+    PageRow("the same: store with eviction", "pool_throughput", "^store(?!.*Python).*, us", "S3-FIFO"),
+    PageRow("the same: unkeyed allocate + free", "pool_throughput", "^allocate(?!.*Python).*, us"),
+    PageRow(
+        "pool, batches of 1 to 2,048, LRU and S3-FIFO: lookup ÷ vLLM's BlockPool",
+        "pool_throughput",
+        "^lookup(?!.*Python).*batches",
+    ),
+    PageRow("the same: lease + release ÷ its touch + free", "pool_throughput", "^lease(?!.*Python).*batches"),
+    PageRow("the same: store with eviction", "pool_throughput", "^store(?!.*Python).*batches"),
+    PageRow("the same: unkeyed allocate + free", "pool_throughput", "^allocate(?!.*Python).*batches"),
+    PageRow("the same, all four without compiled twins", "pool_throughput", "Python alone.*batches"),
+    PageRow(
+        "pool, batches of 2,048, without compiled twins: lookup, µs a block", "pool_throughput", "^lookup.*Python.*, us"
+    ),
+    PageRow("the same: lease + release", "pool_throughput", "^lease.*Python.*, us"),
+    PageRow("the same: store with eviction", "pool_throughput", "^store.*Python.*, us"),
+    PageRow("the same: unkeyed allocate + free", "pool_throughput", "^allocate.*Python.*, us"),
     PageRow(
         "a step that stores a block of 1 to 64 sequences, L2 and slab, ways to admit and write: CPU ms",
         "step_stores",

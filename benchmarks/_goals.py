@@ -131,15 +131,10 @@ def _pool_policies(rows: Sequence[SavedRow]) -> Iterator[Target]:
         policy, batch = str(row.get("policy", policy)), row.get("batch", 2048)
         took, ratio = number(row, "us/block"), number(row, "of vLLM")
         if "way" not in row and policy == "s3fifo" and batch == 2048 and verb in limits and took is not None:
-            yield Target(
-                f"{verb}, s3fifo, us per block", limits[verb], took
-            )  # with ways the program has targets for it
+            yield Target(f"{verb}, s3fifo, us per block", limits[verb], took)
         if ratio is not None and batch == 2048:
-            yield Target(
-                f"{', '.join((verb, str(row.get('way', ''))))}, {policy}, batches of 2048: of vLLM's BlockPool",
-                1.5,
-                ratio,
-            )
+            called = ", ".join(filter(None, (verb, str(row.get("way", "")), policy)))
+            yield Target(f"{called}, batches of 2048: of vLLM's BlockPool", 1.5, ratio)
 
 
 GOALS: Final[Mapping[str, Sequence[Callable[[Sequence[SavedRow]], Iterable[Target]]]]] = {

@@ -65,7 +65,7 @@ def test_every_check_has_a_line_and_leaves_nothing_behind(disk_dir: Path) -> Non
     done = run("doctor", "--json", file__path=str(disk_dir), file__size="64MiB", host__size="64MiB")
     lines: list[dict[str, str]] = json.loads(done.stdout)
     assert [line["check"] for line in lines] == [
-        *("hashes", "memory", "memlock", "huge pages", "glibc", "GPU", "copies"),
+        *("hashes", "compiled", "memory", "memlock", "huge pages", "glibc", "GPU", "copies"),
         *("free space", "O_DIRECT", "disk rate", "encryption", "redis", "daemon", "engines"),
     ]
     assert all(line.keys() == {"check", "status", "found", "fix"} for line in lines)
