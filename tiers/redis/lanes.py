@@ -8,6 +8,7 @@ from typing import Final
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
 from kvtier.tiers.redis.forms import Keyspace
 from kvtier.tiers.redis.stream import SendBuffer, WireError
+from kvtier.tiers.redis.turns import MakeTurns, depth_of
 from kvtier.tiers.redis.wire import RedisReply, Refusal, Wire
 
 Settle = Callable[[int, "BlockRecord | Outcome | bool"], None]
@@ -66,6 +67,7 @@ class Lane:
     epoch_seen: RedisReply = UNASKED
     doubtful: bool = False
     epoch_due: bool = False  # asked, and to be read before any other reply
+    make_turns: MakeTurns | None = None  # the compiled way, for blocks that are large enough
 
     def exists(self, positions: Sequence[int], settle: Settle) -> None:
         """Which blocks are there: True or False, or why there is no answer."""
@@ -77,13 +79,19 @@ class Lane:
     ) -> None:
         """Read blocks into their buffers, verify them, and put off their expiry: that tells which of them are there."""
         for first in range(0, len(positions), _AT_ONCE):
-            self._get(hashes, into, positions[first : first + _AT_ONCE], settle)
+            some = positions[first : first + _AT_ONCE]
+            if self.make_turns is not None and self.wire.takes_turns:
+                some = self._get_in_turn(self.make_turns, hashes, into, some, settle)
+            if some:
+                self._get(hashes, into, some, settle)
 
     def set(
         self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], positions: Sequence[int], settle: Settle
     ) -> None:
         """Store blocks, in order, until one is refused."""
         groups = self._groups(positions)
+        if self.make_turns is not None and self.wire.takes_turns:
+            groups = self._set_in_turn(self.make_turns, records, payloads, groups, settle)
 
         def store(group: list[int]) -> None:
             self._send(self._sets(group, records, payloads), len(group))
@@ -130,6 +138,80 @@ class Lane:
                     settle(position, decode(head, buffer, hashes[position], self.epoch))
                 else:
                     settle(position, self._none(head))
+
+    def _get_in_turn(
+        self,
+        make: MakeTurns,
+        hashes: Sequence[ChainHash],
+        into: Sequence[memoryview],
+        positions: Sequence[int],
+        settle: Settle,
+    ) -> Sequence[int]:
+        """`_get` by the compiled twin, as long as the server answers as it should; returns what is left to ask for."""
+        wire, decode, head_bytes = self.wire, self.space.form.decode, self.space.head_bytes
+        depth = depth_of(self.space.slot_bytes, self.window)
+        asks = [commands(b"GET", [self.keys[position]]) for position in positions]
+        expiry = commands(b"PEXPIRE", [self.keys[position] for position in positions], b"%d" % self.ttl_ms)
+        asked = min(depth, len(positions))
+        self._send([expiry, *asks[:asked]], len(positions) + asked)
+        self._hear_epoch()
+        if unexpected := self._unlike(b":1\r\n", positions):
+            self._get_asked(hashes, into, positions[:asked], settle)
+            for position in positions[asked:]:
+                if unexpected.get(position) == 0:
+                    settle(position, Outcome.ABSENT)
+            asks = [
+                ask for ask, p in zip(asks[asked:], positions[asked:], strict=True) if unexpected.get(p) != 0
+            ]
+            positions = [position for position in positions[asked:] if unexpected.get(position) != 0]
+            asked = 0
+        if not positions:
+            return []
+        line, places = wire.value_places(head_bytes, [into[position] for position in positions])
+        run, asked = wire.in_turn(make, [(ask,) for ask in asks], places, line, asked, depth)
+        for i, position in enumerate(positions[: run.whole]):
+            head = bytes(places[i][0][len(line) :])
+            settle(position, decode(head, into[position], hashes[position], self.epoch, run.hash_at(i)))
+        self._get_asked(hashes, into, positions[run.whole : asked], settle)
+        return positions[asked:]
+
+    def _get_asked(
+        self, hashes: Sequence[ChainHash], into: Sequence[memoryview], positions: Sequence[int], settle: Settle
+    ) -> None:
+        """Values that were asked for, one by one."""
+        heads = self.wire.one_by_one(self.space.head_bytes, [into[position] for position in positions])
+        for position, head in zip(positions, heads, strict=True):
+            if isinstance(head, bytes):
+                settle(position, self.space.form.decode(head, into[position], hashes[position], self.epoch))
+            else:
+                settle(position, self._none(head))
+
+    def _set_in_turn(
+        self,
+        make: MakeTurns,
+        records: Sequence[BlockRecord],
+        payloads: Sequence[memoryview],
+        groups: deque[list[int]],
+        settle: Settle,
+    ) -> deque[list[int]]:
+        """`set` by the compiled twin, until a block is refused; returns what is left to store."""
+        usual = b"+OK\r\n"
+        self._send([], 0)
+        self._hear_epoch()
+        while groups:
+            group = groups.popleft()
+            asks = [self._sets([position], records, payloads) for position in group]
+            places = [(memoryview(bytearray(len(usual))),) for _ in group]
+            run, asked = self.wire.in_turn(make, asks, places, usual, 0, depth_of(self.space.slot_bytes, self.window))
+            outcomes = [Outcome.OK] * run.whole + [self._stored(self._reply()) for _ in range(run.whole, asked)]
+            for position, outcome in zip(group, outcomes, strict=False):
+                settle(position, outcome)
+            if any(outcome is not Outcome.OK for outcome in outcomes):
+                return deque()
+            if asked < len(group):  # it was slow: the rest by the other way
+                groups.appendleft(group[asked:])
+                break
+        return groups
 
     def _unlike(self, usual: bytes, positions: Sequence[int]) -> dict[int, RedisReply]:
         """Which positions got another reply than `usual`; none, in one look, if all is well."""
