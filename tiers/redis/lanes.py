@@ -90,8 +90,6 @@ class Lane:
     ) -> None:
         """Store blocks, in order, until one is refused."""
         groups = self._groups(positions)
-        if self.make_turns is not None and self.wire.takes_turns:
-            groups = self._set_in_turn(self.make_turns, records, payloads, groups, settle)
 
         def store(group: list[int]) -> None:
             self._send(self._sets(group, records, payloads), len(group))
@@ -160,9 +158,7 @@ class Lane:
             for position in positions[asked:]:
                 if unexpected.get(position) == 0:
                     settle(position, Outcome.ABSENT)
-            asks = [
-                ask for ask, p in zip(asks[asked:], positions[asked:], strict=True) if unexpected.get(p) != 0
-            ]
+            asks = [ask for ask, p in zip(asks[asked:], positions[asked:], strict=True) if unexpected.get(p) != 0]
             positions = [position for position in positions[asked:] if unexpected.get(position) != 0]
             asked = 0
         if not positions:
@@ -185,33 +181,6 @@ class Lane:
                 settle(position, self.space.form.decode(head, into[position], hashes[position], self.epoch))
             else:
                 settle(position, self._none(head))
-
-    def _set_in_turn(
-        self,
-        make: MakeTurns,
-        records: Sequence[BlockRecord],
-        payloads: Sequence[memoryview],
-        groups: deque[list[int]],
-        settle: Settle,
-    ) -> deque[list[int]]:
-        """`set` by the compiled twin, until a block is refused; returns what is left to store."""
-        usual = b"+OK\r\n"
-        self._send([], 0)
-        self._hear_epoch()
-        while groups:
-            group = groups.popleft()
-            asks = [self._sets([position], records, payloads) for position in group]
-            places = [(memoryview(bytearray(len(usual))),) for _ in group]
-            run, asked = self.wire.in_turn(make, asks, places, usual, 0, depth_of(self.space.slot_bytes, self.window))
-            outcomes = [Outcome.OK] * run.whole + [self._stored(self._reply()) for _ in range(run.whole, asked)]
-            for position, outcome in zip(group, outcomes, strict=False):
-                settle(position, outcome)
-            if any(outcome is not Outcome.OK for outcome in outcomes):
-                return deque()
-            if asked < len(group):  # it was slow: the rest by the other way
-                groups.appendleft(group[asked:])
-                break
-        return groups
 
     def _unlike(self, usual: bytes, positions: Sequence[int]) -> dict[int, RedisReply]:
         """Which positions got another reply than `usual`; none, in one look, if all is well."""

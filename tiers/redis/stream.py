@@ -47,8 +47,7 @@ class ByteStream(Protocol):
     """Whether `take_turns` may be called: the compiled twin knows no TLS."""
 
     def take_turns(self, run: Turns, depth: int, deadline: float) -> None:
-        """Go on with `run`, for a call's time at least. Never raises: if something is wrong, the next `receive` tells.
-        """
+        """Go on with `run` as far as it goes. Never raises: if something is wrong, the next `receive` tells."""
 
     def send(self, parts: Sequence[SendBuffer], deadline: float) -> None:
         """All of it."""

@@ -35,9 +35,7 @@ PAYLOAD, TTL, EPOCH, NUM = 600, 1000, 7, 5
 SPACE = Keyspace("t", ClearForm(b"a model of the turns".ljust(32, b"."), PAYLOAD, 4), PAYLOAD, 4)
 HASHES = [bytes([i]) * 32 for i in range(NUM)]
 PAYLOADS = [memoryview(bytes([65 + i]) * PAYLOAD) for i in range(NUM)]
-RECORDS = [
-    BlockRecord(HASHES[i], b"p" * 32, b"\1\0\0\0" * 4, checksum(PAYLOADS[i])) for i in range(NUM)
-]
+RECORDS = [BlockRecord(HASHES[i], b"p" * 32, b"\1\0\0\0" * 4, checksum(PAYLOADS[i])) for i in range(NUM)]
 KEYS = SPACE.keys(HASHES, EPOCH)
 VALUES = [b"".join(map(bytes, SPACE.form.encode(RECORDS[i], PAYLOADS[i], EPOCH))) for i in range(NUM)]
 
@@ -62,7 +60,6 @@ class Script:
 
     values: Sequence[bytes | None] = tuple(VALUES)
     expiry: Sequence[bytes] = (b":1\r\n",) * NUM
-    stored: Sequence[bytes] = (b"+OK\r\n",) * NUM
     pauses: Sequence[int] = ()
     end: int = 1 << 30
 
@@ -71,7 +68,7 @@ class Script:
         if command[0] == b"GETRANGE":
             return bulk(b"%016x" % EPOCH)
         i = KEYS.index(command[1])
-        return {b"PEXPIRE": self.expiry[i], b"GET": bulk(self.values[i]), b"SET": self.stored[i]}[command[0]]
+        return {b"PEXPIRE": self.expiry[i], b"GET": bulk(self.values[i])}[command[0]]
 
     def serve(self, sock: socket.socket) -> None:
         """Until the other end is closed, or it ends itself."""
@@ -94,7 +91,7 @@ class Script:
                     break
 
 
-def told(verb: str, script: Script, make: MakeTurns | None, whole: list[int] | None = None) -> tuple[Told, str]:
+def told(script: Script, make: MakeTurns | None, whole: list[int] | None = None) -> tuple[Told, str]:
     """What a lane makes of it, and how the connection ended. `whole`: gets how many answers each run of turns took."""
     mine, server = socket.socketpair()
     found: Told = {}
@@ -117,10 +114,7 @@ def told(verb: str, script: Script, make: MakeTurns | None, whole: list[int] | N
             wire.in_turn = noted  # type: ignore[method-assign]
             lane = Lane(wire, SPACE, KEYS, EPOCH, 4, TTL, asks_epoch=True, make_turns=make)
             try:
-                if verb == "GET":
-                    lane.get(HASHES, buffers, range(NUM), found.__setitem__)
-                else:
-                    lane.set(RECORDS, PAYLOADS, range(NUM), found.__setitem__)
+                lane.get(HASHES, buffers, range(NUM), found.__setitem__)
                 assert wire.is_clean
             except WireError as error:
                 ending = f"{type(error).__name__} {error.outcome}"
@@ -148,8 +142,8 @@ STORIES: list[list[bytes | None]] = [
 def test_values_are_the_same_by_both_ways(values: list[bytes | None]) -> None:
     """Whole, gone meanwhile, too short, too long, changed, another block's."""
     whole: list[int] = []
-    wanted = told("GET", Script(values), None)
-    assert told("GET", Script(values), MADE, whole) == wanted
+    wanted = told(Script(values), None)
+    assert told(Script(values), MADE, whole) == wanted
     assert whole == [next((i for i in range(NUM) if len(values[i] or b"") != len(VALUES[0])), NUM)]
     assert len(wanted[0]) >= 4
     assert all(isinstance(wanted[0][i], BlockRecord) for i in wanted[0] if values[i] == VALUES[i])
@@ -163,17 +157,17 @@ NEAR = [at + around for at in (FIRST, FIRST + EACH, LAST - EACH) for around in r
 
 def test_values_with_a_pause_behind_any_byte_are_the_same() -> None:
     """A pause longer than patience."""
-    wanted = told("GET", Script(), None)
+    wanted = told(Script(), None)
     assert [type(what) for what in wanted[0].values()] == [BlockRecord] * NUM
     for pause in [*NEAR, *range(FIRST + 20, LAST, 97)]:
         whole: list[int] = []
-        assert told("GET", Script(pauses=[pause]), MADE, whole) == wanted, pause
+        assert told(Script(pauses=[pause]), MADE, whole) == wanted, pause
 
 
 def test_a_connection_that_ends_at_any_byte_gives_what_was_whole() -> None:
     for end in [*range(0, LAST, 61), *NEAR]:
-        found, ending = told("GET", Script(end=end), MADE)
-        assert found == told("GET", Script(end=end), None)[0], end
+        found, ending = told(Script(end=end), MADE)
+        assert found == told(Script(end=end), None)[0], end
         assert len(found) == max(0, (end - FIRST) // EACH)
         assert ending == "WireError io_error"
 
@@ -185,37 +179,11 @@ def test_any_answers_in_any_pieces_are_the_same(data: st.DataObject) -> None:
     usual = st.sampled_from([b":1\r\n", b":1\r\n", b":0\r\n", b"-READONLY no\r\n"])
     expiry = [b":0\r\n" if values[i] is None else data.draw(usual) for i in range(NUM)]
     pauses = data.draw(st.lists(st.integers(1, LAST), max_size=3))
-    fast = told("GET", Script(values, expiry, pauses=pauses), MADE)
-    slow = told("GET", Script(values, expiry), None)
+    fast = told(Script(values, expiry, pauses=pauses), MADE)
+    slow = told(Script(values, expiry), None)
     assert fast[1] == slow[1] == "clean"
     for i in range(NUM):  # what is said to be gone is not asked for, unless it was before
         assert fast[0][i] == slow[0][i] or (expiry[i] == b":0\r\n" and Outcome.ABSENT in (fast[0][i], slow[0][i]))
-
-
-@pytest.mark.parametrize(
-    "answers",
-    [
-        [b"+OK\r\n"] * NUM,
-        [b"+OK\r\n", b"+OK\r\n", b"-OOM no memory\r\n", b"-OOM no memory\r\n", b"+OK\r\n"],
-        [b"-READONLY no\r\n"] * NUM,
-        [b"+OK\r\n"] * 4 + [b"-ERR no\r\n"],
-    ],
-)
-def test_stores_are_the_same_by_both_ways(answers: list[bytes]) -> None:
-    slow = told("SET", Script(stored=answers), None)
-    first = next((i for i in range(NUM) if answers[i] != b"+OK\r\n"), NUM)
-    begins = len(ANSWERS[0])
-    for pause in range(begins - 2, begins + sum(map(len, answers))):
-        fast = told("SET", Script(stored=answers, pauses=[pause]), MADE)
-        assert fast[1] == slow[1] == "clean"
-        for i in range(NUM):  # behind a refusal only as many are stored as were under way
-            assert i > first or fast[0][i] == slow[0][i]
-            assert fast[0].get(i, slow[0].get(i)) == slow[0].get(i, fast[0].get(i))
-    for end in range(begins, begins + 5 * first):
-        found, ending = told("SET", Script(stored=answers, end=end), MADE)
-        assert ending == "WireError io_error"
-        assert set(found.values()) <= {Outcome.OK}
-        assert len(found) <= (end - begins) // 5
 
 
 def test_silence_costs_the_deadline_and_no_more() -> None:
@@ -244,7 +212,7 @@ def test_what_cannot_be_turns_is_refused() -> None:
         ([(b"a",)], [(memoryview(bytearray(1)), place[0])], 0),
         ([()], [place], 0),
     ):
-        with pytest.raises(ValueError, match="command|buffers|places"):
+        with pytest.raises(ValueError, match=r"command|buffers|places"):
             module.Turns(asks, places, b"+OK\r\n", 0, asked, 0)
     with pytest.raises(BufferError):
         module.Turns([(b"a",)], [(memoryview(b"read only"),)], b"+", 0, 0, 0)
@@ -295,7 +263,9 @@ def test_what_one_way_stores_the_other_reads(server: RedisServer, size: int, mon
         results = one.read(hashes, [memoryview(bytearray(size)) for _ in hashes])
         expected: list[object] = list(records)
         expected[5] = Outcome.CHECKSUM
-        assert [results[i] for i in range(12) if i not in (1, 10)] == [expected[i] for i in range(12) if i not in (1, 10)]
+        assert [results[i] for i in range(12) if i not in (1, 10)] == [
+            expected[i] for i in range(12) if i not in (1, 10)
+        ]
         assert {results[1], results[10]} <= {Outcome.ABSENT, Outcome.EVICTED}
         one.check()
     fast.close()
