@@ -111,7 +111,7 @@ def told(script: Script, make: MakeTurns | None, whole: list[int] | None = None)
                     whole.append(run.whole)
                 return run, asked
 
-            wire.in_turn = noted  # type: ignore[method-assign]
+            wire.in_turn = noted  # type: ignore[assignment, method-assign]
             lane = Lane(wire, SPACE, KEYS, EPOCH, 4, TTL, asks_epoch=True, make_turns=make)
             try:
                 lane.get(HASHES, buffers, range(NUM), found.__setitem__)
