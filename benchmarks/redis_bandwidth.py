@@ -6,9 +6,13 @@ loop, MGET and MSET, and a bare connection. Each GET ends in the slot, each SET 
 counts, for each verb and size. LMCache's client is native code with a thread for each connection, and verifies nothing.
 The fastest of 1, 2 and 4 connections counts. It is installed into a folder of its own; it knows no cluster.
 
+GET of blocks of 64 KiB and more goes by a compiled twin, if `kvtier compile` built it. Then Python alone is a side of
+its own, with the same goals. SET has one way.
+
 All sides take turns, on the same servers, which are emptied after each turn. Ratios are medians over rounds. CPU
 seconds are this process's alone. `redis-benchmark`, a C client that throws away what it reads, shows what the servers
-themselves can do. It has one connection to each server, and the same batch in flight.
+themselves can do. The better of two counts: the same batch in flight on one connection to each server, or one block
+on each of two connections.
 
 Records sealed by [redis] secret, and records encrypted under [redis] key_file, are written and read in turns with these
 and have their own rows. "× clear" is their speed over that of records in the clear in the same round.
@@ -21,8 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +37,7 @@ from _redis_clients import Client, lmcache, redis_py
 from _report import Speed, Target, parser, progress, report
 
 from kvtier.tiers import BATCH_BYTES, BlockRecord, Outcome, checksum
+from kvtier.tiers.compiled import twin
 from kvtier.tiers.config import Config
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.redis import RedisStore
@@ -43,7 +48,9 @@ from redis_rig import NO_REDIS, RedisServer, cluster, standalone
 FINGERPRINT: Final = b"redis bandwidth".ljust(32, b".")
 BLOCK_SIZE: Final = 16
 PROTECTED: Final = ("secret", "key_file")  # options of [redis]
-OURS: Final = ("ours", *PROTECTED)
+PYTHON: Final = "Python alone"
+CLEAR: Final = ("ours", PYTHON)
+TWIN: Final = "kvtier.tiers.redis.turns_compiled"
 CPU_S_PER_GB: Final = 0.4
 FASTER: Final = {"GET": 1.3, "SET": 2.0}  # than redis-py's best
 VERBS: Final = ("SET", "GET")
@@ -91,6 +98,25 @@ LMCache = dict[str, Client] | str
 """Its clients by their number of connections, or why there are none."""
 
 
+def opened(block_bytes: int, options: Mapping[str, str]) -> RedisStore:
+    """Our side, for blocks of so many bytes."""
+    config = Config.load(redis=dict(options)).redis
+    return RedisStore.open(config, FINGERPRINT, slot_bytes=block_bytes, block_size=BLOCK_SIZE)
+
+
+@contextmanager
+def python_alone() -> Iterator[None]:
+    """What is opened now finds no compiled twin."""
+    before = os.environ.get("KVTIER_COMPILED")
+    os.environ["KVTIER_COMPILED"] = "off"
+    try:
+        yield
+    finally:
+        del os.environ["KVTIER_COMPILED"]
+        if before is not None:
+            os.environ["KVTIER_COMPILED"] = before
+
+
 class RedisBench:
     """One block size on one set of servers."""
 
@@ -105,20 +131,15 @@ class RedisBench:
         clustered = len(servers) > 1
         url = ",".join(server.url for server in servers)
         common = {"url": url, "mode": "cluster" if clustered else "standalone", "deadline": "20s"}
-        protections: tuple[dict[str, str], ...] = (
-            {},
-            {"secret": "a secret of the benchmark"},
-            {"key_file": str(key_file)},
-        )
-        self.stores = {
-            side: RedisStore.open(
-                Config.load(redis={**common, **protection}).redis,
-                FINGERPRINT,
-                slot_bytes=slots.block_bytes,
-                block_size=BLOCK_SIZE,
-            )
-            for side, protection in zip(OURS, protections, strict=True)
+        sides: dict[str, dict[str, str]] = {
+            "ours": {},
+            "secret": {"secret": "a secret of the benchmark"},
+            "key_file": {"key_file": str(key_file)},
         }
+        self.stores = {side: opened(slots.block_bytes, {**common, **protection}) for side, protection in sides.items()}
+        if twin(TWIN) is not None:
+            with python_alone():
+                self.stores[PYTHON] = opened(slots.block_bytes, {**common, "prefix": "python-alone"})
         kind: Any = redis.RedisCluster if clustered else redis.Redis
         self.client = kind(host="127.0.0.1", port=servers[0].port)
         self.ways = {
@@ -197,11 +218,20 @@ class RedisBench:
         assert not [r for r in results if isinstance(r, Outcome)], f"a read failed: {results}"
 
     def redis_benchmark(self) -> dict[str, float]:
-        """GB/s by verb. Over a cluster it looks at its clock every 250 ms only: it moves more than a pass does."""
+        """GB/s by verb, the best of: a batch in flight on one connection a server, and a block on each of two.
+
+        Over a cluster it looks at its clock every 250 ms only: it moves more than a pass does.
+        """
+        n = len(self.servers)
+        shapes = [self.benchmarked(n, self.slots.per_batch), self.benchmarked(2 * n, 1)]
+        return {verb: max(shape[verb] for shape in shapes) for verb in VERBS}
+
+    def benchmarked(self, connections: int, in_flight: int) -> dict[str, float]:
+        """Of one shape: GB/s by verb."""
         num_requests = 8 * self.num_batches * self.slots.per_batch
         command = ["redis-benchmark", "-h", "127.0.0.1", "-p", str(self.servers[0].port), "-t", "set,get", "--csv",
-                   "-d", str(self.slots.block_bytes), "-n", str(num_requests), "-P", str(self.slots.per_batch),
-                   "-c", str(len(self.servers)), *(["--cluster"] if len(self.servers) > 1 else [])]  # fmt: skip
+                   "-d", str(self.slots.block_bytes), "-n", str(num_requests), "-P", str(in_flight),
+                   "-c", str(connections), *(["--cluster"] if len(self.servers) > 1 else [])]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
         lines = [line.replace('"', "").split(",") for line in done.stdout.splitlines()]
         return {line[0]: float(line[1]) * self.slots.block_bytes / 1e9 for line in lines if line[0] in VERBS}
@@ -215,7 +245,11 @@ class RedisBench:
                 "block KiB": self.slots.block_bytes >> 10,
                 "verb": verb,
             }
-            found.append({**what, "records": "clear", **self.race(verb)})
+            found += [
+                {**what, "records": "clear", "way": side, **self.race(verb, side)}
+                for side in CLEAR
+                if side in self.stores
+            ]
             found += [
                 {**what, "client": side, "GB/s": self.speed(verb, side), "CPU s/GB": self.cpu(verb, side)}
                 for side in self.others
@@ -232,19 +266,19 @@ class RedisBench:
             ]
         return found
 
-    def race(self, verb: str) -> dict[str, object]:
-        """Records in the clear beside the best of the others."""
+    def race(self, verb: str, side: str) -> dict[str, object]:
+        """Records in the clear, by one of our ways, beside the best of the others."""
         way = self.best(verb, self.ways)
         raced: dict[str, object] = {
-            "GB/s": self.speed(verb, "ours"),
-            "CPU s/GB": self.cpu(verb, "ours"),
+            "GB/s": self.speed(verb, side),
+            "CPU s/GB": self.cpu(verb, side),
             "redis-benchmark GB/s": statistics.median(self.limits[verb]),
             "best of redis-py": way.removeprefix("redis-py "),
-            "× redis-py": self.ratio(verb, "ours", way),
+            "× redis-py": self.ratio(verb, side, way),
         }
         if isinstance(self.native, str):
             return {**raced, "× LMCache": self.native}
-        return {**raced, "× LMCache": self.ratio(verb, "ours", self.best(verb, self.native))}
+        return {**raced, "× LMCache": self.ratio(verb, side, self.best(verb, self.native))}
 
     def best(self, verb: str, sides: Mapping[str, Client]) -> str:
         """The fastest of them."""
@@ -270,7 +304,7 @@ def targets_of(rows: Sequence[dict[str, Any]]) -> list[Target]:
         if row.get("records") != "clear":
             continue
         nodes = "1 node" if row["nodes"] == 1 else f"{row['nodes']} nodes"
-        what = f"{row['verb']}, {row['block KiB']} KiB, {nodes}"
+        what = f"{row['verb']}, {row['block KiB']} KiB, {nodes}{', Python alone' if row['way'] == PYTHON else ''}"
         found.append(Target(f"{what}: × redis-py's best way", FASTER[row["verb"]], row["× redis-py"], at_most=False))
         if isinstance(row["× LMCache"], float):
             found.append(Target(f"{what}: × LMCache's C++ client", 1.0, row["× LMCache"], at_most=False))

@@ -129,7 +129,8 @@ class TierPort:
         self._judge("read", [r if isinstance(r, Outcome) else Outcome.OK for r in results], began)
         if corrupt := [h for h, r in zip(hashes, results, strict=True) if r in _CORRUPTION]:
             self._metrics.corrupted(self.name, len(corrupt))
-            tier.discard(corrupt)  # or every request would be promised them anew
+            if promised := [h for h, held in zip(corrupt, tier.holds(corrupt), strict=True) if held]:
+                tier.discard(promised)  # or every request would be promised them anew
         return results
 
     def _timed_read(

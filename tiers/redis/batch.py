@@ -9,6 +9,7 @@ from kvtier.tiers.redis.forms import Keyspace
 from kvtier.tiers.redis.lanes import DOUBTFUL, UNASKED, Lane, Settle
 from kvtier.tiers.redis.nodes import MAX_CONNECTIONS, Endpoint, Nodes
 from kvtier.tiers.redis.stream import TooLongError, WireError
+from kvtier.tiers.redis.turns import make_turns
 from kvtier.tiers.redis.wire import RedisReply, Refusal
 
 _WINDOW_BYTES: Final = 8 << 20  # of blocks under way on one connection, half of them in one call
@@ -28,6 +29,7 @@ class Batches:
         self.nodes = nodes
         self._ttl_ms = ttl_ms
         self._in_flight = in_flight  # bytes, over all connections
+        self._make_turns = make_turns(space.slot_bytes)
         self._threads = ThreadPoolExecutor(_MAX_LANES, "kvtier-redis")
 
     def run(
@@ -56,6 +58,7 @@ class Batches:
         def attempt(endpoint: Endpoint, positions: list[int]) -> None:
             with endpoint.borrow(deadline) as wire:
                 lane = Lane(wire, self.space, keys, epoch, window, self._ttl_ms, endpoint is home)
+                lane.make_turns = self._make_turns
                 try:
                     work(lane, positions, answers.__setitem__)
                 finally:

@@ -35,12 +35,14 @@ class RecordForm(Protocol):
     def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
         """The head, and what is stored behind it: the payload's own memory, or as many bytes that stand for it."""
 
-    def decode(self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int) -> BlockRecord | Outcome:
+    def decode(
+        self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int, seen: int | None = None
+    ) -> BlockRecord | Outcome:
         """The record, if head and payload are whole and this very block's; `payload` then holds the block's bytes.
 
         KEY_MISMATCH if they are another block's, model's or version's; CHECKSUM if they are no record of ours,
         and `payload` may then hold anything. A head counts only if writing its record anew gives the same bytes, so
-        nothing in it goes unchecked.
+        nothing in it goes unchecked. `seen` is xxh3-64 of `payload` as it is, if that was computed already.
         """
 
 
@@ -135,7 +137,9 @@ class ClearForm:
         unsealed = self._unsealed(record, epoch)
         return unsealed + self._seal(unsealed, payload), payload
 
-    def decode(self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int) -> BlockRecord | Outcome:
+    def decode(
+        self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int, seen: int | None = None
+    ) -> BlockRecord | Outcome:
         unsealed = head[: -self._seal_bytes]
         if not hmac.compare_digest(head[-self._seal_bytes :], self._seal(unsealed, payload)):
             return Outcome.CHECKSUM
@@ -143,7 +147,7 @@ class ClearForm:
         record = BlockRecord(chain_hash, parent, tokens[: 4 * num_tokens], xxh3)
         if self._unsealed(record, epoch) != unsealed:
             return Outcome.KEY_MISMATCH
-        return record if checksum(payload) == xxh3 else Outcome.CHECKSUM
+        return record if (checksum(payload) if seen is None else seen) == xxh3 else Outcome.CHECKSUM
 
     def _unsealed(self, record: BlockRecord, epoch: int) -> bytes:
         """The head but for its seal."""
@@ -199,7 +203,9 @@ class EncryptedForm:
         stamp = self._cipher.encrypt_into(payload, _named(b"payload", record.chain_hash, epoch, hidden), into)
         return self._head(hidden, stamp), into
 
-    def decode(self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int) -> BlockRecord | Outcome:
+    def decode(
+        self, head: bytes, payload: memoryview, chain_hash: ChainHash, epoch: int, seen: int | None = None
+    ) -> BlockRecord | Outcome:
         """Decrypts `payload` where it lies."""
         hidden, stamp = head[self._at["hidden"]], head[self._at["stamp"]]
         fields = self._cipher.open(hidden, _named(b"head", chain_hash, epoch))

@@ -8,6 +8,7 @@ from typing import Final
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
 from kvtier.tiers.redis.forms import Keyspace
 from kvtier.tiers.redis.stream import SendBuffer, WireError
+from kvtier.tiers.redis.turns import MakeTurns, depth_of
 from kvtier.tiers.redis.wire import RedisReply, Refusal, Wire
 
 Settle = Callable[[int, "BlockRecord | Outcome | bool"], None]
@@ -66,6 +67,7 @@ class Lane:
     epoch_seen: RedisReply = UNASKED
     doubtful: bool = False
     epoch_due: bool = False  # asked, and to be read before any other reply
+    make_turns: MakeTurns | None = None  # the compiled way, for blocks that are large enough
 
     def exists(self, positions: Sequence[int], settle: Settle) -> None:
         """Which blocks are there: True or False, or why there is no answer."""
@@ -77,7 +79,11 @@ class Lane:
     ) -> None:
         """Read blocks into their buffers, verify them, and put off their expiry: that tells which of them are there."""
         for first in range(0, len(positions), _AT_ONCE):
-            self._get(hashes, into, positions[first : first + _AT_ONCE], settle)
+            some = positions[first : first + _AT_ONCE]
+            if self.make_turns is not None and self.wire.takes_turns:
+                some = self._get_in_turn(self.make_turns, hashes, into, some, settle)
+            if some:
+                self._get(hashes, into, some, settle)
 
     def set(
         self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], positions: Sequence[int], settle: Settle
@@ -130,6 +136,51 @@ class Lane:
                     settle(position, decode(head, buffer, hashes[position], self.epoch))
                 else:
                     settle(position, self._none(head))
+
+    def _get_in_turn(
+        self,
+        make: MakeTurns,
+        hashes: Sequence[ChainHash],
+        into: Sequence[memoryview],
+        positions: Sequence[int],
+        settle: Settle,
+    ) -> Sequence[int]:
+        """`_get` by the compiled twin, as long as the server answers as it should; returns what is left to ask for."""
+        wire, decode, head_bytes = self.wire, self.space.form.decode, self.space.head_bytes
+        depth = depth_of(self.space.slot_bytes, self.window)
+        asks = [commands(b"GET", [self.keys[position]]) for position in positions]
+        expiry = commands(b"PEXPIRE", [self.keys[position] for position in positions], b"%d" % self.ttl_ms)
+        asked = min(depth, len(positions))
+        self._send([expiry, *asks[:asked]], len(positions) + asked)
+        self._hear_epoch()
+        if unexpected := self._unlike(b":1\r\n", positions):
+            self._get_asked(hashes, into, positions[:asked], settle)
+            for position in positions[asked:]:
+                if unexpected.get(position) == 0:
+                    settle(position, Outcome.ABSENT)
+            asks = [ask for ask, p in zip(asks[asked:], positions[asked:], strict=True) if unexpected.get(p) != 0]
+            positions = [position for position in positions[asked:] if unexpected.get(position) != 0]
+            asked = 0
+        if not positions:
+            return []
+        line, places = wire.value_places(head_bytes, [into[position] for position in positions])
+        run, asked = wire.in_turn(make, [(ask,) for ask in asks], places, line, asked, depth)
+        for i, position in enumerate(positions[: run.whole]):
+            head = bytes(places[i][0][len(line) :])
+            settle(position, decode(head, into[position], hashes[position], self.epoch, run.hash_at(i)))
+        self._get_asked(hashes, into, positions[run.whole : asked], settle)
+        return positions[asked:]
+
+    def _get_asked(
+        self, hashes: Sequence[ChainHash], into: Sequence[memoryview], positions: Sequence[int], settle: Settle
+    ) -> None:
+        """Values that were asked for, one by one."""
+        heads = self.wire.one_by_one(self.space.head_bytes, [into[position] for position in positions])
+        for position, head in zip(positions, heads, strict=True):
+            if isinstance(head, bytes):
+                settle(position, self.space.form.decode(head, into[position], hashes[position], self.epoch))
+            else:
+                settle(position, self._none(head))
 
     def _unlike(self, usual: bytes, positions: Sequence[int]) -> dict[int, RedisReply]:
         """Which positions got another reply than `usual`; none, in one look, if all is well."""

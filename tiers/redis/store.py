@@ -124,9 +124,8 @@ class RedisStore:
 
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         require_buffers(len(hashes), into, self.space.slot_bytes)
-        answers = self._batch(
-            hashes, self._deadline(len(hashes)), lambda lane, own, settle: lane.get(hashes, into, own, settle)
-        )
+        deadline = self._deadline(len(hashes))
+        answers = self._batch(hashes, deadline, lambda lane, own, settle: lane.get(hashes, into, own, settle))
         if set(map(type, answers)) == {BlockRecord}:
             return self._all_read(hashes, cast("list[BlockRecord]", answers))
         results = [answer if isinstance(answer, BlockRecord | Outcome) else Outcome.IO_ERROR for answer in answers]
@@ -141,7 +140,7 @@ class RedisStore:
         self._count("read", results)
         if bad := [h for h, result in zip(hashes, results, strict=True) if result in _BAD]:
             _log.warning("[redis] %d records are not what their keys say, first %s; deleted", len(bad), bad[0].hex())
-            self.discard(bad)
+            self._discard(bad, deadline)
         return results
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
@@ -166,9 +165,7 @@ class RedisStore:
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
         """Delete blocks (found bad, or asked to), for everybody. What a server does not hear of is forgotten here."""
-        self._names.forget(hashes)
-        self.announcer.missed(hashes)
-        self._batch(hashes, self._deadline(0), Lane.unlink)
+        self._discard(hashes, self._deadline(0))
 
     def reset(self) -> None:
         """Forget every block, in all processes. Returns at once: until the servers know, everything is a miss here."""
@@ -233,6 +230,13 @@ class RedisStore:
             return [Outcome.EPOCH] * len(hashes)
         answers, seen = self._batches.run(hashes, epoch, deadline, work)
         return answers if self._epoch.learn(epoch, seen) else [Outcome.EPOCH] * len(hashes)
+
+    def _discard(self, hashes: Sequence[ChainHash], deadline: float) -> None:
+        """`discard` before `deadline`; servers are told nothing once it has passed, which is no fault of theirs."""
+        self._names.forget(hashes)
+        self.announcer.missed(hashes)
+        if time.monotonic() < deadline:
+            self._batch(hashes, deadline, Lane.unlink)
 
     def _all_read(self, hashes: Sequence[ChainHash], records: list[BlockRecord]) -> list[BlockRecord | Outcome]:
         """As nearly every batch ends: what `read` does then, in few steps."""

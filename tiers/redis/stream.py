@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Final, Protocol
 
 from kvtier.tiers import Outcome
+from kvtier.tiers.redis.turns import Turns
 
 SendBuffer = bytes | memoryview
 
@@ -42,6 +43,12 @@ class TooLongError(WireError):
 class ByteStream(Protocol):
     """Bytes in and out before `deadline` (time.monotonic); WireError otherwise."""
 
+    takes_turns: bool
+    """Whether `take_turns` may be called: the compiled twin knows no TLS."""
+
+    def take_turns(self, run: Turns, depth: int, deadline: float) -> None:
+        """Go on with `run` as far as it goes. Never raises: if something is wrong, the next `receive` tells."""
+
     def send(self, parts: Sequence[SendBuffer], deadline: float) -> None:
         """All of it."""
 
@@ -67,6 +74,8 @@ def stream_of(sock: socket.socket) -> ByteStream:
 class _PlainStream:
     """A blocking socket whose calls the kernel ends in time: after `PATIENCE` at the latest, so that nearly no call has
     to tell it anew."""
+
+    takes_turns = True
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
@@ -105,6 +114,14 @@ class _PlainStream:
         except OSError:
             return 0
 
+    def take_turns(self, run: Turns, depth: int, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left > 0:
+            with suppress(OSError):  # closed meanwhile
+                self._arm(socket.SO_RCVTIMEO, left)
+                self._arm(socket.SO_SNDTIMEO, left)
+                run.run(self._sock.fileno(), depth, deadline)
+
     def is_quiet(self) -> bool:
         try:
             self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -135,6 +152,8 @@ class _PlainStream:
 
 class _TlsStream:
     """TLS knows no iovecs and no MSG_WAITALL, and has its own record layer between kernel and us."""
+
+    takes_turns = False
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock
@@ -170,6 +189,9 @@ class _TlsStream:
                 while received < end:
                     received += self.receive(view[received - end :][:_TLS_BYTES], deadline)
         return received
+
+    def take_turns(self, run: Turns, depth: int, deadline: float) -> None:
+        """Nothing: what it is to do is done without it."""
 
     def is_quiet(self) -> bool:
         self._sock.settimeout(0)

@@ -15,6 +15,7 @@ from redis.connection import AbstractConnection
 
 from kvtier.tiers import Outcome
 from kvtier.tiers.redis.stream import SendBuffer, TooLongError, WireError, cut, stream_of
+from kvtier.tiers.redis.turns import MakeTurns, Turns, hasher
 
 _BUFFER: Final = 16 << 10
 _GLANCE: Final = 64  # bytes looked at for the end of a line
@@ -174,6 +175,54 @@ class Wire:
         for buffer in into:
             yield self.value(head_bytes, buffer)
 
+    @property
+    def takes_turns(self) -> bool:
+        return self._stream.takes_turns
+
+    def value_places(self, head_bytes: int, into: Sequence[memoryview]) -> tuple[bytes, list[Sequence[memoryview]]]:
+        """What a value begins with, and where each goes: its line and head, its payload, its end."""
+        line = b"$%d\r\n" % (head_bytes + into[0].nbytes)
+        before = len(line) + head_bytes
+        around = memoryview(bytearray(len(into) * (before + 2)))
+        starts = range(0, len(around), before + 2)
+        return line, [
+            (around[start : start + before], buffer, around[start + before :][:2])
+            for start, buffer in zip(starts, into, strict=True)
+        ]
+
+    def in_turn(
+        self,
+        make: MakeTurns,
+        asks: list[Sequence[SendBuffer]],
+        places: list[Sequence[memoryview]],
+        opening: bytes,
+        asked: int,
+        depth: int,
+    ) -> tuple[Turns, int]:
+        """Commands, each when fewer than `depth` are under way, and their replies in their places, as long as these are
+        as usual. `asked` commands were sent before. Returns how far it went, and how many commands are sent by then,
+        none in part. What else came is unread.
+        """
+        first = places[0]
+        here = self._end - self._start
+        part = self._give_all(first)
+        run = make(asks, places, opening, hasher(), asked, part)
+        self.num_expected += len(asks) - asked
+        state = None
+        while here == part and run.whole < len(asks) and state != (state := (run.whole, run.part, run.asked, run.sent)):
+            self._stream.take_turns(run, depth, self._deadline)
+            if run.part and not _is_begun(places[run.whole], run.part, opening):
+                break  # another answer; of one that has begun the rest is sure to come
+        if run.sent:
+            rest = cut([memoryview(part) for part in asks[run.asked]], run.sent)[1]
+            self._stream.send(rest, self._deadline)
+        begun = run.asked + bool(run.sent)
+        self.num_expected -= run.whole + len(asks) - begun
+        if run.part:
+            back = b"".join([*cut(places[run.whole], run.part)[0], self._view[self._start : self._end]])
+            self._view, self._start, self._end = memoryview(back), 0, len(back)
+        return run, begun
+
     # inside
 
     def _run(self, head_bytes: int, into: Sequence[memoryview]) -> list[bytes]:
@@ -280,6 +329,12 @@ class Wire:
         room = self._view[len(here) : len(here) + count]
         came = self._stream.receive_run([room], self._deadline) or self._stream.receive(room, self._deadline)
         self._end += came
+
+
+def _is_begun(places: Sequence[memoryview], part: int, opening: bytes) -> bool:
+    """Whether so many bytes of a reply are the beginning of a usual one, and not all of one."""
+    begun = min(part, len(opening))
+    return part < sum(place.nbytes for place in places) and places[0][:begun] == opening[:begun]
 
 
 def _opens_bulk(line: bytes) -> bool:

@@ -14,14 +14,29 @@ from typing import Any
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, record_of, wait_until
 from redis_rig import NO_REDIS, RedisServer, cluster, standalone
-from redis_stories import CHAIN, FINGERPRINT, OTHER, open_store, opened, options, read, whole, within, write, written
+from redis_stories import (
+    CHAIN,
+    FINGERPRINT,
+    OTHER,
+    PATIENT,
+    open_store,
+    opened,
+    options,
+    read,
+    whole,
+    within,
+    write,
+    written,
+)
 
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, TierUnavailable
+from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.opening import open_ports
 from kvtier.tiers.hierarchy.rates import Rates
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.shape import KVShape
+from kvtier.tiers.redis.batch import Batches
 from kvtier.tiers.redis.lanes import Lane
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.redis.wire import Wire
@@ -365,6 +380,36 @@ def test_values_that_are_no_records_cost_one_moment_and_themselves(server: Redis
             assert read(store, long) == [Outcome.CHECKSUM if position in bad else OK for position in range(200)]
         assert runs.count(0) == 1
         assert read(store, long) == [ABSENT if position in bad else OK for position in range(200)]
+
+
+def test_a_read_that_deletes_bad_records_has_one_deadline(server: RedisServer) -> None:
+    """Deleting is part of the read, and the port, which sees that nothing of it is promised, asks for it no more."""
+    told: list[tuple[str, float]] = []
+    original = Batches.run
+
+    def noted(batches: Batches, hashes: Sequence[bytes], epoch: int, deadline: float, work: Any) -> Any:
+        told.append(("UNLINK" if work is Lane.unlink else "GET", deadline))
+        return original(batches, hashes, epoch, deadline, work)
+
+    port = TierPort("redis", lambda: open_store(server.url), PATIENT, Metrics(), Rates("load"))
+    store = port.tier
+    assert isinstance(store, RedisStore)
+    written(store, CHAIN)
+    server.cli("SET", next(key for key in block_keys(server) if key.endswith(CHAIN.hashes[3].hex())), "rubbish")
+    buffers = [memoryview(bytearray(SLOT_BYTES)) for _ in CHAIN.hashes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batches, "run", noted)
+        results = port.read(CHAIN.hashes, buffers)
+        assert [position for position, result in enumerate(results) if result is Outcome.CHECKSUM] == [3]
+        assert [verb for verb, _ in told] == ["GET", "UNLINK"]
+        assert told[0][1] == told[1][1]
+        assert len(block_keys(server)) == len(CHAIN.hashes) - 1
+        # A read that used its time up tells the server nothing, and holds nothing against it.
+        store._discard(CHAIN.hashes[:1], time.monotonic() - 1)
+        assert len(told) == 2
+        assert not store.holds(CHAIN.hashes[:1])[0]
+    assert store.locate(CHAIN.hashes) == 3
+    port.close(20)
 
 
 def test_over_a_unix_socket(tmp_path: Path) -> None:

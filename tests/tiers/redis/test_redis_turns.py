@@ -1,0 +1,272 @@
+"""The compiled way of large blocks beside Python's: the same answers, whatever the server says and where it is cut."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis_rig import NO_REDIS, RedisServer, standalone
+from redis_stories import options
+
+from kvtier.tiers.checksum import checksum
+from kvtier.tiers.compiled import twin
+from kvtier.tiers.redis import batch
+from kvtier.tiers.redis import stream as redis_stream
+from kvtier.tiers.redis import wire as redis_wire
+from kvtier.tiers.redis.forms import ClearForm, Keyspace
+from kvtier.tiers.redis.lanes import Lane
+from kvtier.tiers.redis.store import RedisStore
+from kvtier.tiers.redis.stream import WireError
+from kvtier.tiers.redis.turns import MakeTurns, depth_of, hasher, make_turns
+from kvtier.tiers.redis.wire import Wire
+from kvtier.tiers.tier import BlockRecord, Outcome
+
+LARGE = 64 << 10
+MADE = make_turns(LARGE)
+pytestmark = pytest.mark.skipif(MADE is None, reason="no compiled twin here: `kvtier compile` builds it")
+
+PAYLOAD, TTL, EPOCH, NUM = 600, 1000, 7, 5
+SPACE = Keyspace("t", ClearForm(b"a model of the turns".ljust(32, b"."), PAYLOAD, 4), PAYLOAD, 4)
+HASHES = [bytes([i]) * 32 for i in range(NUM)]
+PAYLOADS = [memoryview(bytes([65 + i]) * PAYLOAD) for i in range(NUM)]
+RECORDS = [BlockRecord(HASHES[i], b"p" * 32, b"\1\0\0\0" * 4, checksum(PAYLOADS[i])) for i in range(NUM)]
+KEYS = SPACE.keys(HASHES, EPOCH)
+VALUES = [b"".join(map(bytes, SPACE.form.encode(RECORDS[i], PAYLOADS[i], EPOCH))) for i in range(NUM)]
+
+Told = dict[int, object]
+
+
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence is told from slowness soon, and few bytes are received before somebody has asked for them."""
+    monkeypatch.setattr(redis_stream, "PATIENCE", 0.004)
+    monkeypatch.setattr(redis_wire, "_BUFFER", 64)
+
+
+def bulk(value: bytes | None) -> bytes:
+    """A GET's answer."""
+    return b"$-1\r\n" if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+@dataclass
+class Script:
+    """What a server says of each block, whenever it is asked; a pause behind some bytes of all it says, and an end."""
+
+    values: Sequence[bytes | None] = tuple(VALUES)
+    expiry: Sequence[bytes] = (b":1\r\n",) * NUM
+    pauses: Sequence[int] = ()
+    end: int = 1 << 30
+
+    def answer(self, command: list[bytes]) -> bytes:
+        """To one command."""
+        if command[0] == b"GETRANGE":
+            return bulk(b"%016x" % EPOCH)
+        i = KEYS.index(command[1])
+        return {b"PEXPIRE": self.expiry[i], b"GET": bulk(self.values[i])}[command[0]]
+
+    def serve(self, sock: socket.socket) -> None:
+        """Until the other end is closed, or it ends itself."""
+        said, pauses = 0, sorted(self.pauses)
+        with suppress(OSError), sock.makefile("rb") as asked:
+            while first := asked.readline():
+                command = []
+                for _ in range(int(first[1:])):
+                    command.append(asked.read(int(asked.readline()[1:])))
+                    asked.read(2)
+                answer = self.answer(command)[: self.end - said]
+                while answer:
+                    here = next((at - said for at in pauses if said < at < said + len(answer)), len(answer))
+                    sock.sendall(answer[:here])
+                    said, answer = said + here, answer[here:]
+                    if answer:
+                        time.sleep(0.008)
+                if said >= self.end:
+                    sock.shutdown(socket.SHUT_WR)
+                    break
+
+
+def told(script: Script, make: MakeTurns | None, whole: list[int] | None = None) -> tuple[Told, str]:
+    """What a lane makes of it, and how the connection ended. `whole`: gets how many answers each run of turns took."""
+    mine, server = socket.socketpair()
+    found: Told = {}
+    buffers = [memoryview(bytearray(PAYLOAD)) for _ in range(NUM)]
+    ending = "clean"
+    peer = threading.Thread(target=script.serve, args=[server])
+    with server:
+        with mine:
+            wire = Wire(mine)
+            wire.begin(time.monotonic() + 5)
+            peer.start()
+            original = wire.in_turn
+
+            def noted(*args: Any) -> Any:
+                run, asked = original(*args)
+                if whole is not None:
+                    whole.append(run.whole)
+                return run, asked
+
+            wire.in_turn = noted  # type: ignore[assignment, method-assign]
+            lane = Lane(wire, SPACE, KEYS, EPOCH, 4, TTL, asks_epoch=True, make_turns=make)
+            try:
+                lane.get(HASHES, buffers, range(NUM), found.__setitem__)
+                assert wire.is_clean
+            except WireError as error:
+                ending = f"{type(error).__name__} {error.outcome}"
+        peer.join()
+    for i, what in found.items():
+        if isinstance(what, BlockRecord):
+            assert what == RECORDS[i]
+            assert buffers[i] == PAYLOADS[i]
+    return found, ending
+
+
+FLIPPED = bytes([VALUES[2][0]]) + VALUES[2][1:-1] + b"!"
+STORIES: list[list[bytes | None]] = [
+    list(VALUES),
+    [*VALUES[:2], None, *VALUES[3:]],
+    [None, *VALUES[1:4], None],
+    [VALUES[0], b"short", *VALUES[2:]],
+    [*VALUES[:4], VALUES[4] + b"!"],
+    [*VALUES[:2], FLIPPED, *VALUES[3:]],
+    [VALUES[1], VALUES[0], *VALUES[2:]],
+]
+
+
+@pytest.mark.parametrize("values", STORIES)
+def test_values_are_the_same_by_both_ways(values: list[bytes | None]) -> None:
+    """Whole, gone meanwhile, too short, too long, changed, another block's."""
+    whole: list[int] = []
+    wanted = told(Script(values), None)
+    assert told(Script(values), MADE, whole) == wanted
+    assert whole == [next((i for i in range(NUM) if len(values[i] or b"") != len(VALUES[0])), NUM)]
+    assert len(wanted[0]) >= 4
+    assert all(isinstance(wanted[0][i], BlockRecord) for i in wanted[0] if values[i] == VALUES[i])
+
+
+ANSWERS = (b"$16\r\n" + b"." * 18, *[b":1\r\n"] * NUM)
+FIRST, EACH = sum(map(len, ANSWERS)), len(bulk(VALUES[0]))  # where the values begin, and how long each is
+LAST = FIRST + NUM * EACH
+NEAR = [at + around for at in (FIRST, FIRST + EACH, LAST - EACH) for around in range(-5, 14)] + [LAST - 2, LAST - 1]
+
+
+def test_values_with_a_pause_behind_any_byte_are_the_same() -> None:
+    """A pause longer than patience."""
+    wanted = told(Script(), None)
+    assert [type(what) for what in wanted[0].values()] == [BlockRecord] * NUM
+    for pause in [*NEAR, *range(FIRST + 20, LAST, 97)]:
+        whole: list[int] = []
+        assert told(Script(pauses=[pause]), MADE, whole) == wanted, pause
+
+
+def test_a_connection_that_ends_at_any_byte_gives_what_was_whole() -> None:
+    for end in [*range(0, LAST, 61), *NEAR]:
+        found, ending = told(Script(end=end), MADE)
+        assert found == told(Script(end=end), None)[0], end
+        assert len(found) == max(0, (end - FIRST) // EACH)
+        assert ending == "WireError io_error"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_answers_in_any_pieces_are_the_same(data: st.DataObject) -> None:
+    values = [data.draw(st.sampled_from([VALUES[i], VALUES[i], None, b"", b"x" * 40])) for i in range(NUM)]
+    usual = st.sampled_from([b":1\r\n", b":1\r\n", b":0\r\n", b"-READONLY no\r\n"])
+    expiry = [b":0\r\n" if values[i] is None else data.draw(usual) for i in range(NUM)]
+    pauses = data.draw(st.lists(st.integers(1, LAST), max_size=3))
+    fast = told(Script(values, expiry, pauses=pauses), MADE)
+    slow = told(Script(values, expiry), None)
+    assert fast[1] == slow[1] == "clean"
+    for i in range(NUM):  # what is said to be gone is not asked for, unless it was before
+        assert fast[0][i] == slow[0][i] or (expiry[i] == b":0\r\n" and Outcome.ABSENT in (fast[0][i], slow[0][i]))
+
+
+def test_silence_costs_the_deadline_and_no_more() -> None:
+    mine, server = socket.socketpair()
+    with mine, server:
+        wire = Wire(mine)
+        wire.begin(time.monotonic() + 0.3)
+        server.sendall(b"".join((bulk(b"%016x" % EPOCH), *ANSWERS[1:], bulk(VALUES[0])))[:900])
+        lane = Lane(wire, SPACE, KEYS, EPOCH, 4, TTL, asks_epoch=True, make_turns=MADE)
+        with pytest.raises(WireError) as caught:
+            lane.get(HASHES, [memoryview(bytearray(PAYLOAD)) for _ in HASHES], range(NUM), lambda *_: None)
+        assert caught.value.outcome is Outcome.TIMEOUT
+        assert time.monotonic() >= wire._deadline
+        assert not wire.is_clean
+
+
+def test_what_cannot_be_turns_is_refused() -> None:
+    module = twin("kvtier.tiers.redis.turns_compiled")
+    assert module is not None
+    place = (memoryview(bytearray(8)), memoryview(bytearray(8)))
+    for asks, places, asked in (
+        ([], [], 0),
+        ([(b"a",)], [], 0),
+        ([(b"a",)], [place], 2),
+        ([(b"a",), (b"a", b"b")], [place, place], 0),
+        ([(b"a",)], [(memoryview(bytearray(1)), place[0])], 0),
+        ([()], [place], 0),
+    ):
+        with pytest.raises(ValueError, match=r"command|buffers|places"):
+            module.Turns(asks, places, b"+OK\r\n", 0, asked, 0)
+    with pytest.raises(BufferError):
+        module.Turns([(b"a",)], [(memoryview(b"read only"),)], b"+", 0, 0, 0)
+    run = module.Turns([(b"a",)], [place], b"+", hasher(), 0, 0)
+    with pytest.raises(IndexError):
+        run.hash_at(0)
+
+
+def test_few_are_under_way_and_small_blocks_go_together() -> None:
+    assert make_turns(LARGE - 1) is None
+    assert depth_of(128 << 10, 64) == 4
+    assert depth_of(8 << 20, 2) == 2
+    assert depth_of(8 << 20, 1) == 1
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    if NO_REDIS is not None:
+        pytest.skip(str(NO_REDIS))
+    with standalone() as server:
+        yield server
+
+
+@pytest.mark.parametrize("size", [LARGE, 200_001, 3 << 20])
+def test_what_one_way_stores_the_other_reads(server: RedisServer, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a real server, some of the blocks gone, one changed."""
+    payloads = [memoryview(bytes([i]) * size) for i in range(12)]
+    hashes = [bytes([100 + i]) * 32 for i in range(12)]
+    records = [BlockRecord(hashes[i], b"p" * 32, b"\1\0\0\0" * 4, checksum(payloads[i])) for i in range(12)]
+    server.cli("FLUSHALL")
+    fingerprint = b"both ways".ljust(32, b".")
+    fast = RedisStore.open(options(server.url), fingerprint, slot_bytes=size, block_size=4)
+    monkeypatch.setattr(batch, "make_turns", lambda payload_bytes: None)
+    slow = RedisStore.open(options(server.url), fingerprint, slot_bytes=size, block_size=4)
+    assert fast._batches._make_turns is not None
+    assert slow._batches._make_turns is None
+    for one, other in ((fast, slow), (slow, fast)):
+        assert one.write(records, payloads) == [Outcome.OK] * 12
+        found: list[list[object]] = []
+        for reader in (other, one):
+            buffers = [memoryview(bytearray(size)) for _ in hashes]
+            found.append(list(reader.read(hashes, buffers)))
+            assert found[-1] == records
+            assert buffers == payloads
+        other.discard([hashes[1], hashes[10]])
+        key = next(key for key in server.all_keys() if key.endswith(hashes[5].hex()))
+        server.cli("SETRANGE", key, str(size // 2), "changed")
+        results = one.read(hashes, [memoryview(bytearray(size)) for _ in hashes])
+        expected: list[object] = list(records)
+        expected[5] = Outcome.CHECKSUM
+        assert [results[i] for i in range(12) if i not in (1, 10)] == [
+            expected[i] for i in range(12) if i not in (1, 10)
+        ]
+        assert {results[1], results[10]} <= {Outcome.ABSENT, Outcome.EVICTED}
+        one.check()
+    fast.close()
+    slow.close()
