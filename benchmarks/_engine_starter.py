@@ -152,7 +152,7 @@ def serve(arguments: Sequence[str], engine: Serve) -> None:
         pid = os.fork()
         if not pid:
             control.close()
-            _be_engine(json.loads(setup), *fds, engine)
+            _be_engine(json.loads(setup), fds[0], fds[1], engine)
         for fd in fds:
             os.close(fd)
         control.send(str(pid).encode())

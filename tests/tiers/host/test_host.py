@@ -247,7 +247,12 @@ def test_untouched_shared_memory_goes_to_huge_pages_at_once_and_written_bytes_st
 
 def test_shared_memory_that_stays_on_small_pages_is_faulted_in_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
-    monkeypatch.setattr(memory, "collapse", lambda address, num_bytes: bool(asked.append(num_bytes)))
+
+    def refused(address: int, num_bytes: int) -> bool:
+        asked.append(num_bytes)
+        return False
+
+    monkeypatch.setattr(memory, "collapse", refused)
     region = HostRegion.allocate(16, MIB, shared=True)
     assert region.wait_prefaulted(60)
     assert len(asked) == 1  # the kernel will not do it for the next piece either
