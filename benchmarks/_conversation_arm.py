@@ -1,7 +1,7 @@
-"""One vLLM of benchmarks/engine_conversations.py, in a process of its own: JSON commands on stdin, a line of JSON each.
+"""The vLLMs of benchmarks/engine_conversations.py, each a fork of this process: `_conversation_arm.py SOCKET`.
 
-`_conversation_arm.py SETUP`, a JSON object: model, arm, folder (of its storage), num_blocks, host_bytes. Scheduler,
-worker and connector run in this process, so a token's time is when the engine's step hands it out.
+What each is comes as a JSON object: model, arm, folder (of its storage), num_blocks, host_bytes, packages (folders of
+LMCache's). Scheduler, worker and connector run in one process, so a token's time is when a step hands it out.
 """
 
 import atexit
@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
-REPLIES: Final = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # whatever the engine prints is no reply
+from _engine_starter import serve
+
 HERE: Final = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests" / "interop")]
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "LMCACHE_LOG_LEVEL": "ERROR"}
@@ -29,6 +29,7 @@ MAX_LEN: Final = 2048  # tokens of a prompt and its answer
 STEP_TOKENS: Final = 512  # at most in one step
 CHUNK: Final = 64  # tokens of LMCache's chunks: its default of 256 is more than a turn adds
 SETTLING: Final = 30.0  # seconds the copies and files of an idle engine may take
+RESTING: Final = 10.0  # seconds at most until no thread works any more on what a start leaves to do
 
 
 def transfer(arm: str, folder: Path, host_bytes: int, port: int) -> dict[str, Any] | None:
@@ -141,6 +142,7 @@ class ConversationArm:
             self.converse(prompts, 4, 2)
             self._settle()
             self.llm.reset_prefix_cache()
+        self._rest()
         return {"warm": True}
 
     def close(self) -> dict[str, Any]:
@@ -175,6 +177,15 @@ class ConversationArm:
         while self.core.scheduler.has_requests() and time.monotonic() < deadline:
             self.core.step()
 
+    def _rest(self) -> None:
+        """Wait for the end of what goes on behind the start in every way, such as the first touch of host memory."""
+        deadline = time.monotonic() + RESTING
+        while time.monotonic() < deadline:
+            before = self._cpu_seconds()
+            time.sleep(0.3)
+            if self._cpu_seconds() - before < 0.015:
+                return
+
     def _cpu_seconds(self) -> float:
         """User and system time so far of this process and of LMCache's."""
         own = time.process_time()
@@ -184,18 +195,26 @@ class ConversationArm:
         return own + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def main() -> None:
-    """Answer commands until stdin ends."""
-    served = ConversationArm(json.loads(sys.argv[1]))
+def answer(setup: dict[str, Any], commands: TextIO, replies: TextIO) -> None:
+    """One engine: answer commands until there are no more."""
+    sys.path[:0] = setup["packages"]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*setup["packages"], os.environ["PYTHONPATH"]])
+    served = ConversationArm(setup)
     try:
-        print(json.dumps({"ready": True}), file=REPLIES, flush=True)
-        for line in sys.stdin:
+        print(json.dumps({"ready": True}), file=replies, flush=True)
+        for line in commands:
             command = json.loads(line)
             reply = getattr(served, command.pop("do"))(**command)
-            print(json.dumps(reply), file=REPLIES, flush=True)
+            print(json.dumps(reply), file=replies, flush=True)
     finally:  # also if whoever asked is gone
         served.end()
-    os._exit(0)  # whatever else an engine would do at its end is none of the measurement's
+
+
+def main() -> None:
+    """Import what every engine needs, then fork them."""
+    for name in ("numba", "vllm_rig", "host_offloading", "kvtier.connector.vllm"):
+        import_module(name)
+    serve(sys.argv[1:], answer)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 
@@ -17,24 +17,17 @@ class EngineEnded(RuntimeError):
 class EngineArmProcess:
     """A program of this folder that serves an engine, run by the engine's Python; ready once this is made.
 
-    `packages` are folders of packages beside the engine's. `log` takes what the engine says. Raises EngineEnded.
+    Raises EngineEnded.
     """
 
-    def __init__(
-        self,
-        python: Path,
-        program: str,
-        arguments: Sequence[str],
-        packages: Sequence[Path] = (),
-        log: int | IO[bytes] = subprocess.DEVNULL,
-    ) -> None:
-        paths = [ROOT, ROOT / "tests" / "interop", ROOT / "benchmarks", *packages]
+    def __init__(self, python: Path, program: str, arguments: Sequence[str]) -> None:
+        paths = [ROOT, ROOT / "tests" / "interop", ROOT / "benchmarks"]
         self.process = subprocess.Popen(
             [str(python), str(ROOT / "benchmarks" / program), *arguments],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log,
+            stderr=subprocess.DEVNULL,
             text=True,
         )
         if self._reply() != {"ready": True}:

@@ -4,21 +4,22 @@ none · native: vLLM's offloading to host memory · native files: its tiering, o
 host memory and files · kvtier · kvtier below native: kvtier's file tier in the place of vLLM's. Every way answers the
 same prompts, written once by the engine itself: each turn's prompt is all that was said and a question, and between two
 turns of one conversation all others have theirs. Four clients ask at a time. Host memory holds everything. Then all
-processes end, new ones find what the storage kept, and the same is asked again ("restart"). One engine runs at a time;
-within a repetition the ways come in a random order. A token's time is when the engine's step hands it out. CPU: of all
-processes, from the first prompt until the engine is shut down. LMCache lies in a folder of its own
-(benchmarks/requirements-lmcache.txt). "Over" is the ratio of kvtier's figure to another's in one repetition, turned so
-that below 1 is better; intervals are 95 %, from a bootstrap over repetitions. `--save` writes a plot too.
+processes end, new ones find what the storage kept, and the same is asked again ("restart"). One engine runs at a time,
+a fork of a process that has imported vLLM; within a repetition the ways come in a random order. A token's time is when
+the engine's step hands it out. CPU: of all processes, from the first prompt until the engine is shut down. LMCache lies
+in a folder of its own (benchmarks/requirements-lmcache.txt). "Over" is the ratio of kvtier's figure to another's in one
+repetition, turned so that below 1 is better; intervals are 95 %, from a bootstrap over repetitions. A way whose engine
+ends has a row with the reason, and is tried once more. `--save` writes a plot too.
 """
 
 import argparse
 import hashlib
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ from typing import Final
 
 import matplotlib
 import numpy as np
-from _engine_process import EngineArmProcess, EngineEnded
+from _engine_process import EngineEnded
+from _engine_starter import EngineStarter, ForkedEngine
 from _report import RESULTS, Target, parser, progress, report
 from engine_ttft import interval, make_model
 
@@ -50,6 +52,8 @@ CLIENTS: Final = 4
 BLOCK: Final = 32  # tokens
 HOST_BYTES: Final = 1 << 30
 VOCABULARY: Final = 8192
+MODEL: Final = {"size": 512, "layers": 8}  # 35 M parameters in fp32, KV blocks of 256 KiB
+TRIES: Final = 2  # of a way: so often its engine may end before it is left out
 
 RunFigures = dict[str, float]
 TokenLists = list[list[int]]
@@ -80,20 +84,21 @@ class Runs:
     """Starts engines of one program run, each with an empty folder of its own or with one that has been used."""
 
     def __init__(self, home: Path, python: Path, lmcache: Path | None) -> None:
+        """Raises EngineEnded if the engine cannot be imported."""
         self.home = home
-        self.python = python
         self.lmcache = lmcache
         self.log = home / "engine.log"
+        with self.log.open("wb") as log:
+            self.starter = EngineStarter(python, "_conversation_arm.py", log)
 
-    def start(self, arm: str, num_blocks: int) -> EngineArmProcess:
+    def start(self, arm: str, num_blocks: int) -> ForkedEngine:
         """An engine over the arm's folder. Raises EngineEnded."""
         folder = self.home / arm.replace(" ", "-")
         folder.mkdir(exist_ok=True)
-        setup = {"model": str(self.home / "model"), "arm": arm, "folder": str(folder)}
-        packages = [self.lmcache] if arm == "lmcache" and self.lmcache is not None else []
+        packages = [str(self.lmcache)] if arm == "lmcache" and self.lmcache is not None else []
+        setup = {"model": str(self.home / "model"), "arm": arm, "folder": str(folder), "packages": packages}
         with self.log.open("wb") as log:
-            sizes = {"num_blocks": num_blocks, "host_bytes": HOST_BYTES}
-            return EngineArmProcess(self.python, "_conversation_arm.py", [json.dumps(setup | sizes)], packages, log)
+            return self.starter.start(setup | {"num_blocks": num_blocks, "host_bytes": HOST_BYTES}, log)
 
     def forget(self, arm: str) -> None:
         """Empty the arm's folder."""
@@ -180,30 +185,40 @@ def ratio(column: str, ours: RunFigures, theirs: RunFigures) -> float:
     return max(over[column], 1e-9) / max(under[column], 1e-9)
 
 
-Found = dict[str, dict[str, list[RunFigures]]]
+Measured = dict[int, RunFigures]  # by repetition
+Found = dict[str, dict[str, Measured]]
 
 
-def rows_of(found: Found, missing: dict[str, str]) -> list[dict[str, object]]:
+def rows_of(found: Found, missing: dict[str, list[str]]) -> list[dict[str, object]]:
     """Each way's medians; kvtier over the others; what could not be run, and why."""
     rows: list[dict[str, object]] = []
     for phase in PHASES:
         for arm, measured in found[phase].items():
-            medians = {name: float(np.median([one[name] for one in measured])) for name in (*COLUMNS, "other texts")}
+            columns = (*COLUMNS, "other texts")
+            medians = {name: float(np.median([one[name] for one in measured.values()])) for name in columns}
             rows.append({"phase": phase, "way": arm, **medians})
     for phase in PHASES:
         for arm, others in OURS.items():
-            for other in [one for one in others if arm in found[phase] and one in found[phase]]:
+            for other in _rivals(found[phase], arm, others):
                 row: dict[str, object] = {"phase": phase, "way": arm, "over": other}
                 for column in COLUMNS:
                     mean, low, high = _interval(found[phase], arm, other, column)
                     row[column] = f"{mean:.2f} ({low:.2f} to {high:.2f})"
                 rows.append(row)
-    rows += [{"way": arm, "not run": reason} for arm, reason in missing.items()]
+    rows += [{"way": arm, "not run": reason} for arm, reasons in missing.items() for reason in reasons]
     return rows
 
 
-def _interval(measured: dict[str, list[RunFigures]], ours: str, theirs: str, column: str) -> tuple[float, float, float]:
-    return interval([ratio(column, a, b) for a, b in zip(measured[ours], measured[theirs], strict=True)])
+def _rivals(measured: dict[str, Measured], arm: str, others: tuple[str, ...]) -> list[str]:
+    """Those of the others that answered in a repetition in which this way did."""
+    ours = measured.get(arm, {}).keys()
+    return [other for other in others if not ours.isdisjoint(measured.get(other, {}))]
+
+
+def _interval(measured: dict[str, Measured], ours: str, theirs: str, column: str) -> tuple[float, float, float]:
+    """Over the repetitions that both have."""
+    common = [one for one in measured[ours] if one in measured[theirs]]
+    return interval([ratio(column, measured[ours][one], measured[theirs][one]) for one in common])
 
 
 def targets_of(found: Found) -> list[Target]:
@@ -211,8 +226,8 @@ def targets_of(found: Found) -> list[Target]:
     targets = []
     for phase in PHASES:
         for arm, others in OURS.items():
-            rivals = [other for other in others if other in found[phase]]
-            if arm not in found[phase] or not rivals:
+            rivals = _rivals(found[phase], arm, others)
+            if not rivals:
                 continue
             for column in COLUMNS:
                 intervals = {other: _interval(found[phase], arm, other, column) for other in rivals}
@@ -229,7 +244,7 @@ def plot(found: Found, path: Path) -> None:
     for phase, line in zip(PHASES, panels, strict=True):
         for column, axes in zip(COLUMNS, line, strict=True):
             arms = list(found[phase])
-            values = [np.array([one[column] for one in found[phase][arm]]) for arm in arms]
+            values = [np.array([one[column] for one in found[phase][arm].values()]) for arm in arms]
             middles = np.array([np.median(each) for each in values])
             reach = [middles - [each.min() for each in values], [each.max() for each in values] - middles]
             colours = ["tab:orange" if arm in OURS else "tab:blue" for arm in arms]
@@ -259,46 +274,53 @@ def options() -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace, runs: Runs, missing: dict[str, str]) -> Found:
-    """All repetitions. A way that is not ours and whose engine ends is left out from there on, with its last words."""
+def run(args: argparse.Namespace, runs: Runs, missing: dict[str, list[str]]) -> Found:
+    """All repetitions. What a way could not do is in `missing` with its engine's last words; the others go on."""
     sizes = QUICK if args.quick else FULL
-    make_model(runs.home / "model", small=args.quick)
+    make_model(runs.home / "model", small=args.quick, **MODEL)
     prompts, answers = write_conversations(runs, sizes)
     rng = np.random.default_rng(2)
-    found: Found = {phase: defaultdict(list) for phase in PHASES}
+    found: Found = {phase: defaultdict(dict) for phase in PHASES}
+    tries = dict.fromkeys(missing, 0) | dict.fromkeys((arm for arm in args.ways if arm not in missing), TRIES)
+    began = time.monotonic()
     for repetition in range(args.repetitions):
-        for arm in rng.permutation([arm for arm in args.ways if arm not in missing]).tolist():
+        for arm in rng.permutation([arm for arm in args.ways if tries[arm]]).tolist():
             runs.forget(arm)
-            try:
-                for phase in PHASES:
-                    progress(f"repetition {repetition + 1}/{args.repetitions}, {arm}, {phase}")
-                    found[phase][arm].append(measure(runs, arm, phase, prompts, answers, sizes))
-            except EngineEnded as ended:
-                if arm != "lmcache":
-                    raise SystemExit(f"{arm}: {ended}: {runs.last_words()}") from None
-                missing[arm] = f"its engine ended: {runs.last_words()}"
+            for phase in PHASES:
+                minutes = (time.monotonic() - began) / 60
+                progress(f"{minutes:.1f} min: repetition {repetition + 1}/{args.repetitions}, {arm}, {phase}")
+                try:
+                    found[phase][arm][repetition] = measure(runs, arm, phase, prompts, answers, sizes)
+                except EngineEnded as ended:
+                    tries[arm] -= 1
+                    reason = f"repetition {repetition + 1}, {phase}: {ended}: {runs.last_words()}"
+                    progress(f"{arm}: {reason}")
+                    missing.setdefault(arm, []).append(reason)
+                    break
             runs.forget(arm)
-    for phase in PHASES:
-        for arm in missing:
-            found[phase].pop(arm, None)
-        found[phase] = {arm: found[phase][arm] for arm in args.ways if arm in found[phase]}
-    return found
+    return {phase: {arm: found[phase][arm] for arm in args.ways if arm in found[phase]} for phase in PHASES}
 
 
 def main() -> int:
     args = options()
     subprocess.run([str(ROOT / ".ci" / "beside-engine"), "vllm"], check=True)
     python = ROOT / ".venv-vllm" / "bin" / "python"
-    missing: dict[str, str] = {}
+    missing: dict[str, list[str]] = {}
     lmcache, reason = lmcache_packages(python) if "lmcache" in args.ways else (None, "")
     if reason:
-        missing["lmcache"] = f"it could not be installed: {reason}"
+        missing["lmcache"] = [f"it could not be installed: {reason}"]
     with tempfile.TemporaryDirectory(prefix=".conversations-", dir=ROOT / "benchmarks") as home:
-        found = run(args, Runs(Path(home), python, lmcache), missing)
+        progress("importing vLLM")
+        runs = Runs(Path(home), python, lmcache)
+        try:
+            found = run(args, runs, missing)
+        finally:
+            runs.starter.close()
     if args.save:
         plot(found, RESULTS / "engine_conversations.png")
     setup = asdict(QUICK if args.quick else FULL) | {"clients": CLIENTS, "repetitions": args.repetitions}
-    return report("engine_conversations", rows_of(found, missing), targets_of(found), args.json, args.save, setup)
+    status = report("engine_conversations", rows_of(found, missing), targets_of(found), args.json, args.save, setup)
+    return 1 if set(OURS).intersection(missing) else status
 
 
 if __name__ == "__main__":

@@ -47,14 +47,14 @@ def started(python: Path, model: Path, name: str, folder: Path, max_len: int) ->
     )
 
 
-def make_model(path: Path, *, small: bool) -> None:
-    """A random Llama: 88 M parameters, or (`small`) as few as a run that proves nothing needs."""
-    size = 128 if small else 768
+def make_model(path: Path, *, small: bool, size: int = 768, layers: int = 12) -> None:
+    """A random Llama: of that width and depth, or (`small`) as few parameters as a run that proves nothing needs."""
+    size, layers = (128, 2) if small else (size, layers)
     config = transformers.LlamaConfig(
         vocab_size=8192,
         hidden_size=size,
         intermediate_size=size * 8 // 3,
-        num_hidden_layers=2 if small else 12,
+        num_hidden_layers=layers,
         num_attention_heads=size // 64,
         num_key_value_heads=size // 64 // 3 or 1,
         head_dim=64,

@@ -99,6 +99,8 @@ class WorkerHalf:
         self._store(side, tails)
         side.fence(message.fences)
         side.begin(self._stores, early=not message.touches)
+        if self._starts_early(message):
+            self._load(side)
 
     def start_load(self, message: WorkerStep) -> None:
         """Start this step's loads. Those its compute needs are waited for here, or layer by layer."""
@@ -109,8 +111,7 @@ class WorkerHalf:
         side = self._connected(message.region)
         if side is None:
             return self._refuse(StepPlan(plan.step, plan.region, plan.loads))
-        self._loads |= {op.op_id: op for op in plan.loads}
-        side.start_load(plan)
+        self._load(side)
         if not self._layerwise and any(op.layerwise for op in plan.loads):
             self._await(side, len(self._plan.layers) - 1)
         return None
@@ -150,6 +151,23 @@ class WorkerHalf:
             if not self._side.settled():
                 raise RuntimeError(f"a load that a step needed has not ended in {_DEADLINE:.0f} s: memory is stuck")
             self._take_in(self._side.poll())
+
+    def _starts_early(self, message: WorkerStep) -> bool:
+        """Whether this step's loads start before its compute, and so end with it: a request comes a step sooner.
+
+        vLLM calls `start_load` behind a compute that waits for no load. On a GPU that has only been issued by then, and
+        what loads wait for is what `begin` marked. On a CPU it is over, and the request would wait for another step.
+        """
+        is_host = self._blocks is not None and self._blocks.device.type == "cpu"
+        return is_host and not message.touches and not any(op.layerwise for op in self._stores.loads)
+
+    def _load(self, side: WorkerSide) -> None:
+        """Start the step's loads, once."""
+        plan = self._stores
+        self._loads |= {op.op_id: op for op in plan.loads}
+        side.start_load(plan)
+        if not any(op.layerwise for op in plan.loads):  # else they are asked for until the step ends
+            self._stores = replace(plan, loads=())
 
     def _await(self, side: WorkerSide, layer: int) -> None:
         if not side.wait_layer(layer):

@@ -23,7 +23,7 @@ from kvtier.tiers.pool import MAX_CHILDREN, ChildIndex, SlotPool
 
 logger = logging.getLogger(__name__)
 
-_PREFAULT_PIECE: Final = 32 << 20  # bytes per madvise: some 10 ms, so that close() need not wait longer
+_PREFAULT_PIECE: Final = 4 << 20  # bytes per madvise, in a ms or a few: close() and the engine's own mmap wait for it
 _LARGEST_BLOCK: Final = 256  # tokens, where the caller does not say
 _HELD_BATCH: Final = 4096  # blocks asked about under the pool's lock at a time
 # Memory that a device may still write to: mapped and pinned until the process ends.
@@ -177,8 +177,8 @@ class HostRegion:
             if self._closing.is_set():
                 return
             try:
-                memory.populate(start + offset, min(_PREFAULT_PIECE, size - offset))
                 collapses = collapses and memory.collapse(start + offset, min(_PREFAULT_PIECE, size - offset))
+                memory.populate(start + offset, min(_PREFAULT_PIECE, size - offset))
             except OSError as error:
                 logger.warning(
                     "[host] pre-fault stopped at %s: %s; first copies will be slower", show_size(offset), error

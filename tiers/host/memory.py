@@ -46,12 +46,17 @@ def advise_huge_pages(address: int, num_bytes: int) -> bool:
 
 
 def collapse(address: int, num_bytes: int) -> bool:
-    """Put populated shared memory on huge pages, whatever the system's setting for those; False: it stays as it is.
+    """Put shared memory on huge pages, whatever the system's setting for those; False: it stays as it is.
 
-    Only whole huge pages are, and only if the mapping lies as its file does. Since Linux 6.1. Copies of scattered
-    blocks by `copy_scattered` gain most: the kernel looks up one page where it looked up 512.
+    Before its first touch that is much cheaper: behind `populate` the kernel would copy all of its small pages. But it
+    collapses nothing that is empty, so one page of each huge page is faulted in first. Only whole huge pages are made,
+    and only if the mapping lies as its file does. Since Linux 6.1. Copies of scattered blocks by `copy_scattered` gain
+    most: the kernel looks up one page where it looked up 512. Raises OSError as `populate`.
     """
-    return bool(_madvise(address, num_bytes // HUGE_PAGE * HUGE_PAGE, _MADV_COLLAPSE) == 0)
+    length = num_bytes // HUGE_PAGE * HUGE_PAGE
+    for offset in range(0, length, HUGE_PAGE):
+        populate(address + offset, PAGE)
+    return bool(_madvise(address, length, _MADV_COLLAPSE) == 0)
 
 
 def advise_no_fork(address: int, num_bytes: int) -> None:

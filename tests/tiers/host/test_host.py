@@ -232,6 +232,34 @@ def test_shared_memory_is_on_huge_pages_for_everybody_where_the_kernel_can() -> 
     region.close()
 
 
+def test_untouched_shared_memory_goes_to_huge_pages_at_once_and_written_bytes_stay() -> None:
+    region = HostRegion.allocate(8, memory.HUGE_PAGE, shared=True, prefault=False)
+    region.slot(5)[100:105] = b"early"
+    before = huge_kib()
+    if not memory.collapse(region.address, region.array.nbytes):
+        pytest.skip("this kernel puts no shared memory on huge pages (Linux 6.1 does)")
+    memory.populate(region.address, region.array.nbytes)
+    assert huge_kib() - before == region.array.nbytes >> 10
+    assert bytes(region.slot(5)[99:106]) == b"\0early\0"
+    assert region.array.sum() == sum(b"early")
+    region.close()
+
+
+def test_shared_memory_that_stays_on_small_pages_is_faulted_in_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+
+    def refused(address: int, num_bytes: int) -> bool:
+        asked.append(num_bytes)
+        return False
+
+    monkeypatch.setattr(memory, "collapse", refused)
+    region = HostRegion.allocate(16, MIB, shared=True)
+    assert region.wait_prefaulted(60)
+    assert len(asked) == 1  # the kernel will not do it for the next piece either
+    assert resident_bytes(region) == region.array.nbytes
+    region.close()
+
+
 def huge_kib() -> int:
     """Shared memory of this process on huge pages."""
     lines = Path("/proc/self/smaps").read_text().splitlines()

@@ -1,0 +1,121 @@
+"""vLLM's worker half over host memory, without vLLM: when a step's loads start, and that each starts once."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.connector.plan import CopyOp, StepPlan
+from kvtier.connector.vllm.slots import GroupLane, SlotPlan
+from kvtier.connector.vllm.steps import RegionHandle, WorkerStep
+from kvtier.connector.vllm.worker import WorkerHalf
+from kvtier.tiers.host.host import HostRegion
+
+BLOCKS, SLOTS, HEADS, TOKENS, CONTENT = 8, 8, 2, 8, 64
+NAMES = ("layer.0", "layer.1")
+
+
+class Rank:
+    """One worker half, and the memory on both sides."""
+
+    def __init__(self) -> None:
+        self.tensors = {name: torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT) for name in NAMES}
+        layer_bytes = self.tensors[NAMES[0]][0].nbytes
+        plan = SlotPlan(
+            block_size=TOKENS,
+            hash_size=TOKENS,
+            groups=(NAMES,),
+            group_sizes=(TOKENS,),
+            lanes=(GroupLane(0),),
+            layers=NAMES,
+            layer_bytes=(layer_bytes,) * len(NAMES),
+            num_parts=1,
+            replicas=1,
+            content="plain",
+            canonical=False,
+        )
+        self.region = HostRegion.allocate(SLOTS, plan.block_bytes, shared=True, prefault=False)
+        for slot in range(SLOTS):
+            self.region.array[slot] = slot + 1
+        self.half = WorkerHalf(plan, layerwise=False)
+        self.half.register(self.tensors, 0)
+
+    def message(self, *loads: CopyOp, touches: bool = False) -> WorkerStep:
+        plan = StepPlan(1, self.region.region_id, loads)
+        tails = StepPlan(1, self.region.region_id)
+        handle = RegionHandle.of(self.region)
+        return WorkerStep(handle, plan.encode(), tails.encode(), is_idle=False, touches=touches)
+
+    def holds(self, block: int, value: int) -> bool:
+        return all(bool((tensor[block].numpy().view(np.uint8) == value).all()) for tensor in self.tensors.values())
+
+    def drained(self) -> None:
+        assert self.half._stream is None or self.half._stream.drain(30)
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    made = Rank()
+    yield made
+    made.half.close()
+    made.region.close()
+
+
+LOAD = CopyOp(7, "asked", (3, 4), (1, 2), (0, 0), layerwise=False)
+
+
+def test_a_load_that_the_compute_does_not_wait_for_runs_beside_it(rank: Rank) -> None:
+    message = rank.message(LOAD)
+    rank.half.begin(message)
+    rank.drained()
+    assert rank.holds(3, 2)  # before the compute, and long before vLLM says that loads may start
+    assert rank.holds(4, 3)
+    rank.tensors[NAMES[0]][3] = 0  # a second copy would show
+    rank.half.start_load(message)
+    rank.half.start_store(message)
+    rank.drained()
+    rank.half.collect()
+    assert rank.half.take_received() == ({"asked"}, set())
+    assert rank.half.take_reports().finished == (7,)
+    assert not rank.holds(3, 2)
+
+
+def test_blocks_that_the_step_zeroes_first_are_loaded_behind_its_compute(rank: Rank) -> None:
+    message = rank.message(LOAD, touches=True)
+    rank.half.begin(message)
+    rank.drained()
+    assert rank.holds(3, 0)
+    rank.half.start_load(message)
+    rank.drained()
+    assert rank.holds(3, 2)
+    rank.half.start_store(message)
+    rank.half.collect()
+    assert rank.half.take_received() == ({"asked"}, set())
+
+
+def test_a_load_that_the_compute_needs_has_come_when_it_starts(rank: Rank) -> None:
+    awaited = replace(LOAD, op_id=8, request_id="now", device_blocks=(5, 6), layerwise=True)
+    message = rank.message(LOAD, awaited)
+    rank.half.begin(message)
+    rank.drained()
+    assert rank.holds(5, 0)  # vLLM asks for all of this step's before its compute
+    rank.half.start_load(message)
+    assert rank.holds(5, 2)
+    rank.half.start_store(message)
+    rank.drained()
+    rank.half.collect()
+    assert rank.half.take_received() == ({"asked"}, set())
+    assert set(rank.half.take_reports().finished) == {7, 8}
+
+
+def test_a_runner_without_a_hook_before_the_step_starts_loads_once_too(rank: Rank) -> None:
+    message = rank.message(LOAD)
+    rank.half.start_load(message)
+    rank.half.start_store(message)
+    rank.drained()
+    rank.half.collect()
+    assert rank.holds(3, 2)
+    assert rank.half.take_received() == ({"asked"}, set())
+    assert rank.half.take_reports().finished == (7,)

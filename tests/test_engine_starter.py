@@ -1,0 +1,97 @@
+"""Stories of benchmarks/_engine_starter.py, over a program that serves no engine: forks, ends, hangs."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import _engine_starter
+import pytest
+from _engine_process import EngineEnded
+from _engine_starter import EngineStarter
+
+ECHO: Final = """
+import json, os, subprocess, sys, time
+from _engine_starter import serve
+
+def echo(setup, commands, replies):
+    children = []
+    print(json.dumps({"ready": True}), file=replies, flush=True)
+    for line in commands:
+        command = json.loads(line)
+        if command["do"] == "fail":
+            raise ValueError("no such thing")
+        if command["do"] == "hang":
+            children.append(subprocess.Popen(["sleep", "60"]))
+            print(children[-1].pid, file=sys.stderr, flush=True)
+            time.sleep(60)
+        print(json.dumps({"pid": os.getpid(), **setup, **command}), file=replies, flush=True)
+
+serve(sys.argv[1:], echo)
+"""
+
+
+@pytest.fixture
+def starter(tmp_path: Path) -> Iterator[EngineStarter]:
+    program = tmp_path / "echo.py"
+    program.write_text(ECHO)
+    with (tmp_path / "starter.log").open("wb") as log:
+        made = EngineStarter(Path(sys.executable), str(program), log)
+    yield made
+    made.close()
+    assert made.process.returncode == 0
+
+
+def test_each_engine_is_a_process_of_its_own_with_its_own_setup(starter: EngineStarter, tmp_path: Path) -> None:
+    pids = set()
+    for arm in ("none", "native"):
+        with (tmp_path / "engine.log").open("wb") as log:
+            engine = starter.start({"arm": arm}, log)
+        told = engine.ask("converse", prompts=[[1, 2]])
+        assert told == {"pid": told["pid"], "arm": arm, "do": "converse", "prompts": [[1, 2]]}
+        pids.add(told["pid"])
+        engine.close()
+        engine.close()  # again
+    assert len(pids) == 2
+    assert starter.process.pid not in pids
+
+
+def test_an_engine_that_ends_leaves_its_last_words_and_the_next_one_starts(
+    starter: EngineStarter, tmp_path: Path
+) -> None:
+    with (tmp_path / "engine.log").open("wb") as log:
+        engine = starter.start({}, log)
+    with pytest.raises(EngineEnded, match="it ended"):
+        engine.ask("fail")
+    with pytest.raises(EngineEnded):
+        engine.ask("converse")
+    engine.close()
+    assert "ValueError: no such thing" in (tmp_path / "engine.log").read_text()
+    with (tmp_path / "engine.log").open("wb") as log:
+        engine = starter.start({}, log)
+    assert engine.ask("converse")["do"] == "converse"
+    engine.close()
+
+
+def test_an_engine_that_hangs_is_killed_with_what_it_started(
+    starter: EngineStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "engine.log").open("wb") as log:
+        engine = starter.start({}, log)
+    monkeypatch.setattr(_engine_starter, "_ANSWER", 3.0)
+    with pytest.raises(EngineEnded, match="did not answer within 3 s"):
+        engine.ask("hang")
+    engine.close()
+    child = int((tmp_path / "engine.log").read_text())
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    with (tmp_path / "engine.log").open("wb") as log:
+        engine = starter.start({}, log)
+    engine.close()
+
+
+def test_a_starter_that_cannot_import_says_so(tmp_path: Path) -> None:
+    program = tmp_path / "broken.py"
+    program.write_text("raise SystemExit(3)")
+    with (tmp_path / "log").open("wb") as log, pytest.raises(EngineEnded, match="make test-vllm"):
+        EngineStarter(Path(sys.executable), str(program), log)
