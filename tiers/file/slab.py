@@ -333,6 +333,19 @@ def seal_rows(rows: Rows, superblock: Superblock) -> None:
     rows["checksum"] = _row_checksums(rows, superblock)
 
 
+def is_plausible(
+    state: int, is_its_slot: bool, payload_bytes: int, num_tokens: int, seq: int, superblock: Superblock
+) -> bool:
+    """`find_plausible` of one row by its fields."""
+    return (
+        state == READY
+        and is_its_slot
+        and payload_bytes == superblock.slot_bytes
+        and num_tokens <= superblock.block_size
+        and superblock.min_seq <= seq < _MAX_SEQ
+    )
+
+
 def find_plausible(rows: Rows, slots: NDArray[np.int64], superblock: Superblock) -> NDArray[np.bool_]:
     """Which rows are of this slab and meant for their slot, by all but their checksum."""
     plausible: NDArray[np.bool_] = (

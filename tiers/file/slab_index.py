@@ -154,6 +154,11 @@ class SlabIndex:
         """Whether a slot, which may lie behind the last one, has a name."""
         return slot < self.num_slots and bool(self._named[slot])
 
+    def hold(self, slots: Slots) -> NDArray[np.bool_]:
+        """Whether each of the slots, -1 for none, has a name."""
+        held: NDArray[np.bool_] = self._named.take(slots, mode="wrap") & (slots >= 0) & (slots < self.num_slots)
+        return held
+
     def named(self, first: int = 0, end: int | None = None) -> Slots:
         """All slots from `first` to before `end` that have names, ascending."""
         return first + np.flatnonzero(self._named[first:end])

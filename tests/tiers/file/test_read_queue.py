@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +23,18 @@ SLOT = 8192
 OpenStore = Callable[..., FileStore]
 
 
+@pytest.fixture(params=["python", "compiled"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every story of a store is told of the Python way and of its twin."""
+    if request.param == "python":
+        monkeypatch.setattr(FileIO, "compiled", None)
+    elif read_queue.compiled_reads() is None:
+        pytest.skip("no compiled twin here: `make compiled` builds it")
+    return str(request.param)
+
+
 @pytest.fixture
-def open_store(disk_dir: Path) -> Iterator[OpenStore]:
+def open_store(disk_dir: Path, way: str) -> Iterator[OpenStore]:
     """Opened for direct I/O, on a disk."""
     opened: list[FileStore] = []
 
@@ -70,6 +81,22 @@ def every_other(store: FileStore, count: int = 60) -> list[int]:
     keys = list(range(0, 2 * count, 2))
     random.Random(2).shuffle(keys)
     return keys
+
+
+def change_what_came(monkeypatch: pytest.MonkeyPatch, change: Callable[[int, int], int]) -> None:
+    """Each read's number and what it brought go through `change`, either way."""
+    told, hashed = ReadQueue._wait, ReadQueue.read_hashed
+
+    def changed(self: ReadQueue, least: int) -> list[tuple[int, int]]:
+        return [(number, change(number, moved)) for number, moved in told(self, least)]
+
+    def changed_hashed(self: ReadQueue, *given: Any) -> tuple[list[int], list[int]] | None:
+        if (came := hashed(self, *given)) is None:
+            return None
+        return [change(number, moved) for number, moved in enumerate(came[0])], came[1]
+
+    monkeypatch.setattr(ReadQueue, "_wait", changed)
+    monkeypatch.setattr(ReadQueue, "read_hashed", changed_hashed)
 
 
 def iovecs_of(buffers: list[memoryview]) -> np.ndarray:
@@ -129,12 +156,7 @@ def test_what_the_queue_does_not_bring_whole_is_read_without_it(
 ) -> None:
     store = open_store()
     keys = every_other(store)
-    told = ReadQueue._wait
-
-    def some_fail(self: ReadQueue, least: int) -> list[tuple[int, int]]:
-        return [(number, bad if number % 3 == 0 else moved) for number, moved in told(self, least)]
-
-    monkeypatch.setattr(ReadQueue, "_wait", some_fail)
+    change_what_came(monkeypatch, lambda number, moved: moved if number % 3 else bad)
     assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
 
 
@@ -144,15 +166,12 @@ def test_a_bad_sector_costs_its_block_alone(open_store: OpenStore, queue: ReadQu
     slot = store._blocks.index.find_one(hash_of(keys[5]))
     bad_place = store.superblock.payload_offset(slot)
     ordered = sorted(store._blocks.index.find([hash_of(key) for key in keys]).tolist())
-    told, read_each = ReadQueue._wait, PayloadIO.read_each
-
-    def fails_one(self: ReadQueue, least: int) -> list[tuple[int, int]]:
-        return [(n, -errno.EIO if n == ordered.index(slot) else moved) for n, moved in told(self, least)]
+    read_each = PayloadIO.read_each
 
     def refuses(self: PayloadIO, offset: int, into: list[memoryview]) -> list[bool]:
         return [False] if offset == bad_place else read_each(self, offset, into)
 
-    monkeypatch.setattr(ReadQueue, "_wait", fails_one)
+    change_what_came(monkeypatch, lambda number, moved: -errno.EIO if number == ordered.index(slot) else moved)
     monkeypatch.setattr(PayloadIO, "read_each", refuses)
     outcomes = get(store, keys, aligned(len(keys)))
     assert outcomes == [Outcome.IO_ERROR if i == 5 else Outcome.OK for i in range(len(keys))]
