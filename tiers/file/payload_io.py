@@ -107,7 +107,8 @@ class PayloadIO:
         checksums are wanted, where they come with the reads.
         """
         runs = self.runs(offsets)
-        queue = self._take_queue() if len(runs) > 1 else None
+        is_worth = len(runs) > 1 or (hashed and self._io.compiled is not None)
+        queue = self._take_queue() if is_worth else None
         if queue is None:
             meanwhile()
             for run in runs:

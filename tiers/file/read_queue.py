@@ -52,10 +52,11 @@ _syscall.restype = ctypes.c_long
 
 
 class CompiledReads(NamedTuple):
-    """The twin, and where python-xxhash has the function that it hashes with."""
+    """The twin, and where python-xxhash has the functions that it hashes with."""
 
     module: ModuleType
     hash_address: int
+    seeded_hash_address: int
 
 
 @cache
@@ -65,12 +66,18 @@ def compiled_reads() -> CompiledReads | None:
         return None
     library = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
     sample = bytes(range(256)) * 32
-    for name in ("XXH3_64bits_dispatch", "XXH3_64bits"):
-        function = getattr(library, name, None)
-        if function is not None:
-            function.restype, function.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
-            if function(sample, len(sample)) == xxhash.xxh3_64_intdigest(sample):
-                return CompiledReads(module, ctypes.cast(function, ctypes.c_void_p).value or 0)
+    for suffix in ("_dispatch", ""):  # the first takes the processor's widest instructions
+        plain = getattr(library, f"XXH3_64bits{suffix}", None)
+        seeded = getattr(library, f"XXH3_64bits_withSeed{suffix}", None)
+        if plain is None or seeded is None:
+            continue
+        plain.restype = seeded.restype = ctypes.c_uint64
+        plain.argtypes = (ctypes.c_char_p, ctypes.c_size_t)
+        seeded.argtypes = (*plain.argtypes, ctypes.c_uint64)
+        known = xxhash.xxh3_64_intdigest(sample), xxhash.xxh3_64_intdigest(sample, 7)
+        if (plain(sample, len(sample)), seeded(sample, len(sample), 7)) == known:
+            addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (plain, seeded)]
+            return CompiledReads(module, *addresses)
     _log.info("python-xxhash %s does not show its C functions: scattered reads go the Python way", xxhash.VERSION)
     return None
 
@@ -154,7 +161,7 @@ class ReadQueue:
         """
         if self._compiled is None:
             return None
-        module, hash_address = self._compiled
+        module, hash_address, _ = self._compiled
         size = into[0].nbytes
         reads = module.HashedReads(self._queue.value, self.depth, fd, offsets, counts, into, size, hash_address)
         try:

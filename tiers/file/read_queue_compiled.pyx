@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, freethreading_compatible=False
+# cython: language_level=3, boundscheck=False, wraparound=False
 """The compiled twin of `read_queue`: reads in flight together, each hashed as it comes, without the interpreter's lock.
 
 The Python way lets go of the lock, and takes it back, for every wait; a busy thread beside it may keep it for 5 ms each
@@ -7,8 +7,9 @@ time. Here it is let go of once for all that follows `begin`.
 
 from cpython.buffer cimport Py_buffer, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.errno cimport EAGAIN, EINTR, errno
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
 
 cdef extern from "<linux/aio_abi.h>" nogil:
     cdef int IOCB_CMD_PREADV
@@ -40,6 +41,7 @@ cdef extern from "<unistd.h>" nogil:
     ssize_t pread(int fd, void *buffer, size_t count, int64_t offset)
 
 ctypedef uint64_t (*Hash)(const void *, size_t) noexcept nogil
+ctypedef uint64_t (*SeededHash)(const void *, size_t, uint64_t) noexcept nogil
 
 cdef enum:
     WAKE = 4  # as `read_queue._WAKE`
@@ -136,7 +138,7 @@ cdef class HashedReads:
                 self.hash_fresh()  # while the next ones are on their way
                 if self.ended < self.begun:
                     self.reap()
-        return ([self.moved[i] for i in range(self.num_reads)], [self.digests[i] for i in range(self.num_buffers)])
+        return [self.moved[i] for i in range(self.num_reads)], [self.digests[i] for i in range(self.num_buffers)]
 
     cdef void submit(self) noexcept nogil:
         """As many as there is room for; one that the kernel refuses has ended."""
@@ -209,3 +211,41 @@ def read_rows(int fd, offsets, size_t size, unsigned char[::1] out):
     finally:
         free(places)
         free(whole)
+
+
+cdef packed struct Row:  # `slab.entry_dtype`, of a slab in the clear, up to its tokens
+    uint64_t checksum
+    uint32_t state
+    uint32_t generation
+    uint64_t seq
+    uint64_t slot
+    char name[32]
+    char parent[32]
+    uint64_t payload_checksum
+    uint32_t payload_bytes
+    uint32_t num_tokens
+
+
+def whole_rows(const unsigned char[::1] rows, slots, uint32_t ready, uint32_t payload_bytes, uint32_t most_tokens,
+               uint64_t least_seq, uint64_t end_seq, uint64_t seed, uintptr_t hash_address):
+    """What each row holds by `slab.find_valid`'s rule: (name, parent, tokens, checksum), or None if it is not whole."""
+    cdef Py_ssize_t n = len(slots), i
+    cdef size_t size = rows.shape[0] // n if n else 0
+    cdef SeededHash hash = <SeededHash><void *>hash_address
+    cdef const unsigned char *at
+    cdef const char *tokens
+    cdef Row row
+    cdef list found = []
+    if rows.shape[0] != n * <Py_ssize_t>size or (n and size < sizeof(Row) + 4 * <size_t>most_tokens):
+        raise ValueError(f"{rows.shape[0]} bytes for {n} rows of {most_tokens} tokens")
+    for i in range(n):
+        at = &rows[i * size]
+        memcpy(&row, at, sizeof(Row))
+        if (row.state == ready and row.slot == <uint64_t>slots[i] and row.payload_bytes == payload_bytes
+                and row.num_tokens <= most_tokens and least_seq <= row.seq < end_seq
+                and row.checksum == hash(at + 8, size - 8, seed)):
+            tokens = <const char *>at + sizeof(Row)
+            found.append((row.name[:32], row.parent[:32], tokens[:4 * row.num_tokens], row.payload_checksum))
+        else:
+            found.append(None)
+    return found

@@ -13,6 +13,7 @@ import xxhash
 from kvtier.tiers import BlockRecord, ChainHash, NameCipher, Outcome, RecordCipher, checksum, key_id
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.file_io import Scratch
+from kvtier.tiers.file.read_queue import CompiledReads
 from kvtier.tiers.file.slab import Rows, Superblock
 from kvtier.tiers.pool import Slots
 
@@ -63,11 +64,13 @@ class Codec:
             )
         ]
 
-    def entries(self, rows: Rows, slots: Sequence[int]) -> list[Entry | None]:
+    def entries(self, rows: Rows, slots: Sequence[int], compiled: CompiledReads | None = None) -> list[Entry | None]:
         """What rows read from the disk hold, by `slab.find_valid`'s rule; None for a row that is not whole.
 
         One by one: a read wants few rows, and an array's fixed costs are those of ten.
         """
+        if compiled is not None:
+            return self._entries_compiled(rows, slots, compiled)
         superblock, size, data = self._superblock, self._superblock.entry_bytes, rows.tobytes()
         entries = list[Entry | None]()
         for at, slot in zip(range(0, len(data), size), slots, strict=True):
@@ -78,6 +81,12 @@ class Codec:
             tokens = data[tokens_at : tokens_at + 4 * num_tokens] if is_whole else b""
             entries.append((BlockRecord(name, parent, tokens, checksum), b"") if is_whole else None)
         return entries
+
+    def _entries_compiled(self, rows: Rows, slots: Sequence[int], compiled: CompiledReads) -> list[Entry | None]:
+        of, data = self._superblock, slab.byte_view(rows)
+        bounds = slab.READY, of.slot_bytes, of.block_size, of.min_seq, slab.MAX_SEQ, of.seed
+        found = compiled.module.whole_rows(data, slots, *bounds, compiled.seeded_hash_address)
+        return [(BlockRecord(*fields), b"") if fields else None for fields in found]
 
     def tokens(self, row: bytes) -> bytes:
         """The tokens of one row as it lies in memory; none if the entry is not authentic."""
@@ -157,7 +166,7 @@ class SealedCodec(Codec):
                 tokens = entry[_CHECKSUM.size : _CHECKSUM.size + 4 * num_tokens]
                 yield BlockRecord(chain_hash, parent, tokens, *_CHECKSUM.unpack_from(entry))
 
-    def entries(self, rows: Rows, slots: Sequence[int]) -> list[Entry | None]:
+    def entries(self, rows: Rows, slots: Sequence[int], compiled: CompiledReads | None = None) -> list[Entry | None]:
         whole = np.flatnonzero(slab.find_valid(rows, np.array(slots, np.int64), self._superblock))
         self.show_names(rows, whole)
         found: list[Entry | None] = [None] * len(rows)
