@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -69,7 +70,7 @@ class FileIO:
         """One scattered read; returns bytes read, 0 at the end of the file."""
         return os.preadv(fd, buffers, offset)
 
-    @property
+    @cached_property
     def compiled(self) -> CompiledReads | None:
         """The twin that reads, if it was built."""
         return compiled_reads()

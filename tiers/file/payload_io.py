@@ -6,7 +6,7 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -118,10 +118,11 @@ class PayloadIO:
             starts = [offsets[run.start] for run in runs]
             counts = [run.stop - run.start for run in runs]
             all_hashed = queue.read_hashed(self._fd, starts, into, counts, meanwhile) if hashed else None
+            came: Iterable[tuple[int, int]]
+            digests: Sequence[int | None] = [None] * len(into)
             if all_hashed is not None:
                 came, digests = enumerate(all_hashed[0]), all_hashed[1]
             else:
-                digests = [None] * len(into)
                 iovecs = np.full((len(into), 2), self.stride, np.uint64)
                 iovecs[:, 0] = [writable_address(buffer) for buffer in into]
                 came = queue.read(self._fd, starts, iovecs, counts, meanwhile)

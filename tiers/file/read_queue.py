@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Generator, Sequence
-from functools import cache
 from types import ModuleType
 from typing import Final, NamedTuple
 
@@ -59,7 +58,6 @@ class CompiledReads(NamedTuple):
     seeded_hash_address: int
 
 
-@cache
 def compiled_reads() -> CompiledReads | None:
     """None: not built, or a python-xxhash that does not show its C functions: everything goes the Python way."""
     if (module := twin("kvtier.tiers.file.read_queue_compiled")) is None:
