@@ -4,18 +4,20 @@ import ctypes
 import errno
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from doubles import FakeClock
 from slab_rig import get, hash_of, put, record_of
 
-from kvtier.tiers.file import read_queue
+from kvtier.tiers.file import payload_io, read_queue
 from kvtier.tiers.file.file_io import FileIO, address, writable_address
 from kvtier.tiers.file.payload_io import PayloadIO
 from kvtier.tiers.file.read_queue import ReadQueue
+from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
@@ -187,6 +189,50 @@ def test_a_kernel_that_loses_the_queue_costs_no_block(
     store._payload._queues[0]._queue.value += 4096  # as in a forked child: the kernel knows no such queue
     assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
     store._payload._queues.clear()
+
+
+def test_a_kernel_that_refuses_a_queue_is_asked_again_later(
+    open_store: OpenStore, queue: ReadQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payload_io.time, "monotonic", clock := FakeClock())
+    store = open_store()
+    keys = every_other(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(FileIO, "queue", refuses_a_queue)
+        for _ in range(3):
+            assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
+        assert store.stats()["queue_refused"] == 1  # not asked for every batch
+        clock.advance(11)
+        get(store, keys, aligned(len(keys)))
+        assert store.stats()["queue_refused"] == 2
+    get(store, keys, aligned(len(keys)))
+    assert not store._payload._queues
+    clock.advance(11)
+    assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
+    assert len(store._payload._queues) == 1
+    assert store.stats()["queue_refused"] == 2
+
+
+def refuses_a_queue(self: FileIO, depth: int) -> ReadQueue:
+    raise OSError(errno.EAGAIN, "too many of them")
+
+
+def test_entries_are_read_once_and_while_payloads_are_in_flight(
+    open_store: OpenStore, queue: ReadQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    keys = every_other(store, 20)
+    steps: list[str] = []
+    entries = SlabRows.entries
+
+    def noted(self: SlabRows, slots: Sequence[int]) -> list[Any]:
+        steps.append(f"entries of {len(slots)}")
+        return entries(self, slots)
+
+    monkeypatch.setattr(SlabRows, "entries", noted)
+    change_what_came(monkeypatch, lambda number, moved: steps.append("payload") or moved)  # type: ignore[func-returns-value]
+    assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
+    assert steps == ["entries of 20", *["payload"] * 20]
 
 
 def test_without_a_queue_blocks_are_read_one_by_one(open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
