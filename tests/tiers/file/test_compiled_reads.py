@@ -84,13 +84,14 @@ def test_a_row_is_whole_by_one_rule(
     records = codec.to_records(rows)
     expected = [(record, b"") if is_whole else None for record, is_whole in zip(records, whole.tolist(), strict=True)]
     assert codec.entries(rows, slots) == expected
+    assert codec.entries(np.tile(rows, 5), slots * 5) == expected * 5  # at once
     assert codec.entries(rows, slots, compiled) == expected
 
 
 def test_rows_that_do_not_fit_are_refused(compiled: CompiledReads) -> None:
     codec, rows = Codec(PLAN), rows_of([1, 2])
     with pytest.raises(ValueError, match="rows of 4 tokens"):
-        codec.entries(rows.view(np.uint8)[:-1], [1, 2], compiled)
+        codec.entries(rows[:1], [1, 2], compiled)
     with pytest.raises(ValueError, match="bytes for 2 rows"):
         compiled.module.read_rows(0, [0, 1], 64, bytearray(127))
     assert compiled.module.read_rows(1 << 20, [0, 64], 64, bytearray(128)) == b"\0\0"  # no such file

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -194,7 +195,7 @@ def test_a_kernel_that_loses_the_queue_costs_no_block(
 def test_a_kernel_that_refuses_a_queue_is_asked_again_later(
     open_store: OpenStore, queue: ReadQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(payload_io.time, "monotonic", clock := FakeClock())
+    monkeypatch.setattr(payload_io, "time", SimpleNamespace(monotonic=(clock := FakeClock())))
     store = open_store()
     keys = every_other(store)
     with monkeypatch.context() as patch:
@@ -230,7 +231,12 @@ def test_entries_are_read_once_and_while_payloads_are_in_flight(
         return entries(self, slots)
 
     monkeypatch.setattr(SlabRows, "entries", noted)
-    change_what_came(monkeypatch, lambda number, moved: steps.append("payload") or moved)  # type: ignore[func-returns-value]
+
+    def noted_payload(number: int, moved: int) -> int:
+        steps.append("payload")
+        return moved
+
+    change_what_came(monkeypatch, noted_payload)
     assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
     assert steps == ["entries of 20", *["payload"] * 20]
 

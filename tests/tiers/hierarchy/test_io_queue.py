@@ -311,7 +311,12 @@ def test_a_job_that_comes_while_a_thread_is_on_its_way_wakes_no_other(
     wait_until(lambda: queue._num_waiting == 2)
     woken: list[int] = []
     notify = queue._work_came.notify
-    monkeypatch.setattr(queue._work_came, "notify", lambda n=1: (woken.append(n), notify(n)))
+
+    def noted(count: int = 1) -> None:
+        woken.append(count)
+        notify(count)
+
+    monkeypatch.setattr(queue._work_came, "notify", noted)
     with queue._lock:  # the first is woken, and cannot look yet
         jobs = [small(story, name) for name in "abc"]
         queue.urgent.extend(jobs)
