@@ -108,7 +108,7 @@ class ExtentMap:
         A slot loses its name before it gets another one, and then has a new generation.
         """
         same = self.generations.take(slots, mode="wrap") == generations
-        holds: list[bool] = (same & self.index.hold(slots)).tolist()
+        holds: list[bool] = (same & self.index.holds(slots)).tolist()
         return holds
 
     def touch(self, slot: int) -> None:

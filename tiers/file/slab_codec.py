@@ -17,7 +17,7 @@ from kvtier.tiers.file.read_queue import CompiledReads
 from kvtier.tiers.file.slab import Rows, Superblock
 from kvtier.tiers.pool import Slots
 
-Entry = tuple[BlockRecord, bytes]  # what a whole row holds: the record, and what `hide` gave for its payload
+SlabEntry = tuple[BlockRecord, bytes]  # what a whole row holds: the record, and what `hide` gave for its payload
 
 NO_CHECKSUM: Final = -1  # of a record whose entry is not authentic: no payload has it
 _CHECKSUM: Final = struct.Struct("<Q")
@@ -65,7 +65,9 @@ class Codec:
             )
         ]
 
-    def entries(self, rows: Rows, slots: Sequence[int], compiled: CompiledReads | None = None) -> list[Entry | None]:
+    def entries(
+        self, rows: Rows, slots: Sequence[int], compiled: CompiledReads | None = None
+    ) -> list[SlabEntry | None]:
         """What rows read from the disk hold, by `slab.find_valid`'s rule; None for a row that is not whole.
 
         By the twin, or a few one by one: an array's fixed costs are those of many rows.
@@ -75,7 +77,7 @@ class Codec:
         if len(rows) > _FEW:
             return self._entries_at_once(rows, slots)
         superblock, size, data = self._superblock, self._superblock.entry_bytes, rows.tobytes()
-        entries = list[Entry | None]()
+        entries = list[SlabEntry | None]()
         for at, slot in zip(range(0, len(data), size), slots, strict=True):
             digest, state, _, seq, own, name, parent, checksum, num_bytes, num_tokens = _ROW.unpack_from(data, at)
             tokens_at, is_whole = at + _ROW.size, False
@@ -85,16 +87,16 @@ class Codec:
             entries.append((BlockRecord(name, parent, tokens, checksum), b"") if is_whole else None)
         return entries
 
-    def _entries_compiled(self, rows: Rows, slots: Sequence[int], compiled: CompiledReads) -> list[Entry | None]:
+    def _entries_compiled(self, rows: Rows, slots: Sequence[int], compiled: CompiledReads) -> list[SlabEntry | None]:
         of, data = self._superblock, slab.byte_view(rows)
         bounds = slab.READY, of.slot_bytes, of.block_size, of.min_seq, slab.MAX_SEQ, of.seed
         found = compiled.module.whole_rows(data, slots, *bounds, compiled.seeded_hash_address)
         return [(BlockRecord(*fields), b"") if fields else None for fields in found]
 
-    def _entries_at_once(self, rows: Rows, slots: Sequence[int]) -> list[Entry | None]:
+    def _entries_at_once(self, rows: Rows, slots: Sequence[int]) -> list[SlabEntry | None]:
         whole = np.flatnonzero(slab.find_valid(rows, np.array(slots, np.int64), self._superblock))
         self.show_names(rows, whole)
-        found: list[Entry | None] = [None] * len(rows)
+        found: list[SlabEntry | None] = [None] * len(rows)
         entries = zip(self.to_records(rows[whole]), self.stamps(rows[whole]), strict=True)
         for at, entry in zip(whole.tolist(), entries, strict=True):
             found[at] = entry
@@ -178,7 +180,9 @@ class SealedCodec(Codec):
                 tokens = entry[_CHECKSUM.size : _CHECKSUM.size + 4 * num_tokens]
                 yield BlockRecord(chain_hash, parent, tokens, *_CHECKSUM.unpack_from(entry))
 
-    def entries(self, rows: Rows, slots: Sequence[int], compiled: CompiledReads | None = None) -> list[Entry | None]:
+    def entries(
+        self, rows: Rows, slots: Sequence[int], compiled: CompiledReads | None = None
+    ) -> list[SlabEntry | None]:
         return self._entries_at_once(rows, slots)
 
     def tokens(self, row: bytes) -> bytes:
@@ -222,7 +226,7 @@ def codec_of(superblock: Superblock, key: bytes | None, name: str) -> Codec:
 
 
 def verified(
-    codec: Codec, entry: Entry, chain_hash: ChainHash, payload: memoryview, digest: int | None = None
+    codec: Codec, entry: SlabEntry, chain_hash: ChainHash, payload: memoryview, digest: int | None = None
 ) -> BlockRecord | Outcome:
     """The entry's record, if the payload read for it is that block's, shown in place; else what is wrong with it.
 

@@ -169,12 +169,8 @@ class SlabIndex:
             for name in self.names(slots[~has_entry]):
                 del self._stash[name]
 
-    def holds(self, slot: int) -> bool:
-        """Whether a slot, which may lie behind the last one, has a name."""
-        return slot < self.num_slots and bool(self._named[slot])
-
-    def hold(self, slots: Slots) -> NDArray[np.bool_]:
-        """Whether each of the slots, -1 for none, has a name."""
+    def holds(self, slots: Slots) -> NDArray[np.bool_]:
+        """Whether each of the slots (-1: none; it may lie behind the last one) has a name."""
         held: NDArray[np.bool_] = self._named.take(slots, mode="wrap") & (slots >= 0) & (slots < self.num_slots)
         return held
 

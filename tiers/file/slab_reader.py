@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
 from kvtier.tiers.file.extents import ExtentMap
 from kvtier.tiers.file.payload_io import PayloadIO
-from kvtier.tiers.file.slab_codec import Codec, Entry, verified
+from kvtier.tiers.file.slab_codec import Codec, SlabEntry, verified
 from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.slab_space import SlabFile
 from kvtier.tiers.file.slab_writer import SlabWriter
@@ -57,7 +57,7 @@ class SlabReader:
     ) -> None:
         """Put what became of each block at its position, these being in the order of their slots."""
         held = [slots[position] for position in positions]
-        entries = list[Entry | Outcome]()
+        entries = list[SlabEntry | Outcome]()
         offsets = [self.file.superblock.payload_offset(slot) for slot in held]
         buffers = [into[position] for position in positions]
         reads = self.payload.read_runs(

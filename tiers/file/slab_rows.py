@@ -16,7 +16,7 @@ from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap
 from kvtier.tiers.file.file_io import FileIO, read_all
 from kvtier.tiers.file.slab import Rows, Superblock
-from kvtier.tiers.file.slab_codec import Codec, Entry
+from kvtier.tiers.file.slab_codec import Codec, SlabEntry
 from kvtier.tiers.file.slab_space import SlabFile
 from kvtier.tiers.pool import Slots, Words
 
@@ -57,7 +57,7 @@ class SlabRows:
         rows, is_read = self._filled(slots, self._read_run)
         return rows, is_read, self._whole(rows, slots, is_read)
 
-    def entries(self, slots: Sequence[int]) -> list[Entry | Outcome]:
+    def entries(self, slots: Sequence[int]) -> list[SlabEntry | Outcome]:
         """What the rows of these slots hold; IO_ERROR where one cannot be read, CHECKSUM where it is not whole."""
         superblock = self._file.superblock
         rows = np.empty(len(slots), superblock.row_dtype)
