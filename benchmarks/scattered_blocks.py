@@ -3,9 +3,11 @@
 "a request's" are batches of one request's scattered blocks, from two threads, as the hierarchy reads them.
 "16 requests'" are single blocks of sixteen requests at once, through the port's queue. "one block" is a read with
 nothing beside it: its latency stands beside fio's at depth 1. fio (libaio, O_DIRECT) runs at depths 1 to 32, and the
-fastest counts. Medians over rounds. Every read verifies key and checksum, and its CPU time includes that.
+fastest counts. Medians over rounds. Every read verifies key and checksum, and its CPU time includes that. Each way is
+measured in every round: the compiled twin's, where it was built (`kvtier compile`), and the Python one.
 """
 
+import os
 import random
 import shutil
 import statistics
@@ -15,13 +17,25 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 from _report import Speed, Target, parser, progress, report
-from file_bandwidth import DiskBench, FioSpeed, drop_caches, fio, fio_best, held_batches, read_batches, scattered
+from file_bandwidth import (
+    DiskBench,
+    FioSpeed,
+    RecordChain,
+    drop_caches,
+    fio,
+    fio_best,
+    held_batches,
+    read_batches,
+    scattered,
+)
 from file_bandwidth import write_chains as fill
 
 from kvtier.tiers import BATCH_BYTES, BlockRecord, ChainHash, Outcome
+from kvtier.tiers.compiled import twin
 from kvtier.tiers.file import FileStore
 from kvtier.tiers.hierarchy import IoQueue, JoinedJob
 
@@ -110,32 +124,38 @@ class ScatteredBench(DiskBench):
     """One block size: its rows, each beside fio's."""
 
     def measure(self, limit_file: Path) -> list[dict[str, object]]:
-        """Fill, then read in rounds."""
+        """Fill, then read in rounds, each way in turn."""
         store = self.open()
         chains = self.chains(int(self.size * 0.9), mixed=False)
         fill(store, self.load, chains)
+        batches = held_batches(store, self.load, chains)
+        store.close()
         limits, singles = list[FioSpeed](), list[FioSpeed]()
-        took = list[list[float]]()
-        slots = self.load._slots(NUM_REQUESTS, None)
+        is_built = twin("kvtier.tiers.file.read_queue_compiled") is not None
+        took = {way: list[list[float]]() for way in (["compiled", "Python"] if is_built else ["Python"])}
         for number in range(self.rounds):
             progress(f"round {number + 1} of {self.rounds}")
-            batches = held_batches(store, self.load, chains)
-            store.close()
-            drop_caches(store.path)
-            store = self.open()
             limits.append(fio_best(limit_file, self.load.block_bytes, self.seconds))
-            loose = scattered(batches, self.load, self.rng, self.size // 3)
-            self.note("a request's", read_batches(store, self.load, loose))
-            loose = scattered(batches, self.load, self.rng, self.size // 3)
-            names = [record.chain_hash for batch in loose for record in batch]
-            self.note("16 requests'", Requests(store, names, slots).run())
             singles.append(fio(limit_file, "randread", self.load.block_bytes, 1, self.seconds))
-            alone = [record for batch in loose for record in batch]
-            took.append(
-                latencies(store, random.Random(number).sample(alone, min(MOST_LATENCIES, len(alone))), slots[0])
-            )
+            for way in [*took][:: 1 if number % 2 else -1]:
+                with patch.dict(os.environ, {} if way == "compiled" else {"KVTIER_COMPILED": "off"}):
+                    took[way].append(self._read(way, batches, number))
+        return [*self._speeds(limits), *(self._latency(way, singles, seconds) for way, seconds in took.items())]
+
+    def _read(self, way: str, batches: list[RecordChain], number: int) -> list[float]:
+        """One round of one way; returns what single blocks took."""
+        drop_caches(next(self.directory.glob("*.slab")))
+        store = self.open()
+        slots = self.load._slots(NUM_REQUESTS, None)
+        loose = scattered(batches, self.load, self.rng, self.size // 3)
+        self.note(f"a request's, {way}", read_batches(store, self.load, loose))
+        loose = scattered(batches, self.load, self.rng, self.size // 3)
+        names = [record.chain_hash for batch in loose for record in batch]
+        self.note(f"16 requests', {way}", Requests(store, names, slots).run())
+        alone = [record for batch in loose for record in batch]
+        seconds = latencies(store, random.Random(number).sample(alone, min(MOST_LATENCIES, len(alone))), slots[0])
         store.close()
-        return [*self._speeds(limits), self._latency(singles, took)]
+        return seconds
 
     def _speeds(self, limits: Sequence[FioSpeed]) -> list[dict[str, object]]:
         best = sorted(limits, key=lambda job: job.gb_per_s)[len(limits) // 2]
@@ -152,8 +172,8 @@ class ScatteredBench(DiskBench):
             rows.append(row)
         return rows
 
-    def _latency(self, singles: Sequence[FioSpeed], took: Sequence[list[float]]) -> dict[str, object]:
-        row: dict[str, object] = {"block KiB": self.load.block_bytes >> 10, "what": "one block"}
+    def _latency(self, way: str, singles: Sequence[FioSpeed], took: Sequence[list[float]]) -> dict[str, object]:
+        row: dict[str, object] = {"block KiB": self.load.block_bytes >> 10, "what": f"one block, {way}"}
         for percent, theirs in ((50, [job.p50 for job in singles]), (99, [job.p99 for job in singles])):
             ours = [float(np.percentile(seconds, percent)) for seconds in took]
             row[f"p{percent} us"] = 1e6 * statistics.median(ours)
@@ -179,7 +199,7 @@ def targets_of(rows: Sequence[dict[str, object]]) -> list[Target]:
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--directory", type=Path, default=Path(), help="a directory on the disk to measure")
-    options.add_argument("--block-kib", type=int, nargs="*", default=[128, 512, 2048], help="block sizes")
+    options.add_argument("--block-kib", type=int, nargs="*", default=[64, 128, 512, 2048], help="block sizes")
     arguments = options.parse_args()
     if not shutil.which("fio"):
         sys.exit("scattered_blocks: fio is not installed (Debian: apt-get install fio)")

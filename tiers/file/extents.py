@@ -102,6 +102,15 @@ class ExtentMap:
         slots = self.index.find(hashes)
         return slots, self.generations.take(slots, mode="wrap")
 
+    def still_hold(self, slots: Slots, generations: NDArray[np.uint32]) -> list[bool]:
+        """Whether each slot (-1: none) still holds the block it had when `find_each` told these generations.
+
+        A slot loses its name before it gets another one, and then has a new generation.
+        """
+        same = self.generations.take(slots, mode="wrap") == generations
+        holds: list[bool] = (same & self.index.holds(slots)).tolist()
+        return holds
+
     def touch(self, slot: int) -> None:
         """This block was used: a second chance when its extent is evicted."""
         self._hits[slot] = 1

@@ -7,12 +7,13 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from kvtier.tiers.file.read_queue import ReadQueue
+from kvtier.tiers.file.read_queue import CompiledReads, ReadQueue, compiled_reads
 
 PAGE: Final = 4096  # alignment of addresses, lengths and offsets that every O_DIRECT file system accepts
 CALL_BYTES: Final = 8 << 20  # largest coalesced transfer
@@ -69,14 +70,24 @@ class FileIO:
         """One scattered read; returns bytes read, 0 at the end of the file."""
         return os.preadv(fd, buffers, offset)
 
+    @cached_property
+    def compiled(self) -> CompiledReads | None:
+        """The twin that reads, if it was built."""
+        return compiled_reads()
+
     def queue(self, depth: int) -> ReadQueue | None:
-        """A queue of `depth` reads in flight; None where the kernel has none, or `preadv` is not ours: use that."""
-        if type(self).preadv is not _PREADV:
+        """A queue of `depth` reads in flight; OSError: the kernel has none. None: `preadv` is not ours, use that."""
+        return ReadQueue(depth, self.compiled) if type(self).preadv is _PREADV else None
+
+    def read_rows(self, fd: int, offsets: Sequence[int], size: int, into: memoryview) -> bytes | None:
+        """Read `size` bytes from each offset, in one call of the twin; a byte for each says whether they came whole.
+
+        None, and nothing done, where there is no twin, or `preadv` is not ours.
+        """
+        if self.compiled is None or type(self).preadv is not _PREADV:
             return None
-        try:
-            return ReadQueue(depth)
-        except OSError:
-            return None
+        came: bytes = self.compiled.module.read_rows(fd, offsets, size, into)
+        return came
 
     def peek(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """`preadv` of what the page cache holds. BlockingIOError for the rest, which is sent for: it never waits.

@@ -2,12 +2,14 @@
 
 import errno
 import logging
+import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,9 +22,18 @@ _log = logging.getLogger(__name__)
 Mode = Literal["auto", "direct", "buffered", "mmap"]
 
 _DEPTH: Final = 16  # scattered reads that one call keeps in flight: more only adds to their latency
+_ASK_AGAIN: Final = 10.0  # seconds until the kernel is asked again for a queue that it refused
 _PROBE_BYTES: Final = 1 << 20
 _PROBE_SECONDS: Final = 0.1  # after this no further probe step is begun
 _WORTH: Final = 0.7  # O_DIRECT stays the choice unless buffered I/O is clearly faster
+
+
+class RunRead(NamedTuple):
+    """What came of a run of neighbouring slots."""
+
+    run: slice  # of the slots asked for
+    readable: Sequence[bool]  # each slot's
+    digests: Sequence[int | None]  # each slot's checksum, as it was read; None: not known
 
 
 class PayloadIO:
@@ -56,6 +67,8 @@ class PayloadIO:
         self._align = PAGE if self.mode == "direct" else 1
         self._queues: list[ReadQueue] = []  # that no call uses now
         self._may_queue = self.mode == "direct" and self.slot_bytes == self.stride
+        self._refused_until = -math.inf  # on the monotonic clock: the kernel gave us no queue
+        self.num_refused = 0  # how often
 
     def runs(self, offsets: Sequence[int]) -> list[slice]:
         """Cuts slots, by their ascending offsets, into stretches that lie next to each other: one call for each."""
@@ -85,41 +98,65 @@ class PayloadIO:
         return [True] * len(into)
 
     def read_runs(
-        self, offsets: Sequence[int], into: Sequence[memoryview]
-    ) -> Generator[tuple[slice, list[bool]], None, None]:
-        """Read slots by their ascending offsets; yields runs of neighbours as they come, and which could be read.
+        self, offsets: Sequence[int], into: Sequence[memoryview], meanwhile: Callable[[], None], *, hashed: bool = False
+    ) -> Generator[RunRead, None, None]:
+        """Read slots by their ascending offsets; yields runs of neighbours as they come.
 
         Direct reads of whole pages are in flight together. What the queue does not bring whole is read by `read_each`.
+        `meanwhile` is called once, before anything is yielded, with reads in flight if there is a queue. `hashed`:
+        checksums are wanted, where they come with the reads.
         """
         runs = self.runs(offsets)
-        queue = self._take_queue() if len(runs) > 1 else None
+        is_worth = len(runs) > 1 or (hashed and self._io.compiled is not None)
+        queue = self._take_queue() if is_worth else None
         if queue is None:
+            meanwhile()
             for run in runs:
-                yield run, self.read_each(offsets[run.start], into[run])
+                yield self._read_run(offsets, into, run)
             return
         try:
-            iovecs = np.full((len(into), 2), self.stride, np.uint64)
-            iovecs[:, 0] = [writable_address(buffer) for buffer in into]
             starts = [offsets[run.start] for run in runs]
-            for number, moved in queue.read(self._fd, starts, iovecs, [run.stop - run.start for run in runs]):
+            counts = [run.stop - run.start for run in runs]
+            all_hashed = queue.read_hashed(self._fd, starts, into, counts, meanwhile) if hashed else None
+            came: Iterable[tuple[int, int]]
+            digests: Sequence[int | None] = [None] * len(into)
+            if all_hashed is not None:
+                came, digests = enumerate(all_hashed[0]), all_hashed[1]
+            else:
+                iovecs = np.full((len(into), 2), self.stride, np.uint64)
+                iovecs[:, 0] = [writable_address(buffer) for buffer in into]
+                came = queue.read(self._fd, starts, iovecs, counts, meanwhile)
+            for number, moved in came:
                 run = runs[number]
-                count = run.stop - run.start
-                whole = moved == count * self.stride
-                yield run, [True] * count if whole else self.read_each(starts[number], into[run])
+                if moved == counts[number] * self.stride:
+                    yield RunRead(run, [True] * counts[number], digests[run])
+                else:
+                    yield self._read_run(offsets, into, run)
         finally:
             if queue.is_open:
                 self._queues.append(queue)
 
+    def _read_run(self, offsets: Sequence[int], into: Sequence[memoryview], run: slice) -> RunRead:
+        return RunRead(run, self.read_each(offsets[run.start], into[run]), [None] * (run.stop - run.start))
+
     def _take_queue(self) -> ReadQueue | None:
-        """A queue for one call; None where there is none to be had."""
+        """A queue for one call; None where there is none to be had now."""
         if not self._may_queue:
             return None
-        try:
+        with suppress(IndexError):
             return self._queues.pop()
-        except IndexError:
+        if time.monotonic() < self._refused_until:
+            return None
+        try:
             queue = self._io.queue(_DEPTH)
-            self._may_queue = queue is not None
-            return queue
+        except OSError as error:
+            if not self.num_refused:
+                _log.warning("[file] %s: no queue of reads (%s): one by one for now", self.path, error)
+            self.num_refused += 1
+            self._refused_until = time.monotonic() + _ASK_AGAIN
+            return None
+        self._may_queue = queue is not None
+        return queue
 
     def write(self, offset: int, payloads: Sequence[memoryview]) -> None:
         """Write adjacent slots from `offset` on; OSError leaves those slots in any state."""

@@ -2,17 +2,26 @@
 
 One call hands sixteen reads to the kernel, so a disk sees that depth without a thread for each: a thread costs 30 us of
 CPU a block, a place in the queue 2. Only direct I/O gains by it: `io_submit` does buffered reads one after the other.
+The compiled twin does what follows the first call, checksums included, without the interpreter's lock.
 """
 
 import ctypes
 import errno
+import importlib
+import logging
 import os
 import platform
-from collections.abc import Generator, Sequence
-from typing import Final
+from collections.abc import Callable, Generator, Sequence
+from types import ModuleType
+from typing import Final, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
+
+from kvtier.tiers.compiled import twin
+
+_log = logging.getLogger(__name__)
 
 _CALLS: Final = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}  # setup, destroy, getevents, submit
 _PREADV: Final = 7  # the operation's number
@@ -41,15 +50,49 @@ _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
 
 
+class CompiledReads(NamedTuple):
+    """The twin, and where python-xxhash has the functions that it hashes with."""
+
+    module: ModuleType
+    hash_address: int
+    seeded_hash_address: int
+
+
+def compiled_reads() -> CompiledReads | None:
+    """None: not built, or a python-xxhash that does not show its C functions: everything goes the Python way."""
+    if (module := twin("kvtier.tiers.file.read_queue_compiled")) is None:
+        return None
+    library = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
+    sample = bytes(range(256)) * 32
+    for suffix in ("_dispatch", ""):  # the first takes the processor's widest instructions
+        plain = getattr(library, f"XXH3_64bits{suffix}", None)
+        seeded = getattr(library, f"XXH3_64bits_withSeed{suffix}", None)
+        if plain is None or seeded is None:
+            continue
+        plain.restype = seeded.restype = ctypes.c_uint64
+        plain.argtypes = (ctypes.c_char_p, ctypes.c_size_t)
+        seeded.argtypes = (*plain.argtypes, ctypes.c_uint64)
+        known = xxhash.xxh3_64_intdigest(sample), xxhash.xxh3_64_intdigest(sample, 7)
+        if (plain(sample, len(sample)), seeded(sample, len(sample), 7)) == known:
+            addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (plain, seeded)]
+            return CompiledReads(module, *addresses)
+    _log.info("python-xxhash %s does not show its C functions: scattered reads go the Python way", xxhash.VERSION)
+    return None
+
+
 class ReadQueue:
     """Reads of one thread at a time, up to `depth` in flight. What one does not bring whole, its caller reads anew."""
 
-    def __init__(self, depth: int) -> None:
-        """OSError if the kernel has no such queue for us: another machine's, a sandbox, or too many of them."""
+    def __init__(self, depth: int, compiled: "CompiledReads | None" = None) -> None:
+        """`compiled`: the twin that `read_hashed` takes.
+
+        OSError if the kernel has no such queue for us: another machine's, a sandbox, or too many of them.
+        """
         calls = _CALLS.get(platform.machine())
         if calls is None or ctypes.sizeof(ctypes.c_void_p) != 8:  # a 32-bit process has other numbers for its calls
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         self.depth = depth
+        self._compiled = compiled
         setup, self._destroy, self._getevents, self._submit = map(ctypes.c_long, calls)
         self._queue = ctypes.c_ulong(0)
         self._events = np.zeros(depth, _EVENT)
@@ -57,12 +100,18 @@ class ReadQueue:
             raise _last_error()
 
     def read(
-        self, fd: int, offsets: Sequence[int], iovecs: NDArray[np.uint64], counts: Sequence[int]
+        self,
+        fd: int,
+        offsets: Sequence[int],
+        iovecs: NDArray[np.uint64],
+        counts: Sequence[int],
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Generator[tuple[int, int], None, None]:
         """Read n stretches of a file; yields each one's number, as it ends, and the bytes read or minus the errno.
 
         `iovecs`, `[m, 2]`: addresses and lengths of the stretches' buffers, one after another, `counts` of them for
-        each. The buffers must live until this ends; who stops early waits for what is in flight.
+        each. The buffers must live until this ends; who stops early waits for what is in flight. `meanwhile` is called
+        once, before anything is yielded, while the first reads are in flight.
         """
         requests = np.zeros(len(offsets), _REQUEST)
         requests["number"] = np.arange(len(offsets))
@@ -72,22 +121,55 @@ class ReadQueue:
         requests["iovecs"] = iovecs.ctypes.data + 16 * firsts
         pointers = (requests.ctypes.data + _REQUEST.itemsize * np.arange(len(offsets))).astype(np.uint64)
         begun = ended = 0
+        is_first = True
         try:
             while ended < len(offsets):
+                refusal = 0
                 if room := min(len(offsets) - begun, self.depth - (begun - ended)):
                     taken = self._call(self._submit, ctypes.c_long(room), _at(pointers, begun))
                     if taken > 0:
                         begun += taken
-                    elif taken != -errno.EAGAIN or begun == ended:
-                        begun, ended = begun + 1, ended + 1  # refused; with others in flight there may be room later
-                        yield begun - 1, taken or -errno.EAGAIN
-                        continue
+                    elif taken != -errno.EAGAIN or begun == ended:  # with others in flight there may be room later
+                        begun, ended, refusal = begun + 1, ended + 1, taken or -errno.EAGAIN
+                if is_first:
+                    is_first = False
+                    meanwhile()
+                if refusal:
+                    yield begun - 1, refusal
+                    continue
                 came = self._wait(max(1, (begun - ended) // _WAKE))
                 ended += len(came)
                 yield from came
         finally:
             while ended < begun:
                 ended += len(self._wait(1))
+
+    def read_hashed(
+        self,
+        fd: int,
+        offsets: Sequence[int],
+        into: Sequence[memoryview],
+        counts: Sequence[int],
+        meanwhile: Callable[[], None],
+    ) -> tuple[list[int], list[int]] | None:
+        """As `read`, all at once, by the twin; None, and nothing done, where there is none.
+
+        Returns the bytes read of each stretch or minus the errno, and the checksum of every buffer of those that came
+        whole. The buffers are equally large.
+        """
+        if self._compiled is None:
+            return None
+        module, hash_address, _ = self._compiled
+        size = into[0].nbytes
+        reads = module.HashedReads(self._queue.value, self.depth, fd, offsets, counts, into, size, hash_address)
+        try:
+            reads.begin()
+            meanwhile()
+        finally:
+            moved, digests = reads.finish()
+            if reads.is_lost:
+                self._queue.value = 0
+        return moved, digests
 
     @property
     def is_open(self) -> bool:

@@ -24,7 +24,7 @@ EXTENT_BYTES: Final = 8 << 20
 MAX_SEGMENTS: Final = 32
 _MAX_BLOCK_TOKENS: Final = 1 << 20  # more would be no block, but a superblock nobody of ours wrote
 _MAX_FILE_BYTES: Final = 1 << 62
-_MAX_SEQ: Final = 1 << 63  # so that counting on never overflows
+MAX_SEQ: Final = 1 << 63  # so that counting on never overflows
 
 _SUPERBLOCK_BYTES: Final = 2048
 _FIXED = struct.Struct("<8sII32sQQIIIIQQ")
@@ -274,7 +274,7 @@ def _decode_copy(copy: bytes) -> Superblock | None:
         or not per_extent
     ):
         return None
-    if not 0 < block_size <= _MAX_BLOCK_TOKENS or not slot_bytes or not 0 < min_seq < _MAX_SEQ:
+    if not 0 < block_size <= _MAX_BLOCK_TOKENS or not slot_bytes or not 0 < min_seq < MAX_SEQ:
         return None
     segments = tuple(SlabSegment(*_SEGMENT.unpack_from(copy, _FIXED.size + i * _SEGMENT.size)) for i in range(count))
     lock = Encryption(*_ENCRYPTION.unpack_from(copy, _ENCRYPTION_OFFSET)) if version == ENCRYPTED_VERSION else None
@@ -333,6 +333,19 @@ def seal_rows(rows: Rows, superblock: Superblock) -> None:
     rows["checksum"] = _row_checksums(rows, superblock)
 
 
+def is_plausible(
+    state: int, is_its_slot: bool, payload_bytes: int, num_tokens: int, seq: int, superblock: Superblock
+) -> bool:
+    """`find_plausible` of one row by its fields."""
+    return (
+        state == READY
+        and is_its_slot
+        and payload_bytes == superblock.slot_bytes
+        and num_tokens <= superblock.block_size
+        and superblock.min_seq <= seq < MAX_SEQ
+    )
+
+
 def find_plausible(rows: Rows, slots: NDArray[np.int64], superblock: Superblock) -> NDArray[np.bool_]:
     """Which rows are of this slab and meant for their slot, by all but their checksum."""
     plausible: NDArray[np.bool_] = (
@@ -341,7 +354,7 @@ def find_plausible(rows: Rows, slots: NDArray[np.int64], superblock: Superblock)
         & (rows["payload_bytes"] == superblock.slot_bytes)
         & (rows["num_tokens"] <= superblock.block_size)
         & (rows["seq"] >= superblock.min_seq)
-        & (rows["seq"] < _MAX_SEQ)
+        & (rows["seq"] < MAX_SEQ)
     )
     return plausible
 

@@ -121,10 +121,10 @@ def check_payloads(
     for run in payload.runs(offsets):
         readable = payload.read_each(offsets[run.start], buffers[: run.stop - run.start])
         stored = zip(codec.to_records(rows[run]), codec.stamps(rows[run]), strict=True)
-        for slot, is_read, buffer, (record, stamp) in zip(slots[run], readable, buffers, stored, strict=False):
+        for slot, is_read, buffer, entry in zip(slots[run], readable, buffers, stored, strict=False):
             if not is_read:
                 unreadable.append(slot)
-            elif verified(codec, record, stamp, record.chain_hash, buffer) is not record:
+            elif verified(codec, entry, entry[0].chain_hash, buffer) is not entry[0]:
                 bad.append(slot)
         if progress:
             progress(run.stop * stride, len(slots) * stride)

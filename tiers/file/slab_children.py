@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from kvtier.tiers import ChainHash, ChildBlock
 from kvtier.tiers.file.extents import ExtentMap
 from kvtier.tiers.file.slab_codec import Codec
@@ -51,7 +53,8 @@ class SlabChildren:
             return []
         with self.inside() as is_open:
             with self.lock:
-                likely = [slot for slot in likely if self.blocks.index.holds(slot)]
+                held = self.blocks.index.holds(np.array(likely, np.int64))
+                likely = [slot for slot, is_held in zip(likely, held.tolist(), strict=True) if is_held]
             if not is_open or not likely:
                 return []
             rows, whole = self.rows.peek(likely)

@@ -8,15 +8,21 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
+import xxhash
 
 from kvtier.tiers import BlockRecord, ChainHash, NameCipher, Outcome, RecordCipher, checksum, key_id
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.file_io import Scratch
+from kvtier.tiers.file.read_queue import CompiledReads
 from kvtier.tiers.file.slab import Rows, Superblock
 from kvtier.tiers.pool import Slots
 
+SlabEntry = tuple[BlockRecord, bytes]  # what a whole row holds: the record, and what `hide` gave for its payload
+
 NO_CHECKSUM: Final = -1  # of a record whose entry is not authentic: no payload has it
 _CHECKSUM: Final = struct.Struct("<Q")
+_FEW: Final = 16  # rows that are decoded one by one faster than all at once
+_ROW: Final = struct.Struct("<QIIQQ32s32sQII")  # a row in the clear up to its tokens, as `slab.entry_dtype` has it
 
 
 class Codec:
@@ -24,6 +30,8 @@ class Codec:
 
     `rows` are as they lie in memory: their names can be read.
     """
+
+    hides_payloads = False  # whether what lies on the disk is not what was stored
 
     def __init__(self, superblock: Superblock) -> None:
         self._superblock = superblock
@@ -57,6 +65,43 @@ class Codec:
             )
         ]
 
+    def entries(
+        self, rows: Rows, slots: Sequence[int], compiled: CompiledReads | None = None
+    ) -> list[SlabEntry | None]:
+        """What rows read from the disk hold, by `slab.find_valid`'s rule; None for a row that is not whole.
+
+        By the twin, or a few one by one: an array's fixed costs are those of many rows.
+        """
+        if compiled is not None:
+            return self._entries_compiled(rows, slots, compiled)
+        if len(rows) > _FEW:
+            return self._entries_at_once(rows, slots)
+        superblock, size, data = self._superblock, self._superblock.entry_bytes, rows.tobytes()
+        entries = list[SlabEntry | None]()
+        for at, slot in zip(range(0, len(data), size), slots, strict=True):
+            digest, state, _, seq, own, name, parent, checksum, num_bytes, num_tokens = _ROW.unpack_from(data, at)
+            tokens_at, is_whole = at + _ROW.size, False
+            if slab.is_plausible(state, own == slot, num_bytes, num_tokens, seq, superblock):
+                is_whole = digest == xxhash.xxh3_64_intdigest(data[at + 8 : at + size], superblock.seed)
+            tokens = data[tokens_at : tokens_at + 4 * num_tokens] if is_whole else b""
+            entries.append((BlockRecord(name, parent, tokens, checksum), b"") if is_whole else None)
+        return entries
+
+    def _entries_compiled(self, rows: Rows, slots: Sequence[int], compiled: CompiledReads) -> list[SlabEntry | None]:
+        of, data = self._superblock, slab.byte_view(rows)
+        bounds = slab.READY, of.slot_bytes, of.block_size, of.min_seq, slab.MAX_SEQ, of.seed
+        found = compiled.module.whole_rows(data, slots, *bounds, compiled.seeded_hash_address)
+        return [(BlockRecord(*fields), b"") if fields else None for fields in found]
+
+    def _entries_at_once(self, rows: Rows, slots: Sequence[int]) -> list[SlabEntry | None]:
+        whole = np.flatnonzero(slab.find_valid(rows, np.array(slots, np.int64), self._superblock))
+        self.show_names(rows, whole)
+        found: list[SlabEntry | None] = [None] * len(rows)
+        entries = zip(self.to_records(rows[whole]), self.stamps(rows[whole]), strict=True)
+        for at, entry in zip(whole.tolist(), entries, strict=True):
+            found[at] = entry
+        return found
+
     def tokens(self, row: bytes) -> bytes:
         """The tokens of one row as it lies in memory; none if the entry is not authentic."""
         fields = self._superblock.row_dtype.fields
@@ -82,6 +127,8 @@ class Codec:
 
 class SealedCodec(Codec):
     """Payloads, tokens and names are hidden, and an entry or payload that is not authentic is told."""
+
+    hides_payloads = True
 
     def __init__(self, superblock: Superblock, key: bytes) -> None:
         super().__init__(superblock)
@@ -133,6 +180,11 @@ class SealedCodec(Codec):
                 tokens = entry[_CHECKSUM.size : _CHECKSUM.size + 4 * num_tokens]
                 yield BlockRecord(chain_hash, parent, tokens, *_CHECKSUM.unpack_from(entry))
 
+    def entries(
+        self, rows: Rows, slots: Sequence[int], compiled: CompiledReads | None = None
+    ) -> list[SlabEntry | None]:
+        return self._entries_at_once(rows, slots)
+
     def tokens(self, row: bytes) -> bytes:
         (record,) = self._opened(np.frombuffer(row, self._superblock.row_dtype))
         return record.tokens
@@ -174,12 +226,17 @@ def codec_of(superblock: Superblock, key: bytes | None, name: str) -> Codec:
 
 
 def verified(
-    codec: Codec, record: BlockRecord, stamp: bytes, chain_hash: ChainHash, payload: memoryview
+    codec: Codec, entry: SlabEntry, chain_hash: ChainHash, payload: memoryview, digest: int | None = None
 ) -> BlockRecord | Outcome:
-    """The record, if the payload read for it is that block's, shown in place; else what is wrong with it."""
+    """The entry's record, if the payload read for it is that block's, shown in place; else what is wrong with it.
+
+    `digest`: the payload's checksum, where it is known already.
+    """
+    record, stamp = entry
     if record.chain_hash != chain_hash:
         return Outcome.KEY_MISMATCH
-    is_whole = codec.show(record, stamp, payload) and checksum(payload) == record.checksum
+    is_whole = codec.show(record, stamp, payload)
+    is_whole = is_whole and (checksum(payload) if digest is None else digest) == record.checksum
     return record if is_whole else Outcome.CHECKSUM
 
 

@@ -6,12 +6,14 @@ half its width and four times its density; a batch is still found by one gather.
 
 from collections import Counter
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
+from kvtier.tiers.compiled import twin
 from kvtier.tiers.pool import Slots, Words, to_words
 
 _WAYS: Final = 8  # entries of a bucket, half a cache line
@@ -51,9 +53,12 @@ class SlabIndex:
         # For one at a time: an item of a memoryview costs a third of an array's.
         self._entry = memoryview(self._entries)
         self._name = memoryview(self._words).cast("B")
+        self._compiled = twin("kvtier.tiers.file.slab_index_compiled")
 
     def find(self, hashes: Sequence[ChainHash]) -> Slots:
         """The slot of each name, -1 where there is none. ValueError if a name is not 32 bytes."""
+        if self._compiled is not None:
+            return self._find_compiled(hashes, self._compiled)
         if len(hashes) <= _FEW:
             return np.array([self.find_one(name) for name in hashes], np.int64)
         words = to_words(hashes)
@@ -69,6 +74,20 @@ class SlabIndex:
         if self._stash:
             for i in np.flatnonzero(found < 0).tolist():
                 found[i] = self._stash.get(hashes[i], -1)
+        return found
+
+    def _find_compiled(self, hashes: Sequence[ChainHash], compiled: ModuleType) -> Slots:
+        names = hashes if isinstance(hashes, list) else list(hashes)
+        found = np.empty(len(names), np.int64)
+        shape = self._num_buckets, _WAYS, self._slot_bits
+        try:
+            compiled.find(names, self._entries, self._name, *shape, _MIX_FIRST, _MIX_LAST, found)
+        except (TypeError, ValueError):
+            to_words(names)  # it says what is wrong with them
+            raise
+        if self._stash:
+            for i in np.flatnonzero(found < 0).tolist():
+                found[i] = self._stash.get(names[i], -1)
         return found
 
     def find_one(self, name: ChainHash) -> int:
@@ -150,9 +169,10 @@ class SlabIndex:
             for name in self.names(slots[~has_entry]):
                 del self._stash[name]
 
-    def holds(self, slot: int) -> bool:
-        """Whether a slot, which may lie behind the last one, has a name."""
-        return slot < self.num_slots and bool(self._named[slot])
+    def holds(self, slots: Slots) -> NDArray[np.bool_]:
+        """Whether each of the slots (-1: none; it may lie behind the last one) has a name."""
+        held: NDArray[np.bool_] = self._named.take(slots, mode="wrap") & (slots >= 0) & (slots < self.num_slots)
+        return held
 
     def named(self, first: int = 0, end: int | None = None) -> Slots:
         """All slots from `first` to before `end` that have names, ascending."""

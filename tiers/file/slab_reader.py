@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
 from kvtier.tiers.file.extents import ExtentMap
 from kvtier.tiers.file.payload_io import PayloadIO
-from kvtier.tiers.file.slab_codec import Codec, verified
+from kvtier.tiers.file.slab_codec import Codec, SlabEntry, verified
 from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.slab_space import SlabFile
 from kvtier.tiers.file.slab_writer import SlabWriter
+from kvtier.tiers.pool import Slots
 
 _log = logging.getLogger(__name__)
 
@@ -35,12 +39,12 @@ class SlabReader:
         """See `Tier.read`. The caller is inside the store."""
         with self.lock:
             found, found_generations = self.blocks.find_each(hashes)
-        slots, generations = found.tolist(), found_generations.tolist()
+        slots = found.tolist()
         results: list[BlockRecord | Outcome] = [Outcome.ABSENT if slot < 0 else Outcome.IO_ERROR for slot in slots]
         positions = sorted((i for i, slot in enumerate(slots) if slot >= 0), key=slots.__getitem__)
         if positions:
             self._read_held(positions, slots, hashes, into, results)
-        self._settle(hashes, slots, generations, results)
+        self._settle(hashes, found, found_generations, results)
         return results
 
     def _read_held(
@@ -52,27 +56,30 @@ class SlabReader:
         results: list[BlockRecord | Outcome],
     ) -> None:
         """Put what became of each block at its position, these being in the order of their slots."""
-        rows, is_read, whole = self.rows.read([slots[position] for position in positions])
-        if not whole.all():
-            for at in (is_read & ~whole).nonzero()[0].tolist():
-                results[positions[at]] = Outcome.CHECKSUM
-            positions = [position for position, is_whole in zip(positions, whole.tolist(), strict=True) if is_whole]
-            rows = rows[whole]
-        records, stamps = self.codec.to_records(rows), self.codec.stamps(rows)
-        offsets = [self.file.superblock.payload_offset(slots[position]) for position in positions]
+        held = [slots[position] for position in positions]
+        entries = list[SlabEntry | Outcome]()
+        offsets = [self.file.superblock.payload_offset(slot) for slot in held]
         buffers = [into[position] for position in positions]
-        with closing(self.payload.read_runs(offsets, buffers)) as runs:  # the buffers outlive what is in flight
-            for run, readable in runs:
-                for at, is_there in zip(range(run.start, run.stop), readable, strict=True):
-                    if is_there:
-                        name = hashes[positions[at]]
-                        results[positions[at]] = verified(self.codec, records[at], stamps[at], name, buffers[at])
+        reads = self.payload.read_runs(
+            offsets,
+            buffers,
+            lambda: entries.extend(self.rows.entries(held)),  # while payloads are in flight
+            hashed=not self.codec.hides_payloads,
+        )
+        with closing(reads):  # the buffers outlive what is in flight
+            for run, readable, digests in reads:
+                for at, is_there, digest in zip(range(run.start, run.stop), readable, digests, strict=True):
+                    position, entry = positions[at], entries[at]
+                    if isinstance(entry, Outcome):
+                        results[position] = entry
+                    elif is_there:
+                        results[position] = verified(self.codec, entry, hashes[position], buffers[at], digest)
 
     def _settle(
         self,
         hashes: Sequence[ChainHash],
-        slots: Sequence[int],
-        generations: Sequence[int],
+        slots: Slots,
+        generations: NDArray[np.uint32],
         results: list[BlockRecord | Outcome],
     ) -> None:
         """Mark hits; tell bad blocks from those evicted under the read, and forget the bad.
@@ -82,13 +89,11 @@ class SlabReader:
         bad, lost = [], []
         answers = False
         with self.lock:
-            now, now_generations = self.blocks.find_each(hashes)
-            current = zip(slots, generations, now.tolist(), now_generations.tolist(), strict=True)
-            for position, (slot, generation, slot_now, generation_now) in enumerate(current):
+            current = zip(slots.tolist(), self.blocks.still_hold(slots, generations), strict=True)
+            for position, (slot, is_current) in enumerate(current):
                 result = results[position]
                 if result is Outcome.ABSENT:
                     continue
-                is_current = slot == slot_now and generation == generation_now
                 answers |= result is not Outcome.IO_ERROR
                 if isinstance(result, BlockRecord):
                     if is_current:

@@ -11,12 +11,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import ChainHash
+from kvtier.tiers import ChainHash, Outcome
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap
 from kvtier.tiers.file.file_io import FileIO, read_all
 from kvtier.tiers.file.slab import Rows, Superblock
-from kvtier.tiers.file.slab_codec import Codec
+from kvtier.tiers.file.slab_codec import Codec, SlabEntry
 from kvtier.tiers.file.slab_space import SlabFile
 from kvtier.tiers.pool import Slots, Words
 
@@ -56,6 +56,18 @@ class SlabRows:
         """
         rows, is_read = self._filled(slots, self._read_run)
         return rows, is_read, self._whole(rows, slots, is_read)
+
+    def entries(self, slots: Sequence[int]) -> list[SlabEntry | Outcome]:
+        """What the rows of these slots hold; IO_ERROR where one cannot be read, CHECKSUM where it is not whole."""
+        superblock = self._file.superblock
+        rows = np.empty(len(slots), superblock.row_dtype)
+        offsets = [superblock.row_offset(slot) for slot in slots]
+        came = self._io.read_rows(self._file.fd, offsets, superblock.entry_bytes, slab.byte_view(rows))
+        is_read = np.ones(len(slots), np.bool_)
+        if came is None or 0 in came:
+            rows, is_read = self._filled(slots, self._read_run)
+        found = zip(self._codec.entries(rows, slots, self._io.compiled), is_read.tolist(), strict=True)
+        return [(entry or Outcome.CHECKSUM) if could_read else Outcome.IO_ERROR for entry, could_read in found]
 
     def peek(self, slots: Sequence[int]) -> tuple[Rows, Flags]:
         """The same, without waiting: a row that is not in the page cache counts as not whole, and is sent for."""

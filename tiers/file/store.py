@@ -200,11 +200,12 @@ class FileStore:
     # Looking after it.
 
     def stats(self) -> Mapping[str, int]:
-        """Counts since open: read_{outcome}, write_{outcome}, evicted, recovered; and slots by state now."""
+        """Counts since open: read_{outcome}, write_{outcome}, evicted, recovered, queue_refused; slots by state now."""
         with self._lock:
             slots = {f"slots_{state}": count for state, count in self._blocks.counts().items()}
             counts = {**self._counts, **slots, "evicted": self._blocks.num_evicted}
-        return {**counts, "recovered": self.num_recovered, "slots": self.superblock.num_slots}
+        counts |= {"recovered": self.num_recovered, "queue_refused": self._payload.num_refused}
+        return {**counts, "slots": self.superblock.num_slots}
 
     def check(self) -> None:
         with self._lock:

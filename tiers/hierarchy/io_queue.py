@@ -76,7 +76,9 @@ class _RunningJob:
 class IoQueue:
     """`num_threads` threads over two bounded queues, urgent first.
 
-    A thread takes small urgent jobs that wait in a row together, up to `joined` blocks of them.
+    A thread takes small urgent jobs that wait in a row together, up to `joined` blocks of them, but leaves their share
+    to other threads that are free. Who takes wakes the next one if something is left: a job that comes while a thread
+    is on its way to the queue wakes nobody, because a thread woken for each job would take each by itself.
 
     Lock: `_lock`, held only around the queues, never while a job runs or is told anything. Workers and drainers wait on
     conditions of their own, because a `notify` meant for a worker must not wake a drainer instead.
@@ -96,6 +98,8 @@ class IoQueue:
         self.normal: deque[Job] = deque()
         self.running: dict[int, _RunningJob] = {}  # by thread number, and its place among those it runs
         self._closed = False
+        self._num_waiting = 0  # threads that wait to be woken
+        self._num_coming = num_threads  # … and those that will look at the queues in a moment
         self._threads = [
             Thread(target=self._work, args=(n,), name=f"kvtier-{name}-{n}", daemon=True) for n in range(num_threads)
         ]
@@ -108,7 +112,7 @@ class IoQueue:
             if self._closed or len(self.urgent) + len(self.normal) >= self._max_queued:
                 return False
             (self.urgent if urgent else self.normal).append(job)
-            self._work_came.notify()
+            self._wake_one()
             return True
 
     @property
@@ -146,6 +150,7 @@ class IoQueue:
         """End what waits with CLOSED and join the threads; False if one still hangs in its I/O. Idempotent."""
         with self._lock:
             self._closed = True
+            self._num_coming, self._num_waiting = self._num_coming + self._num_waiting, 0
             waiting = [*self.urgent, *self.normal]
             self.urgent.clear()
             self.normal.clear()
@@ -160,17 +165,18 @@ class IoQueue:
 
     def _work(self, number: int) -> None:
         while batch := self._next(number):
-            try:
-                for running, result in zip(batch.values(), self._result([*batch.values()]), strict=True):
-                    try:
-                        running.end(result)
-                    except Exception:
-                        _log.exception("the end of an I/O job failed")
-            finally:
-                with self._lock:
-                    for key in batch:
-                        del self.running[key]
-                    self._work_ended.notify_all()
+            results = self._result([*batch.values()])
+            with self._lock:
+                self._num_coming += 1
+            for running, result in zip(batch.values(), results, strict=True):
+                try:
+                    running.end(result)
+                except Exception:
+                    _log.exception("the end of an I/O job failed")
+            with self._lock:
+                for key in batch:
+                    del self.running[key]
+                self._work_ended.notify_all()
 
     def _result(self, batch: list[_RunningJob]) -> Sequence[Any]:
         """What came of each job, or why there is no such thing."""
@@ -182,6 +188,8 @@ class IoQueue:
             if len(due) > 1:
                 first, *others = (job for job in due if isinstance(job, JoinedJob))
                 results = first.run_with(others)
+                if len(results) != len(due):
+                    raise ValueError(f"{len(results)} results of {len(due)} jobs")
             else:
                 results = [job.run() for job in due]
         except Exception:
@@ -193,13 +201,18 @@ class IoQueue:
     def _next(self, number: int) -> dict[int, _RunningJob]:
         """What this thread runs now, under its keys in `running`; nothing: the queue is closed."""
         with self._lock:
+            self._num_coming -= 1
             while not (self.urgent or self.normal):
                 if self._closed:
                     return {}
-                self._work_came.wait()
+                self._num_waiting += 1
+                self._work_came.wait()  # who wakes it counts it as coming
+                self._num_coming -= 1
+            num_free = 1 + self._num_coming + self._num_waiting
+            share = -(-len(self.urgent) // num_free)
             jobs = [(self.urgent or self.normal).popleft()]
             room, now = self._joined, self._clock()
-            while isinstance(last := jobs[-1], JoinedJob) and self.urgent:
+            while isinstance(last := jobs[-1], JoinedJob) and self.urgent and len(jobs) < share:
                 room -= last.num_blocks
                 following = self.urgent[0]
                 if not isinstance(following, JoinedJob) or following.num_blocks > room or now >= following.deadline:
@@ -207,4 +220,13 @@ class IoQueue:
                 jobs.append(self.urgent.popleft())
             batch = {number + i * self._num_threads: _RunningJob(job) for i, job in enumerate(jobs)}
             self.running.update(batch)
+            if self.urgent or self.normal:
+                self._wake_one()
             return batch
+
+    def _wake_one(self) -> None:
+        """Unless a thread comes anyway: it wakes the next if it leaves something."""
+        if self._num_waiting and not self._num_coming:
+            self._num_waiting -= 1
+            self._num_coming += 1
+            self._work_came.notify()

@@ -4,17 +4,21 @@ import ctypes
 import errno
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from doubles import FakeClock
 from slab_rig import get, hash_of, put, record_of
 
-from kvtier.tiers.file import read_queue
+from kvtier.tiers.file import payload_io, read_queue
 from kvtier.tiers.file.file_io import FileIO, address, writable_address
 from kvtier.tiers.file.payload_io import PayloadIO
 from kvtier.tiers.file.read_queue import ReadQueue
+from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
 
@@ -22,8 +26,18 @@ SLOT = 8192
 OpenStore = Callable[..., FileStore]
 
 
+@pytest.fixture(params=["python", "compiled"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every story of a store is told of the Python way and of its twin."""
+    if request.param == "python":
+        monkeypatch.setenv("KVTIER_COMPILED", "off")
+    elif read_queue.compiled_reads() is None:
+        pytest.skip("no compiled twin here: `make compiled` builds it")
+    return str(request.param)
+
+
 @pytest.fixture
-def open_store(disk_dir: Path) -> Iterator[OpenStore]:
+def open_store(disk_dir: Path, way: str) -> Iterator[OpenStore]:
     """Opened for direct I/O, on a disk."""
     opened: list[FileStore] = []
 
@@ -70,6 +84,22 @@ def every_other(store: FileStore, count: int = 60) -> list[int]:
     keys = list(range(0, 2 * count, 2))
     random.Random(2).shuffle(keys)
     return keys
+
+
+def change_what_came(monkeypatch: pytest.MonkeyPatch, change: Callable[[int, int], int]) -> None:
+    """Each read's number and what it brought go through `change`, either way."""
+    told, hashed = ReadQueue._wait, ReadQueue.read_hashed
+
+    def changed(self: ReadQueue, least: int) -> list[tuple[int, int]]:
+        return [(number, change(number, moved)) for number, moved in told(self, least)]
+
+    def changed_hashed(self: ReadQueue, *given: Any) -> tuple[list[int], list[int]] | None:
+        if (came := hashed(self, *given)) is None:
+            return None
+        return [change(number, moved) for number, moved in enumerate(came[0])], came[1]
+
+    monkeypatch.setattr(ReadQueue, "_wait", changed)
+    monkeypatch.setattr(ReadQueue, "read_hashed", changed_hashed)
 
 
 def iovecs_of(buffers: list[memoryview]) -> np.ndarray:
@@ -129,12 +159,7 @@ def test_what_the_queue_does_not_bring_whole_is_read_without_it(
 ) -> None:
     store = open_store()
     keys = every_other(store)
-    told = ReadQueue._wait
-
-    def some_fail(self: ReadQueue, least: int) -> list[tuple[int, int]]:
-        return [(number, bad if number % 3 == 0 else moved) for number, moved in told(self, least)]
-
-    monkeypatch.setattr(ReadQueue, "_wait", some_fail)
+    change_what_came(monkeypatch, lambda number, moved: moved if number % 3 else bad)
     assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
 
 
@@ -144,15 +169,12 @@ def test_a_bad_sector_costs_its_block_alone(open_store: OpenStore, queue: ReadQu
     slot = store._blocks.index.find_one(hash_of(keys[5]))
     bad_place = store.superblock.payload_offset(slot)
     ordered = sorted(store._blocks.index.find([hash_of(key) for key in keys]).tolist())
-    told, read_each = ReadQueue._wait, PayloadIO.read_each
-
-    def fails_one(self: ReadQueue, least: int) -> list[tuple[int, int]]:
-        return [(n, -errno.EIO if n == ordered.index(slot) else moved) for n, moved in told(self, least)]
+    read_each = PayloadIO.read_each
 
     def refuses(self: PayloadIO, offset: int, into: list[memoryview]) -> list[bool]:
         return [False] if offset == bad_place else read_each(self, offset, into)
 
-    monkeypatch.setattr(ReadQueue, "_wait", fails_one)
+    change_what_came(monkeypatch, lambda number, moved: -errno.EIO if number == ordered.index(slot) else moved)
     monkeypatch.setattr(PayloadIO, "read_each", refuses)
     outcomes = get(store, keys, aligned(len(keys)))
     assert outcomes == [Outcome.IO_ERROR if i == 5 else Outcome.OK for i in range(len(keys))]
@@ -168,6 +190,55 @@ def test_a_kernel_that_loses_the_queue_costs_no_block(
     store._payload._queues[0]._queue.value += 4096  # as in a forked child: the kernel knows no such queue
     assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
     store._payload._queues.clear()
+
+
+def test_a_kernel_that_refuses_a_queue_is_asked_again_later(
+    open_store: OpenStore, queue: ReadQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payload_io, "time", SimpleNamespace(monotonic=(clock := FakeClock())))
+    store = open_store()
+    keys = every_other(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(FileIO, "queue", refuses_a_queue)
+        for _ in range(3):
+            assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
+        assert store.stats()["queue_refused"] == 1  # not asked for every batch
+        clock.advance(11)
+        get(store, keys, aligned(len(keys)))
+        assert store.stats()["queue_refused"] == 2
+    get(store, keys, aligned(len(keys)))
+    assert not store._payload._queues
+    clock.advance(11)
+    assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
+    assert len(store._payload._queues) == 1
+    assert store.stats()["queue_refused"] == 2
+
+
+def refuses_a_queue(self: FileIO, depth: int) -> ReadQueue:
+    raise OSError(errno.EAGAIN, "too many of them")
+
+
+def test_entries_are_read_once_and_while_payloads_are_in_flight(
+    open_store: OpenStore, queue: ReadQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    keys = every_other(store, 20)
+    steps: list[str] = []
+    entries = SlabRows.entries
+
+    def noted(self: SlabRows, slots: Sequence[int]) -> list[Any]:
+        steps.append(f"entries of {len(slots)}")
+        return entries(self, slots)
+
+    monkeypatch.setattr(SlabRows, "entries", noted)
+
+    def noted_payload(number: int, moved: int) -> int:
+        steps.append("payload")
+        return moved
+
+    change_what_came(monkeypatch, noted_payload)
+    assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)
+    assert steps == ["entries of 20", *["payload"] * 20]
 
 
 def test_without_a_queue_blocks_are_read_one_by_one(open_store: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:

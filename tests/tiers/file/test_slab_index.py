@@ -5,8 +5,18 @@ import random
 import numpy as np
 import pytest
 
+from kvtier.tiers.compiled import twin
 from kvtier.tiers.file.slab_index import SlabIndex
 from kvtier.tiers.pool import to_words
+
+
+@pytest.fixture(params=["python", "compiled"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every story is told of the Python way and of its twin."""
+    if request.param == "python":
+        monkeypatch.setenv("KVTIER_COMPILED", "off")
+    elif twin("kvtier.tiers.file.slab_index_compiled") is None:
+        pytest.skip("no compiled twin here: `make compiled` builds it")
 
 
 def name_of(key: int) -> bytes:
@@ -27,30 +37,30 @@ def found(index: SlabIndex, names: list[bytes], at_once: int) -> list[int]:
 def test_it_finds_what_a_dict_finds(name) -> None:  # type: ignore[no-untyped-def]
     rng = random.Random(1)
     num_slots = 300
-    index, twin = SlabIndex(num_slots), dict[bytes, int]()
+    index, told = SlabIndex(num_slots), dict[bytes, int]()
     free = list(range(num_slots))
     for step in range(400):
         if rng.random() < 0.55 and free:
             rng.shuffle(free)
             slots = sorted(free[: rng.randrange(1, 40)])
             free = [slot for slot in free if slot not in slots]
-            names = rng.sample([n for key in range(900) if (n := name(key)) not in twin], len(slots))
+            names = rng.sample([n for key in range(900) if (n := name(key)) not in told], len(slots))
             index.add(to_words(names), np.array(slots))
-            twin.update(zip(names, slots, strict=True))
-        elif twin:
-            gone = rng.sample(sorted(twin), rng.randrange(1, min(40, len(twin)) + 1))
-            index.remove(np.array(sorted(twin[n] for n in gone)))
-            free += [twin.pop(n) for n in gone]
+            told.update(zip(names, slots, strict=True))
+        elif told:
+            gone = rng.sample(sorted(told), rng.randrange(1, min(40, len(told)) + 1))
+            index.remove(np.array(sorted(told[n] for n in gone)))
+            free += [told.pop(n) for n in gone]
         if step % 100 == 99:
             index.reset()
-            free += twin.values()
-            twin.clear()
+            free += told.values()
+            told.clear()
         index.check()
         asked = [name(rng.randrange(900)) for _ in range(60)]
         for at_once in (1, 5, 60):
-            assert found(index, asked, at_once) == [twin.get(n, -1) for n in asked]
-        assert dict(zip(index.names(index.named()), index.named().tolist(), strict=True)) == twin
-    assert index.num_names == len(twin)
+            assert found(index, asked, at_once) == [told.get(n, -1) for n in asked]
+        assert dict(zip(index.names(index.named()), index.named().tolist(), strict=True)) == told
+    assert index.num_names == len(told)
 
 
 @pytest.mark.parametrize("name", [name_of, crowded], ids=["spread", "crowded"])
@@ -100,3 +110,12 @@ def test_names_of_another_length_are_refused() -> None:
     for names in ([b"short"], [bytes(32)] * 20 + [b"short"]):
         with pytest.raises(ValueError, match="must be 32"):
             index.find(names)
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_a_name_of_wrong_length_is_told(count: int) -> None:
+    index = SlabIndex(40)
+    with pytest.raises(ValueError, match="must be 32"):
+        index.find([name_of(key) for key in range(count - 1)] + [b"short"])
+    assert index.find(()).tolist() == []
+    assert index.find((name_of(1),)).tolist() == [-1]  # any sequence will do

@@ -2,8 +2,9 @@
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from threading import Event, Thread
+from threading import Barrier, Event, Thread
 
 import pytest
 from doubles import FakeClock, wait_until
@@ -277,6 +278,96 @@ def test_small_loads_that_wait_in_a_row_run_together(story: Story) -> None:
     assert hung.ended
     # Two of two blocks fit five; what is no such load, and a store, run alone.
     assert story.log == ["hung ran", "a + b", "a a's", "b b's", "c ran", "d ran", "e ran", "store ran"]
+
+
+def test_threads_that_are_free_share_what_waits(story: Story) -> None:
+    """One that took all of it would leave the disk idle while it ends them."""
+    queue = story.queue(num_threads=2, joined=16)
+    story.block(queue)  # one thread …
+    submitted = Event()
+    other = story.job("other", work=lambda: submitted.wait(30) and None)  # … and the other
+    assert queue.submit(other)
+    assert other.started.wait(60)
+    meet = Barrier(2)  # "a" and what the second thread takes first run at the same time
+    names = "abcdefgh"
+    for name in names:
+        work = (lambda: meet.wait(30) and None) if name in "ae" else (lambda: None)
+        assert queue.submit(small(story, name, work=work), urgent=True)
+    with queue._lock:
+        queue._num_coming += 1  # the hung thread is about to come
+    submitted.set()
+    wait_until(lambda: "a + b + c + d" in story.log)
+    with queue._lock:
+        queue._num_coming -= 1
+    story.gate.set()  # it takes the other half
+    assert queue.drain(60)
+    assert "e + f + g + h" in story.log
+
+
+def test_a_job_that_comes_while_a_thread_is_on_its_way_wakes_no_other(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = story.queue(num_threads=2, joined=16)
+    wait_until(lambda: queue._num_waiting == 2)
+    woken: list[int] = []
+    notify = queue._work_came.notify
+
+    def noted(count: int = 1) -> None:
+        woken.append(count)
+        notify(count)
+
+    monkeypatch.setattr(queue._work_came, "notify", noted)
+    with queue._lock:  # the first is woken, and cannot look yet
+        jobs = [small(story, name) for name in "abc"]
+        queue.urgent.extend(jobs)
+        for _ in range(3):
+            queue._wake_one()
+        assert woken == [1]
+    assert queue.drain(60)
+    assert all(job.ended for job in jobs)
+
+
+def test_no_job_is_left_lying_whatever_the_order_of_wake_ups(story: Story) -> None:
+    """Jobs that submit jobs, from several threads, with pauses: all run, and then all threads wait."""
+    queue = story.queue(num_threads=3, max_queued=4096, joined=4)
+    ended: list[str] = []
+
+    class Chain(SmallJob):
+        left = 30
+
+        def end(self, result: object, *, late: bool) -> None:
+            ended.append(self.name)
+            if self.left:
+                after = Chain([], self.name)
+                after.left = self.left - 1
+                assert queue.submit(after, urgent=bool(self.left % 3))
+
+    def submit(number: int) -> None:
+        for i in range(20):
+            assert queue.submit(Chain([], f"{number}/{i}"), urgent=True)
+            if i % 5 == 0:
+                assert queue.drain(60)
+
+    threads = [Thread(target=submit, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert queue.drain(60)
+    assert Counter(ended) == {f"{n}/{i}": 31 for n in range(3) for i in range(20)}
+    wait_until(lambda: (queue._num_waiting, queue._num_coming) == (3, 0))
+
+
+def test_a_batch_with_a_wrong_number_of_results_fails_all_of_it(story: Story) -> None:
+    queue = story.queue(joined=6)
+    story.block(queue)
+    first = small(story, "a")
+    first.run_with = lambda others: ["one"]  # type: ignore[method-assign]
+    for job in (first, small(story, "b")):
+        assert queue.submit(job, urgent=True)
+    story.gate.set()
+    assert queue.drain(60)
+    assert story.log == ["hung ran", f"a {Outcome.IO_ERROR}", f"b {Outcome.IO_ERROR}"]
 
 
 def test_those_of_a_batch_are_late_each_by_itself(story: Story) -> None:
