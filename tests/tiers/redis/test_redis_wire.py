@@ -14,6 +14,7 @@ from redis_rig import NO_REDIS, standalone
 
 from kvtier.tiers.redis import stream as redis_stream
 from kvtier.tiers.redis.stream import TooLongError, WireError
+from kvtier.tiers.redis.turns import Turns
 from kvtier.tiers.redis.wire import RedisReply, Refusal, Wire, socket_of
 from kvtier.tiers.tier import Outcome
 
@@ -27,6 +28,10 @@ class Script:
         self.data = data
         self.pieces = list(pieces)
         self.longest = 0
+        self.takes_turns = False  # of sockets alone
+
+    def take_turns(self, run: Turns, depth: int, deadline: float) -> None:
+        raise AssertionError("a script takes no turns")
 
     def send(self, parts: Sequence[object], deadline: float) -> None:
         raise AssertionError("nobody sends here")
