@@ -40,6 +40,12 @@ RUN .ci/venv-with-torch /opt/kvtier "$TORCH" >constraints.txt \
     && /opt/kvtier/bin/pip install --constraint constraints.txt ".[cuda,engine,service]"
 
 
+# The compiled twins, of the same sources for the same Python: `kvtier compile` without what else the command needs.
+FROM sources AS compiled
+RUN .ci/debian-package gcc gcc && .ci/debian-package '' libc6-dev && pip install "cython>=3.1" "lazy-loader>=0.6"
+RUN KVTIER_COMPILED=/opt/kvtier-compiled python -c "from kvtier.tiers.compiled import build; build(print)"
+
+
 # What runs: no compiler, no package tool at work, nobody's account but one without a password or a shell. A volume mounted at
 # one of the directories of /data for the first time takes over whose it is.
 FROM base AS run
@@ -47,7 +53,8 @@ RUN groupadd --gid 10001 kvtier \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin kvtier \
     && install -d -o kvtier -g kvtier -m 0700 /data/model /data/slabs /data/run /data/events-a /data/events-b
 COPY --chmod=0755 deploy/is-well /usr/local/bin/is-well
-ENV PATH=/opt/kvtier/bin:$PATH HOME=/tmp
+COPY --from=compiled /opt/kvtier-compiled /opt/kvtier-compiled
+ENV PATH=/opt/kvtier/bin:$PATH HOME=/tmp KVTIER_COMPILED=/opt/kvtier-compiled
 USER 10001:10001
 ENTRYPOINT ["kvtier"]
 CMD ["--help"]

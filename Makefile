@@ -7,6 +7,7 @@
 #   make coverage     the whole suite, and which lines of the product it ran, by folder
 #   make test-vllm    a real vLLM over kvtier's tiers; its packages are kept in your cache directory
 #   make test-sglang  a real SGLang, likewise; test-vllm-0.33: vLLM's next release on this one's CPU kernels
+#   make compiled     build the compiled twins of innermost loops, for whatever runs on this machine as you
 #   make check        ruff, ruff format, strict mypy, the architecture test
 #   make bench        every benchmark in its quick form
 #   make gpu          on a machine with a GPU: its tests and benchmarks, in half an hour; PART=tests, sanitizer,
@@ -36,11 +37,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
 STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
-.PHONY: help setup demo demo-rag beside test quick coverage test-vllm test-vllm-0.33 test-sglang check format bench gpu gpu-bundle \
+.PHONY: help setup demo demo-rag beside compiled test quick coverage test-vllm test-vllm-0.33 test-sglang check format bench gpu gpu-bundle \
 	soak kills crash-images fuzz clean
 
 help:
-	sed -n '3,15s/^# *//p' Makefile
+	sed -n '3,16s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -61,6 +62,10 @@ beside: setup
 	.ci/debian-package docker-compose docker-compose || echo "one check of docker-compose.yml will be skipped" >&2
 	.ci/debian-package chromedriver chromium-driver || echo "stories of the live page will be skipped" >&2
 	.ci/debian-package promtool prometheus || echo "checks of Prometheus's rules will be skipped" >&2
+	$(VENV)/bin/kvtier compile >/dev/null || echo "tests of compiled twins will be skipped" >&2
+
+compiled: setup
+	$(VENV)/bin/kvtier compile
 
 # One torch thread each: the tests run side by side, one worker per core.
 test: beside

@@ -18,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from pools import PoolOf
 
+from kvtier.tiers.config.environment import COMPILED
 from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.tier import ChainHash
 
@@ -92,9 +93,10 @@ def programs() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A KVTIER_ variable of the developer's shell decides no test."""
+    """A KVTIER_ variable of the developer's shell decides no test, but for the one that turns compiled twins off."""
     for name in [name for name in os.environ if name.upper().startswith("KVTIER_")]:
-        monkeypatch.delenv(name)
+        if name != COMPILED:
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ from typing import Final
 
 from kvtier.service.doctor.copies import check_copies
 from kvtier.service.doctor.memory import check_gpu, check_huge_pages, check_memlock, check_room, check_tunable, has_gpu
-from kvtier.tiers import Finding, checksum, error, ok, warning
+from kvtier.tiers import Finding, checksum, compiled, error, ok, warning
 from kvtier.tiers.config import Config, ServiceConfig
 from kvtier.tiers.hierarchy import lower_modules
 from kvtier.tiers.naming import (
@@ -58,6 +58,7 @@ def examine(config: Config) -> list[Finding]:
     """Run every check, in a few seconds. None changes anything, and each has its own deadline."""
     return [
         check_hashes(),
+        check_twins(),
         check_room(config),
         check_memlock(config, has_gpu=has_gpu()),
         check_huge_pages(config),
@@ -77,6 +78,17 @@ def check_hashes() -> Finding:
         found = f"{', '.join(wrong)}: not the golden vectors; nothing stored elsewhere would be found"
         return error("hashes", found, "pip install --force-reinstall xxhash numpy kvtier")
     return ok("hashes", f"{len(GOLDEN)} golden vectors agree")
+
+
+def check_twins() -> Finding:
+    """Whether compiled twins are in use; without them small batches and long prompts cost more CPU time."""
+    found = compiled.status()
+    broken = [each.reason for each in found if each.state == "broken"]
+    if broken:
+        return warning("compiled", f"not used: {'; '.join(broken)}", "`kvtier compile`")
+    loaded = sum(each.state == "loaded" for each in found)
+    reasons = dict.fromkeys(each.reason for each in found if each.reason)
+    return ok("compiled", "; ".join((f"{loaded} of {len(found)} twins in use", *reasons)))
 
 
 def check_socket(config: ServiceConfig) -> Finding:

@@ -1,10 +1,12 @@
-from .config import Config, cache_directory, child_environment, nearest, options
+from .config import Config, child_environment, nearest, options
+from .environment import COMPILED, cache_directory, compiled_setting
 from .quantities import format_size, parse_duration, parse_size, parse_time, show_size
 from .router import MAX_BLOCKS, RouterConfig
 from .sections import CacheConfig, EventsConfig, FileConfig, HostConfig, RedisConfig, ServerConfig, ServiceConfig
 from .values import ByteSize, Lifetime
 
 __all__ = [
+    "COMPILED",
     "MAX_BLOCKS",
     "ByteSize",
     "CacheConfig",
@@ -19,6 +21,7 @@ __all__ = [
     "ServiceConfig",
     "cache_directory",
     "child_environment",
+    "compiled_setting",
     "format_size",
     "nearest",
     "options",

@@ -1,4 +1,4 @@
-"""The one frozen configuration: TOML file ⊂ environment ⊂ arguments. Nothing else reads the environment."""
+"""The one frozen configuration: TOML file ⊂ environment ⊂ arguments. Beside it only `environment.py` reads that."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvtier.tiers import ConfigError
+from kvtier.tiers.config.environment import COMPILED
 from kvtier.tiers.config.router import RouterConfig
 from kvtier.tiers.config.sections import (
     BreakerConfig,
@@ -83,13 +84,6 @@ def child_environment(values: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **values}
 
 
-def cache_directory() -> Path:
-    """Where what was measured is kept for this user, by the XDG specification: a relative path counts as none."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if os.path.isabs(given) else Path(os.environ.get("HOME", "/")) / ".cache"
-    return base / "kvtier"
-
-
 def options() -> list[tuple[str, str, FieldInfo]]:
     """Every (section, option, field) in order: what `kvtier config` shows and docs/configuration.md lists."""
     return [(section, name, field) for section in Config.model_fields for name, field in _fields(section).items()]
@@ -115,6 +109,7 @@ def _file_values(path: Path | str | None) -> Mapping[str, Any]:
 
 def _env_values() -> Mapping[str, Any]:
     known = {f"{ENV_PREFIX}{section}{_DELIMITER}{name}".upper() for section, name, _ in options()}
+    known.add(COMPILED)  # how this process runs, no option of what it does
     for name, value in os.environ.items():
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
             raise ConfigError(f"{name} {_guarded(name, value)}: unknown variable{nearest(name.upper(), known)}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.tiers.config.config import cache_directory
+from kvtier.tiers.config.environment import cache_directory
 from kvtier.tiers.config.sections import HostConfig
 from kvtier.tiers.copies.calibration import GRIDS, SIZES, Calibration, measured
 from kvtier.tiers.copies.copy_ways import DEFAULT, CopyChoice, CopyWay, CopyWays

@@ -1,0 +1,19 @@
+"""Reads what the environment says beside the configuration: where this user's cache is, and where compiled twins."""
+
+import os
+from pathlib import Path
+from typing import Final
+
+COMPILED: Final = "KVTIER_COMPILED"  # "off", or the absolute path of a folder
+
+
+def cache_directory() -> Path:
+    """Where what was measured or built is kept for this user, by the XDG specification: a relative path is none."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(given) if os.path.isabs(given) else Path(os.environ.get("HOME", "/")) / ".cache"
+    return base / "kvtier"
+
+
+def compiled_setting() -> str:
+    """`KVTIER_COMPILED` as it stands; empty: not given."""
+    return os.environ.get(COMPILED, "")
