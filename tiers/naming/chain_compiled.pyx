@@ -1,21 +1,56 @@
-# The innermost loops of naming: ids into u32, and the chain of names over plain blocks. Twin of chain.py.
-# cython: boundscheck=False, wraparound=False, cdivision=True
-"""The digests are called by the addresses that `load` is told.
+"""The innermost loops of naming: ids into u32, the chain of names over plain blocks, and kept runs. Twin of chain.py.
 
-Which libraries they are of, and whether they are right, is compiled_names.py's to know. For little-endian machines.
+The digests are called by the addresses that `load` is told. Which libraries they are of, and whether they are right, is
+compiled_names.py's to know. For little-endian machines.
 """
 
 from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_GetItemWithError
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
-from cpython.long cimport PyLong_CheckExact
 from cpython.ref cimport Py_INCREF, PyObject
 from libc.stdint cimport uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcmp, memcpy, strcmp
 
+cdef extern from *:
+    """
+    #if defined(__GNUC__)
+    #define kvtier_prefetch(at) __builtin_prefetch(at)
+    #else
+    #define kvtier_prefetch(at)
+    #endif
+
+    /* A plain int's value, if it is a token. No reference is taken: that would write to each id's memory. */
+    static CYTHON_INLINE int kvtier_token_of(PyObject *id, uint32_t *token) {
+        unsigned long value;
+        if (!PyLong_CheckExact(id)) return 0;
+    #if PY_VERSION_HEX >= 0x030C0000
+        if (PyUnstable_Long_IsCompact((PyLongObject *) id)) {
+            Py_ssize_t small = PyUnstable_Long_CompactValue((PyLongObject *) id);
+            *token = (uint32_t) small;
+            return small >= 0;
+        }
+    #else
+        if (Py_SIZE(id) == 0 || Py_SIZE(id) == 1) {
+            *token = Py_SIZE(id) ? ((PyLongObject *) id)->ob_digit[0] : 0;
+            return 1;
+        }
+    #endif
+        value = PyLong_AsUnsignedLong(id);
+        if (value == (unsigned long) -1 && PyErr_Occurred()) {
+            PyErr_Clear();
+            return 0;
+        }
+        *token = (uint32_t) value;
+        return value <= 0xFFFFFFFFUL;
+    }
+    """
+    void prefetch "kvtier_prefetch"(void *at)
+    bint token_of "kvtier_token_of"(void *id, uint32_t *token)
+
 cdef enum:
+    AHEAD = 24  # ids: so far ahead their memory is asked for
     NAME = 32  # bytes
     COUNT = 4  # bytes of the token count
     WORD = 4  # bytes of a token
@@ -63,18 +98,14 @@ def fill(words, list ids, Py_ssize_t first, Py_ssize_t end):
         PyBuffer_Release(&view)
 
 
-cdef bint _fill(uint32_t *words, list ids, Py_ssize_t first, Py_ssize_t end):
+cdef bint _fill(uint32_t *words, list ids, Py_ssize_t first, Py_ssize_t end) noexcept:
     """Runs no Python code, so that the list stays as it is."""
     cdef Py_ssize_t i
-    cdef object each
-    try:
-        for i in range(first, end):
-            each = <object> PyList_GET_ITEM(ids, i)
-            if not PyLong_CheckExact(each):
-                return False
-            words[i] = each
-    except OverflowError:
-        return False
+    for i in range(first, end):
+        if i + AHEAD < end:
+            prefetch(<void *> PyList_GET_ITEM(ids, i + AHEAD))
+        if not token_of(<void *> PyList_GET_ITEM(ids, i), &words[i]):
+            return False
     return True
 
 
