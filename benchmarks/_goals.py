@@ -130,10 +130,16 @@ def _pool_policies(rows: Sequence[SavedRow]) -> Iterator[Target]:
         verb, _, policy = str(row.get("verb")).partition(", ")
         policy, batch = str(row.get("policy", policy)), row.get("batch", 2048)
         took, ratio = number(row, "us/block"), number(row, "of vLLM")
-        if policy == "s3fifo" and batch == 2048 and verb in limits and took is not None:
-            yield Target(f"{verb}, s3fifo, us per block", limits[verb], took)
-        if ratio is not None and (policy == "s3fifo" or batch == 2048):
-            yield Target(f"{row['verb']}, {policy}, batches of {batch}: of vLLM's BlockPool", 1.5, ratio)
+        if "way" not in row and policy == "s3fifo" and batch == 2048 and verb in limits and took is not None:
+            yield Target(
+                f"{verb}, s3fifo, us per block", limits[verb], took
+            )  # with ways the program has targets for it
+        if ratio is not None and batch == 2048:
+            yield Target(
+                f"{', '.join((verb, str(row.get('way', ''))))}, {policy}, batches of 2048: of vLLM's BlockPool",
+                1.5,
+                ratio,
+            )
 
 
 GOALS: Final[Mapping[str, Sequence[Callable[[Sequence[SavedRow]], Iterable[Target]]]]] = {

@@ -3,7 +3,8 @@
 Each figure stands beside bare references measured in the same run, turn by turn: the loop over a dict or a list that
 nobody could do without in plain Python, and vLLM's BlockPool under the same work. Every lookup uses new bytes objects,
 as hashes of a new request are. A decoding step makes batches of one block a few times over; a long prompt makes large
-ones. `--vllm PYTHON` runs all of it under an interpreter that has both vLLM and kvtier (`.ci/beside-engine vllm`).
+ones. Both ways are measured: with compiled twins, where `kvtier compile` built them, and Python alone.
+`--vllm PYTHON` runs all of it under an interpreter that has both vLLM and kvtier (`.ci/beside-engine vllm`).
 """
 
 import os
@@ -13,19 +14,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Final
+from unittest.mock import patch
 
 import numpy as np
 from _report import Target, parser, progress, report
 from _vllm_pool import VllmPool
 
 from kvtier.tiers import ChainHash
+from kvtier.tiers.compiled import twin
 from kvtier.tiers.copies import BlockPool
 from kvtier.tiers.naming import KVShape
 from kvtier.tiers.pool import SlotPool
 
 CHAIN: Final = 2048  # blocks
-BATCHES: Final = (1, 4, 16, 64, CHAIN)
+BATCHES: Final = (1, 4, 16, 64, 128, CHAIN)
+COMPILED: Final = "compiled"
+PYTHON: Final = "Python alone"
 MAX_OF_VLLM: Final = 1.5  # of its BlockPool's time, batches of 1 and 4
 HashChain = list[ChainHash]
 
@@ -83,31 +89,18 @@ def again(chain: HashChain) -> HashChain:
     return [bytes(bytearray(name)) for name in chain]
 
 
-class Race:
-    """Full pools of the same blocks: ours of one policy, the plain index, and vLLM's where it is installed."""
+def ways() -> tuple[str, ...]:
+    """Those there are: the compiled one where twins are built."""
+    return (COMPILED, PYTHON) if twin("kvtier.tiers.pool.few_compiled") is not None else (PYTHON,)
 
-    def __init__(self, num_slots: int, policy: str, timer: Timer) -> None:
-        self.policy, self.timer = policy, timer
-        self.pool, self.plain = SlotPool(num_slots, policy=policy), PlainIndex(num_slots)
-        self.blocks = BlockPool(KVShape(1, 1, 1, 1, "float16"), num_slots)
-        self.vllm = VllmPool(num_slots) if VllmPool.is_installed() else None
-        self.vllm_blocks = VllmPool(num_slots) if self.vllm is not None else None
-        self.names: HashChain = []  # ever stored, oldest first
-        self.num_gone = 0  # of them: the plain index has the others
-        self.newer_half = num_slots // 2
 
-    def fill(self, chain: HashChain) -> None:
-        """One chain more in all of them."""
-        self.store(chain)
-        self.plain.slots.update(zip(chain, range(CHAIN), strict=True))
-        if self.vllm is not None:
-            self.vllm.store(chain)
-        self.names += chain
+class Ours:
+    """L2's pool and L1's, in one way."""
 
-    def some(self, batch: int, draw: random.Random) -> HashChain:
-        """Blocks somewhere in the newer half: not evicted yet."""
-        first = draw.randrange(len(self.names) - self.newer_half, len(self.names) - batch + 1)
-        return again(self.names[first : first + batch])
+    def __init__(self, num_slots: int, policy: str, way: str) -> None:
+        with patch.dict(os.environ, {"KVTIER_COMPILED": "off"} if way == PYTHON else {}):
+            self.pool = SlotPool(num_slots, policy=policy)
+            self.blocks = BlockPool(KVShape(1, 1, 1, 1, "float16"), num_slots)
 
     def store(self, hashes: HashChain) -> None:
         """Reserve, seal, release."""
@@ -126,23 +119,53 @@ class Race:
         if block_ids is not None:
             self.blocks.free(block_ids)
 
+
+class Race:
+    """Full pools of the same blocks: ours of one policy, each way, the plain index, and vLLM's where there is one."""
+
+    def __init__(self, num_slots: int, policy: str, timer: Timer) -> None:
+        self.policy, self.timer = policy, timer
+        self.plain = PlainIndex(num_slots)
+        self.ours = {way: Ours(num_slots, policy, way) for way in ways()}
+        self.vllm = VllmPool(num_slots) if VllmPool.is_installed() else None
+        self.vllm_blocks = VllmPool(num_slots) if self.vllm is not None else None
+        self.names: HashChain = []  # ever stored, oldest first
+        self.num_gone = 0  # of them: the plain index has the others
+        self.newer_half = num_slots // 2
+
+    def fill(self, chain: HashChain) -> None:
+        """One chain more in all of them."""
+        for pools in self.ours.values():
+            pools.store(chain)
+        self.plain.slots.update(zip(chain, range(CHAIN), strict=True))
+        if self.vllm is not None:
+            self.vllm.store(chain)
+        self.names += chain
+
+    def some(self, batch: int, draw: random.Random) -> HashChain:
+        """Blocks somewhere in the newer half: not evicted yet."""
+        first = draw.randrange(len(self.names) - self.newer_half, len(self.names) - batch + 1)
+        return again(self.names[first : first + batch])
+
     def round(self, batch: int, new: HashChain, draw: random.Random) -> None:
         """Every verb and every reference once."""
-        if self.pool.lookup(self.some(batch, draw)) != batch:
-            raise RuntimeError("blocks that must be held are not: the figures would be of misses")
+        for pools in self.ours.values():
+            if pools.pool.lookup(self.some(batch, draw)) != batch:
+                raise RuntimeError("blocks that must be held are not: the figures would be of misses")
         old = self.names[self.num_gone : self.num_gone + batch]
-        copies = [self.some(batch, draw) for _ in range(5)]
+        copies = [self.some(batch, draw) for _ in range(4 + 2 * len(self.ours))]
         measure, policy = self.timer.measure, self.policy
-        measure(f"{policy} lookup", batch, self.pool.lookup, copies[0])
+        for way, pools in self.ours.items():
+            measure(f"{way}, {policy} lookup", batch, pools.pool.lookup, copies.pop())
+            measure(f"{way}, {policy} lease + release", batch, pools.lease_and_release, copies.pop())
+            measure(f"{way}, {policy} store", batch, pools.store, again(new))
+            measure(f"{way}, allocate + free", batch, pools.allocate_and_free, batch)
         measure("dict.get", batch, self.plain.look_up, copies[1])
-        measure(f"{policy} lease + release", batch, self.lease_and_release, copies[2])
-        measure(f"{policy} store", batch, self.store, again(new))
         measure("dict pop + set", batch, self.plain.replace, again(old), again(new))
-        measure("allocate + free", batch, self.allocate_and_free, batch)
         measure("list slices", batch, self.plain.slice, batch)
         if self.vllm is not None and self.vllm_blocks is not None:
-            measure("vLLM lookup", batch, self.vllm.look_up, copies[3])
-            measure("vLLM lease + release", batch, self.vllm.lease_and_release, copies[4])
+            measure("vLLM lookup", batch, self.vllm.look_up, copies[2])
+            measure("vLLM lease + release", batch, self.vllm.lease_and_release, copies[3])
             measure("vLLM store", batch, self.vllm.store, again(new))
             measure("vLLM allocate + free", batch, self.vllm_blocks.allocate_and_free, batch)
         self.names += new
@@ -163,8 +186,9 @@ def measure(num_slots: int, num_blocks: int, policy: str, timer: Timer) -> None:
         new = iter([name for _ in range(-(-rounds * batch // CHAIN)) for name in next(stream)])
         for _ in range(rounds):
             race.round(batch, [next(new) for _ in range(batch)], draw)
-    race.pool.check()
-    race.blocks.check()
+    for pools in race.ours.values():
+        pools.pool.check()
+        pools.blocks.check()
 
 
 def main() -> int:
@@ -185,23 +209,23 @@ def main() -> int:
     )
     rows: list[dict[str, object]] = []
     targets: list[Target] = []
-    for batch in BATCHES:
-        for policy in ("lru", "s3fifo"):
-            for verb, name, reference, theirs, limit in verbs:
-                if policy == "s3fifo" and "{}" not in name:
-                    continue
-                ours, bare = timer.median(name.format(policy), batch), timer.median(reference, batch)
-                vllm = timer.median(theirs, batch)
-                assert ours is not None
-                assert bare is not None
-                row: dict[str, object] = {"verb": verb, "policy": policy, "batch": batch, "us/block": ours}
-                row |= {"reference": reference, "its us": bare, "ratio": ours / bare}
-                row |= {"vLLM us": "no vLLM" if vllm is None else vllm, "of vLLM": vllm and ours / vllm}
-                rows.append(row)
-                if policy == "lru" and batch == CHAIN:
-                    targets.append(Target(f"{verb}, us per block", limit, ours))
-                elif policy == "lru" and vllm is not None:
-                    targets.append(Target(f"{verb}, batches of {batch}: of vLLM's BlockPool", MAX_OF_VLLM, ours / vllm))
+    for batch, policy, way in product(BATCHES, ("lru", "s3fifo"), ways()):
+        for verb, name, reference, theirs, limit in verbs:
+            if policy == "s3fifo" and "{}" not in name:
+                continue
+            ours, bare = timer.median(f"{way}, {name.format(policy)}", batch), timer.median(reference, batch)
+            vllm = timer.median(theirs, batch)
+            assert ours is not None
+            assert bare is not None
+            row: dict[str, object] = {"verb": verb, "way": way, "policy": policy, "batch": batch, "us/block": ours}
+            row |= {"reference": reference, "its us": bare, "ratio": ours / bare}
+            row |= {"vLLM us": "no vLLM" if vllm is None else vllm, "of vLLM": vllm and ours / vllm}
+            rows.append(row)
+            called = f"{verb}, {way}" + (", S3-FIFO" if policy == "s3fifo" else "")
+            if batch == CHAIN:
+                targets.append(Target(f"{called}, us per block", limit, ours))
+            elif vllm is not None:
+                targets.append(Target(f"{called}, batches of {batch}: of vLLM's BlockPool", MAX_OF_VLLM, ours / vllm))
     return report("pool_throughput", rows, targets, chosen.json, chosen.save)
 
 

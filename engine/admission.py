@@ -12,9 +12,6 @@ from kvtier.tiers import ChainHash, ChildBlock
 from kvtier.tiers.hierarchy import Pending
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from kvtier.connector import BothEndsSide
     from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
 
@@ -93,7 +90,7 @@ class Admission:
         if fresh is None:
             self._pool.free(held.matched)
             return False if sequence.reuse is not None and sequence.reuse.is_waiting else None  # it has time
-        sequence.block_table = held.matched + fresh.tolist()
+        sequence.block_table = held.matched + fresh
         if held.source is not None:
             self.copies.append((held.source, sequence.block_table[len(held.matched)]))
         self._admit(sequence, held)
@@ -117,7 +114,7 @@ class Admission:
         if len(usable) > num_l1 and usable[num_l1] in self.computing:
             return None  # by one admitted in this very step
         # Nothing is named between the ranking and this: L1 holds no more than was found then.
-        matched: list[int] = self._pool.match(usable[:num_l1]).tolist() if num_l1 else []
+        matched: list[int] = self._pool.match(usable[:num_l1]) if num_l1 else []
         if len(matched) != num_l1:  # an admission before this one took some of them
             child = self._child(sequence, len(matched)) if self._pool.partial_blocks else None
             in_part = 0 if child is None else child[1]
@@ -130,7 +127,7 @@ class Admission:
         if num_external > room:  # a connector that promises too much
             num_external = room // block_size * block_size
         if child is not None and not num_external:
-            source = self._pool.match([child[0].chain_hash]).tolist()
+            source = self._pool.match([child[0].chain_hash])
             if source:
                 return CachedBlocks(matched, 0, source[0], child[1])
         return CachedBlocks(matched, num_external)
@@ -147,7 +144,7 @@ class Admission:
             return None
         return best_child(sequence.chain, children, num_l1, sequence.chain.next_tokens(num_l1)[: 4 * room])
 
-    def _allocate(self, sequence: Sequence, num_blocks: int, leaving: int) -> "NDArray[np.int64] | None":
+    def _allocate(self, sequence: Sequence, num_blocks: int, leaving: int) -> list[int] | None:
         """As `BlockPool.allocate`; the blocks of segments that the request reuses are held from then on."""
         if sequence.reuse is not None:
             return sequence.reuse.allocate(self._pool, num_blocks, leaving)

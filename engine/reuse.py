@@ -7,9 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvtier.connector.segments import BlendRequest, Repair, ReusedPart, Segment
 from kvtier.engine.sequence import Sequence, SequenceState
 from kvtier.tiers import ChainHash
@@ -77,7 +74,7 @@ class SegmentReuse:
         num_queued = sum(child.state is SequenceState.WAITING for child in self.children)
         return self._may_be_early and is_checked and num_queued < num_seats
 
-    def allocate(self, pool: "BlockPool", num_blocks: int, leaving: int) -> NDArray[np.int64] | None:
+    def allocate(self, pool: "BlockPool", num_blocks: int, leaving: int) -> list[int] | None:
         """The request's own blocks, as `BlockPool.allocate`, while those of its segments are held.
 
         Where both do not fit, the request's own go first, and what that leaves of the segments is reused. A request
@@ -115,7 +112,7 @@ class SegmentReuse:
         """Hold the segments that came since the request was admitted. False: none of all is left to be reused."""
         for wanted in self.wanted if self._awaits else ():
             if wanted.blocks is None and not wanted.is_coming:
-                wanted.blocks = pool.match(wanted.hashes).tolist()
+                wanted.blocks = pool.match(wanted.hashes)
                 self._reuse(wanted, len(wanted.blocks))
         self._awaits = self._awaits and self.is_waiting
         return self.is_due
@@ -142,7 +139,7 @@ class SegmentReuse:
     def _hold(self, pool: "BlockPool") -> None:
         """What is there; that of segments that are still to come waits for all of them."""
         for wanted in self.wanted:
-            wanted.blocks = None if wanted.is_coming else pool.match(wanted.hashes).tolist()
+            wanted.blocks = None if wanted.is_coming else pool.match(wanted.hashes)
 
     def _reuse(self, wanted: HeldSegment, num_blocks: int) -> None:
         self.stats["segments_lost"] += num_blocks < len(wanted.hashes)

@@ -212,7 +212,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.block_table += blocks.tolist()
+        sequence.block_table += blocks
         return True
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -119,7 +119,7 @@ class Reuse(Protocol):
     def may_start(self, num_seats: int) -> bool:
         """Whether it may be admitted now; before its segments are there only once, and if they have seats, too."""
 
-    def allocate(self, pool: "BlockPool", num_blocks: int, leaving: int) -> NDArray[np.int64] | None:
+    def allocate(self, pool: "BlockPool", num_blocks: int, leaving: int) -> list[int] | None:
         """The sequence's own blocks, as `BlockPool.allocate`; holds what it is going to copy until `let_go`."""
 
     def settle(self, num_cached: int, num_tokens: int) -> int | None:

@@ -158,7 +158,7 @@ class StateBorders:
     def restore(self, sequence: Request, border: int) -> bool:
         """Have a sequence go on from a border in L1. False: a piece is gone by now."""
         pieces = self._pieces(sequence, border)
-        blocks: list[int] = self._pool.match(pieces.hashes).tolist()
+        blocks: list[int] = self._pool.match(pieces.hashes)
         is_whole = len(blocks) == self.traits.num_pieces
         try:
             if is_whole:
@@ -248,12 +248,12 @@ class StateBorders:
             return
         pieces = self._pieces(sequence, border)
         try:
-            self._keeper.put(state, blocks.tolist())
+            self._keeper.put(state, blocks)
         except RuntimeError:
             self._stats["unkept_states"] += 1
         else:
-            self._name(pieces, blocks.tolist())
-            self._store(sequence, pieces, blocks.tolist())
+            self._name(pieces, blocks)
+            self._store(sequence, pieces, blocks)
         self._pool.free(blocks)
 
     def _pieces(self, sequence: Request, border: int) -> StatePieces:

@@ -45,7 +45,7 @@ class StateAdmission(Admission):
         traits = self._states.traits
         if self._is_computed_now(usable):
             return False
-        matched: list[int] = self._pool.match(usable[:num_l1]).tolist() if num_l1 and traits.keeps_blocks else []
+        matched: list[int] = self._pool.match(usable[:num_l1]) if num_l1 and traits.keeps_blocks else []
         if traits.keeps_blocks and len(matched) != num_l1:  # an admission before this one took some of them
             self._pool.free(matched)
             return False
@@ -55,7 +55,7 @@ class StateAdmission(Admission):
         if fresh is None:
             self._pool.free(matched)
             return None
-        table, pieces = [*matched, *fresh[:num_fresh].tolist()], fresh[num_fresh:].tolist()
+        table, pieces = [*matched, *fresh[:num_fresh]], fresh[num_fresh:]
         sequence.block_table = table
         is_there = False
         try:

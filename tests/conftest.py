@@ -18,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from pools import PoolOf
 
+from kvtier.tiers.compiled.twins import twin
 from kvtier.tiers.config.environment import COMPILED
 from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.tier import ChainHash
@@ -97,6 +98,16 @@ def _no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.upper().startswith("KVTIER_")]:
         if name != COMPILED:
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(params=["Python", "compiled"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The pool's verbs in one way, then in the other: `pytestmark = pytest.mark.usefixtures("way")` of a file."""
+    if request.param == "Python":
+        monkeypatch.setenv(COMPILED, "off")
+    elif twin("kvtier.tiers.pool.few_compiled") is None:
+        pytest.skip("not built: `make compiled`")
+    return str(request.param)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -85,14 +85,14 @@ def test_pieces_of_one_token_come_to_what_one_pass_does(make: Make, family: str,
     tables = [pool.allocate(11), pool.allocate(11)]
     parts, held = [], []
     for document, segment in zip(DOCUMENTS, SEGMENTS, strict=True):
-        blocks = pool.match(engine.prompt(document).chain.hashes).tolist()  # type: ignore[union-attr]
+        blocks = pool.match(engine.prompt(document).chain.hashes)  # type: ignore[union-attr]
         held.append(blocks)
         parts.append(ReusedPart(segment.start, segment.start + 16 * len(blocks), segment.start, tuple(blocks)))
     found = []
     for table, max_rows in zip(tables, (10_000, 1), strict=True):
         assert table is not None
         pool.tensor[table] = 0
-        request = BlendRequest(PROMPT, table.tolist(), 0, parts, repair)
+        request = BlendRequest(PROMPT, table, 0, parts, repair)
         if max_rows > 1:
             [result] = blender.blend([request])
         else:
@@ -113,8 +113,8 @@ def test_pieces_of_one_token_come_to_what_one_pass_does(make: Make, family: str,
         expected.num_repaired,
         expected.num_computed,
     )
-    for blocks in (*tables, *held):
-        pool.free(blocks)
+    for given in (*tables, *held):
+        pool.free(given or [])
 
 
 @pytest.mark.parametrize("rule", ["deviation", "question", "first"])

@@ -189,7 +189,7 @@ def test_what_l1_forgot_comes_back_from_l2_bit_for_bit(make: Make, family: str, 
     # The loaded bytes are the stored bytes.
     found = {
         bytes(engine.pool.tensor[block].view(torch.uint8).numpy().tobytes())
-        for block in engine.pool.match(_hashes(engine, tokens)).tolist()
+        for block in engine.pool.match(_hashes(engine, tokens))
     }
     assert len(found) == 5
     assert found <= stored

@@ -123,7 +123,7 @@ def test_one_copy_within_l1_and_its_source_stays_until_the_step_is_over(stories:
     stories.append(story := Story(16, partial_blocks=True))
     story.add("a", tokens(1, 9))
     story.run()
-    held = story.pool.match(story.live["a"].hashes[:2]).tolist()
+    held = story.pool.match(story.live["a"].hashes[:2])
     story.pool.free(held)
     story.add("b", [*tokens(1, 6), 90, 91, 92, 93])
     story.add("c", [*tokens(1, 7), 95, 96])

@@ -377,7 +377,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         """A sequence begins: its cached prefix is matched, the rest allocated; all or nothing."""
         hashes = chain(path)
         assert self.pool.lookup(hashes) == self._run(hashes)
-        held = self.pool.match(hashes).tolist()
+        held = self.pool.match(hashes)
         assert held == [self.names[name] for name in hashes[: self._run(hashes)]]
         self._ref(held, 1)
         count = len(hashes) - len(held)
@@ -389,7 +389,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
             self.pool.free(held)
             self._ref(held, -1)
             return multiple()
-        taken = own.tolist()
+        taken = own
         assert len(set(taken)) == count
         assert not any(self.refs[block_id] for block_id in taken)
         lost = {name for name, block_id in self.names.items() if block_id in taken}

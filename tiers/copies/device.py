@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from kvtier.tiers import BlockRecord, ChainHash, Changes, ChildBlock
 from kvtier.tiers.host import BlockRecords, memory
 from kvtier.tiers.naming import KVShape
-from kvtier.tiers.pool import FILLING, READY, BatchTable, ChildIndex, Slots
+from kvtier.tiers.pool import FILLING, READY, BatchTable, ChildIndex, Slots, listed
 
 
 class BlockPool:
@@ -63,11 +63,11 @@ class BlockPool:
         with self._lock:
             return len(self._table.of(len(hashes)).find_run(hashes))
 
-    def match(self, hashes: Sequence[ChainHash]) -> NDArray[np.int64]:
+    def match(self, hashes: Sequence[ChainHash]) -> list[int]:
         """The ids of the leading blocks held, each with one reference more; the caller `free`s them."""
         with self._lock:
             block_ids, _ = self._table.of(len(hashes)).lease(hashes)
-            return np.asarray(block_ids, np.int64)
+            return listed(block_ids)
 
     def children(self, parent: ChainHash, start: bytes = b"") -> list[ChildBlock]:
         """Blocks held now that follow this one and begin with these tokens; maybe not all.
@@ -86,7 +86,7 @@ class BlockPool:
                     found.append(ChildBlock(record.chain_hash, record.tokens))
             return found
 
-    def allocate(self, n: int, leaving: int = 0) -> NDArray[np.int64] | None:
+    def allocate(self, n: int, leaving: int = 0) -> list[int] | None:
         """Take `n` blocks, unnamed, with one reference each; all or nothing. None: fewer are free, nobody waits.
 
         `leaving`: take none if fewer than so many would be left.
@@ -100,7 +100,7 @@ class BlockPool:
             if n + leaving > table.num_free + table.num_ready - table.num_leased:
                 return None
             block_ids = table.of(n).allocate(n)
-            return None if block_ids is None else np.asarray(block_ids, np.int64)
+            return None if block_ids is None else listed(block_ids)
 
     def publish(
         self,
@@ -160,11 +160,14 @@ class BlockPool:
 
         ValueError, and nothing changes, if a block has no reference.
         """
-        slots = np.asarray(block_ids, np.int64)
+        slots = block_ids if isinstance(block_ids, list) else np.asarray(block_ids, np.int64)
         with self._lock:
             table = self._table
             table.of(len(slots)).unref(slots)
-            if table.tails and len(idle := slots[table.is_tail[slots] & (table.refs[slots] == 0)]):
+            if not table.tails:
+                return
+            slots = np.asarray(slots, np.int64)
+            if len(idle := slots[table.is_tail[slots] & (table.refs[slots] == 0)]):
                 table.idle.withdraw(idle)
                 table.policy.give_back(idle)
 

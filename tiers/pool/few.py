@@ -6,7 +6,10 @@ from typing import Final
 import numpy as np
 
 from kvtier.tiers import ChainHash
+from kvtier.tiers.compiled import twin
+from kvtier.tiers.pool.index import Slots
 from kvtier.tiers.pool.lease import Reservation
+from kvtier.tiers.pool.policy import LRU, S3FIFO
 from kvtier.tiers.pool.slots import SlotTable
 from kvtier.tiers.pool.states import FILLING, FREE, READY, AnySlots
 
@@ -48,14 +51,13 @@ class FewSlots:
         """One more reference to each of the leading ready blocks. Returns their slots and generations."""
         state, refs, generation, find = self._state, self._refs, self._generation, self._index.find_one
         slots: list[int] = []
-        generations: list[int] = []
-        num_idle = 0
         for name in hashes:
             slot = find(name)
             if state[slot] != READY:  # -1 is nobody's row
                 break
             slots.append(slot)
-            generations.append(generation[slot])
+        num_idle = 0
+        for slot in slots:  # nothing changes before every name was one
             if count := refs[slot]:
                 refs[slot] = count + 1
             else:
@@ -63,7 +65,11 @@ class FewSlots:
                 num_idle += 1
         self._table.num_leased += num_idle
         self._idle.withdraw_few(slots)
-        return slots, generations
+        return slots, [generation[slot] for slot in slots]
+
+    def lease_at(self, slots: Slots, generations: Slots) -> tuple[Slots, Slots]:
+        """As `lease`, of blocks that were ready in these slots, as the table does it."""
+        return self._table.lease_at(slots, generations)
 
     def unref(self, slots: AnySlots) -> None:
         """One reference fewer, as the table does it."""
@@ -182,12 +188,29 @@ class FewSlots:
 
 
 class BatchTable(SlotTable):
-    """A table that knows who handles a batch fastest."""
+    """A table that knows who handles a batch fastest: the compiled twin where it was built, of whatever size."""
 
     def __init__(self, num_slots: int, policy: str, max_tails: int | None = None) -> None:
         super().__init__(num_slots, policy, max_tails)
         self._few = FewSlots(self)
+        self._compiled = _compiled(self)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its verbs are the compiled twin's."""
+        return self._compiled is not None
 
     def of(self, count: int) -> SlotTable | FewSlots:
         """Whose verbs to use for so many blocks: the outcome is the same."""
+        if self._compiled is not None:
+            return self._compiled
         return self._few if count <= FEW else self
+
+
+def _compiled(table: SlotTable) -> FewSlots | None:
+    """The twin over this table; None where none was built, for a policy it does not know, or a table too large."""
+    module, kind = twin("kvtier.tiers.pool.few_compiled"), type(table.policy)
+    if module is None or kind not in (LRU, S3FIFO) or table.index.is_wide:
+        return None
+    compiled: FewSlots = module.CompiledSlots(table, kind is LRU, FEW)  # it has all of FewSlots' verbs
+    return compiled

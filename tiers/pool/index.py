@@ -71,6 +71,11 @@ class HashIndex:
         self._entry, self._place = memoryview(self._entries), memoryview(self._where)
         self._name = self.name_bytes = memoryview(self._names).cast("B")
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether places of entries need more than 32 bits."""
+        return bool(self._where.dtype != np.int32)
+
     def find(self, hashes: Sequence[ChainHash]) -> tuple[Words, Slots]:
         """The names as words, and the slot of each, -1 where there is none. ValueError as `to_words`."""
         words = to_words(hashes)

@@ -12,6 +12,7 @@ from kvtier.tiers.pool.lease import Places
 from kvtier.tiers.pool.states import READY
 
 _RUN: Final = 64  # blocks: a question is remembered up to a whole number of these, and looked for there
+_MANY: Final = 256  # blocks: fewer are found by a compiled twin sooner than their kept names are compared
 
 
 class KeptPlaces:
@@ -34,7 +35,8 @@ class KeptPlaces:
 
     def of(self, hashes: Sequence[ChainHash]) -> Places:
         """Where the leading ready blocks are; without generations where a list of slots says that they are few."""
-        slots = self._table.of(len(hashes)).find_run(hashes) if len(hashes) < _RUN else None
+        is_short = len(hashes) < (_MANY if self._table.is_compiled else _RUN)
+        slots = self._table.of(len(hashes)).find_run(hashes) if is_short else None
         if isinstance(slots, list):
             return Places(slots, [])
         if slots is not None:

@@ -184,7 +184,7 @@ class SlotPool:
             if places is None or isinstance(places.slots, list) or isinstance(places.generations, list):
                 slots, generations = self._table.of(len(hashes)).lease(hashes)  # a few names cost little
                 return Lease(list(hashes[: len(slots)]), slots, generations, self._on_release)
-            at, times = self._table.lease_at(places.slots, places.generations)
+            at, times = self._table.of(len(places)).lease_at(places.slots, places.generations)
             names = hashes if isinstance(hashes, list) and len(at) == len(hashes) else list(hashes[: len(at)])
             return Lease(names, at, times, self._on_release)
 

@@ -11,6 +11,8 @@ from kvtier.tiers.hierarchy.events import Removed, Stored, TierEvents
 from kvtier.tiers.naming.shape import KVShape
 from kvtier.tiers.tier import BlockRecord, ChainHash
 
+pytestmark = pytest.mark.usefixtures("way")
+
 SHAPE = KVShape(num_layers=2, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
 
 PoolOf = Callable[..., BlockPool]
@@ -79,11 +81,11 @@ def test_blocks_are_taken_from_the_left_and_freed_to_the_right(pool_of: PoolOf, 
 def test_a_freed_block_keeps_its_name_until_it_is_taken_again(pool_of: PoolOf, chain: Chain) -> None:
     pool, blocks = pool_of(3), chain(1, 2, 3)
     ids = allocated(pool, 3)
-    assert pool.match(blocks).tolist() == []  # not published
+    assert pool.match(blocks) == []  # not published
     pool.publish(ids, blocks, None)
     pool.free(ids)
     # A hit takes the blocks back out of the free ones.
-    assert pool.match([*blocks[:2], *chain(9)]).tolist() == ids[:2]
+    assert pool.match([*blocks[:2], *chain(9)]) == ids[:2]
     assert pool.num_free_blocks == 1
     assert allocated(pool, 1) == [ids[2]]
     assert pool.allocate(1) is None
@@ -97,7 +99,7 @@ def test_shared_prefixes_are_counted(pool_of: PoolOf, chain: Chain) -> None:
     ids = allocated(pool, 2)
     pool.publish(ids, prefix, None)
     # A second sequence with the same prefix, and a tail of its own, while the first still runs.
-    assert pool.match(prefix).tolist() == ids
+    assert pool.match(prefix) == ids
     tail = allocated(pool, 1)
     pool.publish(tail, chain(1, 2, 3)[2:], prefix[-1])
     pool.free(ids)  # the first ends
@@ -115,7 +117,7 @@ def test_a_duplicate_stays_unnamed(pool_of: PoolOf, chain: Chain) -> None:
     first, second = allocated(pool, 2), allocated(pool, 2)
     pool.publish(first[:1], blocks[:1], None)
     pool.publish(second, blocks, None)  # computed in the same step: block 1 is held, block 2 is new
-    assert pool.match(blocks).tolist() == [first[0], second[1]]
+    assert pool.match(blocks) == [first[0], second[1]]
     pool.free([first[0], second[1]])
     pool.publish(second, blocks, None)  # again: nothing to do
     pool.publish(first, chain(7, 8), None)  # a named block keeps its name
@@ -179,7 +181,7 @@ def test_without_prefix_caching_nothing_is_named(pool_of: PoolOf, chain: Chain) 
     pool, blocks = pool_of(3, enable_prefix_caching=False), chain(1, 2)
     ids = allocated(pool, 2)
     pool.publish(ids, blocks, None)
-    assert pool.match(blocks).tolist() == []
+    assert pool.match(blocks) == []
     assert pool.lookup(blocks) == 0
     pool.free(ids)
     assert pool.num_free_blocks == 3
@@ -198,15 +200,15 @@ def test_content_stays_what_its_name_says(pool_of: PoolOf, chain: Chain) -> None
             continue
         blocks = chain(*rng.integers(0, 2, int(rng.integers(1, 9))).tolist())
         held = pool.match(blocks)
-        for block_id, name in zip(held.tolist(), blocks, strict=False):
+        for block_id, name in zip(held, blocks, strict=False):
             assert (pool.tensor[block_id] == name[0]).all()
         own = pool.allocate(len(blocks) - len(held))
         if own is None:
             pool.free(held)
             continue
-        for block_id, name in zip(own.tolist(), blocks[len(held) :], strict=True):
+        for block_id, name in zip(own, blocks[len(held) :], strict=True):
             pool.tensor[block_id] = name[0]
-        table = [*held.tolist(), *own.tolist()]
+        table = [*held, *own]
         pool.publish(own, blocks[len(held) :], blocks[len(held) - 1] if len(held) else None)
         running.append(table)
         pool.check()

@@ -1,4 +1,4 @@
-"""A few blocks one by one, and the same blocks in numpy: any program has the same answers and ends alike."""
+"""A few blocks one by one, compiled, and the same blocks in numpy: any program has the same answers and ends alike."""
 
 import hashlib
 from collections.abc import Iterator
@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pools import state_of
 
+from kvtier.tiers.compiled.twins import twin
 from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.naming.shape import KVShape
 from kvtier.tiers.pool import few
+from kvtier.tiers.pool.few import BatchTable
 from kvtier.tiers.pool.lease import Lease, Reservation
+from kvtier.tiers.pool.policy import LRU
 from kvtier.tiers.pool.pool import SlotPool
-from kvtier.tiers.pool.slots import SlotTable
 from kvtier.tiers.tier import ChainHash
 
 NUM_SLOTS = 7
@@ -30,6 +33,10 @@ STEPS = st.lists(
     max_size=40,
 )
 
+needs_twin = pytest.mark.skipif(twin("kvtier.tiers.pool.few_compiled") is None, reason="not built: `make compiled`")
+WAYS = ["few", *(pytest.param(way, marks=needs_twin) for way in ("compiled", "compiled, as arrays"))]
+each_way = pytest.mark.parametrize("way", WAYS)
+
 
 def chain(path: tuple[int, ...]) -> list[ChainHash]:
     return [hashlib.sha256(bytes(path[: n + 1])).digest() for n in range(len(path))]
@@ -44,11 +51,24 @@ def handled_by(limit: int) -> Iterator[None]:
         yield
 
 
+def made_for(way: str, table: BatchTable) -> int:
+    """Have a table handle all batches in one way; returns how many blocks are a few for it."""
+    if way.startswith("compiled"):
+        listed = few.FEW if way == "compiled" else -1
+        module = twin("kvtier.tiers.pool.few_compiled")
+        assert module is not None
+        table._compiled = module.CompiledSlots(table, isinstance(table.policy, LRU), listed)
+    else:
+        table._compiled = None
+    return -1 if way == "numpy" else few.FEW
+
+
 class Twin:
     """A pool whose batches are all handled in one way."""
 
-    def __init__(self, policy: str, limit: int, *, listens: bool) -> None:
-        self.pool, self.limit = SlotPool(NUM_SLOTS, policy=policy), limit
+    def __init__(self, policy: str, way: str, *, listens: bool) -> None:
+        self.pool = SlotPool(NUM_SLOTS, policy=policy)
+        self.limit = made_for(way, self.pool._table)
         self.open: list[Reservation] = []
         self.leases: list[Lease] = []
         if listens:
@@ -126,34 +146,13 @@ class Twin:
             self.pool.abandon(reservation)
 
 
-def state_of(table: SlotTable) -> dict[str, object]:
-    """All that decides what a table does next; nobody's row means nothing."""
-    everyone = np.arange(table.num_slots)
-    named = np.sort(table.index.check())
-    parents, alive = table.links.parents(everyone)
-    return {
-        "state": table.state.tolist(),
-        "refs": table.refs[everyone].tolist(),
-        "generation": table.generation.tolist(),
-        "free": table.free_slots[: table.num_free].tolist(),
-        "names": list(zip(named.tolist(), table.index.names(named), strict=True)),
-        "parents": np.where(alive, parents, -1).tolist(),
-        "children": table.links.children[everyone][table.state[everyone] != 0].tolist(),
-        "order": np.argsort(table.policy.ranks(everyone), kind="stable").tolist(),
-        "victims": (table.policy.ranks(everyone) >= 0).tolist(),
-        "dirty": table.idle.dirty.tolist(),
-        "counts": (table.num_free, table.num_ready, table.num_leased, table.num_evicted, table.num_dirty_dropped),
-        "tails": list(table.tails),
-        "told": table.changes is not None and table.changes.waiting,
-    }
-
-
+@each_way
 @settings(max_examples=300)
 @given(STEPS, st.sampled_from(["lru", "s3fifo"]), st.booleans())
 def test_one_by_one_and_in_numpy_are_the_same(
-    steps: list[tuple[str, tuple[int, ...], int]], policy: str, listens: bool
+    way: str, steps: list[tuple[str, tuple[int, ...], int]], policy: str, listens: bool
 ) -> None:
-    scalar, vector = (Twin(policy, limit, listens=listens) for limit in (few.FEW, -1))
+    scalar, vector = (Twin(policy, each, listens=listens) for each in (way, "numpy"))
     for verb, path, number in steps:
         assert scalar.run(verb, path, number) == vector.run(verb, path, number)
         assert scalar.pool.check() == vector.pool.check()
@@ -163,18 +162,21 @@ def test_one_by_one_and_in_numpy_are_the_same(
     assert scalar.pool.check() == vector.pool.check()
 
 
+@each_way
 @settings(max_examples=150)
 @given(st.lists(st.tuples(st.sampled_from(["admit", "free", "publish", "hold", "reset"]), PATHS, st.integers(0, 4))))
-def test_blocks_of_l1_one_by_one_and_in_numpy_are_the_same(steps: list[tuple[str, tuple[int, ...], int]]) -> None:
+def test_blocks_of_l1_one_by_one_and_in_numpy_are_the_same(
+    way: str, steps: list[tuple[str, tuple[int, ...], int]]
+) -> None:
     def run(pool: BlockPool, tables: list[list[int]], verb: str, path: tuple[int, ...], number: int) -> object:
         names = chain(path)
         if verb == "admit":
-            held = pool.match(names).tolist()
+            held = pool.match(names)
             own = pool.allocate(len(names) - len(held))
             if own is None:
                 pool.free(held)
                 return None
-            tables.append([*held, *own.tolist()])
+            tables.append([*held, *own])
             return list(tables[-1])
         if verb == "reset" and number == 4:
             pool.reset()
@@ -192,7 +194,9 @@ def test_blocks_of_l1_one_by_one_and_in_numpy_are_the_same(steps: list[tuple[str
         return None
 
     shape = KVShape(1, 1, 1, 1, "float16")
-    pools = [(BlockPool(shape, NUM_SLOTS), list[list[int]](), limit) for limit in (few.FEW, -1)]
+    blocks = [BlockPool(shape, NUM_SLOTS) for _ in range(2)]
+    limits = [made_for(each, pool._table) for each, pool in zip((way, "numpy"), blocks, strict=True)]
+    pools = [(pool, list[list[int]](), limit) for pool, limit in zip(blocks, limits, strict=True)]
     for verb, path, number in steps:
         answers = []
         for pool, tables, limit in pools:
@@ -203,7 +207,8 @@ def test_blocks_of_l1_one_by_one_and_in_numpy_are_the_same(steps: list[tuple[str
         assert state_of(pools[0][0]._table) == state_of(pools[1][0]._table)
 
 
-def test_the_choice_is_made_by_the_number_of_blocks() -> None:
+def test_the_choice_is_made_by_the_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_COMPILED", "off")
     table = SlotPool(4)._table
     assert table.of(few.FEW) is not table
     assert table.of(few.FEW + 1) is table

@@ -15,6 +15,12 @@ CHAINS = [[random.Random(f"{chain} {i}").randbytes(32) for i in range(200)] for 
 CHAINS.append(CHAINS[0][:130] + [random.Random(i).randbytes(32) for i in range(70)])  # parts from the first one
 
 
+@pytest.fixture(autouse=True)
+def _python_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled twin is asked for more before anything is kept: test_few_compiled.py holds it to the same places."""
+    monkeypatch.setenv("KVTIER_COMPILED", "off")
+
+
 def store(pool: SlotPool, hashes: list[ChainHash], parent: ChainHash | None = None) -> bool:
     reservation = pool.reserve(hashes, parent)
     if reservation is None:

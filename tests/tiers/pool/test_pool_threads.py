@@ -9,6 +9,8 @@ import pytest
 from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.tier import ChainHash
 
+pytestmark = pytest.mark.usefixtures("way")
+
 Chain = Callable[..., list[ChainHash]]
 
 

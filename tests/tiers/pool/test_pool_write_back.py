@@ -1,6 +1,9 @@
 """SlotPool under write-back: dirty blocks outlive clean ones, and are listed in the order they must be written."""
 
+import pytest
 from pools import Chain, PoolOf, store
+
+pytestmark = pytest.mark.usefixtures("way")
 
 
 def test_clean_blocks_are_evicted_before_dirty_ones(pool_of: PoolOf, chain: Chain, policy: str) -> None:
