@@ -18,7 +18,7 @@ from kvtier.tiers.compiled import status
 from kvtier.tiers.config import COMPILED, Config
 from kvtier.tiers.copies import BlockPool
 from kvtier.tiers.hierarchy import Wanted
-from kvtier.tiers.naming import KeptNames, KVShape, TokenChain, chain, kept_names, root_hash
+from kvtier.tiers.naming import KeptNames, KVShape, TokenChain, root_hash
 
 STEPS: Final = ("names", "lookup", "given", "end")
 NEW: Final = 2048  # tokens that the next turn has more
@@ -41,8 +41,8 @@ def going(way: str) -> Iterator[None]:
         return
     with (
         mock.patch.dict(os.environ, {COMPILED: "off"}),
-        mock.patch.object(chain, "compiled", return_value=None),
-        mock.patch.object(kept_names, "compiled", return_value=None),
+        mock.patch("kvtier.tiers.naming.chain.compiled", return_value=None),
+        mock.patch("kvtier.tiers.naming.kept_names.compiled", return_value=None),
     ):
         yield
 
