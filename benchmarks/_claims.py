@@ -16,17 +16,28 @@ class PageRow(NamedTuple):
 
 CLAIMS: Final = (
     PageRow(
-        "hash and look up 131,072 tokens, all hits: × (list conversion + bare SHA-256 loop)",
+        "hash and look up 131,072 tokens, all hits, Python alone: × (list conversion + bare SHA-256 loop)",
         "lookup_latency",
-        "hashing",
+        "hashing(?!.*compiled)",
         limit=True,
     ),
+    PageRow("the same with compiled twins", "lookup_latency", "hashing.*compiled"),
     PageRow(
-        "list of 131,072 tokens in, all hits, the whole way: CPU ms, median and p90, blocks of 16 and 64",
+        "list of 131,072 tokens in, all hits, the whole way, compiled: CPU ms, median and p90, blocks of 16 and 64",
         "lookup_latency",
-        "^whole way.*(named before|from nothing)",
+        "^whole way, compiled.*(named before|from nothing)",
     ),
-    PageRow("the same, the next turn of 2,048 tokens more", "lookup_latency", "^whole way.*next turn"),
+    PageRow(
+        "the same, the next turn of 2,048 tokens more",
+        "lookup_latency",
+        "^whole way, compiled.*next turn",
+    ),
+    PageRow(
+        "the whole way, Python alone: a prompt named before, or not",
+        "lookup_latency",
+        "^whole way, Python.*(named before|from nothing)",
+    ),
+    PageRow("the same, the next turn", "lookup_latency", "^whole way, Python.*next turn"),
     PageRow("blocks hashed when a sequence grows by one", "lookup_latency", "^blocks hashed"),
     PageRow(
         "pool, batches of 2,048, LRU and S3-FIFO: lookup, µs a block", "pool_throughput", "^lookup(?!.*Python).*, us"

@@ -179,7 +179,10 @@ GOALS: Final[Mapping[str, Sequence[Callable[[Sequence[SavedRow]], Iterable[Targe
     ),
     "lookup_latency": tuple(
         ColumnGoal(
-            column, limit, f"whole way, {{whole way}}, blocks of {{blocks}}: {column}", where=f"whole way={turn}"
+            column,
+            limit,
+            f"whole way, {{way}}, {{whole way}}, blocks of {{blocks}}: {column}",
+            where=f"whole way={turn}",
         )
         for column in ("CPU ms", "p90")
         for turn, limit in (("named before", 4), ("from nothing", 4), ("next turn", 2))

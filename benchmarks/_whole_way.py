@@ -1,17 +1,21 @@
-"""A long prompt's whole way through the scheduler's half: list of ids in, names, lookup, blocks given, end."""
+"""A long prompt's whole way through the scheduler's half: from ids to the request's end, compiled and not."""
 
+import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
+from unittest import mock
 
 import numpy as np
 import torch
 
 from kvtier.connector import LocalConnector, WorkerReport
-from kvtier.tiers.config import Config
+from kvtier.tiers.compiled import status
+from kvtier.tiers.config import COMPILED, Config
 from kvtier.tiers.copies import BlockPool
 from kvtier.tiers.hierarchy import Wanted
 from kvtier.tiers.naming import KeptNames, KVShape, TokenChain, root_hash
@@ -22,8 +26,25 @@ PIECE: Final = 1024  # blocks stored at once
 FINGERPRINT: Final = b"f" * 32
 ROOT: Final = root_hash(FINGERPRINT)
 
+PYTHON: Final = "Python alone"
+WAYS: Final = ("compiled", PYTHON) if all(each.state == "loaded" for each in status()) else (PYTHON,)
+
 Took = tuple[float, float, float, float]
 """CPU seconds of each of `STEPS`, of the thread that makes them."""
+
+
+@contextmanager
+def going(way: str) -> Iterator[None]:
+    """Names are made by the compiled twins, or without; and so does its work what is opened meanwhile."""
+    if way != PYTHON:
+        yield
+        return
+    with (
+        mock.patch.dict(os.environ, {COMPILED: "off"}),
+        mock.patch("kvtier.tiers.naming.chain.compiled", return_value=None),
+        mock.patch("kvtier.tiers.naming.kept_names.compiled", return_value=None),
+    ):
+        yield
 
 
 @dataclass

@@ -6,7 +6,8 @@ loop over parent ‖ tokens, in its fastest spelling known to us. Medians over i
 "whole way" is what the scheduler's thread does for such a request, from the list to `finished`: names, lookup, blocks
 given and their load planned, end (CPU ms; the limit is the same bare loop). L2 holds every block, and each list has
 integers of its own. "named before": the process has named this prompt before. "next turn": it has 2,048 tokens more,
-which nobody has seen.
+which nobody has seen. It and the steps above are measured with compiled twins, where `kvtier compile` built them all,
+and "Python alone".
 "keys kvtier" is what naming blocks by our own chain adds to vLLM's scheduler for such a prompt, once a request, in
 blocks of 32; under vLLM's own hashes nothing is added.
 """
@@ -19,6 +20,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -27,7 +29,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from _report import Target, parser, progress, report
-from _whole_way import STEPS, LongPrompts, Took
+from _whole_way import PYTHON, STEPS, WAYS, LongPrompts, Took, going
 
 from kvtier.connector.vllm import OwnChain
 from kvtier.tiers import ChainHash
@@ -67,7 +69,7 @@ def filled_pool(hashes: list[list[ChainHash]], num_slots: int) -> SlotPool:
 
 def count_hashed(chain: TokenChain, token: int) -> int:
     """Blocks hashed while the chain grows by one block, as decoding grows it: token by token."""
-    with mock.patch.object(hashlib, "sha256", wraps=hashlib.sha256) as counted:
+    with going(PYTHON), mock.patch.object(hashlib, "sha256", wraps=hashlib.sha256) as counted:
         for _ in range(BLOCK_SIZE):
             chain.extend((token,))
     return counted.call_count
@@ -89,25 +91,31 @@ def whole_ways(tokens: list[int], rounds: int) -> tuple[list[dict[str, object]],
     rows: list[dict[str, object]] = []
     targets: list[Target] = []
     for block_size, scheme in product(BLOCK_SIZES, ("sha256", "xxh3")):
-        with TemporaryDirectory() as folder, LongPrompts(Path(folder), tokens, block_size, scheme) as prompts:
-            turns = prompts.turns
-            took: dict[str, list[Took]] = {turn: [] for turn in turns}
-            limits: list[float] = []
+        took: dict[tuple[str, str], list[Took]] = {}
+        limits: list[float] = []
+        with ExitStack() as opened:
+            turns: dict[str, dict[str, Callable[[], Took]]] = {}
+            for way in WAYS:
+                folder = Path(opened.enter_context(TemporaryDirectory()))
+                with going(way):
+                    turns[way] = opened.enter_context(LongPrompts(folder, tokens, block_size, scheme)).turns
             for _ in range(rounds):
                 began = time.thread_time()
                 bare_loop(tokens, block_size)
                 limits.append(time.thread_time() - began)
-                for turn, ask in turns.items():
-                    took[turn].append(ask())
-        for turn, steps in took.items():
+                for way in WAYS:
+                    with going(way):
+                        for turn, ask in turns[way].items():
+                            took.setdefault((turn, way), []).append(ask())
+        for (turn, way), steps in took.items():
             whole = sorted(map(sum, steps))
-            rows.append({"whole way": turn, "blocks": f"{block_size}, {scheme}"})
+            rows.append({"whole way": turn, "blocks": f"{block_size}, {scheme}", "way": way})
             rows[-1] |= {name: median(each[n] for each in steps) * 1e3 for n, name in enumerate(STEPS)}
             rows[-1] |= {"CPU ms": median(whole) * 1e3, "best": whole[0] * 1e3, "p90": whole[rounds * 9 // 10] * 1e3}
             rows[-1]["limit"] = median(limits) * 1e3
             rows[-1]["of limit"] = median(sum(each) / limit for each, limit in zip(steps, limits, strict=True))
             if scheme == "sha256" and turn in MOST:
-                name = f"whole way, blocks of {block_size}, {turn}: CPU ms"
+                name = f"whole way, {way}, blocks of {block_size}, {turn}: CPU ms"
                 targets.append(Target(name, MOST[turn], median(whole) * 1e3))
     return rows, targets
 
@@ -123,29 +131,40 @@ def main() -> int:
     hashes = {"sha256": list(chain.hashes), "xxh3": chain_hashes(ROOT, tokens, BLOCK_SIZE, "xxh3")}
     num_blocks = len(chain.hashes)
     progress(f"{num_tokens} tokens, {rounds} rounds")
-    pool = filled_pool([*hashes.values()], 8 * num_blocks)
+    pools: dict[str, SlotPool] = {}
+    for way in WAYS:
+        with going(way):
+            pools[way] = filled_pool([*hashes.values()], 8 * num_blocks)
 
-    def whole(scheme: str) -> None:
-        assert pool.lookup(chain_hashes(ROOT, tokens, BLOCK_SIZE, scheme)) == num_blocks
+    def whole(scheme: str, way: str = WAYS[0]) -> None:
+        assert pools[way].lookup(chain_hashes(ROOT, tokens, BLOCK_SIZE, scheme)) == num_blocks
 
     request = SimpleNamespace(all_token_ids=tokens, num_tokens=num_tokens)
     steps: dict[str, Callable[[], object]] = {
         "limit: list conversion + bare sha256 loop": lambda: bare_loop(tokens),
         "list conversion alone": lambda: convert(tokens),
         "sha256 hashing": lambda: chain_hashes(ROOT, tokens, BLOCK_SIZE),
-        "lookup of known hashes": lambda: pool.lookup(hashes["sha256"]),
+        "lookup of known hashes": lambda: pools[WAYS[0]].lookup(hashes["sha256"]),
         "sha256 hashing + lookup": lambda: whole("sha256"),
         "xxh3 hashing + lookup": lambda: whole("xxh3"),
         "grow by one block (list of 16 ids)": lambda: grow(chain, one_block),
         "vLLM adapter, keys kvtier": lambda: OwnChain(request, (b"f" * 32, None, None, None), 32, "sha256").current(),
         "one block, from nothing": lambda: chain_hashes(ROOT, one_block, BLOCK_SIZE),
     }
+    ways = dict.fromkeys(steps, WAYS[0])
+    if WAYS[0] != PYTHON:
+        steps[f"sha256 hashing, {PYTHON}"] = steps["sha256 hashing"]
+        steps[f"lookup of known hashes, {PYTHON}"] = lambda: pools[PYTHON].lookup(hashes["sha256"])
+        steps[f"sha256 hashing + lookup, {PYTHON}"] = lambda: whole("sha256", PYTHON)
+        steps[f"xxh3 hashing + lookup, {PYTHON}"] = lambda: whole("xxh3", PYTHON)
+        ways |= dict.fromkeys(steps.keys() - ways.keys(), PYTHON)
     num_hashed = count_hashed(chain, 7)
     times: dict[str, list[float]] = {name: [] for name in steps}
     gc.disable()  # its pauses belong to whoever made the garbage
     for _ in range(rounds):
         for name, run in steps.items():
-            times[name].append(timed(run))
+            with going(ways[name]):
+                times[name].append(timed(run))
     whole_way, whole_way_targets = whole_ways(tokens, rounds // 3)
     gc.enable()
 
@@ -162,7 +181,11 @@ def main() -> int:
         for name, taken in times.items()
     ]
     targets = [
-        Target("sha256 hashing + lookup, all hits, × limit", MAX_RATIO, ratios["sha256 hashing + lookup"]),
+        *(
+            Target(f"sha256 hashing + lookup, {way}, all hits, × limit", MAX_RATIO, ratios[name])
+            for name, way in ways.items()
+            if name.startswith("sha256 hashing + lookup")
+        ),
         Target("blocks hashed when a sequence grows by one", 1, num_hashed),
         *whole_way_targets,
     ]

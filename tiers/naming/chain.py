@@ -23,6 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash, ChildBlock
+from kvtier.tiers.naming.compiled_names import IDS, PIECE, compiled
 from kvtier.tiers.naming.kept_names import RUN, KeptNames
 
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
@@ -35,6 +36,7 @@ _MAX_TOKEN: Final = 2**32 - 1
 _ROOT_TAG: Final = b"kvtier-root-v1"
 _STATE_TAG: Final = b"kvtier-state-v1"
 _POOL_TAG: Final = b"kvtier-pool-v1"
+_ONE: Final = array("I", (0,))
 
 
 def token_array(tokens: Tokens) -> "array[int]":
@@ -46,6 +48,8 @@ def token_array(tokens: Tokens) -> "array[int]":
     try:
         if type(tokens) is not list:
             return array("I", tokens)
+        if (ids := _compiled_ids(tokens)) is not None:
+            return ids
         ids = array("I")
         ids.fromlist(tokens)  # two thirds of the constructor's time
         return ids
@@ -159,7 +163,11 @@ class TokenChain:
 
         ValueError for an id outside [0, 2**32), TypeError for what is no id: the chain is then as it was.
         """
-        self._tokens.extend(token_array(tokens))
+        ids = token_array(tokens)
+        if self._tokens:
+            self._tokens.extend(ids)
+        else:
+            self._tokens = ids
         first = len(self.hashes)
         num_new = len(self._tokens) // self.block_size - first
         if num_new >= RUN and self._kept is not None:
@@ -205,8 +213,14 @@ class TokenChain:
 
     def _hash(self, first: int, count: int) -> None:
         """Name `count` blocks from `first`, the next one to be named."""
-        if count:
-            self.hashes += self._hash_frames(self.parent(first), self._frames(first, count))
+        size, end, twin = self.block_size, first + count, compiled()
+        names_of = twin.names.get(self.scheme) if twin is not None and not self._extra else None
+        if names_of is None:
+            if count:
+                self.hashes += self._hash_frames(self.parent(first), self._frames(first, count))
+            return
+        for at in range(first, end, PIECE):
+            self.hashes += names_of(self.parent(at), self._tokens, at * size, min(PIECE, end - at), size)
 
     def _extend_by_runs(self, kept: KeptNames, first: int, end: int) -> None:
         """Name the blocks from `first` to `end`: whole runs as they were kept, then the rest, which is kept, too."""
@@ -269,6 +283,17 @@ def _little_endian(words: "array[int]") -> bytes:
         words = words[:]
         words.byteswap()
     return words.tobytes()
+
+
+def _compiled_ids(tokens: list[int]) -> "array[int] | None":
+    """The ids by the compiled twin; None where there is none, or one of them is no plain int in range."""
+    if (twin := compiled()) is None:
+        return None
+    ids = _ONE * len(tokens)
+    for first in range(0, len(ids), IDS):
+        if not twin.fill(ids, tokens, first, min(first + IDS, len(ids))):
+            return None
+    return ids
 
 
 def _from_buffer(tokens: "NDArray[np.integer[Any]] | array[int]") -> "array[int]":

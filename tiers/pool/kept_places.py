@@ -42,15 +42,14 @@ class KeptPlaces:
         if slots is not None:
             return Places(slots, self._table.generation[slots])
         known = self._known(hashes)
-        if known is None or len(known) < len(hashes):
-            names = hashes if known is None else hashes[len(known) :]
-            found = np.asarray(self._table.of(len(names)).find_run(names), np.int64)
-            places = Places(found, self._table.generation[found])
-            if known is not None:
-                columns = zip((known.slots, known.generations), (places.slots, places.generations), strict=True)
-                places = Places(*(np.concatenate(each) for each in columns))
-        else:
-            places = known
+        rest = hashes if known is None else hashes[len(known) :]
+        if known is not None and not (rest and len(self._table.of(1).find_run(rest[:1]))):
+            return known  # the usual next turn: nothing of what is new is here yet
+        found = np.asarray(self._table.of(len(rest)).find_run(rest), np.int64)
+        places = Places(found, self._table.generation[found])
+        if known is not None:
+            columns = zip((known.slots, known.generations), (places.slots, places.generations), strict=True)
+            places = Places(*(np.concatenate(each) for each in columns))
         self._keep(hashes, places)
         return places
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from array import array
 from threading import Thread
 
 import pytest
@@ -9,8 +10,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.tiers.naming import chain as chain_module
 from kvtier.tiers.naming import kept_names
 from kvtier.tiers.naming.chain import TokenChain, chain_hashes, root_hash
+from kvtier.tiers.naming.compiled_names import compiled
 from kvtier.tiers.naming.kept_names import RUN, KeptNames
 
 ROOT = root_hash(bytes(range(32)))
@@ -18,17 +21,29 @@ SIZE = 2  # tokens in a block
 TOKENS = [random.Random(3).randrange(2**32) for _ in range(4 * RUN * SIZE + 7)]  # four runs, three blocks and a token
 
 
-@pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What goes through SHA-256 in this test."""
+@pytest.fixture(params=["Python", "compiled"])
+def hashed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """An item for each block that goes through SHA-256 in this test, which is told twice: for either way."""
     seen: list[bytes] = []
-    real = hashlib.sha256
+    real, twin = hashlib.sha256, compiled() if request.param == "compiled" else None
 
     def counting(data: bytes = b"") -> "hashlib._Hash":
         seen.append(data)
         return real(data)
 
     monkeypatch.setattr(hashlib, "sha256", counting)
+    if request.param == "compiled":
+        if twin is None:
+            pytest.skip("no compiled twin: `kvtier compile` builds it")
+        names_of = twin.names["sha256"]
+
+        def counted(parent: bytes, words: "array[int]", first: int, count: int, size: int) -> list[bytes]:
+            seen.extend([b""] * count)
+            return names_of(parent, words, first, count, size)
+
+        twin = twin._replace(names={**twin.names, "sha256": counted})
+    monkeypatch.setattr(chain_module, "compiled", lambda: twin)
+    monkeypatch.setattr(kept_names, "compiled", lambda: twin)
     return seen
 
 
@@ -130,6 +145,7 @@ def test_no_other_tenant_model_scheme_or_size_finds_them(hashed: list[bytes]) ->
 
 def test_a_key_that_two_runs_share_leads_to_neither_s_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key is a hash that somebody could aim at: it is never trusted."""
+    monkeypatch.setattr(kept_names, "compiled", lambda: None)
     monkeypatch.setattr(xxhash, "xxh3_64_intdigest", lambda data: 7)
     kept = KeptNames()
     for tokens in (TOKENS, TOKENS[::-1], TOKENS):

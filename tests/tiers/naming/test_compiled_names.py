@@ -1,0 +1,263 @@
+"""The compiled twin of naming: names, errors and growth as the Python way has them, and a GIL that is given up."""
+
+import hashlib
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.tiers.naming import chain, compiled_names, kept_names
+from kvtier.tiers.naming.chain import BlockExtraKeys, TokenChain, Tokens, chain_hashes, root_hash, token_array
+from kvtier.tiers.naming.compiled_names import compiled
+from kvtier.tiers.naming.kept_names import RUN, KeptNames
+
+ROOT = root_hash(bytes(range(32)))
+TWIN = compiled()
+pytestmark = pytest.mark.skipif(TWIN is None, reason="no compiled twin: `kvtier compile` builds it")
+SCHEMES = st.sampled_from(["sha256", "xxh3"])
+IDS = st.one_of(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0, 1, 256, 2**30 - 1, 2**30, 2**31, 2**32 - 1]),  # where an int gets another digit, or a sign
+)
+ODD = st.one_of(
+    st.sampled_from([-1, -(2**31), 2**32, 2**63, 2**64, -(2**64), 2**200]),
+    st.sampled_from([True, False, 1.0, "1", None, b"1", np.int64(7), np.uint32(2**32 - 1), np.float32(1), np.int8(-1)]),
+)
+
+
+class Id:
+    """Counts as an integer, and is none."""
+
+    def __index__(self) -> int:
+        return 12
+
+
+@contextmanager
+def python_way() -> Iterator[None]:
+    with (
+        mock.patch.object(chain, "compiled", return_value=None),
+        mock.patch.object(kept_names, "compiled", return_value=None),
+    ):
+        yield
+
+
+def outcome(tokens: Any) -> tuple[str, Any]:
+    """What `token_array` makes of this: the ids, or the error and its words."""
+    try:
+        return "ids", token_array(tokens).tolist()
+    except (TypeError, ValueError) as error:
+        return type(error).__name__, str(error)
+
+
+def both_ways(tokens: Any) -> None:
+    got = outcome(tokens)
+    with python_way():
+        assert got == outcome(tokens)
+
+
+def test_the_twin_has_every_digest_here() -> None:
+    """This machine's Python and xxhash are of the usual kind: otherwise half of these stories would test nothing."""
+    assert TWIN is not None
+    assert set(TWIN.names) == {"sha256", "xxh3"}
+    assert TWIN.kept_runs is not None
+
+
+@given(st.lists(IDS, max_size=40), st.lists(st.tuples(st.integers(0, 40), st.one_of(ODD, st.builds(Id))), max_size=2))
+def test_ids_and_errors_are_those_of_the_python_way(ids: list[Any], odd: list[tuple[int, Any]]) -> None:
+    for at, value in odd:
+        ids.insert(at, value)
+    both_ways(ids)
+    both_ways(tuple(ids))
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, np.float32])
+def test_arrays_of_any_type_fare_alike(dtype: type) -> None:
+    for values in ([], [1, 0, 100], [3, 2, 1, 0][::-2]):
+        both_ways(np.array(values).astype(dtype))
+        both_ways(np.array(values).astype(dtype).tolist())
+    both_ways(np.array([[1]], dtype))
+    both_ways(np.array([1, 2**32], np.int64))
+    both_ways(np.array([1, -1], np.int64))
+    for code in "iIqQlLhHbBd":
+        both_ways(array(code, [1, 2, 3]))
+
+
+def test_a_long_list_is_read_in_pieces_and_its_last_id_is_checked() -> None:
+    num_ids = 2 * compiled_names.IDS + 3
+    ids = list(range(num_ids))
+    assert token_array(ids).tolist() == ids
+    for wrong in (2**32, -1, 2**100):
+        ids[-1] = wrong
+        with pytest.raises(ValueError, match=f"token id {wrong} at position {num_ids - 1}"):
+            token_array(ids)
+    both_ways([*ids[:-1], None])
+
+
+def test_ids_are_copied() -> None:
+    for tokens in ([1, 2, 3], array("I", [1, 2, 3]), np.array([1, 2, 3], np.uint32)):
+        grown: TokenChain = TokenChain(ROOT, 2)
+        grown.extend(tokens)
+        tokens[0] = 9
+        assert grown.block_tokens(0) == array("I", [1, 2]).tobytes()
+
+
+@given(
+    pieces=st.lists(st.lists(IDS, max_size=30), max_size=6),
+    size=st.integers(1, 9),
+    scheme=SCHEMES,
+    extra=st.booleans(),
+    salt=st.sampled_from([None, "", "t1"]),
+)
+def test_growth_in_pieces_gives_the_same_names(
+    pieces: Sequence[Tokens], size: int, scheme: str, extra: bool, salt: str | None
+) -> None:
+    root = root_hash(bytes(32), cache_salt=salt)
+    keys: BlockExtraKeys | None = {1: [("image", b"1")]} if extra else None
+    chains = TokenChain(root, size, scheme, keys), TokenChain(root, size, scheme, keys)
+    for piece in pieces:
+        chains[0].extend(piece)
+        with python_way():
+            chains[1].extend(piece)
+        assert chains[0].hashes == chains[1].hashes
+    assert chains[0].num_tokens == chains[1].num_tokens
+    end = len(chains[0].hashes)
+    assert chains[0].records(0, end) == chains[1].records(0, end)
+    assert chains[0].next_tokens(end) == chains[1].next_tokens(end)
+
+
+@pytest.mark.parametrize("scheme", ["sha256", "xxh3"])
+@pytest.mark.parametrize("size", [5, 6, 7, 16, 21, 22, 23, 64, 1000])  # where padding needs one more chunk, and beside
+def test_more_than_a_piece_of_blocks_with_the_gil_given_up(scheme: str, size: int) -> None:
+    num_blocks = compiled_names.PIECE + 5 if size < 10 else 1030
+    ids = np.random.default_rng(size).integers(0, 2**32, num_blocks * size + size - 1, np.uint32)
+    names = chain_hashes(ROOT, ids, size, scheme)
+    assert len(names) == num_blocks
+    with python_way():
+        assert names == chain_hashes(ROOT, ids, size, scheme)
+
+
+@given(
+    prompts=st.lists(
+        st.tuples(st.sampled_from(["t1", "t2"]), st.integers(0, 3 * RUN), st.integers(1, 4 * RUN), st.integers(0, 2)),
+        min_size=2,
+        max_size=5,
+    ),
+    scheme=SCHEMES,
+)
+def test_kept_runs_are_found_alike_and_never_another_tenant_s(
+    prompts: list[tuple[str, int, int, int]], scheme: str
+) -> None:
+    """Both keep the same names, and what one way kept the other finds."""
+    kept, plain = KeptNames(60_000), KeptNames(60_000)
+    for salt, edited, num_blocks, value in prompts:
+        tokens = [1] * (2 * num_blocks)
+        tokens[2 * edited :] = [value] * len(tokens[2 * edited :])
+        root = root_hash(bytes(32), cache_salt=salt)
+        made = TokenChain(root, 2, scheme, kept=kept)
+        made.extend(tokens)
+        with python_way():
+            assert made.hashes == chain_hashes(root, tokens, 2, scheme)
+            reference = TokenChain(root, 2, scheme, kept=plain)
+            reference.extend(tokens)
+        assert list(kept._runs.items()) == list(plain._runs.items())  # the order of use, too
+        assert kept.num_bytes == plain.num_bytes
+
+
+def test_a_run_under_another_run_s_key_is_not_taken() -> None:
+    assert TWIN is not None
+    assert TWIN.kept_runs is not None
+    kept = KeptNames()
+    whole = [7] * (2 * RUN)
+    made = TokenChain(ROOT, 2, kept=kept)
+    made.extend(whole)
+    [(key, (made_of, names))] = kept._runs.items()
+    kept._runs[key] = (made_of[:-1] + b"\xff", names)  # as if somebody had aimed at the key
+    again = TokenChain(ROOT, 2, kept=kept)
+    with mock.patch.object(KeptNames, "enter"):
+        again.extend(whole)
+    assert again.hashes == made.hashes
+    assert all(mine is not theirs for mine, theirs in zip(again.hashes, names, strict=True))  # hashed anew
+
+
+def test_what_is_out_of_bounds_is_refused() -> None:
+    assert TWIN is not None
+    words, names_of = array("I", range(64)), TWIN.names["sha256"]
+    for parent, first, count, size in (
+        (b"short", 0, 1, 16), (ROOT, -1, 1, 16), (ROOT, 1, 4, 16), (ROOT, 65, 0, 16), (ROOT, 0, 1, 0),
+        (ROOT, 0, -1, 16), (ROOT, 0, 1, 2**60), (ROOT, 0, 2**60, 16),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"must be 32|there are 64 words"):
+            names_of(parent, words, first, count, size)
+    for wrong in (array("i", [1] * 64), array("Q", [1] * 64), bytes(256), np.zeros(64, np.float32)):
+        with pytest.raises(TypeError, match="array of u32"):
+            names_of(ROOT, wrong, 0, 1, 16)  # type: ignore[arg-type]
+    assert not TWIN.fill(words, [1, 2], 0, 3)
+    assert not TWIN.fill(words, [1, 2], -1, 1)
+    assert not TWIN.fill(array("I", [0]), [1, 2], 0, 2)
+
+
+def test_a_digest_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a library has other conventions: the twin's names are compared with Python's before any is used."""
+    assert TWIN is not None
+    module = mock.Mock()
+    module.sha256_names = lambda parent, words, first, count, size: [hashlib.sha256(parent).digest()] * count
+    module.xxh3_names = lambda *_: [b""] * 3
+    module.kept_runs = lambda *_: ([], [])
+    found = compiled_names._checked(module)
+    assert dict(found.names) == {}
+    assert found.kept_runs is None
+    monkeypatch.setattr(compiled_names, "_address", lambda *_: 0)  # no such function anywhere
+    nowhere = compiled_names._checked(mock.Mock())
+    assert dict(nowhere.names) == {}
+    assert nowhere.kept_runs is None
+    with mock.patch.object(chain, "compiled", return_value=nowhere._replace(fill=TWIN.fill)):
+        names = chain_hashes(ROOT, range(64), 16)
+    assert names == chain_hashes(ROOT, range(64), 16)
+
+
+def test_an_address_that_is_nowhere_is_none() -> None:
+    assert compiled_names._address("SHA256_Transform", "libcrypto.so.3") != 0
+    assert compiled_names._address("kvtier_no_such_function", "no-such-library.so") == 0
+
+
+def test_other_threads_go_on_while_a_long_prompt_is_hashed() -> None:
+    """Nobody is asked to give the GIL up within the hour: only the loop itself can have done it."""
+    assert TWIN is not None
+    words = array("I", range(1 << 20))
+    turns, stop = 0, threading.Event()
+
+    def work() -> None:
+        nonlocal turns
+        while not stop.is_set():
+            turns += 1
+            time.sleep(0)  # gives the GIL back
+
+    patience = sys.getswitchinterval()
+    worker = threading.Thread(target=work)
+    worker.start()
+    sys.setswitchinterval(3600.0)
+    try:
+        deadline = time.monotonic() + 30
+        went_on = 0
+        while not went_on and time.monotonic() < deadline:
+            before = turns
+            TWIN.names["sha256"](ROOT, words, 0, len(words) // 16, 16)
+            went_on = turns - before
+        assert went_on
+        before = turns
+        TWIN.names["sha256"](ROOT, words, 0, 64, 16)  # a few blocks: getting it back would take longer than they do
+        assert turns == before
+    finally:
+        sys.setswitchinterval(patience)
+        stop.set()
+        worker.join(30)
+    assert not worker.is_alive()

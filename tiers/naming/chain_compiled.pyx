@@ -1,0 +1,287 @@
+"""The innermost loops of naming: ids into u32, the chain of names over plain blocks, and kept runs. Twin of chain.py.
+
+The digests are called by the addresses that `load` is told. Which libraries they are of, and whether they are right, is
+compiled_names.py's to know. For little-endian machines.
+"""
+
+from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.dict cimport PyDict_GetItemWithError
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
+from cpython.ref cimport Py_INCREF, PyObject
+from libc.stdint cimport uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcmp, memcpy, strcmp
+
+cdef extern from *:
+    """
+    #if defined(__GNUC__)
+    #define kvtier_prefetch(at) __builtin_prefetch(at)
+    #else
+    #define kvtier_prefetch(at)
+    #endif
+
+    /* A plain int's value, if it is a token. No reference is taken: that would write to each id's memory. */
+    static CYTHON_INLINE int kvtier_token_of(PyObject *id, uint32_t *token) {
+        unsigned long value;
+        if (!PyLong_CheckExact(id)) return 0;
+    #if PY_VERSION_HEX >= 0x030C0000
+        if (PyUnstable_Long_IsCompact((PyLongObject *) id)) {
+            Py_ssize_t small = PyUnstable_Long_CompactValue((PyLongObject *) id);
+            *token = (uint32_t) small;
+            return small >= 0;
+        }
+    #else
+        if (Py_SIZE(id) == 0 || Py_SIZE(id) == 1) {
+            *token = Py_SIZE(id) ? ((PyLongObject *) id)->ob_digit[0] : 0;
+            return 1;
+        }
+    #endif
+        value = PyLong_AsUnsignedLong(id);
+        if (value == (unsigned long) -1 && PyErr_Occurred()) {
+            PyErr_Clear();
+            return 0;
+        }
+        *token = (uint32_t) value;
+        return value <= 0xFFFFFFFFUL;
+    }
+    """
+    void prefetch "kvtier_prefetch"(void *at)
+    bint token_of "kvtier_token_of"(void *id, uint32_t *token)
+
+cdef enum:
+    AHEAD = 24  # ids: so far ahead their memory is asked for
+    NAME = 32  # bytes
+    COUNT = 4  # bytes of the token count
+    WORD = 4  # bytes of a token
+    CHUNK = 64  # bytes that SHA-256 takes at once
+    CONTEXT = 64  # u64, at least those of a SHA256_CTX, which begins with the eight words of its state
+    PATIENCE = 16384  # tokens that are hashed with the GIL kept: getting it back can take longer than they do
+
+ctypedef struct Digest128:
+    uint64_t low
+    uint64_t high
+
+ctypedef int (*sha256_init_t)(void *context) noexcept nogil
+ctypedef void (*sha256_transform_t)(void *context, const uint8_t *chunk) noexcept nogil
+ctypedef uint64_t (*xxh3_64_t)(const void *data, size_t size) noexcept nogil
+ctypedef Digest128 (*xxh3_128_t)(const void *data, size_t size) noexcept nogil
+
+ctypedef void (*chain_t)(
+    uint8_t *frame, const uint32_t *tokens, Py_ssize_t count, size_t size, uint8_t *out
+) noexcept nogil
+
+cdef sha256_init_t sha256_init = NULL
+cdef sha256_transform_t sha256_transform = NULL
+cdef xxh3_64_t xxh3_64 = NULL
+cdef xxh3_128_t xxh3_128 = NULL
+
+
+def load(uintptr_t init, uintptr_t transform, uintptr_t short, uintptr_t xxh3):
+    """Where libcrypto's SHA256_Init and SHA256_Transform are, XXH3_64bits and XXH3_128bits; 0: it was not found."""
+    global sha256_init, sha256_transform, xxh3_64, xxh3_128
+    xxh3_64 = <xxh3_64_t> <void *> short
+    sha256_init = <sha256_init_t> <void *> init
+    sha256_transform = <sha256_transform_t> <void *> transform
+    xxh3_128 = <xxh3_128_t> <void *> xxh3
+
+
+def fill(words, list ids, Py_ssize_t first, Py_ssize_t end):
+    """Write `ids[first:end]` to the same places of `words`. False where one is no plain int in [0, 2**32)."""
+    cdef Py_buffer view
+    _get_words(words, &view, PyBUF_WRITABLE)
+    try:
+        if first < 0 or end > PyList_GET_SIZE(ids) or end > view.len // WORD:
+            return False
+        return _fill(<uint32_t *> view.buf, ids, first, end)
+    finally:
+        PyBuffer_Release(&view)
+
+
+cdef bint _fill(uint32_t *words, list ids, Py_ssize_t first, Py_ssize_t end) noexcept:
+    """Runs no Python code, so that the list stays as it is."""
+    cdef Py_ssize_t i
+    for i in range(first, end):
+        if i + AHEAD < end:
+            prefetch(<void *> PyList_GET_ITEM(ids, i + AHEAD))
+        if not token_of(<void *> PyList_GET_ITEM(ids, i), &words[i]):
+            return False
+    return True
+
+
+def sha256_names(bytes parent, words, Py_ssize_t first, Py_ssize_t count, Py_ssize_t size):
+    """The names of `count` blocks of `size` tokens behind `parent`, the first of which begins at word `first`."""
+    return _names(_sha256_chain, sha256_init != NULL and sha256_transform != NULL, parent, words, first, count, size)
+
+
+def xxh3_names(bytes parent, words, Py_ssize_t first, Py_ssize_t count, Py_ssize_t size):
+    """As `sha256_names`, by the scheme "xxh3"."""
+    return _names(_xxh3_chain, xxh3_128 != NULL, parent, words, first, count, size)
+
+
+cdef int _get_words(object words, Py_buffer *view, int flags) except -1:
+    """A view of an array of u32, which the caller releases."""
+    PyObject_GetBuffer(words, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | flags)
+    if view.itemsize != WORD or view.format == NULL or strcmp(view.format, b"I"):
+        PyBuffer_Release(view)
+        raise TypeError("words: must be an array of u32")
+    return 0
+
+
+cdef list _names(
+    chain_t chain, bint is_loaded, bytes parent, object words, Py_ssize_t first, Py_ssize_t count, Py_ssize_t size
+):
+    """Checks what the loops below rely on, and gives up the GIL where they take long."""
+    cdef Py_buffer view
+    cdef bytes joined
+    if not is_loaded:
+        raise RuntimeError("the digest was not found when this module was loaded")
+    if PyBytes_GET_SIZE(parent) != NAME:
+        raise ValueError(f"parent of {len(parent)} bytes: must be {NAME}")
+    _get_words(words, &view, 0)
+    try:
+        if size < 1 or first < 0 or count < 0 or first > view.len // WORD or count > (view.len // WORD - first) // size:
+            raise ValueError(f"{count} blocks of {size} from word {first}: there are {view.len // WORD} words")
+        if not count:
+            return []
+        joined = PyBytes_FromStringAndSize(NULL, NAME * count)
+        _run(chain, parent, <const uint32_t *> view.buf + first, count, size, joined)
+    finally:
+        PyBuffer_Release(&view)
+    return _split(joined, count)
+
+
+cdef int _run(
+    chain_t chain, bytes parent, const uint32_t *tokens, Py_ssize_t count, size_t size, bytes joined
+) except -1:
+    cdef uint8_t *frame = <uint8_t *> calloc(1, NAME + COUNT + WORD * size + 2 * CHUNK)
+    cdef uint8_t *out = <uint8_t *> PyBytes_AS_STRING(joined)
+    cdef uint32_t num_tokens = <uint32_t> size
+    if frame == NULL:
+        raise MemoryError
+    memcpy(frame, PyBytes_AS_STRING(parent), NAME)
+    memcpy(frame + NAME, &num_tokens, COUNT)
+    if count * <Py_ssize_t> size > PATIENCE:
+        with nogil:
+            chain(frame, tokens, count, size, out)
+    else:
+        chain(frame, tokens, count, size, out)
+    free(frame)
+    return 0
+
+
+cdef list _split(bytes joined, Py_ssize_t count):
+    cdef const char *name = PyBytes_AS_STRING(joined)
+    cdef list names = PyList_New(count)
+    cdef bytes each
+    cdef Py_ssize_t i
+    for i in range(count):
+        each = PyBytes_FromStringAndSize(name + NAME * i, NAME)
+        Py_INCREF(each)
+        PyList_SET_ITEM(names, i, each)
+    return names
+
+
+cdef inline void _put(uint8_t *to, uint64_t number, int num_bytes) noexcept nogil:
+    """A number, its highest byte first."""
+    cdef int i
+    for i in range(num_bytes):
+        to[i] = <uint8_t> (number >> 8 * (num_bytes - 1 - i))
+
+
+cdef void _sha256_chain(
+    uint8_t *frame, const uint32_t *tokens, Py_ssize_t count, size_t size, uint8_t *out
+) noexcept nogil:
+    """`frame` begins with the parent's name and the token count; it is padded here as FIPS 180-4 says."""
+    cdef uint64_t start[CONTEXT]
+    cdef uint64_t context[CONTEXT]
+    cdef uint32_t *state = <uint32_t *> context
+    cdef size_t length = NAME + COUNT + WORD * size
+    cdef size_t num_chunks = (length + 9 + CHUNK - 1) // CHUNK
+    cdef size_t chunk
+    cdef Py_ssize_t i
+    cdef int word
+    frame[length] = 0x80
+    _put(frame + CHUNK * num_chunks - 8, 8 * length, 8)
+    sha256_init(start)
+    memcpy(context, start, sizeof(context))
+    for i in range(count):
+        memcpy(frame + NAME + COUNT, tokens + i * size, WORD * size)
+        memcpy(context, start, 32)
+        for chunk in range(num_chunks):
+            sha256_transform(context, frame + CHUNK * chunk)
+        for word in range(8):
+            _put(frame + 4 * word, state[word], 4)
+        memcpy(out + NAME * i, frame, NAME)
+
+
+cdef void _xxh3_chain(
+    uint8_t *frame, const uint32_t *tokens, Py_ssize_t count, size_t size, uint8_t *out
+) noexcept nogil:
+    """As `_sha256_chain`: the digest's 16 bytes, highest first, written twice."""
+    cdef Digest128 digest
+    cdef Py_ssize_t i
+    for i in range(count):
+        memcpy(frame + NAME + COUNT, tokens + i * size, WORD * size)
+        digest = xxh3_128(frame, NAME + COUNT + WORD * size)
+        _put(frame, digest.high, 8)
+        _put(frame + 8, digest.low, 8)
+        memcpy(frame + 16, frame, 16)
+        memcpy(out + NAME * i, frame, NAME)
+
+
+def kept_runs(runs, bytes kind, bytes parent, tokens, Py_ssize_t run_bytes):
+    """The names of the leading runs of `tokens`, bytes, that are kept, and their keys: `KeptNames.find`."""
+    cdef Py_buffer view
+    cdef Py_ssize_t size = PyBytes_GET_SIZE(kind) + NAME + run_bytes
+    cdef uint8_t *made_of
+    if not isinstance(runs, dict):
+        raise TypeError(f"runs: {type(runs).__name__} is no dict")
+    if xxh3_64 == NULL:
+        raise RuntimeError("the digest was not found when this module was loaded")
+    if PyBytes_GET_SIZE(parent) != NAME or run_bytes < 1:
+        raise ValueError(f"runs of {run_bytes} bytes behind a name of {len(parent)}: must be some, and {NAME}")
+    made_of = <uint8_t *> malloc(size)
+    if made_of == NULL:
+        raise MemoryError
+    memcpy(made_of, PyBytes_AS_STRING(kind), PyBytes_GET_SIZE(kind))
+    try:
+        PyObject_GetBuffer(tokens, &view, PyBUF_C_CONTIGUOUS)
+        try:
+            return _kept_runs(runs, parent, <const uint8_t *> view.buf, view.len, run_bytes, made_of, size)
+        finally:
+            PyBuffer_Release(&view)
+    finally:
+        free(made_of)
+
+
+cdef tuple _kept_runs(
+    object runs,
+    bytes parent,
+    const uint8_t *tokens,
+    Py_ssize_t num_bytes,
+    Py_ssize_t run_bytes,
+    uint8_t *made_of,
+    Py_ssize_t size,
+):
+    cdef list names = [], keys = []
+    cdef Py_ssize_t at = 0
+    cdef PyObject *found
+    cdef bytes known
+    while at + run_bytes <= num_bytes:
+        memcpy(made_of + size - run_bytes - NAME, PyBytes_AS_STRING(parent), NAME)
+        memcpy(made_of + size - run_bytes, tokens + at, run_bytes)
+        key = xxh3_64(made_of, size)
+        found = PyDict_GetItemWithError(runs, key)
+        if found == NULL:
+            break
+        known, its_names = <tuple?> (<object> found)
+        if PyBytes_GET_SIZE(known) != size or memcmp(PyBytes_AS_STRING(known), made_of, size):
+            break
+        names += its_names
+        keys.append(key)
+        parent = names[len(names) - 1]
+        if PyBytes_GET_SIZE(parent) != NAME:
+            raise ValueError(f"a name of {len(parent)} bytes is kept: must be {NAME}")
+        at += run_bytes
+    return names, keys
