@@ -70,20 +70,31 @@ CLAIMS: Final = (
     PageRow(
         "L1 ↔ L2 on a CPU, 64 KiB–8 MiB, slots scattered: of the best numpy copy",
         "copy_bandwidth",
-        "scattered slots",
+        "^compiled.*scattered slots.*copy$",
         limit=True,
     ),
     PageRow(
         "the same, blocks and slots scattered (numpy's job is easier)",
         "copy_bandwidth",
-        "scattered both",
-        "Blocks and slots scattered",
+        "^compiled.*scattered both.*copy$",
         limit=True,
     ),
     PageRow(
-        "the same, L1 an ordinary tensor: of np.copyto, block by block", "copy_bandwidth", "ordinary tensor", limit=True
+        "the same, L1 an ordinary tensor: of np.copyto, block by block",
+        "copy_bandwidth",
+        "^compiled.*ordinary tensor:",
+        limit=True,
     ),
-    PageRow("L2 → L1 beside a busy Python thread, GB/s", "copy_bandwidth", "busy"),
+    PageRow("the same three, CPU time", "copy_bandwidth", "^compiled.*CPU$", limit=True),
+    PageRow(
+        "the same three, Python alone",
+        "copy_bandwidth",
+        "^Python alone: .*(copy|block)$",
+        "Copies by Python alone",
+        limit=True,
+    ),
+    PageRow("their CPU time", "copy_bandwidth", "^Python alone: .*CPU$", "Copies by Python alone", limit=True),
+    PageRow("L2 → L1 beside a busy Python thread, compiled and Python alone, GB/s", "copy_bandwidth", "busy"),
     PageRow("slab writes, new and aged: of fio", "file_bandwidth", "^write, .*ratio", "fio at one depth", limit=True),
     PageRow(
         "slab cold reads, new and aged, verified: of fio",

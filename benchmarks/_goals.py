@@ -142,10 +142,18 @@ GOALS: Final[Mapping[str, Sequence[Callable[[Sequence[SavedRow]], Iterable[Targe
         ColumnGoal(
             "ratio",
             0.9,
-            "{direction} {block_kib} KiB, scattered {scattered}: of the best plain copy",
+            "{way}: {direction} {block_kib} KiB, scattered {scattered}: of the best plain copy",
             at_most=False,
             where="^(?!.*ordinary tensor)",  # which has a limit of its own
         ),
+        ColumnGoal(
+            "ratio",
+            0.9,
+            "{way}: {direction} {block_kib} KiB, L1 an ordinary tensor: of np.copyto, block by block",
+            at_most=False,
+            where="ordinary tensor",
+        ),
+        ColumnGoal("cpu_ratio", 0.9, "{way}: {direction} {block_kib} KiB, scattered {scattered}, {l1}: CPU", False),
     ),
     "dead_redis": (
         ColumnGoal("added us", 20, "a dead Redis adds to a lookup of 128 blocks, {lookup}, wall us", where="=wall"),

@@ -2,13 +2,15 @@
 
 HostCopyStream, from enqueue to event, against the better of one `np.take(out=)` (scattered blocks into one contiguous
 run, an easier task) and a loop of `numpy.copyto` (block by block). Then with an ordinary tensor as L1, as other engines
-have, against the loop alone; kvtier's own pool is on huge pages. A ratio is the median over interleaved rounds of the
+have, against the loop alone; kvtier's own pool is on huge pages. Both ways are measured: with the compiled twin, where
+`kvtier compile` built it, and Python alone. A ratio is the median over interleaved rounds of the
 limit's time by ours; `cpu` is CPU s/GB of all threads, and `cpu_ratio` that of the medians; GB = 1e9 bytes. Run it on
 an idle machine: a stream hands its work to a thread, which a crowded scheduler delays. gpu_bandwidth.py measures a
 GPU's copies.
 """
 
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from _busy import busy_thread
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies import BlockCopies, BlockPool, CopyStream, HostCopyStream, block_bytes_view
-from kvtier.tiers.host import HostRegion
+from kvtier.tiers.host import HostRegion, memory
 from kvtier.tiers.naming import KVShape
 
 KIB: Final = 1024
@@ -34,6 +36,8 @@ PATTERNS: Final = ("slots", "both")  # what is scattered: L2 slots alone, or L1 
 RATIO: Final = 0.9
 RATIO_FROM: Final = 128 * KIB
 BUSY_GBPS: Final = 0.8
+
+WAYS: Final = {"compiled": "", "Python alone": "off"}  # → KVTIER_COMPILED
 
 Copy = Callable[[NDArray[np.int64], NDArray[np.int64]], None]
 
@@ -82,6 +86,16 @@ def stream_copy(stream: CopyStream, direction: str) -> Copy:
             raise RuntimeError(event.error or "the copy hangs")
 
     return copy
+
+
+def by_way(copy: Copy, setting: str) -> Copy:
+    """The copy with compiled twins, or without."""
+
+    def set_and_copy(blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        os.environ["KVTIER_COMPILED"] = setting
+        copy(blocks, slots)
+
+    return set_and_copy
 
 
 def cpu_limits(pools: Pools, direction: str) -> dict[str, Copy]:
@@ -138,27 +152,35 @@ def measure(block_bytes: int, rounds: int, *, is_ordinary: bool = False) -> Iter
             limits = cpu_limits(pools, direction)
             if is_ordinary:
                 del limits["np.take"]  # its target is one run: no copy of scattered blocks
-            copies = {"kvtier": stream_copy(pools.stream, direction), **limits}
-            seconds = timings(pools, copies, rounds, pattern)
+            ours = stream_copy(pools.stream, direction)
+            copies = {way: by_way(ours, WAYS[way]) for way in ways()}
+            seconds = timings(pools, {**copies, **limits}, rounds, pattern)
             best = min(limits, key=lambda name: float(np.median(seconds[name][0])))
-            row: dict[str, object] = {"device": "cpu", "block_kib": block_bytes // KIB, "direction": direction}
-            row["scattered"] = pattern
-            row["l1"] = "ordinary tensor" if is_ordinary else "kvtier's"
-            row |= {f"{name}_gbps": round(gbps(pools, times), 2) for name, times in seconds.items()}
-            row |= {f"{name}_cpu": round(cpu_per_gb(pools, times), 3) for name, times in seconds.items()}
-            row["ratio"] = round(float(np.median(seconds[best][0] / seconds["kvtier"][0])), 3)
-            row["cpu_ratio"] = round(float(np.median(seconds[best][1]) / np.median(seconds["kvtier"][1])), 3)
-            yield row
+            for way in copies:
+                shown = {"kvtier": seconds[way]} | {name: seconds[name] for name in limits}
+                row: dict[str, object] = {"device": "cpu", "block_kib": block_bytes // KIB, "direction": direction}
+                row |= {"scattered": pattern, "l1": "ordinary tensor" if is_ordinary else "kvtier's", "way": way}
+                row |= {f"{name}_gbps": round(gbps(pools, times), 2) for name, times in shown.items()}
+                row |= {f"{name}_cpu": round(cpu_per_gb(pools, times), 3) for name, times in shown.items()}
+                row["ratio"] = round(float(np.median(seconds[best][0] / seconds[way][0])), 3)
+                row["cpu_ratio"] = round(float(np.median(seconds[best][1]) / np.median(seconds[way][1])), 3)
+                yield row
     finally:
         pools.close()
 
 
-def measure_busy(rounds: int) -> float:
+def ways() -> list[str]:
+    """Those there are here."""
+    os.environ["KVTIER_COMPILED"] = WAYS["compiled"]
+    return [way for way in WAYS if way != "compiled" or memory.is_compiled()]
+
+
+def measure_busy(rounds: int, way: str) -> float:
     """GB/s of 128 KiB loads beside a busy Python thread."""
     pools = Pools(128 * KIB)
     try:
         with busy_thread():
-            copies = {"kvtier": stream_copy(pools.stream, "load")}
+            copies = {"kvtier": by_way(stream_copy(pools.stream, "load"), WAYS[way])}
             return gbps(pools, timings(pools, copies, rounds, "both")["kvtier"])
     finally:
         pools.close()
@@ -166,7 +188,7 @@ def measure_busy(rounds: int) -> float:
 
 def target_of(row: dict[str, object]) -> str:
     """What its ratio is of."""
-    what = f"{row['direction']} {row['block_kib']} KiB"
+    what = f"{row['way']}: {row['direction']} {row['block_kib']} KiB"
     if row["l1"] == "ordinary tensor":
         return f"{what}, L1 an ordinary tensor: of np.copyto, block by block"
     return f"{what}, scattered {row['scattered']}: of the best plain copy"
@@ -187,10 +209,11 @@ def main() -> int:
         for row in rows
         if int(str(row["block_kib"])) * KIB >= RATIO_FROM
     ]
-    busy = round(measure_busy(rounds), 2)
-    busy_row: dict[str, object] = {"device": "cpu", "block_kib": 128, "direction": "load"}
-    rows.append(busy_row | {"scattered": "both, busy thread", "kvtier_gbps": busy})
-    targets.append(_report.Target("GB/s beside a busy Python thread", BUSY_GBPS, busy, False))
+    for way in ways():
+        busy = round(measure_busy(rounds, way), 2)
+        busy_row: dict[str, object] = {"device": "cpu", "block_kib": 128, "direction": "load"}
+        rows.append(busy_row | {"scattered": "both, busy thread", "way": way, "kvtier_gbps": busy})
+        targets.append(_report.Target(f"{way}: GB/s beside a busy Python thread", BUSY_GBPS, busy, False))
     return _report.report("copy_bandwidth", rows, targets, options.json, options.save)
 
 

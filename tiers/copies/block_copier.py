@@ -84,6 +84,9 @@ class BlockCopier:
     ) -> None:
         """Up to 32 MiB by the fastest way there is now; `span` is first byte and length in each block."""
         length = span[1]
+        if memory.is_compiled():
+            self._copy_addresses(direction, blocks, slots, span)
+            return
         if length == self._region.slot_stride and self._copy_whole_run(direction, blocks, slots):
             return
         num_copied = self._copy_each(direction, blocks, slots, span) if length >= _ALONE_FROM else 0
@@ -121,7 +124,7 @@ class BlockCopier:
         starts = np.flatnonzero(np.concatenate(([True], ~joined)))
         lengths = np.diff(np.append(starts, len(blocks))) * length
         # L1 may be any tensor, but the slots are on huge pages wherever the kernel has some.
-        memory.copy_scattered(targets[starts], sources[starts], lengths, lookup_targets=direction == "store")
+        memory.copy_pieces(targets[starts], sources[starts], lengths, lookup_targets=direction == "store")
 
     def _copy_whole_run(self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> bool:
         """Whole rows of which one side is a run: numpy is then a tenth faster below 1 MiB. False: not such a batch."""

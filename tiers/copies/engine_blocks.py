@@ -167,7 +167,7 @@ class _Views:
 def _copy(
     direction: CopyDirection, parts: Sequence[_Views], blocks: NDArray[np.int64], slots: NDArray[np.int64]
 ) -> None:
-    runs = [part for part in parts if part.is_run and memory.can_copy_scattered()]
+    runs = [part for part in parts if part.is_run and memory.can_copy_pieces()]
     if runs:
         _copy_runs(direction, runs, blocks, slots)
     for part in parts:
@@ -189,4 +189,4 @@ def _copy_runs(
     per_call = memory.pieces_per_call(int(lengths.max()))
     for start in range(0, len(targets), per_call):
         piece = slice(start, start + per_call)
-        memory.copy_scattered(targets[piece], sources[piece], lengths[piece], lookup_targets=direction == "store")
+        memory.copy_pieces(targets[piece], sources[piece], lengths[piece], lookup_targets=direction == "store")

@@ -59,15 +59,17 @@ def pairs(blocks: list[int], slots: list[int], layers: tuple[int, int] | None = 
 
 
 @pytest.mark.parametrize("parts", [head_major, whole_layers, transposed_keys])
-@pytest.mark.parametrize("scattered", [True, False])
+@pytest.mark.parametrize("way", ["compiled", "kernel", "numpy"])
 def test_a_block_comes_back_as_it_was(
     parts: Callable[[list[torch.Tensor]], list[BlockPart]],
-    scattered: bool,
+    way: str,
     tensors: list[torch.Tensor],
     region: HostRegion,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "can_copy_scattered", lambda: scattered)
+    if way != "compiled":
+        monkeypatch.setenv("KVTIER_COMPILED", "off")
+        monkeypatch.setattr(memory, "can_copy_pieces", lambda: way == "kernel")
     copier = PartCopier(EngineBlocks(parts(tensors), SLOT), region)
     before = [tensor.clone() for tensor in tensors]
     assert copier.copy("store", pairs([7, 0, 3], [2, 9, 5])) is None

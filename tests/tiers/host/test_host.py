@@ -264,3 +264,37 @@ def huge_kib() -> int:
     """Shared memory of this process on huge pages."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("ShmemPmdMapped"))
+
+
+@pytest.mark.parametrize("way", ["compiled", "python"])
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_of_any_size_arrive(seed: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "python":
+        monkeypatch.setenv("KVTIER_COMPILED", "off")
+    elif not memory.is_compiled():
+        pytest.skip("no compiled twin here: `make compiled` builds it")
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, rng.choice([3, 300, 9000]), 40)
+    starts, size = np.cumsum(lengths) - lengths, int(lengths.sum())
+    order = rng.permutation(len(lengths))
+    places = np.empty(len(lengths), np.int64)
+    places[order] = np.cumsum(lengths[order]) - lengths[order]
+    source, target = rng.integers(0, 256, size + 1, np.uint8), np.zeros(size + 1, np.uint8)
+    expected = target.copy()
+    for start, place, length in zip(starts, places, lengths, strict=True):
+        expected[place : place + length] = source[start : start + length]
+    memory.copy_pieces(target.ctypes.data + places, source.ctypes.data + starts, lengths)
+    assert np.array_equal(target, expected)
+
+
+def test_the_twin_refuses_what_is_not_as_many() -> None:
+    if not memory.is_compiled():
+        pytest.skip("no compiled twin here: `make compiled` builds it")
+    target, source = np.zeros(8, np.uint8), np.ones(8, np.uint8)
+    at, of = np.array([target.ctypes.data]), np.array([source.ctypes.data])
+    for lengths in (np.array([8, 8]), np.zeros(0, np.int64), np.array([-1])):
+        with pytest.raises(ValueError, match="length"):
+            memory.copy_pieces(at, of, lengths)
+    with pytest.raises(ValueError, match="targets"):
+        memory.copy_pieces(np.zeros(0, np.int64), of, np.array([8]))
+    assert not target.any()
