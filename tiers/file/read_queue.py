@@ -7,7 +7,6 @@ The compiled twin does what follows the first call, checksums included, without 
 
 import ctypes
 import errno
-import importlib
 import logging
 import os
 import platform
@@ -16,10 +15,9 @@ from types import ModuleType
 from typing import Final, NamedTuple
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import digests, twin
 
 _log = logging.getLogger(__name__)
 
@@ -60,24 +58,8 @@ class CompiledReads(NamedTuple):
 
 def compiled_reads() -> CompiledReads | None:
     """None: not built, or a python-xxhash that does not show its C functions: everything goes the Python way."""
-    if (module := twin("kvtier.tiers.file.read_queue_compiled")) is None:
-        return None
-    library = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
-    sample = bytes(range(256)) * 32
-    for suffix in ("_dispatch", ""):  # the first takes the processor's widest instructions
-        plain = getattr(library, f"XXH3_64bits{suffix}", None)
-        seeded = getattr(library, f"XXH3_64bits_withSeed{suffix}", None)
-        if plain is None or seeded is None:
-            continue
-        plain.restype = seeded.restype = ctypes.c_uint64
-        plain.argtypes = (ctypes.c_char_p, ctypes.c_size_t)
-        seeded.argtypes = (*plain.argtypes, ctypes.c_uint64)
-        known = xxhash.xxh3_64_intdigest(sample), xxhash.xxh3_64_intdigest(sample, 7)
-        if (plain(sample, len(sample)), seeded(sample, len(sample), 7)) == known:
-            addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (plain, seeded)]
-            return CompiledReads(module, *addresses)
-    _log.info("python-xxhash %s does not show its C functions: scattered reads go the Python way", xxhash.VERSION)
-    return None
+    module, found = twin("kvtier.tiers.file.read_queue_compiled"), digests()
+    return None if module is None or found is None else CompiledReads(module, *found)
 
 
 class ReadQueue:

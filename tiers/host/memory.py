@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import digests, twin
 from kvtier.tiers.config import compiled_setting
 
 PAGE: Final = 4096
@@ -26,6 +26,7 @@ _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 _MADV_COLLAPSE: Final = 25  # Linux 6.1
 _MLOCK_PIECE: Final = 2 << 20  # far below the usual RLIMIT_MEMLOCK of 8 MiB
 _IOV_MAX: Final = 1024
+_TWIN: Final = "kvtier.tiers.host.memory_compiled"
 _COPY_PIECE: Final = 32 << 20  # bytes per system call: a cancelled copy stops after at most one
 
 _libc = ctypes.CDLL(None, use_errno=True)  # CDLL releases the GIL around every call, PyDLL would not
@@ -155,10 +156,21 @@ def is_compiled() -> bool:
     return _compiled_copy(compiled_setting()) is not None
 
 
+def compiled_checksums() -> "Callable[[NDArray[np.uint8], NDArray[np.int64], int], list[int]] | None":
+    """(rows, places, bytes) → the checksum of so many bytes of each of these rows, by the twin; None: not built."""
+    return _compiled_checksums(compiled_setting())
+
+
 @functools.cache
-def _compiled_copy(setting: str | None) -> Callable[..., None] | None:
-    module = twin("kvtier.tiers.host.memory_compiled")
+def _compiled_copy(setting: str) -> Callable[..., None] | None:
+    module = twin(_TWIN)
     return None if module is None else module.copy_pieces
+
+
+@functools.cache
+def _compiled_checksums(setting: str) -> Callable[..., list[int]] | None:
+    module, found = twin(_TWIN), digests()
+    return None if module is None or found is None else functools.partial(module.checksums, found.xxh3_64)
 
 
 def bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:

@@ -1,19 +1,13 @@
 """Large blocks by the compiled twin, where it was built: few under way at once, each hashed as it comes."""
 
-import ctypes
-import importlib
-import os
 from collections.abc import Sequence
-from functools import cache
 from typing import Final, Protocol
 
-from kvtier.tiers import checksum
-from kvtier.tiers.compiled import twin
+from kvtier.tiers.compiled import digests, twin
 
 _TWIN: Final = "kvtier.tiers.redis.turns_compiled"
 _LEAST: Final = 64 << 10  # bytes of a block; below, many of them go by one call
 _UNDER_WAY: Final = 512 << 10  # bytes; with more answers at hand a server is slower
-_HASHERS: Final = ("XXH3_64bits_dispatch", "XXH3_64bits")  # in xxhash's extension, the faster one first
 
 
 class Turns(Protocol):
@@ -63,18 +57,6 @@ def depth_of(payload_bytes: int, window: int) -> int:
     return min(window, max(2, _UNDER_WAY // payload_bytes))
 
 
-@cache
 def hasher() -> int:
     """Where xxh3-64 lies in python-xxhash's extension; 0 if it is not to be found: Python hashes then."""
-    try:
-        library = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
-    except (ImportError, OSError):
-        return 0
-    found = next((getattr(library, name) for name in _HASHERS if hasattr(library, name)), None)
-    if found is None:
-        return 0
-    found.argtypes, found.restype = (ctypes.c_char_p, ctypes.c_size_t), ctypes.c_uint64
-    samples = [os.urandom(size) for size in (0, 1, 100, 4096)]
-    if any(found(sample, len(sample)) != checksum(memoryview(sample)) for sample in samples):
-        return 0
-    return ctypes.cast(found, ctypes.c_void_p).value or 0
+    return 0 if (found := digests()) is None else found.xxh3_64

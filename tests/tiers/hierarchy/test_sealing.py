@@ -21,6 +21,7 @@ class Hashing:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_go_on = Event(), Event()
         self._checksum = checksum
+        patch.setattr(host.memory, "compiled_checksums", lambda: None)  # the twin asks nobody
         patch.setattr(host, "checksum_of", lambda num_bytes: self._wait)
 
     def _wait(self, payload: memoryview) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.host import host, memory
 from kvtier.tiers.host.host import HostRegion, HostTier
@@ -298,3 +299,20 @@ def test_the_twin_refuses_what_is_not_as_many() -> None:
     with pytest.raises(ValueError, match="targets"):
         memory.copy_pieces(np.zeros(0, np.int64), of, np.array([8]))
     assert not target.any()
+
+
+@pytest.mark.parametrize("setting", ["", "off"])
+def test_slots_are_hashed_as_one_by_one(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_COMPILED", setting)
+    for size in (1, 100, 5000, 200_000):
+        region = HostRegion.allocate(9, size, prefault=False)
+        region.array[:] = np.random.default_rng(size).integers(0, 256, region.array.shape, np.uint8)
+        places = [7, 0, 8, 0]
+        assert region.checksums(places) == [checksum(region.slot(i)) for i in places]
+        assert region.checksums([]) == []
+        for wrong in ([9], [0, -1]):
+            with pytest.raises(IndexError):
+                region.checksums(wrong)
+        region.close()
+        with pytest.raises(IndexError):
+            region.checksums([0])
