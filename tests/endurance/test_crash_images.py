@@ -9,7 +9,7 @@ import pytest
 from crash_images import KINDS, WRONG, Recorder, Write
 
 from kvtier.tiers.file import slab_reader
-from kvtier.tiers.file.slab_codec import Codec
+from kvtier.tiers.file.slab_codec import Codec, SlabEntry
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 ROW = 1024  # bytes: a row of the table has fewer, a payload more
@@ -32,8 +32,9 @@ def gullible() -> Iterator[None]:
     """A slab that believes its payloads."""
 
     def believed(
-        codec: Codec, record: BlockRecord, stamp: bytes, chain_hash: ChainHash, payload: memoryview
+        codec: Codec, entry: SlabEntry, chain_hash: ChainHash, payload: memoryview, digest: int | None
     ) -> BlockRecord | Outcome:
+        record, stamp = entry
         codec.show(record, stamp, payload)
         return record
 

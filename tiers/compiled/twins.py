@@ -137,7 +137,7 @@ def _load(name: str) -> ModuleType | TwinStatus:
 
 
 def _tried(name: str, file: Path) -> ModuleType | TwinStatus:
-    if not file.exists():
+    if not os.path.lexists(file):  # `Path.exists` raises where a folder may not be looked into
         return TwinStatus(name, "not built", "`kvtier compile` builds it")
     if reason := why_not(file):
         return TwinStatus(name, "broken", reason)

@@ -76,7 +76,7 @@ class StoreQueue:
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
         """Publish and pass down, in the background."""
         is_own = [record.chain_hash for record in records] == reservation.hashes
-        reservation.parents = [record.parent for record in records]  # not linked in L2, a block has a parent all the same
+        reservation.parents = [record.parent for record in records]  # a block that is not linked in L2 has one, too
         self.seal_each([(reservation, [record.tokens for record in records] if is_own else (), epoch)])
 
     def seal_each(self, stores: Sequence[Filled]) -> None:

@@ -174,6 +174,19 @@ def test_an_extension_that_does_not_start_is_one_reason(tree: Tree, caplog: pyte
     assert "not on this machine" in found.found
 
 
+def test_a_cache_that_may_not_be_looked_into_costs_nothing(tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0)
+    if os.geteuid() == 0:
+        os.seteuid(65534)  # root may do everything: be nobody
+    try:
+        assert twins._tried(NAME, locked / "here" / "twin.so") == TwinStatus(
+            NAME, "not built", "`kvtier compile` builds it"
+        )
+    finally:
+        os.seteuid(os.getuid())
+
+
 def test_what_is_no_extension_is_one_reason(tree: Tree, caplog: pytest.LogCaptureFixture) -> None:
     tree.write(4)
     content = b"no machine code"

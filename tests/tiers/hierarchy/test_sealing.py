@@ -11,7 +11,7 @@ from kvtier.tiers.hierarchy import stores
 from kvtier.tiers.hierarchy.cache_tiers import Wanted
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.io_queue import Job
-from kvtier.tiers.host import host
+from kvtier.tiers.host import host, memory
 from kvtier.tiers.tier import Outcome
 
 
@@ -21,7 +21,7 @@ class Hashing:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_go_on = Event(), Event()
         self._checksum = checksum
-        patch.setattr(host.memory, "compiled_checksums", lambda: None)  # the twin asks nobody
+        patch.setattr(memory, "compiled_checksums", lambda: None)  # the twin asks nobody
         patch.setattr(host, "checksum_of", lambda num_bytes: self._wait)
 
     def _wait(self, payload: memoryview) -> int:
