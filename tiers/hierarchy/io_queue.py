@@ -147,7 +147,10 @@ class IoQueue:
         return True
 
     def close(self, timeout: float) -> bool:
-        """End what waits with CLOSED and join the threads; False if one still hangs in its I/O. Idempotent."""
+        """End what waits with CLOSED and join the threads; False if one still runs a job. Idempotent.
+
+        A thread that is only about to end hangs in nothing, also where `timeout` leaves it no time for that.
+        """
         with self._lock:
             self._closed = True
             self._num_coming, self._num_waiting = self._num_coming + self._num_waiting, 0
@@ -161,7 +164,8 @@ class IoQueue:
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        with self._lock:
+            return not self.running
 
     def _work(self, number: int) -> None:
         while batch := self._next(number):

@@ -405,3 +405,10 @@ def test_a_batch_that_raises_fails_all_of_it_and_the_thread_lives_on(story: Stor
     assert queue.submit(small(story, "c"), urgent=True)
     assert queue.drain(60)
     assert story.log[-1] == "c ran"
+
+
+def test_a_queue_that_runs_nothing_hangs_in_nothing_however_little_time_it_has_to_close(story: Story) -> None:
+    queue = story.queue(num_threads=2)
+    assert queue.submit(story.job("one"))
+    assert queue.drain(60)
+    assert queue.close(0)  # its threads, which wait for jobs, have no time to end
