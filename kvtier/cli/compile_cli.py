@@ -6,7 +6,7 @@ from dataclasses import asdict
 import typer
 
 from kvtier.cli.options import JsonOption, show
-from kvtier.tiers import compiled
+from kvtier.tiers import KVTierError, compiled
 
 app = typer.Typer()
 
@@ -21,3 +21,6 @@ def build_twins(as_json: JsonOption = False) -> None:
     for each in found:
         table.add_row(each.name, each.state, each.reason)
     show([asdict(each) for each in found], table, as_json=as_json)
+    if num_broken := sum(each.state == "broken" for each in found):
+        fix = "where nothing may be run from that folder, name another one by KVTIER_COMPILED"
+        raise KVTierError(f"compile: {num_broken} of {len(found)} twins were built and do not load; {fix}")

@@ -7,7 +7,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -114,7 +114,8 @@ class PayloadIO:
             for run in runs:
                 yield self._read_run(offsets, into, run)
             return
-        try:
+        with ExitStack() as ends:
+            ends.callback(self._give_back, queue)
             starts = [offsets[run.start] for run in runs]
             counts = [run.stop - run.start for run in runs]
             all_hashed = queue.read_hashed(self._fd, starts, into, counts, meanwhile) if hashed else None
@@ -125,16 +126,19 @@ class PayloadIO:
             else:
                 iovecs = np.full((len(into), 2), self.stride, np.uint64)
                 iovecs[:, 0] = [writable_address(buffer) for buffer in into]
-                came = queue.read(self._fd, starts, iovecs, counts, meanwhile)
+                # Whoever stops early waits for what is in flight before another call gets the queue.
+                came = ends.enter_context(closing(queue.read(self._fd, starts, iovecs, counts, meanwhile)))
             for number, moved in came:
                 run = runs[number]
                 if moved == counts[number] * self.stride:
                     yield RunRead(run, [True] * counts[number], digests[run])
                 else:
                     yield self._read_run(offsets, into, run)
-        finally:
-            if queue.is_open:
-                self._queues.append(queue)
+
+    def _give_back(self, queue: ReadQueue) -> None:
+        """The next call may have it, unless it failed."""
+        if queue.is_open:
+            self._queues.append(queue)
 
     def _read_run(self, offsets: Sequence[int], into: Sequence[memoryview], run: slice) -> RunRead:
         return RunRead(run, self.read_each(offsets[run.start], into[run]), [None] * (run.stop - run.start))

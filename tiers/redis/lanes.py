@@ -1,5 +1,6 @@
 """What is said to one server about its share of a batch: EXISTS, GET, SET, UNLINK, pipelined, every answer judged."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,11 +148,13 @@ class Lane:
     ) -> Sequence[int]:
         """`_get` by the compiled twin, as long as the server answers as it should; returns what is left to ask for."""
         wire, decode, head_bytes = self.wire, self.space.form.decode, self.space.head_bytes
-        depth = depth_of(self.space.slot_bytes, self.window)
+        depth = depth_of(self.space.slot_bytes, self.window, wire.round_trip)
         asks = [commands(b"GET", [self.keys[position]]) for position in positions]
         expiry = commands(b"PEXPIRE", [self.keys[position] for position in positions], b"%d" % self.ttl_ms)
-        asked = min(depth, len(positions))
+        asked, asked_at = min(depth, len(positions)), time.monotonic()
         self._send([expiry, *asks[:asked]], len(positions) + asked)
+        wire.time_reply(asked_at)
+        depth = max(asked, depth_of(self.space.slot_bytes, self.window, wire.round_trip))
         self._hear_epoch()
         if unexpected := self._unlike(b":1\r\n", positions):
             self._get_asked(hashes, into, positions[:asked], settle)

@@ -8,6 +8,7 @@ from kvtier.tiers.compiled import digests, twin
 _TWIN: Final = "kvtier.tiers.redis.turns_compiled"
 _LEAST: Final = 64 << 10  # bytes of a block; below, many of them go by one call
 _UNDER_WAY: Final = 512 << 10  # bytes; with more answers at hand a server is slower
+_BYTES_PER_SECOND: Final = 2e9  # more than one connection brings: so much must be under way for a round trip's length
 
 
 class Turns(Protocol):
@@ -52,9 +53,13 @@ def make_turns(payload_bytes: int) -> MakeTurns | None:
     return made
 
 
-def depth_of(payload_bytes: int, window: int) -> int:
-    """Blocks under way at once, `window` at most."""
-    return min(window, max(2, _UNDER_WAY // payload_bytes))
+def depth_of(payload_bytes: int, window: int, round_trip: float) -> int:
+    """Blocks under way at once, `window` at most. `round_trip`: seconds; 0 where it is not known yet.
+
+    The bandwidth-delay product: with less under way, server and client would wait for each other.
+    """
+    under_way = max(_UNDER_WAY, int(round_trip * _BYTES_PER_SECOND))
+    return min(window, max(2, under_way // payload_bytes))
 
 
 def hasher() -> int:

@@ -7,6 +7,7 @@ are. If the server answers otherwise, the payloads of one call at most are taken
 """
 
 import socket
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from struct import Struct
 from typing import Final
@@ -97,6 +98,7 @@ class Wire:
         self._deadline = 0.0
         self._runs: dict[tuple[int, int, int], _ValueRun] = {}
         self.num_expected = 0
+        self.round_trip = 0.0  # seconds, as `time_reply` saw them; 0: it never did
 
     def begin(self, deadline: float) -> None:
         self._deadline = deadline
@@ -174,6 +176,16 @@ class Wire:
         """`value` for each buffer, when the caller asks for it."""
         for buffer in into:
             yield self.value(head_bytes, buffer)
+
+    def time_reply(self, asked_at: float) -> None:
+        """Wait until the next reply begins, and take in how long it took since `asked_at` (time.monotonic).
+
+        A server that was busy once makes the round trip look twice as long at most; one fast answer corrects that.
+        """
+        if self._start == self._end:
+            self._receive_more(1)
+        took = time.monotonic() - asked_at
+        self.round_trip = min(took, 2 * self.round_trip) if self.round_trip else took
 
     @property
     def takes_turns(self) -> bool:

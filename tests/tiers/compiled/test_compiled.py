@@ -284,6 +284,18 @@ def test_two_that_build_at_once_build_it_once(tree: Tree) -> None:
     assert number() == 8
 
 
+def test_the_verb_fails_where_what_is_built_does_not_load(tree: Tree) -> None:
+    """As in a home that nothing may be run from: to build it once more would change nothing."""
+    tree.write(4)
+    content = b"no machine code"
+    tree.put(content + hashlib.sha256(content).digest())
+    done = kvtier("compile", "--json")
+    assert done.returncode == 1
+    assert [each["state"] for each in json.loads(done.stdout)] == ["broken"]
+    assert "1 of 1 twins were built and do not load" in done.stderr
+    assert "name another one by KVTIER_COMPILED" in done.stderr
+
+
 @builds
 def test_the_verb_shows_what_is_in_use(tree: Tree, one: bytes) -> None:
     tree.write(1)

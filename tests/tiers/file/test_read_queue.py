@@ -293,3 +293,35 @@ def test_queued_and_plain_reads_say_the_same(open_store: OpenStore, monkeypatch:
             answers.append((results, [bytes(b) for b, is_there in zip(buffers, there, strict=True) if is_there]))
         assert answers[0] == answers[1]
         assert answers[0][0] == [record_of(key, SLOT) if key < 150 else Outcome.ABSENT for key in keys]
+
+
+def test_no_other_call_gets_a_queue_with_reads_in_flight(
+    open_store: OpenStore, queue: ReadQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who stops early waits for them first: another call would take their ends for its own."""
+    store = open_store()
+    keys = every_other(store)
+    story: list[str] = []
+    read = ReadQueue.read
+
+    def noted(self: ReadQueue, *given: Any) -> Iterator[tuple[int, int]]:
+        try:
+            yield from read(self, *given)
+        finally:
+            story.append("nothing in flight")
+
+    class Queues(list[ReadQueue]):
+        def append(self, made: ReadQueue) -> None:
+            story.append("given back")
+            super().append(made)
+
+    monkeypatch.setattr(ReadQueue, "read", noted)
+    payload = store._payload
+    payload._queues = Queues()
+    offsets = [store.superblock.payload_offset(slot) for slot in range(0, 2 * len(keys), 2)]
+    runs = payload.read_runs(offsets, aligned(len(keys)), lambda: None)
+    next(runs)
+    runs.close()
+    assert story == ["nothing in flight", "given back"]
+    payload._queues = [*payload._queues]
+    assert get(store, keys, aligned(len(keys))) == [Outcome.OK] * len(keys)

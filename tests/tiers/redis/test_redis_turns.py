@@ -16,7 +16,7 @@ from redis_stories import options
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.compiled import twin
-from kvtier.tiers.redis import batch
+from kvtier.tiers.redis import batch, turns
 from kvtier.tiers.redis import stream as redis_stream
 from kvtier.tiers.redis import wire as redis_wire
 from kvtier.tiers.redis.forms import ClearForm, Keyspace
@@ -223,9 +223,69 @@ def test_what_cannot_be_turns_is_refused() -> None:
 
 def test_few_are_under_way_and_small_blocks_go_together() -> None:
     assert make_turns(LARGE - 1) is None
-    assert depth_of(128 << 10, 64) == 4
-    assert depth_of(8 << 20, 2) == 2
-    assert depth_of(8 << 20, 1) == 1
+    assert depth_of(128 << 10, 64, 0.0) == depth_of(128 << 10, 64, 0.0002) == 4
+    assert depth_of(8 << 20, 2, 0.0) == 2
+    assert depth_of(8 << 20, 1, 0.0) == 1
+
+
+def test_over_a_long_way_more_are_under_way_but_no_more_than_the_window() -> None:
+    """Else a round trip of some ms would leave the connection idle most of the time."""
+    depths = [depth_of(128 << 10, 64, round_trip) for round_trip in (0.0, 0.001, 0.002, 0.003, 1.0)]
+    assert depths == [4, 15, 30, 45, 64]
+
+
+def test_a_round_trip_is_learned_from_first_replies() -> None:
+    """A slow one counts twice the last one at most; a fast one counts at once."""
+    mine, server = socket.socketpair()
+    with mine, server:
+        wire = Wire(mine)
+        wire.begin(time.monotonic() + 5)
+        seen = []
+        for late in (1.0, 0.0, 100.0, 0.0):
+            server.sendall(b":1\r\n")
+            wire.num_expected += 1
+            wire.time_reply(time.monotonic() - late)
+            seen.append(wire.round_trip)
+            assert wire.all_are(b":1\r\n", 1)
+        assert wire.is_clean
+        assert 1.0 <= seen[0]
+        assert seen[1] < 1.0
+        assert seen[2] == 2 * seen[1]
+        assert seen[3] <= seen[2]
+
+
+def test_a_server_that_is_far_gets_as_many_at_once_as_python_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hears of two. Its first answer took long, so it hears of the whole window before it brings a value."""
+    monkeypatch.setattr(turns, "_UNDER_WAY", 2 * PAYLOAD)
+    monkeypatch.setattr(redis_stream, "PATIENCE", 0.05)
+    mine, server = socket.socketpair()
+    heard: list[int] = []
+
+    def serve() -> None:
+        server.settimeout(0.5)
+        script, asked = Script(), b""
+        while asked.count(b"GET\r\n") < 2:
+            asked += server.recv(1 << 16)
+        time.sleep(0.02)
+        server.sendall(b":1\r\n" * NUM)
+        with suppress(TimeoutError):
+            while asked.count(b"GET\r\n") < 4:
+                asked += server.recv(1 << 16)
+        heard.append(asked.count(b"GET\r\n"))
+        server.sendall(b"".join(map(bulk, script.values)))
+
+    found: Told = {}
+    peer = threading.Thread(target=serve)
+    with server, mine:
+        peer.start()
+        wire = Wire(mine)
+        wire.begin(time.monotonic() + 5)
+        lane = Lane(wire, SPACE, KEYS, EPOCH, 4, TTL, asks_epoch=False, make_turns=MADE)
+        lane.get(HASHES, [memoryview(bytearray(PAYLOAD)) for _ in HASHES], range(NUM), found.__setitem__)
+        peer.join()
+        assert wire.is_clean
+    assert heard == [4]
+    assert [found[i] for i in range(NUM)] == RECORDS
 
 
 @pytest.fixture(scope="module")
