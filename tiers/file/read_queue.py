@@ -62,7 +62,11 @@ def compiled_reads() -> CompiledReads | None:
     """None: not built, or a python-xxhash that does not show its C functions: everything goes the Python way."""
     if (module := twin("kvtier.tiers.file.read_queue_compiled")) is None:
         return None
-    library = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
+    try:
+        library = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
+    except (ImportError, OSError) as error:
+        _log.info("python-xxhash has no C library to load (%s): scattered reads go the Python way", error)
+        return None
     sample = bytes(range(256)) * 32
     for suffix in ("_dispatch", ""):  # the first takes the processor's widest instructions
         plain = getattr(library, f"XXH3_64bits{suffix}", None)
