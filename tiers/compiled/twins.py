@@ -42,8 +42,9 @@ class TwinStatus:
     reason: str = ""
 
 
-_lock: Final = RLock()
+_lock: Final = [RLock()]  # a child gets a new one: whoever held it when the process forked is not in the child
 _loaded: Final[dict[Path, ModuleType | TwinStatus]] = {}  # by the file; what failed is not tried again
+os.register_at_fork(after_in_child=lambda: _lock.__setitem__(0, RLock()))
 
 
 def twin(name: str) -> ModuleType | None:
@@ -127,7 +128,7 @@ def _load(name: str) -> ModuleType | TwinStatus:
         file, wrong = file_of(name, home), ""
     except (ConfigError, OSError) as error:  # OSError: the source is not there, so none of its files is known
         file, wrong = Path(name), str(error)
-    with _lock:
+    with _lock[0]:
         found = _loaded.get(file)
         if found is None or not (isinstance(found, ModuleType) or found.state == "broken"):  # it may be built by now
             found = _loaded[file] = TwinStatus(name, "broken", wrong) if wrong else _tried(name, file)
@@ -137,8 +138,12 @@ def _load(name: str) -> ModuleType | TwinStatus:
 
 
 def _tried(name: str, file: Path) -> ModuleType | TwinStatus:
-    if not os.path.lexists(file):  # `Path.exists` raises where a folder may not be looked into
+    try:
+        file.stat()
+    except (FileNotFoundError, NotADirectoryError):
         return TwinStatus(name, "not built", "`kvtier compile` builds it")
+    except OSError as error:  # another user's home, or a path too long
+        return TwinStatus(name, "broken", f"{file}: {error.strerror}")
     if reason := why_not(file):
         return TwinStatus(name, "broken", reason)
     try:

@@ -10,7 +10,8 @@ COMPILED: Final = "KVTIER_COMPILED"  # "off", or the absolute path of a folder
 def cache_directory() -> Path:
     """Where what was measured or built is kept for this user, by the XDG specification: a relative path is none."""
     given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if os.path.isabs(given) else Path(os.environ.get("HOME", "/")) / ".cache"
+    home = os.environ.get("HOME", "")
+    base = Path(given) if os.path.isabs(given) else Path(home if os.path.isabs(home) else "/") / ".cache"
     return base / "kvtier"
 
 

@@ -71,6 +71,8 @@ cdef class HashedReads:
         self.queue, self.depth, self.size = queue, depth, size
         self.hash = <Hash><void *>hash_address
         self.num_reads = len(offsets)
+        if len(counts) != self.num_reads:
+            raise ValueError(f"{len(counts)} counts for {self.num_reads} reads")
         self.views = <Py_buffer *>calloc(len(into), sizeof(Py_buffer))
         self.parts = <iovec *>calloc(len(into), sizeof(iovec))
         self.digests = <uint64_t *>calloc(len(into), sizeof(uint64_t))

@@ -86,7 +86,7 @@ def load(uintptr_t init, uintptr_t transform, uintptr_t short, uintptr_t xxh3):
     xxh3_128 = <xxh3_128_t> <void *> xxh3
 
 
-def fill(words, list ids, Py_ssize_t first, Py_ssize_t end):
+def fill(words, list ids not None, Py_ssize_t first, Py_ssize_t end):
     """Write `ids[first:end]` to the same places of `words`. False where one is no plain int in [0, 2**32)."""
     cdef Py_buffer view
     _get_words(words, &view, PyBUF_WRITABLE)
@@ -109,12 +109,12 @@ cdef bint _fill(uint32_t *words, list ids, Py_ssize_t first, Py_ssize_t end) noe
     return True
 
 
-def sha256_names(bytes parent, words, Py_ssize_t first, Py_ssize_t count, Py_ssize_t size):
+def sha256_names(bytes parent not None, words, Py_ssize_t first, Py_ssize_t count, Py_ssize_t size):
     """The names of `count` blocks of `size` tokens behind `parent`, the first of which begins at word `first`."""
     return _names(_sha256_chain, sha256_init != NULL and sha256_transform != NULL, parent, words, first, count, size)
 
 
-def xxh3_names(bytes parent, words, Py_ssize_t first, Py_ssize_t count, Py_ssize_t size):
+def xxh3_names(bytes parent not None, words, Py_ssize_t first, Py_ssize_t count, Py_ssize_t size):
     """As `sha256_names`, by the scheme "xxh3"."""
     return _names(_xxh3_chain, xxh3_128 != NULL, parent, words, first, count, size)
 
@@ -230,7 +230,7 @@ cdef void _xxh3_chain(
         memcpy(out + NAME * i, frame, NAME)
 
 
-def kept_runs(runs, bytes kind, bytes parent, tokens, Py_ssize_t run_bytes):
+def kept_runs(runs, bytes kind not None, bytes parent not None, tokens, Py_ssize_t run_bytes):
     """The names of the leading runs of `tokens`, bytes, that are kept, and their keys: `KeptNames.find`."""
     cdef Py_buffer view
     cdef Py_ssize_t size = PyBytes_GET_SIZE(kind) + NAME + run_bytes
@@ -280,7 +280,7 @@ cdef tuple _kept_runs(
             break
         names += its_names
         keys.append(key)
-        parent = names[len(names) - 1]
+        parent = <bytes?> names[len(names) - 1]
         if PyBytes_GET_SIZE(parent) != NAME:
             raise ValueError(f"a name of {len(parent)} bytes is kept: must be {NAME}")
         at += run_bytes

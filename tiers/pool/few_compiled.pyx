@@ -9,6 +9,8 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy
 
+from collections import Counter
+
 import numpy as np
 
 cdef extern from *:
@@ -346,9 +348,10 @@ cdef class CompiledSlots:
             if slot >= self.rows:
                 raise IndexError(f"slot {slot}: there are {self.rows - 1}")
             is_whole &= slot >= 0 and self.refs[slot] > 0
-        if not is_whole:
-            lacking = [scratch.slots[i] for i in range(count)]
-            raise ValueError(f"slots {[each for each in lacking if each < 0 or not self.refs[each]]} have no reference")
+        if not (is_whole and self.covers(scratch.slots, count)):
+            times = Counter([scratch.slots[i] for i in range(count)])
+            lacking = [each for each in times if each < 0 or self.refs[each] < times[each]]
+            raise ValueError(f"slots {lacking} have no reference")
         num_free = self.table.num_free
         self.begin_entering(count)
         i = count
@@ -369,6 +372,17 @@ cdef class CompiledSlots:
         if num_idle:
             self.table.num_leased -= num_idle
             self.end_entering()
+
+    cdef bint covers(self, const int64_t *slots, Py_ssize_t count) except -1:
+        """Whether the slots, some of which may be given twice, have as many references."""
+        cdef Py_ssize_t i
+        cdef bint is_whole = True
+        for i in range(count):
+            self.refs[slots[i]] -= 1
+            is_whole &= self.refs[slots[i]] >= 0
+        for i in range(count):
+            self.refs[slots[i]] += 1
+        return is_whole
 
     cdef int begin_entering(self, Py_ssize_t count) except -1:
         self.queue.read()

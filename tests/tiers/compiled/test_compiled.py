@@ -1,11 +1,13 @@
 """Compiled twins: built once and whole, never stale, never somebody else's; else the Python way, and a reason."""
 
+import errno
 import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -174,19 +176,6 @@ def test_an_extension_that_does_not_start_is_one_reason(tree: Tree, caplog: pyte
     assert "not on this machine" in found.found
 
 
-def test_a_cache_that_may_not_be_looked_into_costs_nothing(tmp_path: Path) -> None:
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0)
-    if os.geteuid() == 0:
-        os.seteuid(65534)  # root may do everything: be nobody
-    try:
-        assert twins._tried(NAME, locked / "here" / "twin.so") == TwinStatus(
-            NAME, "not built", "`kvtier compile` builds it"
-        )
-    finally:
-        os.seteuid(os.getuid())
-
-
 def test_what_is_no_extension_is_one_reason(tree: Tree, caplog: pytest.LogCaptureFixture) -> None:
     tree.write(4)
     content = b"no machine code"
@@ -214,6 +203,46 @@ def test_a_folder_that_is_no_path_is_told_with_the_fix(
     refused(tree, caplog, 'KVTIER_COMPILED "here": not an absolute path; write one, or "off"')
     with pytest.raises(ConfigError, match="not an absolute path"):
         build()
+
+
+def test_a_folder_that_cannot_be_looked_into_is_one_reason(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where HOME is another user's: an image's root, in a container that runs as somebody else."""
+    tree.write(1)
+    look = Path.stat
+
+    def closed(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if path == tree.file:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return look(path, follow_symlinks=follow_symlinks)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Path, "stat", closed)
+        refused(tree, caplog, str(tree.file), "Permission denied")
+    monkeypatch.setenv("KVTIER_COMPILED", "/" + 300 * "a")
+    refused(tree, caplog, "File name too long")
+
+
+def test_a_child_does_not_wait_for_a_thread_that_it_does_not_have(tree: Tree) -> None:
+    tree.write(1)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with twins._lock[0]:
+            held.set()
+            done.wait(100)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(100)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        os._exit(twin(NAME) is not None)
+    done.set()
+    thread.join(100)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_without_a_source_nothing_is_loaded(tree: Tree, caplog: pytest.LogCaptureFixture) -> None:

@@ -307,6 +307,8 @@ def test_the_cache_directory_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # such a value counts as none, by the XDG specification
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_directory() == tmp_path / "home" / ".cache" / "kvtier"
+    monkeypatch.setenv("HOME", "")  # nor is it the folder that one happens to stand in
+    assert cache_directory() == Path("/.cache/kvtier")
 
 
 def test_a_measurement_is_logged_with_its_reason(kept: KeptChoices, caplog: pytest.LogCaptureFixture) -> None:

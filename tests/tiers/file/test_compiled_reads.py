@@ -150,6 +150,18 @@ def test_what_the_kernel_refuses_is_told_and_the_rest_is_waited_for(queue: ReadQ
         queue.read_hashed(file, [0], [buffers[0], buffers[1][1:]], [2], lambda: None)
     with pytest.raises(ValueError, match="2 buffers for 3 slots"):
         queue.read_hashed(file, [0], buffers[:2], [3], lambda: None)
+    with pytest.raises(ValueError, match="1 counts for 2 reads"):
+        queue.read_hashed(file, [0, 0], buffers[:1], [1], lambda: None)
+
+
+def test_a_hash_library_that_does_not_load_is_the_python_way(
+    compiled: CompiledReads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr("importlib.import_module", lacks)
+    assert read_queue.compiled_reads() is None
 
 
 def test_a_queue_that_the_kernel_lost_brings_nothing_and_is_closed(queue: ReadQueue, file: int) -> None:

@@ -200,6 +200,8 @@ def test_what_is_out_of_bounds_is_refused() -> None:
     for wrong in (array("i", [1] * 64), array("Q", [1] * 64), bytes(256), np.zeros(64, np.float32)):
         with pytest.raises(TypeError, match="array of u32"):
             names_of(ROOT, wrong, 0, 1, 16)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="NoneType"):
+        names_of(None, words, 0, 1, 16)  # type: ignore[arg-type]
     assert not TWIN.fill(words, [1, 2], 0, 3)
     assert not TWIN.fill(words, [1, 2], -1, 1)
     assert not TWIN.fill(array("I", [0]), [1, 2], 0, 2)

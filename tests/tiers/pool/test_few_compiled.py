@@ -155,6 +155,23 @@ def test_a_block_without_a_reference_is_the_same_mistake(
     assert told[0] == told[1]
 
 
+@pytest.mark.parametrize("given", [[0, 0], [1, 2, 1], np.array([0, 0]), np.arange(20) // 10])
+def test_a_block_given_back_twice_at_once_is_a_mistake(
+    given: "list[int] | np.ndarray[tuple[int], np.dtype[np.int64]]",
+) -> None:
+    """With less than no reference to it, a later lease would not keep it."""
+    pool = BlockPool(KVShape(1, 1, 1, 1, "float16"), 50)
+    pool.allocate(3)
+    with pytest.raises(ValueError, match=r"slots \[\d(, \d)?\] have no reference"):
+        pool.free(given)
+    pool.check()
+    assert pool.num_free_blocks == 47  # nothing changed
+    pool.hold([1])
+    pool.free([1, 2, 1])
+    pool.check()
+    assert pool.num_free_blocks == 49
+
+
 def test_a_hash_that_comes_twice_is_the_same_mistake(pools: Callable[[str], list[SlotPool]]) -> None:
     for pool in pools("s3fifo"):
         for names in ([bytes(32)] * 2, [bytes(32), *(bytes([n]) * 32 for n in range(40))]):
