@@ -74,6 +74,8 @@ class FewSlots:
     def unref(self, slots: AnySlots) -> None:
         """One reference fewer, as the table does it."""
         places = slots if isinstance(slots, list) else slots.tolist()
+        if len(places) > 1 and len(set(places)) < len(places):
+            return self._table.unref(places)
         table, refs, state = self._table, self._refs, self._state
         counts = [refs[slot] for slot in places]
         if 0 in counts:

@@ -149,6 +149,12 @@ class IdleSlots:
         group = np.where(deferred >= 0, 0, np.where(ranks >= 0, 1, 2))
         return slots[np.lexsort((np.where(deferred >= 0, deferred, ranks), group))]
 
+    def are_distinct(self, slots: Slots) -> bool:
+        """Whether no slot is given twice."""
+        order = np.arange(len(slots))
+        self._places[slots] = order
+        return bool((self._places[slots] == order).all())
+
     def reset(self) -> None:
         self._policy.reset()
         if self.num_dirty:

@@ -300,6 +300,10 @@ class SlotTable:
 
     def ref(self, slots: Slots) -> None:
         """One more reference to each slot, which must be READY."""
+        if len(slots) > 1 and not self.idle.are_distinct(slots):
+            is_first = _are_first(slots)
+            self.ref(slots[~is_first])
+            slots = slots[is_first]
         refs = self.refs[slots]
         self.refs[slots] = refs + 1
         self.num_leased += len(slots) - int(np.count_nonzero(refs))
@@ -308,9 +312,11 @@ class SlotTable:
     def unref(self, slots: AnySlots) -> None:
         """One reference fewer. Ready slots left without any become idle, the chain's tail first; others are freed.
 
-        ValueError, and no change, where a slot has no reference.
+        ValueError, and no change, where a slot has no reference, or fewer than it is given times.
         """
         slots = np.asarray(slots, np.int64)
+        if len(slots) > 1 and not self.idle.are_distinct(slots):
+            slots = self._unref_repeated(slots)
         refs = self.refs.take(slots)
         if not refs.all():
             raise ValueError(f"slots {slots[refs == 0].tolist()} have no reference")
@@ -324,6 +330,15 @@ class SlotTable:
         if len(idle):
             self.num_leased -= len(idle)
             self.policy.enter(idle[::-1])
+
+    def _unref_repeated(self, slots: Slots) -> Slots:
+        """Give up what is given more than once, all but the first time; returns each slot once, in order."""
+        each, times = np.unique(slots, return_counts=True)
+        if (lacking := each[self.refs[each] < times]).size:
+            raise ValueError(f"slots {lacking.tolist()} have no reference")
+        is_first = _are_first(slots)
+        self.unref(slots[~is_first])
+        return slots[is_first]
 
     def use(self, slots: Slots) -> None:
         """Count a use of the idle ones among READY slots, as a lease released at once would."""
@@ -357,3 +372,10 @@ class SlotTable:
         assert (ready | (filling & (refs == 0)))[named].all(), (
             "a name leads to a slot that is neither ready nor reserved"
         )
+
+
+def _are_first(slots: Slots) -> NDArray[np.bool_]:
+    """Whether each slot comes for the first time in the batch."""
+    is_first = np.zeros(len(slots), np.bool_)
+    is_first[np.unique(slots, return_index=True)[1]] = True
+    return is_first

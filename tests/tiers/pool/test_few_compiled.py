@@ -155,11 +155,13 @@ def test_a_block_without_a_reference_is_the_same_mistake(
     assert told[0] == told[1]
 
 
+@pytest.mark.parametrize("setting", ["", "off"])
 @pytest.mark.parametrize("given", [[0, 0], [1, 2, 1], np.array([0, 0]), np.arange(20) // 10])
 def test_a_block_given_back_twice_at_once_is_a_mistake(
-    given: "list[int] | np.ndarray[tuple[int], np.dtype[np.int64]]",
+    given: "list[int] | np.ndarray[tuple[int], np.dtype[np.int64]]", setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With less than no reference to it, a later lease would not keep it."""
+    """With less than no reference to it a later lease would not keep it, and free slots would be handed out twice."""
+    monkeypatch.setenv("KVTIER_COMPILED", setting)
     pool = BlockPool(KVShape(1, 1, 1, 1, "float16"), 50)
     pool.allocate(3)
     with pytest.raises(ValueError, match=r"slots \[\d(, \d)?\] have no reference"):
@@ -170,6 +172,21 @@ def test_a_block_given_back_twice_at_once_is_a_mistake(
     pool.free([1, 2, 1])
     pool.check()
     assert pool.num_free_blocks == 49
+
+
+@pytest.mark.parametrize("setting", ["", "off"])
+def test_a_block_leased_twice_at_once_is_held_twice(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_COMPILED", setting)
+    pool = SlotPool(50)
+    names = [bytes([n]) * 32 for n in range(20)]
+    reservation = pool.reserve(names)
+    assert reservation is not None
+    pool.seal(reservation).release()
+    for asked in ([names[0]] * 2, [*names, *names[:3]]):
+        lease = pool.lease(asked)
+        assert len(lease) == len(asked)
+        lease.release()
+        assert pool.check().leased == 0
 
 
 def test_a_hash_that_comes_twice_is_the_same_mistake(pools: Callable[[str], list[SlotPool]]) -> None:
