@@ -131,9 +131,12 @@ def _load(name: str) -> ModuleType | TwinStatus:
     with _lock[0]:
         found = _loaded.get(file)
         if found is None or not (isinstance(found, ModuleType) or found.state == "broken"):  # it may be built by now
+            broken = [path for path, each in _loaded.items() if isinstance(each, TwinStatus) and each.state == "broken"]
             found = _loaded[file] = TwinStatus(name, "broken", wrong) if wrong else _tried(name, file)
             if isinstance(found, TwinStatus) and found.state == "broken":
-                logger.warning("%s is not used, the Python way is: %s", name, found.reason)
+                is_told = any(path.parents[1:2] == file.parents[1:2] for path in broken)  # what its folder is, all are
+                level = logging.DEBUG if is_told else logging.WARNING
+                logger.log(level, "%s is not used, the Python way is: %s", name, found.reason)
         return found
 
 

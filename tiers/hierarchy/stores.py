@@ -75,9 +75,8 @@ class StoreQueue:
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
         """Publish and pass down, in the background."""
-        is_own = [record.chain_hash for record in records] == reservation.hashes
-        reservation.parents = [record.parent for record in records]  # a block that is not linked in L2 has one, too
-        self.seal_each([(reservation, [record.tokens for record in records] if is_own else (), epoch)])
+        names, reservation.parents = [each.chain_hash for each in records], [each.parent for each in records]
+        self.seal_each([(reservation, [each.tokens for each in records] if names == reservation.hashes else (), epoch)])
 
     def seal_each(self, stores: Sequence[Filled]) -> None:
         """As `seal`, of all that a step filled."""
@@ -239,8 +238,8 @@ class StoreQueue:
 
     def _described(self, stores: Sequence[Filled], places: list[int], sums: list[int]) -> bool:
         """Under the lock: say what lies in these stores' slots; False if one of them may not be said so."""
-        names = [name for reservation, _, _ in stores for name in reservation.hashes]
-        parents = [parent or b"" for reservation, _, _ in stores for parent in reservation.parents]
+        names = [name for each, _, _ in stores for name in each.hashes]
+        parents = [parent or b"" for each, _, _ in stores for parent in each.parents]
         tokens = [each for _, tokens, _ in stores for each in tokens]
         try:
             self._host.describe_each(places, names, parents, tokens, sums)
