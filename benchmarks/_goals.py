@@ -89,7 +89,7 @@ def _daemon_p99(rows: Sequence[SavedRow]) -> Iterator[Target]:
         added = number(row, "added p99")
         if added is None and row.get("tiers") == "daemon" and least is not None and most is not None:
             added = most - least
-        if added is not None:
+        if added is not None and "what" in row:
             limit = 500 if re.search(r"(8|64) stores", str(row["what"])) else 60
             yield Target(f"the daemon adds at p99 to a {row['what']}, us", limit, added)
 
@@ -224,7 +224,7 @@ UNHELD: Final[Mapping[str, Sequence[Unheld]]] = {
     "gpu_bandwidth": (Unheld("", "", "the least of each kind is held"),),
     "gpu_decode": (Unheld("", "", "the slowest place for blocks is held"),),
     "lookup_latency": (Unheld("of_limit", "", "steps of the whole way, and hashes that are not the limit's"),),
-    "pool_throughput": (Unheld("us/block", r"batch=(1|4|16|64)\b", "held in `of vLLM`"),),
+    "pool_throughput": (Unheld("us/block", r"batch=(1|4|16|64|128)\b", "held in `of vLLM`"),),
     "recovery": (Unheld("cpu s", "plainly", "the reference"),),
     "routing": (Unheld("of oracle", "", "other policies' figures"),),
     "segments": (
