@@ -3,6 +3,7 @@
 Prints as JSON: the seconds it took to attach, whether it kept that connection, its steps and those that stored nothing.
 """
 
+import hashlib
 import json
 import sys
 import time
@@ -31,7 +32,7 @@ def main() -> None:
     seconds = time.monotonic() - start
     member, num_empty = getattr(tiers, "member", None), 0
     for number in range(num_steps):
-        names = [(8 * number + n).to_bytes(32, "little") for n in range(8)]
+        names = [hashlib.sha256(b"%d" % (8 * number + n)).digest() for n in range(8)]
         reservations = tiers.reserve([Wanted([name], PARENT, PARENT) for name in names])
         num_empty += all(reservation is None for reservation in reservations)
         filled = [each for each in reservations if each is not None and len(each)]

@@ -62,8 +62,8 @@ class UnheldBlocks(NamedTuple):
 
 
 def fresh(num_blocks: int) -> list[ChainHash]:
-    """Names nobody has used."""
-    return [next(_numbers).to_bytes(32, "little") for _ in range(num_blocks)]
+    """Names nobody has used. They are hashes, as indexes expect of names."""
+    return [hashlib.sha256(b"%d" % next(_numbers)).digest() for _ in range(num_blocks)]
 
 
 @contextmanager

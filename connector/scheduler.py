@@ -39,9 +39,7 @@ class SchedulerSide:
         self.tiers = tiers
         self.requests: dict[str, ConnectedRequest] = {}  # that are live: to read
         self.computes_alone = False  # nobody but the request that is looked up wants the compute
-        self.backs: dict[
-            str, Back
-        ] = {}  # of requests that come to their blocks from both ends: `BothEndsSide` has them
+        self.backs: dict[str, Back] = {}  # of requests that come to their blocks from both ends (`BothEndsSide`)
         self.writing: list[int] = []  # L1 blocks that copies of the last plan fill, besides those of `allocated`
         self._partial_blocks = partial_blocks
         self._op_ids = count(1)
@@ -53,6 +51,7 @@ class SchedulerSide:
         self._wanted: dict[int, StoringOp] = {}
         self._behind: dict[int, GroupCopy] = {}  # copies of the backs
         self._released: list[int] = []
+        self._asked = False  # something since the last plan: its questions go out as one message
         self._lost = False  # the worker's device: nothing is loaded or stored any more
 
     def admit(self, request: Request) -> None:
@@ -152,6 +151,9 @@ class SchedulerSide:
         if self.backs:
             self._plan_backs()
         stores = self._reserved() if self._wanted else []
+        if self._asked and not stores:
+            self.tiers.tick()  # no reserving took the questions along
+        self._asked = False
         loads, self._planned = tuple(self._planned), []
         if not (loads or stores):
             return StepPlan(next(self._steps), 0)
@@ -279,6 +281,7 @@ class SchedulerSide:
         hashes, num_l1 = chain.hashes, min(known.asked, usable)
         hashes = hashes if usable == len(hashes) else hashes[:usable]  # `ask` copies it
         ends = Ends.BOTH if self.computes_alone else Ends.FRONT
+        self._asked = True
         known.claim = self.tiers.ask(hashes, chain.root, num_l1, block_size=chain.block_size, ends=ends)
 
     def _answer(self, known: ConnectedRequest, least: int) -> int | None:

@@ -72,8 +72,9 @@ class Metrics:
         )
         self._evicted_before: dict[str, int] = {}
         self._refresh: list[Callable[[], None]] = []
-        for tier in lookup_results():  # Prometheus computes no rate of a series that does not exist yet
-            self._lookup.labels(tier)
+        # All of them at once: Prometheus computes no rate of a series that does not exist yet.
+        self._looked_up = {tier: self._lookup.labels(tier) for tier in lookup_results()}
+        self._missed: dict[str, Counter] = {}  # by reason
 
     def looked_up(self, by_tier: Mapping[str, int], num_missing: int = 0, reason: str | None = None) -> None:
         """One lookup's blocks, by the tier that had each when first asked, and those that none had.
@@ -83,15 +84,17 @@ class Metrics:
         for tier, num_blocks in by_tier.items():
             if tier not in TIERS:
                 raise ValueError(f"tier {tier!r}: use one of {', '.join(TIERS)}")
-            self._lookup.labels(tier).inc(num_blocks)
+            self._looked_up[tier].inc(num_blocks)
         if num_missing:
-            self._lookup.labels(MISS).inc(num_missing)
+            self._looked_up[MISS].inc(num_missing)
             if reason is not None:
                 self.missed(reason, num_missing)
 
     def missed(self, reason: str, num_blocks: int) -> None:
         """Blocks that some tier held or might have held, and that were not served."""
-        self._miss.labels(reason).inc(num_blocks)
+        if (counter := self._missed.get(reason)) is None:
+            counter = self._missed[reason] = self._miss.labels(reason)
+        counter.inc(num_blocks)
 
     def stored(self, tier: str, num_blocks: int) -> None:
         """Blocks that became findable in a tier."""

@@ -110,7 +110,7 @@ class RemoteTiers:
         block_size: int = 0,
         ends: Ends = Ends.FRONT,
     ) -> Claim:
-        """Send the question; the answer is news for a later `poll`."""
+        """Leave the question to the next message; the answer is news for a later `poll`."""
         claim = RemoteClaim(list(hashes), parent, num_l1, block_size, ends=ends)
         with self._lock:
             self._claims.ask(claim, self._pump())

@@ -13,6 +13,7 @@ from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Pending
 from kvtier.tiers.pool import Lease, listed
 
 ASK_AGAIN: Final = 0.05  # seconds an answer that nothing is held is good for: asking costs a message
+_ALONE_FROM: Final = 256  # blocks: so long a question is worth a message of its own
 
 _NONE: Final[list[int]] = []  # nobody changes it
 
@@ -27,6 +28,7 @@ class RemoteClaim(Claim):
     asked_at: float = 0.0
     renewed_at: float = 0.0  # not after the daemon heard it last
     answered: bool = False
+    polled: bool = False  # in vain: whoever polls again wants it sent
     told: bool = False  # a poll has returned the number
     again: bool = False  # asked for the second time: the first answer was lost
     slots: list[int] = field(default_factory=list)
@@ -58,7 +60,10 @@ class RemoteClaims:
         self._numbers = numbers
 
     def ask(self, claim: RemoteClaim, link: Link | None) -> bool:
-        """Send the question, with all that was left unsent. False while the welcome is due: `poll` sends it then."""
+        """Leave the question to the next message, which others may share. False while the welcome is due.
+
+        A second `poll` sends what is unsent, and puts the question where there was no welcome yet.
+        """
         if link is None and claim.hashes and self._is_attaching():
             return False
         is_silent = link is not None and self._is_silent(link, self._clock())
@@ -75,7 +80,11 @@ class RemoteClaims:
         claim.asked_at = claim.renewed_at = self._clock()
         link.claims[claim.number] = claim
         hashes = claim.hashes[:MAX_HASHES]
-        self._attachment.send([Ask(claim.number, claim.parent, claim.num_l1, claim.block_size, hashes, claim.ends)])
+        question = Ask(claim.number, claim.parent, claim.num_l1, claim.block_size, hashes, claim.ends)
+        if len(hashes) >= _ALONE_FROM:
+            self._attachment.send([question])
+        else:
+            self._attachment.later(link, question)
         return True
 
     def poll(self, claim: RemoteClaim, link: Link | None) -> int | Pending:
@@ -93,6 +102,9 @@ class RemoteClaims:
         if link is None or claim.link is not link:
             return self._lost(claim, link, Outcome.BREAKER_OPEN)
         if not claim.answered:
+            if claim.polled and link.unsent:
+                self._attachment.send()
+            claim.polled = True
             if now - claim.asked_at < self._patience and not self._is_silent(link, now):
                 return PENDING
             return self._given_up(claim, Outcome.TIMEOUT)
@@ -181,7 +193,7 @@ class RemoteClaims:
             return self._given_up(claim, reason)
         self._withdraw(claim)
         claim.link, claim.slots, claim.generations = None, _NONE, _NONE
-        claim.again, claim.answered, claim.told = True, False, False
+        claim.again, claim.answered, claim.polled, claim.told = True, False, False, False
         self.ask(claim, link)
         return PENDING
 

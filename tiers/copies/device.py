@@ -78,10 +78,8 @@ class BlockPool:
             return []
         with self._lock:
             found = []
-            for slot in self._child_index.find(parent):
-                if self._table.state[slot] != READY or not self._records.may_follow(slot, parent, start):
-                    continue
-                record = self._records[slot]
+            for slot in self._records.following(self._child_index.find(parent), parent, start):
+                record = self._records[slot] if self._table.state[slot] == READY else None
                 if record is not None and record.tokens.startswith(start) and record.parent == parent:
                     found.append(ChildBlock(record.chain_hash, record.tokens))
             return found

@@ -27,6 +27,7 @@ L1: TypeAlias = "torch.Tensor | NDArray[np.generic] | EngineBlocks"
 """What a stream copies from and to: one tensor `[num_blocks, num_layers, …]`, or blocks as some engine keeps them."""
 
 MAX_QUEUED: Final = 1024  # copies per direction
+_AT_ONCE: Final = 256 << 10  # bytes up to which copying them takes less than waking a thread for it
 _LOOK_AGAIN: Final = 0.005  # seconds between looks at another stream's event that a copy waits for
 
 
@@ -122,12 +123,25 @@ class CopyTask:
 class HostCopyStream:
     """The twin for an L1 in host memory: threads that copy without the GIL. Loads overtake queued stores.
 
+    A few bytes are copied at once, by whoever asks, if nothing is under way.
     Lock: `_changed` guards the queues and counters; never held during a copy.
     """
 
-    def __init__(self, device: L1, region: HostRegion, num_threads: int = 1, *, max_queued: int = MAX_QUEUED) -> None:
-        """Start the threads. One keeps the order of each direction; more only pay with several memory channels."""
+    def __init__(
+        self,
+        device: L1,
+        region: HostRegion,
+        num_threads: int = 1,
+        *,
+        max_queued: int = MAX_QUEUED,
+        at_once: int = _AT_ONCE,
+    ) -> None:
+        """Start the threads. One keeps the order of each direction; more only pay with several memory channels.
+
+        `at_once`: bytes up to which a copy waits for no thread.
+        """
         self._copier = copier(device, region)
+        self._blocks_at_once = at_once // region.slot_bytes
         self._max_queued = max_queued
         self._changed = threading.Condition()
         self._queues: dict[CopyDirection, deque[CopyTask]] = {"load": deque(), "store": deque()}
@@ -179,26 +193,35 @@ class HostCopyStream:
         event = HostEvent()
         task = CopyTask(direction, copies, None if after is None else predecessor(after), event)
         error = self._copier.invalid(copies)
+        is_small = len(copies.device_blocks) <= self._blocks_at_once
         with self._changed:
             queue = self._queues[direction]
             error = error or refusal(self._closed, len(queue), self._max_queued)
-            if error is None:
+            is_now = error is None and is_small and not self._num_pending() and task.ready()
+            if is_now:
+                self._num_running += 1
+            elif error is None:
                 queue.append(task)
                 self._changed.notify()
         if error is not None:
             event.end(error)
+        elif is_now:
+            self._run(task)
         return event
 
     def _work(self) -> None:
         while (task := self._take()) is not None:
-            try:
-                error = task.run(self._copier, self._cancelled.is_set)
-            except Exception as failure:  # top of a worker loop: the thread must live on for the others
-                error = f"{type(failure).__name__}: {failure}"
-            with self._changed:
-                self._num_running -= 1
-                task.event.end(error)  # under the lock, so that drain() never returns before the event is done
-                self._changed.notify_all()
+            self._run(task)
+
+    def _run(self, task: CopyTask) -> None:
+        try:
+            error = task.run(self._copier, self._cancelled.is_set)
+        except Exception as failure:  # the thread must live on for the others, and a caller gets no exception
+            error = f"{type(failure).__name__}: {failure}"
+        with self._changed:
+            self._num_running -= 1
+            task.event.end(error)  # under the lock, so that drain() never returns before the event is done
+            self._changed.notify_all()
 
     def _take(self) -> CopyTask | None:
         """Wait for a copy that may start; None once the stream is cancelled."""

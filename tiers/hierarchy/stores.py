@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 _SIGHTINGS_PER_SLOT: Final = 4  # how many blocks not yet admitted are remembered, per L2 slot
 _MAX_SEALING: Final = 1 << 16  # stores waiting to be sealed
 _SEALED_AT_ONCE: Final = 256  # blocks, about: those in front wait for the hashes of all
+_SEALED_NOW: Final = 256 << 10  # bytes up to which hashing them takes less than waking a thread for it
 
 
 class StoreQueue:
@@ -80,6 +81,8 @@ class StoreQueue:
 
     def seal_each(self, stores: Sequence[Filled]) -> None:
         """As `seal`, of all that a step filled."""
+        if self._seal_now(stores):
+            return
         unsealed, waiting = self.unsealed, self._waiting
         with self._lock:
             is_queued, room = bool(waiting), max(0, _MAX_SEALING - self._num_waiting)
@@ -207,6 +210,20 @@ class StoreQueue:
                 self._lock.notify_all()
 
     # inside
+
+    def _seal_now(self, stores: Sequence[Filled]) -> bool:
+        """Seal a few bytes here, if no others are waiting or under way: their end would be told in another order."""
+        names = [name for reservation, _, _ in stores for name in reservation.hashes]
+        if self.unsealed or len(names) * self._host.region.slot_bytes > _SEALED_NOW:
+            return False
+        sealing = Sealing(stores, names)
+        try:
+            outcomes = self.publish([sealing])
+        except Exception:
+            _log.exception("a step's stores could not be sealed; counted as %s", Outcome.IO_ERROR)
+            outcomes = [Outcome.IO_ERROR] * len(stores)
+        self.sealed([sealing], outcomes)
+        return True
 
     def _reserve_each(self, chains: Sequence[tuple[Sequence[ChainHash], ChainHash]]) -> list[Reservation | None]:
         """Slots for each chain, for what fits of its head where there is too little room."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 
 import numpy as np
@@ -11,17 +11,19 @@ from kvtier.tiers import ChainHash
 from kvtier.tiers.pool import AnySlots
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Holding:
-    """What one request is counted for: blocks that L2 had, by their slots, and the others by their names."""
+    """What one request holds or waits for: blocks that L2 has, by their slots, and the others by their names."""
 
-    slots: AnySlots
-    names: Sequence[ChainHash]
+    run: Sequence[ChainHash]
+    slots: AnySlots  # of the first blocks of the run
+    names: Sequence[ChainHash] = field(default=(), init=False)  # once it is counted: what is counted by name
 
 
 class WaitedBlocks:
     """Counts by slot what L2 has, since a name costs ten times as much. It takes no lock.
 
+    Nothing is counted block by block while all requests together have room even if they shared none.
     A block that was not in L2 when it was first waited for is counted by its name, also once it has come there. One in
     L2, but behind one that is not, may count by both: then waiting requests get less room, never more.
     """
@@ -30,14 +32,19 @@ class WaitedBlocks:
         self._by_slot = np.zeros(num_slots, np.int32)
         self._count = memoryview(self._by_slot)  # for a few
         self._by_name: Counter[ChainHash] = Counter()
-        self._num_slots = 0  # held by some request
+        self._num_slots = 0  # held by some request, and counted
+        self._uncounted: dict[Holding, None] = {}  # in the order they came
+        self._num_uncounted = 0  # blocks of these, those that several hold as often
 
     def __len__(self) -> int:
         """Blocks."""
+        self._count_all()
         return self._num_slots + len(self._by_name)
 
     def room(self, run: Sequence[ChainHash], slots: AnySlots, most: int) -> int:
         """How many leading blocks of a run, the first of which lie in `slots`, may be held: by all `most` at most."""
+        if self._num_uncounted + self._num_slots + len(self._by_name) + len(run) <= most:
+            return len(run)
         room = most - len(self)
         if room >= len(run):
             return len(run)
@@ -46,25 +53,18 @@ class WaitedBlocks:
         return int(np.searchsorted(is_new.cumsum(), max(0, room), "right"))
 
     def hold(self, run: Sequence[ChainHash], slots: AnySlots) -> Holding:
-        """Count the blocks of a run, the first of which lie in `slots`, for one request more."""
-        names = run[len(slots) :]
-        if self._by_name and not self._by_name.keys().isdisjoint(run[: len(slots)]):
-            known = [name in self._by_name for name in run[: len(slots)]]
-            names = [*(name for name, is_known in zip(run, known, strict=False) if is_known), *names]
-            slots = np.asarray(slots)[~np.array(known)]
-        if isinstance(slots, list):
-            for slot in slots:
-                self._num_slots += not self._count[slot]
-                self._count[slot] += 1
-        else:
-            counts = self._by_slot[slots]
-            self._by_slot[slots] = counts + 1
-            self._num_slots += len(slots) - int(np.count_nonzero(counts))
-        self._by_name.update(names)
-        return Holding(slots, names)
+        """The blocks of a run, the first of which lie in `slots`, are held by one request more."""
+        held = Holding(run, slots)
+        self._uncounted[held] = None
+        self._num_uncounted += len(run)
+        return held
 
     def drop(self, held: Holding) -> None:
         """The request holds them no more."""
+        if held in self._uncounted:
+            del self._uncounted[held]
+            self._num_uncounted -= len(held.run)
+            return
         if isinstance(held.slots, list):
             for slot in held.slots:
                 self._count[slot] -= 1
@@ -80,6 +80,29 @@ class WaitedBlocks:
 
     def check(self) -> None:
         """Raise AssertionError where the counts contradict each other."""
+        assert self._num_uncounted == sum(len(held.run) for held in self._uncounted), "blocks not counted one by one"
         assert self._num_slots == np.count_nonzero(self._by_slot), "blocks held by slot"
         assert (self._by_slot >= 0).all(), "a block is held less than not at all"
         assert all(count > 0 for count in self._by_name.values()), "a name that nobody holds"
+
+    def _count_all(self) -> None:
+        """Count block by block what is not counted yet."""
+        for held in self._uncounted:
+            run, slots = held.run, held.slots
+            names = run[len(slots) :]
+            if self._by_name and not self._by_name.keys().isdisjoint(run[: len(slots)]):
+                known = [name in self._by_name for name in run[: len(slots)]]
+                names = [*(name for name, is_known in zip(run, known, strict=False) if is_known), *names]
+                slots = held.slots = np.asarray(slots)[~np.array(known)]
+            if isinstance(slots, list):
+                for slot in slots:
+                    self._num_slots += not self._count[slot]
+                    self._count[slot] += 1
+            else:
+                counts = self._by_slot[slots]
+                self._by_slot[slots] = counts + 1
+                self._num_slots += len(slots) - int(np.count_nonzero(counts))
+            self._by_name.update(names)
+            held.names = names
+        self._uncounted.clear()
+        self._num_uncounted = 0

@@ -241,9 +241,7 @@ class HostTier:
         if self._child_index is None:
             return []
         known: list[ChildBlock] = []
-        for slot in self._child_index.find(parent):
-            if not self.records.may_follow(slot, parent, start):
-                continue
+        for slot in self.records.following(self._child_index.find(parent), parent, start):
             record = self.records[slot]  # maybe of a block that has left, or is not sealed yet
             if (
                 record is not None

@@ -101,11 +101,11 @@ class BlockRecords:
             lengths = len(parent) << _SIZE_BITS | len(block_tokens)
             pack(rows, slot * stride, parent, checksum, generations[slot] & _GENERATION, lengths, block_tokens)
 
-    def may_follow(self, slot: int, parent: ChainHash, start: bytes) -> bool:
-        """Whether the record in a slot may have this parent and begin with these tokens: a glance, to leave it out."""
-        at = slot * self._row.size
-        [held] = _NAME.unpack_from(self._rows, at)
-        if held[: len(parent)] != parent:
-            return False
-        tokens = at + _HEAD.size
-        return not start or self._rows[tokens : tokens + len(start)] == start
+    def following(self, slots: Sequence[int], parent: ChainHash, start: bytes) -> list[int]:
+        """Those of the slots whose record may have this parent and begin with these tokens: a glance at each."""
+        rows, stride, name_at, most = self._rows, self._row.size, _NAME.unpack_from, len(parent)
+        found = [slot for slot in slots if name_at(rows, slot * stride)[0][:most] == parent]
+        if not (start and found):
+            return found
+        tokens, end = _HEAD.size, _HEAD.size + len(start)
+        return [slot for slot in found if rows[slot * stride + tokens : slot * stride + end] == start]
