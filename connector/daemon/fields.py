@@ -73,7 +73,8 @@ def number(value: Any, below: int = 1 << 63) -> int:
 
 def numbers(values: Any) -> list[int]:
     """A list of whole numbers in [0, 2**63), looked at in one go."""
-    if type(values) is not list or not all(type(each) is int and 0 <= each < 1 << 63 for each in values):
+    is_whole = type(values) is list and set(map(type, values)) <= {int}
+    if not is_whole or (values and not 0 <= min(values) <= max(values) < 1 << 63):
         raise FormatError(f"{values!r:.40}: not a list of whole numbers in [0, {1 << 63})")
     return values
 
@@ -104,6 +105,16 @@ def octets_of_tokens(value: Any) -> bytes:
     if type(value) is not bytes or len(value) % 4 or len(value) > 4 * MAX_BLOCK_SIZE:
         raise FormatError(f"not the tokens of a block: {value!r:.40}")
     return value
+
+
+def octets_of_blocks(values: Any) -> list[bytes]:
+    """A list of the tokens of blocks, looked at in one go."""
+    if type(values) is not list or not set(map(type, values)) <= {bytes}:
+        raise FormatError("tokens are not a list of bytes")
+    for length in set(map(len, values)):
+        if length % 4 or length > 4 * MAX_BLOCK_SIZE:
+            raise FormatError(f"not the tokens of a block: {length} bytes")
+    return values
 
 
 def text(value: Any) -> str:

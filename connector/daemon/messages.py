@@ -143,12 +143,8 @@ def taken_along(before: Operation, operation: Operation, most: int) -> bool:
 _OF_A_KIND: Final = {Seal: (1, (1, 2, 3)), Abandon: (1, (1,)), Cancel: (0, (0,)), Release: (0, (0,))}
 
 
-class Granted(NamedTuple):
-    """Slots reserved for one `Wanted`: for its hashes at `indices`."""
-
-    indices: list[int]
-    slots: list[int]
-    generations: list[int]
+Granted: TypeAlias = tuple[list[int], list[int], list[int]]
+"""Slots reserved for one `Wanted`: for its hashes at these indices, these slots, of these generations."""
 
 
 class News(NamedTuple):

@@ -7,7 +7,7 @@ A client's frame is `[number, [operation, …]]`, an operation `[code, *fields]`
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, Final, NamedTuple
 
 import msgpack
@@ -21,6 +21,7 @@ from kvtier.connector.daemon.fields import (
     number,
     numbers,
     octets,
+    octets_of_blocks,
     octets_of_tokens,
     pack_hashes,
     pack_numbers,
@@ -172,14 +173,9 @@ def unpack_reply(body: Any) -> Reply:
 
 def pack_grants(grants: Sequence[Granted | None]) -> list[bytes]:
     """The answer to a `Reserve`: how many slots each `Wanted` has, or -1, then the columns of all of them in a row."""
-    counts = [-1 if grant is None else len(grant.slots) for grant in grants]
-    indices, slots, generations = list[int](), list[int](), list[int]()
-    for grant in grants:
-        if grant is not None:
-            indices += grant.indices
-            slots += grant.slots
-            generations += grant.generations
-    return [pack_numbers(column) for column in (counts, indices, slots, generations)]
+    counts, made = [-1 if grant is None else len(grant[0]) for grant in grants], [grant for grant in grants if grant]
+    columns = [[each for grant in made for each in grant[column]] for column in range(3)]
+    return [pack_numbers(column) for column in (counts, *columns)]
 
 
 @decoded
@@ -192,14 +188,14 @@ def unpack_grants(answer: Any, num_wanted: Sequence[int], num_slots: int) -> lis
     if not len(indices) == len(slots) == len(generations) == sum(n for n in how_many if n > 0):
         raise FormatError("a grant's columns differ in length")
     if len(indices) == len(how_many) == len(num_wanted) and most == 1 and min(how_many) == min(num_wanted) == 1:
-        return [Granted([0], [slot], [time]) for slot, time in zip(slots, generations, strict=True)]  # a decoding step
+        return [([0], [slot], [time]) for slot, time in zip(slots, generations, strict=True)]  # a decoding step
     grants: list[Granted | None] = []
     first = 0
     for count, wanted in zip(how_many, num_wanted, strict=True):
         end = first + max(0, count)
         if count > 0 and not max(indices[first:end]) < wanted:
             raise FormatError("a slot for a block that nobody asked for")
-        grants.append(None if count < 0 else Granted(indices[first:end], slots[first:end], generations[first:end]))
+        grants.append(None if count < 0 else (indices[first:end], slots[first:end], generations[first:end]))
         first = end
     return grants
 
@@ -282,21 +278,19 @@ def _reserve(first: Any, counts: Any, hashes: Any, parents: Any, tenants: Any, t
     how_many, names = unpack_numbers(counts, MAX_HASHES + 1), unpack_hashes(hashes)
     if sum(how_many) != len(names):
         raise FormatError(f"reserve: {len(names)} names, {sum(how_many)} are wanted")
-    wanted, at = [], 0
     are_tails = [False] * len(how_many)
     for i in numbers(tails):
         are_tails[i] = True
-    rows = zip(how_many, unpack_hashes(parents), unpack_hashes(tenants), are_tails, strict=True)
-    for count, parent, tenant, is_tail in rows:
-        wanted.append(Wanted(names[at : at + count], parent, tenant, is_tail))
-        at += count
+    starts = [0, *accumulate(how_many)]
+    chains = [names[start:end] for start, end in pairwise(starts)]
+    wanted = list(map(Wanted, chains, unpack_hashes(parents), unpack_hashes(tenants), are_tails))
+    if not len(chains) == len(wanted) == len(tenants) // _HASH_BYTES == len(parents) // _HASH_BYTES:
+        raise FormatError("reserve: columns of different lengths")
     return Reserve(number(first), wanted)
 
 
 def _seal(epoch: Any, reservations: Any, counts: Any, tokens: Any) -> Seal:
-    if type(tokens) is not list:
-        raise FormatError("tokens are not a list of bytes")
-    sealed = Seal(number(epoch), numbers(reservations), numbers(counts), [octets_of_tokens(each) for each in tokens])
+    sealed = Seal(number(epoch), numbers(reservations), numbers(counts), octets_of_blocks(tokens))
     if len(sealed.counts) != len(sealed.reservations) or sum(sealed.counts) != len(tokens):
         raise FormatError("seal: the counts are not those of the reservations' blocks")
     return sealed

@@ -181,10 +181,7 @@ class Holdings:
             if reservation is not None and reservation.hashes:
                 self._reservations[number] = reservation
         return wire.pack_grants(
-            [
-                None if each is None else messages.Granted(each.indices, listed(each.places), listed(each.times))
-                for each in reservations
-            ]
+            [None if each is None else (each.indices, listed(each.places), listed(each.times)) for each in reservations]
         )
 
     def _on_seal(self, op: messages.Seal) -> None:

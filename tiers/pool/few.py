@@ -1,9 +1,10 @@
 """FewSlots: what a SlotTable does to many slots in numpy, done to a few, one by one; and the choice between the two."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.compiled import twin
@@ -201,6 +202,15 @@ class BatchTable(SlotTable):
     def is_compiled(self) -> bool:
         """Whether its verbs are the compiled twin's."""
         return self._compiled is not None
+
+    def reserve_chains(
+        self, names: Sequence[ChainHash], starts: list[int], parents: Sequence[ChainHash | None]
+    ) -> tuple[Slots, NDArray[np.bool_]] | None:
+        """As the table's; a decoding step's chains, of a block each, are the twin's."""
+        if self._compiled is None or not len(names) == len(starts) > 1 or None in parents:
+            return super().reserve_chains(names, starts, parents)
+        taken: tuple[Slots, NDArray[np.bool_]] | None = cast(Any, self._compiled).reserve_ones(names, parents)
+        return taken
 
     def of(self, count: int) -> SlotTable | FewSlots:
         """Whose verbs to use for so many blocks: the outcome is the same."""

@@ -671,6 +671,47 @@ cdef class CompiledSlots:
         positions, slots = list(range(num_held, count)), self.answer(taken.slots, num_new, num_new)
         return positions, slots, self.times(taken.slots, num_new, num_new)
 
+    def reserve_ones(self, list names, list parents):
+        """As the table's `reserve_chains`, of chains of one block each, in one pass; no parent is among the names."""
+        cdef Py_ssize_t count = len(names), num_new = 0, i, next_taken = 0
+        cdef int64_t slot
+        cdef list anchors = []
+        cdef Scratch held = Scratch(), before = Scratch(), taken = Scratch()
+        held.fit(count)
+        before.fit(count)
+        self.locate(names, 0, count, held.slots, held.mixed)
+        is_new = np.zeros(count, np.bool_)
+        cdef uint8_t[::1] new = is_new.view(np.uint8)
+        for i in range(count):
+            new[i] = held.slots[i] < 0
+            num_new += new[i]
+        if not num_new:
+            return as_array(held.slots, count), is_new
+        self.locate(parents, 0, count, before.slots, before.mixed)
+        if num_new > self.table.num_free:
+            for i in range(count):
+                if new[i] and before.slots[i] >= 0:
+                    self.children[before.slots[i]] += 1  # it must not go to make room for what hangs on it
+                    anchors.append(before.slots[i])
+        taken.fit(num_new)
+        if not self.find_room(num_new, taken.slots, True):
+            self.idle.release_few(anchors)
+            return None
+        for i in range(count):
+            if not new[i]:
+                continue
+            slot = held.slots[i] = taken.slots[next_taken]
+            next_taken += 1
+            self.generation[slot] += 1
+            self.state[slot] = FILLING
+            self.children[slot] = 0
+            self.add(names[i], held.mixed[i], slot)
+            self.link(slot, before.slots[i])
+        self.index.num_names += num_new
+        if anchors:
+            self.idle.release_few(anchors)
+        return as_array(held.slots, count), is_new
+
     cdef inline int link(self, int64_t slot, int64_t parent) except -1:
         if parent < 0:
             self.parent[slot] = <int32_t> self.nobody

@@ -108,8 +108,8 @@ class SlotPool:
     def reserve_each(self, chains: Chains) -> list[Reservation | None]:
         """`reserve` for several (hashes, parent), each all or nothing; in one pass where there is room for all."""
         names, lengths = [name for hashes, _ in chains for name in hashes], [len(hashes) for hashes, _ in chains]
-        is_one_pass = len(names) > FEW and 0 not in lengths and not self._table.is_compiled
-        if is_one_pass and len(distinct := set(names)) == len(names):
+        is_many = len(chains) == len(names) > 1 if self._table.is_compiled else len(names) > FEW
+        if is_many and 0 not in lengths and len(distinct := set(names)) == len(names):
             starts, parents = list(accumulate(lengths, initial=0)), [parent for _, parent in chains]
             with self._lock:
                 self._settle_dropped()

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.connector.daemon import remote_stores
-from kvtier.connector.daemon.messages import Granted
 from kvtier.connector.daemon.remote_stores import RemoteReservation, seals_of
 from kvtier.connector.daemon.wire import pack_grants, unpack_grants
 
@@ -52,6 +51,6 @@ def test_no_message_is_too_long_and_none_mixes_epochs(stores: list[tuple[int, in
 def test_what_was_granted_arrives(counts: list[int | None]) -> None:
     """A step of one block each takes a way of its own through the decoder."""
     for granted in (counts, [1] * len(counts)):
-        grants = [None if n is None else Granted([*range(n)], [*range(7, 7 + n)], [*range(n)]) for n in granted]
+        grants = [None if n is None else ([*range(n)], [*range(7, 7 + n)], [*range(n)]) for n in granted]
         told = unpack_grants(pack_grants(grants), [n or 0 if granted is counts else 1 for n in granted], 64)
         assert told == grants

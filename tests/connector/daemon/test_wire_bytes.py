@@ -24,7 +24,6 @@ from kvtier.connector.daemon.messages import (
     Computed,
     Drain,
     Ended,
-    Granted,
     Holds,
     Lookup,
     News,
@@ -101,7 +100,7 @@ def test_several_operations_that_nobody_waits_for() -> None:
 
 def test_a_reply() -> None:
     found = Attribution(5, l1=1, l2=2, file=1, miss=1)
-    granted = pack_grants([Granted([0, 2], [4, 5], [1, 9]), None])
+    granted = pack_grants([([0, 2], [4, 5], [1, 9]), None])
     followers = [ChildBlock(A, b"\1\0\0\0"), ChildBlock(B, b"\2\0\0\0" * 2)]
     news = [
         News(7, found, None, 0.0, [3, 9], np.array([1, 2]), followers, Meeting(2, 0.25)),
