@@ -10,8 +10,8 @@ from kvtier.tiers import BlockRecord, ChainHash, Outcome, checksum
 from kvtier.tiers.hierarchy.cache_tiers import Claim
 from kvtier.tiers.hierarchy.io_queue import JoinedJob
 from kvtier.tiers.hierarchy.lower_tier import TierPort
+from kvtier.tiers.hierarchy.sealing import Sealing
 from kvtier.tiers.hierarchy.shared_lookup import Question
-from kvtier.tiers.hierarchy.stores import Sealing
 from kvtier.tiers.hierarchy.waited import Holding
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import Lease, Reservation

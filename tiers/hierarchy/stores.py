@@ -1,11 +1,10 @@
 """Stores: slots in L2 for computed blocks, their sealing in the background, and the way down to lower tiers."""
 
 import logging
-import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from kvtier.tiers import L2, BlockRecord, ChainHash, Metrics, Outcome
@@ -13,6 +12,7 @@ from kvtier.tiers.hierarchy.cache_tiers import Filled, NewsCondition, Wanted
 from kvtier.tiers.hierarchy.demote import Demoter
 from kvtier.tiers.hierarchy.io_queue import IoQueue
 from kvtier.tiers.hierarchy.lower_tier import TierPort
+from kvtier.tiers.hierarchy.sealing import Sealing, SealJob, next_part, parts_of
 from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import Lease, Reservation, listed
@@ -21,7 +21,6 @@ _log = logging.getLogger(__name__)
 
 _SIGHTINGS_PER_SLOT: Final = 4  # how many blocks not yet admitted are remembered, per L2 slot
 _MAX_SEALING: Final = 1 << 16  # stores waiting to be sealed
-_SEALED_AT_ONCE: Final = 256  # blocks, about: those in front wait for the hashes of all
 _SEALED_NOW: Final = 256 << 10  # bytes up to which hashing them takes less than waking a thread for it
 
 
@@ -80,14 +79,14 @@ class StoreQueue:
         self.seal_each([(reservation, [each.tokens for each in records] if names == reservation.hashes else (), epoch)])
 
     def seal_each(self, stores: Sequence[Filled]) -> None:
-        """As `seal`, of all that a step filled."""
-        if self._seal_now(stores):
+        """As `seal`, of all that a step filled; a few bytes are published at once."""
+        if not stores or self._seal_now(stores):
             return
         unsealed, waiting = self.unsealed, self._waiting
         with self._lock:
             is_queued, room = bool(waiting), max(0, _MAX_SEALING - self._num_waiting)
             refused, stores = stores[room:], stores[:room]
-            for sealing in _sealings(stores):
+            for sealing in parts_of(stores):
                 unsealed.update(dict.fromkeys(sealing.names, sealing))
                 waiting.append(sealing)
             self._num_waiting += len(stores)
@@ -106,7 +105,7 @@ class StoreQueue:
         self._metrics.dropped(L2, reason, len(reservation.hashes))
         self._host.pool.quarantine(reservation)
 
-    def sealing(self, chain_hash: ChainHash) -> "Sealing | None":
+    def sealing(self, chain_hash: ChainHash) -> Sealing | None:
         """What is about to publish this block: once it is `done`, a lookup finds the block, or it will not come."""
         with self._lock:
             if (sealing := self.unsealed.get(chain_hash)) is not None:
@@ -128,15 +127,11 @@ class StoreQueue:
 
     # on the sealing thread
 
-    def next_sealings(self) -> "list[Sealing]":
+    def next_sealings(self) -> list[Sealing]:
         """The oldest of what waits, taken; another job is queued for what is left."""
-        taken: list[Sealing] = []
-        num_blocks = 0
         with self._lock:
-            while self._waiting and num_blocks < _SEALED_AT_ONCE:
-                taken.append(self._waiting.popleft())
-                num_blocks += len(taken[-1].names)
-                self._num_waiting -= len(taken[-1].stores)
+            taken = next_part(self._waiting)
+            self._num_waiting -= sum(len(each.stores) for each in taken)
             is_taken = not self._waiting or self.sealing_queue.submit(SealJob(self))
         if not is_taken:
             self.drop_waiting(Outcome.CLOSED)
@@ -150,7 +145,7 @@ class StoreQueue:
             self._num_waiting = 0
         self.sealed(left, [reason] * sum(len(each.stores) for each in left))
 
-    def publish(self, sealings: "Sequence[Sealing]") -> list[Outcome]:
+    def publish(self, sealings: Sequence[Sealing]) -> list[Outcome]:
         """Hash the filled slots, make them findable and offer them to the lower tiers.
 
         The outcome of each store in turn. Not OK: nothing of it was published. All whole blocks are published at once;
@@ -192,7 +187,7 @@ class StoreQueue:
             lease.release()
         return outcomes
 
-    def sealed(self, sealings: "Sequence[Sealing]", outcomes: list[Outcome]) -> None:
+    def sealed(self, sealings: Sequence[Sealing], outcomes: list[Outcome]) -> None:
         """They have ended. Where not well, their slots are given back. Whoever waits for their blocks may look."""
         if outcomes.count(Outcome.OK) < len(outcomes):
             stores = [store for each in sealings for store in each.stores]
@@ -212,7 +207,7 @@ class StoreQueue:
     # inside
 
     def _seal_now(self, stores: Sequence[Filled]) -> bool:
-        """Seal a few bytes here, if no others are waiting or under way: their end would be told in another order."""
+        """Seal a few bytes here and now, if no others are waiting or under way: these come first. False: too many."""
         names = [name for reservation, _, _ in stores for name in reservation.hashes]
         if self.unsealed or len(names) * self._host.region.slot_bytes > _SEALED_NOW:
             return False
@@ -370,48 +365,3 @@ def _first_record(store: Filled) -> BlockRecord:
     """What the first block of a store is, but for its bytes."""
     reservation, tokens, _ = store
     return BlockRecord(reservation.hashes[0], reservation.parents[0] or b"", tokens[0], 0)
-
-
-@dataclass(eq=False, slots=True)
-class Sealing:
-    """What a step filled, or a part of that, to be hashed and published together."""
-
-    stores: Sequence[Filled]
-    names: list[ChainHash]  # of all their blocks
-    awaited: bool = False  # somebody wants to know when it is done
-    done: bool = False  # its blocks are there, or will not come
-
-
-def _sealings(stores: Sequence[Filled]) -> list[Sealing]:
-    """A step's stores in parts of no more blocks than are sealed at once, but for a store that is larger by itself."""
-    names = [name for reservation, _, _ in stores for name in reservation.hashes]
-    if len(names) <= _SEALED_AT_ONCE or len(stores) < 2:
-        return [Sealing(stores, names)] if stores else []
-    half = len(stores) // 2
-    return [*_sealings(stores[:half]), *_sealings(stores[half:])]
-
-
-@dataclass(eq=False, slots=True)
-class SealJob:
-    """Hashing and publishing all that waits when its turn comes: a step's stores are one job. Implements `Job`."""
-
-    stores: StoreQueue
-    sealings: list[Sealing] | None = None  # once its turn has come
-    deadline: float = math.inf  # memory only: it cannot hang
-
-    def run(self) -> list[Outcome]:
-        """On the sealing thread."""
-        self.sealings = self.stores.next_sealings()
-        return self.stores.publish(self.sealings)
-
-    def end(self, result: list[Outcome] | Outcome, *, late: bool) -> None:
-        """Not OK: its slots are given back."""
-        if self.sealings is None:
-            self.stores.drop_waiting(result if isinstance(result, Outcome) else Outcome.IO_ERROR)
-        elif isinstance(result, Outcome):
-            self.stores.sealed(self.sealings, [result] * sum(len(each.stores) for each in self.sealings))
-        else:
-            self.stores.sealed(self.sealings, result)
-
-    def overdue(self) -> None:
-        """Never told: there is no deadline."""

@@ -7,7 +7,7 @@ import pytest
 from doubles import chain_of, hand_in, hierarchy_of, record_of, reserve
 
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.hierarchy import stores
+from kvtier.tiers.hierarchy import sealing, stores
 from kvtier.tiers.hierarchy.cache_tiers import Wanted
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.io_queue import Job
@@ -21,6 +21,7 @@ class Hashing:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_go_on = Event(), Event()
         self._checksum = checksum
+        patch.setattr(stores, "_SEALED_NOW", -1)  # else who stores a few bytes hashes them
         patch.setattr(memory, "compiled_checksums", lambda: None)  # the twin asks nobody
         patch.setattr(host, "checksum_of", lambda num_bytes: self._wait)
 
@@ -103,7 +104,7 @@ def test_a_record_that_names_another_block_is_not_published() -> None:
 
 
 def test_a_large_step_is_sealed_in_parts(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "_SEALED_AT_ONCE", 4)
+    monkeypatch.setattr(sealing, "AT_ONCE", 4)
     hierarchy = hierarchy_of(slots=64)
     chains = [chain_of(1 + n % 3, first_token=100 * n) for n in range(13)]
     made = hierarchy.reserve([Wanted(chain.hashes, chain.root, chain.root) for chain in chains])
@@ -140,6 +141,7 @@ def test_what_is_too_much_to_wait_is_given_back(hashing: Hashing, monkeypatch: p
 
 
 def test_a_drain_waits_for_what_joined_the_job_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_SEALED_NOW", -1)
     hierarchy = hierarchy_of(slots=8)
     first, second = chain_of(1), chain_of(1, first_token=100)
     queue = hierarchy.stores.sealing_queue
@@ -165,7 +167,7 @@ def test_a_drain_waits_for_what_joined_the_job_of_another_thread(monkeypatch: py
 
 
 def test_a_close_ends_however_many_stores_wait(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "_SEALED_AT_ONCE", 1)  # as many jobs as stores: more than Python has frames
+    monkeypatch.setattr(sealing, "AT_ONCE", 1)  # as many jobs as stores: more than Python has frames
     chains = [chain_of(1, first_token=100 * n) for n in range(1200)]
     hierarchy = hierarchy_of(slots=len(chains))
     hand_in(hierarchy, chains[0])

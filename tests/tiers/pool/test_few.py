@@ -26,7 +26,8 @@ STEPS = st.lists(
     st.tuples(
         st.sampled_from(["reserve", "seal", "seal_each", "abandon", "store", "store", "lease", "release", "evict"])
         | st.sampled_from(["touch", "mark_dirty", "mark_leased", "mark_clean", "reset", "tail", "look_up"])
-        | st.just("reserve_each"),
+        | st.just("reserve_each")
+        | st.just("reserve_ones"),
         PATHS,
         st.integers(0, 4),
     ),
@@ -104,6 +105,13 @@ class Twin:
             if pool.counts().free < len(hashes) + len(other):  # who goes for them may depend on the way
                 return None
             made = [each for each in pool.reserve_each([(hashes, parent), (other, None)]) if each is not None]
+            self.open += made
+            return list(map(self._told, made))
+        if verb == "reserve_ones":  # a decoding step: a block of each sequence, some of which are held
+            chains = [([name], names[0]) for name in dict.fromkeys([*chain((*path[:-1], 0)), *chain((*path[:-1], 1))])]
+            if pool.counts().free < len(chains):
+                return None
+            made = [each for each in pool.reserve_each(chains[1:]) if each is not None]
             self.open += made
             return list(map(self._told, made))
         if verb == "mark_leased":
