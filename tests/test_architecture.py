@@ -104,7 +104,8 @@ EXPLAINED: Final = {
     "connector/vllm/connector.py:KVTierConnector": "vLLM's interface, whose methods these are; each is a line or two",
     "connector/models/tokenizer.py:load_tokenizer:except": "tokenizers raises no narrower type for a file that is none",
     "tiers/copies/calibration.py:_run:except": "top of a thread: drivers and compilers raise what they like",
-    "tiers/copies/transfer.py:_work:except": "top of the worker loop: a failed copy is reported, the thread lives on",
+    "tiers/copies/transfer.py:_run:except": "a failed copy is reported, the thread lives on, a caller gets no exception",
+    "tiers/hierarchy/stores.py:_seal_now:except": "as a job that raises: it is counted, its slots are given back",
 }
 
 # Names that mean one thing in two places; `docs/glossary.md` says which.

@@ -73,10 +73,10 @@ def number(value: Any, below: int = 1 << 63) -> int:
 
 def numbers(values: Any) -> list[int]:
     """A list of whole numbers in [0, 2**63), looked at in one go."""
-    is_whole = type(values) is list and set(map(type, values)) <= {int}
-    if not is_whole or (values and not 0 <= min(values) <= max(values) < 1 << 63):
+    whole: list[int] | None = values if type(values) is list and set(map(type, values)) <= {int} else None
+    if whole is None or (whole and not 0 <= min(whole) <= max(whole) < 1 << 63):
         raise FormatError(f"{values!r:.40}: not a list of whole numbers in [0, {1 << 63})")
-    return values
+    return whole
 
 
 def seconds(value: Any) -> float:

@@ -8,7 +8,7 @@ class ManualCopyStream(HostCopyStream):
     """A `HostCopyStream` without threads: the test makes its copies. Single-threaded use, but `drain` may wait."""
 
     def __init__(self, device: L1, region: HostRegion, *, max_queued: int = MAX_QUEUED) -> None:
-        super().__init__(device, region, num_threads=0, max_queued=max_queued)
+        super().__init__(device, region, num_threads=0, max_queued=max_queued, at_once=0)
 
     @property
     def num_pending(self) -> int:

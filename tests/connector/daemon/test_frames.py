@@ -31,6 +31,7 @@ from kvtier.connector.daemon.messages import (
     Computed,
     Drain,
     Ended,
+    Granted,
     Holds,
     Lookup,
     News,
@@ -133,7 +134,8 @@ def test_replies_come_out_as_they_went_in() -> None:
     found = Attribution(5, l1=1, l2=2, file=1, miss=1)
     news = News(7, found, None, 0.0, column(3, 9, 1), column(1, 1, 2**40))
     nothing = News(8, Attribution(2, miss=2), Outcome.NO_SLOT, 0.05, column(), column())
-    granted, nothing_free = ([0, 2], [4, 5], [1, 9]), ([], [], [])
+    granted: Granted = ([0, 2], [4, 5], [1, 9])
+    nothing_free: Granted = ([], [], [])
     reply = unpack_reply(
         body_of(pack_reply(Reply(3, 2, [pack_grants([granted, None, nothing_free]), b"\1\0"], [news, nothing])))
     )
@@ -261,7 +263,7 @@ def test_what_is_sent_together_does_what_it_did_apart(operations: list[Any]) -> 
 
 @pytest.mark.parametrize(
     ("num_wanted", "num_slots", "why"),
-    [([2, 3], 6, "nobody asked for"), ([2, 2], 6, "not all in"), ([3, 3], 5, "not all in"), ([3], 6, "lengths")],
+    [([2, 3], 6, "nobody asked for"), ([2, 2], 6, "not all in"), ([3, 3], 5, "not all in"), ([3], 6, "zip")],
 )
 def test_a_grant_outside_what_was_asked_for(num_wanted: list[int], num_slots: int, why: str) -> None:
     grant = ([0, 2], [4, 5], [1, 9])

@@ -11,7 +11,7 @@ from manual_copies import ManualCopyStream
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies.block_copier import block_bytes_view
-from kvtier.tiers.copies.transfer import BlockCopies, CopyEvent, CopyStream, HostCopyStream, HostEvent
+from kvtier.tiers.copies.transfer import L1, BlockCopies, CopyEvent, CopyStream, HostCopyStream, HostEvent
 from kvtier.tiers.host import memory
 from kvtier.tiers.host.host import HostRegion
 
@@ -61,10 +61,15 @@ def complete_all(stream: CopyStream) -> None:
     stream.complete_all()
 
 
+def on_a_thread(l1: L1, region: HostRegion, **settings: int) -> HostCopyStream:
+    return HostCopyStream(l1, region, at_once=0, **settings)
+
+
 TWINS = {
-    "host": (HostCopyStream, lambda stream: None),
-    "host-python": (HostCopyStream, lambda stream: None),
-    "host-2-threads": (lambda l1, region: HostCopyStream(l1, region, 2), lambda stream: None),
+    "host": (on_a_thread, lambda stream: None),
+    "host-python": (on_a_thread, lambda stream: None),
+    "host-2-threads": (lambda l1, region: HostCopyStream(l1, region, 2, at_once=0), lambda stream: None),
+    "host-at-once": (HostCopyStream, lambda stream: None),
     "manual": (ManualCopyStream, complete_all),
 }
 
@@ -228,7 +233,7 @@ def test_close_past_its_deadline_cancels_and_refuses(rig: Rig) -> None:
 
 @pytest.mark.parametrize("twin", ["host", "manual"])
 def test_a_full_queue_refuses_at_once_and_only_its_direction(twin: str) -> None:
-    kind = {"host": HostCopyStream, "manual": ManualCopyStream}[twin]
+    kind = {"host": on_a_thread, "manual": ManualCopyStream}[twin]
     rig = Rig(lambda l1, region: kind(l1, region, max_queued=2), TWINS[twin][1])
     gate = HostEvent()
     waiting = [rig.stream.store(pairs([n], [n]), after=gate) for n in range(2)]
@@ -401,6 +406,48 @@ def test_loads_overtake_queued_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     gate.set()
     rig.finish(*events)
     assert order == ["store", "load", "store"]
+    rig.stream.close(1)
+    rig.region.close()
+
+
+def test_a_few_bytes_are_copied_by_whoever_asks_unless_others_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(*TWINS["host-at-once"])
+    assert isinstance(rig.stream, HostCopyStream)
+    copied_by: list[str] = []
+    real = rig.stream._copier.copy
+
+    def recorded(direction: str, copies: BlockCopies, cancelled: Callable[[], bool]) -> str | None:
+        copied_by.append(threading.current_thread().name)
+        return real(direction, copies, cancelled)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rig.stream._copier, "copy", recorded)
+    assert rig.stream.store(pairs([0], [0])).done()
+    gate = HostEvent()
+    waits = rig.stream.store(pairs([1], [1]), after=gate)
+    behind = rig.stream.store(pairs([2], [2]))  # of one direction each ends behind the one before it
+    assert not waits.done()
+    assert not behind.done()
+    gate.end()
+    rig.finish(waits, behind)
+    own = threading.current_thread().name
+    assert copied_by[0] == own
+    assert own not in copied_by[1:]
+    rig.stream.close(1)
+    assert rig.stream.store(pairs([0], [0])).error == "the stream is closed"
+    rig.region.close()
+
+
+def test_a_bug_in_a_copy_made_at_once_is_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(*TWINS["host-at-once"])
+    assert isinstance(rig.stream, HostCopyStream)
+
+    def bug(*copies: object) -> str | None:
+        raise ZeroDivisionError("oops")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.stream._copier, "copy", bug)
+        assert rig.stream.load(pairs([0], [0])).error == "ZeroDivisionError: oops"
+    rig.finish(rig.stream.load(pairs([0], [0])))
     rig.stream.close(1)
     rig.region.close()
 

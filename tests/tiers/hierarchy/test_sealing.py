@@ -186,3 +186,45 @@ def test_a_close_ends_however_many_stores_wait(hashing: Hashing, monkeypatch: py
     assert not hierarchy.stores.unsealed
     hierarchy.check()
     hierarchy.close()
+
+
+def test_a_few_bytes_are_published_by_whoever_stores_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    hierarchy = hierarchy_of(slots=8)
+    monkeypatch.setattr(hierarchy.stores.sealing_queue, "submit", lambda job, *, urgent=False: False)
+    chain = chain_of(2)
+    hand_in(hierarchy, chain)
+    assert hierarchy.holds(chain.hashes) == [True, True]
+    assert not hierarchy.stores.unsealed
+    hierarchy.check()
+    hierarchy.close()
+
+
+def test_a_few_bytes_wait_behind_what_is_being_hashed(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
+    hierarchy = hierarchy_of(slots=8)
+    first, second = chain_of(1), chain_of(1, first_token=100)
+    hand_in(hierarchy, first)
+    assert hashing.begun.wait(60)
+    monkeypatch.setattr(stores, "_SEALED_NOW", 1 << 20)
+    hand_in(hierarchy, second)
+    assert hierarchy.holds([*first.hashes, *second.hashes]) == [False, False]
+    hashing.may_go_on.set()
+    assert hierarchy.drain(60)
+    assert hierarchy.holds([*first.hashes, *second.hashes]) == [True, True]
+    hierarchy.check()
+    hierarchy.close()
+
+
+def test_a_few_bytes_that_cannot_be_published_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who stores them gets no exception."""
+    hierarchy = hierarchy_of(slots=8)
+
+    def fail(reservations: object) -> None:
+        raise RuntimeError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hierarchy.host.pool, "seal_each", fail)
+        hand_in(hierarchy, chain_of(2))
+    assert dropped(hierarchy, Outcome.IO_ERROR) == 2
+    assert hierarchy.host.pool.counts().filling == 0
+    hierarchy.check()
+    hierarchy.close()

@@ -415,6 +415,38 @@ def test_all_that_a_step_stores_is_taken_in_one_pass(chain: Chain, pool_of: Pool
     assert [one_by_one.holds(hashes) for hashes, _ in wanted] == [at_once.holds(hashes) for hashes, _ in wanted]
 
 
+def test_a_decoding_step_makes_room_without_the_parents_of_its_blocks(chain: Chain, pool_of: PoolOf) -> None:
+    pool, num = pool_of(slots=40), 20
+    parents = [chain(n)[0] for n in range(num)]
+    for parent in parents:  # who would go first
+        store(pool, [parent])
+    others = chain(*range(100, 100 + num))
+    store(pool, others)
+    step = [(chain(n, 1000)[1:], parent) for n, parent in enumerate(parents)]
+    taken = pool.reserve_each(step)
+    for each, (names, parent) in zip(taken, step, strict=True):
+        assert each is not None
+        assert (each.hashes, each.indices, each.parents) == (names, [0], [parent])
+    assert (any(pool.holds(others)), all(pool.holds(parents))) == (False, True)
+    pool.seal_each([each for each in taken if each is not None]).release()
+    assert all(pool.holds([names[0] for names, _ in step]))
+    pool.check()
+
+
+def test_of_a_decoding_step_that_has_too_little_room_each_sequence_gets_what_it_can(
+    chain: Chain, pool_of: PoolOf
+) -> None:
+    pool = pool_of(slots=4)
+    store(pool, chain(1, 2))
+    with pool.lease(chain(1, 2)):
+        taken = pool.reserve_each([(chain(n), chain(1, 2)[-1]) for n in (5, 6, 7, 8)])
+    assert [each is not None for each in taken] == [True, True, False, False]
+    for each in taken[:2]:
+        assert each is not None
+        pool.abandon(each)
+    pool.check()
+
+
 def test_where_not_all_fit_each_gets_what_it_can(chain: Chain, pool_of: PoolOf) -> None:
     pool = pool_of(slots=4)
     first, second, third = pool.reserve_each([(chain(1, 2, 3), None), (chain(5, 6), None), (chain(7), None)])
