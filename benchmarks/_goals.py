@@ -226,6 +226,10 @@ UNHELD: Final[Mapping[str, Sequence[Unheld]]] = {
     "lookup_latency": (Unheld("of_limit", "", "steps of the whole way, and hashes that are not the limit's"),),
     "pool_throughput": (Unheld("us/block", r"batch=(1|4|16|64|128)\b", "held in `of vLLM`"),),
     "recovery": (Unheld("cpu s", "plainly", "the reference"),),
+    "redis_bandwidth": (
+        Unheld("CPU s/GB", "client=(redis-py|LMCache)", "other clients' figures"),
+        Unheld("CPU s/GB", "records=", "what a secret and encryption cost: no goal was set for these"),
+    ),
     "routing": (Unheld("of oracle", "", "other policies' figures"),),
     "segments": (
         Unheld("right, of full", "", "rules and shares that are not the default's, drawn in segments.png"),
