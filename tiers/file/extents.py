@@ -66,6 +66,7 @@ class ExtentMap:
         self.num_evicted = 0
         self.changes: ChangeLog | None = None  # while somebody listens
         self.generations = np.zeros(num_slots, np.uint32)
+        self._generation = memoryview(self.generations)  # one at a time; most reads are of few blocks
         self._hits = bytearray(num_slots)
         self._live = [0] * num_extents
         self._fill = [0] * num_extents
@@ -97,19 +98,18 @@ class ExtentMap:
             last = extent * self.per_extent + self._fill[extent] - 1
             (self._open[extent],) = self.index.names(np.array([last]))
 
-    def find_each(self, hashes: Sequence[ChainHash]) -> tuple[Slots, NDArray[np.uint32]]:
+    def find_each(self, hashes: Sequence[ChainHash]) -> tuple[list[int], list[int]]:
         """The slot of each block, -1 for none, and the slot's generation: it tells the block from any that follows."""
-        slots = self.index.find(hashes)
-        return slots, self.generations.take(slots, mode="wrap")
+        slots: list[int] = self.index.find(hashes).tolist()
+        return slots, [self._generation[slot] for slot in slots]
 
-    def still_hold(self, slots: Slots, generations: NDArray[np.uint32]) -> list[bool]:
+    def still_hold(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
         """Whether each slot (-1: none) still holds the block it had when `find_each` told these generations.
 
         A slot loses its name before it gets another one, and then has a new generation.
         """
-        same = self.generations.take(slots, mode="wrap") == generations
-        holds: list[bool] = (same & self.index.holds(slots)).tolist()
-        return holds
+        now, holds = self._generation, self.index.holds_one
+        return [now[slot] == then and holds(slot) for slot, then in zip(slots, generations, strict=True)]
 
     def touch(self, slot: int) -> None:
         """This block was used: a second chance when its extent is evicted."""

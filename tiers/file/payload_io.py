@@ -6,15 +6,16 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
+from kvtier.tiers import BlockRecord, ChainHash
 from kvtier.tiers.file.file_io import CALL_BYTES, PAGE, FileIO, Mapping, Scratch, read_all, writable_address, write_all
-from kvtier.tiers.file.read_queue import ReadQueue
+from kvtier.tiers.file.read_queue import ReadQueue, SlabLayout
 from kvtier.tiers.file.slab import round_up
 
 _log = logging.getLogger(__name__)
@@ -33,7 +34,6 @@ class RunRead(NamedTuple):
 
     run: slice  # of the slots asked for
     readable: Sequence[bool]  # each slot's
-    digests: Sequence[int | None]  # each slot's checksum, as it was read; None: not known
 
 
 class PayloadIO:
@@ -97,51 +97,52 @@ class PayloadIO:
             return self.read_each(offset, into[:half]) + self.read_each(offset + half * self.stride, into[half:])
         return [True] * len(into)
 
+    def read_blocks(
+        self, table_fd: int, layout: SlabLayout, slots: list[int], names: list[ChainHash], into: list[memoryview]
+    ) -> list[BlockRecord | None] | None:
+        """`ReadQueue.read_blocks`; None, and nothing done, where there is no queue, or no twin."""
+        queue = self._take_queue() if self._io.compiled is not None else None
+        if queue is None:
+            return None
+        try:
+            return queue.read_blocks((self._fd, table_fd), layout, slots, names, into)
+        finally:
+            self._give_back(queue)
+
     def read_runs(
-        self, offsets: Sequence[int], into: Sequence[memoryview], meanwhile: Callable[[], None], *, hashed: bool = False
+        self, offsets: Sequence[int], into: Sequence[memoryview], meanwhile: Callable[[], None]
     ) -> Generator[RunRead, None, None]:
         """Read slots by their ascending offsets; yields runs of neighbours as they come.
 
         Direct reads of whole pages are in flight together. What the queue does not bring whole is read by `read_each`.
-        `meanwhile` is called once, before anything is yielded, with reads in flight if there is a queue. `hashed`:
-        checksums are wanted, where they come with the reads.
+        `meanwhile` is called once, before anything is yielded, with reads in flight if there is a queue.
         """
         runs = self.runs(offsets)
-        is_worth = len(runs) > 1 or (hashed and self._io.compiled is not None)
-        queue = self._take_queue() if is_worth else None
+        queue = self._take_queue() if len(runs) > 1 else None
         if queue is None:
             meanwhile()
             for run in runs:
-                yield self._read_run(offsets, into, run)
+                yield RunRead(run, self.read_each(offsets[run.start], into[run]))
             return
         with ExitStack() as ends:
             ends.callback(self._give_back, queue)
             starts = [offsets[run.start] for run in runs]
             counts = [run.stop - run.start for run in runs]
-            all_hashed = queue.read_hashed(self._fd, starts, into, counts, meanwhile) if hashed else None
-            came: Iterable[tuple[int, int]]
-            digests: Sequence[int | None] = [None] * len(into)
-            if all_hashed is not None:
-                came, digests = enumerate(all_hashed[0]), all_hashed[1]
-            else:
-                iovecs = np.full((len(into), 2), self.stride, np.uint64)
-                iovecs[:, 0] = [writable_address(buffer) for buffer in into]
-                # Whoever stops early waits for what is in flight before another call gets the queue.
-                came = ends.enter_context(closing(queue.read(self._fd, starts, iovecs, counts, meanwhile)))
+            iovecs = np.full((len(into), 2), self.stride, np.uint64)
+            iovecs[:, 0] = [writable_address(buffer) for buffer in into]
+            # Whoever stops early waits for what is in flight before another call gets the queue.
+            came = ends.enter_context(closing(queue.read(self._fd, starts, iovecs, counts, meanwhile)))
             for number, moved in came:
                 run = runs[number]
                 if moved == counts[number] * self.stride:
-                    yield RunRead(run, [True] * counts[number], digests[run])
+                    yield RunRead(run, [True] * counts[number])
                 else:
-                    yield self._read_run(offsets, into, run)
+                    yield RunRead(run, self.read_each(offsets[run.start], into[run]))
 
     def _give_back(self, queue: ReadQueue) -> None:
         """The next call may have it, unless it failed."""
         if queue.is_open:
             self._queues.append(queue)
-
-    def _read_run(self, offsets: Sequence[int], into: Sequence[memoryview], run: slice) -> RunRead:
-        return RunRead(run, self.read_each(offsets[run.start], into[run]), [None] * (run.stop - run.start))
 
     def _take_queue(self) -> ReadQueue | None:
         """A queue for one call; None where there is none to be had now."""

@@ -2,7 +2,7 @@
 
 One call hands sixteen reads to the kernel, so a disk sees that depth without a thread for each: a thread costs 30 us of
 CPU a block, a place in the queue 2. Only direct I/O gains by it: `io_submit` does buffered reads one after the other.
-The compiled twin does what follows the first call, checksums included, without the interpreter's lock.
+The compiled twin reads whole blocks so, rows and checksums included, without the interpreter's lock.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.tiers import BlockRecord, ChainHash
 from kvtier.tiers.compiled import digests, twin
 
 _log = logging.getLogger(__name__)
@@ -62,11 +63,20 @@ def compiled_reads() -> CompiledReads | None:
     return None if module is None or found is None else CompiledReads(module, *found)
 
 
+class SlabLayout(NamedTuple):
+    """What the twin knows of a slab in the clear."""
+
+    places: tuple[
+        object, ...
+    ]  # offsets of extents' rows and payloads; slots of an extent; bytes of a row, a payload; longest read
+    rule: tuple[int, ...]  # of a whole row: READY, most tokens, from which seq to before which, the checksum's seed
+
+
 class ReadQueue:
     """Reads of one thread at a time, up to `depth` in flight. What one does not bring whole, its caller reads anew."""
 
     def __init__(self, depth: int, compiled: "CompiledReads | None" = None) -> None:
-        """`compiled`: the twin that `read_hashed` takes.
+        """`compiled`: the twin that `read_blocks` takes.
 
         OSError if the kernel has no such queue for us: another machine's, a sandbox, or too many of them.
         """
@@ -126,32 +136,27 @@ class ReadQueue:
             while ended < begun:
                 ended += len(self._wait(1))
 
-    def read_hashed(
+    def read_blocks(
         self,
-        fd: int,
-        offsets: Sequence[int],
-        into: Sequence[memoryview],
-        counts: Sequence[int],
-        meanwhile: Callable[[], None],
-    ) -> tuple[list[int], list[int]] | None:
-        """As `read`, all at once, by the twin; None, and nothing done, where there is none.
+        fds: tuple[int, int],
+        layout: SlabLayout,
+        slots: list[int],
+        names: list[ChainHash],
+        into: list[memoryview],
+    ) -> list[BlockRecord | None] | None:
+        """Read and verify blocks by the twin, their slots ascending; None, and nothing done, where there is none.
 
-        Returns the bytes read of each stretch or minus the errno, and the checksum of every buffer of those that came
-        whole. The buffers are equally large.
+        `fds`: of the payloads and of the table. Returns each block's record; None where row or payload did not come,
+        or is not whole: the Python way says what is wrong. Each buffer is as large as a payload, whole pages.
         """
         if self._compiled is None:
             return None
-        module, hash_address, _ = self._compiled
-        size = into[0].nbytes
-        reads = module.HashedReads(self._queue.value, self.depth, fd, offsets, counts, into, size, hash_address)
-        try:
-            reads.begin()
-            meanwhile()
-        finally:
-            moved, digests = reads.finish()
-            if reads.is_lost:
-                self._queue.value = 0
-        return moved, digests
+        module, hash_address, seeded_hash_address = self._compiled
+        reads = module.BlockReads(self._queue.value, self.depth, *fds, slots, into, *layout.places, hash_address)
+        found: list[BlockRecord | None] = reads.run(names, BlockRecord, *layout.rule, seeded_hash_address)
+        if reads.is_lost:
+            self._queue.value = 0
+        return found
 
     @property
     def is_open(self) -> bool:

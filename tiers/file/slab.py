@@ -11,7 +11,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvtier.tiers import STAMP_BYTES, ConfigError, Encryption, FingerprintMismatch, FormatError
-from kvtier.tiers.file.file_io import PAGE
+from kvtier.tiers.file.file_io import CALL_BYTES, PAGE
+from kvtier.tiers.file.read_queue import SlabLayout
 
 MAGIC: Final = b"KVTIER01"
 VERSION: Final = 1
@@ -113,6 +114,13 @@ class Superblock:
     @cached_property
     def num_extents(self) -> int:
         return self.num_slots // self.slots_per_extent
+
+    @cached_property
+    def layout(self) -> SlabLayout:
+        """For the compiled reads."""
+        longest = max(1, CALL_BYTES // self.stride)
+        places = self.table_offsets, self.payload_offsets, self.slots_per_extent, self.entry_bytes, self.slot_bytes
+        return SlabLayout((*places, longest), (READY, self.block_size, self.min_seq, MAX_SEQ, self.seed))
 
     @property
     def file_bytes(self) -> int:

@@ -13,7 +13,6 @@ import xxhash
 from kvtier.tiers import BlockRecord, ChainHash, NameCipher, Outcome, RecordCipher, checksum, key_id
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.file_io import Scratch
-from kvtier.tiers.file.read_queue import CompiledReads
 from kvtier.tiers.file.slab import Rows, Superblock
 from kvtier.tiers.pool import Slots
 
@@ -65,15 +64,11 @@ class Codec:
             )
         ]
 
-    def entries(
-        self, rows: Rows, slots: Sequence[int], compiled: CompiledReads | None = None
-    ) -> list[SlabEntry | None]:
+    def entries(self, rows: Rows, slots: Sequence[int]) -> list[SlabEntry | None]:
         """What rows read from the disk hold, by `slab.find_valid`'s rule; None for a row that is not whole.
 
-        By the twin, or a few one by one: an array's fixed costs are those of many rows.
+        A few one by one: an array's fixed costs are those of many rows.
         """
-        if compiled is not None:
-            return self._entries_compiled(rows, slots, compiled)
         if len(rows) > _FEW:
             return self._entries_at_once(rows, slots)
         superblock, size, data = self._superblock, self._superblock.entry_bytes, rows.tobytes()
@@ -86,12 +81,6 @@ class Codec:
             tokens = data[tokens_at : tokens_at + 4 * num_tokens] if is_whole else b""
             entries.append((BlockRecord(name, parent, tokens, checksum), b"") if is_whole else None)
         return entries
-
-    def _entries_compiled(self, rows: Rows, slots: Sequence[int], compiled: CompiledReads) -> list[SlabEntry | None]:
-        of, data = self._superblock, slab.byte_view(rows)
-        bounds = slab.READY, of.slot_bytes, of.block_size, of.min_seq, slab.MAX_SEQ, of.seed
-        found = compiled.module.whole_rows(data, slots, *bounds, compiled.seeded_hash_address)
-        return [(BlockRecord(*fields), b"") if fields else None for fields in found]
 
     def _entries_at_once(self, rows: Rows, slots: Sequence[int]) -> list[SlabEntry | None]:
         whole = np.flatnonzero(slab.find_valid(rows, np.array(slots, np.int64), self._superblock))
@@ -180,9 +169,7 @@ class SealedCodec(Codec):
                 tokens = entry[_CHECKSUM.size : _CHECKSUM.size + 4 * num_tokens]
                 yield BlockRecord(chain_hash, parent, tokens, *_CHECKSUM.unpack_from(entry))
 
-    def entries(
-        self, rows: Rows, slots: Sequence[int], compiled: CompiledReads | None = None
-    ) -> list[SlabEntry | None]:
+    def entries(self, rows: Rows, slots: Sequence[int]) -> list[SlabEntry | None]:
         return self._entries_at_once(rows, slots)
 
     def tokens(self, row: bytes) -> bytes:
@@ -225,18 +212,12 @@ def codec_of(superblock: Superblock, key: bytes | None, name: str) -> Codec:
     return SealedCodec(superblock, key)
 
 
-def verified(
-    codec: Codec, entry: SlabEntry, chain_hash: ChainHash, payload: memoryview, digest: int | None = None
-) -> BlockRecord | Outcome:
-    """The entry's record, if the payload read for it is that block's, shown in place; else what is wrong with it.
-
-    `digest`: the payload's checksum, where it is known already.
-    """
+def verified(codec: Codec, entry: SlabEntry, chain_hash: ChainHash, payload: memoryview) -> BlockRecord | Outcome:
+    """The entry's record, if the payload read for it is that block's, shown in place; else what is wrong with it."""
     record, stamp = entry
     if record.chain_hash != chain_hash:
         return Outcome.KEY_MISMATCH
-    is_whole = codec.show(record, stamp, payload)
-    is_whole = is_whole and (checksum(payload) if digest is None else digest) == record.checksum
+    is_whole = codec.show(record, stamp, payload) and checksum(payload) == record.checksum
     return record if is_whole else Outcome.CHECKSUM
 
 

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
 from kvtier.tiers.file.extents import ExtentMap
 from kvtier.tiers.file.payload_io import PayloadIO
@@ -17,7 +14,6 @@ from kvtier.tiers.file.slab_codec import Codec, SlabEntry, verified
 from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.slab_space import SlabFile
 from kvtier.tiers.file.slab_writer import SlabWriter
-from kvtier.tiers.pool import Slots
 
 _log = logging.getLogger(__name__)
 
@@ -38,14 +34,39 @@ class SlabReader:
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         """See `Tier.read`. The caller is inside the store."""
         with self.lock:
-            found, found_generations = self.blocks.find_each(hashes)
-        slots = found.tolist()
+            slots, generations = self.blocks.find_each(hashes)
         results: list[BlockRecord | Outcome] = [Outcome.ABSENT if slot < 0 else Outcome.IO_ERROR for slot in slots]
-        positions = sorted((i for i, slot in enumerate(slots) if slot >= 0), key=slots.__getitem__)
+        positions = [i for i, slot in enumerate(slots) if slot >= 0]
+        if len(positions) > 1:
+            positions.sort(key=slots.__getitem__)
+        if positions and not self.codec.hides_payloads:
+            positions = self._read_compiled(positions, slots, hashes, into, results)
         if positions:
             self._read_held(positions, slots, hashes, into, results)
-        self._settle(hashes, found, found_generations, results)
+        self._settle(hashes, slots, generations, results)
         return results
+
+    def _read_compiled(
+        self,
+        positions: list[int],
+        slots: list[int],
+        hashes: Sequence[ChainHash],
+        into: Sequence[memoryview],
+        results: list[BlockRecord | Outcome],
+    ) -> list[int]:
+        """By the twin: put the records of whole blocks at their positions; returns those left to `_read_held`."""
+        held, names = [slots[position] for position in positions], [hashes[position] for position in positions]
+        buffers = [into[position] for position in positions]
+        records = self.payload.read_blocks(self.file.fd, self.file.superblock.layout, held, names, buffers)
+        if records is None:
+            return positions
+        left = []
+        for position, record in zip(positions, records, strict=True):
+            if record is None:
+                left.append(position)
+            else:
+                results[position] = record
+        return left
 
     def _read_held(
         self,
@@ -64,49 +85,49 @@ class SlabReader:
             offsets,
             buffers,
             lambda: entries.extend(self.rows.entries(held)),  # while payloads are in flight
-            hashed=not self.codec.hides_payloads,
         )
         with closing(reads):  # the buffers outlive what is in flight
-            for run, readable, digests in reads:
-                for at, is_there, digest in zip(range(run.start, run.stop), readable, digests, strict=True):
+            for run, readable in reads:
+                for at, is_there in zip(range(run.start, run.stop), readable, strict=True):
                     position, entry = positions[at], entries[at]
                     if isinstance(entry, Outcome):
                         results[position] = entry
                     elif is_there:
-                        results[position] = verified(self.codec, entry, hashes[position], buffers[at], digest)
+                        results[position] = verified(self.codec, entry, hashes[position], buffers[at])
 
     def _settle(
         self,
         hashes: Sequence[ChainHash],
-        slots: Slots,
-        generations: NDArray[np.uint32],
+        slots: list[int],
+        generations: list[int],
         results: list[BlockRecord | Outcome],
     ) -> None:
         """Mark hits; tell bad blocks from those evicted under the read, and forget the bad.
 
         If the disk answers, but not for some, these go too: they would be promised again and again.
         """
-        bad, lost = [], []
-        answers = False
+        bad, lost = list[ChainHash](), list[ChainHash]()
+        num_whole, answers = 0, False
         with self.lock:
-            current = zip(slots.tolist(), self.blocks.still_hold(slots, generations), strict=True)
-            for position, (slot, is_current) in enumerate(current):
+            are_current = self.blocks.still_hold(slots, generations)
+            for position, (slot, is_current) in enumerate(zip(slots, are_current, strict=True)):
                 result = results[position]
-                if result is Outcome.ABSENT:
-                    continue
-                answers |= result is not Outcome.IO_ERROR
                 if isinstance(result, BlockRecord):
+                    num_whole += 1
                     if is_current:
                         self.blocks.touch(slot)
                 elif result is Outcome.IO_ERROR:
                     lost.append(hashes[position])
-                elif is_current:
-                    bad.append(hashes[position])
-                else:
-                    results[position] = Outcome.EVICTED
-            others = [result for result in results if isinstance(result, Outcome)]
-            self.counts["read_ok"] += len(results) - len(others)
-            self.counts.update(f"read_{other}" for other in others)
+                elif result is not Outcome.ABSENT:
+                    answers = True
+                    if is_current:
+                        bad.append(hashes[position])
+                    else:
+                        results[position] = Outcome.EVICTED
+            self.counts["read_ok"] += num_whole
+            if num_whole < len(results):
+                self.counts.update(f"read_{result}" for result in results if isinstance(result, Outcome))
+        answers = answers or num_whole > 0
         if bad:
             _log.warning("[file] %s: dropped %d corrupt blocks, first %s", self.file.path, len(bad), bad[0].hex())
         if bad or (lost and answers):

@@ -66,7 +66,7 @@ class SlabRows:
         is_read = np.ones(len(slots), np.bool_)
         if came is None or 0 in came:
             rows, is_read = self._filled(slots, self._read_run)
-        found = zip(self._codec.entries(rows, slots, self._io.compiled), is_read.tolist(), strict=True)
+        found = zip(self._codec.entries(rows, slots), is_read.tolist(), strict=True)
         return [(entry or Outcome.CHECKSUM) if could_read else Outcome.IO_ERROR for entry, could_read in found]
 
     def peek(self, slots: Sequence[int]) -> tuple[Rows, Flags]:

@@ -1,7 +1,6 @@
 """The slab's compiled twins beside the Python way: the same rows, names, bytes and errors, whatever they are given."""
 
 import ctypes
-import errno
 import os
 import random
 from collections.abc import Iterator
@@ -9,18 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slab_rig import hash_of, record_of
 
+from kvtier.tiers import BlockRecord, checksum
 from kvtier.tiers.compiled.digests import digests
 from kvtier.tiers.file import read_queue, slab
 from kvtier.tiers.file.extents import ExtentMap
-from kvtier.tiers.file.read_queue import CompiledReads, ReadQueue
-from kvtier.tiers.file.slab_codec import Codec
+from kvtier.tiers.file.read_queue import CompiledReads, ReadQueue, SlabLayout
+from kvtier.tiers.file.slab_codec import Codec, verified
 
-BLOCK_SIZE, SLOT, ROWS = 4, 4096, 6
+BLOCK_SIZE, SLOT = 4, 4096
 PLAN = slab.plan(b"twins".ljust(32, b"."), SLOT, BLOCK_SIZE, 4 << 20)
 FIELDS = ("state", "seq", "slot", "payload_bytes", "num_tokens")
 
@@ -60,39 +59,120 @@ def rows_of(slots: list[int]) -> slab.Rows:
     return codec.seal_rows(rows)
 
 
+class Blocks:
+    """A file laid out as a slab: the rows of all slots, then payloads, each known by its slot."""
+
+    NUM_SLOTS = 12
+
+    def __init__(self, path: Path) -> None:
+        rng = random.Random(2)
+        self.payloads = [rng.randbytes(SLOT) for _ in range(self.NUM_SLOTS)]
+        self.slots = list(range(self.NUM_SLOTS))
+        codec, records = Codec(PLAN), [record_of(slot) for slot in self.slots]
+        records = [
+            BlockRecord(record.chain_hash, record.parent, record.tokens, checksum(memoryview(payload)))
+            for record, payload in zip(records, self.payloads, strict=True)
+        ]
+        self.names = [record.chain_hash for record in records]
+        self.rows = codec.make_rows(self.slots, records, [b""] * self.NUM_SLOTS)
+        self.rows["seq"] = np.arange(self.NUM_SLOTS) + 1
+        codec.seal_rows(self.rows)
+        self.payload_offset = slab.round_up(self.rows.nbytes, 4096)
+        self.layout = SlabLayout(
+            ([0], [self.payload_offset], self.NUM_SLOTS, PLAN.entry_bytes, SLOT, 3), PLAN.layout.rule
+        )
+        self.path = path
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT)
+        self.write()
+
+    def write(self) -> None:
+        os.pwrite(self.fd, self.rows.tobytes(), 0)
+        os.pwrite(self.fd, b"".join(self.payloads), self.payload_offset)
+
+    def read(
+        self, queue: ReadQueue, slots: list[int], names: list[bytes] | None = None
+    ) -> tuple[list[BlockRecord | None], list[bytes]]:
+        """What the twin says of the blocks, and what lies in their buffers then."""
+        into = [memoryview(bytearray(SLOT)) for _ in slots]
+        found = queue.read_blocks((self.fd, self.fd), self.layout, slots, names or [self.names[i] for i in slots], into)
+        assert found is not None
+        return found, [bytes(buffer) for buffer in into]
+
+    def expected(self, slots: list[int], names: list[bytes]) -> list[BlockRecord | None]:
+        """By the Python way, from the same bytes."""
+        rows = np.frombuffer(os.pread(self.fd, self.rows.nbytes, 0), self.rows.dtype)[slots]
+        entries = Codec(PLAN).entries(rows.copy(), slots)
+        answers = []
+        for slot, name, entry in zip(slots, names, entries, strict=True):
+            payload = memoryview(os.pread(self.fd, SLOT, self.payload_offset + slot * SLOT))
+            found = verified(Codec(PLAN), entry, name, payload) if entry is not None else None
+            answers.append(found if isinstance(found, BlockRecord) else None)
+        return answers
+
+
+@pytest.fixture
+def blocks(disk_dir: Path) -> Iterator[Blocks]:
+    made = Blocks(disk_dir / "blocks")
+    yield made
+    os.close(made.fd)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     changes=st.lists(
-        st.tuples(st.integers(0, ROWS - 1), st.sampled_from(FIELDS), st.integers(0, 40) | st.integers(0, 2**32 - 1))
+        st.tuples(st.integers(0, 11), st.sampled_from(FIELDS), st.integers(0, 40) | st.integers(0, 2**32 - 1))
     ),
     is_sealed_again=st.booleans(),
-    flips=st.lists(st.tuples(st.integers(0, ROWS * PLAN.entry_bytes - 1), st.integers(1, 255)), max_size=2),
+    flips=st.lists(st.tuples(st.integers(0, 12 * (PLAN.entry_bytes + SLOT) - 1), st.integers(1, 255)), max_size=3),
+    slots=st.lists(st.integers(0, 11), min_size=1).map(sorted),
+    wrong_name=st.none() | st.integers(0, 11),
 )
-def test_a_row_is_whole_by_one_rule(
-    compiled: CompiledReads, changes: list[tuple[int, str, int]], is_sealed_again: bool, flips: list[tuple[int, int]]
+def test_a_block_is_whole_by_one_rule(
+    queue: ReadQueue,
+    blocks: Blocks,
+    changes: list[tuple[int, str, int]],
+    is_sealed_again: bool,
+    flips: list[tuple[int, int]],
+    slots: list[int],
+    wrong_name: int | None,
 ) -> None:
-    """Torn, of another slot, of another slab's shape, or with fields beyond their bounds and a good checksum."""
+    """Torn, of another slot, with fields beyond their bounds and a good checksum, of another name, other bytes."""
+    rows, payloads = blocks.rows.copy(), list(blocks.payloads)
+    try:
+        for at, field, value in changes:
+            blocks.rows[field][at] = value
+        if is_sealed_again:
+            slab.seal_rows(blocks.rows, PLAN)
+        raw = blocks.rows.view(np.uint8).reshape(-1)
+        for at, bits in flips:
+            if at < len(raw):
+                raw[at] ^= bits
+            else:
+                which, byte = divmod(at - len(raw), SLOT)
+                changed = bytearray(blocks.payloads[which])
+                changed[byte] ^= bits
+                blocks.payloads[which] = bytes(changed)
+        blocks.write()
+        names = [hash_of(99) if slot == wrong_name else blocks.names[slot] for slot in slots]
+        found, came = blocks.read(queue, slots, names)
+        assert found == blocks.expected(slots, names)
+        assert came == [blocks.payloads[slot] for slot in slots]
+    finally:
+        blocks.rows[:], blocks.payloads = rows, payloads
+
+
+def test_a_codec_reads_few_rows_as_many() -> None:
+    """One by one, and all at once."""
     slots = [7, 1, 2, 9, 30, 4]
-    rows = rows_of(slots)
-    for at, field, value in changes:
-        rows[field][at] = value
-    if is_sealed_again:
-        slab.seal_rows(rows, PLAN)
-    raw = rows.view(np.uint8).reshape(-1)
-    for at, bits in flips:
-        raw[at] ^= bits
-    codec = Codec(PLAN)
-    whole = slab.find_valid(rows, np.array(slots), PLAN)
-    records = codec.to_records(rows)
-    expected = [(record, b"") if is_whole else None for record, is_whole in zip(records, whole.tolist(), strict=True)]
-    assert codec.entries(rows, slots) == expected
-    assert codec.entries(np.tile(rows, 5), slots * 5) == expected * 5  # at once
-    assert codec.entries(rows, slots, compiled) == expected
+    codec, rows = Codec(PLAN), rows_of(slots)
+    rows["state"][2] = 0
+    expected = [(record, b"") for record in codec.to_records(rows)]
+    found = codec.entries(rows, slots)
+    assert found == [None if at == 2 else entry for at, entry in enumerate(expected)]
+    assert codec.entries(np.tile(rows, 5), slots * 5) == found * 5
 
 
 def test_rows_that_do_not_fit_are_refused(compiled: CompiledReads) -> None:
-    codec, rows = Codec(PLAN), rows_of([1, 2])
-    with pytest.raises(ValueError, match="rows of 4 tokens"):
-        codec.entries(rows[:1], [1, 2], compiled)
     with pytest.raises(ValueError, match="bytes for 2 rows"):
         compiled.module.read_rows(0, [0, 1], 64, bytearray(127))
     assert compiled.module.read_rows(1 << 20, [0, 64], 64, bytearray(128)) == b"\0\0"  # no such file
@@ -113,46 +193,39 @@ def test_rows_come_as_by_pread(compiled: CompiledReads, file: int) -> None:
                 assert any(len(os.pread(file, 96, each)) < 96 for each in offsets[i - 2 : i + 3])
 
 
-def test_reads_are_hashed_as_they_come(queue: ReadQueue, file: int) -> None:
-    rng = random.Random(6)
-    for _ in range(30):
-        counts = [rng.randrange(1, 4) for _ in range(rng.randrange(1, 30))]
-        offsets = [rng.randrange(66) * 4096 for _ in counts]
-        buffers = [memoryview(bytearray(1024)) for _ in range(sum(counts))]
-        calls: list[int] = []
-        answer = queue.read_hashed(file, offsets, buffers, counts, lambda calls=calls: calls.append(1))  # type: ignore[misc]
-        assert answer is not None
-        assert calls == [1]
-        moved, digests = answer
-        expected = [len(os.pread(file, 1024 * n, at)) for n, at in zip(counts, offsets, strict=True)]
-        assert moved == expected
-        first = 0
-        for num_bytes, count in zip(moved, counts, strict=True):
-            if num_bytes == 1024 * count:
-                part = slice(first, first + count)
-                assert digests[part] == [xxhash.xxh3_64_intdigest(buffer) for buffer in buffers[part]]
-            first += count
-
-
-def test_what_the_kernel_refuses_is_told_and_the_rest_is_waited_for(queue: ReadQueue, file: int) -> None:
-    buffers = [memoryview(bytearray(4096)) for _ in range(6)]
-    answer = queue.read_hashed(1 << 20, [0] * 6, buffers, [1] * 6, lambda: None)
-    assert answer is not None
-    assert answer[0] == [-errno.EBADF] * 6
-
-    def stumbles() -> None:
-        raise RuntimeError("while reads are in flight")
-
-    with pytest.raises(RuntimeError, match="in flight"):
-        queue.read_hashed(file, [0] * 6, buffers, [1] * 6, stumbles)
-    assert queue.is_open
-    assert all(bytes(buffer) == os.pread(file, 4096, 0) for buffer in buffers)  # nothing comes later
+def test_what_does_not_fit_a_slab_is_refused_before_anything_is_read(queue: ReadQueue, blocks: Blocks) -> None:
+    buffers, names = [memoryview(bytearray(SLOT)) for _ in range(2)], blocks.names
+    fds = blocks.fd, blocks.fd
     with pytest.raises(ValueError, match="not 4096"):
-        queue.read_hashed(file, [0], [buffers[0], buffers[1][1:]], [2], lambda: None)
-    with pytest.raises(ValueError, match="2 buffers for 3 slots"):
-        queue.read_hashed(file, [0], buffers[:2], [3], lambda: None)
-    with pytest.raises(ValueError, match="1 counts for 2 reads"):
-        queue.read_hashed(file, [0, 0], buffers[:1], [1], lambda: None)
+        queue.read_blocks(fds, blocks.layout, [0, 1], names[:2], [buffers[0], buffers[1][1:]])
+    with pytest.raises(ValueError, match="2 buffers for 1 slots"):
+        queue.read_blocks(fds, blocks.layout, [0], names[:1], buffers)
+    with pytest.raises(ValueError, match="1 names for 2 slots"):
+        queue.read_blocks(fds, blocks.layout, [0, 1], names[:1], buffers)
+    with pytest.raises(ValueError, match="slot 12 lies behind the slab's end"):
+        queue.read_blocks(fds, blocks.layout, [1, 12], names[:2], buffers)
+    longer = blocks.layout._replace(rule=(blocks.layout.rule[0], 4000, *blocks.layout.rule[2:]))
+    with pytest.raises(ValueError, match="bytes with 4000 tokens"):
+        queue.read_blocks(fds, longer, [0, 1], names[:2], buffers)
+    with pytest.raises((TypeError, ValueError)):
+        queue.read_blocks(fds, blocks.layout, [0, 1], [names[0], "a name"], buffers)  # type: ignore[list-item]
+    with pytest.raises(BufferError):
+        queue.read_blocks(fds, blocks.layout, [0], names[:1], [memoryview(bytes(SLOT))])
+    assert queue.is_open
+    assert queue.read_blocks(fds, blocks.layout, [], [], []) == []
+
+
+def test_what_the_kernel_refuses_or_the_file_lacks_is_not_brought(queue: ReadQueue, blocks: Blocks) -> None:
+    slots, buffers = [0, 2, 4, 6, 8, 10], [memoryview(bytearray(SLOT)) for _ in range(6)]
+    names = [blocks.names[slot] for slot in slots]
+    for fds in ((1 << 20, blocks.fd), (blocks.fd, 1 << 20)):  # no such payloads; no such table
+        assert queue.read_blocks(fds, blocks.layout, slots, names, buffers) == [None] * 6
+    os.ftruncate(blocks.fd, blocks.payload_offset + 10 * SLOT + 100)
+    found, _ = blocks.read(queue, [8, 9, 10, 11])
+    assert [record is not None for record in found] == [False] * 3 + [False]  # three are one read, and it came short
+    found, _ = blocks.read(queue, slots)
+    assert [record is not None for record in found] == [True] * 5 + [False]
+    assert queue.is_open
 
 
 def test_a_hash_library_that_does_not_load_is_the_python_way(
@@ -166,17 +239,10 @@ def test_a_hash_library_that_does_not_load_is_the_python_way(
     assert read_queue.compiled_reads() is None
 
 
-def test_a_queue_that_the_kernel_lost_brings_nothing_and_is_closed(queue: ReadQueue, file: int) -> None:
-    buffers = [memoryview(bytearray(4096)) for _ in range(6)]
-
-    def lose() -> None:
-        syscall = ctypes.CDLL(None).syscall
-        syscall(queue._destroy, queue._queue)
-
-    answer = queue.read_hashed(file, [0] * 6, buffers, [1] * 6, lose)
-    assert answer is not None
-    assert not any(num_bytes == 4096 for num_bytes in answer[0])  # nobody can tell what came
-    assert not queue.is_open
+def test_a_queue_that_the_kernel_lost_brings_nothing_and_is_closed(queue: ReadQueue, blocks: Blocks) -> None:
+    ctypes.CDLL(None).syscall(queue._destroy, queue._queue)
+    found, _ = blocks.read(queue, [0, 2, 4, 6, 8, 10])
+    assert found == [None] * 6  # nobody can tell what came
 
 
 def test_a_slot_holds_its_block_until_it_is_dropped_or_filled_anew() -> None:
@@ -201,9 +267,9 @@ def test_a_slot_holds_its_block_until_it_is_dropped_or_filled_anew() -> None:
                 continue
             blocks.publish(run, new[: run.count])
             blocks.leave(run.extent)
-        now, now_generations = blocks.find_each(asked)
-        same = (slots == now) & (generations == now_generations) & (slots >= 0)
-        assert blocks.still_hold(slots, generations) == same.tolist()
+        now = zip(slots, generations, *blocks.find_each(asked), strict=True)
+        same = [then == slot and time == new_time and slot >= 0 for then, time, slot, new_time in now]
+        assert blocks.still_hold(slots, generations) == same
     blocks.check()
     slots, generations = blocks.find_each(names)
     assert any(blocks.still_hold(slots, generations))
