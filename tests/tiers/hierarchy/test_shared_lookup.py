@@ -115,6 +115,7 @@ def hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
         assert go.wait(60)
         return checksum(memory)
 
+    monkeypatch.setattr("kvtier.tiers.hierarchy.stores._SEALED_NOW", -1)  # else who stores a few bytes hashes them
     monkeypatch.setattr("kvtier.tiers.host.memory.compiled_checksums", lambda: None)  # the twin asks nobody
     monkeypatch.setattr("kvtier.tiers.host.host.checksum_of", lambda num_bytes: when_let)
     monkeypatch.setattr("kvtier.tiers.hierarchy.hierarchy._SEALING", 60.0)
