@@ -151,7 +151,7 @@ class SchedulerSide:
         if self.backs:
             self._plan_backs()
         stores = self._reserved() if self._wanted else []
-        if self._asked and not stores:
+        if (self._asked or self.backs) and not stores:
             self.tiers.tick()  # no reserving took the questions along
         self._asked = False
         loads, self._planned = tuple(self._planned), []
@@ -336,8 +336,8 @@ class SchedulerSide:
         if best is None or not pays(num_held, best[1], size, in_l1=known.asked, least=least):
             return False
         self.tiers.cancel(claim)
-        known.view = view = PartialView([*chain.hashes[:num_held], best[0].chain_hash], best[1], size)
-        known.claim = self.tiers.ask(view.hashes, known.request.chain.root, claim.num_l1, block_size=size)
+        known.view, self._asked = PartialView([*chain.hashes[:num_held], best[0].chain_hash], best[1], size), True
+        known.claim = self.tiers.ask(known.view.hashes, known.request.chain.root, claim.num_l1, block_size=size)
         return True
 
     # What only `BothEndsSide` does: nobody else has a request that comes to its blocks from both ends.

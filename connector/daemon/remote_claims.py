@@ -93,8 +93,10 @@ class RemoteClaims:
         One that was lost, with its link or because a step took longer than that, says nothing about the blocks: they
         are asked for anew, once.
         """
-        if claim.link is None and not claim.answered and not self.ask(claim, link):
-            return PENDING
+        if claim.link is None and not claim.answered:
+            if not self.ask(claim, link):
+                return PENDING
+            claim.polled = True  # the step it was asked in is over
         now = self._clock()
         if claim.answered and not len(claim.slots):
             claim.told = True
@@ -103,6 +105,8 @@ class RemoteClaims:
             return self._lost(claim, link, Outcome.BREAKER_OPEN)
         if not claim.answered:
             if claim.polled and link.unsent:
+                if any(type(each) is Ask and each[0] == claim.number for each in link.unsent):
+                    claim.asked_at = claim.renewed_at = now  # nobody was asked before
                 self._attachment.send()
             claim.polled = True
             if now - claim.asked_at < self._patience and not self._is_silent(link, now):
@@ -193,8 +197,9 @@ class RemoteClaims:
             return self._given_up(claim, reason)
         self._withdraw(claim)
         claim.link, claim.slots, claim.generations = None, _NONE, _NONE
-        claim.again, claim.answered, claim.polled, claim.told = True, False, False, False
+        claim.again, claim.answered, claim.told = True, False, False
         self.ask(claim, link)
+        self._attachment.send()  # it has waited for a step already
         return PENDING
 
     def _given_up(self, claim: RemoteClaim, reason: Outcome) -> int:

@@ -29,6 +29,7 @@ L1: TypeAlias = "torch.Tensor | NDArray[np.generic] | EngineBlocks"
 MAX_QUEUED: Final = 1024  # copies per direction
 _AT_ONCE: Final = 256 << 10  # bytes up to which copying them takes less than waking a thread for it
 _LOOK_AGAIN: Final = 0.005  # seconds between looks at another stream's event that a copy waits for
+_LAST_COPY: Final = 5.0  # seconds a close waits for the few bytes that some caller copies
 
 
 @runtime_checkable
@@ -185,6 +186,8 @@ class HostCopyStream:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        with self._changed:  # the memory may go once this returns, and a caller may be copying
+            self._changed.wait_for(lambda: not self._num_running, _LAST_COPY)
 
     def _num_pending(self) -> int:
         return self._num_running + sum(map(len, self._queues.values()))
@@ -214,14 +217,16 @@ class HostCopyStream:
             self._run(task)
 
     def _run(self, task: CopyTask) -> None:
+        error: str | None = "interrupted"  # a caller's thread may be, as by Ctrl-C
         try:
             error = task.run(self._copier, self._cancelled.is_set)
         except Exception as failure:  # the thread must live on for the others, and a caller gets no exception
             error = f"{type(failure).__name__}: {failure}"
-        with self._changed:
-            self._num_running -= 1
-            task.event.end(error)  # under the lock, so that drain() never returns before the event is done
-            self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._num_running -= 1
+                task.event.end(error)  # under the lock, so that drain() never returns before the event is done
+                self._changed.notify_all()
 
     def _take(self) -> CopyTask | None:
         """Wait for a copy that may start; None once the stream is cancelled."""

@@ -207,7 +207,12 @@ class StoreQueue:
     # inside
 
     def _seal_now(self, stores: Sequence[Filled]) -> bool:
-        """Seal a few bytes here and now, if no others are waiting or under way: these come first. False: too many."""
+        """Seal a few bytes here and now, if no others are waiting or under way: these come first. False: too many.
+
+        Nor with write-back: to find what is to be written next takes a look at all dirty blocks.
+        """
+        if self._demoters and self._settings.write_policy == "write_back":
+            return False
         names = [name for reservation, _, _ in stores for name in reservation.hashes]
         if self.unsealed or len(names) * self._host.region.slot_bytes > _SEALED_NOW:
             return False

@@ -586,6 +586,7 @@ def test_a_claim_without_an_answer_is_a_miss_in_the_end(path: Path, fake: Callab
     clock, chain = FakeClock(), chain_of(4)
     tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), 2.5, clock)
     claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    tiers.tick()
     clock.advance(2.4)
     assert tiers.poll(claim) is PENDING
     clock.advance(0.2)
@@ -594,6 +595,27 @@ def test_a_claim_without_an_answer_is_a_miss_in_the_end(path: Path, fake: Callab
     tiers.count(claim.found, claim.missing)
     assert misses(tiers, Outcome.TIMEOUT) == 4  # and for no other reason
     assert misses(tiers, Outcome.ABSENT) == misses(tiers, Outcome.BREAKER_OPEN) == 0
+    tiers.close(0.1)
+
+
+def test_a_question_is_waited_for_from_when_it_was_sent(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+    """It waits for company: nobody was asked before a long step was over."""
+    daemon, clock, chain = fake(), FakeClock(), chain_of(4)
+    tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), 2.5, clock)
+    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    assert tiers.poll(claim) is PENDING
+    clock.advance(10.0)
+    assert tiers.poll(claim) is PENDING
+    daemon.say(news(1, 0, 1, 2, 3))
+    wait_until(lambda: tiers.poll(claim) == 4)
+    # Another question that waits for company is none of its own.
+    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    tiers.tick()
+    for _ in range(2):
+        clock.advance(1.3)
+        tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+        answer = tiers.poll(claim)
+    assert answer == 0
     tiers.close(0.1)
 
 

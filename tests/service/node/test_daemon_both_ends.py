@@ -8,6 +8,8 @@ from doubles import BLOCK_SIZE, chain_of, wait_until
 from service_rig import DaemonThread, attach, store, verify
 
 from kvtier.connector.back import Back
+from kvtier.connector.both_ends import BothEndsSide
+from kvtier.connector.daemon.messages import Ask
 from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Ends
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
@@ -65,6 +67,12 @@ def test_the_daemon_decides_and_the_client_asks_for_the_back(home: Path) -> None
     assert NUM_BLOCKS // 4 < claim.meeting.block < NUM_BLOCKS
     # Its back, group by group, is promised and loaded; the question was one lookup.
     back = Back(tiers, chain.hashes, chain.parent(0), claim, lambda: 0.0)
+    side, link = BothEndsSide(tiers), tiers._attachment.link
+    assert link is not None
+    assert any(type(each) is Ask for each in link.unsent)
+    side.backs["a"] = back
+    side.build_plan()
+    assert not link.unsent  # they are asked for in the step that they come up in
     back.seat(list(range(NUM_BLOCKS)), 0)
     leases: list[tuple[int, Lease]] = []
 

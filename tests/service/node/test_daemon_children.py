@@ -2,6 +2,7 @@
 
 import socket as sockets
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from kvtier.connector.daemon.handshake import Hello, pack_handshake
 from kvtier.connector.daemon.messages import Ask, News, Reserve, Seal
 from kvtier.connector.daemon.remote import RemoteTiers
 from kvtier.connector.daemon.wire import MAX_FRAME, FrameReader, pack_request, unpack_reply
-from kvtier.tiers.hierarchy.cache_tiers import Claim, Wanted
+from kvtier.connector.scheduler import SchedulerSide
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Wanted
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord, ChildBlock
 
@@ -232,4 +234,39 @@ def test_who_leaves_much_unread_is_told_no_children(home: Path, serve: Serve) ->
             for body in reader.feed(rude.recv(1 << 20)):
                 news += unpack_reply(body).news
     assert sorted(each.claim for each in news) == list(range(1, num_asked + 1))
+    tiers.close()
+
+
+@dataclass
+class Prompt:
+    """A request of an engine that takes a part of a block."""
+
+    request_id: str
+    chain: TokenChain
+
+    @property
+    def num_tokens(self) -> int:
+        return self.chain.num_tokens
+
+
+def test_the_question_for_a_part_is_asked_in_the_step_it_comes_up_in(home: Path, serve: Serve) -> None:
+    """It comes up where the first one is answered: else the request would wait for a step more."""
+    serve()
+    tiers = attach(home / "s")
+    store(tiers, prompt(70, 71, 72, 1))
+    side, request = SchedulerSide(tiers, partial_blocks=True), Prompt("a", prompt(70, 71, 72, 9))
+    asked = []
+
+    def takes_the_view() -> bool:
+        assert side.lookup(request, 0) is PENDING
+        asked.append(side.requests["a"].view is not None)
+        side.build_plan()
+        link = tiers._attachment.link
+        assert link is not None
+        assert not any(type(each) is Ask for each in link.unsent)  # a step leaves none
+        return asked[-1]
+
+    wait_until(takes_the_view)
+    wait_until(lambda: side.lookup(request, 0) == 2 * BLOCK_SIZE + 3)
+    side.finished("a")
     tiers.close()

@@ -452,6 +452,52 @@ def test_a_bug_in_a_copy_made_at_once_is_the_events(monkeypatch: pytest.MonkeyPa
     rig.region.close()
 
 
+def test_close_waits_for_a_copy_that_a_caller_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory may go right behind the close."""
+    rig = Rig(*TWINS["host-at-once"])
+    assert isinstance(rig.stream, HostCopyStream)
+    entered, may_go_on = threading.Event(), threading.Event()
+    real = rig.stream._copier.copy
+
+    def slow(direction: str, copies: BlockCopies, cancelled: Callable[[], bool]) -> str | None:
+        entered.set()
+        may_go_on.wait(10)
+        return real(direction, copies, lambda: False)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rig.stream._copier, "copy", slow)
+    events: list[CopyEvent] = []
+    caller = threading.Thread(target=lambda: events.append(rig.stream.store(pairs([0], [0]))))
+    closer = threading.Thread(target=rig.stream.close, args=(0.0,))
+    caller.start()
+    assert entered.wait(60)
+    closer.start()
+    closer.join(0.1)
+    assert closer.is_alive()
+    may_go_on.set()
+    closer.join(60)
+    assert not closer.is_alive()
+    caller.join(60)
+    assert events[0].done()
+    rig.region.close()
+
+
+def test_a_caller_that_is_interrupted_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(*TWINS["host-at-once"])
+    assert isinstance(rig.stream, HostCopyStream)
+
+    def interrupted(*copies: object) -> str | None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.stream._copier, "copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rig.stream.load(pairs([0], [0]))
+    assert rig.stream.drain(0)
+    rig.finish(rig.stream.load(pairs([0], [0])))
+    rig.stream.close(1)
+    rig.region.close()
+
+
 def test_close_stops_a_large_copy_between_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     entered, calls = threading.Event(), []
 

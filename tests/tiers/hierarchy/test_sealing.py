@@ -1,18 +1,19 @@
 """Stories of one sealing job for many stores: each has its own outcome, a drain waits for all, and a close ends all."""
 
 from collections.abc import Iterator
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 
 import pytest
-from doubles import chain_of, hand_in, hierarchy_of, record_of, reserve
+from doubles import MemoryTier, chain_of, hand_in, hierarchy_of, record_of, reserve
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.hierarchy import sealing, stores
 from kvtier.tiers.hierarchy.cache_tiers import Wanted
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.io_queue import Job
+from kvtier.tiers.hierarchy.settings import HierarchySettings
 from kvtier.tiers.host import host, memory
-from kvtier.tiers.tier import Outcome
+from kvtier.tiers.tier import ChainHash, Outcome
 
 
 class Hashing:
@@ -195,6 +196,26 @@ def test_a_few_bytes_are_published_by_whoever_stores_them(monkeypatch: pytest.Mo
     hand_in(hierarchy, chain)
     assert hierarchy.holds(chain.hashes) == [True, True]
     assert not hierarchy.stores.unsealed
+    hierarchy.check()
+    hierarchy.close()
+
+
+def test_with_write_back_nobody_who_stores_looks_for_what_is_to_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes milliseconds where many blocks are dirty: it is the sealing thread's."""
+    settings = HierarchySettings(prefetch_deadline=60.0, write_policy="write_back", clean_share=1.0)
+    hierarchy = hierarchy_of(slots=8, tier=MemoryTier(), settings=settings)
+    looked: list[str] = []
+    real = hierarchy.host.pool.oldest_dirty
+
+    def look(n: int) -> list[ChainHash]:
+        looked.append(current_thread().name)
+        return real(n)
+
+    monkeypatch.setattr(hierarchy.host.pool, "oldest_dirty", look)
+    hand_in(hierarchy, chain_of(2))
+    assert hierarchy.drain(60)
+    assert looked
+    assert looked[0].startswith("kvtier-seal")
     hierarchy.check()
     hierarchy.close()
 
