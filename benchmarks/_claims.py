@@ -130,7 +130,7 @@ CLAIMS: Final = (
         limit=True,
     ),
     PageRow(
-        "scattered blocks of 64 KiB–2 MiB, a request's and 16 requests', compiled: of fio's best depth",
+        "scattered blocks, 64 KiB–2 MiB, of 1 and 16 requests, compiled: of fio's best depth",
         "scattered_blocks",
         "compiled, .*best depth",
         "Scattered blocks",
