@@ -130,7 +130,7 @@ CLAIMS: Final = (
         limit=True,
     ),
     PageRow(
-        "scattered blocks, 64 KiB–2 MiB, of 1 and 16 requests, compiled: of fio's best depth",
+        "scattered blocks, of 1 and 16 requests, compiled: of fio's best depth",
         "scattered_blocks",
         "compiled, .*best depth",
         "Scattered blocks",
