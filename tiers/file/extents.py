@@ -108,8 +108,11 @@ class ExtentMap:
 
         A slot loses its name before it gets another one, and then has a new generation.
         """
-        now, holds = self._generation, self.index.holds_one
-        return [now[slot] == then and holds(slot) for slot, then in zip(slots, generations, strict=True)]
+        now, is_named, end = self._generation, self.index.is_named, self.index.num_slots
+        return [
+            0 <= slot < end and now[slot] == then and bool(is_named[slot])
+            for slot, then in zip(slots, generations, strict=True)
+        ]
 
     def touch(self, slot: int) -> None:
         """This block was used: a second chance when its extent is evicted."""

@@ -53,7 +53,7 @@ class SlabIndex:
         # For one at a time: an item of a memoryview costs a third of an array's.
         self._entry = memoryview(self._entries)
         self._name = memoryview(self._words).cast("B")
-        self._is_named = memoryview(self._named)
+        self.is_named = memoryview(self._named)  # of every slot, and of those behind the last one
         self._compiled = twin("kvtier.tiers.file.slab_index_compiled")
 
     def find(self, hashes: Sequence[ChainHash]) -> Slots:
@@ -174,10 +174,6 @@ class SlabIndex:
         """Whether each of the slots (-1: none; it may lie behind the last one) has a name."""
         held: NDArray[np.bool_] = self._named.take(slots, mode="wrap") & (slots >= 0) & (slots < self.num_slots)
         return held
-
-    def holds_one(self, slot: int) -> bool:
-        """`holds`, of one slot."""
-        return 0 <= slot < self.num_slots and bool(self._is_named[slot])
 
     def named(self, first: int = 0, end: int | None = None) -> Slots:
         """All slots from `first` to before `end` that have names, ascending."""

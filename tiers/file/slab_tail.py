@@ -33,12 +33,12 @@ class Calls:
         self._inside: dict[int, int] = {}
         self._closed = False
 
-    def enter(self) -> "EnteredCall":
+    def enter(self) -> "Visit":
         """Whether the store is open; its file then stays open until the block ends."""
-        return EnteredCall(self)
+        return Visit(self)
 
     def begin(self) -> int | None:
-        """For `EnteredCall`: the round it is counted in, which `end` must be told; None: the store is closed."""
+        """For `Visit`: the round it is counted in, which `end` must be told; None: the store is closed."""
         with self._lock:
             if self._closed:
                 return None
@@ -46,7 +46,7 @@ class Calls:
             return self._round
 
     def end(self, number: int) -> None:
-        """For `EnteredCall`: it has left."""
+        """For `Visit`: it has left."""
         with self._lock:
             left = self._inside[number] - 1
             if left:
@@ -81,7 +81,7 @@ class Calls:
             return not self._closed and min(self._inside, default=number) >= number
 
 
-class EnteredCall:
+class Visit:
     """One call inside an open store, for `with`. A generator in its place would cost a tenth of a read."""
 
     __slots__ = ("_calls", "_number")
