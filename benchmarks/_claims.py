@@ -212,9 +212,9 @@ CLAIMS: Final = (
         "engine_conversations",
         "^first run.*: kvtier over.*end",
     ),
-    PageRow("the same: mean", "engine_conversations", "^first run.*: kvtier over.*mean"),
+    PageRow("the same: mean", "engine_conversations", "^first run.*: kvtier over.*mean", "Many conversations"),
     PageRow("the same after a restart (lower end of 95 %)", "engine_conversations", "^restart.*: kvtier over.*end"),
-    PageRow("the same: mean", "engine_conversations", "^restart.*: kvtier over.*mean"),
+    PageRow("the same: mean", "engine_conversations", "^restart.*: kvtier over.*mean", "Many conversations"),
     PageRow(
         "the same, below vLLM's offloading: kvtier's files ÷ vLLM's (lower end of 95 %)",
         "engine_conversations",

@@ -89,7 +89,6 @@ EXPLAINED: Final = {
     "kvtier/cli/demo_cli.py:run_generate": "one parameter for each option of the command line",
     "connector/daemon/remote.py:RemoteTiers": "implements the same three, on one socket",
     "tiers/compiled/twins.py:_tried:except": "an extension's start may raise anything: then the Python way is taken",
-    "tiers/file/slab_index.py:SlabIndex": "two of its verbs are for one block, which pays for no arrays",
     "tiers/file/extents.py:ExtentMap": "an extent's whole life, to the end of its slab's tail, over one index",
     "tiers/copies/device.py:BlockPool": "L1's verbs under one lock; four of them are an Announcer's",
     "tiers/pool/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
