@@ -31,9 +31,7 @@ class HeaderFirst(Recorder):
 def gullible() -> Iterator[None]:
     """A slab that believes its payloads."""
 
-    def believed(
-        codec: Codec, entry: SlabEntry, chain_hash: ChainHash, payload: memoryview, digest: int | None
-    ) -> BlockRecord | Outcome:
+    def believed(codec: Codec, entry: SlabEntry, chain_hash: ChainHash, payload: memoryview) -> BlockRecord | Outcome:
         record, stamp = entry
         codec.show(record, stamp, payload)
         return record
