@@ -32,6 +32,7 @@ from kvtier.tiers import L2, BlockRecord, ChainHash, FormatError, Metrics, Outco
 from kvtier.tiers.hierarchy import Attribution, Claim, Ends, Filled, Pending, Wanted
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Lease, Reservation
+from kvtier.tiers.returns import RequestEnd
 
 _ANSWER: Final = 0.25  # seconds
 _LATE: Final = 0.5  # seconds an answer may come after the time the daemon itself was given
@@ -209,6 +210,9 @@ class RemoteTiers:
         with self._lock:
             if (link := self._attachment.link) is not None:
                 self._attachment.later(link, Computed(num_tokens, seconds, int(position)))
+
+    def ended(self, end: RequestEnd) -> None:
+        """The daemon is not told yet."""
 
     # the rest
 

@@ -26,6 +26,7 @@ from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.naming.shape import KVShape
 from kvtier.tiers.pool.lease import Lease
+from kvtier.tiers.returns import RequestEnd
 from kvtier.tiers.tier import ChainHash, Outcome
 
 BLOCK: Final = 16
@@ -108,6 +109,9 @@ class ScriptedTiers:
 
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         """The story says how fast compute is."""
+
+    def ended(self, end: RequestEnd) -> None:
+        """The story keeps every block as long as it says."""
 
     def tick(self) -> None:
         """Nothing is late here."""

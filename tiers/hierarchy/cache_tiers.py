@@ -16,6 +16,7 @@ from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, ChildBlock, Metrics,
 from kvtier.tiers.hierarchy.rates import Meeting
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Lease, Reservation
+from kvtier.tiers.returns import RequestEnd
 
 _LOOK: Final = 0.05  # seconds `bring` waits for news before it looks at its deadline
 _REFUSED: Final = 0.01  # seconds before `bring` asks again after a refusal
@@ -220,6 +221,9 @@ class TierUpkeep(Protocol):
 
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         """A step prefilled `num_tokens` in `seconds`, behind `position` others: what loading competes with."""
+
+    def ended(self, end: RequestEnd) -> None:
+        """A request has ended: what the order of eviction learns from."""
 
     def locate(self, hashes: Sequence[ChainHash], timeout: float) -> Attribution:
         """Where the blocks are, without a claim; waits up to `timeout` seconds for tiers that nodes share."""

@@ -19,6 +19,7 @@ from kvtier.tiers.hierarchy.shared_lookup import Locator
 from kvtier.tiers.hierarchy.stores import StoreQueue
 from kvtier.tiers.host import HostRegion, HostTier
 from kvtier.tiers.pool import MAX_CHILDREN, Lease, Places
+from kvtier.tiers.returns import RequestEnd
 
 _TICK: Final = 0.001  # seconds between two looks at deadlines, however often they are asked for
 _ASK_AGAIN: Final = 0.05  # seconds an answer of a shared tier is good for: asking costs it a round trip
@@ -167,6 +168,10 @@ class Hierarchy:
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         """Into the rates that decide whether loading is worth it."""
         self.rates.computed(num_tokens, seconds, position)
+
+    def ended(self, end: RequestEnd) -> None:
+        """Into the order of L2's idle blocks."""
+        self.host.pool.ended(end)
 
     def tick(self) -> None:
         """Let deadlines pass: reclaim stale promises, expire hung I/O, probe open breakers."""

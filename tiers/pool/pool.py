@@ -15,6 +15,7 @@ from kvtier.tiers.pool.index import Slots
 from kvtier.tiers.pool.kept_places import KeptPlaces
 from kvtier.tiers.pool.lease import Lease, Places, PoolCounts, Reservation
 from kvtier.tiers.pool.states import FILLING, QUARANTINED, READY, AnySlots, listed, picked
+from kvtier.tiers.returns import RequestEnd
 
 if TYPE_CHECKING:
     from _typeshed import SupportsGetItem
@@ -190,6 +191,9 @@ class SlotPool:
         with self._lock:
             self._settle_dropped()
             self._table.use(self._ready(hashes))
+
+    def ended(self, end: RequestEnd) -> None:
+        """A request has ended: a policy that learns how requests return hears of it."""
 
     def evict(self, hashes: Sequence[ChainHash]) -> int:
         """Drop these blocks, with children or without; returns how many went. Leased slots go when their leases end."""

@@ -1,0 +1,3 @@
+from .ends import RequestEnd
+
+__all__ = ["RequestEnd"]

@@ -1,0 +1,25 @@
+"""What the end of a request tells about its return: its blocks, how long its answer was, and what its client says."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvtier.tiers import ChainHash
+
+
+class Hint(StrEnum):
+    """What a client says of its conversation when it asks. It counts for as much as such hints proved right."""
+
+    GOES_ON = "goes_on"  # another turn is coming
+    TOOL = "tool"  # it waits for a tool's answer, and then goes on
+    FINISHED = "finished"  # no more turns
+
+
+class RequestEnd(NamedTuple):
+    """One request has ended. Its leases may outlive it."""
+
+    names: Sequence[ChainHash]  # its full blocks in chain order, the prompt's and then the answer's
+    num_prompt: int  # so many of `names` are the prompt's
+    num_output_tokens: int
+    hint: Hint | None = None
+    client: int = 0  # whose hint it is: trust is kept by client; 0 is the process's own
