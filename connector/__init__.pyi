@@ -4,12 +4,13 @@ from .local import LocalConnector
 from .opening import open_tiers
 from .partial import best_child
 from .plan import CopyOp, StepPlan, WorkerReport
-from .request import BlockChain, ConnectedRequest, Request
+from .request import Answered, BlockChain, ConnectedRequest, Request
 from .scheduler import ConnectorUpdate, SchedulerSide
 from .states import ClosedChain, StatePieces
 from .worker import WorkerSide
 
 __all__ = [
+    "Answered",
     "Back",
     "BlockChain",
     "BothEndsSide",

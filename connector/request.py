@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvtier.connector.partial import PartialView
 from kvtier.connector.plan import CopyOp
 from kvtier.tiers import ChainHash
 from kvtier.tiers.hierarchy import Attribution, Claim, Wanted
 from kvtier.tiers.pool import Lease, Reservation
+from kvtier.tiers.returns import Hint
 
 
 class BlockChain(Protocol):
@@ -49,6 +50,14 @@ class Request(Protocol):
     @property
     def num_tokens(self) -> int:
         """How many tokens it has now: at least the last of them is always computed, never loaded."""
+
+
+class Answered(NamedTuple):
+    """What a request came to that has its answer."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    hint: Hint | None = None
 
 
 @dataclass(slots=True)

@@ -9,10 +9,11 @@ from typing import Final
 from kvtier.connector.back import Back, GroupCopy
 from kvtier.connector.partial import PartialView, best_child, is_named_by_tokens, pays, tier_of_last
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport, plain
-from kvtier.connector.request import ConnectedRequest, LoadingOp, Request, StoringOp
+from kvtier.connector.request import Answered, ConnectedRequest, LoadingOp, Request, StoringOp
 from kvtier.tiers import L2, ChainHash, Outcome
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Filled, Pending
 from kvtier.tiers.pool import listed
+from kvtier.tiers.returns import RequestEnd
 
 _LOOK_AGAIN: Final = 0.05  # seconds: a request that waits is looked up at every step
 
@@ -51,6 +52,7 @@ class SchedulerSide:
         self._wanted: dict[int, StoringOp] = {}
         self._behind: dict[int, GroupCopy] = {}  # copies of the backs
         self._released: list[int] = []
+        self._ended: list[RequestEnd] = []  # since the last plan or report
         self._asked = False  # something since the last plan: its questions go out as one message
         self._lost = False  # the worker's device: nothing is loaded or stored any more
 
@@ -151,6 +153,8 @@ class SchedulerSide:
         if self.backs:
             self._plan_backs()
         stores = self._reserved() if self._wanted else []
+        if self._ended:
+            self._tell_ends()
         if (self._asked or self.backs) and not stores:
             self.tiers.tick()  # no reserving took the questions along
         self._asked = False
@@ -201,17 +205,28 @@ class SchedulerSide:
         if report.lost and not self._lost:
             self._lost = True
             self.forget_promises()
+        if self._ended and not self._wanted:
+            self._tell_ends()
         if (report.finished or report.failed) and self.idle:
             self.tiers.tick()  # an engine that has nothing more to do says nothing more: send what waits for company
         released, self._released = self._released, []
         return ConnectorUpdate(tuple(loaded), tuple(failed), tuple(released))
 
-    def finished(self, request_id: str) -> None:
-        """The request ended or was aborted. Copies under way go on and are still reported by `update`. Idempotent."""
+    def finished(self, request_id: str, answered: Answered | None = None) -> None:
+        """The request ended or was aborted. Copies under way go on and are still reported by `update`. Idempotent.
+
+        `answered`, of one that was not aborted: the tiers are told behind its last stores.
+        """
         if self.backs:
             self.leave(request_id)
-        if (known := self.requests.pop(request_id, None)) is not None and known.claim is not None:
+        if (known := self.requests.pop(request_id, None)) is None:
+            return
+        if known.claim is not None:
             self._cancel(known)
+        if answered is not None:
+            chain = known.request.chain
+            num_prompt = answered.num_prompt_tokens // chain.block_size
+            self._ended.append(RequestEnd(chain.hashes, num_prompt, answered.num_output_tokens, answered.hint))
 
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         """A step prefilled `num_tokens` in `seconds`, behind `position` others: what loading competes with."""
@@ -236,6 +251,12 @@ class SchedulerSide:
             self._drop(store, Outcome.CLOSED)
         for left in (self._loads, self._stores, self._wanted, self._behind):
             left.clear()
+
+    def _tell_ends(self) -> None:
+        """All that have ended; what they stored last has its slots by now."""
+        for end in self._ended:
+            self.tiers.ended(end)
+        self._ended = []
 
     def _moved(self, direction: str, num_blocks: int, seconds: float) -> None:
         if (region := self.tiers.region) is not None:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvtier.connector import ConnectorUpdate, Request, StepPlan, WorkerReport
+from kvtier.connector import Answered, ConnectorUpdate, Request, StepPlan, WorkerReport
 from kvtier.tiers import BlockRecord
 from kvtier.tiers.hierarchy import Pending
 
@@ -98,7 +98,7 @@ class NoOffload:
     def update(self, report: WorkerReport) -> ConnectorUpdate:
         return ConnectorUpdate()
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str, answered: Answered | None = None) -> None:
         """Nothing is remembered."""
 
     def leave(self, request_id: str) -> int:

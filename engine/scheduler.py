@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from kvtier.connector import ConnectorUpdate, StepPlan, WorkerReport
+from kvtier.connector import Answered, ConnectorUpdate, StepPlan, WorkerReport
 from kvtier.engine.admission import Admission
 from kvtier.engine.batch import Batch, Chunk
 from kvtier.engine.config import EngineConfig
@@ -371,7 +371,8 @@ class Scheduler:
             self._keep_tail(sequence)
         self._release(sequence)
         del self.live[sequence.request_id]
-        self._connector.finished(sequence.request_id)
+        answered = Answered(sequence.num_prompt_tokens, sequence.num_generated, sequence.params.hint)
+        self._connector.finished(sequence.request_id, answered if sequence.num_generated else None)
         sequence.state = SequenceState.FINISHED
 
     def _keep_tail(self, sequence: Sequence) -> None:

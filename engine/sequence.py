@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import L1, L2, TIERS, ChainHash, RequestError
 from kvtier.tiers.hierarchy import Attribution
 from kvtier.tiers.naming import TokenChain
+from kvtier.tiers.returns import Hint, hint_of
 
 if TYPE_CHECKING:
     from kvtier.tiers.copies import BlockPool  # it needs torch, this module does not
@@ -38,6 +39,7 @@ class SamplingParams:
     stop_token_ids: abc.Collection[int] = ()
     ignore_eos: bool = False
     keep_logits: bool = False  # every Output carries its row of logits
+    hint: Hint | None = None  # whether the conversation goes on: by this its blocks are kept, or go
 
     def __post_init__(self) -> None:
         for name, least, most in _INTEGERS:
@@ -51,6 +53,8 @@ class SamplingParams:
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < _SEED_RANGE):
             raise RequestError(f"seed {self.seed!r}: use a whole number from 0 to 2**64 - 1, or None")
         object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
+        if self.hint is not None:
+            object.__setattr__(self, "hint", hint_of(self.hint))
 
 
 _INTEGERS: Final = (("max_tokens", 1, 2**31), ("top_k", 0, 2**31))

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from kvtier.tiers import ChainHash, ChildBlock, Outcome
 from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
 from kvtier.tiers.pool import AnySlots
+from kvtier.tiers.returns import RequestEnd
 
 
 class Ask(NamedTuple):
@@ -79,6 +80,12 @@ class Computed(NamedTuple):
     num_tokens: int
     seconds: float
     position: int = 0  # tokens before them, on average
+
+
+class RequestEnded(NamedTuple):
+    """A request has ended: a `RequestEnd` with at most the last MAX_ENDED of its names."""
+
+    end: RequestEnd
 
 
 class Lookup(NamedTuple):

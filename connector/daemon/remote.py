@@ -22,6 +22,7 @@ from kvtier.connector.daemon.messages import (
     Lookup,
     Operation,
     Release,
+    RequestEnded,
     Reserve,
     Reset,
 )
@@ -212,7 +213,10 @@ class RemoteTiers:
                 self._attachment.later(link, Computed(num_tokens, seconds, int(position)))
 
     def ended(self, end: RequestEnd) -> None:
-        """The daemon is not told yet."""
+        """Goes with the next message."""
+        with self._lock:
+            if (link := self._attachment.link) is not None:
+                self._attachment.later(link, RequestEnded(end))
 
     # the rest
 

@@ -47,6 +47,7 @@ from kvtier.connector.daemon.messages import (
     Release,
     Renew,
     Reply,
+    RequestEnded,
     Reserve,
     Reset,
     Seal,
@@ -55,8 +56,10 @@ from kvtier.connector.daemon.messages import (
 from kvtier.tiers import TIERS, ChildBlock, FormatError, Outcome
 from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
 from kvtier.tiers.pool import MAX_CHILDREN
+from kvtier.tiers.returns import Hint, RequestEnd
 
 MAX_HELLO: Final = 4 << 10  # bytes of a frame from a client that has not said yet who it is
+MAX_ENDED: Final = 512  # names of an ended request, its last ones
 MAX_FRAME: Final = 16 << 20  # bytes of any other
 MAX_ITEMS: Final = 4096  # of one array: a decoder makes room for as many as an array claims to have
 MAX_CHILDREN_BYTES: Final = 1 << 20  # of the tokens of children that a client is told at once
@@ -296,6 +299,21 @@ def _seal(epoch: Any, reservations: Any, counts: Any, tokens: Any) -> Seal:
     return sealed
 
 
+def _pack_end(op: RequestEnded) -> list[Any]:
+    """The names that count most: a prompt continues the last of another. Names before them are left out."""
+    names, num_prompt, num_output_tokens, hint, _ = op.end
+    left_out = max(0, len(names) - MAX_ENDED)
+    return [pack_hashes(names[left_out:]), max(0, num_prompt - left_out), num_output_tokens, hint or ""]
+
+
+def _end(hashes: Any, num_prompt: Any, num_output_tokens: Any, hint: Any) -> RequestEnded:
+    names, word = unpack_hashes(hashes), text(hint)
+    if len(names) > MAX_ENDED:
+        raise FormatError(f"request ended: {len(names)} names, at most {MAX_ENDED} are told")
+    said = Hint(word) if word else None
+    return RequestEnded(RequestEnd(names, number(num_prompt, len(names) + 1), number(num_output_tokens), said))
+
+
 class OperationRow(NamedTuple):
     """One operation on the wire: `[code, *fields]`."""
 
@@ -332,6 +350,7 @@ OPERATIONS: Final = (
     OperationRow(13, Reset, None, Reset),
     OperationRow(14, Drain, None, lambda timeout, below: Drain(seconds(timeout), flag(below))),
     OperationRow(15, Check, None, Check),
+    OperationRow(16, RequestEnded, _pack_end, _end),
 )
 
 _BY_CODE: Final = {row.code: row for row in OPERATIONS}

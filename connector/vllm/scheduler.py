@@ -13,7 +13,16 @@ from kvtier.connector.vllm.events import VllmEvents
 from kvtier.connector.vllm.handover import Handovers
 from kvtier.connector.vllm.keys import RequestNames
 from kvtier.connector.vllm.messages import CopyReports, StepMessage
-from kvtier.connector.vllm.requests import NULL, NextStep, Tables, TrackedRequest, handed_out, touched, whole_runs
+from kvtier.connector.vllm.requests import (
+    NULL,
+    NextStep,
+    Tables,
+    TrackedRequest,
+    answered_of,
+    handed_out,
+    touched,
+    whole_runs,
+)
 from kvtier.connector.vllm.slots import SlotPlan
 from kvtier.connector.vllm.state_side import StateSide, exactly
 from kvtier.connector.vllm.states import owner
@@ -224,9 +233,10 @@ class SchedulerHalf:
             ops = self._store(row, request.num_computed_tokens - request.num_in_flight_tokens, tables)
             self._tails.update(dict.fromkeys(ops, row.tables))
         del self._rows[request.request_id]
+        answered = answered_of(request)
         for known in (row, row.closed, row.states):
             if known is not None:
-                self.side.finished(known.request_id)
+                self.side.finished(known.request_id, answered if known is row else None)
         return self._handovers.offer(row)
 
     def found_in(self, request: Any, num_tokens: int) -> tuple[int, int]:

@@ -191,6 +191,7 @@ def _params(loop: EngineLoop, body: CompletionBody | ChatBody, prompt: list[int]
         "seed": body.seed,
         "stop_token_ids": body.stop_token_ids or (),
         "ignore_eos": bool(body.ignore_eos),
+        "hint": None if body.kvtier is None else body.kvtier.hint,
     }
 
 

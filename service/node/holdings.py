@@ -1,5 +1,6 @@
 """What one client holds of the tiers, and what its operations do to it. No socket, no waiting."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -11,6 +12,7 @@ from kvtier.tiers.pool import AnySlots, Lease, Reservation, listed
 
 MAX_HELD: Final = 8192  # claims and leases of one client
 MAX_RESERVATIONS: Final = 8192  # of one client, open at once
+_CLIENTS: Final = itertools.count(1)  # their numbers in hints' accounts
 
 
 class HeldCounts(NamedTuple):
@@ -37,6 +39,7 @@ class Holdings:
         self._claims: dict[int, Claim] = {}
         self._renewed: dict[int, float] = {}  # claim answered → when the client last wanted it
         self.waiting: dict[int, Claim] = {}  # those of the claims that have no answer yet
+        self._client = next(_CLIENTS)  # whose hints they are
         self._leases: dict[int, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
         self.sealed: list[Filled] = []  # not passed on yet
@@ -209,6 +212,9 @@ class Holdings:
 
     def _on_computed(self, op: messages.Computed) -> None:
         self._hierarchy.computed(op.num_tokens, op.seconds, op.position)
+
+    def _on_requestended(self, op: messages.RequestEnded) -> None:
+        self._hierarchy.ended(op.end._replace(client=self._client))
 
     def _on_holds(self, op: messages.Holds) -> bytes:
         return bytes(self._hierarchy.holds(op.hashes))

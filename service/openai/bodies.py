@@ -19,6 +19,7 @@ from kvtier.service import Json, first_error, object_in, shown, writable
 from kvtier.service.openai.chat_turns import Chat, Turn
 from kvtier.service.openai.errors import OpenAIError
 from kvtier.service.openai.pieces import PromptPiece, text_pieces
+from kvtier.tiers.returns import Hint
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -229,6 +230,7 @@ class RepairFields(_Strict):
 class ChatReuse(_Strict):
     """What only kvtier's engine knows of a chat."""
 
+    hint: Hint | None = None
     repair: Annotated[RepairFields | None, BeforeValidator(_options)] = None
     segments: Annotated[None, _must_be([], fix="mark a part of type text in messages, and only it")] = None
 
@@ -241,6 +243,7 @@ SegmentPairs = Annotated[list[SegmentPair], Field(max_length=_MAX_LIST, fail_fas
 class CompletionReuse(_Strict):
     """The same of a completion. Segments are pairs of start and end in tokens: of a prompt, or a list for each."""
 
+    hint: Hint | None = None
     repair: Annotated[RepairFields | None, BeforeValidator(_options)] = None
     segments: (
         Annotated[

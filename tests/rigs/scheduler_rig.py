@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvtier.connector.plan import WorkerReport
-from kvtier.connector.request import Request
+from kvtier.connector.request import Answered, Request
 from kvtier.connector.scheduler import ConnectorUpdate
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload
@@ -47,7 +47,7 @@ class ScriptedConnector(NoOffload):
         news, self.news = self.news, ConnectorUpdate()
         return news
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str, answered: Answered | None = None) -> None:
         self.log.append(("finished", request_id))
 
 

@@ -65,7 +65,10 @@ class CacheConfig(Section):
         "write_through: copy a block down when it is sealed; write_back: when it is about to be evicted",
     )
     admit_after: WholeNumber = option(1, "sightings before a block is stored", ge=1, le=1000)
-    policy: Literal["lru", "s3fifo"] = option("lru", "what is evicted first")
+    policy: Literal["tail", "lru", "s3fifo"] = option(
+        "tail",
+        "what is evicted first: tail learns it from how requests return, and is lru where nobody tells their ends",
+    )
     store_queue: ByteSize = option("256MiB", "bytes waiting for L3; beyond it stores are dropped")
     prefetch_deadline: Time = option("2s", "longest a request waits for L3; then it takes what is there")
     load_or_recompute: Literal["auto", "load", "recompute"] = option(

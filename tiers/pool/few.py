@@ -13,6 +13,7 @@ from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.pool.policy import LRU, S3FIFO
 from kvtier.tiers.pool.slots import SlotTable
 from kvtier.tiers.pool.states import FILLING, FREE, READY, AnySlots
+from kvtier.tiers.pool.tail_index import TailIndex
 
 # Blocks in a batch up to which one by one is faster. Measured with benchmarks/pool_throughput.py and batches of 16 and
 # 17: a lookup took the same either way, a lease 2.8 and 3.0 us a block, a store 7.0 and 11.9.
@@ -222,7 +223,9 @@ class BatchTable(SlotTable):
 def _compiled(table: SlotTable) -> FewSlots | None:
     """The twin over this table; None where none was built, for a policy it does not know, or a table too large."""
     module, kind = twin("kvtier.tiers.pool.few_compiled"), type(table.policy)
-    if module is None or kind not in (LRU, S3FIFO) or table.index.is_wide:
+    if module is None or kind not in (LRU, S3FIFO, TailIndex) or table.index.is_wide:
         return None
-    compiled: FewSlots = module.CompiledSlots(table, kind is LRU, FEW)  # it has all of FewSlots' verbs
+    compiled: FewSlots = module.CompiledSlots(
+        table, kind is not S3FIFO, kind is TailIndex, FEW
+    )  # it has all of FewSlots' verbs
     return compiled

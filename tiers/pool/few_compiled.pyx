@@ -110,7 +110,7 @@ cdef class Queue:
 
 
 cdef class CompiledSlots:
-    """The verbs of a `SlotTable`, as `FewSlots` has them, of LRU or else of S3-FIFO.
+    """The verbs of a `SlotTable`, as `FewSlots` has them, of LRU, of a policy that plans over LRU's queue, or of S3-FIFO.
 
     Batches of up to `listed` blocks are answered with lists, larger ones with numpy's arrays.
     """
@@ -125,7 +125,7 @@ cdef class CompiledSlots:
     cdef uint64_t num_buckets
     cdef int64_t rows, nobody
     cdef Py_ssize_t listed
-    cdef bint is_lru
+    cdef bint is_lru, is_planned
     cdef Queue queue, main  # LRU's, or S3-FIFO's small one
     cdef uint8_t[::1] uses, in_use, in_main
     cdef object ghosts
@@ -133,7 +133,7 @@ cdef class CompiledSlots:
     cdef int64_t[::1] ghost_times
     cdef int64_t small_target, num_small
 
-    def __cinit__(self, table, is_lru, listed):
+    def __cinit__(self, table, is_lru, is_planned, listed):
         index, links = table.index, table.links
         self.table, self.index, self.links, self.idle, self.policy = table, index, links, table.idle, table.policy
         self.stash = index._stash
@@ -144,7 +144,7 @@ cdef class CompiledSlots:
         self.children, self.parent, self.parent_generation = links.children, links.parent, links._parent_generation
         self.parked = table.idle._parked.view(np.uint8)
         self.rows, self.nobody = len(table.state), links.nobody
-        self.is_lru, self.listed = is_lru, listed
+        self.is_lru, self.is_planned, self.listed = is_lru, is_planned, listed
         policy = table.policy
         if is_lru:
             self.queue = Queue(policy)
@@ -541,6 +541,11 @@ cdef class CompiledSlots:
         """The policy's next victims."""
         cdef Py_ssize_t found = 0
         cdef int64_t slot
+        if self.is_planned:
+            for slot in self.policy.pop_few(count):
+                victims[found] = slot
+                found += 1
+            return found
         self.queue.read()
         if not self.is_lru:
             return self.pop_s3fifo(count, victims)

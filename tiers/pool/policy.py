@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvtier.tiers.pool.index import NAME_MIX, Slots, Words
 from kvtier.tiers.pool.slot_queue import NO_TICKET, SlotQueue
+from kvtier.tiers.pool.tail_index import TailIndex
 
 WordsOf = Callable[[Slots], Words]
 
@@ -293,7 +294,7 @@ class S3FIFO:
         self._ghosts.reset()
 
 
-POLICIES: Final[dict[str, Callable[[int, WordsOf], EvictionPolicy]]] = {"lru": LRU, "s3fifo": S3FIFO}
+POLICIES: Final[dict[str, Callable[[int, WordsOf], EvictionPolicy]]] = {"lru": LRU, "s3fifo": S3FIFO, "tail": TailIndex}
 
 
 def make_policy(name: str, num_slots: int, words_of: WordsOf) -> EvictionPolicy:

@@ -15,6 +15,7 @@ from kvtier.tiers.pool.index import Slots
 from kvtier.tiers.pool.kept_places import KeptPlaces
 from kvtier.tiers.pool.lease import Lease, Places, PoolCounts, Reservation
 from kvtier.tiers.pool.states import FILLING, QUARANTINED, READY, AnySlots, listed, picked
+from kvtier.tiers.pool.tail_index import TailIndex
 from kvtier.tiers.returns import RequestEnd
 
 if TYPE_CHECKING:
@@ -194,6 +195,10 @@ class SlotPool:
 
     def ended(self, end: RequestEnd) -> None:
         """A request has ended: a policy that learns how requests return hears of it."""
+        if isinstance(self._table.policy, TailIndex):
+            with self._lock:
+                self._settle_dropped()
+                self._table.policy.ended(end, self._table.index.find(end.names)[1])  # those that still fill, too
 
     def evict(self, hashes: Sequence[ChainHash]) -> int:
         """Drop these blocks, with children or without; returns how many went. Leased slots go when their leases end."""

@@ -1,3 +1,5 @@
-from .ends import RequestEnd
+from .ends import Hint, RequestEnd, hint_of
+from .hazards import UNTOLD
+from .returns import Returns
 
-__all__ = ["RequestEnd"]
+__all__ = ["UNTOLD", "Hint", "RequestEnd", "Returns", "hint_of"]

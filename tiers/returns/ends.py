@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvtier.tiers import ChainHash
+from kvtier.tiers import ChainHash, RequestError
 
 
 class Hint(StrEnum):
@@ -23,3 +23,10 @@ class RequestEnd(NamedTuple):
     num_output_tokens: int
     hint: Hint | None = None
     client: int = 0  # whose hint it is: trust is kept by client; 0 is the process's own
+
+
+def hint_of(word: object) -> Hint:
+    """The hint that a client gave by this word. RequestError for any other word."""
+    if word in list(Hint):
+        return Hint(word)
+    raise RequestError(f"hint {word!r:.80}: use one of {', '.join(Hint)}")

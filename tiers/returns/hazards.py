@@ -1,0 +1,114 @@
+"""Hazards: how likely each class of requests returns at each age, learned online, and the order that follows from it.
+
+A class that was seen little is drawn towards its group, a group towards all requests, and all of them towards a hazard
+that falls as one over the age. Under that last one alone the order is LRU's.
+"""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+NUM_AGES: Final = 28
+NUM_TURNS: Final = 4  # first, second, third or fourth, later
+NUM_ANSWERS: Final = 4  # by length
+NUM_HINTS: Final = 4  # none, and those of `Hint`
+NUM_CLASSES: Final = NUM_TURNS * NUM_ANSWERS * NUM_HINTS
+UNTOLD: Final = NUM_CLASSES  # the row of blocks whose request has told no end: as all requests are
+
+_ANSWER_TOKENS: Final = (48, 160, 512)
+_HALF_LIFE: Final = 7200.0  # seconds in which what was seen counts half
+_OLDEST: Final = 4000.0  # seconds that the last, open age counts as
+_BELIEF: Final = 3.0  # returns that a class, a group or all need before they are half what was seen of them
+
+EDGES: Final[NDArray[np.float64]] = np.concatenate([[0.0], 2.0 * 1.36 ** np.arange(NUM_AGES - 1)])  # s, to about 2 h
+_WIDTHS: Final[NDArray[np.float64]] = np.append(np.diff(EDGES), _OLDEST)
+_MIDDLES: Final[NDArray[np.float64]] = np.append((EDGES[:-1] + EDGES[1:]) / 2, EDGES[-1] * 1.3)
+_PRIOR: Final[NDArray[np.float64]] = 0.25 / (_MIDDLES + 20.0)  # returns a second
+
+
+def class_of(turn: int, num_output_tokens: int, hint: int) -> int:
+    """The class of a request: `turn` from 0, the length of its answer, and its hint's number, 0 for none."""
+    turns = turn if turn < 2 else 2 if turn < 4 else 3
+    answer = sum(num_output_tokens >= least for least in _ANSWER_TOKENS)
+    return (turns * NUM_HINTS + hint) * NUM_ANSWERS + answer
+
+
+def age_of(seconds: NDArray[np.float64]) -> NDArray[np.intp]:
+    """The number of the age that each of these lies in."""
+    return np.searchsorted(EDGES, seconds, "right").clip(1) - 1
+
+
+def spans_of(start: NDArray[np.float64], end: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`[n, ages]`: how much of the time from one age to another, in seconds, lies in each of the ages."""
+    beyond = np.maximum(end[:, None] - EDGES, 0.0) - np.maximum(start[:, None] - EDGES, 0.0)
+    beyond[:, :-1] -= beyond[:, 1:].copy()
+    return beyond
+
+
+class Hazards:
+    """Returns seen and seconds waited, by class and age; and `places`, the order in which idle blocks go."""
+
+    def __init__(self) -> None:
+        self._returns = np.zeros((NUM_CLASSES, NUM_AGES))
+        self._waited = np.zeros((NUM_CLASSES, NUM_AGES))  # request-seconds
+        self.all = _PRIOR  # of all requests, returns a second
+        self.places = np.zeros((NUM_CLASSES + 1, NUM_AGES), np.int64)  # lower goes earlier
+        self.learn()
+
+    def returned(self, kind: int, seconds: float) -> None:
+        """A request of this class returned at this age."""
+        self._returns[kind, age_of(np.array([seconds]))[0]] += 1
+
+    def waited(self, kinds: NDArray[np.int64], spans: NDArray[np.float64]) -> None:
+        """Requests of these classes waited `spans` `[n, ages]` more: so many seconds at each age (`spans_of`)."""
+        cells = (kinds[:, None] * NUM_AGES + np.arange(NUM_AGES)).reshape(-1)
+        sums = np.bincount(cells, spans.reshape(-1), NUM_CLASSES * NUM_AGES)
+        self._waited += sums.reshape(self._waited.shape)
+
+    def fade(self, seconds: float) -> None:
+        """What was seen so far counts less."""
+        faded = 0.5 ** (seconds / _HALF_LIFE)
+        self._returns *= faded
+        self._waited *= faded
+
+    def learn(self) -> None:
+        """The order, from what was seen."""
+        hazards = np.vstack([self._shrunk(), self.all])
+        index = _gittins(hazards)
+        order = np.argsort(index, axis=None, kind="stable")
+        self.places.reshape(-1)[order] = np.arange(order.size)
+
+    def _shrunk(self) -> NDArray[np.float64]:
+        """Each class's hazard `[classes, ages]`: a gamma-Poisson estimate around its group's, and that around all."""
+        seen, waited = self._returns, self._waited
+        self.all = (seen.sum(0) + _BELIEF) / (waited.sum(0) + _BELIEF / _PRIOR)
+        shape = (NUM_TURNS * NUM_HINTS, NUM_ANSWERS, NUM_AGES)
+        groups = _drawn_to(self.all, seen.reshape(shape).sum(1), waited.reshape(shape).sum(1))
+        return _drawn_to(np.repeat(groups, NUM_ANSWERS, 0), seen, waited)
+
+
+def _drawn_to(mean: NDArray[np.float64], seen: NDArray[np.float64], waited: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Hazards `[n, ages]` around `mean`: first one factor for all ages, then each age by itself."""
+    expected = (mean * waited).sum(1, keepdims=True)
+    scaled = (seen.sum(1, keepdims=True) + _BELIEF) / (expected + _BELIEF) * mean
+    drawn: NDArray[np.float64] = (seen + _BELIEF) / (waited + _BELIEF / scaled)
+    return drawn
+
+
+def _gittins(hazards: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The best chance of a return per second of a block's place held, over all times to give up at.
+
+    J. C. Gittins, "Bandit Processes and Dynamic Allocation Indices", 1979. `hazards` is `[classes, ages]`, returns a
+    second; so is the result.
+    """
+    index = np.zeros_like(hazards)
+    for age in range(NUM_AGES):
+        widths = _WIDTHS[age:].copy()
+        widths[0] *= 0.5  # on average it is in the middle of its age
+        stays = np.exp(-hazards[:, age:] * widths)
+        left = np.cumprod(stays, 1)
+        before = np.hstack([np.ones((len(hazards), 1)), left[:, :-1]])
+        held = np.cumsum(before * (1 - stays) / hazards[:, age:], 1)
+        index[:, age] = ((1 - left) / held).max(1)
+    return index

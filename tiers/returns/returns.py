@@ -1,0 +1,86 @@
+"""Returns: takes in the ends of requests, and says which idle blocks are needed least."""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.tiers.returns.ends import Hint
+from kvtier.tiers.returns.hazards import Hazards, age_of, class_of, spans_of
+from kvtier.tiers.returns.tails import NOBODY, RequestTails, Tags
+from kvtier.tiers.returns.trust import NUM_CLIENTS, HintTrust
+
+_HINTS: Final = {None: 0, Hint.GOES_ON: 1, Hint.TOOL: 2, Hint.FINISHED: 3}
+_PROMISES: Final = (Hint.GOES_ON, Hint.TOOL)  # what keeps blocks longer, so that others' go earlier
+_FIRST_LEARN, _LAST_LEARN = 64, 1024  # ends between two lessons: more and more, as one more end tells less and less
+_LONGEST: Final = 3600.0  # seconds after which a request counts as gone for good
+
+
+class Returns:
+    """What was learned of how requests return. Bounded memory, no object for each request. Takes no lock."""
+
+    def __init__(self) -> None:
+        self._tails = RequestTails()
+        self._hazards = Hazards()
+        self._trust = HintTrust()
+        self._since = 0  # ends since the last lesson
+        self._lesson = _FIRST_LEARN
+        self._learned_at: float | None = None
+
+    def note(self, tags: Tags, num_output_tokens: int, hint: Hint | None, client: int, now: float) -> int:
+        """A request has ended; `tags` are its prompt's full blocks in chain order. Returns its class."""
+        if self._learned_at is None:
+            self._learned_at = now
+        turn, row = 0, self._tails.continued_by(tags)
+        if row != NOBODY:
+            turn = int(self._tails.turn[row]) + 1
+            self._came_back(row, now)
+        promises = hint in _PROMISES
+        account = client % NUM_CLIENTS + 1 if promises else 0  # 0: nobody is judged for it
+        if promises and not self._trust.is_heard(client):
+            hint = None
+        kind = class_of(turn, num_output_tokens, _HINTS[hint])
+        if len(tags):
+            self._tails.add(tags, now, kind=kind, turn=turn, client=account)
+        self._since += 1
+        if self._since >= self._lesson:
+            self._learn(now)
+        return kind
+
+    def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Where blocks of these classes (UNTOLD is one) stand that are so old: lower goes earlier."""
+        places: NDArray[np.int64] = self._hazards.places[kinds, age_of(seconds)]
+        return places
+
+    def _came_back(self, row: int, now: float) -> None:
+        tails = self._tails
+        if tails.is_open[row]:
+            tails.is_open[row] = False
+            self._waits(np.array([row]), now)
+            self._hazards.returned(int(tails.kind[row]), now - float(tails.ended_at[row]))
+            if tails.client[row]:
+                self._trust.returned(int(tails.client[row]) - 1)
+
+    def _learn(self, now: float) -> None:
+        assert self._learned_at is not None
+        seconds = max(0.0, now - self._learned_at)
+        self._hazards.fade(seconds)
+        self._trust.fade(seconds)
+        rows = self._tails.waiting()
+        self._waits(rows, now)
+        self._tails.is_open[rows[now - self._tails.ended_at[rows] > _LONGEST]] = False
+        self._learned_at = now
+        self._hazards.learn()
+        self._since, self._lesson = 0, min(2 * self._lesson, _LAST_LEARN)
+
+    def _waits(self, rows: NDArray[np.intp], now: float) -> None:
+        """Count what these requests waited since the last lesson."""
+        assert self._learned_at is not None
+        ended = self._tails.ended_at[rows]
+        since = np.maximum(ended, self._learned_at)
+        spans = spans_of(since - ended, np.maximum(since, now) - ended)
+        self._hazards.waited(self._tails.kind[rows].astype(np.int64), spans)
+        said = self._tails.client[rows] > 0
+        if said.any():
+            usual = spans[said] @ self._hazards.all
+            self._trust.waited(self._tails.client[rows[said]].astype(np.int64) - 1, usual)
