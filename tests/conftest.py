@@ -155,7 +155,7 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-@pytest.fixture(params=["lru", "s3fifo"])
+@pytest.fixture(params=["lru", "s3fifo", "tail"])
 def policy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -92,6 +92,8 @@ EXPLAINED: Final = {
     "tiers/compiled/twins.py:_tried:except": "an extension's start may raise anything: then the Python way is taken",
     "tiers/file/extents.py:ExtentMap": "an extent's whole life, to the end of its slab's tail, over one index",
     "tiers/copies/device.py:BlockPool": "L1's verbs under one lock; four of them are an Announcer's",
+    "connector/scheduler.py": "the same, with what a plan and a report come to",
+    "connector/daemon/remote.py": "one method for each question and message",
     "tiers/hierarchy/hierarchy.py:Hierarchy": "implements the three protocols of `cache_tiers`",
     "tiers/pool/pool.py": "the verbs under one lock; each is a few lines",
     "tiers/pool/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",

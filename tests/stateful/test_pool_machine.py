@@ -24,6 +24,7 @@ from kvtier.tiers.hierarchy.events import TierEvents
 from kvtier.tiers.naming.shape import KVShape
 from kvtier.tiers.pool.lease import Lease, Reservation
 from kvtier.tiers.pool.pool import SlotPool
+from kvtier.tiers.returns import Hint, RequestEnd
 from kvtier.tiers.tier import BlockRecord, ChainHash
 
 Path = tuple[int, ...]
@@ -111,9 +112,15 @@ class SlotPoolMachine(RuleBasedStateMachine):
         self.open_stores: list[Store] = []
         self.open_holds: list[Hold] = []
 
-    @initialize(policy=st.sampled_from(["lru", "s3fifo"]))
+    @initialize(policy=st.sampled_from(["lru", "s3fifo", "tail"]))
     def choose_policy(self, policy: str) -> None:
         self.pool = SlotPool(NUM_SLOTS, policy=policy)
+
+    @rule(path=PATHS, in_prompt=st.integers(0, 4), hint=st.sampled_from([None, *Hint]))
+    def ended(self, path: Path, in_prompt: int, hint: Hint | None) -> None:
+        """A request tells its end, whatever is left of its blocks. No block comes or goes by that."""
+        names = chain(path)
+        self.pool.ended(RequestEnd(names, min(in_prompt, len(names)), 10 * len(names), hint))
 
     # --- two-phase store ----------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class CacheConfig(Section):
     admit_after: WholeNumber = option(1, "sightings before a block is stored", ge=1, le=1000)
     policy: Literal["tail", "lru", "s3fifo"] = option(
         "tail",
-        "what is evicted first: tail learns it from how requests return, and is lru where nobody tells their ends",
+        "what is evicted first: tail learns it from how requests return; if nobody tells that, it is lru",
     )
     store_queue: ByteSize = option("256MiB", "bytes waiting for L3; beyond it stores are dropped")
     prefetch_deadline: Time = option("2s", "longest a request waits for L3; then it takes what is there")

@@ -1,8 +1,9 @@
 """SlotPool: a fixed set of slots, the index of the blocks they hold, and who may take which slot when."""
 
 import threading
+import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -35,10 +36,12 @@ class SlotPool:
     (More than fifteen methods: two-phase stores, leases and write-back work on one index under one lock.)
     """
 
-    def __init__(self, num_slots: int, *, policy: str = "lru") -> None:
+    def __init__(self, num_slots: int, *, policy: str = "lru", clock: Callable[[], float] = time.monotonic) -> None:
         self.num_slots = num_slots
         self.num_leaked = 0  # leases that were dropped, not released
         self._table = BatchTable(num_slots, policy, max(1, num_slots // 8))
+        if isinstance(self._table.policy, TailIndex):
+            self._table.policy.clock = clock
         self._places = KeptPlaces(self._table)
         self._lock = threading.Lock()
         self._epoch = 0  # resets so far

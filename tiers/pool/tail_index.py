@@ -31,11 +31,9 @@ class TailIndex(SlotQueue):
 
     admit = None
 
-    def __init__(
-        self, num_slots: int, words_of: Callable[[Slots], Words], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, num_slots: int, words_of: Callable[[Slots], Words]) -> None:
         super().__init__(num_slots)
-        self._clock = clock
+        self.clock: Callable[[], float] = time.monotonic
         self._returns = Returns()
         self._record = np.full(num_slots, _NO_RECORD, int_type(num_slots))  # that a slot was in last
         self._start()
@@ -52,14 +50,15 @@ class TailIndex(SlotQueue):
         self._dead: list[int] = []  # free from the next plan on: until then the old one may name them
         self._plan, self._plan_tickets, self._plan_records = (np.zeros(0, np.int64) for _ in range(3))
         self._planned_at, self._cursor = 0.0, 0
-        self._mark_tickets, self._mark_times = [self._head], [self._clock()]
+        self._mark_tickets: list[int] = []
+        self._mark_times: list[float] = []
 
     # --- what requests tell -------------------------------------------------------------------------------------
 
     def ended(self, end: RequestEnd, slots: Slots) -> None:
         """A request has ended whose blocks are in these slots, idle or in use; -1 for what is not there."""
         tags = to_words(end.names[: end.num_prompt]) @ NAME_MIX
-        kind = self._returns.note(tags, end.num_output_tokens, end.hint, end.client, self._clock())
+        kind = self._returns.note(tags, end.num_output_tokens, end.hint, end.client, self.clock())
         slots = slots[slots >= 0]
         if not len(slots):
             return
@@ -68,7 +67,7 @@ class TailIndex(SlotQueue):
             self._make_room()
         record = self._free.pop()
         self._record[slots] = record
-        self._ended_at[record], self._kind[record], self._left[record] = self._clock(), kind, len(slots)
+        self._ended_at[record], self._kind[record], self._left[record] = self.clock(), kind, len(slots)
         self._members[record] = slots[::-1]
         idle = slots[self._tickets[slots] != NO_TICKET]
         self._tickets[idle] = _RECORDED
@@ -101,6 +100,8 @@ class TailIndex(SlotQueue):
     def pop_few(self, count: int) -> list[int]:
         """As `pop`."""
         given_back = self._front(count) if self._head < self._front_end else []
+        if len(given_back) == count:
+            return given_back
         if not self._members:
             return given_back + self.take_few(count - len(given_back))
         return given_back + self._planned(count - len(given_back))
@@ -113,7 +114,7 @@ class TailIndex(SlotQueue):
     def ranks(self, slots: Slots) -> NDArray[np.int64]:
         """By what was given back, then by place, then by age."""
         tickets, records = self._tickets[slots], self._record[slots]
-        is_recorded, now = tickets == _RECORDED, self._clock()
+        is_recorded, now = tickets == _RECORDED, self.clock()
         kinds = np.where(is_recorded, self._kind[records], UNTOLD)
         since = np.where(is_recorded, self._ended_at[records], self._times_of(tickets))
         places = self._returns.places(kinds, now - since) if self._members else np.zeros(len(slots), np.int64)
@@ -145,7 +146,7 @@ class TailIndex(SlotQueue):
     def _planned(self, count: int) -> list[int]:
         """The next of the plan that are still as they were planned; a new plan when it has ended or grown old."""
         victims: list[int] = []
-        if self._clock() - self._planned_at > _GOOD_FOR:
+        if self.clock() - self._planned_at > _GOOD_FOR:
             self._make_plan(count)
         while len(victims) < count:
             if self._cursor >= len(self._plan):
@@ -165,7 +166,7 @@ class TailIndex(SlotQueue):
 
     def _make_plan(self, count: int) -> None:
         """The first of all idle slots, a share of them."""
-        now, wanted = self._clock(), max(count, len(self._tickets) // _SHARE, _LEAST)
+        now, wanted = self.clock(), max(count, len(self._tickets) // _SHARE, _LEAST)
         self._mark(now)
         self._take_in(now)
         self._free += self._dead
@@ -216,7 +217,8 @@ class TailIndex(SlotQueue):
     def _still_idle(self, record: int) -> Slots:
         """The record's slots that may go now."""
         members = self._own_members(record)
-        return members[self._tickets[members] == _RECORDED]
+        idle: Slots = members[self._tickets[members] == _RECORDED]
+        return idle
 
     def _first_untold(self, count: int) -> Slots:
         """The first slots of the queue, at most `count`; they stay in it."""
@@ -261,7 +263,7 @@ class TailIndex(SlotQueue):
 
     def _mark(self, now: float) -> None:
         """Note when the next entry of the queue comes, at most."""
-        if self._mark_tickets[-1] < self._tail:
+        if not self._mark_tickets or self._mark_tickets[-1] < self._tail:
             self._mark_tickets.append(self._tail)
             self._mark_times.append(now)
         if len(self._mark_tickets) > _MARKS:
@@ -270,8 +272,9 @@ class TailIndex(SlotQueue):
 
     def _times_of(self, tickets: Slots) -> NDArray[np.float64]:
         """When these entries of the queue were made, at the latest: the time of the first mark behind them."""
-        times = np.array([*self._mark_times, self._clock()])
-        return times[np.searchsorted(self._mark_tickets, tickets, "right")]
+        times = np.array([*self._mark_times, self.clock()])
+        made: NDArray[np.float64] = times[np.searchsorted(self._mark_tickets, tickets, "right")]
+        return made
 
     def _compact(self) -> None:
         numbers = np.arange(self._head, self._tail)

@@ -25,8 +25,8 @@ class RequestEnd(NamedTuple):
     client: int = 0  # whose hint it is: trust is kept by client; 0 is the process's own
 
 
-def hint_of(word: object) -> Hint:
+def hint_of(word: str) -> Hint:
     """The hint that a client gave by this word. RequestError for any other word."""
-    if word in list(Hint):
-        return Hint(word)
-    raise RequestError(f"hint {word!r:.80}: use one of {', '.join(Hint)}")
+    if word not in list(Hint):
+        raise RequestError(f"hint {word!r:.80}: use one of {', '.join(Hint)}")
+    return Hint(word)

@@ -90,7 +90,7 @@ BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
     ({"cache": {"block_size": True}}, "[cache] block_size true: not a whole number; write one, as in 16"),
     ({"cache": {"block_size": 1.5}}, "[cache] block_size 1.5: not a whole number; write one, as in 16"),
     ({"cache": {"block_size": None}}, "[cache] block_size null: not a whole number; write one, as in 16"),
-    ({"cache": {"policy": "lfu"}}, "[cache] policy \"lfu\": not one of its values; write 'lru' or 's3fifo'"),
+    ({"cache": {"policy": "lfu"}}, "[cache] policy \"lfu\": not one of its values; write 'tail', 'lru' or 's3fifo'"),
     ({"cache": {"hash": 5}}, "[cache] hash 5: not one of its values; write 'sha256' or 'xxh3'"),
     ({"cache": {"cache_salt": ""}}, '[cache] cache_salt "": not a text of one character or more; leave the option out for none'),
     ({"file": {"path": 3}}, "[file] path 3: not a directory's name; write one, or leave the option out to switch the tier off"),

@@ -16,8 +16,9 @@ from kvtier.tiers.naming.shape import KVShape
 from kvtier.tiers.pool import few
 from kvtier.tiers.pool.few import BatchTable
 from kvtier.tiers.pool.lease import Lease, Reservation
-from kvtier.tiers.pool.policy import LRU
+from kvtier.tiers.pool.policy import S3FIFO
 from kvtier.tiers.pool.pool import SlotPool
+from kvtier.tiers.pool.tail_index import TailIndex
 from kvtier.tiers.tier import ChainHash
 
 NUM_SLOTS = 7
@@ -58,7 +59,9 @@ def made_for(way: str, table: BatchTable) -> int:
         listed = few.FEW if way == "compiled" else -1
         module = twin("kvtier.tiers.pool.few_compiled")
         assert module is not None
-        table._compiled = module.CompiledSlots(table, isinstance(table.policy, LRU), listed)
+        table._compiled = module.CompiledSlots(
+            table, not isinstance(table.policy, S3FIFO), isinstance(table.policy, TailIndex), listed
+        )
     else:
         table._compiled = None
     return -1 if way == "numpy" else few.FEW
@@ -156,7 +159,7 @@ class Twin:
 
 @each_way
 @settings(max_examples=300)
-@given(STEPS, st.sampled_from(["lru", "s3fifo"]), st.booleans())
+@given(STEPS, st.sampled_from(["lru", "s3fifo", "tail"]), st.booleans())
 def test_one_by_one_and_in_numpy_are_the_same(
     way: str, steps: list[tuple[str, tuple[int, ...], int]], policy: str, listens: bool
 ) -> None:

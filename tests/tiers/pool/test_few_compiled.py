@@ -98,7 +98,7 @@ class Story:
 
 
 @pytest.mark.parametrize("crowded", [False, True])
-@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "tail"])
 @pytest.mark.parametrize("seed", range(4))
 def test_long_chains_end_alike_in_both_ways(
     pools: Callable[[str], list[SlotPool]], policy: str, seed: int, crowded: bool
