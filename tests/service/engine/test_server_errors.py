@@ -62,6 +62,7 @@ def well(server: ServerThread) -> bool:
         ("completions", {"prompt": [1, -1]}, 400, "prompt.1", "invalid_value"),
         ("completions", {"prompt": ["hi", 1]}, 400, "prompt.1", "invalid_value"),
         ("completions", {"prompt": "\ud800"}, 400, "prompt", "invalid_value"),
+        ("completions", {"kvtier": {"hint": "maybe"}}, 400, "kvtier.hint", "invalid_value"),
         ("completions", {"max_tokens": -1}, 400, "max_tokens", "invalid_value"),
         ("completions", {"max_tokens": 0}, 400, "max_tokens", "invalid_value"),
         ("completions", {"max_tokens": 1.5}, 400, "max_tokens", "invalid_value"),
