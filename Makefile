@@ -35,7 +35,7 @@ DEMO_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
-STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
+STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml .ci/setup .ci/constraints.txt .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
 .PHONY: help setup demo demo-rag beside compiled test quick coverage test-vllm test-vllm-0.33 test-sglang check format bench gpu gpu-bundle \
 	soak kills crash-images fuzz clean

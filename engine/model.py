@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kvtier.connector.models import identity_of, name_of, rope_limit
+from kvtier.connector.models import cache_option, identity_of, name_of, rope_limit
 from kvtier.connector.segments import PAGED_ATTENTION, PackedAttention
 from kvtier.connector.transformers import CacheForm, GoingOn, how_it_goes_on
 from kvtier.engine.config import EngineConfig
@@ -168,9 +168,10 @@ class Model:
         """Logits `[len(rows), vocab]` of those rows; `token_ids` and `positions` are `[1, T]`, packed sequences."""
         options: dict[str, Any] = {"input_ids": token_ids, "logits_to_keep": rows, "use_cache": False}
         if self.one_by_one:
-            options["past_key_values"] = SequenceCache(paged)
+            options |= cache_option(self.module, SequenceCache(paged))
         else:
-            options |= {"position_ids": positions, "paged": paged, "past_key_values": paged if self.expand else None}
+            options |= {"position_ids": positions, "paged": paged}
+            options |= cache_option(self.module, paged if self.expand else None)
         output = self.module(**options)
         logits: torch.Tensor = output.logits[0]
         return logits

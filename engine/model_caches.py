@@ -24,7 +24,7 @@ class LatentAttention(PackedAttention):
         self._rank = 0  # of a latent; the rest of a row is the rotated key
 
     def update(
-        self, latent: torch.Tensor, rotated: torch.Tensor, layer: int, *_: object
+        self, latent: torch.Tensor, rotated: torch.Tensor, layer: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write this step's latents and rotated keys, `[1, 1, T, dim]` each. Returns them as they are."""
         self._rank = latent.shape[-1]
@@ -54,7 +54,7 @@ class SequenceCache:
         [self._span] = step.spans
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: object
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write this step's K and V, `[1, kv heads, T, head dim]` each. Returns those of the whole sequence so far."""
         self._step.write(layer, key, value)

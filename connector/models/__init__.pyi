@@ -1,3 +1,4 @@
+from .cache_option import cache_option, given_cache, returned_cache
 from .checkpoint import config_digest_of, config_of, name_of, revision_of
 from .hf_model import identity_of
 from .length_rope import SHORT_ROPE, rope_limit
@@ -5,11 +6,14 @@ from .tokenizer import load_tokenizer
 
 __all__ = [
     "SHORT_ROPE",
+    "cache_option",
     "config_digest_of",
     "config_of",
+    "given_cache",
     "identity_of",
     "load_tokenizer",
     "name_of",
+    "returned_cache",
     "revision_of",
     "rope_limit",
 ]

@@ -184,7 +184,6 @@ class Blender:
             torch.cat([each.states for each in pack])[None],
             attention_mask=None,
             position_ids=torch.cat([span.positions for span in spans])[None],
-            past_key_values=None,
             use_cache=False,
             position_embeddings=tuple(
                 torch.cat(turns, 1) for turns in zip(*(each.turns for each in pack), strict=True)

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
+from kvtier.connector.models import returned_cache
 from kvtier.connector.segments.rope import inverse_frequencies, rotated
 from kvtier.tiers import ConfigError
 
@@ -86,9 +87,8 @@ def _keys_and_values(module: PreTrainedModel, start: int) -> Layers:
     numbers = torch.arange(_NUM_TOKENS, device=module.device)
     token_ids = (numbers * 7919 + 3) % module.config.get_text_config(decoder=True).vocab_size
     with _own_attention(module):
-        cache: Any = module(
-            input_ids=token_ids[None], position_ids=(numbers + start)[None], use_cache=True
-        ).past_key_values
+        output = module(input_ids=token_ids[None], position_ids=(numbers + start)[None], use_cache=True)
+    cache = returned_cache(output)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 

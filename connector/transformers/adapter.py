@@ -122,7 +122,7 @@ class KVTier:
         rows = self._rows(input_ids, call.pads)
         if self._states is not None:
             ends = partial(call.ends, num_columns=input_ids.shape[1])
-            result = self._states.generate(rows, input_ids, call.options(options, None), ends)
+            result = self._states.generate(rows, input_ids, call.options(self.model, options, None), ends)
             self._note_cached(self._states.num_cached_tokens, len(rows))
             return result
         cache = self._load(rows, wanted) if call.loads else empty_cache(self.model)
@@ -130,7 +130,7 @@ class KVTier:
             cache.batch_repeat_interleave(call.num_copies)
         given = quantized_cache(self.model, cache, call.quantization) if call.is_quantized else cache
         with going_on_from(self.model, cache.get_seq_length() if call.is_assisted else 0):
-            result = self.model.generate(input_ids, **call.options(options, given))
+            result = self.model.generate(input_ids, **call.options(self.model, options, given))
         num_columns = input_ids.shape[1]
         if call.names_answers and self._config.cache.store_generated:
             sequences = result if isinstance(result, torch.Tensor) else result.sequences
@@ -145,7 +145,7 @@ class KVTier:
     ) -> tuple[DynamicCache, int]:
         """A cache with the leading tokens of every row ([rows, tokens]) that are known, and how many it has.
 
-        Give it to `model(input_ids[:, num_tokens:], past_key_values=cache)`; at least the last token is left. Behind a
+        Give it to `model(input_ids[:, num_tokens:], cache=cache)`; at least the last token is left. Behind a
         recurrent state that takes one token at a time, it is the only one: the others are computed here.
         Rows of one length without padding: what a mask would hide, this can't see. With `segments` (see `generate`) it
         has all tokens but the last, and `store` keeps none of it behind the first reused one.

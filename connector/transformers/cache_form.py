@@ -1,6 +1,5 @@
 """What a model's cache keeps for each token, layer by layer: read from a cache that the model itself filled."""
 
-import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from transformers import __version__ as version
 from transformers import cache_utils as _cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvtier.connector.models import cache_option
 from kvtier.connector.transformers.state_form import STATES, StateForm, require_known
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import DTYPE_BYTES, FlatShape, KVShape, ModelIdentity
@@ -184,11 +184,6 @@ def empty_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
-def cache_name(model: PreTrainedModel) -> str:
-    """Under which name the model's `forward` takes a cache."""
-    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
 def layers_of(cache: DynamicCache, num_rows: int, num_tokens: int, model: PreTrainedModel) -> tuple[Layer, ...]:
     """What each layer of a cache keeps of these tokens; trailing layers that keep nothing are left out.
 
@@ -271,7 +266,7 @@ def _probe(model: PreTrainedModel) -> DynamicCache:
     try:
         cache = empty_cache(model)
         with torch.no_grad():
-            module(input_ids=ids, use_cache=True, **{cache_name(model): cache})
+            module(input_ids=ids, use_cache=True, **cache_option(model, cache))
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         said = f"{_NUM_TOKENS} tokens could not be put into its cache ({reason})"

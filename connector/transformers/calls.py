@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from transformers import __version__ as _version
 
+from kvtier.connector.models import cache_option, given_cache
 from kvtier.connector.transformers.padding import ends_of_answers, inferred_mask, pads_of
 
 _OWN_WAYS: Final = (  # of decoding, whose cache or prompt is not what `generate` was given
@@ -51,9 +52,9 @@ class Call:
         """Whether `generate` goes on behind loaded tokens."""
         return not self.in_chunks or _CHUNKS_GO_ON
 
-    def options(self, given: Mapping[str, Any], cache: Any) -> dict[str, Any]:
+    def options(self, model: Any, given: Mapping[str, Any], cache: Any) -> dict[str, Any]:
         """What to give `generate` for it: as the caller did, and with this cache."""
-        options = {**given, "past_key_values": cache, "cache_implementation": None}  # it refuses any beside a cache
+        options = {**given, **cache_option(model, cache), "cache_implementation": None}  # it refuses any beside a cache
         return options if self.mask is None else {**options, "attention_mask": self.mask}
 
     def ends(self, sequences: torch.Tensor, num_columns: int) -> list[int]:
@@ -78,8 +79,9 @@ def require_rows(model: Any, input_ids: torch.Tensor, limit: int | None) -> None
 def read_call(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any], limit: int | None = None) -> Call:
     """`generate(input_ids, **options)` as blocks see it; UnheldCallError if they cannot hold its KV."""
     require_rows(model, input_ids, limit)
-    if options.get("past_key_values") is not None or options.get("cache_params") is not None:
-        raise UnheldCallError("past_key_values is a cache of the caller's; leave it out, or use load() and store()")
+    name, own = given_cache(options)
+    if own is not None:
+        raise UnheldCallError(f"{name} is a cache of the caller's; leave it out, or use load() and store()")
     if asked_for(model, options, "use_cache") is False:
         raise UnheldCallError("use_cache=False computes no KV to keep; leave it out, the text is the same")
     kind = asked_for(model, options, "cache_implementation")

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from transformers import DynamicCache
 
+from kvtier.connector.models import cache_option
 from kvtier.connector.transformers.cache_form import CacheForm, empty_cache, per_token
 
 _TOLERANCE: Final = {torch.float32: 5e-3}  # relative; KV of a token that padding moved is off by far more
@@ -115,7 +116,7 @@ def why_padding_shows(model: Any, form: CacheForm) -> str | None:
 
 def _kv_of(model: Any, form: CacheForm, input_ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
     cache = empty_cache(model)
-    model.generate(input_ids, attention_mask=mask, past_key_values=cache, **_PLAIN)
+    model.generate(input_ids, attention_mask=mask, **cache_option(model, cache), **_PLAIN)
     return list(_states_of(cache, form))
 
 

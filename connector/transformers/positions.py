@@ -8,7 +8,8 @@ from weakref import WeakSet
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvtier.connector.transformers.cache_form import CacheForm, cache_name, empty_cache, per_token, plain_tokens
+from kvtier.connector.models import cache_option, given_cache
+from kvtier.connector.transformers.cache_form import CacheForm, empty_cache, per_token, plain_tokens
 from kvtier.connector.transformers.kv_cache import blocks_of
 
 _BEFORE: Final = 24  # tokens that the cache has
@@ -28,7 +29,7 @@ def counts_from_zero(model: PreTrainedModel, form: CacheForm) -> bool:
     kept = []
     for told in ({"position_ids": torch.full_like(last, _BEFORE)}, {}):
         cache = empty_cache(model)
-        options: dict[str, Any] = {cache_name(model): cache, "use_cache": True}
+        options: dict[str, Any] = {**cache_option(model, cache), "use_cache": True}
         module(input_ids=tokens[:, :_BEFORE], **options)
         module(input_ids=last, **options, **told)
         behind = blocks_of(cache, 0, range(_BEFORE, _BEFORE + 1), replace(form, block_size=1))
@@ -68,7 +69,7 @@ class PassPositions:
 
     def _before(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         given = {**self._signature.bind_partial(*args).arguments, **kwargs}
-        cache, tokens = given.get("past_key_values"), given.get("input_ids")
+        cache, tokens = given_cache(given)[1], given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         if not isinstance(cache, DynamicCache) or tokens is None:
             return None

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
+from kvtier.connector.models import cache_option
 from kvtier.connector.segments import (
     PAGED_ATTENTION,
     Blender,
@@ -166,7 +167,7 @@ def _difference(model: PreTrainedModel, own: DynamicCache, shape: KVShape, inv_f
 def _own_cache(model: PreTrainedModel) -> DynamicCache:
     """What the model itself caches of the tokens."""
     cache = DynamicCache()  # keeps every token in every layer
-    model(input_ids=_token_ids(model)[None], past_key_values=cache, use_cache=True)
+    model(input_ids=_token_ids(model)[None], use_cache=True, **cache_option(model, cache))
     return cache
 
 

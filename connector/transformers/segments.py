@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from kvtier.connector.models import cache_option
 from kvtier.connector.segments import (
     COUNTED,
     Blender,
@@ -179,7 +180,7 @@ class SegmentCalls:
         fill(cache, self._blocks.form, [blocks], run.start * size, self._model.device)
         tokens = torch.tensor([source.token_ids[run.start * size : run.stop * size]], device=self._model.device)
         with torch.inference_mode():
-            self._model.model(input_ids=tokens, past_key_values=cache, use_cache=True)
+            self._model.model(input_ids=tokens, use_cache=True, **cache_option(self._model.model, cache))
         self._blocks.store(source, run, blocks_of(cache, 0, run, self._blocks.form))
         return blocks_of(cache, 0, range(len(names)), self._blocks.form), False
 

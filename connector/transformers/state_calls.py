@@ -6,7 +6,8 @@ from typing import Any, Final
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvtier.connector.transformers.cache_form import cache_name, empty_cache, layers_of, per_token
+from kvtier.connector.models import cache_option
+from kvtier.connector.transformers.cache_form import empty_cache, layers_of, per_token
 from kvtier.connector.transformers.calls import asked_for
 from kvtier.connector.transformers.device_copies import DEADLINE
 from kvtier.connector.transformers.host_copy import HostCopy
@@ -75,7 +76,7 @@ class StateCalls:
         taken, num_fed = self._prefill(rows, input_ids.to(self._model.device), cache, found, at_once)
         passes = FollowedPasses(cache, self._states, num_fed, num_tokens, self._size)
         with passes.following(self._model):
-            result = self._model.generate(input_ids, **{**options, cache_name(self._model): cache})
+            result = self._model.generate(input_ids, **{**options, **cache_option(self._model, cache)})
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         end = num_tokens
         if self._keeps_answers and passes.was_fed(sequences):

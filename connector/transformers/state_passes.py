@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from kvtier.connector.transformers.cache_form import cache_name
+from kvtier.connector.models import cache_option
+from kvtier.connector.transformers.cache_form import per_token
 from kvtier.connector.transformers.state_form import StateForm
 
 
@@ -19,7 +20,7 @@ def feed(model: Any, cache: DynamicCache, tokens: torch.Tensor, start: int, at_o
     output = None
     for first in range(0, tokens.shape[1], at_once or tokens.shape[1]):
         part = tokens[:, first : first + at_once] if at_once else tokens
-        options: dict[str, Any] = {cache_name(model): cache, "use_cache": True}
+        options: dict[str, Any] = {**cache_option(model, cache), "use_cache": True}
         if "position_ids" in takes:
             begin = start + first
             options["position_ids"] = torch.arange(begin, begin + part.shape[1], device=part.device).expand(
@@ -51,7 +52,6 @@ class FollowedPasses:
     @contextmanager
     def following(self, model: Any) -> Iterator[None]:
         """Watch until the block ends; then `latest` is the last border's."""
-        self._name = cache_name(model)
         handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
         try:
             yield
@@ -64,6 +64,10 @@ class FollowedPasses:
         fed = torch.cat(self._fed, dim=1) if self._fed else sequences[:, :0]
         expected = sequences[:, self._num_cached : self.num_fed]
         return fed.shape == expected.shape and torch.equal(fed.to(expected.device), expected)
+
+    def _has_keys(self) -> bool:
+        layers: Any = self._cache.layers
+        return any(per_token(layer, "keys") is not None for layer in layers)
 
     def _look(self) -> None:
         if self.num_fed > self._num_tokens and not self.num_fed % self._size:
@@ -78,7 +82,7 @@ class FollowedPasses:
             kwargs = {**kwargs, "input_ids": tokens}
             if kwargs.get("position_ids") is not None:
                 kwargs["position_ids"] = kwargs["position_ids"][..., -rest:]
-            if self._name == "cache_params":  # its layers take a mask for these very tokens, and this one hides none
+            if not self._has_keys():  # then layers take a mask for these very tokens, and this one hides none
                 kwargs["attention_mask"] = None
         self._fed.append(tokens)
         self.num_fed += tokens.shape[1]

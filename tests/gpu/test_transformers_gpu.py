@@ -9,6 +9,7 @@ from kv_tier_rig import GREEDY, Open, left_padded
 from tiny_models import VOCAB, plain, plain_logits, prompt
 from transformers import AutoModelForCausalLM, Lfm2Config
 
+from kvtier.connector.models import cache_option
 from kvtier.connector.segments import REPAIR_RULES, Repair, Segment
 from kvtier.connector.transformers import device_copies
 from kvtier.connector.transformers.adapter import KVTier
@@ -62,7 +63,7 @@ def test_what_the_device_stored_comes_back_bit_for_bit_and_to_a_cpu_too(
     with tier(model, disk_dir, pin) as kv:
         cache: Any = kv.load(tokens)[0]
         with torch.inference_mode():
-            model(tokens, past_key_values=cache)
+            model(tokens, **cache_option(model, cache))
             expected = [tensor.clone() for tensor in tensors_of(cache, 144)]
             kv.store(tokens, cache)
             for tensor in tensors_of(cache, 150):
@@ -116,7 +117,7 @@ def test_a_gather_takes_no_memory_beside_its_staging(disk_dir: Path) -> None:
     tokens = torch.tensor(ROWS, device="cuda")
     with tier(model, disk_dir, True) as kv, torch.inference_mode():
         cache: Any = kv.load(tokens)[0]
-        model(tokens, past_key_values=cache)
+        model(tokens, **cache_option(model, cache))
         torch.cuda.synchronize()
         before, taken = torch.cuda.memory_allocated(), list[int]()
         real = Blocks.read
@@ -143,7 +144,7 @@ def test_segments_are_stored_from_the_device_and_blended_on_it(disk_dir: Path) -
         with KVTier(model, config) as kv:
             cached, num_tokens = kv.load(tokens, segments=SEGMENTS, repair=Repair(share=1.0))
             with torch.inference_mode():
-                found = model(tokens[:, num_tokens:], past_key_values=cached).logits[0, -1]
+                found = model(tokens[:, num_tokens:], **cache_option(model, cached)).logits[0, -1]
             assert torch.allclose(found.cpu(), full, atol=1e-3 * float(full.abs().max()))
             assert kv.stats()[f"segments_{outcome}"] == 2
             for rule in REPAIR_RULES:

@@ -23,6 +23,7 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 
 from kvtier import Config, Repair, SamplingParams, Segment, open_engine  # noqa: E402
+from kvtier.connector.models import cache_option  # noqa: E402
 from kvtier.connector.transformers.adapter import KVTier  # noqa: E402
 
 GREEDY: Final[dict[str, Any]] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -63,7 +64,7 @@ def spoil(kv: KVTier, prompts: list[list[int]]) -> Reply:
 def _computed(kv: KVTier, tokens: list[int], spoilt: bool) -> dict[str, Any]:
     cache: Any = DynamicCache()
     with torch.inference_mode():
-        kv.model(torch.tensor([tokens]), past_key_values=cache)
+        kv.model(torch.tensor([tokens]), **cache_option(kv.model, cache))
         if spoilt:
             cache.layers[1].values[:, :, 16:32] *= -3
     kv.store(torch.tensor([tokens]), cache)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.generation.utils  # noqa: F401  a model's first import of it looks at the real torch.cuda.Stream
 from lazy_cuda import LazyCuda, LazyDriver, pin, ranges_of
 
 from kvtier.connector.transformers import device_copies, host_copy, tier_blocks

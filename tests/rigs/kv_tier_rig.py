@@ -10,6 +10,7 @@ import torch
 from tiny_models import VOCAB, config_of
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig
 
+from kvtier.connector.models import cache_option
 from kvtier.connector.transformers import tier_blocks
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.tiers.config.config import Config
@@ -69,7 +70,7 @@ def kv_of(model: Any, tokens: Sequence[int]) -> list[torch.Tensor]:
     """K and V of every layer, [heads, tokens, dim], as the model computes them of these tokens alone."""
     cache = DynamicCache()
     with torch.inference_mode():
-        model(torch.tensor([list(tokens)]), past_key_values=cache)
+        model(torch.tensor([list(tokens)]), **cache_option(model, cache))
     layers: Any = cache.layers
     return [states[0] for layer in layers for states in (layer.keys, layer.values)]
 

@@ -8,6 +8,7 @@ import torch
 from mischief import DOCUMENTS, SALTS, Mischief
 from tiny_models import plain
 
+from kvtier.connector.models import returned_cache
 from kvtier.engine.llm import Engine
 from kvtier.engine.sequence import SamplingParams
 from kvtier.tiers.naming.chain import TokenChain, is_named_by, root_hash
@@ -27,7 +28,7 @@ class Truth:
         key = tuple(tokens)
         if key not in self._known:
             out = self._module(torch.tensor([list(tokens)]), use_cache=True)
-            layers = [torch.stack([layer.keys[0], layer.values[0]]) for layer in out.past_key_values.layers]
+            layers = [torch.stack([layer.keys[0], layer.values[0]]) for layer in returned_cache(out).layers]
             self._known[key] = out.logits[0].float(), torch.stack(layers).transpose(2, 3)
         return self._known[key]
 

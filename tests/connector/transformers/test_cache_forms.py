@@ -10,6 +10,7 @@ from _architectures import ARCHITECTURES, Architecture
 from kv_tier_rig import Open
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from kvtier.connector.models import cache_option
 from kvtier.connector.models.hf_model import identity_of
 from kvtier.connector.transformers import cache_form
 from kvtier.connector.transformers.adapter import KVTier
@@ -53,7 +54,7 @@ def computed(kv: KVTier, tokens: torch.Tensor) -> DynamicCache:
     """What the model caches of the tokens, in a cache that `load` made."""
     cache = kv.load(tokens)[0]
     with torch.inference_mode():
-        kv.model(tokens[:, cache.get_seq_length() :], past_key_values=cache)
+        kv.model(tokens[:, cache.get_seq_length() :], **cache_option(kv.model, cache))
     return cache
 
 
@@ -201,7 +202,7 @@ def test_a_cache_of_another_form_is_not_kept(open_tier: Open, caplog: pytest.Log
     assert "nothing is kept of a cache that dropped tokens or has another shape" in caplog.text
     other = DynamicCache()
     with torch.inference_mode():
-        model_of("llama")(tokens, past_key_values=other)
+        model_of("llama")(tokens, **cache_option(model_of("llama"), other))
     kv.store(tokens, other)
     assert kv.load(tokens)[1] == 0
     assert kv.stats()['kvtier_store_dropped_total{tier="l2",reason="unsupported"}'] == 8

@@ -9,6 +9,7 @@ from kv_tier_rig import Open
 from tiny_models import SIZES, config_of, prompt
 from transformers import AutoModelForCausalLM, Phi3Config
 
+from kvtier.connector.models import cache_option, returned_cache
 from kvtier.connector.models.hf_model import identity_of
 from kvtier.connector.models.length_rope import rope_limit
 from kvtier.connector.transformers.cache_form import CacheForm
@@ -82,7 +83,7 @@ def test_a_text_that_grows_out_of_its_rope_is_loaded_and_its_answer_not_kept(ope
         assert kv.num_cached_tokens == 112
     with torch.inference_mode():
         cache = kv.load(tokens)[0]
-        model(torch.cat([tokens, tokens], dim=1)[:, 112:], past_key_values=cache)
+        model(torch.cat([tokens, tokens], dim=1)[:, 112:], **cache_option(model, cache))
     kv.store(tokens, cache)  # computed with the RoPE of 240 tokens from the 113th on
     assert kv.load(torch.cat([tokens[:, :112], tokens[:, :10]], dim=1))[1] == 112
 
@@ -93,7 +94,7 @@ def test_the_keys_of_short_and_long_texts_do_differ() -> None:
         model = model_of(kind)
         tokens = torch.tensor([prompt(1, 150)])
         with torch.inference_mode():
-            short, long = (model(part, use_cache=True).past_key_values for part in (tokens[:, :90], tokens))
+            short, long = (returned_cache(model(part, use_cache=True)) for part in (tokens[:, :90], tokens))
         assert not torch.allclose(short.layers[0].keys, long.layers[0].keys[:, :, :90], atol=1e-2)
 
 

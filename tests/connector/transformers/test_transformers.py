@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from kvtier.connector.local import LocalConnector
+from kvtier.connector.models import cache_option
 from kvtier.connector.transformers import adapter as transformers_connector
 from kvtier.connector.transformers import tier_blocks
 from kvtier.connector.transformers.adapter import KVTier
@@ -101,7 +102,7 @@ def test_what_is_loaded_is_what_was_stored_bit_for_bit(open_tier: Open, kind: st
     kv = open_tier(model)
     stored: Any = kv.load(tokens)[0]
     with torch.inference_mode():
-        whole = model(tokens, past_key_values=stored).logits[:, -1]
+        whole = model(tokens, **cache_option(model, stored)).logits[:, -1]
     kv.store(tokens, stored)
     assert kv.drain()
     loaded: Any
@@ -112,7 +113,7 @@ def test_what_is_loaded_is_what_was_stored_bit_for_bit(open_tier: Open, kind: st
         assert torch.equal(one.values[:, :, :64], other.values)
     # The rest is computed upon it.
     with torch.inference_mode():
-        rest = model(tokens[:, 64:], past_key_values=loaded).logits[:, -1]
+        rest = model(tokens[:, 64:], **cache_option(model, loaded)).logits[:, -1]
     bound = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}[dtype]
     assert torch.allclose(whole, rest, atol=bound * whole.abs().max().item())
     # A row nobody knows: all rows start where the least known one does.
@@ -130,7 +131,7 @@ def test_the_test_can_fail_a_corrupt_block_changes_the_logits(open_tier: Open) -
         cache, num_cached = kv.load(tokens)
         assert num_cached == 80
         with torch.inference_mode():
-            last: torch.Tensor = model(tokens[:, num_cached:], past_key_values=cache).logits[0, -1]
+            last: torch.Tensor = model(tokens[:, num_cached:], **cache_option(model, cache)).logits[0, -1]
         return last
 
     right = logits()
@@ -145,7 +146,7 @@ def test_a_cache_that_dropped_tokens_is_not_kept(open_tier: Open, caplog: pytest
     tokens = ids(prompt(1, 70))
     sliding = DynamicCache(config=model.config)  # keeps the window's tokens alone
     with torch.inference_mode():
-        model(tokens, past_key_values=sliding)
+        model(tokens, **cache_option(model, sliding))
     kv = open_tier(model)
     kv.store(tokens, sliding)
     assert "dropped tokens" in caplog.text
@@ -161,7 +162,7 @@ def test_a_cache_that_dropped_tokens_is_not_kept(open_tier: Open, caplog: pytest
             "cache_implementation='static' has no room for loaded tokens; leave it out",
         ),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True would lack"),
-        ({"past_key_values": DynamicCache()}, "past_key_values is a cache of the caller's; leave it out"),
+        (cache_option(model_of("llama"), DynamicCache()), " is a cache of the caller's; leave it out"),
         ({"attention_mask": torch.tensor([[1] * 40 + [0] * 10 + [1] * 40])}, "pad on the left alone"),
         ({"pad_token_id": prompt(1, 90)[5]}, "pad on the left alone"),  # transformers hides it where it stands
         ({"position_ids": torch.arange(90)[None]}, "position_ids: KV that depends on more than the tokens"),
@@ -218,7 +219,7 @@ def test_load_and_store_do_not_ask_how_text_is_generated(open_tier: Open) -> Non
     kv = open_tier(model)
     cache = kv.load(tokens)[0]
     with torch.inference_mode():
-        model(tokens, past_key_values=cache)
+        model(tokens, **cache_option(model, cache))
     kv.store(tokens, cache)
     assert kv.load(tokens)[1] == 64
 
@@ -299,7 +300,7 @@ def test_a_cache_computed_with_gradients_is_kept(open_tier: Open) -> None:
     tokens = ids(prompt(1, 70), prompt(1, 70))  # and one prompt twice in a batch
     kv = open_tier(model)
     cache, _ = kv.load(tokens)
-    model(tokens, past_key_values=cache)
+    model(tokens, **cache_option(model, cache))
     kv.store(tokens, cache)
     assert kv.load(tokens)[1] == 64
 

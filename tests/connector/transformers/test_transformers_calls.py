@@ -11,6 +11,7 @@ import transformers
 from kv_tier_rig import BLOCK, GREEDY, KINDS, Open, assert_exact, left_padded, model_of
 from tiny_models import VOCAB, prompt
 
+from kvtier.connector.models import given_cache
 from kvtier.connector.transformers import adapter, calls
 from kvtier.connector.transformers.adapter import KVTier
 
@@ -244,6 +245,7 @@ REFUSED = [
     ({"cache_implementation": "static"}, "a dynamic and a quantized cache work"),
     ({"use_cache": False}, "leave it out, the text is the same"),
     ({"past_key_values": transformers.DynamicCache()}, "leave it out, or use load() and store()"),
+    ({"cache": transformers.DynamicCache()}, "leave it out, or use load() and store()"),
     ({"output_hidden_states": True, "return_dict_in_generate": True}, "or call model.generate() for such outputs"),
     ({"custom_generate": "x"}, "greedy, sampled, beam, assisted and prompt lookup decoding work"),
     ({"penalty_alpha": 0.6, "top_k": 4}, "greedy, sampled, beam, assisted and prompt lookup decoding work"),
@@ -281,7 +283,7 @@ def test_what_is_refused_is_named_with_the_way_out(
     # `model.generate` had the call as it was, twice; one line told why nothing of it is kept.
     assert [ids is tokens for ids, _ in given] == [True, True]
     assert all(one.keys() == {**GREEDY, **options}.keys() for _, one in given)
-    assert "past_key_values" in options or not any("past_key_values" in one for _, one in given)
+    assert given_cache(options)[1] or not any(given_cache(one)[1] for _, one in given)
     [warning] = [record.message for record in caplog.records if record.name == adapter._log.name]
     assert way_out in warning
     assert kv.stats()['kvtier_miss_total{reason="unsupported"}'] == 2 * (40 // BLOCK)

@@ -13,6 +13,8 @@ from lazy_cuda import LazyCuda
 from tiny_models import VOCAB, prompt
 from transformers import AutoModelForCausalLM
 
+from kvtier.connector.models import cache_option
+
 ROWS = torch.tensor([prompt(1, 150), prompt(2, 150)])
 
 
@@ -37,7 +39,7 @@ def test_what_a_gpu_stored_it_finds_and_so_does_a_cpu(
     kv = open_tier(model)
     cache: Any = kv.load(ROWS)[0]
     with torch.inference_mode():
-        model(ROWS, past_key_values=cache)
+        model(ROWS, **cache_option(model, cache))
     kv.store(ROWS, cache)
     expected = [tensor.clone() for tensor in layers_of(cache, 144)]
     with torch.inference_mode():

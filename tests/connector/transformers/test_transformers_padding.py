@@ -8,6 +8,7 @@ import torch
 from kv_tier_rig import BLOCK, GREEDY, KINDS, Open, assert_exact, held, left_padded, model_of
 from tiny_models import prompt
 
+from kvtier.connector.models import given_cache
 from kvtier.connector.transformers import padding
 from kvtier.connector.transformers.cache_form import CacheForm
 
@@ -61,7 +62,7 @@ def test_what_is_loaded_behind_padding_is_what_was_stored_bit_for_bit(
     generate = model.generate
 
     def look(*arguments: Any, **options: Any) -> Any:
-        cache = options["past_key_values"]
+        cache = given_cache(options)[1]
         if cache.get_seq_length():  # else it is the check of how the model takes padding
             seen.extend((layer.keys.clone(), layer.values.clone()) for layer in cache.layers)
         return generate(*arguments, **options)

@@ -10,6 +10,7 @@ import torch
 from recall import LENGTH, MODEL, NUM_DOCUMENTS, Asked, asked
 from transformers import AutoModelForCausalLM
 
+from kvtier.connector.models import cache_option
 from kvtier.connector.segments import Repair, Segment
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.tiers.config.config import Config
@@ -28,7 +29,7 @@ def recall(kv: KVTier, questions: Sequence[Asked], repair: Repair) -> float:
     prompts = torch.tensor([each.prompt for each in questions])
     cache, num_tokens = kv.load(prompts, segments=[SEGMENTS] * len(prompts), repair=repair)
     with torch.inference_mode():
-        found = kv.model(prompts[:, num_tokens:], past_key_values=cache).logits[:, -1].argmax(-1)
+        found = kv.model(prompts[:, num_tokens:], **cache_option(kv.model, cache)).logits[:, -1].argmax(-1)
     assert kv.num_segment_tokens == REUSED * len(prompts)
     assert kv.num_repaired_tokens == round(repair.share * REUSED) * len(prompts)
     return float(np.mean([answer == each.answer for answer, each in zip(found.tolist(), questions, strict=True)]))

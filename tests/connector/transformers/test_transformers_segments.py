@@ -16,6 +16,7 @@ from tiny_models import VOCAB, plain, plain_logits, prompt
 from transformers import AutoModelForCausalLM
 
 from kvtier.connector.local import LocalConnector
+from kvtier.connector.models import cache_option
 from kvtier.connector.segments import PAGED_ATTENTION, REPAIR_RULES, Repair, Segment
 from kvtier.connector.segments.blend import Blender
 from kvtier.connector.transformers.adapter import KVTier
@@ -52,7 +53,7 @@ def logits_of(kv: KVTier, tokens: torch.Tensor, **reuse: Any) -> torch.Tensor:
     """Of each row's last token, computed upon what `load` gives."""
     cache, num_tokens = kv.load(tokens, **reuse)
     with torch.inference_mode():
-        found: torch.Tensor = kv.model(tokens[:, num_tokens:], past_key_values=cache).logits[:, -1]
+        found: torch.Tensor = kv.model(tokens[:, num_tokens:], **cache_option(kv.model, cache)).logits[:, -1]
     return found
 
 
@@ -189,13 +190,13 @@ def test_a_cache_with_segments_is_kept_as_far_as_it_is_exact(open_tier: Open, co
     if copied:
         cache = copy.deepcopy(cache)
     with torch.inference_mode():
-        kv.model(ids(tokens)[:, num_tokens:], past_key_values=cache)
+        kv.model(ids(tokens)[:, num_tokens:], **cache_option(kv.model, cache))
     kv.store(ids(tokens), cache)
     assert held_names(kv, tokens) == [True] * 2 + [False] * (len(tokens) // 16 - 2)
     # A caller's own cache of these tokens is exact, and kept whole.
     own = kv.load(ids(tokens))[0]
     with torch.inference_mode():
-        kv.model(ids(tokens)[:, own.get_seq_length() :], past_key_values=own)
+        kv.model(ids(tokens)[:, own.get_seq_length() :], **cache_option(kv.model, own))
     kv.store(ids(tokens), own)
     assert all(held_names(kv, tokens))
 

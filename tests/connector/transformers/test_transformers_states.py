@@ -12,9 +12,10 @@ from service_rig import PATIENCE, DaemonThread
 from state_models import COARSE_STEPS, CONFIGS, FROM_ZERO, ONE_BY_ONE, PURE, model_of
 from tiny_models import VOCAB, prompt
 
+from kvtier.connector.models import cache_option, given_cache, returned_cache
 from kvtier.connector.transformers import state_calls
 from kvtier.connector.transformers.adapter import KVTier
-from kvtier.connector.transformers.cache_form import CacheForm, cache_name, empty_cache
+from kvtier.connector.transformers.cache_form import CacheForm, empty_cache
 from kvtier.connector.transformers.state_gate import GoingOn, how_it_goes_on
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
@@ -85,7 +86,7 @@ def test_states_come_back_bit_for_bit(open_tier: Open, kind: str) -> None:
     assert num_cached == 384
     with torch.no_grad():
         own: Any = model(rows[:, :384], use_cache=True)
-    whole = own.get("past_key_values", own.get("cache_params"))
+    whole = returned_cache(own)
     found, expected = (form.rows(form.take(each)).wait(0) for each in (cache, whole))
     assert found is not None
     assert expected is not None
@@ -328,11 +329,11 @@ def test_the_two_halves_keep_what_ends_with_a_block(open_tier: Open, caplog: pyt
     kv = open_tier(model)
     cache, num_cached = kv.load(tokens)
     with torch.no_grad():
-        model(tokens[:, num_cached:384], past_key_values=cache)
+        model(tokens[:, num_cached:384], **cache_option(model, cache))
         kv.store(tokens[:, :384], cache)
         cache, num_cached = kv.load(tokens)
         assert num_cached == 384
-        loaded = model(tokens[:, 384:], past_key_values=cache).logits[0, -1]
+        loaded = model(tokens[:, 384:], **cache_option(model, cache)).logits[0, -1]
         whole = model(tokens).logits[0, -1]
     assert torch.allclose(loaded, whole, atol=1e-4)
     # A cache of more tokens than these would be stored under a wrong name.
@@ -349,7 +350,7 @@ def test_a_loop_of_ones_own_needs_no_positions(open_tier: Open, kind: str, ends:
     def go_on(model: Any, cache: Any, ends: list[int], start: int = 0) -> torch.Tensor:
         logits = torch.empty(0)
         for end in ends:
-            logits = model(tokens[:, start:end], **{cache_name(model): cache}, use_cache=True).logits[0, -1]
+            logits = model(tokens[:, start:end], **cache_option(model, cache), use_cache=True).logits[0, -1]
             start = end
         return logits
 
@@ -385,7 +386,7 @@ def test_load_leaves_one_token_to_a_model_that_takes_no_more(open_tier: Open, ki
     cache, num_tokens = kv.load(tokens)
     assert (kv.num_cached_tokens, num_tokens) == (384, 390)
     with torch.no_grad():
-        loaded = model(tokens[:, 390:], **{cache_name(model): cache}, use_cache=True).logits[0, -1]
+        loaded = model(tokens[:, 390:], **cache_option(model, cache), use_cache=True).logits[0, -1]
         whole = model(tokens).logits[0, -1]
     assert torch.allclose(loaded, whole, atol=1e-4 * float(whole.abs().max()))
 
@@ -417,7 +418,7 @@ def test_the_two_halves_give_a_cache_of_the_models_own_also_when_nothing_is_kept
         kv.close()
         cache, num_tokens = kv.load(tokens)
         assert num_tokens == 0
-        logits = model(tokens, **{cache_name(model): cache}, use_cache=True).logits[0, -1]
+        logits = model(tokens, **cache_option(model, cache), use_cache=True).logits[0, -1]
         kv.store(tokens, cache)
     assert torch.allclose(logits, whole, atol=1e-4 * float(whole.abs().max()))
 
@@ -439,10 +440,11 @@ def test_a_model_that_does_not_go_on_behind_a_state_is_refused_by_name(monkeypat
     mixer = type(model.backbone.layers[0].mixer)
     own = mixer.forward
 
-    def forgetful(self: Any, hidden_states: Any, cache_params: Any = None, **options: Any) -> Any:
-        if cache_params is not None and hidden_states.shape[1] == 1:
-            cache_params.layers[self.layer_idx].recurrent_states[0].zero_()
-        return own(self, hidden_states, cache_params=cache_params, **options)
+    def forgetful(self: Any, hidden_states: Any, **options: Any) -> Any:
+        _, cache = given_cache(options)
+        if cache is not None and hidden_states.shape[1] == 1:
+            cache.layers[self.layer_idx].recurrent_states[0].zero_()
+        return own(self, hidden_states, **options)
 
     monkeypatch.setattr(mixer, "forward", forgetful)
     with pytest.raises(ConfigError, match="transformers computes whole prompts of it only"):
