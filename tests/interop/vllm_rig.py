@@ -201,12 +201,16 @@ class Engine:
         """Every copy has ended and is in every tier. vLLM steps only for requests: this steps for the rest."""
         if not self._is_here() or self.scheduler.connector is None:
             return
+        self._step_on()
+        assert not self.half._ops
+        assert self.half.side.tiers.drain(60)
+        self._step_on()  # vLLM stops stepping for a slow disk, and tells of its writes when it steps again
+
+    def _step_on(self) -> None:
         for _ in range(1000):
             if not self.half.pending:
                 break
             self.core.engine_core.step()
-        assert not self.half._ops
-        assert self.half.side.tiers.drain(60)
 
     def until_attached(self) -> None:
         """The daemon that was started anew has been found."""
